@@ -1,0 +1,156 @@
+#include "chain.h"
+
+#include <string.h>
+
+static int check_values(const int64_t *values, int64_t count, int negative, int64_t *bad) {
+    for (int64_t i = 0; i < count; i++) {
+        if (values[i] < 0 || values[i] > ROTOR_MAX_VALUE) {
+            *bad = i;
+            return values[i] < 0 ? negative : ROTOR_ERR_TOO_LARGE;
+        }
+    }
+    return ROTOR_OK;
+}
+
+static int check(const rotor_chain_t *c, int64_t *bad) {
+    int ret;
+
+    *bad = -1;
+    if (c->n < 1) {
+        return ROTOR_ERR_BAD_LENGTH;
+    }
+    if (c->n > (INT64_C(1) << 18)) {
+        return ROTOR_ERR_TOO_LARGE;
+    }
+    const int64_t *sizes[] = {c->x, c->xbar, c->fe_tmp, c->fn_tmp, c->grad, c->pgrad};
+    const int64_t lengths[] = {c->n + 1, c->n, c->n, c->n, c->n + 1, c->n};
+    for (size_t k = 0; k < sizeof(sizes) / sizeof(sizes[0]); k++) {
+        ret = check_values(sizes[k], lengths[k], ROTOR_ERR_NEGATIVE_SIZE, bad);
+        if (ret != ROTOR_OK) {
+            return ret;
+        }
+    }
+    ret = check_values(c->forward_ns, c->n, ROTOR_ERR_NEGATIVE_TIME, bad);
+    if (ret == ROTOR_OK) {
+        ret = check_values(c->backward_ns, c->n, ROTOR_ERR_NEGATIVE_TIME, bad);
+    }
+    if (ret != ROTOR_OK) {
+        return ret;
+    }
+    for (int64_t i = 0; i < c->n; i++) {
+        if (c->b_tmp[i] < -c->grad[i] || c->b_tmp[i] > ROTOR_MAX_VALUE) {
+            *bad = i;
+            return c->b_tmp[i] < 0 ? ROTOR_ERR_BACKWARD_TMP : ROTOR_ERR_TOO_LARGE;
+        }
+    }
+    if (c->loss_tmp < -c->grad[c->n] || c->loss_tmp > ROTOR_MAX_VALUE) {
+        *bad = c->n;
+        return c->loss_tmp < 0 ? ROTOR_ERR_BACKWARD_TMP : ROTOR_ERR_TOO_LARGE;
+    }
+    return ROTOR_OK;
+}
+
+static int64_t *place(int64_t **cursor, const int64_t *source, int64_t count) {
+    int64_t *array = *cursor;
+    if (source != NULL) {
+        memcpy(array, source, (size_t)count * sizeof(*array));
+    }
+    *cursor += count;
+    return array;
+}
+
+int rotor_chain_init(rotor_chain_t *self, const rotor_chain_t *source, int64_t *bad) {
+    int ret;
+    int64_t n = source->n;
+    int64_t *cursor;
+
+    memset(self, 0, sizeof(*self));
+    ret = check(source, bad);
+    if (ret != ROTOR_OK) {
+        goto out;
+    }
+    self->block = rotor_malloc_array(11 * n + 4, sizeof(int64_t));
+    if (self->block == NULL) {
+        ret = ROTOR_ERR_NO_MEMORY;
+        goto out;
+    }
+    cursor = self->block;
+    self->n = n;
+    self->loss_tmp = source->loss_tmp;
+    self->hold_output = source->hold_output;
+    self->forward_ns = place(&cursor, source->forward_ns, n);
+    self->backward_ns = place(&cursor, source->backward_ns, n);
+    self->x = place(&cursor, source->x, n + 1);
+    self->xbar = place(&cursor, source->xbar, n);
+    self->fe_tmp = place(&cursor, source->fe_tmp, n);
+    self->fn_tmp = place(&cursor, source->fn_tmp, n);
+    self->b_tmp = place(&cursor, source->b_tmp, n);
+    self->grad = place(&cursor, source->grad, n + 1);
+    self->pgrad = place(&cursor, source->pgrad, n);
+    self->forward_sum = place(&cursor, NULL, n + 1);
+    self->pgrad_after = place(&cursor, NULL, n + 1);
+    self->forward_sum[0] = 0;
+    for (int64_t i = 0; i < n; i++) {
+        self->forward_sum[i + 1] = self->forward_sum[i] + self->forward_ns[i];
+    }
+    self->pgrad_after[n] = 0;
+    for (int64_t l = n - 1; l >= 0; l--) {
+        self->pgrad_after[l] = self->pgrad_after[l + 1] + (l + 1 < n ? self->pgrad[l + 1] : 0);
+    }
+out:
+    return ret;
+}
+
+void rotor_chain_free(rotor_chain_t *self) {
+    rotor_free(self->block);
+    memset(self, 0, sizeof(*self));
+}
+
+int64_t rotor_chain_ideal_ns(const rotor_chain_t *self) {
+    int64_t total = self->forward_sum[self->n];
+    for (int64_t i = 0; i < self->n; i++) {
+        total += self->backward_ns[i];
+    }
+    return total;
+}
+
+int64_t rotor_chain_held(const rotor_chain_t *self, int64_t l) {
+    if (l == self->n) {
+        return 0;
+    }
+    return self->grad[l + 1] + self->pgrad_after[l] + (self->hold_output ? self->x[self->n] : 0);
+}
+
+int64_t rotor_chain_need_fe(const rotor_chain_t *self, int64_t i, int64_t l) {
+    return rotor_chain_held(self, l) + self->xbar[i] + self->fe_tmp[i];
+}
+
+int64_t rotor_chain_need_fn(const rotor_chain_t *self, int64_t i, int64_t l, int64_t k) {
+    int64_t input = k == i ? 0 : self->x[k];
+    return rotor_chain_held(self, l) + input + self->x[k + 1] + self->fn_tmp[k];
+}
+
+int64_t rotor_chain_need_b(const rotor_chain_t *self, int64_t i, int64_t l) {
+    /* The first Fe(n-1) holds the output inside its xbar; any other time the output stands apart. */
+    bool inside = i == self->n - 1 && l == self->n;
+    int64_t output = self->hold_output && !inside ? self->x[self->n] : 0;
+    return self->grad[i + 1] + self->xbar[i] + self->grad[i] + self->b_tmp[i] +
+           self->pgrad_after[i] + output;
+}
+
+int64_t rotor_chain_need_loss(const rotor_chain_t *self) {
+    return self->grad[self->n] + self->loss_tmp;
+}
+
+int64_t rotor_discretise(int64_t bytes, int64_t budget, int64_t slots) {
+    /* bytes = q * budget + r, 0 <= r < budget: only r * slots needs more than 64 bits. */
+    int64_t q = bytes / budget;
+    int64_t r = bytes % budget;
+    if (r < 0) {
+        q--;
+        r += budget;
+    }
+    unsigned __int128 scaled = (unsigned __int128)r * (unsigned __int128)slots;
+    unsigned __int128 up = (scaled + (unsigned __int128)budget - 1) / (unsigned __int128)budget;
+    return q * slots + (int64_t)up;
+}

@@ -1,0 +1,47 @@
+"""rotor: train PyTorch models in a given number of bytes.
+
+Names that need PyTorch are imported when they are first used, so that planning and simulating
+work without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from rotor.chain import Chain
+from rotor.errors import InfeasibleError, InvalidSequenceError, MemoryLimitWarning
+
+if TYPE_CHECKING:
+    from rotor.checkpointable import Checkpointable
+    from rotor.executor import CheckpointOptim
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Chain",
+    "CheckpointOptim",
+    "Checkpointable",
+    "InfeasibleError",
+    "InvalidSequenceError",
+    "MemoryLimitWarning",
+    "__version__",
+]
+
+_LAZY = {"Checkpointable": "rotor.checkpointable", "CheckpointOptim": "rotor.executor"}
+_MODEL_FAMILIES = ("densenet", "gpt", "inception", "resnet", "vgg")
+_SUBMODULES = ("algorithms", "inspection", "memory", "models", "timing", "units")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _MODEL_FAMILIES:
+        return importlib.import_module(f"rotor.models.{name}")
+    if name in _SUBMODULES:
+        return importlib.import_module(f"rotor.{name}")
+    raise AttributeError(f"module 'rotor' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY, *_MODEL_FAMILIES, *_SUBMODULES})

@@ -1,0 +1,27 @@
+"""Types of the C core; `tests/test_stubs.py` holds them to the extension."""
+
+from collections.abc import Callable
+from typing import Any, final
+
+# -- chains (csrc/python/bind_chain.c)
+
+@final
+class Chain:
+    def __new__(
+        cls,
+        forward_ns: Any,
+        backward_ns: Any,
+        x: Any,
+        xbar: Any,
+        fe_tmp: Any,
+        fn_tmp: Any,
+        b_tmp: Any,
+        grad: Any,
+        pgrad: Any,
+        loss_tmp: int,
+        hold_output: bool,
+        /,
+    ) -> Chain: ...
+    @property
+    def ideal_ns(self) -> int: ...
+    def simulate(self, ops: Any, /) -> tuple[int, int, bytearray, bytearray]: ...

@@ -1,0 +1,246 @@
+"""Sequences of operations on a chain: what a solver answers and an executor runs.
+
+An operation has a kind and a stage (Beaumont et al., hal-02352969, section 3.2):
+
+======== =======================================================================
+``Fn``   forward without a tape; its input is freed
+``Fck``  forward without a tape; its input is kept (also written ``Fc`` or ``CF``)
+``Fe``   forward that keeps everything its backward needs
+``L``    the loss
+``B``    backward
+======== =======================================================================
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from rotor.chain import Chain, check_header, read_json, write_json
+
+FORMAT = "rotor.sequence"
+VERSION = 1
+KINDS = ("Fn", "Fck", "Fe", "L", "B")
+_CODES = {kind: code for code, kind in enumerate(KINDS)} | {"Fc": 1, "CF": 1}
+_TOKEN = re.compile(r"(Fn|Fck|Fc|CF|Fe|B)_(\d+)|(L)(?:_(\d+))?")
+_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation: `kind` is one of "Fn" "Fck" "Fe" "L" "B", `stage` its stage (n for "L")."""
+
+    kind: str
+    stage: int
+
+    def __str__(self) -> str:
+        return "L" if self.kind == "L" else f"{self.kind}_{self.stage}"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Live bytes along a sequence, the chain's input counted.
+
+    Attributes
+    ----------
+    peak_bytes
+        The most that is live during each operation, int64 [length].
+    live_bytes
+        What is live after each operation, int64 [length].
+    """
+
+    peak_bytes: npt.NDArray[np.int64]
+    live_bytes: npt.NDArray[np.int64]
+
+
+class Sequence:
+    """A schedule: operations in order, priced on a chain by the simulator.
+
+    Parameters
+    ----------
+    ops
+        Operations, pairs ``(kind, stage)``, or int32 codes of shape [length, 2].
+    chain
+        The chain that prices it. Without one, the sequence can be printed, compared and stored.
+
+    Raises
+    ------
+    InvalidSequenceError
+        An operation needs something that is not in memory, or the end is missing; only with
+        `chain`.
+    ValueError
+        An unknown kind.
+    """
+
+    def __init__(
+        self,
+        ops: Iterable[Operation | tuple[str, int]] | npt.NDArray[np.int32],
+        chain: Chain | None = None,
+    ) -> None:
+        codes = ops if isinstance(ops, np.ndarray) else _encode(ops)
+        self.codes: npt.NDArray[np.int32] = np.ascontiguousarray(codes, dtype=np.int32)
+        self.chain = chain
+        self._time_ns: int | None = None
+        self._peak_bytes: int | None = None
+        self._timeline: Timeline | None = None
+        if chain is not None:
+            self._time_ns, self._peak_bytes, peaks, lives = chain.core.simulate(self.codes)
+            self._timeline = Timeline(
+                np.frombuffer(peaks, dtype=np.int64), np.frombuffer(lives, dtype=np.int64)
+            )
+
+    @classmethod
+    def parse(cls, text: str, chain: Chain | None = None) -> Sequence:
+        """The sequence that ``str(sequence)`` printed, such as ``"Fck_0 Fn_1 Fe_2 L B_2"``.
+
+        Raises
+        ------
+        ValueError
+            A word that is no operation.
+        """
+        words = []
+        for word in text.split():
+            match = _TOKEN.fullmatch(word)
+            if match is None:
+                raise ValueError(f"{word!r} is no operation, expected such as Fck_0, Fe_2, L, B_2")
+            words.append(match.groups())
+        last = max((int(stage) for _, stage, _, _ in words if stage is not None), default=-1)
+        return cls(
+            [
+                (kind, int(stage)) if kind else ("L", last + 1 if n is None else int(n))
+                for kind, stage, _, n in words
+            ],
+            chain,
+        )
+
+    def _priced(self) -> Chain:
+        if self.chain is None:
+            raise ValueError("this sequence was made without a chain, which alone can price it")
+        return self.chain
+
+    @property
+    def makespan(self) -> float:
+        """Seconds of one step, the loss not counted; from the simulator."""
+        self._priced()
+        assert self._time_ns is not None
+        return self._time_ns / _NS
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes live at any moment, the chain's input counted; from the simulator."""
+        self._priced()
+        assert self._peak_bytes is not None
+        return self._peak_bytes
+
+    @property
+    def timeline(self) -> Timeline:
+        """Live bytes along the sequence."""
+        self._priced()
+        assert self._timeline is not None
+        return self._timeline
+
+    def count_forwards(self) -> dict[int, int]:
+        """How many times each stage runs forward."""
+        forwards = self.codes[self.codes[:, 0] <= 2, 1]
+        stages, counts = np.unique(forwards, return_counts=True)
+        return dict(zip(stages.tolist(), counts.tolist(), strict=True))
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __iter__(self) -> Iterator[Operation]:
+        for kind, stage in self.codes.tolist():
+            yield Operation(KINDS[kind], stage)
+
+    @overload
+    def __getitem__(self, index: int) -> Operation: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Operation]: ...
+    def __getitem__(self, index: int | slice) -> Operation | list[Operation]:
+        if isinstance(index, slice):
+            return [Operation(KINDS[k], s) for k, s in self.codes[index].tolist()]
+        kind, stage = self.codes[index].tolist()
+        return Operation(KINDS[kind], stage)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return np.array_equal(self.codes, other.codes)
+
+    def __hash__(self) -> int:
+        return hash(self.codes.tobytes())
+
+    def __str__(self) -> str:
+        return " ".join(str(op) for op in self)
+
+    def __repr__(self) -> str:
+        if self.chain is None:
+            return f"<Sequence of {len(self)} operations>"
+        return (
+            f"<Sequence of {len(self)} operations, {self.makespan:.6g} s, {self.peak_bytes} bytes>"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The sequence, with its chain when it has one, as plain data for JSON."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "operations": [[op.kind, op.stage] for op in self],
+            "chain": None if self.chain is None else self.chain.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Sequence:
+        """The sequence that `to_dict` wrote.
+
+        Raises
+        ------
+        ValueError
+            Another format or version, or malformed operations.
+        """
+        fields = check_header(data, FORMAT, VERSION)
+        operations = fields.get("operations")
+        if not isinstance(operations, list):
+            raise ValueError("a sequence needs the field 'operations', a list")
+        chain = fields.get("chain")
+        return cls(
+            [_pair(item) for item in operations],
+            None if chain is None else Chain.from_dict(chain),
+        )
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The sequence as JSON text; also written to `path` when one is given."""
+        return write_json(self.to_dict(), path)
+
+    @classmethod
+    def from_json(cls, source: str | os.PathLike[str]) -> Sequence:
+        """A sequence from JSON text, or from the file at a path.
+
+        Raises
+        ------
+        ValueError
+            Not JSON, another format or version, or malformed operations.
+        """
+        return cls.from_dict(read_json(source))
+
+
+def _pair(item: Any) -> tuple[str, int]:
+    if not (isinstance(item, list) and len(item) == 2 and isinstance(item[1], int)):
+        raise ValueError(f"{item!r} is no operation, expected a pair such as ['Fe', 0]")
+    return str(item[0]), item[1]
+
+
+def _encode(ops: Iterable[Operation | tuple[str, int]]) -> npt.NDArray[np.int32]:
+    codes = []
+    for op in ops:
+        kind, stage = (op.kind, op.stage) if isinstance(op, Operation) else op
+        if kind not in _CODES:
+            raise ValueError(f"unknown operation {kind!r}, expected one of {', '.join(KINDS)}")
+        codes.append((_CODES[kind], stage))
+    return np.array(codes, dtype=np.int32).reshape(-1, 2)

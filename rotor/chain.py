@@ -1,0 +1,324 @@
+"""The cost model of a chain, as users and algorithms see it: bytes and seconds.
+
+A chain is what Beaumont et al. (hal-02352969, section 3) plan on: ``n`` stages and a loss, each
+stage with the time of its forward and backward, the size of its input, and the size of everything
+that its backward needs. This module needs no PyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rotor import _core
+
+FORMAT = "rotor.chain"
+VERSION = 1
+_NS = 1_000_000_000
+_LARGEST = 1 << 42
+
+
+def _sizes(name: str, values: Iterable[Any], length: int, *, signed: bool = False) -> list[int]:
+    listed = list(values)
+    if len(listed) != length:
+        raise ValueError(f"{name} has {len(listed)} entries, expected {length}")
+    sizes = []
+    for i, value in enumerate(listed):
+        if isinstance(value, bool | np.bool_) or not isinstance(
+            value, int | float | np.integer | np.floating
+        ):
+            raise TypeError(f"{name}[{i}] must be a number of bytes, got {value!r}")
+        if value != value:
+            raise ValueError(f"{name}[{i}] is NaN, expected a number of bytes")
+        if abs(value) > _LARGEST:
+            raise ValueError(f"{name}[{i}] = {value} is too large, expected at most {_LARGEST}")
+        if value != int(value):
+            raise ValueError(f"{name}[{i}] = {value} is not a whole number of bytes")
+        if value < 0 and not signed:
+            raise ValueError(f"{name}[{i}] = {value} is negative, expected a size in bytes")
+        sizes.append(int(value))
+    return sizes
+
+
+def _times(name: str, values: Iterable[Any], length: int) -> list[float]:
+    listed = list(values)
+    if len(listed) != length:
+        raise ValueError(f"{name} has {len(listed)} entries, expected {length}")
+    times = []
+    for i, value in enumerate(listed):
+        if isinstance(value, bool | np.bool_) or not isinstance(
+            value, int | float | np.integer | np.floating
+        ):
+            raise TypeError(f"{name}[{i}] must be a number of seconds, got {value!r}")
+        if not 0 <= value <= _LARGEST / _NS:
+            raise ValueError(
+                f"{name}[{i}] = {value}, expected seconds between 0 and {_LARGEST / _NS:.0f}"
+            )
+        times.append(float(value))
+    return times
+
+
+class Chain:
+    """n stages and a loss: what a schedule is computed from.
+
+    Parameters
+    ----------
+    forward_time, backward_time
+        Seconds of each stage's forward and backward, [n].
+    x_bytes
+        Size of the input of each stage, and of the output of the last one, [n + 1].
+    xbar_bytes
+        What the forward of each stage keeps for its backward, its output included, each storage
+        once, [n]. (Papers write it with index i + 1.)
+    forward_tmp_bytes
+        What the forward that keeps everything allocates beyond that while it runs, [n].
+    backward_tmp_bytes
+        Peak of each backward above the level at its start, less ``grad_bytes[i]``, [n]. It may be
+        negative down to ``-grad_bytes[i]``, where saved tensors are freed before gradients are
+        made.
+    forward_nograd_tmp_bytes
+        As ``forward_tmp_bytes`` for a forward that keeps nothing, [n]; the same by default.
+    grad_bytes
+        Size of the gradient of each ``x``, [n + 1]; by default that of ``x``.
+    pgrad_bytes
+        Parameter gradients that the backward of each stage makes and that stay, [n]; 0 by default.
+    loss_tmp_bytes
+        Peak of the loss above the level at its start, less ``grad_bytes[n]``.
+    hold_output
+        Whether the caller holds the output until the end of the step.
+    names
+        Names of the stages, [n].
+
+    Raises
+    ------
+    ValueError
+        A length does not fit; a value is NaN, negative or too large. The message names the entry.
+    TypeError
+        An entry is not a number.
+
+    Notes
+    -----
+    A chain's budget counts ``x_bytes[0]``, as published. ``hold_output=False`` with the other
+    defaults is the model of Beaumont et al., hal-02352969.
+    """
+
+    def __init__(
+        self,
+        forward_time: Iterable[float],
+        backward_time: Iterable[float],
+        x_bytes: Iterable[int],
+        xbar_bytes: Iterable[int],
+        forward_tmp_bytes: Iterable[int],
+        backward_tmp_bytes: Iterable[int],
+        *,
+        forward_nograd_tmp_bytes: Iterable[int] | None = None,
+        grad_bytes: Iterable[int] | None = None,
+        pgrad_bytes: Iterable[int] | None = None,
+        loss_tmp_bytes: int = 0,
+        hold_output: bool = True,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        forward = list(forward_time)
+        n = len(forward)
+        if n < 1:
+            raise ValueError("a chain needs at least one stage, forward_time is empty")
+        self.forward_time = _times("forward_time", forward, n)
+        self.backward_time = _times("backward_time", backward_time, n)
+        self.x_bytes = _sizes("x_bytes", x_bytes, n + 1)
+        self.xbar_bytes = _sizes("xbar_bytes", xbar_bytes, n)
+        self.forward_tmp_bytes = _sizes("forward_tmp_bytes", forward_tmp_bytes, n)
+        self.backward_tmp_bytes = _sizes("backward_tmp_bytes", backward_tmp_bytes, n, signed=True)
+        self.forward_nograd_tmp_bytes = (
+            list(self.forward_tmp_bytes)
+            if forward_nograd_tmp_bytes is None
+            else _sizes("forward_nograd_tmp_bytes", forward_nograd_tmp_bytes, n)
+        )
+        self.grad_bytes = (
+            list(self.x_bytes) if grad_bytes is None else _sizes("grad_bytes", grad_bytes, n + 1)
+        )
+        self.pgrad_bytes = (
+            [0] * n if pgrad_bytes is None else _sizes("pgrad_bytes", pgrad_bytes, n)
+        )
+        (self.loss_tmp_bytes,) = _sizes("loss_tmp_bytes", [loss_tmp_bytes], 1, signed=True)
+        if not isinstance(hold_output, bool):
+            raise TypeError(f"hold_output must be True or False, got {hold_output!r}")
+        self.hold_output = hold_output
+        for i, (tmp, grad) in enumerate(
+            zip(
+                [*self.backward_tmp_bytes, self.loss_tmp_bytes],
+                self.grad_bytes,
+                strict=True,
+            )
+        ):
+            if tmp < -grad:
+                name = f"backward_tmp_bytes[{i}]" if i < n else "loss_tmp_bytes"
+                raise ValueError(
+                    f"{name} = {tmp} is below -grad_bytes[{i}] = {-grad}: a peak cannot lie below "
+                    "the level at its start"
+                )
+        if names is not None and len(names) != n:
+            raise ValueError(f"names has {len(names)} entries, expected {n}")
+        self.names = [str(name) for name in names] if names is not None else None
+        self.core = self._build_core()
+
+    def _build_core(self) -> _core.Chain:
+        return _core.Chain(
+            _ns_array(self.forward_time),
+            _ns_array(self.backward_time),
+            _int_array(self.x_bytes),
+            _int_array(self.xbar_bytes),
+            _int_array(self.forward_tmp_bytes),
+            _int_array(self.forward_nograd_tmp_bytes),
+            _int_array(self.backward_tmp_bytes),
+            _int_array(self.grad_bytes),
+            _int_array(self.pgrad_bytes),
+            self.loss_tmp_bytes,
+            self.hold_output,
+        )
+
+    def __len__(self) -> int:
+        """Number of stages; the loss is not counted."""
+        return len(self.forward_time)
+
+    @property
+    def ideal_time(self) -> float:
+        """Seconds of one step without recomputation, the loss not counted."""
+        return self.core.ideal_ns / _NS
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Chain):
+            return NotImplemented
+        return self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<Chain of {len(self)} stages, {self.ideal_time:.6g} s without recomputation>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Chain.from_dict, (self.to_dict(),))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The chain as plain lists, for JSON."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "forward_time": self.forward_time,
+            "backward_time": self.backward_time,
+            "x_bytes": self.x_bytes,
+            "xbar_bytes": self.xbar_bytes,
+            "forward_tmp_bytes": self.forward_tmp_bytes,
+            "backward_tmp_bytes": self.backward_tmp_bytes,
+            "forward_nograd_tmp_bytes": self.forward_nograd_tmp_bytes,
+            "grad_bytes": self.grad_bytes,
+            "pgrad_bytes": self.pgrad_bytes,
+            "loss_tmp_bytes": self.loss_tmp_bytes,
+            "hold_output": self.hold_output,
+            "names": self.names,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Chain:
+        """The chain that `to_dict` wrote.
+
+        Raises
+        ------
+        ValueError
+            The data is of another format or version, or lacks something; the message says what.
+        """
+        fields = dict(check_header(data, FORMAT, VERSION))
+        try:
+            positional = [
+                fields.pop(key)
+                for key in (
+                    "forward_time",
+                    "backward_time",
+                    "x_bytes",
+                    "xbar_bytes",
+                    "forward_tmp_bytes",
+                    "backward_tmp_bytes",
+                )
+            ]
+        except KeyError as error:
+            raise ValueError(f"a chain needs the field {error}, and it is missing") from None
+        known = {
+            "forward_nograd_tmp_bytes",
+            "grad_bytes",
+            "pgrad_bytes",
+            "loss_tmp_bytes",
+            "hold_output",
+            "names",
+        }
+        unknown = sorted(set(fields) - known)
+        if unknown:
+            raise ValueError(f"a chain has no field {unknown[0]!r}")
+        try:
+            return cls(*positional, **fields)
+        except TypeError as error:
+            raise ValueError(f"malformed chain: {error}") from error
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The chain as JSON text; also written to `path` when one is given."""
+        return write_json(self.to_dict(), path)
+
+    @classmethod
+    def from_json(cls, source: str | os.PathLike[str]) -> Chain:
+        """A chain from JSON text, or from the file at a path.
+
+        Raises
+        ------
+        ValueError
+            Not JSON, another format or version, or a field missing or wrong.
+        """
+        return cls.from_dict(read_json(source))
+
+
+def _ns_array(seconds: Iterable[float]) -> npt.NDArray[np.int64]:
+    return np.array([round(value * _NS) for value in seconds], dtype=np.int64)
+
+
+def _int_array(values: Iterable[int]) -> npt.NDArray[np.int64]:
+    return np.array(list(values), dtype=np.int64)
+
+
+def check_header(data: Any, expected: str, version: int) -> dict[str, Any]:
+    """The fields of a JSON object without its header, which must be the expected one."""
+    if not isinstance(data, dict):
+        raise ValueError(f"malformed JSON: expected an object of format {expected!r}")
+    fields = dict(data)
+    found = fields.pop("format", None)
+    if found != expected:
+        raise ValueError(f"expected JSON of format {expected!r}, got {found!r}")
+    if (got := fields.pop("version", None)) != version:
+        raise ValueError(f"{expected} version {got!r} is unknown; this rotor reads {version}")
+    return fields
+
+
+def write_json(data: dict[str, Any], path: str | os.PathLike[str] | None) -> str:
+    """The data as JSON text, written to `path` as a whole or not at all."""
+    text = json.dumps(data, allow_nan=False)
+    if path is not None:
+        target = Path(path)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+    return text
+
+
+def read_json(source: str | os.PathLike[str]) -> Any:
+    """Parsed JSON: `source` is the text when it begins with a brace, else a path."""
+    is_text = isinstance(source, str) and source.lstrip()[:1] in ("{", "[")
+    text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"malformed JSON: {error}") from error

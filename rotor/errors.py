@@ -1,0 +1,48 @@
+"""The exceptions that rotor raises beside Python's own."""
+
+from __future__ import annotations
+
+
+class InfeasibleError(ValueError):
+    """No schedule fits in the budget.
+
+    Parameters
+    ----------
+    message
+        What was asked for, with figures.
+    minimum_bytes
+        The smallest budget, in bytes, in which a schedule exists; counted as the budget that
+        was asked for was counted (with the chain's input, or without it).
+    """
+
+    def __init__(self, message: str, minimum_bytes: int) -> None:
+        super().__init__(message, minimum_bytes)
+        self.minimum_bytes = minimum_bytes
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class InvalidSequenceError(ValueError):
+    """A sequence asks for something that is not in memory, or does not finish.
+
+    Parameters
+    ----------
+    message
+        What is wrong.
+    position
+        Index of the operation that cannot be done; the length of the sequence when it ends
+        before the backward of stage 0.
+    """
+
+    def __init__(self, message: str, position: int = -1) -> None:
+        super().__init__(message, position)
+        self.position = position
+
+    def __str__(self) -> str:
+        where = f" (operation {self.position})" if self.position >= 0 else ""
+        return f"{self.args[0]}{where}"
+
+
+class MemoryLimitWarning(UserWarning):
+    """A memory limit could not be kept, or cannot be promised; the message has the figures."""

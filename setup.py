@@ -1,0 +1,58 @@
+"""Builds the extension rotor._core; everything else is in pyproject.toml.
+
+Environment: ROTOR_DEBUG=1 builds without optimisation and with assertions, ROTOR_SANITIZE=1 with
+the address and undefined-behaviour sanitizers, ROTOR_WERROR=1 turns warnings into errors.
+"""
+
+import os
+import sys
+from glob import glob
+
+from setuptools import Extension, setup
+
+WARNINGS = [
+    "-Wall",
+    "-Wextra",
+    "-Wconversion",
+    "-Wsign-conversion",
+    "-Wshadow",
+    "-Wmissing-prototypes",
+    "-Wstrict-prototypes",
+    "-Wpointer-arith",
+    "-Wundef",
+    "-Wvla",
+]
+
+compile_args = ["-std=c11", "-fvisibility=hidden", *WARNINGS]
+link_args = []
+macros: list[tuple[str, str | None]] = []
+libraries = []
+
+if os.environ.get("ROTOR_WERROR") == "1":
+    compile_args.append("-Werror")
+if os.environ.get("ROTOR_DEBUG") == "1":
+    compile_args += ["-O0", "-g", "-UNDEBUG"]
+else:
+    compile_args += ["-O3", "-g0"]
+if os.environ.get("ROTOR_SANITIZE") == "1":
+    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    compile_args += [*sanitizers, "-O1", "-g", "-fno-omit-frame-pointer"]
+    link_args += sanitizers
+if sys.platform.startswith("linux"):
+    libraries += ["dl", "m"]
+    macros.append(("_GNU_SOURCE", None))
+
+setup(
+    ext_modules=[
+        Extension(
+            "rotor._core",
+            sources=sorted(glob("csrc/rotor/*.c") + glob("csrc/python/*.c")),
+            depends=sorted(glob("csrc/rotor/*.h") + glob("csrc/python/*.h")),
+            include_dirs=["csrc/rotor"],
+            define_macros=macros,
+            extra_compile_args=compile_args,
+            extra_link_args=link_args,
+            libraries=libraries,
+        )
+    ]
+)
