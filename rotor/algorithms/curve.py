@@ -1,0 +1,182 @@
+"""Time against memory: what a solver can do in every budget."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rotor.chain import check_header, read_json, write_json
+from rotor.errors import InfeasibleError
+from rotor.units import parse_bytes
+
+FORMAT = "rotor.curve"
+VERSION = 1
+
+
+class Curve:
+    """The best time for each budget: a falling step function of bytes.
+
+    Between two points the time is that of the point on the left.
+
+    Parameters
+    ----------
+    bytes
+        Budgets, strictly ascending, [k] with k >= 1.
+    seconds
+        Time of one step within each of them, strictly descending, [k].
+
+    Raises
+    ------
+    ValueError
+        No points, lengths that differ, or points out of order.
+    """
+
+    def __init__(self, bytes: npt.ArrayLike, seconds: npt.ArrayLike) -> None:
+        self.bytes: npt.NDArray[np.int64] = np.array(bytes, dtype=np.int64)
+        self.seconds: npt.NDArray[np.float64] = np.array(seconds, dtype=np.float64)
+        if self.bytes.ndim != 1 or self.bytes.shape != self.seconds.shape:
+            raise ValueError(
+                f"bytes and seconds must be two lists of one length, got shapes "
+                f"{self.bytes.shape} and {self.seconds.shape}"
+            )
+        if len(self.bytes) == 0:
+            raise ValueError("a curve needs at least one point")
+        if not np.all(np.isfinite(self.seconds)):
+            raise ValueError("the seconds of a curve must be finite")
+        if np.any(np.diff(self.bytes) <= 0) or np.any(np.diff(self.seconds) >= 0):
+            raise ValueError("the points of a curve must have ascending bytes, descending seconds")
+        self.bytes.flags.writeable = False
+        self.seconds.flags.writeable = False
+
+    @classmethod
+    def from_points(cls, points: Iterable[tuple[int, float]]) -> Curve:
+        """The curve through those of the points (bytes, seconds) that no other point beats."""
+        kept: list[tuple[int, float]] = []
+        for size, seconds in sorted(points):
+            if not kept or seconds < kept[-1][1]:
+                kept.append((size, seconds))
+        return cls([size for size, _ in kept], [seconds for _, seconds in kept])
+
+    @property
+    def minimum_bytes(self) -> int:
+        """The least budget in which there is a schedule."""
+        return int(self.bytes[0])
+
+    def at(self, budget_bytes: int | str) -> float:
+        """Seconds of one step within a budget.
+
+        Raises
+        ------
+        InfeasibleError
+            The budget is below `minimum_bytes`.
+        """
+        budget = parse_bytes(budget_bytes, name="budget_bytes")
+        index = int(np.searchsorted(self.bytes, budget, side="right")) - 1
+        if index < 0:
+            raise InfeasibleError(
+                f"a budget of {budget} bytes is below the {self.minimum_bytes} bytes at which "
+                "this curve begins",
+                self.minimum_bytes,
+            )
+        return float(self.seconds[index])
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the curve with matplotlib.
+
+        Parameters
+        ----------
+        ax
+            The axes to draw on; by default those of a new figure.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes that were drawn on.
+
+        Raises
+        ------
+        ImportError
+            matplotlib is not installed; the message names the extra that brings it.
+        """
+        if ax is None:
+            try:
+                from matplotlib.figure import Figure
+            except ImportError as error:
+                raise ImportError(
+                    "Curve.plot needs matplotlib: install it with `pip install rotor[plot]`"
+                ) from error
+            ax = Figure(layout="constrained").subplots()
+        ax.step(self.bytes / 2**20, self.seconds * 1e3, where="post")
+        ax.set_xlabel("memory limit (MiB)")
+        ax.set_ylabel("time of one step (ms)")
+        return ax
+
+    def __len__(self) -> int:
+        """Number of points."""
+        return len(self.bytes)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Curve):
+            return NotImplemented
+        return np.array_equal(self.bytes, other.bytes) and np.array_equal(
+            self.seconds, other.seconds
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return (
+            f"<Curve of {len(self)} points, {self.bytes[0]} to {self.bytes[-1]} bytes, "
+            f"{self.seconds[0]:.6g} to {self.seconds[-1]:.6g} s>"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The curve as plain lists, for JSON."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "bytes": self.bytes.tolist(),
+            "seconds": self.seconds.tolist(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Curve:
+        """The curve that `to_dict` wrote.
+
+        Raises
+        ------
+        ValueError
+            Another format or version, or a field missing, unknown or wrong.
+        """
+        fields = check_header(data, FORMAT, VERSION)
+        if set(fields) != {"bytes", "seconds"}:
+            raise ValueError(f"a curve has the fields 'bytes' and 'seconds', got {sorted(fields)}")
+        for name, kind in (("bytes", int), ("seconds", int | float)):
+            values = fields[name]
+            if not isinstance(values, list) or not all(
+                isinstance(value, kind) and not isinstance(value, bool) for value in values
+            ):
+                raise ValueError(f"malformed curve: {name} must be a list of numbers")
+        try:
+            return cls(fields["bytes"], fields["seconds"])
+        except OverflowError as error:
+            raise ValueError(f"malformed curve: {error}") from error
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The curve as JSON text; also written to `path` when one is given."""
+        return write_json(self.to_dict(), path)
+
+    @classmethod
+    def from_json(cls, source: str | os.PathLike[str]) -> Curve:
+        """A curve from JSON text, or from the file at a path.
+
+        Raises
+        ------
+        ValueError
+            Not JSON, another format or version, or a field missing or wrong.
+        """
+        return cls.from_dict(read_json(source))

@@ -1,0 +1,98 @@
+"""What every algorithm is: `DynamicAlgorithm`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+from rotor.algorithms.curve import Curve
+from rotor.algorithms.sequence import Sequence
+from rotor.chain import Chain
+from rotor.errors import InfeasibleError
+from rotor.units import parse_bytes
+
+Progress = Callable[[int, int], object]
+"""Called as ``progress(done, total)`` now and then during a long computation."""
+
+
+class DynamicAlgorithm(ABC):
+    """An algorithm that computes schedules of a chain.
+
+    A new algorithm is a file with a subclass, a line in the registry of `rotor.algorithms`, and a
+    page in the documentation. Budgets are in bytes and count the chain's input ``x_bytes[0]``;
+    every figure of a sequence that comes back is the simulator's.
+
+    Attributes
+    ----------
+    name
+        The name in the registry.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def solve(
+        self,
+        chain: Chain,
+        budget_bytes: int | str,
+        *,
+        mem_slots: int | None = None,
+        progress: Progress | None = None,
+    ) -> Sequence:
+        """The algorithm's best schedule within a budget.
+
+        Parameters
+        ----------
+        chain
+            What is to be scheduled.
+        budget_bytes
+            The most that may be live at any moment, ``chain.x_bytes[0]`` included: bytes, or text
+            such as "700MiB".
+        mem_slots
+            Number of memory slots for algorithms that discretise memory; others have no use for it.
+        progress
+            Called as ``progress(done, total)`` about every 0.05 s during a long computation.
+
+        Returns
+        -------
+        Sequence
+            Priced on `chain`; its ``peak_bytes`` is at most `budget_bytes`.
+
+        Raises
+        ------
+        InfeasibleError
+            The algorithm has no schedule within the budget; ``minimum_bytes`` is the least budget
+            in which it has one.
+        ValueError, TypeError
+            The budget is not a positive number of bytes.
+        KeyboardInterrupt
+            The computation was interrupted.
+        """
+
+    @abstractmethod
+    def curve(self, chain: Chain, *, progress: Progress | None = None) -> Curve:
+        """The time of the algorithm's schedules against the budget.
+
+        Returns
+        -------
+        Curve
+            From the least memory that the algorithm can do with to its fastest schedule.
+        """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def parse_budget(budget_bytes: int | str) -> int:
+    """A budget as bytes; ValueError or TypeError for what is not a positive number of bytes."""
+    return parse_bytes(budget_bytes, name="budget_bytes")
+
+
+def infeasible(algorithm: str, budget_bytes: int, minimum_bytes: int) -> InfeasibleError:
+    """The error to raise when `algorithm` has no schedule within a budget."""
+    return InfeasibleError(
+        f"{algorithm} has no schedule of this chain within {budget_bytes} bytes; "
+        f"the least budget in which it has one is {minimum_bytes} bytes",
+        minimum_bytes,
+    )
