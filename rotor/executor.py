@@ -1,0 +1,464 @@
+"""Runs a schedule of a chain: the same numbers as the plain model, in less memory.
+
+The real activations and gradients live in a `Run`, which alone owns them, so that they go as early
+as in plain autograd. Autograd sees one small node for each stage that has parameters, chained by
+tokens without memory of their own: the gradients of parameters leave the node as they are made, so
+hooks on them (those of DistributedDataParallel, say) fire stage by stage. The backward of a node
+does the operations of the schedule up to its own B: recomputations, and a nested
+``torch.autograd.grad`` over the graph that Fe recorded.
+
+Stages that the schedule keeps right up to the loss run in plain autograd.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import Function
+
+from rotor import _torch
+from rotor.recompute import AutocastState, RngTracker, Snapshot
+from rotor.schedule import FE, FN, Schedule
+from rotor.stages import Stage
+from rotor.values import (
+    Flags,
+    as_leaves,
+    check_output,
+    detached,
+    differentiable,
+    flagged,
+    grad_flags,
+    tensors_of,
+    versions,
+    with_tensors,
+)
+
+_tokens: dict[torch.device, torch.Tensor] = {}
+
+
+def _token(device: torch.device) -> torch.Tensor:
+    if device not in _tokens:
+        _tokens[device] = torch.zeros((), device=device)
+    return _tokens[device]
+
+
+class _Handoff(Function):
+    """The root of a stage's graph: its backward gives the gradient away and keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, cell: list[Any], token: torch.Tensor, *outputs: torch.Tensor) -> Any:
+        ctx.cell = cell
+        return token.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, None, *ctx.cell.pop()
+
+
+class _Entry(Function):
+    """Between the inputs of the chain and its first token."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, *inputs: torch.Tensor) -> Any:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        return run.token.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        run = ctx.run
+        run.backward_to(0, True, ())
+        gradient, run.gradient = run.gradient, None
+        return None, *gradient
+
+
+class _StageNode(Function):
+    """One stage with parameters; its backward ends with the B of that stage."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Run, stage: int, token: torch.Tensor, *parameters: torch.Tensor
+    ) -> Any:
+        ctx.run = run
+        ctx.stage = stage
+        return token.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        run = ctx.run
+        _, _, need_x, *needs = ctx.needs_input_grad
+        return None, None, run.token, *run.backward_to(ctx.stage, need_x, needs)
+
+
+class _Boundary(Function):
+    """Hands the last activation to plain autograd; takes its gradient and returns at once."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, token: torch.Tensor) -> Any:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        stage = run.schedule.tail
+        outputs = [tensor.detach() for tensor in tensors_of(run.x[stage])]
+        fixed = [t for t, flag in zip(outputs, run.flags[stage], strict=True) if not flag]
+        ctx.mark_non_differentiable(*fixed)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        run = ctx.run
+        run.take_gradient(
+            [g for g, flag in zip(gradients, run.flags[run.schedule.tail], strict=True) if flag]
+        )
+        return None, run.token
+
+
+class Run:
+    """The state of one training step: activations, recorded graphs, and the current gradient.
+
+    Parameters
+    ----------
+    stages
+        The stages of the chain.
+    schedule
+        What to do.
+    arg
+        The input of the first stage.
+    preserve_rng_state
+        Recompute with the random numbers of the first forward.
+    flags
+        Which tensors of each activation require gradients, [n + 1]; ``None``: all that could.
+    accumulate
+        Let the nested backward add to ``.grad`` of the parameters, instead of handing their
+        gradients out.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        schedule: Schedule,
+        arg: Any,
+        *,
+        preserve_rng_state: bool = True,
+        flags: Sequence[Flags] | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        n, tail = schedule.n, schedule.tail
+        self.stages = stages
+        self.schedule = schedule
+        self.accumulate = accumulate
+        self.device = tensors_of(arg)[0].device
+        self.token = _token(self.device)
+        self.x: list[Any] = [None] * (n + 1)
+        self.x[0] = detached(arg)
+        self.input_versions = versions(arg)
+        self.known_flags = flags
+        self.flags: list[Flags | None] = [None] * (n + 1)
+        self.flags[0] = grad_flags(arg)
+        self.parameters: list[list[torch.nn.Parameter]] = [
+            stages[i].parameters() if i < tail else [] for i in range(n)
+        ]
+        self.tapes: list[Any] = [None] * n
+        self.snapshots: list[Snapshot | None] = [None] * n
+        self.rng = RngTracker(self.device) if preserve_rng_state else None
+        self.autocast = AutocastState(self.device.type)
+        self.gradient: list[torch.Tensor | None] | None = None
+        self.next = tail - 1
+        receivers = [i for i in range(tail) if self.parameters[i]]
+        self.lowest = 0 if any(self.flags[0]) else min(receivers, default=0)
+
+    # -- operations
+
+    def do(self, kind: int, i: int) -> None:
+        """One forward operation, Fn, Fck or Fe of stage i; grad mode is off around it."""
+        if kind == FE:
+            self._record(i)
+        else:
+            y = self._call(i, self.x[i])
+            self._note(i, y)
+            self.x[i + 1] = y
+            if kind == FN and i > 0:
+                self.x[i] = None
+
+    def _call(self, i: int, x: Any) -> Any:
+        stage = self.stages[i]
+        if i not in self.schedule.recomputed:
+            if self.rng is not None:
+                self.rng.forget()
+            y = stage(x)
+        elif (snapshot := self.snapshots[i]) is None:
+            snapshot = Snapshot(stage, self.parameters[i], self.rng)
+            y = stage(x)
+            snapshot.finish()
+            self.snapshots[i] = snapshot
+        else:
+            if i == 0 and versions(x) != self.input_versions:
+                raise RuntimeError(
+                    "the input of the chain was changed in place between its forward and its "
+                    f"backward, and stage {stage.name} has to be recomputed from it: change a "
+                    "copy of the input instead"
+                )
+            with snapshot:
+                y = stage(x)
+        if self.autocast.enabled:
+            torch.clear_autocast_cache()
+        return y
+
+    def _note(self, i: int, y: Any) -> Flags:
+        flags = self.flags[i + 1]
+        if flags is None:
+            check_output(self.stages[i].name, y)
+            if self.known_flags is not None:
+                flags = self.known_flags[i + 1]
+            elif any(self.flags[i] or ()) or self.parameters[i]:
+                flags = differentiable(y)
+            else:
+                flags = (False,) * len(tensors_of(y))
+            self.flags[i + 1] = flags
+        return flags
+
+    def _record(self, i: int) -> None:
+        leaves, wanted = as_leaves(self.x[i], self.flags[i] or ())
+        cell: list[Any] = []
+        with torch.enable_grad():
+            y = self._call(i, leaves)
+            outputs = flagged(y, self._note(i, y))
+            root = _Handoff.apply(cell, self.token, *outputs)  # type: ignore[no-untyped-call]
+        self.tapes[i] = (wanted, root, cell)
+        self.x[i + 1] = detached(y)
+
+    def back(self, i: int, need_x: bool, needs: Sequence[bool]) -> list[torch.Tensor | None]:
+        """B of stage i: makes the gradient of x_i the current one.
+
+        Parameters
+        ----------
+        i
+            The stage; `gradient` belongs to its output.
+        need_x
+            Whether the gradient of the stage's input is wanted.
+        needs
+            Which parameters' gradients are wanted.
+
+        Returns
+        -------
+        Gradients of the stage's parameters; ``None`` where not wanted, or accumulated.
+        """
+        wanted, root, cell = self.tapes[i]
+        self.tapes[i] = None
+        self.x[i + 1] = None
+        gradient, self.gradient = self.gradient, [None] * len(wanted)
+        found: Sequence[torch.Tensor | None] = [None] * len(needs)
+        asked = [p for p, need in zip(self.parameters[i], needs, strict=True) if need]
+        inputs = wanted if need_x else []
+        flows = root.requires_grad and gradient and any(g is not None for g in gradient)
+        if flows and self.accumulate:
+            cell.append(gradient)
+            del gradient
+            torch.autograd.backward(root, self.token)
+            self.gradient = [leaf.grad for leaf in wanted]
+        elif flows and (inputs or asked):
+            cell.append(gradient)
+            del gradient
+            with _torch.hidden_hooks(asked):
+                answer = torch.autograd.grad(
+                    root, [*inputs, *asked], self.token, allow_unused=True
+                )
+            self.gradient = list(answer[: len(inputs)])
+            following = iter(answer[len(inputs) :])
+            found = [next(following) if need else None for need in needs]
+        self.snapshots[i] = None
+        if i > 0:
+            self.x[i] = None
+        return list(found)
+
+    # -- a whole step
+
+    def forward(self) -> None:
+        """The operations before the loss, those of the tail left out."""
+        with torch.no_grad():
+            for kind, i in self.schedule.forward:
+                self.do(kind, i)
+        if self.rng is not None:
+            self.rng.forget()
+
+    def attach(self, arg: Any) -> Any:
+        """Put the stages before the tail into the graph; returns the input of the tail."""
+        tail = self.schedule.tail
+        inputs = flagged(arg, self.flags[0] or ())
+        token = _Entry.apply(self, *inputs) if inputs else self.token.detach()  # type: ignore[no-untyped-call]
+        for i in range(tail):
+            if self.parameters[i]:
+                token = _StageNode.apply(self, i, token, *self.parameters[i])  # type: ignore[no-untyped-call]
+        outputs = _Boundary.apply(self, token)  # type: ignore[no-untyped-call]
+        value = with_tensors(self.x[tail], list(outputs))
+        self.x[tail] = None
+        return value
+
+    def take_gradient(self, gradient: list[torch.Tensor | None]) -> None:
+        """Begin the backward with the gradients of the last activation.
+
+        Raises
+        ------
+        RuntimeError
+            The backward has been begun before, or is to be differentiated itself.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a backward with create_graph=True cannot go through a schedule that recomputes: "
+                "gradients of gradients need the plain model (chk.module), or a limit under which "
+                "nothing is recomputed"
+            )
+        if self.next != self.schedule.tail - 1 or self.gradient is not None:
+            raise RuntimeError(
+                "a second backward through the same forward: its activations were freed by the "
+                "first one. Call the model again before each backward; retain_graph=True works "
+                "only for the plain model (chk.module)"
+            )
+        self.gradient = gradient
+
+    def backward_to(
+        self, stage: int, need_x: bool, needs: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """Everything down to the B of `stage`; returns the gradients of its parameters."""
+        found: list[torch.Tensor | None] = []
+        try:
+            while self.next >= stage:
+                i = self.next
+                recomputations = self.schedule.segments[i][:-1]
+                if recomputations:
+                    with self.autocast, torch.no_grad():
+                        for kind, k in recomputations:
+                            self.do(kind, k)
+                self.next = i - 1
+                if i == stage:
+                    found = self.back(i, need_x, needs)
+                else:
+                    self.back(i, True, [False] * len(self.parameters[i]))
+        except BaseException:
+            self.release()
+            raise
+        if self.next < self.lowest:
+            self.release()
+        return found
+
+    def release(self) -> None:
+        """Free every activation, graph and snapshot that is left."""
+        self.x = [None] * len(self.x)
+        self.tapes = [None] * len(self.tapes)
+        self.snapshots = [None] * len(self.snapshots)
+
+
+def run_chain(
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    arg: Any,
+    *,
+    preserve_rng_state: bool = True,
+    flags: Sequence[Flags] | None = None,
+) -> Any:
+    """Run the forward of a chain so that its backward follows the schedule.
+
+    Parameters
+    ----------
+    stages, schedule
+        The chain and what to do with it.
+    arg
+        Input of the first stage: a tensor, or tensors in tuples, lists and dictionaries.
+    preserve_rng_state
+        Recompute with the random numbers of the first forward.
+    flags
+        Which tensors of each activation require gradients; ``None``: all that could.
+
+    Returns
+    -------
+    The output of the last stage, in the graph.
+    """
+    y = arg
+    if schedule.tail > 0:
+        run = Run(stages, schedule, arg, preserve_rng_state=preserve_rng_state, flags=flags)
+        run.forward()
+        y = run.attach(arg)
+        del run
+    for stage in stages[schedule.tail :]:
+        y = stage(y)
+    return y
+
+
+class CheckpointOptim(Function):
+    """A whole chain as one autograd node, as published.
+
+    ``CheckpointOptim.apply(functions, sequence, names, preserve_rng_state, arg)`` runs `functions`
+    one after the other on `arg` by `sequence`, and returns what the last one returns. The
+    gradients of parameters are added to their ``.grad`` by the nested backward of each stage.
+    `Checkpointable` uses the finer form of `run_chain`.
+
+    Raises
+    ------
+    ValueError
+        A Backward in the forward part of the sequence, or a Loss in the backward part.
+    AttributeError
+        An unknown operation.
+    TypeError
+        `arg` is no tensor.
+
+    Warns
+    -----
+    UserWarning
+        `arg` requires no gradient: autograd will not call the backward.
+
+    Notes
+    -----
+    Beaumont et al., hal-02352969, section 5.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        functions: Sequence[Callable[[Any], Any]],
+        sequence: Iterable[Any],
+        names: Sequence[str] | None,
+        preserve_rng_state: bool,
+        arg: torch.Tensor,
+    ) -> Any:
+        """Run the operations before the loss; see the class for the parameters."""
+        if not isinstance(arg, torch.Tensor):
+            raise TypeError(f"arg must be a tensor, got {type(arg).__name__}")
+        if names is None:
+            names = [str(i) for i in range(len(functions))]
+        stages = [Stage([name], [f]) for name, f in zip(names, functions, strict=True)]
+        schedule = Schedule(sequence, len(stages), plain_tail=False)
+        if not arg.requires_grad:
+            warnings.warn(
+                "the input requires no gradient, so autograd will not call the backward of the "
+                "chain and its parameters will get none: call arg.requires_grad_(), or use "
+                "Checkpointable",
+                stacklevel=2,
+            )
+        run = Run(stages, schedule, arg, preserve_rng_state=preserve_rng_state, accumulate=True)
+        run.forward()
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        value = run.x[schedule.n]
+        run.x[schedule.n] = None
+        tensors = tensors_of(value)
+        flags = run.flags[schedule.n] or ()
+        ctx.mark_non_differentiable(
+            *[t for t, flag in zip(tensors, flags, strict=True) if not flag]
+        )
+        return value if isinstance(value, torch.Tensor | tuple) else tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *args: torch.Tensor | None) -> Any:
+        """Run the operations after the loss; the gradient of `arg`."""
+        run: Run = ctx.run
+        flags = run.flags[run.schedule.n] or ()
+        given = [g for g in args if isinstance(g, torch.Tensor) or g is None]
+        run.take_gradient([g for g, flag in zip(given, flags, strict=True) if flag])
+        needs = [True] * len(run.parameters[0])
+        run.lowest = 0
+        run.backward_to(0, ctx.needs_input_grad[4], needs)
+        gradient = run.gradient or [None]
+        run.gradient = None
+        return None, None, None, None, gradient[0]

@@ -1,0 +1,198 @@
+"""What a recomputation needs to give the numbers of the first forward again.
+
+Random number generators are set back and restored afterwards; buffers that the first forward
+changed (the running statistics of BatchNorm, the vectors of spectral norm) are replaced by copies
+of what they were, so that the real ones are updated exactly once; autocast is as it was.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from rotor import _torch
+from rotor.stages import Stage
+
+
+class RngTracker:
+    """Reads the states of the CPU's and the device's generators, no more often than needed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        self._latest: list[torch.Tensor] | None = None
+
+    def read(self) -> list[torch.Tensor]:
+        """The states now."""
+        return [generator.get_state() for generator in self._generators]
+
+    def before(self) -> list[torch.Tensor]:
+        """The states now, from the last `after` when nothing ran since."""
+        return self._latest if self._latest is not None else self.read()
+
+    def after(self, before: list[torch.Tensor]) -> bool:
+        """Whether random numbers were drawn since `before` was read."""
+        now = self.read()
+        self._latest = now
+        return any(not torch.equal(a, b) for a, b in zip(before, now, strict=True))
+
+    def forget(self) -> None:
+        """Something else may draw random numbers from here on."""
+        self._latest = None
+
+    def write(self, states: list[torch.Tensor]) -> None:
+        """Set the generators."""
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+
+class Snapshot:
+    """What the first forward of a stage began with; entered around each recomputation of it.
+
+    Parameters
+    ----------
+    stage
+        The stage, about to run for the first time.
+    parameters
+        Its parameters, which must be the same when it is recomputed.
+    rng
+        Where random states are read, ``None`` when they are not to be preserved.
+    """
+
+    __slots__ = (
+        "_buffers",
+        "_parameters",
+        "_replaced",
+        "_rng",
+        "_saved",
+        "_stage",
+        "_states",
+        "_versions",
+        "_watched",
+    )
+
+    def __init__(
+        self, stage: Stage, parameters: list[nn.Parameter], rng: RngTracker | None
+    ) -> None:
+        self._stage = stage
+        self._parameters = parameters
+        self._versions = [p._version for p in parameters]
+        self._rng = rng
+        self._states = rng.before() if rng is not None else None
+        self._saved: list[torch.Tensor] | None = None
+        self._replaced: list[torch.Tensor | None] = []
+        mutable = stage.mutable_buffers
+        self._watched = [
+            (slot, buffer, buffer._version)
+            for slot in stage.buffers
+            if (buffer := slot[0][slot[1]]) is not None
+        ]
+        self._buffers: list[tuple[_torch.Slot, torch.Tensor]] = [
+            (slot, buffer.detach().clone())
+            for slot in (stage.buffers if mutable is None else mutable)
+            if (buffer := slot[0][slot[1]]) is not None
+        ]
+
+    def finish(self) -> None:
+        """The first forward is over: keep only what it changed.
+
+        Raises
+        ------
+        RuntimeError
+            It changed a buffer of which no copy was made.
+        """
+        if self._rng is not None and self._states is not None:
+            if not self._rng.after(self._states):
+                self._states = None
+        copied = {_key(slot) for slot, _ in self._buffers}
+        changed = set()
+        for slot, buffer, version in self._watched:
+            if slot[0][slot[1]] is buffer and buffer._version == version:
+                continue
+            changed.add(_key(slot))
+            if _key(slot) not in copied:
+                raise RuntimeError(
+                    f"stage {self._stage.name} changed its buffer {slot[1]!r}, which it did not "
+                    "do when it was measured, so recomputing it would change it twice: call "
+                    "measure() again with the model as it is now"
+                )
+        self._watched = []
+        if self._buffers:
+            self._buffers = [entry for entry in self._buffers if _key(entry[0]) in changed]
+
+    def __enter__(self) -> None:
+        current = self._stage.parameters()
+        same = len(current) == len(self._parameters) and all(
+            a is b and a._version == version
+            for a, b, version in zip(current, self._parameters, self._versions, strict=True)
+        )
+        if not same:
+            raise RuntimeError(
+                f"the parameters of stage {self._stage.name} were changed or replaced between "
+                "its forward and its recomputation in the backward, which would give wrong "
+                "gradients: step the optimizer, or swap parameters, after the backward"
+            )
+        if self._rng is not None and self._states is not None:
+            self._saved = self._rng.read()
+            self._rng.write(self._states)
+        self._replaced = [slots[name] for (slots, name), _ in self._buffers]
+        for (slots, name), copy in self._buffers:
+            slots[name] = copy.clone()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for ((slots, name), _), buffer in zip(self._buffers, self._replaced, strict=True):
+            slots[name] = buffer
+        self._replaced = []
+        if self._rng is not None and self._saved is not None:
+            self._rng.write(self._saved)
+            self._saved = None
+
+
+def _key(slot: _torch.Slot) -> tuple[int, str]:
+    return id(slot[0]), slot[1]
+
+
+class AutocastState:
+    """The autocast settings when it is made; entered around a backward, they hold again."""
+
+    __slots__ = ("_settings", "_stack", "enabled")
+
+    def __init__(self, device_type: str) -> None:
+        kinds = {"cpu", device_type}
+        self._settings = [(kind, *_autocast(kind)) for kind in sorted(kinds)]
+        self.enabled = any(enabled for _, enabled, _ in self._settings)
+        self._stack: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        changed = [
+            (kind, enabled, dtype)
+            for kind, enabled, dtype in self._settings
+            if _autocast(kind) != (enabled, dtype)
+        ]
+        if changed:
+            self._stack = ExitStack()
+            for kind, enabled, dtype in changed:
+                self._stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._stack is not None:
+            self._stack.close()
+            self._stack = None
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

@@ -1,0 +1,104 @@
+"""A sequence in the form that the executor runs: what the forward does, what each backward does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+FN, FCK, FE, LOSS, BACKWARD = range(5)
+_CODES = {"Fn": FN, "Fck": FCK, "Fc": FCK, "CF": FCK, "Fe": FE, "L": LOSS, "B": BACKWARD}
+
+
+class Schedule:
+    """The operations of a sequence, cut at the loss and at each backward.
+
+    Parameters
+    ----------
+    sequence
+        Operations with `.kind` and `.stage`.
+    n
+        Number of stages.
+    plain_tail
+        Leave the last stages to plain autograd where the sequence runs
+        ``Fe_k .. Fe_n-1 L B_n-1 .. B_k`` around the loss.
+
+    Attributes
+    ----------
+    tail
+        The first stage that plain autograd runs, n when there is none.
+    forward
+        (kind, stage) before the loss, without those of the tail.
+    segments
+        For each stage before the tail, what its backward does: operations that end in its own B.
+    recomputed
+        The stages that run forward more than once.
+
+    Raises
+    ------
+    ValueError
+        A Backward before the loss, a Loss after it, no loss, or a backward missing or out of order.
+    AttributeError
+        An unknown operation.
+    """
+
+    def __init__(self, sequence: Iterable[Any], n: int, *, plain_tail: bool = True) -> None:
+        ops = [_read(op) for op in sequence]
+        losses = [k for k, (kind, _) in enumerate(ops) if kind == LOSS]
+        for kind, stage in ops[: losses[0] if losses else None]:
+            if kind == BACKWARD:
+                raise ValueError(f"B_{stage} stands in the forward part of the sequence, before L")
+        if not losses:
+            raise ValueError("the sequence has no loss L between its forward and backward parts")
+        if len(losses) > 1:
+            raise ValueError("a second loss L stands in the backward part of the sequence")
+        before, after = ops[: losses[0]], ops[losses[0] + 1 :]
+        for _, stage in before + after:
+            if not 0 <= stage < n:
+                raise ValueError(f"the sequence names stage {stage}, the chain has {n} stages")
+        self.n = n
+        self.tail = n
+        if plain_tail:
+            while (
+                before
+                and after
+                and before[-1] == (FE, self.tail - 1)
+                and after[0] == (BACKWARD, self.tail - 1)
+            ):
+                before.pop()
+                after.pop(0)
+                self.tail -= 1
+        self.forward = before
+        self.segments = _cut(after, self.tail)
+        runs = [0] * n
+        for kind, stage in before + after:
+            runs[stage] += kind != BACKWARD
+        self.recomputed = frozenset(i for i in range(n) if runs[i] > 1)
+
+
+def _read(op: Any) -> tuple[int, int]:
+    kind = getattr(op, "kind", None)
+    if kind not in _CODES:
+        raise AttributeError(f"unknown operation {op!r}, expected one of {', '.join(_CODES)}")
+    return _CODES[kind], op.stage
+
+
+def _cut(after: list[tuple[int, int]], tail: int) -> list[list[tuple[int, int]]]:
+    segments: list[list[tuple[int, int]]] = [[] for _ in range(tail)]
+    expected = tail - 1
+    current: list[tuple[int, int]] = []
+    for op in after:
+        current.append(op)
+        if op[0] == BACKWARD:
+            if op[1] != expected:
+                raise ValueError(
+                    f"B_{op[1]} stands where B_{expected} was expected"
+                    if expected >= 0
+                    else f"B_{op[1]} stands after the last backward"
+                )
+            segments[expected] = current
+            current = []
+            expected -= 1
+    if expected >= 0 or current:
+        missing = f"B_{expected}" if expected >= 0 else "nothing"
+        raise ValueError(f"the sequence ends where {missing} was expected")
+    return segments

@@ -1,0 +1,115 @@
+"""What passes between stages: a tensor, or tensors nested in tuples, lists and dictionaries.
+
+Numbers, strings and ``None`` may stand among the tensors; they are passed on as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rotor import _torch
+
+Flags = tuple[bool, ...]
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in a value, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [leaf for leaf in _torch.tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def detached(value: Any) -> Any:
+    """The value with its tensors cut from the graph; storages are shared."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    leaves, spec = _torch.tree_flatten(value)
+    return _torch.tree_unflatten(
+        [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
+    )
+
+
+def as_leaves(value: Any, flags: Flags) -> tuple[Any, list[torch.Tensor]]:
+    """A detached copy whose flagged tensors require gradients, and those tensors."""
+    if isinstance(value, torch.Tensor):
+        leaf = value.detach()
+        if flags[0]:
+            leaf.requires_grad_(True)
+            return leaf, [leaf]
+        return leaf, []
+    leaves, spec = _torch.tree_flatten(value)
+    wanted = []
+    copies = []
+    position = 0
+    for item in leaves:
+        if isinstance(item, torch.Tensor):
+            copy = item.detach()
+            if flags[position]:
+                copy.requires_grad_(True)
+                wanted.append(copy)
+            position += 1
+            copies.append(copy)
+        else:
+            copies.append(item)
+    return _torch.tree_unflatten(copies, spec), wanted
+
+
+def with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The value with its tensors replaced, in order."""
+    if isinstance(value, torch.Tensor):
+        return tensors[0]
+    leaves, spec = _torch.tree_flatten(value)
+    following = iter(tensors)
+    return _torch.tree_unflatten(
+        [next(following) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
+    )
+
+
+def flagged(value: Any, flags: Flags) -> list[torch.Tensor]:
+    """The flagged tensors of a value."""
+    if isinstance(value, torch.Tensor):
+        return [value] if flags[0] else []
+    return [t for t, flag in zip(tensors_of(value), flags, strict=True) if flag]
+
+
+def grad_flags(value: Any) -> Flags:
+    """Which tensors of a value require gradients."""
+    return tuple(tensor.requires_grad for tensor in tensors_of(value))
+
+
+def differentiable(value: Any) -> Flags:
+    """Which tensors of a value could require gradients."""
+    return tuple(t.is_floating_point() or t.is_complex() for t in tensors_of(value))
+
+
+def versions(value: Any) -> tuple[int, ...]:
+    """The version counters of a value's tensors: changed when one was written to."""
+    if isinstance(value, torch.Tensor):
+        return (value._version,)
+    return tuple(tensor._version for tensor in tensors_of(value))
+
+
+def check_output(name: str, value: Any) -> None:
+    """Raise when a stage returned something that cannot be passed on.
+
+    Raises
+    ------
+    TypeError
+        Names the stage and the type.
+    """
+    if isinstance(value, torch.Tensor):
+        return
+    leaves = _torch.tree_flatten(value)[0]
+    wrong = [
+        leaf
+        for leaf in leaves
+        if not isinstance(leaf, torch.Tensor | int | float | complex | str | type(None))
+    ]
+    if wrong or not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        found = type(wrong[0] if wrong else value).__name__
+        raise TypeError(
+            f"stage {name} returned {found}, expected a tensor or a tuple, list or dict with "
+            "tensors: return the tensors that the next stage needs"
+        )
