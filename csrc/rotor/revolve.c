@@ -1,0 +1,423 @@
+#include "revolve.h"
+
+#include <string.h>
+
+#define INFINITE (INT64_MAX / 4)
+
+typedef rotor_revolve_point_t point_t;
+typedef rotor_revolve_frontier_t frontier_t;
+
+/* ---- equal stages ---- */
+
+/* C(s + r, s) where it is at most `cap`, else something above it; 0 for r < 0. */
+static int64_t binomial(int64_t s, int64_t r, int64_t cap) {
+    int64_t k = rotor_min(s, r);
+    int64_t value = 1;
+    if (r < 0) {
+        return 0;
+    }
+    for (int64_t i = 1; i <= k; i++) {
+        value = value * (s + r - k + i) / i;
+        if (value > cap) {
+            return value;
+        }
+    }
+    return value;
+}
+
+static int64_t repetitions(int64_t stages, int64_t s) {
+    int64_t r = 0;
+    if (s == 1) {
+        return stages - 1;
+    }
+    while (binomial(s, r, stages) < stages) {
+        r++;
+    }
+    return r;
+}
+
+int64_t rotor_revolve_forwards(int64_t stages, int64_t checkpoints) {
+    int64_t s = rotor_min(checkpoints, stages - 1) + 1;
+    int64_t r = repetitions(stages, s);
+    return r * stages - binomial(s + 1, r - 1, INT64_MAX / (4 * stages + 4));
+}
+
+/* How far the next checkpoint of Revolve stands from the start of an interval of `stages` >= 2. */
+static int64_t advance(int64_t stages, int64_t checkpoints) {
+    int64_t s = rotor_min(checkpoints, stages - 1) + 1;
+    int64_t r = repetitions(stages, s);
+    int64_t least = rotor_max(binomial(s, r - 2, stages), stages - binomial(s - 1, r, stages));
+    return rotor_max(least, 1);
+}
+
+typedef struct {
+    int64_t i, l, checkpoints;
+} interval_t;
+
+static int append_leaf(rotor_sequence_t *sequence, int64_t i, int64_t n) {
+    int ret = rotor_sequence_append(sequence, ROTOR_FE, i);
+    if (ret == ROTOR_OK && i == n - 1) {
+        ret = rotor_sequence_append(sequence, ROTOR_LOSS, n);
+    }
+    return ret == ROTOR_OK ? rotor_sequence_append(sequence, ROTOR_B, i) : ret;
+}
+
+int rotor_revolve_schedule(int64_t n, int64_t checkpoints, rotor_sequence_t *sequence) {
+    int64_t first = sequence->length;
+    int64_t count = 0;
+    interval_t *stack;
+    int ret = ROTOR_OK;
+
+    if (n < 1) {
+        return ROTOR_ERR_BAD_LENGTH;
+    }
+    if (checkpoints < 0) {
+        return ROTOR_ERR_BAD_SLOTS;
+    }
+    stack = rotor_malloc_array(n + 1, sizeof(*stack));
+    if (stack == NULL) {
+        return ROTOR_ERR_NO_MEMORY;
+    }
+    stack[count++] = (interval_t){.i = 0, .l = n - 1, .checkpoints = checkpoints};
+    while (count > 0 && ret == ROTOR_OK) {
+        interval_t now = stack[--count];
+        if (now.i == now.l) {
+            ret = append_leaf(sequence, now.i, n);
+            continue;
+        }
+        int64_t step = now.l - now.i;
+        if (now.checkpoints > 0) {
+            step = advance(now.l - now.i + 1, now.checkpoints);
+        }
+        int64_t j = now.i + step;
+        stack[count++] =
+            (interval_t){.i = now.i, .l = j - 1, .checkpoints = now.checkpoints};
+        stack[count++] =
+            (interval_t){.i = j, .l = now.l, .checkpoints = rotor_max(now.checkpoints - 1, 0)};
+        ret = rotor_sequence_append_forward(sequence, now.i, j);
+    }
+    rotor_free(stack);
+    if (ret != ROTOR_OK) {
+        sequence->length = first;
+    }
+    return ret;
+}
+
+/* ---- stages as they are ---- */
+
+/* A growing list of points, whose memory counts for the table. */
+typedef struct {
+    point_t *points;
+    int64_t count;
+    int64_t capacity;
+} list_t;
+
+static frontier_t *frontier_of(const rotor_revolve_t *t, int64_t i, int64_t l) {
+    return t->frontiers + l * (l + 1) / 2 + i;
+}
+
+static int reserve(rotor_revolve_t *t, int64_t count, size_t size, void **block) {
+    size_t bytes;
+    int ret = rotor_array_bytes(count, size, &bytes);
+    if (ret != ROTOR_OK || bytes > (size_t)INT64_MAX ||
+        (int64_t)bytes > t->max_table_bytes - t->table_bytes) {
+        return ROTOR_ERR_TABLE_TOO_LARGE;
+    }
+    *block = rotor_malloc(bytes);
+    if (*block == NULL) {
+        return ROTOR_ERR_NO_MEMORY;
+    }
+    t->table_bytes += (int64_t)bytes;
+    return ROTOR_OK;
+}
+
+/* Makes room for `capacity` points; what was in the list is lost. */
+static int list_reserve(rotor_revolve_t *t, list_t *list, int64_t capacity) {
+    void *block = NULL;
+    list->count = 0;
+    if (capacity <= list->capacity) {
+        return ROTOR_OK;
+    }
+    rotor_free(list->points);
+    t->table_bytes -= list->capacity * (int64_t)sizeof(point_t);
+    *list = (list_t){.points = NULL, .count = 0, .capacity = 0};
+    int ret = reserve(t, 2 * capacity, sizeof(point_t), &block);
+    if (ret == ROTOR_OK) {
+        *list = (list_t){.points = block, .count = 0, .capacity = 2 * capacity};
+    }
+    return ret;
+}
+
+/* Points come by ascending bytes. */
+static void list_add(list_t *list, int64_t bytes, int64_t ns) {
+    if (list->count > 0 && list->points[list->count - 1].ns <= ns) {
+        return;
+    }
+    if (list->count > 0 && list->points[list->count - 1].bytes == bytes) {
+        list->count--;
+    }
+    list->points[list->count++] = (point_t){.bytes = bytes, .ns = ns};
+}
+
+static int64_t value_at(const point_t *points, int64_t count, int64_t bytes) {
+    int64_t low = 0;
+    int64_t high = count;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (points[middle].bytes <= bytes) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low == 0 ? INFINITE : points[low - 1].ns;
+}
+
+/* The leaf of (i, l): what it needs, or INFINITE where (i, l) has none. */
+static int64_t need_leaf(const rotor_chain_t *c, int64_t i, int64_t l) {
+    if (i == c->n) {
+        return rotor_chain_need_loss(c);
+    }
+    if (i < l && !(i == c->n - 1 && l == c->n)) {
+        return INFINITE;
+    }
+    int64_t need = rotor_max(rotor_chain_need_fe(c, i, l), rotor_chain_need_b(c, i, l));
+    return i == l ? need : rotor_max(need, c->xbar[i] + rotor_chain_need_loss(c));
+}
+
+/* out = the better of current and of a split: add + right(m - shift) + left(m), from `need` on. */
+static void fold(const list_t *current, const frontier_t *right, const frontier_t *left,
+                 int64_t shift, int64_t add, int64_t need, list_t *out) {
+    int64_t p = 0;
+    int64_t q = 0;
+    int64_t k = 0;
+    int64_t m = rotor_max(need, rotor_max(right->points[0].bytes + shift, left->points[0].bytes));
+
+    out->count = 0;
+    for (;;) {
+        while (p + 1 < right->count && right->points[p + 1].bytes + shift <= m) {
+            p++;
+        }
+        while (q + 1 < left->count && left->points[q + 1].bytes <= m) {
+            q++;
+        }
+        while (k < current->count && current->points[k].bytes <= m) {
+            list_add(out, current->points[k].bytes, current->points[k].ns);
+            k++;
+        }
+        list_add(out, m, add + right->points[p].ns + left->points[q].ns);
+        if (p + 1 == right->count && q + 1 == left->count) {
+            break;
+        }
+        m = INT64_MAX;
+        if (p + 1 < right->count) {
+            m = right->points[p + 1].bytes + shift;
+        }
+        if (q + 1 < left->count) {
+            m = rotor_min(m, left->points[q + 1].bytes);
+        }
+    }
+    for (; k < current->count; k++) {
+        list_add(out, current->points[k].bytes, current->points[k].ns);
+    }
+}
+
+static int solve_interval(rotor_revolve_t *t, int64_t i, int64_t l, list_t *current, list_t *next) {
+    const rotor_chain_t *c = t->chain;
+    frontier_t *frontier = frontier_of(t, i, l);
+    int64_t leaf = need_leaf(c, i, l);
+    int64_t need = 0;
+    void *block = NULL;
+    int ret = list_reserve(t, current, 1);
+
+    if (ret == ROTOR_OK && leaf < INFINITE) {
+        list_add(current, leaf, 0);
+    }
+    for (int64_t j = i + 1; j <= l && ret == ROTOR_OK; j++) {
+        const frontier_t *right = frontier_of(t, j, l);
+        const frontier_t *left = frontier_of(t, i, j - 1);
+        int64_t add = c->forward_sum[j] - c->forward_sum[i];
+        need = rotor_max(need, rotor_chain_need_fn(c, i, l, j - 1));
+        int64_t start = rotor_max(
+            need, rotor_max(right->points[0].bytes + c->x[j], left->points[0].bytes));
+        int64_t best =
+            add + right->points[right->count - 1].ns + left->points[left->count - 1].ns;
+        if (value_at(current->points, current->count, start) <= best) {
+            continue;
+        }
+        ret = list_reserve(t, next, current->count + right->count + left->count);
+        if (ret == ROTOR_OK) {
+            fold(current, right, left, c->x[j], add, need, next);
+            list_t swapped = *current;
+            *current = *next;
+            *next = swapped;
+        }
+    }
+    if (ret == ROTOR_OK) {
+        ret = reserve(t, current->count, sizeof(point_t), &block);
+    }
+    if (ret == ROTOR_OK) {
+        memcpy(block, current->points, (size_t)current->count * sizeof(point_t));
+        frontier->points = block;
+        frontier->count = current->count;
+    }
+    return ret;
+}
+
+static int make_curve(rotor_revolve_t *t) {
+    const frontier_t *root = frontier_of(t, 0, t->chain->n);
+    int64_t ideal = rotor_chain_ideal_ns(t->chain);
+    void *bytes = NULL;
+    void *ns = NULL;
+    int ret = reserve(t, root->count, sizeof(int64_t), &bytes);
+
+    t->curve_bytes = bytes;
+    if (ret == ROTOR_OK) {
+        ret = reserve(t, root->count, sizeof(int64_t), &ns);
+        t->curve_ns = ns;
+    }
+    if (ret == ROTOR_OK) {
+        t->curve_count = root->count;
+        for (int64_t k = 0; k < root->count; k++) {
+            t->curve_bytes[k] = t->chain->x[0] + root->points[k].bytes;
+            t->curve_ns[k] = ideal + root->points[k].ns;
+        }
+    }
+    return ret;
+}
+
+/* Between two backwards no stage runs twice, so that no schedule of the class takes longer. */
+static bool times_fit(const rotor_chain_t *c) {
+    int64_t longest = rotor_chain_ideal_ns(c);
+    return c->forward_sum[c->n] <= (INFINITE - longest) / (4 * (c->n + 2));
+}
+
+void rotor_revolve_init(rotor_revolve_t *self) { memset(self, 0, sizeof(*self)); }
+
+void rotor_revolve_free(rotor_revolve_t *self) {
+    if (self->frontiers != NULL) {
+        int64_t n = self->chain->n;
+        for (int64_t k = 0; k < (n + 1) * (n + 2) / 2; k++) {
+            rotor_free(self->frontiers[k].points);
+        }
+    }
+    rotor_free(self->frontiers);
+    rotor_free(self->curve_bytes);
+    rotor_free(self->curve_ns);
+    memset(self, 0, sizeof(*self));
+}
+
+int rotor_revolve_solve(rotor_revolve_t *self, const rotor_chain_t *chain, int64_t max_table_bytes,
+                        const rotor_callback_t *callback) {
+    int64_t n = chain->n;
+    int64_t intervals = (n + 1) * (n + 2) / 2;
+    list_t current = {.points = NULL, .count = 0, .capacity = 0};
+    list_t next = {.points = NULL, .count = 0, .capacity = 0};
+    void *block = NULL;
+    int ret;
+
+    rotor_revolve_init(self);
+    if (!times_fit(chain)) {
+        return ROTOR_ERR_OVERFLOW;
+    }
+    self->chain = chain;
+    self->max_table_bytes = max_table_bytes;
+    ret = reserve(self, intervals, sizeof(*self->frontiers), &block);
+    if (ret != ROTOR_OK) {
+        goto out;
+    }
+    self->frontiers = block;
+    memset(self->frontiers, 0, (size_t)intervals * sizeof(*self->frontiers));
+    for (int64_t l = 0; l <= n && ret == ROTOR_OK; l++) {
+        for (int64_t i = l; i >= 0 && ret == ROTOR_OK; i--) {
+            ret = solve_interval(self, i, l, &current, &next);
+            if (ret == ROTOR_OK) {
+                ret = rotor_ask(callback, l * (l + 1) / 2 + l - i, intervals);
+            }
+        }
+    }
+    if (ret == ROTOR_OK) {
+        ret = make_curve(self);
+    }
+out:
+    self->table_bytes -= (current.capacity + next.capacity) * (int64_t)sizeof(point_t);
+    rotor_free(current.points);
+    rotor_free(next.points);
+    if (ret != ROTOR_OK) {
+        rotor_revolve_free(self);
+    }
+    return ret;
+}
+
+typedef struct {
+    int64_t i, l, m;
+} task_t;
+
+/* Where (i, l) on m bytes is split; i where it is a leaf. */
+static int64_t find_split(const rotor_revolve_t *t, const task_t *task) {
+    const rotor_chain_t *c = t->chain;
+    const frontier_t *frontier = frontier_of(t, task->i, task->l);
+    int64_t value = value_at(frontier->points, frontier->count, task->m);
+    int64_t need = 0;
+    int64_t j = task->i;
+
+    if (value == 0 && need_leaf(c, task->i, task->l) <= task->m) {
+        return j;
+    }
+    for (j = task->i + 1; j <= task->l; j++) {
+        const frontier_t *right = frontier_of(t, j, task->l);
+        const frontier_t *left = frontier_of(t, task->i, j - 1);
+        need = rotor_max(need, rotor_chain_need_fn(c, task->i, task->l, j - 1));
+        int64_t add = c->forward_sum[j] - c->forward_sum[task->i];
+        if (need <= task->m &&
+            add + value_at(right->points, right->count, task->m - c->x[j]) +
+                    value_at(left->points, left->count, task->m) ==
+                value) {
+            break;
+        }
+    }
+    return j;
+}
+
+int rotor_revolve_sequence(const rotor_revolve_t *self, int64_t budget, rotor_sequence_t *sequence,
+                           int64_t *minimum) {
+    const rotor_chain_t *c = self->chain;
+    int64_t n = c->n;
+    int64_t first = sequence->length;
+    int64_t count = 0;
+    int ret = ROTOR_OK;
+
+    *minimum = self->curve_bytes[0];
+    if (budget < *minimum) {
+        return ROTOR_ERR_INFEASIBLE;
+    }
+    task_t *stack = rotor_malloc_array(n + 2, sizeof(*stack));
+    if (stack == NULL) {
+        return ROTOR_ERR_NO_MEMORY;
+    }
+    stack[count++] = (task_t){.i = 0, .l = n, .m = budget - c->x[0]};
+    while (count > 0 && ret == ROTOR_OK) {
+        task_t task = stack[--count];
+        int64_t j = find_split(self, &task);
+        if (j > task.i) {
+            stack[count++] = (task_t){.i = task.i, .l = j - 1, .m = task.m};
+            stack[count++] = (task_t){.i = j, .l = task.l, .m = task.m - c->x[j]};
+            ret = rotor_sequence_append_forward(sequence, task.i, j);
+        } else if (task.i == n) {
+            ret = rotor_sequence_append(sequence, ROTOR_LOSS, n);
+        } else {
+            ret = rotor_sequence_append(sequence, ROTOR_FE, task.i);
+            if (ret == ROTOR_OK && task.l > task.i) {
+                ret = rotor_sequence_append(sequence, ROTOR_LOSS, n);
+            }
+            if (ret == ROTOR_OK) {
+                ret = rotor_sequence_append(sequence, ROTOR_B, task.i);
+            }
+        }
+    }
+    rotor_free(stack);
+    if (ret != ROTOR_OK) {
+        sequence->length = first;
+    }
+    return ret;
+}
