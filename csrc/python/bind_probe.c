@@ -1,6 +1,153 @@
 #include "binding.h"
 
-int rotor_add_probe(PyObject *module) {
+#include "probe.h"
+
+#include <string.h>
+
+// clock_ns() -> int
+PyDoc_STRVAR(clock_ns_doc, "clock_ns()\n--\n\n"
+                           "Nanoseconds of a clock that never goes back.");
+
+static PyObject *clock_ns(PyObject *module, PyObject *unused) {
     (void)module;
-    return 0;
+    (void)unused;
+    return PyLong_FromLongLong(rotor_clock_ns());
 }
+
+// thread_cpu_ns() -> int
+PyDoc_STRVAR(thread_cpu_ns_doc, "thread_cpu_ns()\n--\n\n"
+                                "CPU time of the calling thread, in nanoseconds.");
+
+static PyObject *thread_cpu_ns(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
+    return PyLong_FromLongLong(rotor_thread_cpu_ns());
+}
+
+// process_cpu_ns() -> int
+PyDoc_STRVAR(process_cpu_ns_doc, "process_cpu_ns()\n--\n\n"
+                                 "CPU time of all threads of this process, in nanoseconds.");
+
+static PyObject *process_cpu_ns(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
+    return PyLong_FromLongLong(rotor_process_cpu_ns());
+}
+
+/* The optional argument `root` as bytes, a new reference. */
+static PyObject *get_root(PyObject *args, PyObject *kwargs, const char *format) {
+    static char *names[] = {"root", NULL};
+    PyObject *root = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, names, PyUnicode_FSConverter, &root)) {
+        return NULL;
+    }
+    return root != NULL ? root : PyBytes_FromString("/");
+}
+
+// probe_memory(root="/") -> dict
+PyDoc_STRVAR(probe_memory_doc,
+             "probe_memory(root='/')\n--\n\n"
+             "Memory of this process, the machine, control groups, limits, and the C library's\n"
+             "heap: a dict of bytes, -1 where a figure is unknown or a limit is not set.\n"
+             "\n"
+             "`root` is the folder that holds proc and sys. ``free_bytes`` is what this process\n"
+             "may still allocate.");
+
+static PyObject *probe_memory(PyObject *module, PyObject *args, PyObject *kwargs) {
+    rotor_host_memory_t memory;
+    rotor_heap_t heap;
+    int ret;
+    PyObject *root = get_root(args, kwargs, "|O&:probe_memory");
+    if (root == NULL) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    ret = rotor_probe_memory(PyBytes_AS_STRING(root), &memory);
+    rotor_probe_heap(&heap);
+    Py_END_ALLOW_THREADS
+    Py_DECREF(root);
+    if (ret != ROTOR_OK) {
+        return rotor_raise_status(module, ret);
+    }
+    return Py_BuildValue(
+        "{sL sL sL sL sL sL sL sL sL sL sL sL sL sL}", "resident_bytes",
+        (long long)memory.resident_bytes, "peak_resident_bytes",
+        (long long)memory.peak_resident_bytes, "virtual_bytes", (long long)memory.virtual_bytes,
+        "data_bytes", (long long)memory.data_bytes, "total_bytes", (long long)memory.total_bytes,
+        "available_bytes", (long long)memory.available_bytes, "cgroup_limit_bytes",
+        (long long)memory.cgroup_limit_bytes, "cgroup_usage_bytes",
+        (long long)memory.cgroup_usage_bytes, "cgroup_free_bytes",
+        (long long)memory.cgroup_free_bytes, "address_space_limit_bytes",
+        (long long)memory.address_space_limit_bytes, "data_limit_bytes",
+        (long long)memory.data_limit_bytes, "free_bytes", (long long)memory.free_bytes,
+        "heap_used_bytes", (long long)heap.used_bytes, "heap_kept_bytes",
+        (long long)heap.kept_bytes);
+}
+
+// reset_peak_rss(root="/") -> bool
+PyDoc_STRVAR(reset_peak_rss_doc,
+             "reset_peak_rss(root='/')\n--\n\n"
+             "Make ``peak_resident_bytes`` start again from what is resident now.\n"
+             "\n"
+             "False where this machine does not offer it.");
+
+static PyObject *reset_peak_rss(PyObject *module, PyObject *args, PyObject *kwargs) {
+    int ret;
+    PyObject *root = get_root(args, kwargs, "|O&:reset_peak_rss");
+    if (root == NULL) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    ret = rotor_probe_reset_peak(PyBytes_AS_STRING(root));
+    Py_END_ALLOW_THREADS
+    Py_DECREF(root);
+    if (ret != ROTOR_OK && ret != ROTOR_ERR_UNAVAILABLE) {
+        return rotor_raise_status(module, ret);
+    }
+    return PyBool_FromLong(ret == ROTOR_OK);
+}
+
+// cuda_memory(device, cuda_library=None, nvml_library=None) -> dict
+PyDoc_STRVAR(cuda_memory_doc,
+             "cuda_memory(device, cuda_library=None, nvml_library=None)\n--\n\n"
+             "Memory of a CUDA device: a dict of bytes, -1 where a figure is unknown, and a name,\n"
+             "\"\" where it is.\n"
+             "\n"
+             "``free_bytes`` and ``total_bytes`` are the driver's, where the device's context is\n"
+             "active; ``nvml_*`` count all processes. The libraries are opened when they exist.");
+
+static PyObject *cuda_memory(PyObject *module, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"device", "cuda_library", "nvml_library", NULL};
+    int device;
+    const char *cuda_library = NULL;
+    const char *nvml_library = NULL;
+    rotor_cuda_memory_t memory;
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|zz:cuda_memory", names, &device,
+                                     &cuda_library, &nvml_library)) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    rotor_probe_cuda(device, cuda_library, nvml_library, &memory);
+    Py_END_ALLOW_THREADS
+    PyObject *name = PyUnicode_DecodeUTF8(memory.name, (Py_ssize_t)strlen(memory.name), "replace");
+    return Py_BuildValue("{sL sL sL sL sL sN}", "free_bytes", (long long)memory.free_bytes,
+                         "total_bytes", (long long)memory.total_bytes, "nvml_free_bytes",
+                         (long long)memory.nvml_free_bytes, "nvml_used_bytes",
+                         (long long)memory.nvml_used_bytes, "nvml_total_bytes",
+                         (long long)memory.nvml_total_bytes, "name", name);
+}
+
+#define WITH_KEYWORDS(function) (PyCFunction)(void (*)(void)) function, METH_VARARGS | METH_KEYWORDS
+
+static PyMethodDef functions[] = {
+    {"clock_ns", clock_ns, METH_NOARGS, clock_ns_doc},
+    {"thread_cpu_ns", thread_cpu_ns, METH_NOARGS, thread_cpu_ns_doc},
+    {"process_cpu_ns", process_cpu_ns, METH_NOARGS, process_cpu_ns_doc},
+    {"probe_memory", WITH_KEYWORDS(probe_memory), probe_memory_doc},
+    {"reset_peak_rss", WITH_KEYWORDS(reset_peak_rss), reset_peak_rss_doc},
+    {"cuda_memory", WITH_KEYWORDS(cuda_memory), cuda_memory_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+int rotor_add_probe(PyObject *module) { return PyModule_AddFunctions(module, functions); }
