@@ -33,6 +33,11 @@ def child_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
+def child_slots(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The dictionary in which a module keeps its children."""
+    return module._modules
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether forward or backward hooks are registered on the module itself."""
     return bool(

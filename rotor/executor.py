@@ -343,6 +343,10 @@ class Run:
             self.release()
         return found
 
+    def is_done(self) -> bool:
+        """Whether the backward has come to its end."""
+        return self.next < self.lowest
+
     def release(self) -> None:
         """Free every activation, graph and snapshot that is left."""
         self.x = [None] * len(self.x)
@@ -357,6 +361,7 @@ def run_chain(
     *,
     preserve_rng_state: bool = True,
     flags: Sequence[Flags] | None = None,
+    started: Callable[[Run], None] | None = None,
 ) -> Any:
     """Run the forward of a chain so that its backward follows the schedule.
 
@@ -370,6 +375,8 @@ def run_chain(
         Recompute with the random numbers of the first forward.
     flags
         Which tensors of each activation require gradients; ``None``: all that could.
+    started
+        Called with the run state, where there is one.
 
     Returns
     -------
@@ -378,6 +385,8 @@ def run_chain(
     y = arg
     if schedule.tail > 0:
         run = Run(stages, schedule, arg, preserve_rng_state=preserve_rng_state, flags=flags)
+        if started is not None:
+            started(run)
         run.forward()
         y = run.attach(arg)
         del run
@@ -447,14 +456,17 @@ class CheckpointOptim(Function):
         ctx.mark_non_differentiable(
             *[t for t, flag in zip(tensors, flags, strict=True) if not flag]
         )
-        return value if isinstance(value, torch.Tensor | tuple) else tuple(tensors)
+        flat = isinstance(value, tuple) and not any(isinstance(v, tuple | list) for v in value)
+        outputs = value if flat else tuple(tensors)
+        ctx.is_tensor = [isinstance(v, torch.Tensor) for v in outputs]
+        return value if isinstance(value, torch.Tensor) else outputs
 
     @staticmethod
     def backward(ctx: Any, *args: torch.Tensor | None) -> Any:
         """Run the operations after the loss; the gradient of `arg`."""
         run: Run = ctx.run
         flags = run.flags[run.schedule.n] or ()
-        given = [g for g in args if isinstance(g, torch.Tensor) or g is None]
+        given = [g for g, is_tensor in zip(args, ctx.is_tensor, strict=True) if is_tensor]
         run.take_gradient([g for g, flag in zip(given, flags, strict=True) if flag])
         needs = [True] * len(run.parameters[0])
         run.lowest = 0

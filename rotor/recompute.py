@@ -7,7 +7,8 @@ of what they were, so that the real ones are updated exactly once; autocast is a
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
 import torch
@@ -108,21 +109,27 @@ class Snapshot:
         if self._rng is not None and self._states is not None:
             if not self._rng.after(self._states):
                 self._states = None
+        # Kernels such as native_batch_norm change buffers without a trace in their versions.
+        if self._stage.mutable_buffers is None:
+            self._buffers = [
+                (slot, copy)
+                for slot, copy in self._buffers
+                if not torch.equal(copy, slot[0][slot[1]])
+            ]
+        elif self._watched:
+            self._check_watched()
+
+    def _check_watched(self) -> None:
         copied = {_key(slot) for slot, _ in self._buffers}
-        changed = set()
         for slot, buffer, version in self._watched:
-            if slot[0][slot[1]] is buffer and buffer._version == version:
-                continue
-            changed.add(_key(slot))
-            if _key(slot) not in copied:
+            same = slot[0][slot[1]] is buffer and buffer._version == version
+            if not same and _key(slot) not in copied:
                 raise RuntimeError(
                     f"stage {self._stage.name} changed its buffer {slot[1]!r}, which it did not "
                     "do when it was measured, so recomputing it would change it twice: call "
                     "measure() again with the model as it is now"
                 )
         self._watched = []
-        if self._buffers:
-            self._buffers = [entry for entry in self._buffers if _key(entry[0]) in changed]
 
     def __enter__(self) -> None:
         current = self._stage.parameters()
@@ -196,3 +203,13 @@ class AutocastState:
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+@contextmanager
+def autocast_off(device_type: str) -> Iterator[None]:
+    """Autocast disabled where it is on, as it is during a backward."""
+    with ExitStack() as stack:
+        for kind in {"cpu", device_type}:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

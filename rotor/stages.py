@@ -147,3 +147,47 @@ def refuse_sharded(stages: list[Stage]) -> None:
                     "gradients. Use DistributedDataParallel, or wrap before sharding is applied "
                     "to other parts of the model"
                 )
+
+
+class Structure:
+    """What a plan depends on in a model, read fast before every step.
+
+    Parameters
+    ----------
+    model
+        The wrapped model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules = list(model.modules())
+        self._children = [
+            (children, tuple(children.values()))
+            for module in self._modules
+            if (children := _torch.child_slots(module))
+        ]
+        self._parameters = [slot for m in self._modules for slot in _torch.parameter_slots(m)]
+
+    def is_current(self) -> bool:
+        """Whether the model has the modules it had."""
+        return all(tuple(children.values()) == then for children, then in self._children)
+
+    def training_flags(self) -> tuple[bool, ...]:
+        """The training flag of every module."""
+        return tuple([module.training for module in self._modules])
+
+    def parameter_flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Which parameters require gradients, and which have none yet."""
+        parameters = [slots.get(name) for slots, name in self._parameters]
+        return (
+            tuple([p is not None and p.requires_grad for p in parameters]),
+            tuple([p is not None and p.grad is None for p in parameters]),
+        )
+
+    def lacking_gradient(self, flags: tuple[bool, ...]) -> set[int]:
+        """The ids of the parameters that had no gradient, by the second of `parameter_flags`."""
+        return {
+            id(slots[name])
+            for (slots, name), absent in zip(self._parameters, flags, strict=True)
+            if absent
+        }

@@ -1,0 +1,87 @@
+# The words that README and CI use. Everything is set up in .venv on first use.
+PYTHON ?= python3
+VENV ?= .venv
+# A CPU build where the index has one; any torch >= 2.11 will do.
+TORCH ?= torch==2.13.0
+TORCHVISION ?= torchvision==0.28.*
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+C_WARNINGS := -Wall -Wextra -Wconversion -Wsign-conversion -Wshadow -Wmissing-prototypes \
+	-Wstrict-prototypes -Wcast-qual -Wpointer-arith -Wundef -Wvla -Werror
+C_FLAGS := -std=c11 -g -O1 -D_GNU_SOURCE -DROTOR_TESTING -Icsrc/rotor -Itests/c $(C_WARNINGS) \
+	-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+C_SOURCES := $(wildcard csrc/rotor/*.c)
+C_HEADERS := $(wildcard csrc/rotor/*.h csrc/python/*.h tests/c/*.h)
+C_OBJECTS := $(C_SOURCES:csrc/rotor/%.c=build/c/%.o)
+C_TESTS := $(patsubst tests/c/%.c,build/c/%,$(wildcard tests/c/test_*.c))
+
+.PHONY: help demo test test-all test-c test-sanitized lint docs bench gpu clean
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip "setuptools>=77" wheel
+
+$(VENV)/.torch: | $(VENV)/bin/python
+	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) "$(TORCH)"
+	touch $@
+
+$(VENV)/.built: $(VENV)/.torch setup.py pyproject.toml $(wildcard csrc/*/*.c) $(C_HEADERS)
+	$(PIP) --no-build-isolation --editable ".[demo]"
+	touch $@
+
+$(VENV)/.test: $(VENV)/.built
+	$(PIP) --no-build-isolation --editable ".[test]"
+	$(PIP) --no-deps "$(TORCHVISION)"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.test
+	$(PIP) --no-build-isolation --editable ".[dev]"
+	touch $@
+
+demo: $(VENV)/.built ## train a ResNet-18 under a limit that plain PyTorch needs more than
+	$(BIN)/python benchmarks/demo.py
+
+test: $(VENV)/.test test-c ## C tests under sanitizers, then the Python tests
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/.test test-c ## with the long checks
+	$(BIN)/python -m pytest
+
+build/c/%.o: csrc/rotor/%.c $(C_HEADERS)
+	@mkdir -p build/c
+	$(CC) $(C_FLAGS) -c $< -o $@
+
+build/c/test_%: tests/c/test_%.c $(C_OBJECTS) $(C_HEADERS)
+	$(CC) $(C_FLAGS) $< $(C_OBJECTS) -o $@ -ldl -lm
+
+test-c: $(C_TESTS) ## the C core's tests, under the address and undefined-behaviour sanitizers
+	@for t in $(C_TESTS); do echo "== $$t"; $$t || exit 1; done
+
+test-sanitized: $(VENV)/.test ## the Python tests on a sanitised build of the extension
+	mkdir -p build/sanitized
+	cp -r rotor build/sanitized/ && rm -f build/sanitized/rotor/_core*.so
+	ln -sfn $(CURDIR)/models build/sanitized/rotor/models
+	ROTOR_SANITIZE=1 $(BIN)/python setup.py -q build_ext --build-temp build/sanitized/temp \
+		--build-lib build/sanitized
+	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CC) -print-file-name=libasan.so)" \
+		PYTHONPATH=build/sanitized $(BIN)/python -m pytest -m "not slow" -p no:cacheprovider
+
+lint: $(VENV)/.dev ## ruff, mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(VENV)/.dev ## the documentation, warnings are errors
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+bench: $(VENV)/.dev ## every benchmark, in one run
+	$(BIN)/python benchmarks/run_all.py
+
+gpu: $(VENV)/.test ## the tests that need CUDA
+	$(BIN)/python -m pytest tests/gpu
+
+clean: ## what was built, not .venv
+	rm -rf build dist docs/_build *.egg-info rotor/_core*.so

@@ -1,0 +1,160 @@
+"""What the benchmarks share: batches, steps, exact peaks, times of contenders run in turn."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+import rotor
+from rotor import memory
+from rotor.timing import Clock
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def classification_batch(batch: int, size: int, device: torch.device, classes: int = 1000) -> Batch:
+    """Random images and labels."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(batch, 3, size, size, generator=generator)
+    labels = torch.randint(0, classes, (batch,), generator=generator)
+    return images.to(device), labels.to(device)
+
+
+def token_batch(batch: int, length: int, vocabulary: int, device: torch.device) -> Batch:
+    """Random tokens, and the ones that follow them."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocabulary, (batch, length + 1), generator=generator)
+    return tokens[:, :-1].contiguous().to(device), tokens[:, 1:].contiguous().to(device)
+
+
+def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The loss of classification, and of next tokens."""
+    return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def train_step(model: nn.Module, batch: Batch, *, captured: bool = False) -> torch.Tensor:
+    """Forward, loss and backward with fresh gradients; returns the loss."""
+    x, target = batch
+    for parameter in model.parameters():
+        parameter.grad = None
+    loss = model(x, targets=(target,)) if captured else cross_entropy(model(x), target)
+    loss.backward()
+    return loss.detach()
+
+
+def step_peak_bytes(model: nn.Module, batch: Batch, *, captured: bool = False) -> int:
+    """Peak of a step above the level at its start, after one step that is not metered."""
+    train_step(model, batch, captured=captured)
+    for parameter in model.parameters():
+        parameter.grad = None
+    x, target = batch
+    with memory.meter(x.device) as meter:
+        if captured:
+            model(x, targets=(target,)).backward()
+        else:
+            output = model(x)
+            cross_entropy(output, target).backward()
+    return int(meter.peak_bytes)
+
+
+@dataclass
+class Contender:
+    """A model to be timed."""
+
+    name: str
+    model: nn.Module
+    captured: bool = False
+
+
+def interleaved_times(
+    contenders: Sequence[Contender], batch: Batch, rounds: int, warm_ups: int = 2
+) -> list[float]:
+    """Median seconds of a step of each, run in turn, on the clock that rotor measures with."""
+    clock = Clock(batch[0].device)
+    samples: list[list[float]] = [[] for _ in contenders]
+    for contender in contenders:
+        for _ in range(warm_ups):
+            train_step(contender.model, batch, captured=contender.captured)
+    for _ in range(rounds):
+        for contender, times in zip(contenders, samples, strict=True):
+            clock.start()
+            train_step(contender.model, batch, captured=contender.captured)
+            times.append(clock.stop() / 1e9)
+    return [statistics.median(times) for times in samples]
+
+
+class Segmented(nn.Module):
+    """``torch.utils.checkpoint.checkpoint_sequential`` over the stages of a model."""
+
+    def __init__(self, stages: Sequence[Callable[[Any], Any]], segments: int) -> None:
+        super().__init__()
+        self.stages = [_Callable(stage) for stage in stages]
+        self.segments = segments
+        modules = {m for stage in stages for m in stage.modules()}  # type: ignore[attr-defined]
+        self._owned = nn.ModuleList(modules)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint_sequential(self.stages, self.segments, x, use_reentrant=False)
+
+
+class _Callable:
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+
+    def __call__(self, x: Any) -> Any:
+        return self.function(x)
+
+
+@dataclass
+class SegmentedPeak:
+    """A number of segments with what it needs and takes."""
+
+    segments: int
+    module: Segmented
+    peak_bytes: int
+    seconds: float
+
+
+def segment_table(model: rotor.Checkpointable, batch: Batch, most: int) -> list[SegmentedPeak]:
+    """Peak and time of each number of segments, on a copy of the model's stages."""
+    table = []
+    stages = copy.deepcopy(model).inspection_values.stages
+    clock = Clock(batch[0].device)
+    for segments in range(1, min(most, len(stages)) + 1):
+        module = Segmented(stages, segments)
+        peak = step_peak_bytes(module, batch)
+        clock.start()
+        train_step(module, batch)
+        table.append(SegmentedPeak(segments, module, peak, clock.stop() / 1e9))
+    return table
+
+
+def best_segments(
+    model: rotor.Checkpointable, batch: Batch, limit: int, most: int = 8
+) -> tuple[int, SegmentedPeak]:
+    """The fastest number of segments within the limit; else the one that needs least."""
+    table = segment_table(model, batch, most)
+    within = [entry for entry in table if entry.peak_bytes <= limit]
+    best = min(within, key=lambda e: e.seconds) if within else min(table, key=lambda e: e.peak_bytes)
+    return best.segments, best
+
+
+def gradients(a: nn.Module, b: nn.Module) -> bool:
+    """Whether all gradients are bit-equal."""
+    return all(
+        (p.grad is None) == (q.grad is None) and (p.grad is None or torch.equal(p.grad, q.grad))
+        for p, q in zip(a.parameters(), b.parameters(), strict=True)
+    )
+
+
+def equal_states(a: nn.Module, b: nn.Module) -> bool:
+    """Whether all parameters and buffers are bit-equal."""
+    left, right = a.state_dict(), b.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)

@@ -1,0 +1,515 @@
+"""Measures the stages of a model: what the cost model of a chain is made of.
+
+Each stage is run through the executor's own operations, once under an exact meter of allocated
+bytes and then until its times are stable, one stage at a time, so that measuring needs no more
+memory than the least schedule. It changes nothing: buffers are replaced by copies meanwhile,
+gradients are not accumulated, random states and autocast's cache are as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rotor import _torch, memory, timing
+from rotor.chain import Chain
+from rotor.executor import Run
+from rotor.recompute import RngTracker, autocast_off
+from rotor.schedule import FE, FN, Schedule
+from rotor.stages import Stage
+from rotor.values import (
+    Flags,
+    as_leaves,
+    check_output,
+    detached,
+    flagged,
+    grad_flags,
+    tensors_of,
+    versions,
+)
+
+__all__ = ["Chain", "Inspection", "StageMeasure", "measure"]
+
+Progress = Callable[[int, int], object]
+_MIN_REPEATS, _MAX_REPEATS = 5, 25
+_TOLERANCE = 0.03
+_SECONDS_PER_STAGE = 2.0
+
+
+@dataclass(frozen=True)
+class StageMeasure:
+    """What one stage costs; times in ns, sizes in bytes.
+
+    Attributes
+    ----------
+    name
+        The names of the modules in it, joined by "+".
+    forward_ns, record_ns, backward_ns
+        Forward without a graph (Fn), forward that records one (Fe), backward (B).
+    output_bytes
+        The stage's output.
+    xbar_bytes
+        What Fe keeps, the output included.
+    forward_tmp_bytes, forward_nograd_tmp_bytes
+        Temporaries of Fe and of Fn.
+    backward_peak_bytes
+        Peak of B above the level at its start.
+    grad_bytes
+        The gradient of the stage's input.
+    pgrad_bytes
+        The gradient of each parameter, in the order of `Stage.parameters`.
+    flags
+        Which tensors of the output require gradients.
+    uses_rng
+        Whether a forward draws random numbers.
+    buffer_bytes
+        The buffers that a forward changes.
+    """
+
+    name: str
+    forward_ns: int
+    record_ns: int
+    backward_ns: int
+    output_bytes: int
+    xbar_bytes: int
+    forward_tmp_bytes: int
+    forward_nograd_tmp_bytes: int
+    backward_peak_bytes: int
+    grad_bytes: int
+    pgrad_bytes: tuple[int, ...]
+    flags: Flags
+    uses_rng: bool
+    buffer_bytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The measures of all stages of a model, for one kind of input.
+
+    Attributes
+    ----------
+    stages
+        The stages as they were measured: in-place and viewing ones merged.
+    measures
+        One for each stage.
+    input_bytes, output_grad_bytes
+        The model's input, and the gradient of its output.
+    input_flags
+        Which tensors of the input require gradients.
+    device
+        Where the model runs.
+    loss_peak_bytes, loss_ns
+        Peak of the captured loss, forward and backward, above the level at its start, and its
+        time; ``None`` where no loss was given.
+    """
+
+    stages: list[Stage] = field(repr=False)
+    measures: list[StageMeasure]
+    input_bytes: int
+    output_grad_bytes: int
+    input_flags: Flags
+    device: torch.device
+    loss_peak_bytes: int | None = None
+    loss_ns: int | None = None
+
+    @property
+    def output_bytes(self) -> int:
+        """The model's output."""
+        return self.measures[-1].output_bytes
+
+    @property
+    def flags(self) -> list[Flags]:
+        """Which tensors of each activation require gradients, [n + 1]."""
+        return [self.input_flags, *(m.flags for m in self.measures)]
+
+    def chain(
+        self, *, loss_tmp_bytes: int, hold_output: bool, missing: Sequence[Sequence[bool]]
+    ) -> Chain:
+        """The cost model of these stages.
+
+        Parameters
+        ----------
+        loss_tmp_bytes
+            Peak of the loss above the level at its start, less the output's gradient.
+        hold_output
+            Whether the caller holds the output.
+        missing
+            For each stage, which of its parameters have no gradient yet.
+        """
+        measures = self.measures
+        grads = [*(m.grad_bytes for m in measures), self.output_grad_bytes]
+        return Chain(
+            [m.forward_ns / 1e9 for m in measures],
+            [(m.backward_ns + max(0, m.record_ns - m.forward_ns)) / 1e9 for m in measures],
+            [self.input_bytes, *(m.output_bytes for m in measures)],
+            [m.xbar_bytes for m in measures],
+            [m.forward_tmp_bytes for m in measures],
+            [max(m.backward_peak_bytes, 0) - m.grad_bytes for m in measures],
+            forward_nograd_tmp_bytes=[m.forward_nograd_tmp_bytes for m in measures],
+            grad_bytes=grads,
+            pgrad_bytes=[
+                sum(size for size, absent in zip(m.pgrad_bytes, absents, strict=True) if absent)
+                for m, absents in zip(measures, missing, strict=True)
+            ],
+            loss_tmp_bytes=max(loss_tmp_bytes, -self.output_grad_bytes),
+            hold_output=hold_output,
+            names=[m.name for m in measures],
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The measures as plain data, for JSON."""
+        return {
+            "format": "rotor.inspection",
+            "version": 1,
+            "device": str(self.device),
+            "input_bytes": self.input_bytes,
+            "output_grad_bytes": self.output_grad_bytes,
+            "loss_peak_bytes": self.loss_peak_bytes,
+            "loss_ns": self.loss_ns,
+            "stages": [dict(vars(m)) for m in self.measures],
+        }
+
+
+@contextmanager
+def _undisturbed(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
+    """Random states and buffer objects as they are; nothing of the inside stays."""
+    rng = RngTracker(device)
+    states = rng.read()
+    buffers = [(slot, slot[0][slot[1]]) for stage in stages for slot in stage.buffers]
+    autocast = torch.is_autocast_cache_enabled()
+    try:
+        yield
+    finally:
+        rng.write(states)
+        for (slots, name), buffer in buffers:
+            slots[name] = buffer
+        if autocast:
+            torch.clear_autocast_cache()
+
+
+@contextmanager
+def _copied_buffers(stage: Stage) -> Iterator[None]:
+    """The stage runs on copies of its buffers."""
+    kept = [(slot, slot[0][slot[1]]) for slot in stage.buffers]
+    try:
+        for (slots, name), buffer in kept:
+            if buffer is not None:
+                slots[name] = buffer.detach().clone()
+        yield
+    finally:
+        for (slots, name), buffer in kept:
+            slots[name] = buffer
+
+
+def _storages(value: Any) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tensors_of(value) if t.numel()}
+
+
+def merge_stages(stages: Sequence[Stage], arg: Any) -> list[Stage]:
+    """Stages that can be cut apart: one that begins in place or only views its input is merged.
+
+    Runs the model forward once, without a graph and on copies of its buffers and its input.
+
+    Raises
+    ------
+    ValueError
+        The first stage changes the model's input in place; named.
+    TypeError
+        A stage returns something other than tensors; named.
+    """
+    merged: list[Stage] = []
+    views_input = False
+    leaves, spec = _torch.tree_flatten(arg)
+    x = _torch.tree_unflatten(
+        [t.detach().clone() if isinstance(t, torch.Tensor) else t for t in leaves], spec
+    )
+    first = x
+    untouched = versions(first)
+    with torch.no_grad():
+        for stage in stages:
+            before = versions(x)
+            with _copied_buffers(stage):
+                y = stage(x)
+            check_output(stage.name, y)
+            if first is not None and versions(first) != untouched:
+                raise ValueError(
+                    f"stage {stage.name} changes the model's input in place; it would destroy the "
+                    "input that recomputations start from. Make its first operation not in place "
+                    "(inplace=False), or put a stage before it"
+                )
+            only_views = _storages(y) <= _storages(x)
+            if merged and (views_input or versions(x) != before or only_views):
+                merged[-1] = merged[-1].merged_with(stage)
+                views_input = views_input and only_views
+            else:
+                merged.append(stage)
+                views_input = only_views
+            x = y
+            if not views_input:
+                first = None
+    return merged
+
+
+def _frozen_prefix(stages: list[Stage], arg: Any) -> list[Stage]:
+    """First stages that need no gradient, as one stage: nothing inside it is ever kept."""
+    if any(grad_flags(arg)):
+        return stages
+    count = 0
+    while count < len(stages) and not stages[count].parameters():
+        count += 1
+    if count < 2:
+        return stages
+    head = stages[0]
+    for stage in stages[1:count]:
+        head = head.merged_with(stage)
+    return [head, *stages[count:]]
+
+
+def _bytes(tensors: Sequence[torch.Tensor | None], device: torch.device) -> int:
+    present = [t for t in tensors if t is not None and t.device == device]
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in present}
+    return sum(memory.rounded_bytes(size, device) for size in sizes.values())
+
+
+class _Measuring:
+    """One pass over the stages, from the input to the output."""
+
+    def __init__(self, stages: list[Stage], arg: Any, *, hold_output: bool) -> None:
+        n = len(stages)
+        order = [*(("Fe", i) for i in range(n)), ("L", n), *(("B", i) for i in range(n - 1, -1, -1))]
+        self.stages = stages
+        self.hold_output = hold_output
+        schedule = Schedule([_Op(kind, i) for kind, i in order], n, plain_tail=False)
+        self.run = Run(stages, schedule, arg, preserve_rng_state=False)
+        self.device = self.run.device
+        self.rng = RngTracker(self.device)
+
+    def stage(self, i: int) -> StageMeasure:
+        """Measure stage i, whose input is there; leaves the input of the next one."""
+        stage = self.stages[i]
+        kept = self.run.x[i]
+        flags, uses_rng = self._probe(i)
+        with _copied_buffers(stage):
+            self._round(i, kept)
+            with memory.meter(self.device) as meter:
+                output_bytes, arriving, gradient, parameters = self._round(i, kept, meter.mark)
+            forward, record, backward = self._times(i, kept)
+            self._forward(i, kept)
+        self.run.x[i] = None
+        segments = {s.name: s for s in meter.segments}
+        fe, back, fn = segments["Fe"], segments["B"], segments["Fn"]
+        # A saved tensor may be dropped at the very start of B: its peak counts from what Fe kept.
+        level = fe.end_bytes + arriving
+        xbar = fe.end_bytes - fe.start_bytes
+        mutable = set(map(_slot_key, stage.mutable_buffers or ()))
+        return StageMeasure(
+            name=stage.name,
+            forward_ns=forward,
+            record_ns=record,
+            backward_ns=backward,
+            output_bytes=output_bytes,
+            xbar_bytes=max(xbar, 0),
+            forward_tmp_bytes=max(fe.peak_bytes - fe.end_bytes, 0),
+            forward_nograd_tmp_bytes=max(fn.peak_bytes - fn.start_bytes - output_bytes, 0),
+            backward_peak_bytes=max(back.peak_bytes - level, 0),
+            grad_bytes=gradient,
+            pgrad_bytes=parameters,
+            flags=flags,
+            uses_rng=uses_rng,
+            buffer_bytes=_bytes(
+                [s[0][s[1]] for s in stage.buffers if _slot_key(s) in mutable], self.device
+            ),
+        )
+
+    def _probe(self, i: int) -> tuple[Flags, bool]:
+        """Which outputs require gradients, which buffers change, whether random numbers are drawn."""
+        stage = self.stages[i]
+        with _copied_buffers(stage):
+            before = [
+                (slot, buffer, buffer.clone(), buffer._version)
+                for slot in stage.buffers
+                if (buffer := slot[0][slot[1]]) is not None
+            ]
+            states = self.rng.read()
+            leaves, _ = as_leaves(self.run.x[i], self.run.flags[i] or ())
+            with torch.enable_grad():
+                y = stage(leaves)
+            check_output(stage.name, y)
+            flags = grad_flags(y)
+            uses_rng = self.rng.after(states)
+            stage.mutable_buffers = [
+                slot
+                for slot, buffer, copy, version in before
+                if slot[0][slot[1]] is not buffer
+                or buffer._version != version
+                or not torch.equal(buffer, copy)
+            ]
+        self.run.flags[i + 1] = flags
+        return flags, uses_rng
+
+    def _forward(self, i: int, x: Any) -> None:
+        self.run.x[i] = x
+        with torch.no_grad():
+            self.run.do(FN, i)
+
+    def _round(
+        self, i: int, x: Any, mark: Callable[[str], object] | None = None
+    ) -> tuple[int, int, int, tuple[int, ...]]:
+        """Fe, B and Fn of stage i: sizes of output, its gradient, the input's, the parameters'."""
+        run = self.run
+        mark = mark or _no_mark
+        run.x[i] = x
+        mark("Fe")
+        with torch.no_grad():
+            run.do(FE, i)
+        mark("grad")
+        held = self._give_gradient(i)
+        arriving = _bytes(run.gradient or [], self.device)
+        mark("B")
+        found = self._back(i)
+        mark("rest")
+        gradient = _bytes(run.gradient or [], self.device)
+        parameters = tuple(_bytes([g], self.device) for g in found)
+        run.gradient = None
+        del held, found
+        mark("Fn")
+        self._forward(i, x)
+        mark("end")
+        output_bytes = _bytes(tensors_of(run.x[i + 1]), self.device)
+        run.x[i + 1] = None
+        return output_bytes, arriving, gradient, parameters
+
+    def _give_gradient(self, i: int) -> Any:
+        """A gradient of ones for the output of stage i; the output too where the caller holds it."""
+        run = self.run
+        y = run.x[i + 1]
+        run.gradient = [torch.ones_like(t) for t in flagged(y, run.flags[i + 1] or ())]
+        run.x[i + 1] = None
+        return y if self.hold_output and i == len(self.stages) - 1 else None
+
+    def _back(self, i: int) -> list[torch.Tensor | None]:
+        with autocast_off(self.device.type):
+            return self.run.back(i, True, [True] * len(self.run.parameters[i]))
+
+    def _times(self, i: int, x: Any) -> tuple[int, int, int]:
+        """Medians of Fn, Fe and B of stage i, ns."""
+        run = self.run
+        clock = timing.Clock(self.device)
+        samples: tuple[list[int], list[int], list[int]] = ([], [], [])
+        spent = 0
+        for count in range(1, _MAX_REPEATS + 1):
+            run.x[i] = x
+            clock.start()
+            self._forward(i, x)
+            samples[0].append(clock.stop())
+            run.x[i] = x
+            clock.start()
+            with torch.no_grad():
+                run.do(FE, i)
+            samples[1].append(clock.stop())
+            held = self._give_gradient(i)
+            clock.start()
+            self._back(i)
+            samples[2].append(clock.stop())
+            run.gradient = None
+            del held
+            spent += sum(s[-1] for s in samples)
+            medians = [timing.stable_median(s, _TOLERANCE) for s in samples]
+            enough = all(stable for _, stable in medians)
+            if count >= _MIN_REPEATS and (enough or spent > _SECONDS_PER_STAGE * 1e9):
+                break
+        return medians[0][0], medians[1][0], medians[2][0]
+
+    def loss(self, loss_fn: Callable[..., torch.Tensor], targets: Sequence[Any]) -> tuple[int, int]:
+        """Peak of the loss, forward and backward, above the level at its start; and its time."""
+        n = len(self.stages)
+        y = self.run.x[n]
+        flags = self.run.flags[n] or ()
+
+        def once() -> None:
+            leaves, wanted = as_leaves(y, flags)
+            with torch.enable_grad():
+                loss = loss_fn(leaves, *targets)
+            torch.autograd.grad(loss, wanted, allow_unused=True)
+
+        once()
+        with memory.meter(self.device) as meter:
+            meter.mark("loss")
+            once()
+        (segment,) = [s for s in meter.segments if s.name == "loss"]
+        peak = segment.peak_bytes - segment.start_bytes
+        return peak, timing.measure_ns(once, self.device)
+
+
+@dataclass(frozen=True)
+class _Op:
+    kind: str
+    stage: int
+
+
+def _slot_key(slot: _torch.Slot) -> tuple[int, str]:
+    return id(slot[0]), slot[1]
+
+
+def _no_mark(name: str) -> None:
+    del name
+
+
+def measure(
+    stages: Sequence[Stage],
+    arg: Any,
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    targets: Sequence[Any] = (),
+    progress: Progress | None = None,
+) -> Inspection:
+    """Measure every stage of a model on a sample of its input.
+
+    Parameters
+    ----------
+    stages
+        As `find_stages` found them.
+    arg
+        The input: a tensor, or tensors in tuples, lists and dictionaries.
+    loss_fn, targets
+        Where given, ``loss_fn(output, *targets)`` is measured too, and the output is taken to be
+        held by nobody else.
+    progress
+        Called as ``progress(done, total)`` after each stage.
+
+    Raises
+    ------
+    ValueError
+        The input holds no tensor; the first stage changes it in place.
+    TypeError
+        A stage returns something other than tensors.
+    """
+    tensors = tensors_of(arg)
+    if not tensors:
+        raise ValueError("the input holds no tensor, expected a tensor or a tuple with tensors")
+    device = tensors[0].device
+    with _undisturbed(stages, device):
+        merged = _frozen_prefix(merge_stages(stages, arg), arg)
+        measuring = _Measuring(merged, arg, hold_output=loss_fn is None)
+        measures = []
+        for i in range(len(merged)):
+            measures.append(measuring.stage(i))
+            if progress is not None:
+                progress(i + 1, len(merged))
+        run = measuring.run
+        output = flagged(detached(run.x[-1]), measures[-1].flags)
+        loss_peak, loss_ns = measuring.loss(loss_fn, targets) if loss_fn else (None, None)
+        return Inspection(
+            stages=merged,
+            measures=measures,
+            input_bytes=_bytes(tensors, device),
+            output_grad_bytes=_bytes(output, device),
+            input_flags=grad_flags(arg),
+            device=device,
+            loss_peak_bytes=loss_peak,
+            loss_ns=loss_ns,
+        )

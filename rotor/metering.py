@@ -1,0 +1,83 @@
+"""Meters a planned training step: forward, the caller's loss, backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rotor import _torch, memory
+from rotor.values import tensors_of
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Peaks of one step, bytes above the level at which its forward began.
+
+    Attributes
+    ----------
+    peak_bytes
+        Of the whole step.
+    loss_bytes
+        Of the time from the end of the forward to the arrival of the output's gradient, above the
+        level at its start: the loss, and the gradient.
+    """
+
+    peak_bytes: int
+    loss_bytes: int
+
+
+class StepMeter:
+    """Started before a forward, it stops by itself at the end of the backward.
+
+    Parameters
+    ----------
+    device
+        The device whose memory is metered.
+    done
+        Called with the result, at the end of the backward.
+
+    Raises
+    ------
+    MeterBusyError
+        A profiler is running, which cannot be nested.
+    """
+
+    def __init__(self, device: torch.device, done: Callable[[StepBytes], None]) -> None:
+        self._done = done
+        self._in_backward = False
+        self._meter: memory.Meter | None = memory.meter(device)
+        self._meter.start()
+
+    def forward_done(self, output: Any) -> bool:
+        """Mark the end of the forward; False where the output needs no backward."""
+        watched = [t for t in tensors_of(output) if t.requires_grad]
+        if self._meter is None or not watched:
+            self.cancel()
+            return False
+        self._meter.mark("loss")
+        for tensor in watched:
+            tensor.register_hook(self._gradient_arrived)
+        return True
+
+    def _gradient_arrived(self, gradient: torch.Tensor) -> None:
+        if self._meter is not None and not self._in_backward:
+            self._in_backward = True
+            self._meter.mark("backward")
+            _torch.at_end_of_backward(self._finish)
+
+    def _finish(self) -> None:
+        if self._meter is None:
+            return
+        meter, self._meter = self._meter, None
+        meter.stop()
+        (loss,) = [segment for segment in meter.segments if segment.name == "loss"]
+        self._done(StepBytes(meter.peak_bytes, loss.peak_bytes - loss.start_bytes))
+
+    def cancel(self) -> None:
+        """Stop without a result: the step was abandoned."""
+        if self._meter is not None:
+            meter, self._meter = self._meter, None
+            meter.stop()

@@ -1,0 +1,138 @@
+"""Plans: a schedule for one kind of step under a limit, with what it is predicted to need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Any
+
+from rotor.algorithms.sequence import Sequence
+from rotor.algorithms.utils import DynamicAlgorithm, Progress
+from rotor.chain import Chain
+from rotor.errors import InfeasibleError
+from rotor.inspection import Inspection
+from rotor.schedule import Schedule
+from rotor.units import format_bytes
+
+_RNG_BYTES = 5056
+LOSS_FACTOR = 4
+
+
+@dataclass
+class Plan:
+    """One schedule and its figures; bytes are above the level at which a step begins.
+
+    Attributes
+    ----------
+    inspection, chain, sequence, schedule
+        What was measured, its cost model, the operations, and these in the executor's form.
+    limit_bytes
+        The limit it was made for.
+    own_bytes
+        What the executor itself keeps: random states and copies of buffers.
+    reserve_bytes
+        Set aside because a step was seen to need more than predicted.
+    measured_bytes
+        Peak of the last metered step; ``None`` before one.
+    """
+
+    inspection: Inspection
+    chain: Chain
+    sequence: Sequence
+    schedule: Schedule
+    limit_bytes: int
+    own_bytes: int
+    reserve_bytes: int = 0
+    measured_bytes: int | None = None
+    meterings: int = 0
+    outdated: bool = field(default=False, repr=False)
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Peak of a step by the simulator, the executor's own bytes included."""
+        return self.sequence.peak_bytes - self.chain.x_bytes[0] + self.own_bytes
+
+    @property
+    def makespan(self) -> float:
+        """Seconds of a step by the simulator; a captured loss is included."""
+        return self.sequence.makespan + (self.inspection.loss_ns or 0) / 1e9
+
+
+def own_bytes(inspection: Inspection, recomputed: Items[int] | frozenset[int]) -> int:
+    """Bytes the executor keeps beside activations when these stages are recomputed."""
+    if not recomputed:
+        return 0
+    measures = [inspection.measures[i] for i in recomputed]
+    on_cpu = inspection.device.type == "cpu"
+    states = 2 + sum(m.uses_rng for m in measures)
+    copies = sum(m.buffer_bytes for m in measures) + max(m.buffer_bytes for m in measures)
+    return copies + (states * _RNG_BYTES if on_cpu else 0)
+
+
+def loss_reserve(inspection: Inspection, given_bytes: int) -> int:
+    """The loss's temporary: as captured, as given, or 4 x the output with its gradient."""
+    if inspection.loss_peak_bytes is not None:
+        return inspection.loss_peak_bytes - inspection.output_grad_bytes
+    if given_bytes:
+        return given_bytes
+    return LOSS_FACTOR * inspection.output_bytes - inspection.output_grad_bytes
+
+
+def make_plan(
+    inspection: Inspection,
+    chain: Chain,
+    limit_bytes: int,
+    algorithm: DynamicAlgorithm,
+    *,
+    reserve_bytes: int = 0,
+    options: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The best schedule of the algorithm under a limit.
+
+    Raises
+    ------
+    InfeasibleError
+        No schedule fits; `minimum_bytes` is the least limit that one fits in, counted as
+        `limit_bytes` is.
+    """
+    n = len(chain)
+    resident = chain.x_bytes[0]
+    options = dict(options or {})
+
+    def solve(own: int) -> Plan:
+        budget = limit_bytes - own - reserve_bytes + resident
+        try:
+            sequence = algorithm.solve(chain, max(budget, 1), progress=progress, **options)
+        except InfeasibleError as error:
+            least = error.minimum_bytes - resident + own + reserve_bytes
+            raise InfeasibleError(
+                f"no schedule fits in a limit of {format_bytes(limit_bytes)} ({limit_bytes} "
+                f"bytes): the least that one fits in is {format_bytes(least)} ({least} bytes), "
+                "above the model and its input. Raise mem_limit, make the batch smaller, or cut "
+                "the largest stage into several",
+                least,
+            ) from error
+        schedule = Schedule(sequence, n)
+        kept = own_bytes(inspection, schedule.recomputed)
+        return Plan(
+            inspection, chain, sequence, schedule, limit_bytes, kept, reserve_bytes=reserve_bytes
+        )
+
+    def fits(plan: Plan) -> bool:
+        return plan.predicted_bytes + reserve_bytes <= limit_bytes
+
+    most = own_bytes(inspection, range(n))
+    attempts = []
+    for own in (0, most):
+        try:
+            attempts.append(solve(own))
+        except InfeasibleError:
+            if own == most:
+                raise
+        if attempts and fits(attempts[-1]):
+            return attempts[-1]
+    found = attempts[-1]
+    # What the schedule recomputes may need less than the most that was set aside.
+    better = solve(found.own_bytes) if found.own_bytes < most else found
+    return better if fits(better) and better.makespan < found.makespan else found

@@ -1,0 +1,1 @@
+"""What a plan does, for people to read."""

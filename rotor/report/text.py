@@ -1,0 +1,64 @@
+"""Plans as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rotor.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rotor.plan import Plan
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text in columns; the first row is the head, the first column left-aligned."""
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if k == 0 else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def stage_table(plan: Plan) -> str:
+    """One line for each stage: time, sizes, how often it runs, whether plain autograd runs it."""
+    forwards = plan.sequence.count_forwards()
+    rows = [["stage", "forward", "backward", "output", "kept by Fe", "runs", "how"]]
+    for i, measure in enumerate(plan.inspection.measures):
+        how = "kept" if i >= plan.schedule.tail else "scheduled"
+        if i in plan.schedule.recomputed:
+            how = "recomputed"
+        rows.append(
+            [
+                measure.name,
+                format_seconds(measure.forward_ns / 1e9),
+                format_seconds(measure.backward_ns / 1e9),
+                format_bytes(measure.output_bytes),
+                format_bytes(measure.xbar_bytes),
+                str(forwards[i]),
+                how,
+            ]
+        )
+    return table(rows)
+
+
+def plan_report(plan: Plan) -> str:
+    """The figures of a plan: limit, peak predicted and measured, time, and what it costs."""
+    ideal = plan.chain.ideal_time
+    measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
+    recomputed = len(plan.schedule.recomputed)
+    lines = [
+        ["limit", format_bytes(plan.limit_bytes)],
+        ["peak, predicted", format_bytes(plan.predicted_bytes)],
+        ["peak, measured", measured],
+        ["step, predicted", format_seconds(plan.makespan)],
+        ["recomputation", f"{plan.sequence.makespan / ideal - 1:+.1%}" if ideal else "none"],
+        ["stages recomputed", f"{recomputed} of {len(plan.chain)}"],
+        ["set aside after metering", format_bytes(plan.reserve_bytes)],
+    ]
+    return table([["plan", ""], *lines])

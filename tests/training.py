@@ -1,0 +1,110 @@
+"""Small models, and what it means that two ways of training them are equal."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor.algorithms.sequence import Sequence
+
+RECOMPUTE_ALL = "recompute_all"
+
+
+def schedules(n: int) -> dict[str, Sequence]:
+    """Valid sequences of several shapes for n stages, n >= 2."""
+    last = n - 1
+    kept = [("Fe", i) for i in range(n)] + [("L", n)] + [("B", i) for i in range(last, -1, -1)]
+    everything: list[tuple[str, int]] = [("Fck", 0), *(("Fn", i) for i in range(1, n)), ("L", n)]
+    for i in range(last, -1, -1):
+        everything += [("Fck", 0)] if i else []
+        everything += [("Fn", k) for k in range(1, i)]
+        everything += [("Fe", i), ("B", i)]
+    half = n // 2
+    halves: list[tuple[str, int]] = [("Fck", 0), *(("Fn", i) for i in range(1, half))]
+    halves += [("Fe", i) for i in range(half, n)] + [("L", n)]
+    halves += [("B", i) for i in range(last, half - 1, -1)]
+    halves += [("Fe", i) for i in range(half)] + [("B", i) for i in range(half - 1, -1, -1)]
+    segments: list[tuple[str, int]] = [("Fck", i) for i in range(n)] + [("L", n)]
+    for i in range(last, -1, -1):
+        segments += [("Fe", i), ("B", i)]
+    mixed: list[tuple[str, int]] = [("Fe", 0), *(("Fck", i) for i in range(1, n)), ("L", n)]
+    for i in range(last, 0, -1):
+        mixed += [("Fe", i), ("B", i)]
+    mixed += [("B", 0)]
+    return {
+        "kept": Sequence(kept),
+        RECOMPUTE_ALL: Sequence(everything),
+        "halves": Sequence(halves),
+        "each": Sequence(segments),
+        "mixed": Sequence(mixed),
+    }
+
+
+class Result:
+    """Everything a step leaves behind, for comparison bit by bit."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Callable[[Any], Any],
+        x: Any,
+        *,
+        loss: Callable[[Any], torch.Tensor] | None = None,
+        seed: int = 0,
+        steps: int = 1,
+    ) -> None:
+        tensors = x if isinstance(x, tuple) else (x,)
+        for parameter in model.parameters():
+            parameter.grad = None
+        for tensor in tensors:
+            tensor.grad = None
+        torch.manual_seed(seed)
+        self.outputs = []
+        for _ in range(steps):
+            y = call(x)
+            value = loss(y) if loss is not None else default_loss(y)
+            value.backward()
+            self.outputs.append(value.detach().clone())
+        self.gradients = [_copy(p.grad) for p in model.parameters()]
+        self.inputs = [_copy(t.grad) for t in tensors]
+        self.buffers = [b.clone() for b in model.buffers()]
+        self.rng = torch.get_rng_state()
+
+    def differences(self, other: Result) -> list[str]:
+        """The names of what is not equal."""
+        return [
+            name
+            for name in ("outputs", "gradients", "inputs", "buffers")
+            if not _same(getattr(self, name), getattr(other, name))
+        ] + ([] if torch.equal(self.rng, other.rng) else ["rng"])
+
+
+def default_loss(y: Any) -> torch.Tensor:
+    """A scalar that depends on every floating-point tensor of an output."""
+    tensors = y if isinstance(y, tuple | list) else (y,)
+    total = torch.zeros(())
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            total = total + (tensor * tensor.detach().cos()).sum().float()
+    return total
+
+
+def twins(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The model and a deep copy of it."""
+    return model, copy.deepcopy(model)
+
+
+def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+def _same(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> bool:
+    return len(a) == len(b) and all(
+        (s is None and t is None)
+        or (s is not None and t is not None and s.dtype == t.dtype and torch.equal(s, t))
+        for s, t in zip(a, b, strict=True)
+    )
