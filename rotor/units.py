@@ -67,10 +67,10 @@ def parse_bytes(value: object, name: str = "mem_limit") -> int:
         count = int(value)
     elif not math.isfinite(value):
         raise ValueError(f"{name} = {value!r}; {_EXPECTED}")
-    elif value != int(value):
+    elif value != math.floor(value):
         raise ValueError(f"{name} = {value!r} is not a whole number of bytes; {_EXPECTED}")
     else:
-        count = int(value)
+        count = math.floor(value)
     if count <= 0:
         raise ValueError(f"{name} = {value!r}; {_EXPECTED}")
     if count > LARGEST_BYTES:
@@ -83,8 +83,8 @@ def _parse_text(text: str, name: str) -> int:
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"{name} = {text!r} cannot be read; {_EXPECTED}")
     whole, _, fraction = match[1].partition(".")
-    scale = 10 ** len(fraction)
-    scaled = int(whole + fraction or "0") * _UNITS[match[2].lower()]
+    scale: int = 10 ** len(fraction)
+    scaled: int = int(whole + fraction) * _UNITS[match[2].lower()]
     return (2 * scaled + scale) // (2 * scale)
 
 
@@ -154,7 +154,8 @@ def to_ns(seconds: float) -> int:
     ValueError
         It is NaN, negative, infinite, or longer than 64 bits of nanoseconds hold.
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real):
+    number: object = seconds
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
         raise TypeError(f"expected a number of seconds, got {seconds!r}")
     if not seconds >= 0:
         raise ValueError(f"expected a time of 0 seconds or more, got {seconds!r}")
