@@ -70,7 +70,7 @@ def parse_bytes(value: object, name: str = "mem_limit") -> int:
     elif value != math.floor(value):
         raise ValueError(f"{name} = {value!r} is not a whole number of bytes; {_EXPECTED}")
     else:
-        count = int(math.floor(value))
+        count = int(float(value))
     if count <= 0:
         raise ValueError(f"{name} = {value!r}; {_EXPECTED}")
     if count > LARGEST_BYTES:
