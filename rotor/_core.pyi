@@ -32,3 +32,29 @@ class Chain:
 class Table:
     def sequence(self, budget: int, /) -> bytearray: ...
     def curve(self) -> tuple[bytearray, bytearray] | None: ...
+
+# -- classic solvers (csrc/python/bind_classic.c)
+
+def floating(
+    chain: Chain,
+    budget: int,
+    slots: int,
+    max_table_bytes: int,
+    progress: Callable[[int, int], object] | None,
+    /,
+) -> bytearray: ...
+def floating_curve(
+    chain: Chain,
+    budget: int,
+    slots: int,
+    max_table_bytes: int,
+    progress: Callable[[int, int], object] | None,
+    /,
+) -> tuple[bytearray, bytearray]: ...
+def griewank_heterogeneous(
+    chain: Chain,
+    max_table_bytes: int,
+    progress: Callable[[int, int], object] | None,
+    /,
+) -> Table: ...
+def revolve(stages: int, checkpoints: int, /) -> bytearray: ...

@@ -159,9 +159,14 @@ static void list_add(list_t *list, int64_t bytes, int64_t ns) {
     list->points[list->count++] = (point_t){.bytes = bytes, .ns = ns};
 }
 
-static int64_t value_at(const point_t *points, int64_t count, int64_t bytes) {
-    int64_t low = 0;
-    int64_t high = count;
+/* How many points take at most `bytes`, given that at least `low` do. */
+static int64_t count_within(const point_t *points, int64_t count, int64_t low, int64_t bytes) {
+    int64_t step = 1;
+    while (low + step <= count && points[low + step - 1].bytes <= bytes) {
+        low += step;
+        step *= 2;
+    }
+    int64_t high = rotor_min(count, low + step - 1);
     while (low < high) {
         int64_t middle = low + (high - low) / 2;
         if (points[middle].bytes <= bytes) {
@@ -170,7 +175,12 @@ static int64_t value_at(const point_t *points, int64_t count, int64_t bytes) {
             high = middle;
         }
     }
-    return low == 0 ? INFINITE : points[low - 1].ns;
+    return low;
+}
+
+static int64_t value_at(const point_t *points, int64_t count, int64_t bytes) {
+    int64_t within = count_within(points, count, 0, bytes);
+    return within == 0 ? INFINITE : points[within - 1].ns;
 }
 
 /* The leaf of (i, l): what it needs, or INFINITE where (i, l) has none. */
@@ -185,37 +195,84 @@ static int64_t need_leaf(const rotor_chain_t *c, int64_t i, int64_t l) {
     return i == l ? need : rotor_max(need, c->xbar[i] + rotor_chain_need_loss(c));
 }
 
-/* out = the better of current and of a split: add + right(m - shift) + left(m), from `need` on. */
-static void fold(const list_t *current, const frontier_t *right, const frontier_t *left,
-                 int64_t shift, int64_t add, int64_t need, list_t *out) {
-    int64_t p = 0;
-    int64_t q = 0;
-    int64_t k = 0;
-    int64_t m = rotor_max(need, rotor_max(right->points[0].bytes + shift, left->points[0].bytes));
+/* A split's time: add + right(m - shift) + left(m), from `start` on. */
+typedef struct {
+    const frontier_t *right;
+    const frontier_t *left;
+    int64_t shift;
+    int64_t add;
+    int64_t start;
+    int64_t floor; /* its time with memory to spare */
+} split_t;
 
-    out->count = 0;
+enum { LEAP = 16 };
+
+/*
+ * The least m, to within a leap, at which the split beats current; -1 where it never does. Both
+ * fall with m: what does not beat current(m) at a later m beats it nowhere in between.
+ */
+static int64_t first_gain(const list_t *current, const split_t *split) {
+    const frontier_t *right = split->right;
+    const frontier_t *left = split->left;
+    int64_t m = split->start;
+    int64_t p = count_within(right->points, right->count, 1, m - split->shift);
+    int64_t q = count_within(left->points, left->count, 1, m);
+    int64_t k = 0;
+
     for (;;) {
-        while (p + 1 < right->count && right->points[p + 1].bytes + shift <= m) {
-            p++;
+        k = count_within(current->points, current->count, k, m);
+        int64_t value = k == 0 ? INFINITE : current->points[k - 1].ns;
+        int64_t next = INT64_MAX;
+        if (split->floor >= value) {
+            return -1;
         }
-        while (q + 1 < left->count && left->points[q + 1].bytes <= m) {
-            q++;
+        if (p < right->count) {
+            int64_t far = rotor_min(p + LEAP, right->count) - 1;
+            next = right->points[far].bytes + split->shift;
         }
-        while (k < current->count && current->points[k].bytes <= m) {
+        if (q < left->count) {
+            int64_t far = rotor_min(q + LEAP, left->count) - 1;
+            next = rotor_min(next, left->points[far].bytes);
+        }
+        bool last = next == INT64_MAX;
+        if (!last) {
+            p = count_within(right->points, right->count, p, next - split->shift);
+            q = count_within(left->points, left->count, q, next);
+        }
+        if (split->add + right->points[p - 1].ns + left->points[q - 1].ns < value) {
+            return m;
+        }
+        if (last) {
+            return -1;
+        }
+        m = next;
+    }
+}
+
+/* out = the better of current and the split, which gains nothing below m. */
+static void fold(const list_t *current, const split_t *split, int64_t m, list_t *out) {
+    const frontier_t *right = split->right;
+    const frontier_t *left = split->left;
+    int64_t p = count_within(right->points, right->count, 1, m - split->shift);
+    int64_t q = count_within(left->points, left->count, 1, m);
+    int64_t k = count_within(current->points, current->count, 0, m);
+
+    memcpy(out->points, current->points, (size_t)k * sizeof(point_t));
+    out->count = k;
+    for (;;) {
+        for (; k < current->count && current->points[k].bytes <= m; k++) {
             list_add(out, current->points[k].bytes, current->points[k].ns);
-            k++;
         }
-        list_add(out, m, add + right->points[p].ns + left->points[q].ns);
-        if (p + 1 == right->count && q + 1 == left->count) {
+        list_add(out, m, split->add + right->points[p - 1].ns + left->points[q - 1].ns);
+        int64_t next_right =
+            p < right->count ? right->points[p].bytes + split->shift : INT64_MAX;
+        int64_t next_left = q < left->count ? left->points[q].bytes : INT64_MAX;
+        m = rotor_min(next_right, next_left);
+        if (m == INT64_MAX || out->points[out->count - 1].ns <= split->floor) {
             break;
         }
-        m = INT64_MAX;
-        if (p + 1 < right->count) {
-            m = right->points[p + 1].bytes + shift;
-        }
-        if (q + 1 < left->count) {
-            m = rotor_min(m, left->points[q + 1].bytes);
-        }
+        p += next_right == m;
+        q += next_left == m;
     }
     for (; k < current->count; k++) {
         list_add(out, current->points[k].bytes, current->points[k].ns);
@@ -236,18 +293,20 @@ static int solve_interval(rotor_revolve_t *t, int64_t i, int64_t l, list_t *curr
     for (int64_t j = i + 1; j <= l && ret == ROTOR_OK; j++) {
         const frontier_t *right = frontier_of(t, j, l);
         const frontier_t *left = frontier_of(t, i, j - 1);
-        int64_t add = c->forward_sum[j] - c->forward_sum[i];
         need = rotor_max(need, rotor_chain_need_fn(c, i, l, j - 1));
-        int64_t start = rotor_max(
-            need, rotor_max(right->points[0].bytes + c->x[j], left->points[0].bytes));
-        int64_t best =
-            add + right->points[right->count - 1].ns + left->points[left->count - 1].ns;
-        if (value_at(current->points, current->count, start) <= best) {
+        split_t split = {.right = right, .left = left, .shift = c->x[j]};
+        split.add = c->forward_sum[j] - c->forward_sum[i];
+        split.floor =
+            split.add + right->points[right->count - 1].ns + left->points[left->count - 1].ns;
+        split.start =
+            rotor_max(need, rotor_max(right->points[0].bytes + c->x[j], left->points[0].bytes));
+        int64_t gain = first_gain(current, &split);
+        if (gain < 0) {
             continue;
         }
         ret = list_reserve(t, next, current->count + right->count + left->count);
         if (ret == ROTOR_OK) {
-            fold(current, right, left, c->x[j], add, need, next);
+            fold(current, &split, gain, next);
             list_t swapped = *current;
             *current = *next;
             *next = swapped;

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 from functools import cache
 
-from oracles.machine import Costs, Op, start, step
+from oracles.machine import Costs, Op, Production, best_of_grammar
 
 INFINITE = float("inf")
 
@@ -63,53 +62,24 @@ def recurrence(c: Costs, memory: int) -> float:
     return best(0, 0, n, memory + c.x[0])
 
 
-Task = tuple[str, int, int, int]
-
-
-def productions(n: int, b: int, s: int, last: int) -> list[tuple[list[Op], list[Task]]]:
+def productions(n: int, b: int, s: int, last: int) -> list[Production]:
     """The class as a grammar: what may be done first in state (b, s, l), and what then remains."""
     if b == n:
         return [([("L", n)], [])]
-    made: list[tuple[list[Op], list[Task]]] = []
+    made: list[Production] = []
     if b == s == last:
         made.append(([("Fe", b), ("B", b)], []))
     elif b == s:
-        made.append(([("Fe", b)], [("S", b + 1, b + 1, last), ("B", b, b, b)]))
+        made.append(([("Fe", b)], [(b + 1, b + 1, last), (-1, b)]))
     for k in range(b + 1, s + 1):
-        made.append(([("Fn", i) for i in range(b, k)], [("S", k, s, last)]))
+        made.append(([("Fn", i) for i in range(b, k)], [(k, s, last)]))
     for t in range(s, last):
         for k in range(b + 1, t + 2):
             ops = [("Fck" if i == b else "Fn", i) for i in range(b, k)]
-            made.append((ops, [("S", k, t + 1, last), ("S", b, s, t)]))
+            made.append((ops, [(k, t + 1, last), (b, s, t)]))
     return made
 
 
 def best_of_class(c: Costs, budget: int) -> tuple[int, list[Op]] | None:
-    """The least time of a sequence of the grammar whose peak is within budget, x[0] counted.
-
-    Dijkstra over what remains to be done; what is live follows from it. Each operation is priced
-    by the plain-Python machine, so no memory condition of the recurrence is used.
-    """
-    queue = [(0, 0, (("S", 0, 0, c.n),), start(c), [])]
-    done = set()
-    count = 0
-    while queue:
-        time, _, tasks, state, ops = heapq.heappop(queue)
-        if tasks in done:
-            continue
-        done.add(tasks)
-        if not tasks:
-            return time, ops
-        (kind, b, s, last), rest = tasks[0], tasks[1:]
-        made = [([("B", b)], [])] if kind == "B" else productions(c.n, b, s, last)
-        for first, then in made:
-            now, after, fits = time, state, True
-            for op in first:
-                result = step(c, after, op)
-                assert result is not None, f"{op} cannot be done"
-                after, now = result[0], now + result[1]
-                fits = fits and result[2] <= budget
-            if fits:
-                count += 1
-                heapq.heappush(queue, (now, count, (*then, *rest), after, [*ops, *first]))
-    return None
+    """The least time of a floating schedule whose peak is within budget, by search."""
+    return best_of_grammar(c, budget, (0, 0, c.n), productions)

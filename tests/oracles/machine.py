@@ -7,9 +7,17 @@ with the incremental accounting of the C simulator but the definition (docs/memo
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from typing import NamedTuple
 
+from rotor.chain import Chain
+
 Op = tuple[str, int]
+Task = tuple[int, ...]
+"""What remains to be done: a state of a grammar, or ``(-1, i)`` for the operation B(i)."""
+
+Production = tuple[list[Op], list[Task]]
+"""What is done first, and the tasks that then remain, in order."""
 
 
 class Costs(NamedTuple):
@@ -30,6 +38,22 @@ class Costs(NamedTuple):
     @property
     def n(self) -> int:
         return len(self.forward)
+
+    @classmethod
+    def of(cls, chain: Chain) -> Costs:
+        return cls(
+            [round(seconds * 1e9) for seconds in chain.forward_time],
+            [round(seconds * 1e9) for seconds in chain.backward_time],
+            chain.x_bytes,
+            chain.xbar_bytes,
+            chain.forward_tmp_bytes,
+            chain.forward_nograd_tmp_bytes,
+            chain.backward_tmp_bytes,
+            chain.grad_bytes,
+            chain.pgrad_bytes,
+            chain.loss_tmp_bytes,
+            chain.hold_output,
+        )
 
 
 class State(NamedTuple):
@@ -131,4 +155,39 @@ def best_of_all(c: Costs, budget: int) -> tuple[int, list[Op]] | None:
             if after is not None and after[2] <= budget and after[0] not in done:
                 count += 1
                 heapq.heappush(queue, (time + after[1], count, after[0], [*ops, op]))
+    return None
+
+
+def best_of_grammar(
+    c: Costs, budget: int, whole: Task, productions: Callable[..., list[Production]]
+) -> tuple[int, list[Op]] | None:
+    """The least time of a sequence of a grammar whose peak is within budget, x[0] counted.
+
+    Dijkstra over what remains to be done; what is live follows from it. Each operation is priced
+    by `step`, so that nothing of a recurrence's memory conditions is used.
+    """
+    queue: list[tuple[int, int, tuple[Task, ...], State, list[Op]]] = [
+        (0, 0, (whole,), start(c), [])
+    ]
+    done: set[tuple[Task, ...]] = set()
+    count = 0
+    while queue:
+        time, _, tasks, state, ops = heapq.heappop(queue)
+        if tasks in done:
+            continue
+        done.add(tasks)
+        if not tasks:
+            return time, ops
+        task, rest = tasks[0], tasks[1:]
+        made = [([("B", task[1])], [])] if task[0] == -1 else productions(c.n, *task)
+        for first, then in made:
+            now, after, fits = time, state, True
+            for op in first:
+                result = step(c, after, op)
+                assert result is not None, f"{op} cannot be done"
+                after, now = result[0], now + result[1]
+                fits = fits and result[2] <= budget
+            if fits:
+                count += 1
+                heapq.heappush(queue, (now, count, (*then, *rest), after, [*ops, *first]))
     return None

@@ -1,0 +1,106 @@
+"""Checkpoints that float: weakly persistent schedules, by dynamic programming on memory slots.
+
+A persistent schedule keeps a checkpointed activation until the backward of its stage. Here it may
+go earlier: it serves some stages, moves on or is dropped, and is recomputed from a checkpoint
+further left. The class is defined in ``csrc/rotor/floating.h`` and in the documentation.
+
+References
+----------
+.. [1] O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova, "Optimal re-materialization
+   strategies for heterogeneous chains: How to train deep neural networks with limited memory",
+   hal-02352969.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from rotor import _core
+from rotor.algorithms.curve import Curve
+from rotor.algorithms.no_checkpoint import NoCheckpoint
+from rotor.algorithms.sequence import Sequence
+from rotor.algorithms.utils import DynamicAlgorithm, Progress, infeasible, parse_budget
+from rotor.chain import Chain
+from rotor.errors import InfeasibleError
+
+DEFAULT_SLOTS = 500
+MAX_TABLE_BYTES = 4 << 30
+
+
+class Floating(DynamicAlgorithm):
+    """The fastest schedule whose checkpoints may be dropped and recomputed.
+
+    Parameters
+    ----------
+    mem_slots
+        Slots that the budget is divided into; every size is rounded up to whole slots.
+    max_table_bytes
+        The most that the solver may allocate; beyond it MemoryError.
+
+    Raises
+    ------
+    ValueError
+        `mem_slots` is no positive number.
+
+    Notes
+    -----
+    O(n^4 M / 24) time and O(n^3 M / 6) memory for n stages and M slots. A schedule that fits is
+    found in every budget in which the class has one, also where slots are too coarse: the least
+    memory is computed in bytes.
+    """
+
+    name: ClassVar[str] = "floating"
+
+    def __init__(
+        self, mem_slots: int = DEFAULT_SLOTS, *, max_table_bytes: int = MAX_TABLE_BYTES
+    ) -> None:
+        self.mem_slots = _checked_slots(mem_slots)
+        self.max_table_bytes = max_table_bytes
+
+    def solve(
+        self,
+        chain: Chain,
+        budget_bytes: int | str,
+        *,
+        mem_slots: int | None = None,
+        progress: Progress | None = None,
+    ) -> Sequence:
+        """The fastest schedule of the class within a budget, as far as slots can tell.
+
+        See Also
+        --------
+        rotor.algorithms.utils.DynamicAlgorithm.solve : Parameters and errors.
+        """
+        budget = parse_budget(budget_bytes)
+        slots = self.mem_slots if mem_slots is None else _checked_slots(mem_slots)
+        try:
+            codes = _core.floating(chain.core, budget, slots, self.max_table_bytes, progress)
+        except InfeasibleError as error:
+            raise infeasible(type(self).__name__, budget, error.minimum_bytes) from None
+        return Sequence(np.frombuffer(codes, dtype=np.int32).reshape(-1, 2), chain)
+
+    def curve(self, chain: Chain, *, progress: Progress | None = None) -> Curve:
+        """Time against memory from one solve, whose slots divide what no recomputation needs.
+
+        Its ends are exact. In between, `solve` divides its own budget, which is finer, and may
+        find a faster schedule.
+        """
+        everything = max(1, next(NoCheckpoint().candidates(chain)).peak_bytes)
+        points = _core.floating_curve(
+            chain.core, everything, self.mem_slots, self.max_table_bytes, progress
+        )
+        sizes, ns = (np.frombuffer(values, dtype=np.int64) for values in points)
+        return Curve(sizes, ns / 1e9)
+
+    def __repr__(self) -> str:
+        return f"Floating(mem_slots={self.mem_slots})"
+
+
+def _checked_slots(mem_slots: int) -> int:
+    if isinstance(mem_slots, bool) or not isinstance(mem_slots, int | np.integer):
+        raise ValueError(f"mem_slots must be a whole number, got {mem_slots!r}")
+    if mem_slots < 1:
+        raise ValueError(f"mem_slots must be positive, got {mem_slots}")
+    return int(mem_slots)

@@ -1,0 +1,84 @@
+"""Revolve: the checkpoints of algorithmic differentiation, for stages taken as equal.
+
+Optimal in the number of forwards for a number of checkpoints when all stages are alike and what
+a stage keeps for its backward is too large to keep for two stages at once.
+
+References
+----------
+.. [1] A. Griewank, A. Walther, "Algorithm 799: Revolve: An Implementation of Checkpointing for the
+   Reverse or Adjoint Mode of Computational Differentiation", ACM TOMS 26(1), 2000.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import numpy as np
+
+from rotor import _core
+from rotor.algorithms._candidates import CandidateAlgorithm
+from rotor.algorithms.sequence import Sequence
+from rotor.chain import Chain
+
+
+class Griewank(CandidateAlgorithm):
+    """Revolve on as many checkpoints as the budget allows.
+
+    The schedule is made as if all stages were equal; the simulator, which knows what they are,
+    says which numbers of checkpoints fit. With stages that are equal in truth the largest number
+    that fits is the fastest, and is taken; with others the fastest number that fits.
+
+    Parameters
+    ----------
+    checkpoints
+        A number of checkpoints beside the chain's input, or None for any.
+
+    Raises
+    ------
+    ValueError
+        `checkpoints` is negative or no whole number.
+
+    Notes
+    -----
+    O(n r) operations a schedule, with r the most that a stage is run again, n schedules.
+    """
+
+    name: ClassVar[str] = "griewank"
+
+    def __init__(self, checkpoints: int | None = None) -> None:
+        if checkpoints is not None and (
+            isinstance(checkpoints, bool) or not isinstance(checkpoints, int) or checkpoints < 0
+        ):
+            raise ValueError(f"checkpoints must be a number of at least 0, got {checkpoints!r}")
+        self.checkpoints = checkpoints
+
+    def candidates(self, chain: Chain) -> Iterator[Sequence]:
+        """Revolve's schedule for each number of checkpoints that is allowed."""
+        for checkpoints in self._numbers(len(chain)):
+            yield revolve_sequence(chain, checkpoints)
+
+    def count(self, chain: Chain) -> int:
+        """How many numbers of checkpoints are allowed."""
+        return len(self._numbers(len(chain)))
+
+    def _numbers(self, n: int) -> range:
+        if self.checkpoints is None:
+            return range(n)
+        wanted = min(self.checkpoints, n - 1)
+        return range(wanted, wanted + 1)
+
+    def __repr__(self) -> str:
+        return f"Griewank(checkpoints={self.checkpoints!r})"
+
+
+def revolve_sequence(chain: Chain, checkpoints: int) -> Sequence:
+    """Revolve's schedule of a chain with room for a number of checkpoints beside its input.
+
+    Raises
+    ------
+    ValueError
+        `checkpoints` is negative.
+    """
+    codes = np.frombuffer(_core.revolve(len(chain), checkpoints), dtype=np.int32)
+    return Sequence(codes.reshape(-1, 2), chain)

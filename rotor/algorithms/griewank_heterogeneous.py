@@ -1,0 +1,79 @@
+"""The checkpoints of algorithmic differentiation, for stages as they are.
+
+Only activations are kept, and each ``Fe`` is followed by its ``B`` at once (by the loss and then
+``B`` for the last stage): the model of Revolve, with the true times and sizes of each stage. The
+dynamic program is exact in bytes and answers every budget in one solve.
+
+References
+----------
+.. [1] O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova, "Optimal re-materialization
+   strategies for heterogeneous chains: How to train deep neural networks with limited memory",
+   hal-02352969.
+.. [2] A. Griewank, A. Walther, "Algorithm 799: Revolve", ACM TOMS 26(1), 2000.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from rotor import _core
+from rotor.algorithms.curve import Curve
+from rotor.algorithms.sequence import Sequence
+from rotor.algorithms.utils import DynamicAlgorithm, Progress, infeasible, parse_budget
+from rotor.chain import Chain
+from rotor.errors import InfeasibleError
+
+MAX_TABLE_BYTES = 4 << 30
+
+
+class GriewankHeterogeneous(DynamicAlgorithm):
+    """The fastest schedule in which only activations are checkpoints.
+
+    Parameters
+    ----------
+    max_table_bytes
+        The most that the solver may allocate; beyond it MemoryError.
+
+    Notes
+    -----
+    A subset of what `Persistent` chooses from, so never faster than that; for comparison with the
+    literature on adjoints.
+    """
+
+    name: ClassVar[str] = "griewank_heterogeneous"
+
+    def __init__(self, *, max_table_bytes: int = MAX_TABLE_BYTES) -> None:
+        self.max_table_bytes = max_table_bytes
+
+    def _table(self, chain: Chain, progress: Progress | None) -> _core.Table:
+        return _core.griewank_heterogeneous(chain.core, self.max_table_bytes, progress)
+
+    def solve(
+        self,
+        chain: Chain,
+        budget_bytes: int | str,
+        *,
+        mem_slots: int | None = None,
+        progress: Progress | None = None,
+    ) -> Sequence:
+        """The fastest schedule of the class within a budget.
+
+        See Also
+        --------
+        rotor.algorithms.utils.DynamicAlgorithm.solve : Parameters and errors.
+        """
+        budget = parse_budget(budget_bytes)
+        try:
+            codes = self._table(chain, progress).sequence(budget)
+        except InfeasibleError as error:
+            raise infeasible(type(self).__name__, budget, error.minimum_bytes) from None
+        return Sequence(np.frombuffer(codes, dtype=np.int32).reshape(-1, 2), chain)
+
+    def curve(self, chain: Chain, *, progress: Progress | None = None) -> Curve:
+        """Time against memory, exact."""
+        points = self._table(chain, progress).curve()
+        assert points is not None
+        sizes, ns = (np.frombuffer(values, dtype=np.int64) for values in points)
+        return Curve(sizes, ns / 1e9)
