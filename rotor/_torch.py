@@ -1,15 +1,22 @@
-"""Every private PyTorch name that rotor uses."""
+"""Every private PyTorch name that rotor uses, and an import error where one is missing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import ctypes
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import Function, Variable
 from torch.utils import _pytree
-
 
 # -- modules, hooks, nested values
 
@@ -77,3 +84,246 @@ def tree_flatten(value: Any) -> tuple[list[Any], Any]:
 def tree_unflatten(leaves: Iterable[Any], spec: Any) -> Any:
     """The nested value with other leaves."""
     return _pytree.tree_unflatten(leaves, spec)
+
+
+# -- autograd with less Python around it
+
+
+def bare_apply(function: type[Function]) -> Callable[..., Any]:
+    """``function.apply`` for calls that are never under a functorch transform."""
+    return super(Function, function).apply  # type: ignore[misc, no-any-return]
+
+
+def run_backward(
+    root: torch.Tensor, gradient: torch.Tensor, inputs: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of `inputs`, ``None`` where `root` does not depend on one; frees the graph."""
+    found: tuple[torch.Tensor | None, ...] = Variable._execution_engine.run_backward(
+        (root,), (gradient,), False, False, inputs, allow_unreachable=True, accumulate_grad=False
+    )
+    return found
+
+
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+
+# -- what is needed
+
+SUPPORTED = "PyTorch 2.11 to 2.13"
+
+_REQUIRED = (
+    "_C._current_graph_task_id",
+    "_C._functorch.peek_interpreter_stack",
+    "_C._autograd._disable_profiler",
+    "_C._autograd._enable_profiler",
+    "_C._autograd._prepare_profiler",
+    "_C._autograd._profiler_enabled",
+    "_C._autograd._record_function_with_args_enter",
+    "_C._autograd._record_function_with_args_exit",
+    "_C._profiler.ProfilerActivity.CPU",
+    "_C._profiler.ProfilerConfig",
+    "_C._profiler.ProfilerState.KINETO",
+    "_C._profiler.RecordScope.USER_SCOPE",
+    "_C._profiler._EventType.Allocation",
+    "_C._profiler._ExperimentalConfig",
+    "_C._profiler._ExtraFields_Allocation.alloc_size",
+    "_C._profiler._ExtraFields_Allocation.ptr",
+    "_C._profiler._ProfilerEvent.start_time_ns",
+    "_C._set_grad_enabled",
+    "autograd.Variable._execution_engine.queue_callback",
+    "autograd.Variable._execution_engine.run_backward",
+    "autograd.profiler.KinetoStepTracker._step_dict",
+    "autograd.profiler._is_profiler_enabled",
+    "utils._pytree.tree_flatten",
+    "utils._pytree.tree_unflatten",
+)
+
+
+def check(required: Iterable[str] = _REQUIRED) -> None:
+    """Look for the private names that rotor needs.
+
+    Raises
+    ------
+    ImportError
+        Names are missing; the message says which, and which PyTorch versions work.
+    """
+    missing = []
+    for name in required:
+        try:
+            attrgetter(name)(torch)
+        except AttributeError:
+            missing.append(f"torch.{name}")
+    if missing:
+        raise ImportError(
+            f"rotor does not work with PyTorch {torch.__version__}, which lacks "
+            f"{', '.join(missing)}. It works with {SUPPORTED}: install one of these, or a rotor "
+            "made for your PyTorch"
+        )
+
+
+# -- functorch, and the end of a backward
+
+
+def in_functorch() -> bool:
+    """Whether a ``torch.func`` transform (``grad``, ``vmap``, ...) is being applied."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class _BackwardEnd:
+    """Called by the engine when a backward has succeeded, and dropped when it has returned.
+
+    What a final callback of the engine changes in the thread's state, as an ended profiler does, is
+    undone when the callback returns. The engine drops its callbacks after that, on failure too.
+    """
+
+    def __init__(self, done: Callable[[], object], failed: Callable[[], object] | None) -> None:
+        self._next: Callable[[], object] | None = failed
+        self._done = done
+
+    def __call__(self) -> None:
+        self._next = self._done
+        if not profiler_enabled_here():
+            self._run()
+
+    def _run(self) -> None:
+        following, self._next = self._next, None
+        if following is not None:
+            following()
+
+    def __del__(self) -> None:
+        self._run()
+
+
+def at_end_of_backward(
+    done: Callable[[], object], failed: Callable[[], object] | None = None
+) -> None:
+    """Have `done` called when the running backward has finished, `failed` when it raised.
+
+    Either is called outside the backward where a profiler is on in this thread, so that it may end
+    it; otherwise `done` is called as the backward's last act. An exception that they raise there is
+    reported as unraisable.
+
+    Raises
+    ------
+    RuntimeError
+        No backward is running.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(done, failed))
+
+
+# -- the events of the CPU's allocator, as the profiler sees them
+
+
+def profiler_enabled_here() -> bool:
+    """Whether a profiler is recording in this thread."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def profiler_in_use() -> bool:
+    """Whether a profiler records, or is about to, anywhere in this process: they do not nest."""
+    profiler = torch.autograd.profiler
+    if profiler_enabled_here() or profiler._is_profiler_enabled:
+        return True
+    # A profiler with a schedule is prepared before it records, and only the object shows it.
+    return "ProfilerStep" in profiler.KinetoStepTracker._step_dict and any(
+        isinstance(candidate, profiler.profile)
+        and getattr(candidate, "entered", False)
+        and candidate.kineto_results is None
+        for candidate in gc.get_objects()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Memory allocated (`nbytes` > 0) or freed (< 0) at an address of the CPU."""
+
+    address: int
+    nbytes: int
+
+
+_SILENT = "99"
+_ERRORS_ONLY = 2
+
+
+def _cpp_log_level() -> ctypes.c_int | None:
+    """The level below which PyTorch's C++ says nothing, where the library shows it."""
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    path = Path(torch.__file__).parent / "lib" / f"libc10.{suffix}"
+    try:
+        return ctypes.c_int.in_dll(ctypes.CDLL(str(path)), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None
+
+
+class AllocationTrace:
+    """Records the events of the CPU's allocator in this thread and in the backwards it runs.
+
+    The public ``prof.events()`` leaves them out. Only events and marks are recorded, no operations.
+    Memory that is freed but was allocated before the start is not seen by PyTorch. While a trace
+    records, C++ warnings are off: PyTorch warns about every thousandth such free.
+    """
+
+    def __init__(self) -> None:
+        self._level = _cpp_log_level()
+        self._old_level = 0
+
+    def start(self) -> None:
+        """Begin; no profiler may be in use."""
+        profiler, autograd = torch._C._profiler, torch._C._autograd
+        config = profiler.ProfilerConfig(
+            profiler.ProfilerState.KINETO,
+            False,
+            True,
+            False,
+            False,
+            False,
+            profiler._ExperimentalConfig(),
+            "",
+        )
+        activities = {profiler.ProfilerActivity.CPU}
+        # Kineto reads this once, at its first use, and reports every start and stop otherwise.
+        quiet = "KINETO_LOG_LEVEL" not in os.environ
+        if quiet:
+            os.environ["KINETO_LOG_LEVEL"] = _SILENT
+        try:
+            autograd._prepare_profiler(config, activities)
+        finally:
+            if quiet:
+                del os.environ["KINETO_LOG_LEVEL"]
+        scopes = {profiler.RecordScope.USER_SCOPE}
+        autograd._enable_profiler(config, activities, scopes)  # type: ignore[call-arg]
+        if self._level is not None:
+            self._old_level = self._level.value
+            self._level.value = max(self._old_level, _ERRORS_ONLY)
+
+    def mark(self, name: str) -> None:
+        """Put a name between the events before it and those after it."""
+        autograd = torch._C._autograd
+        autograd._record_function_with_args_exit(autograd._record_function_with_args_enter(name))
+
+    def stop(self) -> list[Allocation | str]:
+        """End, in the thread that began: allocations and marks in the order of time."""
+        result = torch._C._autograd._disable_profiler()
+        if self._level is not None:
+            self._level.value = self._old_level
+        timed: list[tuple[int, Allocation | str]] = []
+        pending = list(reversed(result.experimental_event_tree()))
+        while pending:
+            event = pending.pop()
+            if event.tag == torch._C._profiler._EventType.Allocation:
+                fields: Any = event.extra_fields
+                if fields.device.type == "cpu":
+                    timed.append((event.start_time_ns, Allocation(fields.ptr, fields.alloc_size)))
+            else:
+                timed.append((event.start_time_ns, event.name))
+                pending.extend(reversed(event.children))
+        timed.sort(key=lambda entry: entry[0])
+        return [entry for _, entry in timed]
+
+
+check()
