@@ -3,6 +3,10 @@
 from collections.abc import Callable
 from typing import Any, final
 
+# -- the module itself (csrc/python/module.c)
+
+def same_bytes(a: Any, b: Any, /) -> bool: ...
+
 # -- chains (csrc/python/bind_chain.c)
 
 @final

@@ -115,6 +115,12 @@ class _Boundary(Function):
         return None, run.token
 
 
+_apply_handoff = _torch.bare_apply(_Handoff)
+_apply_entry = _torch.bare_apply(_Entry)
+_apply_stage = _torch.bare_apply(_StageNode)
+_apply_boundary = _torch.bare_apply(_Boundary)
+
+
 class Run:
     """The state of one training step: activations, recorded graphs, and the current gradient.
 
@@ -186,10 +192,10 @@ class Run:
         stage = self.stages[i]
         if i not in self.schedule.recomputed:
             if self.rng is not None:
-                self.rng.forget()
+                self.rng.latest = None
             y = stage(x)
         elif (snapshot := self.snapshots[i]) is None:
-            snapshot = Snapshot(stage, self.parameters[i], self.rng)
+            snapshot = Snapshot(stage, self.rng)
             y = stage(x)
             snapshot.finish()
             self.snapshots[i] = snapshot
@@ -222,14 +228,19 @@ class Run:
     def _record(self, i: int) -> None:
         leaves, wanted = as_leaves(self.x[i], self.flags[i] or ())
         cell: list[Any] = []
-        with torch.enable_grad():
+        _torch.set_grad_enabled(True)
+        try:
             y = self._call(i, leaves)
             outputs = flagged(y, self._note(i, y))
-            root = _Handoff.apply(cell, self.token, *outputs)  # type: ignore[no-untyped-call]
+            root = _apply_handoff(cell, self.token, *outputs)
+        finally:
+            _torch.set_grad_enabled(False)
         self.tapes[i] = (wanted, root, cell)
         self.x[i + 1] = detached(y)
 
-    def back(self, i: int, need_x: bool, needs: Sequence[bool]) -> list[torch.Tensor | None]:
+    def back(
+        self, i: int, need_x: bool, needs: Sequence[bool]
+    ) -> Sequence[torch.Tensor | None]:
         """B of stage i: makes the gradient of x_i the current one.
 
         Parameters
@@ -248,30 +259,35 @@ class Run:
         wanted, root, cell = self.tapes[i]
         self.tapes[i] = None
         self.x[i + 1] = None
-        gradient, self.gradient = self.gradient, [None] * len(wanted)
-        found: Sequence[torch.Tensor | None] = [None] * len(needs)
-        asked = [p for p, need in zip(self.parameters[i], needs, strict=True) if need]
-        inputs = wanted if need_x else []
-        flows = root.requires_grad and gradient and any(g is not None for g in gradient)
-        if flows and self.accumulate:
-            cell.append(gradient)
-            del gradient
-            torch.autograd.backward(root, self.token)
-            self.gradient = [leaf.grad for leaf in wanted]
-        elif flows and (inputs or asked):
-            cell.append(gradient)
-            del gradient
-            with _torch.hidden_hooks(asked):
-                answer = torch.autograd.grad(
-                    root, [*inputs, *asked], self.token, allow_unused=True
-                )
-            self.gradient = list(answer[: len(inputs)])
-            following = iter(answer[len(inputs) :])
-            found = [next(following) if need else None for need in needs]
         self.snapshots[i] = None
+        gradient, self.gradient = self.gradient, [None] * len(wanted)
+        parameters = self.parameters[i]
+        found: Sequence[torch.Tensor | None] = [None] * len(needs)
+        if root.requires_grad and gradient and not all(g is None for g in gradient):
+            cell.append(gradient)
+            del gradient
+            if self.accumulate:
+                torch.autograd.backward(root, self.token)
+                self.gradient = [leaf.grad for leaf in wanted]
+            else:
+                inputs = wanted if need_x else []
+                every = all(needs)
+                asked = (
+                    parameters
+                    if every
+                    else [p for p, need in zip(parameters, needs, strict=True) if need]
+                )
+                if inputs or asked:
+                    with _torch.hidden_hooks(asked):
+                        answer = _torch.run_backward(root, self.token, (*inputs, *asked))
+                    self.gradient = list(answer[: len(inputs)])
+                    found = answer[len(inputs) :]
+                    if not every:
+                        following = iter(found)
+                        found = [next(following) if need else None for need in needs]
         if i > 0:
             self.x[i] = None
-        return list(found)
+        return found
 
     # -- a whole step
 
@@ -281,17 +297,17 @@ class Run:
             for kind, i in self.schedule.forward:
                 self.do(kind, i)
         if self.rng is not None:
-            self.rng.forget()
+            self.rng.latest = None
 
     def attach(self, arg: Any) -> Any:
         """Put the stages before the tail into the graph; returns the input of the tail."""
         tail = self.schedule.tail
         inputs = flagged(arg, self.flags[0] or ())
-        token = _Entry.apply(self, *inputs) if inputs else self.token.detach()  # type: ignore[no-untyped-call]
+        token = _apply_entry(self, *inputs) if inputs else self.token.detach()
         for i in range(tail):
             if self.parameters[i]:
-                token = _StageNode.apply(self, i, token, *self.parameters[i])  # type: ignore[no-untyped-call]
-        outputs = _Boundary.apply(self, token)  # type: ignore[no-untyped-call]
+                token = _apply_stage(self, i, token, *self.parameters[i])
+        outputs = _apply_boundary(self, token)
         value = with_tensors(self.x[tail], list(outputs))
         self.x[tail] = None
         return value
@@ -320,15 +336,15 @@ class Run:
 
     def backward_to(
         self, stage: int, need_x: bool, needs: Sequence[bool]
-    ) -> list[torch.Tensor | None]:
+    ) -> Sequence[torch.Tensor | None]:
         """Everything down to the B of `stage`; returns the gradients of its parameters."""
-        found: list[torch.Tensor | None] = []
+        found: Sequence[torch.Tensor | None] = ()
         try:
             while self.next >= stage:
                 i = self.next
                 recomputations = self.schedule.segments[i][:-1]
                 if recomputations:
-                    with self.autocast, torch.no_grad():
+                    with self.autocast:
                         for kind, k in recomputations:
                             self.do(kind, k)
                 self.next = i - 1

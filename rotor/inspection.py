@@ -340,7 +340,7 @@ class _Measuring:
                 y = stage(leaves)
             check_output(stage.name, y)
             flags = grad_flags(y)
-            uses_rng = self.rng.after(states)
+            uses_rng = self.rng.drawn_since(states)
             stage.mutable_buffers = [
                 slot
                 for slot, buffer, copy, version in before
@@ -391,7 +391,7 @@ class _Measuring:
         run.x[i + 1] = None
         return y if self.hold_output and i == len(self.stages) - 1 else None
 
-    def _back(self, i: int) -> list[torch.Tensor | None]:
+    def _back(self, i: int) -> Sequence[torch.Tensor | None]:
         with autocast_off(self.device.type):
             return self.run.back(i, True, [True] * len(self.run.parameters[i]))
 

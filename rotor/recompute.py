@@ -12,43 +12,39 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
 import torch
-from torch import nn
 
-from rotor import _torch
+from rotor import _core, _torch
 from rotor.stages import Stage
 
 
 class RngTracker:
     """Reads the states of the CPU's and the device's generators, no more often than needed."""
 
+    __slots__ = ("_generators", "latest")
+
     def __init__(self, device: torch.device) -> None:
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
-        self._latest: list[torch.Tensor] | None = None
+        self.latest: list[torch.Tensor] | None = None
+        """What was read last, if nothing can have drawn random numbers since."""
 
     def read(self) -> list[torch.Tensor]:
         """The states now."""
         return [generator.get_state() for generator in self._generators]
 
-    def before(self) -> list[torch.Tensor]:
-        """The states now, from the last `after` when nothing ran since."""
-        return self._latest if self._latest is not None else self.read()
-
-    def after(self, before: list[torch.Tensor]) -> bool:
-        """Whether random numbers were drawn since `before` was read."""
-        now = self.read()
-        self._latest = now
-        return any(not torch.equal(a, b) for a, b in zip(before, now, strict=True))
-
-    def forget(self) -> None:
-        """Something else may draw random numbers from here on."""
-        self._latest = None
-
     def write(self, states: list[torch.Tensor]) -> None:
         """Set the generators."""
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
+
+    def drawn_since(self, states: list[torch.Tensor]) -> bool:
+        """Whether random numbers were drawn since `states` was read."""
+        now = self.latest = self.read()
+        return any(
+            not _core.same_bytes(a.numpy(), b.numpy())
+            for a, b in zip(states, now, strict=True)
+        )
 
 
 class Snapshot:
@@ -58,8 +54,6 @@ class Snapshot:
     ----------
     stage
         The stage, about to run for the first time.
-    parameters
-        Its parameters, which must be the same when it is recomputed.
     rng
         Where random states are read, ``None`` when they are not to be preserved.
     """
@@ -76,25 +70,29 @@ class Snapshot:
         "_watched",
     )
 
-    def __init__(
-        self, stage: Stage, parameters: list[nn.Parameter], rng: RngTracker | None
-    ) -> None:
+    def __init__(self, stage: Stage, rng: RngTracker | None) -> None:
         self._stage = stage
-        self._parameters = parameters
-        self._versions = [p._version for p in parameters]
+        self._parameters = stage.standing()
+        self._versions = [-1 if p is None else p._version for p in self._parameters]
         self._rng = rng
-        self._states = rng.before() if rng is not None else None
+        self._states = None if rng is None else rng.latest or rng.read()
         self._saved: list[torch.Tensor] | None = None
         self._replaced: list[torch.Tensor | None] = []
-        mutable = stage.mutable_buffers
+        self._watched: list[tuple[_torch.Slot, torch.Tensor, int]] = []
+        self._buffers: list[tuple[_torch.Slot, torch.Tensor]] = []
+        if stage.buffers:
+            self._copy_buffers(stage)
+
+    def _copy_buffers(self, stage: Stage) -> None:
         self._watched = [
             (slot, buffer, buffer._version)
             for slot in stage.buffers
             if (buffer := slot[0][slot[1]]) is not None
         ]
-        self._buffers: list[tuple[_torch.Slot, torch.Tensor]] = [
+        mutable = stage.buffers if stage.mutable_buffers is None else stage.mutable_buffers
+        self._buffers = [
             (slot, buffer.detach().clone())
-            for slot in (stage.buffers if mutable is None else mutable)
+            for slot in mutable
             if (buffer := slot[0][slot[1]]) is not None
         ]
 
@@ -106,9 +104,11 @@ class Snapshot:
         RuntimeError
             It changed a buffer of which no copy was made.
         """
-        if self._rng is not None and self._states is not None:
-            if not self._rng.after(self._states):
+        if self._states is not None and self._rng is not None:
+            if not self._rng.drawn_since(self._states):
                 self._states = None
+        if not self._watched:
+            return
         # Kernels such as native_batch_norm change buffers without a trace in their versions.
         if self._stage.mutable_buffers is None:
             self._buffers = [
@@ -116,8 +116,9 @@ class Snapshot:
                 for slot, copy in self._buffers
                 if not torch.equal(copy, slot[0][slot[1]])
             ]
-        elif self._watched:
+        else:
             self._check_watched()
+        self._watched = []
 
     def _check_watched(self) -> None:
         copied = {_key(slot) for slot, _ in self._buffers}
@@ -129,26 +130,24 @@ class Snapshot:
                     "do when it was measured, so recomputing it would change it twice: call "
                     "measure() again with the model as it is now"
                 )
-        self._watched = []
 
     def __enter__(self) -> None:
-        current = self._stage.parameters()
-        same = len(current) == len(self._parameters) and all(
-            a is b and a._version == version
-            for a, b, version in zip(current, self._parameters, self._versions, strict=True)
-        )
-        if not same:
-            raise RuntimeError(
-                f"the parameters of stage {self._stage.name} were changed or replaced between "
-                "its forward and its recomputation in the backward, which would give wrong "
-                "gradients: step the optimizer, or swap parameters, after the backward"
-            )
-        if self._rng is not None and self._states is not None:
+        for now, then, version in zip(
+            self._stage.standing(), self._parameters, self._versions, strict=True
+        ):
+            if now is not then or (now is not None and now._version != version):
+                raise RuntimeError(
+                    f"the parameters of stage {self._stage.name} were changed or replaced "
+                    "between its forward and its recomputation in the backward, which would give "
+                    "wrong gradients: step the optimizer, or swap parameters, after the backward"
+                )
+        if self._states is not None and self._rng is not None:
             self._saved = self._rng.read()
             self._rng.write(self._states)
-        self._replaced = [slots[name] for (slots, name), _ in self._buffers]
-        for (slots, name), copy in self._buffers:
-            slots[name] = copy.clone()
+        if self._buffers:
+            self._replaced = [slots[name] for (slots, name), _ in self._buffers]
+            for (slots, name), copy in self._buffers:
+                slots[name] = copy.clone()
 
     def __exit__(
         self,
@@ -156,10 +155,11 @@ class Snapshot:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for ((slots, name), _), buffer in zip(self._buffers, self._replaced, strict=True):
-            slots[name] = buffer
-        self._replaced = []
-        if self._rng is not None and self._saved is not None:
+        if self._replaced:
+            for ((slots, name), _), buffer in zip(self._buffers, self._replaced, strict=True):
+                slots[name] = buffer
+            self._replaced = []
+        if self._saved is not None and self._rng is not None:
             self._rng.write(self._saved)
             self._saved = None
 
@@ -174,8 +174,8 @@ class AutocastState:
     __slots__ = ("_settings", "_stack", "enabled")
 
     def __init__(self, device_type: str) -> None:
-        kinds = {"cpu", device_type}
-        self._settings = [(kind, *_autocast(kind)) for kind in sorted(kinds)]
+        kinds = ("cpu",) if device_type == "cpu" else ("cpu", device_type)
+        self._settings = [(kind, *_autocast(kind)) for kind in kinds]
         self.enabled = any(enabled for _, enabled, _ in self._settings)
         self._stack: ExitStack | None = None
 

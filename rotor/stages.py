@@ -75,6 +75,10 @@ class Stage:
                 found[id(parameter)] = parameter
         return list(found.values())
 
+    def standing(self) -> list[Any]:
+        """Whatever stands where the parameters stood when the stage was made."""
+        return [slots.get(name) for slots, name in self._parameters]
+
     def merged_with(self, following: Stage) -> Stage:
         """This stage and the one after it as one."""
         return Stage([*self.names, *following.names], [*self.functions, *following.functions])

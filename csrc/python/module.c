@@ -1,5 +1,6 @@
 #include "binding.h"
 
+#include <string.h>
 #include <time.h>
 
 rotor_state_t *rotor_state(PyObject *module) { return (rotor_state_t *)PyModule_GetState(module); }
@@ -136,10 +137,40 @@ static int load_errors(PyObject *module) {
     return state->infeasible_error == NULL || state->invalid_sequence_error == NULL ? -1 : 0;
 }
 
+PyDoc_STRVAR(same_bytes_doc, "same_bytes(a, b, /)\n--\n\n"
+                             "Whether two buffers hold the same bytes.");
+
+static PyObject *same_bytes(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    Py_buffer a;
+    Py_buffer b;
+    bool same;
+
+    (void)module;
+    if (nargs != 2) {
+        return PyErr_Format(PyExc_TypeError, "same_bytes takes two buffers");
+    }
+    if (PyObject_GetBuffer(args[0], &a, PyBUF_SIMPLE) != 0) {
+        return NULL;
+    }
+    if (PyObject_GetBuffer(args[1], &b, PyBUF_SIMPLE) != 0) {
+        PyBuffer_Release(&a);
+        return NULL;
+    }
+    same = a.len == b.len && memcmp(a.buf, b.buf, (size_t)a.len) == 0;
+    PyBuffer_Release(&a);
+    PyBuffer_Release(&b);
+    return PyBool_FromLong(same);
+}
+
+static PyMethodDef functions[] = {
+    {"same_bytes", (PyCFunction)(void (*)(void))same_bytes, METH_FASTCALL, same_bytes_doc},
+    {NULL, NULL, 0, NULL},
+};
+
 static int execute(PyObject *module) {
-    if (load_errors(module) != 0 || rotor_add_chain(module) != 0 ||
-        rotor_add_solvers(module) != 0 || rotor_add_classic(module) != 0 ||
-        rotor_add_probe(module) != 0) {
+    if (load_errors(module) != 0 || PyModule_AddFunctions(module, functions) != 0 ||
+        rotor_add_chain(module) != 0 || rotor_add_solvers(module) != 0 ||
+        rotor_add_classic(module) != 0 || rotor_add_probe(module) != 0) {
         return -1;
     }
     return 0;
