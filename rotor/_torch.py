@@ -8,10 +8,9 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -238,8 +237,7 @@ def profiler_in_use() -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
+class Allocation(NamedTuple):
     """Memory allocated (`nbytes` > 0) or freed (< 0) at an address of the CPU."""
 
     address: int

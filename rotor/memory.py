@@ -1,0 +1,423 @@
+"""Memory of a device: what is free, what tensors take, and exact meters of what is allocated.
+
+A meter counts the bytes that PyTorch's allocator has handed out: on CUDA by the caching allocator's
+own counters, on the CPU by the events that the allocator reports to a profiler. Memory that a
+kernel takes from elsewhere is seen by neither, and resident set size is no measure of either.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import psutil
+import torch
+
+from rotor import _core, _torch
+
+__all__ = [
+    "Meter",
+    "MeterBusyError",
+    "Segment",
+    "free_bytes",
+    "meter",
+    "rounded_bytes",
+    "storage_bytes",
+]
+
+_CUDA_BLOCK = 512
+_MARK = "rotor.mark."
+_FREED = "rotor.freed."
+_END = "rotor.end"
+
+
+class MeterBusyError(RuntimeError):
+    """Memory cannot be metered now: a profiler or another meter is running, or a backward."""
+
+
+def free_bytes(device: torch.device | str) -> int:
+    """Bytes that this process may still allocate on a device.
+
+    Parameters
+    ----------
+    device
+        A CPU or CUDA device.
+
+    Returns
+    -------
+    int
+        CPU: the smallest of the machine's available memory, what the control groups leave (page
+        cache that the kernel would give back not counted as used) and what the limits on address
+        space and data leave. CUDA: what the driver has free and what the caching allocator keeps
+        unallocated, within the process's memory fraction.
+
+    Raises
+    ------
+    ValueError
+        The device is of another type.
+    """
+    device = _checked(device)
+    if device.type == "cpu":
+        free = _core.probe_memory()["free_bytes"]
+        return free if free >= 0 else int(psutil.virtual_memory().available)
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    free += torch.cuda.memory_reserved(device) - allocated
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - allocated
+    return max(min(free, allowed), 0)
+
+
+def rounded_bytes(nbytes: int, device: torch.device | str) -> int:
+    """Bytes that a device's allocator counts for a block of `nbytes`.
+
+    Parameters
+    ----------
+    nbytes
+        Size of a storage, bytes.
+    device
+        A CPU or CUDA device.
+
+    Returns
+    -------
+    int
+        CPU: `nbytes`. CUDA: the next multiple of 512, in which the caching allocator gives out
+        memory; blocks above 1 MiB may come out up to 1 MiB larger when a cached one is reused.
+    """
+    if _checked(device).type == "cpu":
+        return nbytes
+    return -(-nbytes // _CUDA_BLOCK) * _CUDA_BLOCK
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages of these tensors as their allocators count them, each storage once."""
+    sizes = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        sizes[(tensor.device, storage.data_ptr())] = storage.nbytes()
+    return sum(rounded_bytes(size, device) for (device, _), size in sizes.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What happened between two marks of a meter; bytes are above the level at its start.
+
+    Attributes
+    ----------
+    name
+        The name given to `Meter.mark`.
+    start_bytes
+        Allocated at the mark.
+    peak_bytes
+        The most that was allocated from the mark to the next one; at least `start_bytes`.
+    end_bytes
+        Allocated at the next mark, or at the end.
+    """
+
+    name: str
+    start_bytes: int
+    peak_bytes: int
+    end_bytes: int
+
+
+class Meter:
+    """Measures the bytes allocated on a device, exactly; `meter` makes one.
+
+    It runs from `start` to `stop`, or through a ``with`` block, once. Levels are in bytes above the
+    level at the start.
+
+    Notes
+    -----
+    Several meters cannot run on the same device at once. On the CPU a meter is a session of
+    PyTorch's profiler: it sees the thread that started it and the backwards run from there, it must
+    be stopped by that thread, and another profiler cannot run meanwhile. A meter that is stopped
+    inside a backward has its figures when the backward has returned; `rotor.metering` shows how to
+    stop one as soon as the backward ends. What was allocated before the start is not seen when it
+    is freed, except for the tensors that the meter was told of. On CUDA a meter resets the peak
+    statistics of the device (``torch.cuda.max_memory_allocated``) at its start and at each mark.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._state = "new"
+        self._segments: list[Segment] = []
+        self._peak_bytes = 0
+        self._end_bytes = 0
+
+    @property
+    def device(self) -> torch.device:
+        """The device that is metered."""
+        return self._device
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The segments in the order of their marks; a name may stand several times."""
+        self._need_figures()
+        return list(self._segments)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was allocated from start to stop, above the level at the start."""
+        self._need_figures()
+        return self._peak_bytes
+
+    @property
+    def end_bytes(self) -> int:
+        """Allocated at the stop, above the level at the start; negative when less was left."""
+        self._need_figures()
+        return self._end_bytes
+
+    def start(self) -> Self:
+        """Begin to measure.
+
+        Raises
+        ------
+        MeterBusyError
+            A profiler or another meter is running, or (CPU) this is inside a backward.
+        RuntimeError
+            The meter was started before.
+        """
+        if self._state != "new":
+            raise RuntimeError("a meter runs once: make a new one with rotor.memory.meter()")
+        _occupy(self)
+        try:
+            self._begin()
+        except BaseException:
+            _vacate(self)
+            raise
+        self._state = "running"
+        return self
+
+    def mark(self, name: str) -> None:
+        """Begin a segment, which lasts until the next mark or the end.
+
+        Raises
+        ------
+        RuntimeError
+            The meter is not running.
+        """
+        if self._state != "running":
+            raise RuntimeError("a mark needs a running meter: call start() first")
+        self._mark(name)
+
+    def stop(self) -> None:
+        """Stop measuring; nothing happens when the meter is not running.
+
+        Raises
+        ------
+        RuntimeError
+            A meter of the CPU is stopped by another thread than it was started by.
+        """
+        if self._state == "running":
+            self._stop()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def __del__(self) -> None:
+        if getattr(self, "_state", None) == "running":
+            self._stop()
+
+    def _need_figures(self) -> None:
+        if self._state != "done":
+            reason = {
+                "new": "was not started",
+                "running": "is still running",
+                "stopping": "was stopped inside a backward that has not returned",
+                "lost": "was stopped in a backward run by another thread",
+            }[self._state]
+            raise RuntimeError(f"the meter has no figures: it {reason}")
+
+    def _begin(self) -> None:
+        raise NotImplementedError
+
+    def _mark(self, name: str) -> None:
+        raise NotImplementedError
+
+    def _stop(self) -> None:
+        raise NotImplementedError
+
+
+_running: dict[torch.device, weakref.ref[Meter]] = {}
+_running_lock = threading.Lock()
+
+
+def _occupy(candidate: Meter) -> None:
+    with _running_lock:
+        reference = _running.get(candidate.device)
+        if reference is not None and reference() is not None:
+            raise MeterBusyError(f"another meter is running on {candidate.device}")
+        _running[candidate.device] = weakref.ref(candidate)
+
+
+def _vacate(candidate: Meter) -> None:
+    with _running_lock:
+        reference = _running.get(candidate.device)
+        if reference is not None and reference() in (candidate, None):
+            del _running[candidate.device]
+
+
+class _CpuMeter(Meter):
+    def __init__(self, device: torch.device, existing: Sequence[torch.Tensor]) -> None:
+        super().__init__(device)
+        self._existing = existing
+        self._watched: list[weakref.ref[torch.UntypedStorage]] = []
+        self._trace = _torch.AllocationTrace()
+        self._thread = 0
+
+    def _begin(self) -> None:
+        existing, self._existing = self._existing, ()
+        if _torch.in_backward():
+            raise MeterBusyError("a meter of the CPU cannot be started inside a backward")
+        if _torch.profiler_in_use():
+            raise MeterBusyError("a profiler is in use, and PyTorch's profilers do not nest")
+        self._thread = threading.get_ident()
+        self._trace.start()
+        self._watch(existing)
+
+    def _watch(self, existing: Sequence[torch.Tensor]) -> None:
+        storages = {id(s): s for s in (t.untyped_storage() for t in existing)}
+        for storage in storages.values():
+            self._watched.append(weakref.ref(storage, _Freed(self._trace, storage.nbytes())))
+
+    def _mark(self, name: str) -> None:
+        self._trace.mark(_MARK + name)
+
+    def _stop(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("a meter of the CPU must be stopped by the thread that started it")
+        self._trace.mark(_END)
+        self._watched.clear()
+        if _torch.in_backward():
+            self._state = "stopping"
+            _torch.at_end_of_backward(self._finish, self._finish)
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
+        if threading.get_ident() != self._thread:
+            self._state = "lost"
+            return
+        events = self._trace.stop()
+        _vacate(self)
+        self._segments, self._peak_bytes, self._end_bytes = _levels(events)
+        self._state = "done"
+
+
+class _Freed:
+    """Marks that a storage from before the start is gone."""
+
+    def __init__(self, trace: _torch.AllocationTrace, nbytes: int) -> None:
+        self._trace = trace
+        self._name = f"{_FREED}{nbytes}"
+
+    def __call__(self, reference: object) -> None:
+        self._trace.mark(self._name)
+
+
+def _levels(events: Iterable[_torch.Allocation | str]) -> tuple[list[Segment], int, int]:
+    """The segments, the peak and the last level of allocations and marks."""
+    segments: list[Segment] = []
+    sizes: dict[int, int] = {}
+    name: str | None = None
+    level = start = peak = highest = 0
+    for event in events:
+        if isinstance(event, _torch.Allocation):
+            # A block that was freed unseen (in a thread without the profiler) is gone when its
+            # address comes again; one from before the start has no reliable size.
+            level -= sizes.pop(event.address, 0)
+            if event.nbytes > 0:
+                sizes[event.address] = event.nbytes
+                level += event.nbytes
+                peak = max(peak, level)
+        elif event.startswith(_FREED):
+            level -= int(event.removeprefix(_FREED))
+        elif event == _END or event.startswith(_MARK):
+            highest = max(highest, peak)
+            if name is not None:
+                segments.append(Segment(name, start, peak, level))
+            if event == _END:
+                break
+            name = event.removeprefix(_MARK)
+            start = peak = level
+    return segments, highest, level
+
+
+class _CudaMeter(Meter):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._base = 0
+        self._start = 0
+        self._name: str | None = None
+
+    def _begin(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._base, _ = self._counters()
+
+    def _counters(self) -> tuple[int, int]:
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        allocated = stats.get("allocated_bytes", {}).get("all", {"current": 0, "peak": 0})
+        return allocated["current"], allocated["peak"]
+
+    def _mark(self, name: str) -> None:
+        self._close_segment()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._name, self._start = name, self._end_bytes
+
+    def _close_segment(self) -> None:
+        current, peak = self._counters()
+        self._end_bytes = current - self._base
+        self._peak_bytes = max(self._peak_bytes, peak - self._base)
+        if self._name is not None:
+            segment = Segment(self._name, self._start, peak - self._base, self._end_bytes)
+            self._segments.append(segment)
+
+    def _stop(self) -> None:
+        self._close_segment()
+        _vacate(self)
+        self._state = "done"
+
+
+def meter(device: torch.device | str, *, existing: Iterable[torch.Tensor] = ()) -> Meter:
+    """A meter of the bytes allocated on a device.
+
+    Parameters
+    ----------
+    device
+        A CPU or CUDA device.
+    existing
+        Tensors whose storages may be freed while the meter runs, such as old gradients. On the
+        CPU the meter sees them go only when it was told of them; on CUDA it sees all.
+
+    Examples
+    --------
+    >>> with meter("cpu") as m:
+    ...     m.mark("copy")
+    ...     y = torch.zeros(1000).clone()
+    >>> m.segments
+    [Segment(name='copy', start_bytes=0, peak_bytes=8000, end_bytes=4000)]
+    """
+    device = _checked(device)
+    return _CpuMeter(device, list(existing)) if device.type == "cpu" else _CudaMeter(device)
+
+
+def _checked(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(f"memory is known of cpu and cuda devices, got {str(device)!r}")
+    if ":" in str(device):
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
