@@ -27,7 +27,7 @@ class TransparentModule(nn.Module):
     module: nn.Module
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
+        # nn.Module.__init__ would make dictionaries of its own, and set the training flag.
         self._share(module)
 
     def _share(self, module: nn.Module) -> None:
