@@ -76,7 +76,7 @@ static bool join(char *path, size_t size, const char *root, const char *name) {
     return true;
 }
 
-/* A whole number that is not negative, times `unit`; unknown when there is none or it is too large. */
+/* A whole number, not negative, times `unit`; unknown when there is none or it is too large. */
 static int64_t parse_count(const char *text, int64_t unit) {
     char *end;
     errno = 0;
@@ -145,7 +145,8 @@ static const group_files_t version_1 = {
 static const group_files_t version_2 = {
     {"memory.max", "memory.high"}, "memory.current", "inactive_file "};
 
-static void probe_group(const char *folder, const group_files_t *files, rotor_host_memory_t *memory) {
+static void probe_group(const char *folder, const group_files_t *files,
+                        rotor_host_memory_t *memory) {
     char path[PATH_SIZE], text[TEXT_SIZE];
     int64_t limit = read_count(folder, files->limits[0]);
     int64_t usage = read_count(folder, files->usage);

@@ -76,8 +76,8 @@ typedef struct {
 
 /*
  * The memory of a CUDA device by its ordinal in this process. The libraries are opened with dlopen:
- * NULL for the usual names. CUDA is never initialised by this; where it is not, NVML's device of the
- * same index is asked, unless CUDA_VISIBLE_DEVICES makes the indices differ.
+ * NULL for the usual names. This never initialises CUDA; where it is not initialised, NVML is asked
+ * for its device of the same index, unless CUDA_VISIBLE_DEVICES makes the indices differ.
  */
 void rotor_probe_cuda(int device, const char *cuda_library, const char *nvml_library,
                       rotor_cuda_memory_t *memory);

@@ -1,0 +1,93 @@
+"""Shows that work goes on, once it has taken longer than a second. Needs no PyTorch."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from types import TracebackType
+from typing import Any, Self
+
+__all__ = ["Progress", "progress"]
+
+logger = logging.getLogger("rotor")
+_DELAY_SECONDS = 1.0
+
+
+class Progress:
+    """Progress of one piece of work; `progress` makes it.
+
+    Nothing is shown during the first second. After that a bar stands on the terminal until the work
+    ends, where stderr is a terminal and ``rich`` is installed; otherwise one line is logged, at
+    level INFO. It is itself the callback ``(done, total)`` that solvers take.
+    """
+
+    def __init__(self, total: int, description: str) -> None:
+        self._total = total
+        self._description = description
+        self._begun = time.monotonic()
+        self._announced = False
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __call__(self, done: int, total: int | None = None) -> None:
+        """Say that `done` units are done, of `total` where that is another number than before."""
+        if total is not None:
+            self._total = total
+        if not self._announced and time.monotonic() - self._begun > _DELAY_SECONDS:
+            self._announced = True
+            self._announce(done)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=max(self._total, 1))
+
+    def _announce(self, done: int) -> None:
+        self._bar = _terminal_bar()
+        if self._bar is None:
+            logger.info("%s: %d of %d done", self._description, done, self._total)
+            return
+        self._bar.start()
+        self._task = self._bar.add_task(self._description, total=max(self._total, 1))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.stop()
+
+
+def _terminal_bar() -> Any:
+    """A bar on stderr, or None where it could not be seen or drawn."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return None
+    try:
+        from rich.console import Console
+        from rich.progress import Progress as Bar
+    except ImportError:
+        return None
+    return Bar(console=Console(file=sys.stderr), transient=True)
+
+
+def progress(total: int, description: str) -> Progress:
+    """A context manager that shows the progress of some work when it takes long.
+
+    Parameters
+    ----------
+    total
+        Units of work in all.
+    description
+        What is done, for people.
+
+    Examples
+    --------
+    >>> with progress(3, "measuring the stages") as update:
+    ...     for done in range(1, 4):
+    ...         update(done)
+    """
+    return Progress(total, description)

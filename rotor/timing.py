@@ -1,0 +1,173 @@
+"""Times of calls on a device, repeated until their median is stable.
+
+On the CPU the clock is the CPU time of the calling thread: on a machine that does other work the
+wall clock says little. On CUDA it is a pair of events in the current stream.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from rotor import _core
+
+__all__ = ["Clock", "measure_ns", "stable_median"]
+
+_NS_PER_MS = 1_000_000
+_FEWEST = 3
+
+
+class Clock:
+    """Takes the time of what runs between `start` and `stop`, any number of times in turn.
+
+    Parameters
+    ----------
+    device
+        A CPU or CUDA device.
+
+    Raises
+    ------
+    ValueError
+        The device is of another type.
+
+    Notes
+    -----
+    CPU: CPU time of the calling thread. CUDA: time between two events in the device's current
+    stream; `stop` waits for the second one.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        if self._device.type not in ("cpu", "cuda"):
+            raise ValueError(f"times are taken on cpu and cuda devices, got {str(device)!r}")
+        self._is_cuda = self._device.type == "cuda"
+        self._events: list[Any] = []
+        self._start_ns = -1
+
+    def start(self) -> None:
+        """Begin; a begun measurement is dropped."""
+        if self._is_cuda:
+            if not self._events:
+                with torch.cuda.device(self._device):
+                    self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            self._events[0].record(torch.cuda.current_stream(self._device))
+            self._start_ns = 0
+        else:
+            self._start_ns = _core.thread_cpu_ns()
+
+    def stop(self) -> int:
+        """Nanoseconds since `start`.
+
+        Raises
+        ------
+        RuntimeError
+            `start` was not called since the last `stop`.
+        """
+        stop_ns = 0 if self._is_cuda else _core.thread_cpu_ns()
+        start_ns, self._start_ns = self._start_ns, -1
+        if start_ns < 0:
+            raise RuntimeError("the clock is not running: call start() first")
+        if self._is_cuda:
+            begin, end = self._events
+            end.record(torch.cuda.current_stream(self._device))
+            end.synchronize()
+            elapsed_ms: float = begin.elapsed_time(end)
+            return round(elapsed_ms * _NS_PER_MS)
+        return stop_ns - start_ns
+
+
+def stable_median(samples: Sequence[int], rel_tolerance: float) -> tuple[int, bool]:
+    """The median of samples, and whether it is known to a relative tolerance.
+
+    Parameters
+    ----------
+    samples
+        Times in ns, at least one.
+    rel_tolerance
+        The error allowed, relative to the median.
+
+    Returns
+    -------
+    tuple of int and bool
+        The median, rounded to the nearest ns; and whether its standard error is at most
+        ``rel_tolerance`` times the median, which fewer than three samples never tell.
+
+    Raises
+    ------
+    ValueError
+        There are no samples.
+
+    Notes
+    -----
+    The standard error is read from the sorted samples, without an assumption about their
+    distribution: the number of samples below the true median is binomial with standard deviation
+    sqrt(n) / 2, so that the samples at that distance from the middle, rounded outwards, lie about
+    one standard error from it; half of what lies between them is taken. Single slow samples, which
+    a busy machine makes, do not count.
+    """
+    if not samples:
+        raise ValueError("a median needs at least one sample, got none")
+    ordered = sorted(samples)
+    n = len(ordered)
+    middle = median(ordered)
+    if n < _FEWEST:
+        return round(middle), False
+    centre, spread = (n - 1) / 2, math.sqrt(n) / 2
+    low = ordered[max(math.floor(centre - spread), 0)]
+    high = ordered[min(math.ceil(centre + spread), n - 1)]
+    return round(middle), (high - low) / 2 <= rel_tolerance * middle
+
+
+def measure_ns(
+    call: Callable[[], object],
+    device: torch.device | str,
+    *,
+    min_repeats: int = 5,
+    max_repeats: int = 25,
+    rel_tolerance: float = 0.03,
+    max_seconds: float = 2.0,
+) -> int:
+    """Median time of a call, in nanoseconds.
+
+    Parameters
+    ----------
+    call
+        Called once to warm up, which is not counted, and then until the median is stable.
+    device
+        The CPU or CUDA device that it runs on; `Clock` says what is timed.
+    min_repeats, max_repeats
+        Bounds of the number of counted calls.
+    rel_tolerance
+        Standard error allowed, relative to the median (`stable_median`).
+    max_seconds
+        No further call is begun when this much (wall) time has passed, the warm-up included and
+        `min_repeats` or not; one call is always counted.
+
+    Raises
+    ------
+    ValueError
+        ``1 <= min_repeats <= max_repeats`` does not hold, or the device has no clock.
+    """
+    if not 1 <= min_repeats <= max_repeats:
+        raise ValueError(
+            f"expected 1 <= min_repeats <= max_repeats, got {min_repeats} and {max_repeats}"
+        )
+    clock = Clock(device)
+    deadline = time.monotonic() + max_seconds
+    call()
+    samples: list[int] = []
+    while True:
+        clock.start()
+        call()
+        samples.append(clock.stop())
+        count = len(samples)
+        middle, stable = stable_median(samples, rel_tolerance)
+        if count >= max_repeats or (stable and count >= min_repeats):
+            return middle
+        if time.monotonic() >= deadline:
+            return middle
