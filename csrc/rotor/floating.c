@@ -478,32 +478,62 @@ static int simulate_tail(const table_t *k, const rotor_sequence_t *sequence, int
                           NULL);
 }
 
-int rotor_floating_sequence(const rotor_floating_t *self, rotor_sequence_t *sequence) {
-    const row_t *root = row_of(self, 0, 0, self->chain->n);
+/* The fastest of the slots' optima that fits, from the most slots down; found tells. */
+static int trace_slots(const table_t *k, rotor_sequence_t *sequence, bool *found,
+                       int64_t *time_ns) {
+    const row_t *root = row_of(k, 0, 0, k->chain->n);
     int64_t first = sequence->length;
-    int64_t lowest = root->count == 0 ? INFINITE : rotor_max(self->within, root->low);
+    int64_t lowest = root->count == 0 ? INFINITE : rotor_max(k->within, root->low);
     rotor_result_t result;
-    int ret;
+    int ret = ROTOR_OK;
 
-    /* From the most slots down, the fewest of those of equal time: what fits first is fastest. */
-    for (int64_t m = self->top; m >= lowest; m--) {
+    *found = false;
+    for (int64_t m = k->top; m >= lowest && ret == ROTOR_OK && !*found; m--) {
+        /* Of equal times, the fewest slots. */
         if (m > lowest && value_at(root, m - 1) == value_at(root, m)) {
             continue;
         }
-        ret = trace_schedule(self, false, m, sequence);
+        sequence->length = first;
+        ret = trace_schedule(k, false, m, sequence);
         if (ret == ROTOR_OK) {
-            ret = simulate_tail(self, sequence, first, &result);
+            ret = simulate_tail(k, sequence, first, &result);
         }
-        if (ret != ROTOR_OK) {
-            sequence->length = first;
-            return ret;
+        if (ret == ROTOR_OK) {
+            *found = result.peak <= k->budget;
+            *time_ns = result.time_ns;
         }
-        if (result.peak <= self->budget) {
-            return ROTOR_OK;
-        }
+    }
+    if (!*found) {
         sequence->length = first;
     }
-    return trace_schedule(self, true, self->budget - self->chain->x[0], sequence);
+    return ret;
+}
+
+int rotor_floating_sequence(const rotor_floating_t *self, rotor_sequence_t *sequence) {
+    const row_t *root = row_of(self, 0, 0, self->chain->n);
+    int64_t first = sequence->length;
+    int64_t time_ns = 0;
+    bool found;
+    rotor_result_t least;
+    int ret = trace_slots(self, sequence, &found, &time_ns);
+    int64_t middle = sequence->length;
+
+    if (ret == ROTOR_OK) {
+        ret = trace_schedule(self, true, root->least, sequence);
+    }
+    if (ret == ROTOR_OK) {
+        ret = simulate_tail(self, sequence, middle, &least);
+    }
+    if (ret != ROTOR_OK) {
+        sequence->length = first;
+    } else if (found && time_ns <= least.time_ns) {
+        sequence->length = middle;
+    } else {
+        memmove(sequence->ops + first, sequence->ops + middle,
+                (size_t)(sequence->length - middle) * sizeof(*sequence->ops));
+        sequence->length -= middle - first;
+    }
+    return ret;
 }
 
 static int add_point(const table_t *k, const rotor_sequence_t *sequence, int64_t *count,

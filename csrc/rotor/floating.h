@@ -78,9 +78,9 @@ int rotor_floating_solve(rotor_floating_t *self, const rotor_chain_t *chain, int
 
 /*
  * Appends a schedule whose simulated peak is within the solved budget: the fastest of the optimum
- * on `slots` slots, the optima on up to n + 2 more where simulation shows that they fit all the
- * same (every size was rounded up), and, where slots are too coarse for either, the schedule of
- * least memory.
+ * on `slots` slots, of those optima on up to n + 2 more that simulation shows to fit all the same
+ * (every size was rounded up), and of a schedule of least memory in bytes, which is there where
+ * slots are too coarse for any. ROTOR_ERR_NO_MEMORY leaves the sequence as it was.
  */
 int rotor_floating_sequence(const rotor_floating_t *self, rotor_sequence_t *sequence);
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import ClassVar
 
 from rotor.algorithms._candidates import CandidateAlgorithm
@@ -93,7 +94,7 @@ def segment_sequence(chain: Chain, segments: int) -> Sequence:
         raise ValueError(f"segments must be between 1 and the {n} stages, got {segments}")
     bounds = [g * n // segments for g in range(segments + 1)]
     ops: list[tuple[str, int]] = []
-    for first, end in zip(bounds[:-2], bounds[1:-1], strict=True):
+    for first, end in pairwise(bounds[:-1]):
         ops += [("Fck" if i == first else "Fn", i) for i in range(first, end)]
     for g in reversed(range(segments)):
         stages = range(bounds[g], bounds[g + 1])

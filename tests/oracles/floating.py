@@ -9,14 +9,22 @@ from oracles.machine import Costs, Op, Production, best_of_grammar
 INFINITE = float("inf")
 
 
-def recurrence(c: Costs, memory: int) -> float:
-    """Least time, ns, with `memory` bytes beside x[0], from the recurrence in bytes.
+def recurrence(
+    c: Costs, memory: int, *, slots: int | None = None, persistent: bool = False
+) -> float:
+    """Least time, ns, with `memory` bytes beside x[0], from the recurrence.
+
+    With `slots`, `memory` is divided into so many, and every need and every size held is rounded
+    up to whole ones. `persistent` leaves only checkpoints that wait until their own backward.
 
     State (b, s, l): x[b] is there, stages s..l (l = n: and the loss) are to be done. The choices
     name both where the next checkpoint stands (k) and down to which stage it serves (t + 1); the C
     solver reaches the same schedules in steps of one stage.
     """
     n = c.n
+
+    def up(size: int) -> int:
+        return size if slots is None else -(-size * slots // memory)
 
     def held(last: int) -> int:
         if last == n:
@@ -25,41 +33,38 @@ def recurrence(c: Costs, memory: int) -> float:
         return c.grad[last + 1] + sum(c.pgrad[last + 1 :]) + output
 
     def walk(b: int, k: int, last: int, keep: int) -> int:
-        """Bytes that forwards b..k-1 need, `keep` of them for an x[b] that stays."""
-        need = 0
-        for i in range(b, k):
-            source = 0 if i == b and keep else c.x[i]
-            need = max(need, held(last) + keep + source + c.x[i + 1] + c.fn_tmp[i])
-        return need
+        """Bytes that forwards b..k-1 need, `keep` of them for x[b], which stays."""
+        inputs = [keep] + [keep + c.x[i] for i in range(b + 1, k)]
+        return held(last) + max(
+            size + c.x[i + 1] + c.fn_tmp[i] for i, size in zip(range(b, k), inputs, strict=True)
+        )
 
     @cache
     def best(b: int, s: int, last: int, m: int) -> float:
-        """`m` counts x[b], whoever owns it."""
+        """`m` counts x[b] where b < s."""
         if b == n:
-            return 0 if m >= c.x[n] + c.grad[n] + c.loss_tmp else INFINITE
+            return 0 if m >= up(c.grad[n] + c.loss_tmp) else INFINITE
         found: float = INFINITE
         if b == s:
-            room = m - c.x[b]
-            inside = b == n - 1 and last == n
-            output = c.x[n] if c.hold_output and not inside else 0
+            output = c.x[n] if c.hold_output and (b, last) != (n - 1, n) else 0
             tail = c.grad[b + 1] + c.xbar[b] + c.grad[b] + c.b_tmp[b] + sum(c.pgrad[b + 1 :])
-            if room >= max(held(last) + c.xbar[b] + c.fe_tmp[b], tail + output):
-                rest = (
-                    0 if b == last else best(b + 1, b + 1, last, room - c.xbar[b] + c.x[b + 1])
-                )
+            if m >= up(max(held(last) + c.xbar[b] + c.fe_tmp[b], tail + output)):
+                rest = 0 if b == last else best(b + 1, b + 1, last, m - up(c.xbar[b]))
                 found = c.forward[b] + c.backward[b] + rest
         for k in range(b + 1, s + 1):
-            if m >= walk(b, k, last, 0):
-                found = min(found, sum(c.forward[b:k]) + best(k, s, last, m))
+            if m >= max(up(walk(b, b + 1, last, c.x[b])), up(walk(b, k, last, 0))):
+                rest = best(k, s, last, m - (up(c.x[k]) if k == s else 0))
+                found = min(found, sum(c.forward[b:k]) + rest)
+        keep = c.x[b] if b < s else 0
         for t in range(s, last):
-            for k in range(b + 1, t + 2):
-                if m >= walk(b, k, last, c.x[b]):
-                    left = best(b, s, t, m)
-                    right = best(k, t + 1, last, m - c.x[b])
-                    found = min(found, sum(c.forward[b:k]) + right + left)
+            for k in range(t + 1 if persistent else b + 1, t + 2):
+                if m >= up(walk(b, k, last, keep)):
+                    own = up(keep) + (up(c.x[k]) if k == t + 1 else 0)
+                    right = best(k, t + 1, last, m - own)
+                    found = min(found, sum(c.forward[b:k]) + right + best(b, s, t, m))
         return found
 
-    return best(0, 0, n, memory + c.x[0])
+    return best(0, 0, n, memory if slots is None else slots)
 
 
 def productions(n: int, b: int, s: int, last: int) -> list[Production]:

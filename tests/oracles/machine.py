@@ -57,7 +57,7 @@ class Costs(NamedTuple):
 
 
 class State(NamedTuple):
-    """Plain activations, tapes (sets of indices), the gradient that is there, the output's place."""
+    """Plain activations, tapes (sets of indices), the gradient there, the output's place."""
 
     x: frozenset[int]
     xbar: frozenset[int]
@@ -134,8 +134,8 @@ def _choices(c: Costs, s: State) -> list[Op]:
 def best_of_all(c: Costs, budget: int) -> tuple[int, list[Op]] | None:
     """The least time of any valid sequence whose peak is within budget: Dijkstra on states.
 
-    One thing that the simulator accepts is left out: Fn(i) while the tape of Fe(i) is live. It would
-    free x[i], which no real tape allows.
+    One thing that the simulator accepts is left out: Fn(i) while the tape of Fe(i) is live. It
+    would free x[i], which no real tape allows.
     """
     first = start(c)
     done: set[State] = set()
