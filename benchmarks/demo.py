@@ -23,7 +23,7 @@ from common import (
 from torch import nn
 
 import rotor
-from rotor.progress import bar
+from rotor.progress import progress
 from rotor.report.text import table
 from rotor.units import format_bytes, format_seconds
 
@@ -61,7 +61,7 @@ def main() -> None:
 
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (plain, limited)]
     identical = True
-    with bar(arguments.steps, "training both") as update:
+    with progress(arguments.steps, "training both") as update:
         for step in range(arguments.steps):
             losses = [
                 train_step(plain, batch),

@@ -20,7 +20,7 @@ from rotor.chain import Chain
 from rotor.errors import MemoryLimitWarning
 from rotor.executor import Run, run_chain
 from rotor.inspection import Inspection, measure
-from rotor.metering import StepBytes, StepMeter
+from rotor.metering import StepBytes, StepMeter, cancel_running
 from rotor.plan import Plan, loss_reserve, make_plan
 from rotor.progress import progress
 from rotor.report.text import plan_report, stage_table
@@ -140,7 +140,6 @@ class Checkpointable(TransparentModule):
             _latest_key=None,
             _learned_loss={},
             _pending=None,
-            _meter=None,
             _warned=set(),
         )
         _set_verbosity(verbosity)
@@ -149,7 +148,7 @@ class Checkpointable(TransparentModule):
             self.compute_sequence()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_pending": None, "_meter": None}
+        return super().__getstate__() | {"_pending": None}
 
     # -- measuring and planning
 
@@ -325,11 +324,9 @@ class Checkpointable(TransparentModule):
         refuse_sharded(stages)
         self._check_devices(arg)
         loss_fn = self.loss_fn if targets else None
+        cancel_running()
         with progress(len(stages), "measuring the stages") as update:
             inspection = measure(stages, arg, loss_fn=loss_fn, targets=targets, progress=update)
-        for before, stage in zip(stages, inspection.stages, strict=False):
-            if before.names != stage.names:
-                break
         merged = [stage.name for stage in inspection.stages if len(stage.names) > 1]
         if merged:
             logger.info("merged because they cannot be cut apart: %s", ", ".join(merged))
@@ -448,7 +445,6 @@ class Checkpointable(TransparentModule):
 
     def _plan_for(self, key: Any, inputs: Any, targets: Sequence[Any]) -> Plan:
         old = self._plans.get(key)
-        self._cancel_meter()
         if key[0] not in self._inspections:
             self._inspect(key[0], inputs, targets)
         plan = self._make(key, old.reserve_bytes if old is not None else 0)
@@ -466,8 +462,8 @@ class Checkpointable(TransparentModule):
             flags=plan.inspection.flags,
             started=self._started,
         )
-        if meter is not None and not meter.forward_done(output):
-            self.__dict__["_meter"] = None
+        if meter is not None:
+            meter.forward_done(output)
         return self._with_loss(output, targets)
 
     def _started(self, run: Run) -> None:
@@ -489,27 +485,21 @@ class Checkpointable(TransparentModule):
 
     # -- metering the first steps of a plan
 
-    def _cancel_meter(self) -> None:
-        if self._meter is not None:
-            self._meter.cancel()
-            self.__dict__["_meter"] = None
-
     def _start_meter(self, plan: Plan) -> StepMeter | None:
-        self._cancel_meter()
         if plan.measured_bytes is not None or plan.meterings >= _METERED_STEPS:
             return None
+        myself = weakref.ref(self)
 
         def done(step: StepBytes) -> None:
-            self.__dict__["_meter"] = None
-            self._learn(plan, step)
+            model = myself()
+            if model is not None:
+                model._learn(plan, step)
 
         try:
-            meter = StepMeter(plan.inspection.device, done)
+            return StepMeter(plan.inspection.device, done)
         except memory.MeterBusyError as error:
             self._warn_once("busy", f"this step's memory was not measured: {error}")
             return None
-        self.__dict__["_meter"] = meter
-        return meter
 
     def _learn(self, plan: Plan, step: StepBytes) -> None:
         """Compare a metered step with its plan; have it made again where that helps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,9 @@ class StepBytes:
 class StepMeter:
     """Started before a forward, it stops by itself at the end of the backward.
 
+    Nobody but the graph of the step holds it: when the output is dropped without a backward, it
+    stops too. There is one at a time; `cancel_running` makes room for another measurement.
+
     Parameters
     ----------
     device
@@ -46,27 +50,28 @@ class StepMeter:
     """
 
     def __init__(self, device: torch.device, done: Callable[[StepBytes], None]) -> None:
+        self._meter: memory.Meter | None = None
         self._done = done
         self._in_backward = False
-        self._meter: memory.Meter | None = memory.meter(device)
-        self._meter.start()
+        cancel_running()
+        self._meter = memory.meter(device).start()
+        _running.append(weakref.ref(self))
 
-    def forward_done(self, output: Any) -> bool:
-        """Mark the end of the forward; False where the output needs no backward."""
+    def forward_done(self, output: Any) -> None:
+        """Mark the end of the forward; nothing is metered where the output needs no backward."""
         watched = [t for t in tensors_of(output) if t.requires_grad]
         if self._meter is None or not watched:
             self.cancel()
-            return False
+            return
         self._meter.mark("loss")
         for tensor in watched:
             tensor.register_hook(self._gradient_arrived)
-        return True
 
     def _gradient_arrived(self, gradient: torch.Tensor) -> None:
         if self._meter is not None and not self._in_backward:
             self._in_backward = True
             self._meter.mark("backward")
-            _torch.at_end_of_backward(self._finish)
+            _torch.at_end_of_backward(self._finish, self.cancel)
 
     def _finish(self) -> None:
         if self._meter is None:
@@ -81,3 +86,17 @@ class StepMeter:
         if self._meter is not None:
             meter, self._meter = self._meter, None
             meter.stop()
+
+    def __del__(self) -> None:
+        self.cancel()
+
+
+_running: list[weakref.ref[StepMeter]] = []
+
+
+def cancel_running() -> None:
+    """Stop the meter of a step whose backward has not come, if there is one."""
+    while _running:
+        meter = _running.pop()()
+        if meter is not None:
+            meter.cancel()

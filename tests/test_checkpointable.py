@@ -1,0 +1,569 @@
+"""Checkpointable: limits that hold, equal numbers, the published interface, transparent wrapping."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from training import Result, default_loss, twins
+
+import rotor
+from rotor import memory
+from rotor.algorithms import ChenSqrt, NoCheckpoint, Persistent, RecomputeAll
+from rotor.algorithms.sequence import Sequence
+
+
+def conv_net(inplace: bool = True) -> nn.Sequential:
+    def block(a: int, b: int) -> nn.Sequential:
+        return nn.Sequential(
+            nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=inplace)
+        )
+
+    return nn.Sequential(
+        block(3, 16),
+        block(16, 16),
+        nn.Dropout(0.1),
+        nn.Sequential(block(16, 16), block(16, 16)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+    )
+
+
+def images(batch: int = 8, requires_grad: bool = False) -> torch.Tensor:
+    return torch.randn(batch, 3, 24, 24, requires_grad=requires_grad)
+
+
+def step_peak(model, x, loss=default_loss, **kwargs) -> int:
+    for parameter in model.parameters():
+        parameter.grad = None
+    with memory.meter("cpu") as meter:
+        y = model(x, **kwargs)
+        (y if y.dim() == 0 else loss(y)).backward()
+    return meter.peak_bytes
+
+
+def peaks(model, x):
+    """Plain peak, and the least that the chain engine can do with."""
+    step_peak(model, x)
+    plain = step_peak(model, x)
+    chk = rotor.Checkpointable(copy.deepcopy(model), x)
+    with pytest.raises(rotor.InfeasibleError) as caught:
+        chk.compute_sequence(1)
+    return plain, caught.value.minimum_bytes
+
+
+# -- the promise
+
+
+@pytest.mark.parametrize("fraction", [0.9, 0.6, 0.3, 0.0])
+def test_measured_peak_respects_the_limit_and_numbers_are_equal(fraction):
+    torch.manual_seed(0)
+    model = conv_net()
+    x = images()
+    plain_peak, least = peaks(model, x)
+    limit = int(least + fraction * (plain_peak - least))
+    chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit)
+    plain = copy.deepcopy(model)
+    for _ in range(2):
+        expected = Result(plain, plain, x, seed=1)
+        assert expected.differences(Result(chk, chk, x, seed=1)) == []
+    measured = step_peak(chk, x)
+    assert measured <= limit
+    assert measured == pytest.approx(chk.get_expected_memory(), rel=0.01)
+
+
+def test_limit_holds_from_the_first_step_with_a_captured_loss():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 2000))
+    x, target = torch.randn(64, 64), torch.randint(0, 2000, (64,))
+    chk = rotor.Checkpointable(model, loss_fn=nn.functional.cross_entropy)
+    chk.measure(x, targets=(target,))
+    with pytest.raises(rotor.InfeasibleError) as caught:
+        chk.compute_sequence(1)
+    chk.compute_sequence(mem_limit=caught.value.minimum_bytes)
+    with memory.meter("cpu") as meter, pytest.warns(rotor.MemoryLimitWarning, match="not measured"):
+        chk(x, targets=(target,)).backward()
+    assert meter.peak_bytes <= chk.mem_limit
+
+
+def test_first_step_is_metered_and_a_dear_loss_is_learned():
+    torch.manual_seed(0)
+    model = conv_net()
+    x = images()
+    plain_peak, least = peaks(model, x)
+
+    def dear(y):
+        extra = torch.zeros(300_000)
+        return default_loss(y) + extra.sum()
+
+    chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=plain_peak)
+    step_peak_of_first = []
+    for _ in range(4):
+        for parameter in chk.parameters():
+            parameter.grad = None
+        dear(chk(x)).backward()
+        step_peak_of_first.append(chk._latest.measured_bytes)
+    assert step_peak(chk, x, dear) <= chk.mem_limit
+    assert chk._latest.measured_bytes is not None
+    assert least < plain_peak
+
+
+def test_a_limit_that_cannot_be_kept_warns_with_figures():
+    torch.manual_seed(0)
+    model = conv_net()
+    x = images()
+    plain_peak, _ = peaks(model, x)
+    sizes = iter(range(200_000, 10**7, 200_000))
+
+    def growing(y):
+        return default_loss(y) + torch.zeros(plain_peak // 4 + next(sizes)).sum()
+
+    chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=plain_peak)
+    with pytest.warns(rotor.MemoryLimitWarning, match=rf"limit of {plain_peak} bytes"):
+        for _ in range(6):
+            for parameter in chk.parameters():
+                parameter.grad = None
+            growing(chk(x)).backward()
+
+
+def test_measuring_needs_no_more_than_the_least_limit():
+    model = conv_net()
+    x = images()
+    _, least = peaks(model, x)
+    chk = rotor.Checkpointable(copy.deepcopy(model))
+    total = []
+    original = memory.meter
+    # One meter at a time: the profiler's events of the whole measure cannot be had while it meters.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inspection = chk.measure(x)
+    for i, m in enumerate(inspection.measures):
+        before = 0 if i == 0 else inspection.measures[i - 1].output_bytes
+        total.append(
+            before
+            + max(
+                m.xbar_bytes + m.forward_tmp_bytes,
+                m.xbar_bytes + m.output_bytes + m.backward_peak_bytes,
+            )
+        )
+    assert memory.meter is original
+    assert max(total) <= least
+
+
+# -- nothing is changed
+
+
+def test_measuring_changes_nothing():
+    model = conv_net()
+    model[2].eval()
+    x = images(requires_grad=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    flags = [m.training for m in model.modules()]
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    buffers = list(model.buffers())
+    rng = torch.get_rng_state()
+    chk = rotor.Checkpointable(model)
+    chk.measure(x)
+    assert [m.training for m in model.modules()] == flags
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert all(a is b for a, b in zip(buffers, model.buffers(), strict=True))
+    assert all(bool((p.grad == 1).all()) for p in model.parameters())
+    assert x.grad is None
+    assert torch.equal(rng, torch.get_rng_state())
+
+
+def test_a_failed_measure_changes_nothing():
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise OSError("boom")
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), Fails())
+    model.eval()
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    buffers = list(model.buffers())
+    x = torch.randn(8, 4)
+    rng = torch.get_rng_state()
+    chk = rotor.Checkpointable(model)
+    with pytest.raises(OSError, match="boom"):
+        chk.measure(x)
+    assert not any(m.training for m in model.modules())
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert all(a is b for a, b in zip(buffers, model.buffers(), strict=True))
+    assert torch.equal(rng, torch.get_rng_state())
+    assert chk.inspection_values is None
+
+
+def test_a_failed_plan_keeps_the_old_one():
+    chk = rotor.Checkpointable(conv_net(), images(), "1GiB")
+    before = chk.get_expected_memory()
+    with pytest.raises(rotor.InfeasibleError):
+        chk.compute_sequence(1)
+    assert chk.mem_limit == 2**30
+    assert chk.get_expected_memory() == before
+
+
+# -- the published interface
+
+
+def test_three_ways_to_construct():
+    x = images()
+    limit = 500 * 1024 * 1024
+    first = rotor.Checkpointable(conv_net())
+    first.measure(x)
+    first.compute_sequence(limit)
+    second = rotor.Checkpointable(conv_net(), x, limit)
+    third = rotor.Checkpointable(conv_net(), x)
+    third.compute_sequence(mem_limit=limit)
+    fourth = rotor.Checkpointable(conv_net(), x)
+    fourth.compute_sequence(custom_mem_limit_bytes=limit)
+    for chk in (first, second, third, fourth):
+        assert chk.mem_limit == limit
+        assert chk(x).shape == (8, 10)
+        assert chk.get_expected_memory() <= limit
+
+
+def test_first_forward_measures_and_plans_by_itself():
+    chk = rotor.Checkpointable(conv_net())
+    assert chk.inspection_values is None
+    assert chk.mem_slots == 500
+    default_loss(chk(images())).backward()
+    assert chk.inspection_values is not None
+    free = memory.free_bytes("cpu")
+    assert 0.5 * free < chk.mem_limit < free
+
+
+def test_attributes_and_sequence_text():
+    x = images()
+    chk = rotor.Checkpointable(conv_net(), x, "1 GiB", mem_slots=200)
+    assert chk.mem_slots == 200
+    assert chk.mem_limit == 2**30
+    assert chk.preserve_rng_state is True
+    assert chk.loss_tmp_memory_usage == 0
+    assert len(chk.names) == len(chk.functions) == len(chk.inspection_values.measures)
+    sequence = chk.compute_sequence("1GiB", algo=RecomputeAll())
+    assert isinstance(sequence, Sequence)
+    n = len(chk.names)
+    assert str(sequence).startswith("Fck_0 Fn_1 ")
+    assert f"L Fck_0 Fn_1" in str(sequence) or f"Fe_{n - 1} L" in str(sequence)
+    chain = chk.build_chain(2**30)
+    assert len(chain) == n
+    assert chain.x_bytes[0] == x.numel() * 4
+    assert sequence.peak_bytes - chain.x_bytes[0] <= chk.get_expected_memory()
+    assert chk.get_expected_makespan() == pytest.approx(sequence.makespan)
+
+
+def test_algorithms_by_class_and_by_instance():
+    x = images()
+    chk = rotor.Checkpointable(conv_net(), x)
+    a = chk.compute_sequence("1GiB", algo=NoCheckpoint)
+    b = chk.compute_sequence("1GiB", algo=NoCheckpoint())
+    c = chk.compute_sequence("1GiB", algo=Persistent, mem_slots=300)
+    assert a == b == c
+    chk.compute_sequence("1GiB", algo=ChenSqrt())
+    plain = copy.deepcopy(chk.module)
+    assert Result(plain, plain, x).differences(Result(chk, chk, x)) == []
+
+
+def test_curve_excludes_the_input_and_ends_without_recomputation():
+    x = images()
+    chk = rotor.Checkpointable(conv_net(), x)
+    curve = chk.curve()
+    chain = chk.build_chain()
+    with pytest.raises(rotor.InfeasibleError) as caught:
+        chk.compute_sequence(1)
+    own = caught.value.minimum_bytes - curve.minimum_bytes
+    assert 0 <= own < 100_000
+    assert curve.seconds[-1] == pytest.approx(chain.ideal_time)
+
+
+def test_display_and_report_are_text():
+    chk = rotor.Checkpointable(conv_net(), images(), "1GiB")
+    assert "3.0.0" in chk.display()
+    assert "1 GiB" in chk.report() or "1.00 GiB" in chk.report()
+
+
+def test_merged_stages_are_logged(caplog):
+    with caplog.at_level(logging.INFO, logger="rotor"):
+        rotor.Checkpointable(conv_net(), images())
+    assert "0.1+0.2" in caplog.text
+    assert "4+5" in caplog.text
+
+
+def test_eval_and_no_grad_run_the_plain_model():
+    chk = rotor.Checkpointable(conv_net())
+    x = images()
+    with torch.no_grad():
+        chk(x)
+    assert chk.inspection_values is None
+    chk.eval()
+    assert not chk.module.training
+    assert torch.equal(chk(x), chk.module(x))
+    assert chk.inspection_values is None
+
+
+def test_other_inputs_get_other_plans():
+    chk = rotor.Checkpointable(conv_net(), mem_limit="1GiB")
+    for batch in (4, 8, 4, 8):
+        default_loss(chk(images(batch))).backward()
+        for parameter in chk.parameters():
+            parameter.grad = None
+    assert len(chk._plans) == 2
+    chk[2].eval()
+    default_loss(chk(images(4))).backward()
+    assert len(chk._plans) == 3
+    default_loss(chk(images(4))).backward()
+    assert len(chk._plans) == 4
+    chk.module[0][0].weight.requires_grad_(False)
+    default_loss(chk(images(4))).backward()
+    assert len(chk._plans) == 5
+
+
+def test_existing_gradients_are_not_counted_again():
+    x = images()
+    chk = rotor.Checkpointable(conv_net(), x, "1GiB")
+    fresh = sum(chk.build_chain().pgrad_bytes)
+    assert fresh == sum(p.numel() * 4 for p in chk.parameters())
+    default_loss(chk(x)).backward()
+    default_loss(chk(x)).backward()
+    assert sum(chk.build_chain().pgrad_bytes) == 0
+
+
+def test_shared_parameters_count_once():
+    linear = nn.Linear(8, 8)
+    chk = rotor.Checkpointable(nn.Sequential(linear, nn.Tanh(), linear), torch.randn(4, 8))
+    assert chk.build_chain().pgrad_bytes == [0, 0, 8 * 8 * 4 + 8 * 4]
+
+
+def test_frozen_first_stages_are_one_stage_that_keeps_its_output_only():
+    model = conv_net(inplace=False)
+    model[0].requires_grad_(False)
+    model[0].eval()
+    x = images()
+    chk = rotor.Checkpointable(copy.deepcopy(model), x, "1GiB")
+    first = chk.inspection_values.measures[0]
+    assert first.name == "0.0+0.1+0.2"
+    assert first.xbar_bytes == first.output_bytes
+    assert first.grad_bytes == 0
+    plain, _ = twins(model)
+    for algo in (RecomputeAll(), NoCheckpoint()):
+        chk.compute_sequence("1GiB", algo=algo)
+        assert Result(plain, plain, x).differences(Result(chk, chk, x)) == []
+
+
+def test_a_model_without_trainable_parameters_runs_plainly():
+    model = conv_net().requires_grad_(False)
+    chk = rotor.Checkpointable(model)
+    assert not chk(images()).requires_grad
+
+
+def test_structure_changes_are_seen():
+    chk = rotor.Checkpointable(conv_net(), images(), "1GiB")
+    chk.module.append(nn.Linear(10, 3))
+    assert chk(images()).shape == (8, 3)
+
+
+def test_two_pending_forwards_warn_once():
+    x = images()
+    chk = rotor.Checkpointable(conv_net(), x)
+    chk.compute_sequence("1GiB", algo=RecomputeAll())
+    chk._latest.measured_bytes = 1
+    y = chk(x)
+    with pytest.warns(rotor.MemoryLimitWarning, match="each keeps its own limit"):
+        z = chk(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        w = chk(x)
+    default_loss(y + z + w).backward()
+
+
+def test_a_running_profiler_skips_metering_with_a_warning():
+    x = images()
+    chk = rotor.Checkpointable(conv_net(), x, "1GiB")
+    with torch.profiler.profile():
+        with pytest.warns(rotor.MemoryLimitWarning, match="not measured"):
+            default_loss(chk(x)).backward()
+    assert chk._latest.measured_bytes is None
+
+
+# -- transparent wrapping
+
+
+def test_names_and_states_carry_no_prefix():
+    model = conv_net()
+    chk = rotor.Checkpointable(model)
+    assert list(chk.state_dict()) == list(model.state_dict())
+    assert [n for n, _ in chk.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert [n for n, _ in chk.named_buffers()] == [n for n, _ in model.named_buffers()]
+    assert [n for n, _ in chk.named_modules()] == [n for n, _ in model.named_modules()]
+    other = conv_net()
+    chk.load_state_dict(other.state_dict())
+    assert all(
+        torch.equal(a, b) for a, b in zip(chk.parameters(), other.parameters(), strict=True)
+    )
+    outer = nn.ModuleDict({"inner": chk})
+    assert list(outer.state_dict()) == [f"inner.{k}" for k in model.state_dict()]
+    outer.load_state_dict({f"inner.{k}": v for k, v in conv_net().state_dict().items()})
+
+
+def test_attributes_are_the_models():
+    model = conv_net()
+    model.note = "hello"
+    chk = rotor.Checkpointable(model)
+    assert chk.note == "hello"
+    chk.note = "changed"
+    chk.extra = 3
+    assert model.note == "changed"
+    assert model.extra == 3
+    del chk.extra
+    assert not hasattr(model, "extra")
+    assert not hasattr(chk, "nonsense")
+    assert chk[0] is model[0]
+    assert len(chk) == len(model)
+    assert list(chk) == list(model)
+    chk.verbosity = 2
+    assert not hasattr(model, "verbosity")
+    chk.eval()
+    assert not model.training
+    chk.train()
+    assert model.training
+    assert bool(chk)
+    assert "Checkpointable" in repr(chk)
+
+
+def test_to_moves_and_hooks_fire_once():
+    model = conv_net()
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    chk = rotor.Checkpointable(model)
+    chk.to(torch.float64)
+    assert model[0][0].weight.dtype == torch.float64
+    chk(images().double())
+    chk.eval()
+    chk(images().double())
+    assert calls == [1, 1]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_train_alike(duplicate):
+    x = images()
+    chk = rotor.Checkpointable(conv_net(), x)
+    chk.compute_sequence("1GiB", algo=RecomputeAll())
+    default_loss(chk(x)).backward()
+    twin = duplicate(chk)
+    assert twin.module is not chk.module
+    assert {id(p) for p in twin.parameters()}.isdisjoint({id(p) for p in chk.parameters()})
+    assert Result(chk, chk, x).differences(Result(twin, twin, x)) == []
+
+
+# -- errors
+
+
+def test_models_that_are_no_sequential():
+    with pytest.raises(TypeError, match=r"nn\.Sequential, got Linear"):
+        rotor.Checkpointable(nn.Linear(2, 2))
+
+    class Own(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    with pytest.raises(TypeError, match="with a forward of its own"):
+        rotor.Checkpointable(Own(nn.Linear(2, 2)))
+    with pytest.raises(TypeError, match="got int"):
+        rotor.Checkpointable(3)
+    with pytest.raises(ValueError, match="empty"):
+        rotor.Checkpointable(nn.Sequential())
+
+
+def test_before_a_measure():
+    chk = rotor.Checkpointable(conv_net())
+    for call in (chk.build_chain, chk.compute_sequence, chk.curve):
+        with pytest.raises(ValueError, match="nothing was measured"):
+            call()
+    for call in (chk.get_expected_memory, chk.get_expected_makespan, chk.display, chk.report):
+        with pytest.raises(ValueError, match="no schedule was computed"):
+            call()
+
+
+@pytest.mark.parametrize("limit", [0, -5, float("nan"), "0GiB", "lots", "-1MB"])
+def test_limits_that_are_no_positive_number(limit):
+    with pytest.raises(ValueError, match="mem_limit"):
+        rotor.Checkpointable(conv_net(), mem_limit=limit)
+
+
+@pytest.mark.parametrize("limit", [True, [1], 1j])
+def test_limits_of_a_wrong_type(limit):
+    with pytest.raises(TypeError, match="mem_limit"):
+        rotor.Checkpointable(conv_net(), mem_limit=limit)
+
+
+def test_wrong_options():
+    with pytest.raises(ValueError, match="unknown engine"):
+        rotor.Checkpointable(conv_net(), engine="warp")
+    with pytest.raises(ValueError, match="mem_slots"):
+        rotor.Checkpointable(conv_net(), mem_slots=0)
+    with pytest.raises(TypeError, match="mem_slots"):
+        rotor.Checkpointable(conv_net(), mem_slots=1.5)
+    chk = rotor.Checkpointable(conv_net(), images())
+    with pytest.raises(ValueError, match="once"):
+        chk.compute_sequence(10**9, mem_limit=10**9)
+    with pytest.raises(ValueError, match="targets are for a loss"):
+        chk(images(), targets=(1,))
+
+
+def test_infeasible_names_the_least_bytes():
+    with pytest.raises(rotor.InfeasibleError) as caught:
+        rotor.Checkpointable(conv_net(), images(), "10KB")
+    assert str(caught.value.minimum_bytes) in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+    chk = rotor.Checkpointable(conv_net(), images(), caught.value.minimum_bytes)
+    assert chk.get_expected_memory() <= chk.mem_limit
+    fails = rotor.Checkpointable(conv_net(), mem_limit="10KB")
+    x = images()
+    with pytest.raises(rotor.InfeasibleError):
+        fails(x)
+    assert all(p.grad is None for p in fails.parameters())
+
+
+def test_a_first_stage_that_changes_its_input_is_named():
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    kept = x.clone()
+    with pytest.raises(ValueError, match="stage 0 changes the model's input in place"):
+        rotor.Checkpointable(model, x)
+    assert torch.equal(x, kept)
+    viewed = nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="stage 1 changes the model's input in place"):
+        rotor.Checkpointable(viewed, x)
+    assert torch.equal(x, kept)
+
+
+def test_inputs_that_cannot_be_measured():
+    chk = rotor.Checkpointable(conv_net())
+    with pytest.raises(ValueError, match="holds no tensor"):
+        chk.measure("text")
+    chk.to("meta")
+    with pytest.raises(ValueError, match=r"input is on cpu and parameter 0\.0\.weight is on meta"):
+        chk.measure(images())
+
+
+def test_torch_func_is_refused():
+    chk = rotor.Checkpointable(conv_net(), images())
+    chk.compute_sequence("1GiB", algo=RecomputeAll())
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        torch.func.grad(lambda x: chk(x).sum())(images())
+
+
+def test_functional_call_is_refused_when_recomputing():
+    chk = rotor.Checkpointable(conv_net(), images())
+    chk.compute_sequence("1GiB", algo=RecomputeAll())
+    replaced = {n: p.detach().clone().requires_grad_() for n, p in chk.named_parameters()}
+    y = torch.func.functional_call(chk, replaced, (images(),))
+    with pytest.raises(RuntimeError, match="changed or replaced"):
+        default_loss(y).backward()
