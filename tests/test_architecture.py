@@ -1,0 +1,352 @@
+"""The rules of the tree, read from its imports and includes (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# From the bottom up. A module may import modules of lower layers and of its own; a package stands
+# for everything in it. A new module needs a place here.
+LAYERS = [
+    ("leaves", ["rotor.errors", "rotor.units", "rotor.progress", "rotor.schedule"]),
+    ("binding", ["rotor._core"]),
+    ("chain", ["rotor.chain"]),
+    ("algorithms", ["rotor.algorithms"]),
+    ("private PyTorch names", ["rotor._torch"]),
+    ("values and probes", ["rotor.values", "rotor.memory", "rotor.timing", "rotor.transparent"]),
+    ("execution", ["rotor.stages", "rotor.recompute", "rotor.executor", "rotor.metering"]),
+    ("inspection", ["rotor.inspection"]),
+    ("plans", ["rotor.plan"]),
+    ("reports", ["rotor.report"]),
+    ("wrapper", ["rotor.checkpointable"]),
+    ("models", ["rotor.models"]),
+    ("public names", ["rotor"]),
+]
+WITHOUT_TORCH = ["leaves", "binding", "chain", "algorithms", "public names"]
+
+# The same for the headers of the C core.
+C_LAYERS = [
+    ["core"],
+    ["chain", "probe"],
+    ["sequence"],
+    ["frontier", "persistent", "persistent_kernel", "floating", "revolve"],
+]
+C_SYSTEM_HEADERS = re.compile(
+    r"(assert|ctype|dlfcn|errno|fcntl|float|inttypes|limits|mach/mach|malloc|malloc/malloc|math|"
+    r"stdbool|stddef|stdint|stdio|stdlib|string|sys/\w+|time|unistd|x86intrin|immintrin)\.h"
+)
+MOST_LINES = 620
+
+# `Tensor._version` is what PyTorch's own documentation calls the version counter.
+ALLOWED_PRIVATE = {"_version"}
+# Overrides the part of nn.Module that is made to be overridden, and shares its dictionaries.
+SHARES_MODULES = "rotor/transparent.py"
+
+
+class Import(NamedTuple):
+    name: str
+    is_lazy: bool
+    is_typing: bool
+
+
+def python_files(*folders: str) -> list[Path]:
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert found
+    return found
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def module_name(path: Path) -> str:
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    if parts[0] == "models":
+        parts.insert(0, "rotor")
+    if parts[-1] == "__init__":
+        parts.pop()
+    return ".".join(parts)
+
+
+MODULES = {module_name(path): path for path in python_files("rotor", "models")}
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """Everything imported anywhere in a file, with the full names of modules."""
+    name = module_name(path)
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+
+    def visit(node: ast.AST, is_lazy: bool, is_typing: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, is_lazy, is_typing)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                is_module = full in MODULES or full == "rotor._core"
+                yield Import(full if is_module else base, is_lazy, is_typing)
+        lazy = is_lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        typing_only = is_typing or (
+            isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        )
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, lazy, typing_only)
+
+    yield from visit(ast.parse(path.read_text(encoding="utf-8")), False, False)
+
+
+def layer_of(module: str) -> int:
+    """The layer of a module by its longest prefix in the table; the root stands for itself only."""
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:length])
+        if prefix == "rotor" and module != "rotor":
+            break
+        for index, (_, members) in enumerate(LAYERS):
+            if prefix in members:
+                return index
+    raise AssertionError(f"{module} has no layer: give it one in LAYERS of {__file__}")
+
+
+def test_the_table_names_what_exists():
+    members = {member for _, names in LAYERS for member in names}
+    missing = members - set(MODULES) - {"rotor._core"}
+    assert missing == set()
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_arrows_point_down(module):
+    own = layer_of(module)
+    upward = []
+    for name, _, is_typing in imports_of(MODULES[module]):
+        if name.split(".")[0] == "rotor" and not is_typing and layer_of(name) > own:
+            upward.append(name)
+    assert upward == [], f"{module} imports from layers above its own"
+
+
+def test_no_cycles():
+    graph = {
+        module: {
+            name
+            for name, is_lazy, is_typing in imports_of(path)
+            if name.split(".")[0] == "rotor" and not is_lazy and not is_typing and name != module
+        }
+        for module, path in MODULES.items()
+    }
+    assert len(list(TopologicalSorter(graph).static_order())) >= len(MODULES)
+
+
+def test_report_takes_types_only_from_plans():
+    for path in python_files("rotor/report"):
+        runtime = {i.name for i in imports_of(path) if not i.is_typing}
+        assert {name for name in runtime if name.startswith("rotor")} <= {"rotor.units"}, path
+
+
+def test_planning_layers_do_not_name_torch():
+    for module, path in MODULES.items():
+        if LAYERS[layer_of(module)][0] in WITHOUT_TORCH:
+            roots = {i.name.split(".")[0] for i in imports_of(path) if not i.is_typing}
+            assert not roots & {"torch", "psutil"}, module
+
+
+def test_planning_works_without_torch():
+    script = """
+import sys
+sys.modules["torch"] = None
+sys.modules["psutil"] = None
+import rotor, rotor.chain, rotor.algorithms, rotor.units, rotor.progress
+chain = rotor.Chain([1, 2], [2, 1], [4, 4, 4], [8, 8], [0, 0], [0, 0])
+for name in rotor.algorithms.names():
+    sequence = rotor.algorithms.get(name)().solve(chain, "1 KB")
+    assert sequence.peak_bytes <= 1000 and str(sequence).endswith("B_0"), name
+assert rotor.units.parse_bytes("1 KiB") == 1024
+try:
+    rotor.Checkpointable
+except ImportError as error:
+    assert "torch" in str(error)
+else:
+    raise AssertionError("torch was importable")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_imports_models_from_the_root():
+    for path in python_files("rotor", "models", "tests", "benchmarks"):
+        roots = {i.name.split(".")[0] for i in imports_of(path)}
+        assert "models" not in roots, f"{relative(path)}: import rotor.models, not models"
+
+
+@cache
+def private_names() -> set[str]:
+    """Names with one underscore of PyTorch's objects, as far as they can be listed."""
+    objects = [nn.Module, nn.Module(), nn.Sequential(), torch.Tensor, torch.autograd.Function]
+    objects += [torch, torch.autograd, torch.autograd.Variable, torch.cuda, torch.nn, torch.utils]
+    objects += [torch.autograd.profiler, torch.UntypedStorage]
+    names = {name for thing in objects for name in dir(thing)}
+    return {name for name in names if re.fullmatch(r"_[A-Za-z]\w*", name)} - ALLOWED_PRIVATE
+
+
+def defined_names(tree: ast.AST) -> set[str]:
+    """Names that the classes of a file give their own attributes and methods."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+    return names
+
+
+def private_uses(path: Path) -> list[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names, own = private_names(), defined_names(tree)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in names:
+            on_self = ast.unparse(node.value) in ("self", "cls")
+            on_torch = ast.unparse(node.value).split(".")[0] in ("torch", "nn")
+            if on_torch or not (on_self and node.attr in own):
+                found.append(f"{relative(path)}:{node.lineno} {ast.unparse(node)}")
+    for name, _, _ in imports_of(path):
+        parts = name.split(".")
+        if parts[0] == "torch" and any(p.startswith("_") and p != "__future__" for p in parts[1:]):
+            found.append(f"{relative(path)} imports {name}")
+    return found
+
+
+def test_private_names_of_pytorch_stand_in_one_file():
+    assert {"_parameters", "_execution_engine", "_C", "_backward_hooks"} <= private_names()
+    assert len(private_uses(ROOT / "rotor/_torch.py")) > 10
+    found = []
+    for path in python_files("rotor", "models"):
+        if relative(path) not in ("rotor/_torch.py", SHARES_MODULES):
+            found += private_uses(path)
+    assert found == [], "move these to rotor/_torch.py"
+
+
+def test_transparent_modules_touch_only_what_modules_override():
+    used = {use.rpartition(".")[2] for use in private_uses(ROOT / SHARES_MODULES)}
+    assert used <= {"_apply", "_load_from_state_dict"}
+
+
+def test_nothing_prints():
+    for path in python_files("rotor", "models"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_print = isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
+            assert not is_print, f"{relative(path)}:{node.lineno} prints: use logging"
+
+
+def c_files(folder: str) -> list[Path]:
+    found = sorted((ROOT / folder).glob("*.[ch]"))
+    assert found
+    return found
+
+
+def c_code(path: Path) -> str:
+    """A C file without its comments and string literals, includes kept."""
+    text = path.read_text(encoding="utf-8")
+    text = re.sub(r"/\*.*?\*/|//[^\n]*", " ", text, flags=re.DOTALL)
+    return re.sub(r'(?<!include )"(\\.|[^"\\\n])*"', '""', text)
+
+
+def includes(path: Path) -> tuple[list[str], list[str]]:
+    """The headers that a file includes: of the project, of the system."""
+    text = c_code(path)
+    own = re.findall(r'^\s*#\s*include\s+"([^"]+)"', text, flags=re.MULTILINE)
+    system = re.findall(r"^\s*#\s*include\s+<([^>]+)>", text, flags=re.MULTILINE)
+    return own, system
+
+
+def test_the_core_knows_no_python():
+    for path in c_files("csrc/rotor"):
+        own, system = includes(path)
+        outside = [name for name in own if not (ROOT / "csrc/rotor" / name).is_file()]
+        assert outside == [], f"{relative(path)} includes headers from outside the core"
+        unknown = [name for name in system if not C_SYSTEM_HEADERS.fullmatch(name)]
+        assert unknown == [], f"{relative(path)} includes headers that are not C11 or POSIX"
+        assert not re.search(r"\bPy[A-Z]\w+|\bPyObject\b", c_code(path)), relative(path)
+
+
+def test_the_binding_has_the_only_python_h():
+    assert any("Python.h" in includes(path)[1] for path in c_files("csrc/python"))
+    for path in (ROOT / "csrc").rglob("*"):
+        if path.is_file() and path.parent.name != "python":
+            assert "Python.h" not in path.read_text(encoding="utf-8"), relative(path)
+
+
+@pytest.mark.parametrize("path", c_files("csrc/rotor"), ids=lambda path: path.name)
+def test_c_arrows_point_down(path):
+    levels = {name: level for level, names in enumerate(C_LAYERS) for name in names}
+    stem = "probe" if path.stem.startswith("probe") else path.stem
+    assert stem in levels, f"{path.name} has no layer: give it one in C_LAYERS of {__file__}"
+    own, _ = includes(path)
+    upward = [name for name in own if levels[name.removesuffix(".h")] > levels[stem]]
+    assert upward == []
+
+
+def test_the_core_allocates_in_one_place():
+    calls = re.compile(
+        r"(?<![\w.>])(malloc|calloc|realloc|free|strdup|printf|puts|exit|abort)\s*\("
+    )
+    for path in c_files("csrc/rotor"):
+        if path.name != "core.c":
+            found = calls.findall(c_code(path))
+            assert found == [], f"{relative(path)}: allocate with rotor_malloc, return a status"
+
+
+def test_no_cpp():
+    wrong = {".cc", ".cpp", ".cxx", ".hpp", ".hh", ".cu", ".cuh", ".pyx"}
+    for folder in ("csrc", "rotor", "models", "tests"):
+        assert [p for p in (ROOT / folder).rglob("*") if p.suffix in wrong] == []
+
+
+def test_files_are_short():
+    files = python_files("rotor", "models", "tests", "benchmarks")
+    files += [*c_files("csrc/rotor"), *c_files("csrc/python"), *c_files("tests/c")]
+    lengths = {relative(p): len(p.read_text(encoding="utf-8").splitlines()) for p in files}
+    assert {name: n for name, n in lengths.items() if n > MOST_LINES} == {}
+
+
+def test_every_algorithm_is_exported_and_documented():
+    from rotor import algorithms
+
+    for name in algorithms.names():
+        found = algorithms.get(name)
+        assert found.name == name
+        assert found.__name__ in algorithms.__all__
+        assert getattr(algorithms, found.__name__) is found
+        page = ROOT / "docs" / "algorithms" / f"{name}.md"
+        assert page.is_file(), f"{relative(page)} is missing"
+        assert found.__name__ in page.read_text(encoding="utf-8")
+
+
+def test_public_names_exist():
+    import rotor
+
+    for name in rotor.__all__:
+        assert getattr(rotor, name) is not None
+    assert set(rotor.__all__) <= set(dir(rotor))
