@@ -101,6 +101,7 @@ class Segmented(nn.Module):
         self._owned = nn.ModuleList(modules)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The output, by `segments` segments."""
         return checkpoint_sequential(self.stages, self.segments, x, use_reentrant=False)
 
 
@@ -142,7 +143,9 @@ def best_segments(
     """The fastest number of segments within the limit; else the one that needs least."""
     table = segment_table(model, batch, most)
     within = [entry for entry in table if entry.peak_bytes <= limit]
-    best = min(within, key=lambda e: e.seconds) if within else min(table, key=lambda e: e.peak_bytes)
+    best = (
+        min(within, key=lambda e: e.seconds) if within else min(table, key=lambda e: e.peak_bytes)
+    )
     return best.segments, best
 
 

@@ -53,8 +53,10 @@ def main() -> None:
     plain_peak = step_peak_bytes(copy.deepcopy(model), batch)
     limit = int(plain_peak * arguments.fraction)
     print(f"ResNet-18, batch {arguments.batch} x 3 x {arguments.size} x {arguments.size}, {device}")
-    print(f"plain PyTorch needs {format_bytes(plain_peak)} a step; the limit is "
-          f"{format_bytes(limit)}\n")
+    print(
+        f"plain PyTorch needs {format_bytes(plain_peak)} a step; the limit is "
+        f"{format_bytes(limit)}\n"
+    )
 
     limited = rotor.Checkpointable(twin, batch[0], limit, loss_fn=nn.functional.cross_entropy)
     rotor_peak = step_peak_bytes(copy.deepcopy(limited), batch, captured=True)
@@ -72,8 +74,10 @@ def main() -> None:
                 optimizer.step()
             update(step + 1)
     identical &= equal_states(plain, limited)
-    print(f"loss {losses[0].item():.6f} plain, {losses[1].item():.6f} rotor after "
-          f"{arguments.steps} steps")
+    print(
+        f"loss {losses[0].item():.6f} plain, {losses[1].item():.6f} rotor after "
+        f"{arguments.steps} steps"
+    )
     print(f"outputs, gradients, parameters and buffers bit-equal: {'yes' if identical else 'NO'}\n")
 
     segments, segmented = best_segments(limited, batch, limit)
@@ -84,15 +88,29 @@ def main() -> None:
     ]
     times = interleaved_times(contenders, batch, rounds=5)
     rows = [["", "limit", "peak predicted", "peak measured", "step predicted", "step measured"]]
-    rows.append([
-        "rotor", format_bytes(limit), format_bytes(limited.get_expected_memory()),
-        format_bytes(rotor_peak), format_seconds(limited.get_expected_makespan()),
-        format_seconds(times[0]),
-    ])
-    rows.append(["plain PyTorch", "-", "-", format_bytes(plain_peak), "-",
-                 format_seconds(times[1])])
-    rows.append([contenders[2].name, "-", "-", format_bytes(segmented.peak_bytes), "-",
-                 format_seconds(times[2])])
+    rows.append(
+        [
+            "rotor",
+            format_bytes(limit),
+            format_bytes(limited.get_expected_memory()),
+            format_bytes(rotor_peak),
+            format_seconds(limited.get_expected_makespan()),
+            format_seconds(times[0]),
+        ]
+    )
+    rows.append(
+        ["plain PyTorch", "-", "-", format_bytes(plain_peak), "-", format_seconds(times[1])]
+    )
+    rows.append(
+        [
+            contenders[2].name,
+            "-",
+            "-",
+            format_bytes(segmented.peak_bytes),
+            "-",
+            format_seconds(times[2]),
+        ]
+    )
     print(table(rows))
     if not identical or rotor_peak > limit:
         raise SystemExit("the demo failed: see above")

@@ -230,7 +230,7 @@ def profiler_in_use() -> bool:
         return True
     # A profiler with a schedule is prepared before it records, and only the object shows it.
     return "ProfilerStep" in profiler.KinetoStepTracker._step_dict and any(
-        isinstance(candidate, profiler.profile)
+        issubclass(type(candidate), profiler.profile)
         and getattr(candidate, "entered", False)
         and candidate.kineto_results is None
         for candidate in gc.get_objects()

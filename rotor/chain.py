@@ -24,44 +24,41 @@ _NS = 1_000_000_000
 _LARGEST = 1 << 42
 
 
-def _sizes(name: str, values: Iterable[Any], length: int, *, signed: bool = False) -> list[int]:
+def _numbers(name: str, values: Iterable[Any], length: int, unit: str) -> list[int | float]:
     listed = list(values)
     if len(listed) != length:
         raise ValueError(f"{name} has {len(listed)} entries, expected {length}")
-    sizes = []
+    numbers: list[int | float] = []
     for i, value in enumerate(listed):
-        if isinstance(value, bool | np.bool_) or not isinstance(
-            value, int | float | np.integer | np.floating
-        ):
-            raise TypeError(f"{name}[{i}] must be a number of bytes, got {value!r}")
-        if value != value:
-            raise ValueError(f"{name}[{i}] is NaN, expected a number of bytes")
+        number = value.item() if isinstance(value, np.generic) else value
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise TypeError(f"{name}[{i}] must be a number of {unit}, got {value!r}")
+        if number != number:
+            raise ValueError(f"{name}[{i}] is NaN, expected a number of {unit}")
+        numbers.append(number)
+    return numbers
+
+
+def _sizes(name: str, values: Iterable[Any], length: int, *, signed: bool = False) -> list[int]:
+    numbers = _numbers(name, values, length, "bytes")
+    for i, value in enumerate(numbers):
         if abs(value) > _LARGEST:
             raise ValueError(f"{name}[{i}] = {value} is too large, expected at most {_LARGEST}")
         if value != int(value):
             raise ValueError(f"{name}[{i}] = {value} is not a whole number of bytes")
         if value < 0 and not signed:
             raise ValueError(f"{name}[{i}] = {value} is negative, expected a size in bytes")
-        sizes.append(int(value))
-    return sizes
+    return [int(value) for value in numbers]
 
 
 def _times(name: str, values: Iterable[Any], length: int) -> list[float]:
-    listed = list(values)
-    if len(listed) != length:
-        raise ValueError(f"{name} has {len(listed)} entries, expected {length}")
-    times = []
-    for i, value in enumerate(listed):
-        if isinstance(value, bool | np.bool_) or not isinstance(
-            value, int | float | np.integer | np.floating
-        ):
-            raise TypeError(f"{name}[{i}] must be a number of seconds, got {value!r}")
+    numbers = _numbers(name, values, length, "seconds")
+    for i, value in enumerate(numbers):
         if not 0 <= value <= _LARGEST / _NS:
             raise ValueError(
                 f"{name}[{i}] = {value}, expected seconds between 0 and {_LARGEST / _NS:.0f}"
             )
-        times.append(float(value))
-    return times
+    return [float(value) for value in numbers]
 
 
 class Chain:
@@ -142,9 +139,7 @@ class Chain:
         self.grad_bytes = (
             list(self.x_bytes) if grad_bytes is None else _sizes("grad_bytes", grad_bytes, n + 1)
         )
-        self.pgrad_bytes = (
-            [0] * n if pgrad_bytes is None else _sizes("pgrad_bytes", pgrad_bytes, n)
-        )
+        self.pgrad_bytes = [0] * n if pgrad_bytes is None else _sizes("pgrad_bytes", pgrad_bytes, n)
         (self.loss_tmp_bytes,) = _sizes("loss_tmp_bytes", [loss_tmp_bytes], 1, signed=True)
         if not isinstance(hold_output, bool):
             raise TypeError(f"hold_output must be True or False, got {hold_output!r}")

@@ -94,6 +94,15 @@ class Checkpointable(TransparentModule):
     chains, hal-02352969. The memory model is described in docs/memory-model.md.
     """
 
+    loss_fn: Callable[..., torch.Tensor] | None
+    mem_limit: int | None
+    _algorithm: DynamicAlgorithm
+    _inspections: dict[Any, Inspection]
+    _plans: dict[Any, Plan]
+    _latest: Plan | None
+    _structure: Structure
+    _learned_loss: dict[Any, int]
+
     def __init__(
         self,
         model: nn.Module,
@@ -115,9 +124,7 @@ class Checkpointable(TransparentModule):
             raise ValueError(f'engine={engine!r} is not part of this release: use engine="chain"')
         limit = None if mem_limit is None else parse_bytes(mem_limit)
         if loss_tmp_memory_usage:
-            loss_tmp_memory_usage = parse_bytes(
-                loss_tmp_memory_usage, name="loss_tmp_memory_usage"
-            )
+            loss_tmp_memory_usage = parse_bytes(loss_tmp_memory_usage, name="loss_tmp_memory_usage")
         stages = find_stages(model)
         refuse_sharded(stages)
         super().__init__(model)
@@ -248,10 +255,10 @@ class Checkpointable(TransparentModule):
         before = (self._algorithm, self._options, self.mem_limit, self.mem_slots, self._plans)
         algorithm, options = self._algorithm, self._options
         if algo is not None or algo_kwargs:
-            algorithm = Persistent() if algo is None else algo
-            is_class = isinstance(algorithm, type)
-            options = {} if is_class else algo_kwargs
-            algorithm = algorithm(**algo_kwargs) if is_class else algorithm
+            if isinstance(algo, type):
+                algorithm, options = algo(**algo_kwargs), {}
+            else:
+                algorithm, options = algo or Persistent(), algo_kwargs
         self.__dict__.update(
             _algorithm=algorithm, _options=options, mem_limit=limit, mem_slots=slots, _plans={}
         )
@@ -367,10 +374,11 @@ class Checkpointable(TransparentModule):
 
     def _make(self, key: Any, reserve_bytes: int = 0) -> Plan:
         inspection = self._inspections[key[0]]
-        if self.mem_limit is None:
-            free = memory.free_bytes(inspection.device)
-            self.__dict__["mem_limit"] = int(free * 0.9)
-            logger.info("no limit was given: 90 %% of free memory, %s", format_bytes(free * 9 // 10))
+        limit = self.mem_limit
+        if limit is None:
+            limit = memory.free_bytes(inspection.device) * 9 // 10
+            self.__dict__["mem_limit"] = limit
+            logger.info("no limit was given: 90 %% of free memory, %s", format_bytes(limit))
         options = dict(self._options)
         if not isinstance(self.mem_slots, _DefaultSlots):
             options.setdefault("mem_slots", self.mem_slots)
@@ -378,7 +386,7 @@ class Checkpointable(TransparentModule):
             plan = make_plan(
                 inspection,
                 self._chain(key),
-                self.mem_limit,
+                limit,
                 self._algorithm,
                 reserve_bytes=reserve_bytes,
                 options=options,
@@ -430,7 +438,7 @@ class Checkpointable(TransparentModule):
         return self._step(plan, inputs, targets)
 
     def _with_loss(self, output: Any, targets: Sequence[Any]) -> Any:
-        return self.loss_fn(output, *targets) if targets else output
+        return self.loss_fn(output, *targets) if targets and self.loss_fn else output
 
     def _forget(self) -> None:
         stages = find_stages(self.module)
@@ -452,7 +460,7 @@ class Checkpointable(TransparentModule):
         return plan
 
     def _step(self, plan: Plan, inputs: Any, targets: Sequence[Any]) -> Any:
-        self._note_pending()
+        self._note_pending(plan)
         meter = self._start_meter(plan)
         output = run_chain(
             plan.inspection.stages,
@@ -469,13 +477,13 @@ class Checkpointable(TransparentModule):
     def _started(self, run: Run) -> None:
         self.__dict__["_pending"] = weakref.ref(run)
 
-    def _note_pending(self) -> None:
+    def _note_pending(self, plan: Plan) -> None:
         pending = self._pending() if self._pending is not None else None
         if pending is not None and not pending.is_done():
             self._warn_once(
                 "pending",
                 "a forward began while the backward of an earlier one was still to come: each "
-                f"keeps its own limit's worth of memory ({format_bytes(self.mem_limit)})",
+                f"keeps its own limit's worth of memory ({format_bytes(plan.limit_bytes)})",
             )
 
     def _warn_once(self, name: str, message: str) -> None:
@@ -515,10 +523,12 @@ class Checkpointable(TransparentModule):
         key = next((k for k, p in self._plans.items() if p is plan), None)
         captured = plan.inspection.loss_peak_bytes is not None
         learned = step.loss_bytes - plan.inspection.output_grad_bytes
-        new_loss = not captured and learned != plan.chain.loss_tmp_bytes and key is not None
+        new_loss = not captured and learned != plan.chain.loss_tmp_bytes
+        if key is None:
+            return
         if new_loss:
             self._learned_loss[key[0]] = learned
-        if plan.meterings >= _METERED_STEPS or key is None:
+        if plan.meterings >= _METERED_STEPS:
             if over > 0:
                 self._warn_once(
                     "over",

@@ -102,7 +102,7 @@ class _Boundary(Function):
         ctx.set_materialize_grads(False)
         stage = run.schedule.tail
         outputs = [tensor.detach() for tensor in tensors_of(run.x[stage])]
-        fixed = [t for t, flag in zip(outputs, run.flags[stage], strict=True) if not flag]
+        fixed = [t for t, flag in zip(outputs, run.flags_of(stage), strict=True) if not flag]
         ctx.mark_non_differentiable(*fixed)
         return tuple(outputs)
 
@@ -110,7 +110,7 @@ class _Boundary(Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         run = ctx.run
         run.take_gradient(
-            [g for g, flag in zip(gradients, run.flags[run.schedule.tail], strict=True) if flag]
+            [g for g, flag in zip(gradients, run.flags_of(run.schedule.tail), strict=True) if flag]
         )
         return None, run.token
 
@@ -173,7 +173,11 @@ class Run:
         self.gradient: list[torch.Tensor | None] | None = None
         self.next = tail - 1
         receivers = [i for i in range(tail) if self.parameters[i]]
-        self.lowest = 0 if any(self.flags[0]) else min(receivers, default=0)
+        self.lowest = 0 if any(self.flags_of(0)) else min(receivers, default=0)
+
+    def flags_of(self, i: int) -> Flags:
+        """Which tensors of x_i require gradients; none while that is not known."""
+        return self.flags[i] or ()
 
     # -- operations
 
@@ -218,7 +222,7 @@ class Run:
             check_output(self.stages[i].name, y)
             if self.known_flags is not None:
                 flags = self.known_flags[i + 1]
-            elif any(self.flags[i] or ()) or self.parameters[i]:
+            elif any(self.flags_of(i)) or self.parameters[i]:
                 flags = differentiable(y)
             else:
                 flags = (False,) * len(tensors_of(y))
@@ -226,7 +230,7 @@ class Run:
         return flags
 
     def _record(self, i: int) -> None:
-        leaves, wanted = as_leaves(self.x[i], self.flags[i] or ())
+        leaves, wanted = as_leaves(self.x[i], self.flags_of(i))
         cell: list[Any] = []
         _torch.set_grad_enabled(True)
         try:
@@ -238,9 +242,7 @@ class Run:
         self.tapes[i] = (wanted, root, cell)
         self.x[i + 1] = detached(y)
 
-    def back(
-        self, i: int, need_x: bool, needs: Sequence[bool]
-    ) -> Sequence[torch.Tensor | None]:
+    def back(self, i: int, need_x: bool, needs: Sequence[bool]) -> Sequence[torch.Tensor | None]:
         """B of stage i: makes the gradient of x_i the current one.
 
         Parameters
@@ -302,7 +304,7 @@ class Run:
     def attach(self, arg: Any) -> Any:
         """Put the stages before the tail into the graph; returns the input of the tail."""
         tail = self.schedule.tail
-        inputs = flagged(arg, self.flags[0] or ())
+        inputs = flagged(arg, self.flags_of(0))
         token = _apply_entry(self, *inputs) if inputs else self.token.detach()
         for i in range(tail):
             if self.parameters[i]:
@@ -439,7 +441,7 @@ class CheckpointOptim(Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         functions: Sequence[Callable[[Any], Any]],
         sequence: Iterable[Any],
@@ -468,7 +470,7 @@ class CheckpointOptim(Function):
         value = run.x[schedule.n]
         run.x[schedule.n] = None
         tensors = tensors_of(value)
-        flags = run.flags[schedule.n] or ()
+        flags = run.flags_of(schedule.n)
         ctx.mark_non_differentiable(
             *[t for t, flag in zip(tensors, flags, strict=True) if not flag]
         )
@@ -481,7 +483,7 @@ class CheckpointOptim(Function):
     def backward(ctx: Any, *args: torch.Tensor | None) -> Any:
         """Run the operations after the loss; the gradient of `arg`."""
         run: Run = ctx.run
-        flags = run.flags[run.schedule.n] or ()
+        flags = run.flags_of(run.schedule.n)
         given = [g for g, is_tensor in zip(args, ctx.is_tensor, strict=True) if is_tensor]
         run.take_gradient([g for g, flag in zip(given, flags, strict=True) if flag])
         needs = [True] * len(run.parameters[0])

@@ -280,7 +280,11 @@ class _Measuring:
 
     def __init__(self, stages: list[Stage], arg: Any, *, hold_output: bool) -> None:
         n = len(stages)
-        order = [*(("Fe", i) for i in range(n)), ("L", n), *(("B", i) for i in range(n - 1, -1, -1))]
+        order = [
+            *(("Fe", i) for i in range(n)),
+            ("L", n),
+            *(("B", i) for i in range(n - 1, -1, -1)),
+        ]
         self.stages = stages
         self.hold_output = hold_output
         schedule = Schedule([_Op(kind, i) for kind, i in order], n, plain_tail=False)
@@ -326,7 +330,7 @@ class _Measuring:
         )
 
     def _probe(self, i: int) -> tuple[Flags, bool]:
-        """Which outputs require gradients, which buffers change, whether random numbers are drawn."""
+        """Which outputs require gradients, and whether random numbers are drawn."""
         stage = self.stages[i]
         with _copied_buffers(stage):
             before = [
@@ -335,7 +339,7 @@ class _Measuring:
                 if (buffer := slot[0][slot[1]]) is not None
             ]
             states = self.rng.read()
-            leaves, _ = as_leaves(self.run.x[i], self.run.flags[i] or ())
+            leaves, _ = as_leaves(self.run.x[i], self.run.flags_of(i))
             with torch.enable_grad():
                 y = stage(leaves)
             check_output(stage.name, y)
@@ -384,10 +388,10 @@ class _Measuring:
         return output_bytes, arriving, gradient, parameters
 
     def _give_gradient(self, i: int) -> Any:
-        """A gradient of ones for the output of stage i; the output too where the caller holds it."""
+        """A gradient of ones for the output of stage i; returns an output that the caller holds."""
         run = self.run
         y = run.x[i + 1]
-        run.gradient = [torch.ones_like(t) for t in flagged(y, run.flags[i + 1] or ())]
+        run.gradient = [torch.ones_like(t) for t in flagged(y, run.flags_of(i + 1))]
         run.x[i + 1] = None
         return y if self.hold_output and i == len(self.stages) - 1 else None
 
@@ -428,7 +432,7 @@ class _Measuring:
         """Peak of the loss, forward and backward, above the level at its start; and its time."""
         n = len(self.stages)
         y = self.run.x[n]
-        flags = self.run.flags[n] or ()
+        flags = self.run.flags_of(n)
 
         def once() -> None:
             leaves, wanted = as_leaves(y, flags)

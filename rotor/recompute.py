@@ -42,8 +42,7 @@ class RngTracker:
         """Whether random numbers were drawn since `states` was read."""
         now = self.latest = self.read()
         return any(
-            not _core.same_bytes(a.numpy(), b.numpy())
-            for a, b in zip(states, now, strict=True)
+            not _core.same_bytes(a.numpy(), b.numpy()) for a, b in zip(states, now, strict=True)
         )
 
 
@@ -104,9 +103,9 @@ class Snapshot:
         RuntimeError
             It changed a buffer of which no copy was made.
         """
-        if self._states is not None and self._rng is not None:
-            if not self._rng.drawn_since(self._states):
-                self._states = None
+        states, rng = self._states, self._rng
+        if states is not None and rng is not None and not rng.drawn_since(states):
+            self._states = None
         if not self._watched:
             return
         # Kernels such as native_batch_norm change buffers without a trace in their versions.

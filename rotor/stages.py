@@ -52,6 +52,7 @@ class Stage:
         return "+".join(self.names)
 
     def __call__(self, x: Any) -> Any:
+        """Apply the functions."""
         for function in self.functions:
             x = function(x)
         return x
@@ -80,7 +81,7 @@ class Stage:
         return [slots.get(name) for slots, name in self._parameters]
 
     def merged_with(self, following: Stage) -> Stage:
-        """This stage and the one after it as one."""
+        """One stage of this and the one after it."""
         return Stage([*self.names, *following.names], [*self.functions, *following.functions])
 
     def __repr__(self) -> str:

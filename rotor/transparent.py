@@ -24,7 +24,7 @@ class TransparentModule(nn.Module):
         The module to wrap.
     """
 
-    module: nn.Module
+    module: Any
 
     def __init__(self, module: nn.Module) -> None:
         # nn.Module.__init__ would make dictionaries of its own, and set the training flag.
@@ -38,9 +38,9 @@ class TransparentModule(nn.Module):
             own[name] = module.__dict__[name]
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """Whether the wrapped module is in training mode."""
-        return self.module.training
+        return bool(self.module.training)
 
     @training.setter
     def training(self, mode: bool) -> None:
@@ -84,13 +84,13 @@ class TransparentModule(nn.Module):
         return True
 
     def __len__(self) -> int:
-        return len(self.module)  # type: ignore[arg-type]
+        return len(self.module)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self.module)  # type: ignore[call-overload, no-any-return]
+        return iter(self.module)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.module[index]  # type: ignore[index]
+        return self.module[index]
 
     # -- what a module may override, and what has to visit the wrapped module itself
 
@@ -117,7 +117,7 @@ class TransparentModule(nn.Module):
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
         """The wrapped module and those in it."""
-        return self.module.named_modules(memo, prefix, remove_duplicate)
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Apply `fn` to the wrapped module and those in it."""
