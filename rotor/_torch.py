@@ -94,7 +94,7 @@ def bare_apply(function: type[Function]) -> Callable[..., Any]:
 
 
 def run_backward(
-    root: torch.Tensor, gradient: torch.Tensor, inputs: tuple[torch.Tensor, ...]
+    root: torch.Tensor, gradient: torch.Tensor | None, inputs: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of `inputs`, ``None`` where `root` does not depend on one; frees the graph."""
     found: tuple[torch.Tensor | None, ...] = Variable._execution_engine.run_backward(

@@ -106,9 +106,9 @@ def stable_median(samples: Sequence[int], rel_tolerance: float) -> tuple[int, bo
     -----
     The standard error is read from the sorted samples, without an assumption about their
     distribution: the number of samples below the true median is binomial with standard deviation
-    sqrt(n) / 2, so that the samples at that distance from the middle, rounded outwards, lie about
-    one standard error from it; half of what lies between them is taken. Single slow samples, which
-    a busy machine makes, do not count.
+    sqrt(n) / 2, so that the samples at that distance from the middle, to the nearest rank, lie
+    about one standard error from it; half of what lies between them is taken. From five samples on
+    a single slow one, as a busy machine makes them, does not count.
     """
     if not samples:
         raise ValueError("a median needs at least one sample, got none")
@@ -117,10 +117,9 @@ def stable_median(samples: Sequence[int], rel_tolerance: float) -> tuple[int, bo
     middle = median(ordered)
     if n < _FEWEST:
         return round(middle), False
-    centre, spread = (n - 1) / 2, math.sqrt(n) / 2
-    low = ordered[max(math.floor(centre - spread), 0)]
-    high = ordered[min(math.ceil(centre + spread), n - 1)]
-    return round(middle), (high - low) / 2 <= rel_tolerance * middle
+    rank = max(math.ceil((n - 2 - math.sqrt(n)) / 2), 0)
+    spread = ordered[n - 1 - rank] - ordered[rank]
+    return round(middle), spread / 2 <= rel_tolerance * middle
 
 
 def measure_ns(

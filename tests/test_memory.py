@@ -1,0 +1,551 @@
+import gc
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from rotor import _core, _torch, memory
+from rotor.memory import MeterBusyError, Segment, meter
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_allocations_of_known_size_are_counted_to_the_byte():
+    with meter("cpu") as m:
+        unnamed = torch.empty(10_000, dtype=torch.uint8)
+        del unnamed
+        m.mark("a")
+        first = torch.empty(1001, dtype=torch.uint8)
+        second = torch.empty(7, 11, dtype=torch.float64)
+        m.mark("b")
+        del first
+        third = torch.empty(300, dtype=torch.uint8)
+        del third
+        m.mark("b")
+        m.mark("c")
+        view = second[2:]
+        del second
+        fourth = torch.empty(3, dtype=torch.int32)
+        del view
+    assert m.segments == [
+        Segment("a", 0, 1617, 1617),
+        Segment("b", 1617, 1617, 616),
+        Segment("b", 616, 616, 616),
+        Segment("c", 616, 628, 12),
+    ]
+    assert m.peak_bytes == 10_000
+    assert m.end_bytes == fourth.nbytes
+
+
+def test_a_workspace_inside_an_operation_is_seen():
+    # In float64 a convolution is PyTorch's own: all input patches in one matrix (im2col).
+    conv = nn.Conv2d(3, 5, 3, padding=1, dtype=torch.float64)
+    x = torch.randn(2, 3, 10, 12, dtype=torch.float64)
+    with torch.no_grad(), meter("cpu") as m:
+        m.mark("conv")
+        y = conv(x)
+    columns = 2 * (3 * 3 * 3) * (10 * 12) * 8
+    assert m.segments == [Segment("conv", 0, y.nbytes + columns, y.nbytes)]
+
+
+def _linear_relu():
+    batch, inputs, outputs = 8, 16, 32
+    model = nn.Sequential(nn.Linear(inputs, outputs), nn.ReLU())
+    x = torch.randn(batch, inputs)
+    model(x).sum().backward()
+    model.zero_grad()
+    return model, x, batch * outputs * 4, outputs * inputs * 4, outputs * 4
+
+
+LINEAR_RELU_SCALAR = 4
+
+
+def _expected_steps(activation, weight, bias):
+    scalar = LINEAR_RELU_SCALAR
+    held = activation + scalar
+    return [
+        # The linear layer's output lives until ReLU has made its own.
+        Segment("forward", 0, 2 * activation, activation),
+        Segment("loss", activation, held, held),
+        # A gradient of the loss, one of the linear layer's output, then those that stay.
+        Segment("backward", held, held + scalar + activation + weight + bias, held + weight + bias),
+    ]
+
+
+def test_a_training_step_takes_its_analytic_bytes():
+    model, x, activation, weight, bias = _linear_relu()
+    with meter("cpu") as m:
+        m.mark("forward")
+        y = model(x)
+        m.mark("loss")
+        loss = y.sum()
+        m.mark("backward")
+        loss.backward()
+    assert m.segments == _expected_steps(activation, weight, bias)
+    assert m.end_bytes == activation + LINEAR_RELU_SCALAR + weight + bias
+
+
+class _Nested(torch.autograd.Function):
+    """A block recomputed in its backward by a nested autograd.grad."""
+
+    @staticmethod
+    def forward(ctx, block, x, *parameters):
+        ctx.block = block
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_(ctx.needs_input_grad[1])
+        parameters = list(ctx.block.parameters())
+        with torch.enable_grad():
+            y = ctx.block(x)
+        wanted = [x, *parameters] if x.requires_grad else parameters
+        found = torch.autograd.grad(y, wanted, grad)
+        return (None, *found) if x.requires_grad else (None, None, *found)
+
+
+def test_a_meter_runs_from_a_forward_to_the_end_of_its_backward():
+    model, x, activation, weight, bias = _linear_relu()
+    m = meter("cpu")
+    m.start()
+    m.mark("forward")
+    y = _Nested.apply(model, x, *model.parameters())
+    m.mark("loss")
+    ended = []
+
+    def arrived(grad):
+        m.mark("backward")
+        _torch.at_end_of_backward(lambda: (m.stop(), ended.append(_torch.in_backward())))
+
+    y.register_hook(arrived)
+    y.sum().backward()
+    assert ended == [False]
+    assert not _torch.profiler_enabled_here()
+    scalar = LINEAR_RELU_SCALAR
+    forward, loss, backward = m.segments
+    assert forward == Segment("forward", 0, 2 * activation, activation)
+    # The gradient of sum() is one scalar, seen as a whole tensor.
+    assert loss == Segment("loss", activation, activation + 2 * scalar, activation + 2 * scalar)
+    # The block's output again and the gradient of its linear layer's output, both gone at the end.
+    assert backward.peak_bytes == loss.end_bytes + 2 * activation + weight + bias
+    assert m.end_bytes == backward.end_bytes == loss.end_bytes + weight + bias
+    with meter("cpu") as again:
+        pass
+    assert again.peak_bytes == 0
+
+
+def test_a_meter_stopped_inside_a_backward_has_its_figures_afterwards():
+    x = torch.ones(100, requires_grad=True)
+    m = meter("cpu")
+
+    def stop(grad):
+        m.mark("hook")
+        m.stop()
+        assert not m.stop()
+        with pytest.raises(RuntimeError, match="inside a backward that has not returned"):
+            _ = m.segments
+        late.append(torch.empty(5000))
+
+    late = []
+    m.start()
+    y = x * 2
+    y.register_hook(stop)
+    y.sum().backward()
+    (segment,) = m.segments
+    assert segment.start_bytes == segment.end_bytes == m.end_bytes
+    assert m.peak_bytes < late[0].nbytes
+    assert not _torch.profiler_enabled_here()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_end_of_a_backward_is_reported_outside_it_when_it_fails(nested):
+    said = []
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            _torch.at_end_of_backward(
+                lambda: said.append("done"),
+                lambda: said.append(("failed", _torch.in_backward())),
+            )
+            if nested:
+                with torch.enable_grad():
+                    z = torch.ones(2, requires_grad=True)
+                    torch.autograd.grad((z * z).sum(), z)
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        Fails.apply(torch.ones(3, requires_grad=True)).sum().backward()
+    assert said == [("failed", False)]
+
+
+def test_the_end_of_a_backward_is_its_last_act_without_a_profiler():
+    said = []
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.register_hook(
+        lambda grad: _torch.at_end_of_backward(
+            lambda: said.append((_torch.in_backward(), x.grad is not None)),
+            lambda: said.append("failed"),
+        )
+    )
+    y.sum().backward()
+    assert said == [(True, True)]
+
+
+def test_no_end_of_a_backward_without_one():
+    with pytest.raises(RuntimeError, match="backward"):
+        _torch.at_end_of_backward(lambda: None)
+
+
+def test_existing_tensors_that_are_told_of_are_seen_when_they_go():
+    old = torch.empty(250)
+    view = old[:10]
+    unknown = torch.empty(1000)
+    with meter("cpu", existing=[old, view]) as m:
+        m.mark("free")
+        del old, unknown
+        m.mark("view")
+        del view
+        m.mark("new")
+        new = torch.empty(50)
+    assert m.segments == [
+        Segment("free", 0, 0, 0),
+        Segment("view", 0, 0, -1000),
+        Segment("new", -1000, -800, -800),
+    ]
+    assert m.peak_bytes == 0
+    assert m.end_bytes == new.nbytes - 1000
+
+
+def test_gradients_dropped_within_a_step_are_seen():
+    model, x, activation, *_ = _linear_relu()
+    model(x).sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    size = memory.storage_bytes(gradients)
+    m = meter("cpu", existing=gradients)
+    del gradients
+    with m:
+        loss = model(x).sum()
+        m.mark("zero")
+        model.zero_grad()
+        m.mark("backward")
+        loss.backward()
+    zero, backward = m.segments
+    assert zero.end_bytes == zero.start_bytes - size
+    assert backward.end_bytes == backward.start_bytes - activation + size
+
+
+def test_levels_do_not_trust_frees_of_what_was_not_allocated_before_their_eyes():
+    a = _torch.Allocation
+    segments, peak, level = memory._levels(
+        [
+            a(1, 100),
+            a(9, -70),  # allocated before: what the profiler remembers of it may be wrong
+            "rotor.mark.x",
+            "a range of the user",
+            a(2, 50),
+            a(1, 30),  # its address again: the 100 bytes were freed unseen
+            a(2, -50),
+            "rotor.end",
+            a(3, 1000),
+        ]
+    )
+    assert segments == [Segment("x", 100, 150, 30)]
+    assert (peak, level) == (150, 30)
+
+
+def test_a_stale_address_of_an_earlier_session_does_not_count():
+    with meter("cpu"):
+        kept = [torch.empty(20_000, dtype=torch.uint8) for _ in range(20)]
+    kept.clear()
+    others = [torch.empty(n, dtype=torch.uint8) for n in range(19_000, 20_000, 50)]
+    with meter("cpu") as m:
+        others.clear()
+    assert (m.peak_bytes, m.end_bytes) == (0, 0)
+
+
+def test_a_meter_does_not_nest_with_itself_a_profiler_or_a_backward():
+    with meter("cpu"), pytest.raises(MeterBusyError, match="another meter is running on cpu"):
+        meter("cpu").start()
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu), pytest.raises(MeterBusyError, match="profiler"):
+        meter("cpu").start()
+
+    failures = []
+
+    def inside(grad):
+        try:
+            meter("cpu").start()
+        except MeterBusyError as error:
+            failures.append(str(error))
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(inside)
+    x.sum().backward()
+    assert failures == ["a meter of the CPU cannot be started inside a backward"]
+    with meter("cpu") as m:
+        kept = torch.empty(10)
+    assert m.end_bytes == kept.nbytes
+
+
+def test_a_profiler_that_is_only_prepared_is_not_disturbed():
+    busy = []
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, schedule=schedule, acc_events=True) as profiler:
+        for _ in range(4):
+            try:
+                with meter("cpu"):
+                    pass
+                busy.append(False)
+            except MeterBusyError:
+                busy.append(True)
+            torch.ones(3).sum()
+            profiler.step()
+    assert busy == [False, True, True, False]
+    assert any(event.name == "aten::sum" for event in profiler.events())
+
+
+def test_a_profiler_of_another_thread_is_respected():
+    entered, leave = threading.Event(), threading.Event()
+
+    def profile():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            entered.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=profile)
+    thread.start()
+    try:
+        assert entered.wait(30)
+        with pytest.raises(MeterBusyError, match="profiler"):
+            meter("cpu").start()
+    finally:
+        leave.set()
+        thread.join()
+    with meter("cpu") as m:
+        pass
+    assert m.segments == []
+
+
+def test_a_meter_is_used_once_and_in_order():
+    m = meter("cpu")
+    m.stop()
+    with pytest.raises(RuntimeError, match="was not started"):
+        _ = m.peak_bytes
+    with pytest.raises(RuntimeError, match=r"call start\(\) first"):
+        m.mark("early")
+    with m:
+        with pytest.raises(RuntimeError, match="is still running"):
+            _ = m.segments
+        with pytest.raises(RuntimeError, match="runs once"):
+            m.start()
+    m.stop()
+    assert m.end_bytes == 0
+    with pytest.raises(RuntimeError, match="runs once"):
+        m.start()
+    with pytest.raises(RuntimeError, match=r"call start\(\) first"):
+        m.mark("late")
+
+
+def test_a_meter_stops_when_the_block_raises():
+    m = meter("cpu")
+    with pytest.raises(KeyError), m:
+        raise KeyError
+    assert m.segments == []
+    assert not _torch.profiler_enabled_here()
+
+
+def test_a_meter_that_is_dropped_stops():
+    m = meter("cpu").start()
+    assert _torch.profiler_enabled_here()
+    del m
+    assert not _torch.profiler_enabled_here()
+    with meter("cpu"):
+        pass
+
+
+def test_a_meter_is_stopped_by_its_own_thread():
+    m = meter("cpu").start()
+    errors = []
+
+    def stop():
+        try:
+            m.stop()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    thread.join()
+    assert errors == ["a meter of the CPU must be stopped by the thread that started it"]
+    m.stop()
+    assert m.end_bytes == 0
+
+
+def test_many_sessions_keep_no_memory():
+    def session():
+        with meter("cpu") as m:
+            for _ in range(50):
+                m.mark("x")
+                torch.empty(100)
+
+    for _ in range(30):
+        session()
+    gc.collect()
+    before = _core.probe_memory()["heap_used_bytes"]
+    if before <= 0:
+        pytest.skip("the C library does not say what its heap holds")
+    for _ in range(100):
+        session()
+    gc.collect()
+    # A session has 200 events and marks: keeping them would take several MB.
+    assert _core.probe_memory()["heap_used_bytes"] - before < 100 * 1000
+
+
+def test_metering_is_silent():
+    code = """if True:
+        import torch
+        from rotor.memory import meter
+        for _ in range(3):
+            old = [torch.empty(10_000) for _ in range(5)]
+            with meter("cpu") as m:
+                old.clear()
+                new = torch.empty(10)
+            assert m.end_bytes == new.nbytes
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_missing_private_names_are_said():
+    _torch.check()
+    with pytest.raises(ImportError, match=r"lacks torch\._C\._gone, torch\.nn\.gone\.x\. It works"):
+        _torch.check(["_C._profiler", "_C._gone", "nn.gone.x"])
+
+
+def test_functorch_is_detected():
+    seen = []
+
+    def square(x):
+        seen.append(_torch.in_functorch())
+        return x * x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.func.grad(square)(torch.tensor(2.0))
+        torch.func.vmap(square)(torch.ones(2))
+    square(torch.tensor(2.0))
+    assert seen == [True, True, False]
+
+
+def test_sizes_are_rounded_as_the_allocator_does():
+    assert memory.rounded_bytes(1001, "cpu") == 1001
+    cuda = torch.device("cuda", 0)
+    sizes = [0, 1, 512, 513, 1_000_000]
+    assert [memory.rounded_bytes(n, cuda) for n in sizes] == [0, 512, 512, 1024, 1_000_448]
+
+
+def test_each_storage_counts_once():
+    x = torch.empty(10, 10)
+    y = torch.empty(3, dtype=torch.uint8)
+    assert memory.storage_bytes([x, x[1:], x.t(), x.view(torch.int32), y, torch.empty(0)]) == 403
+    assert memory.storage_bytes([]) == 0
+
+
+@pytest.mark.parametrize("call", [meter, memory.free_bytes, lambda d: memory.rounded_bytes(1, d)])
+def test_other_devices_are_refused(call):
+    with pytest.raises(ValueError, match=r"cpu and cuda devices, got 'meta'"):
+        call("meta")
+
+
+def test_free_memory_of_the_cpu_is_what_the_probe_says(monkeypatch):
+    assert memory.free_bytes("cpu") > 0
+    monkeypatch.setattr(_core, "probe_memory", lambda: {"free_bytes": 1234})
+    assert memory.free_bytes(torch.device("cpu")) == 1234
+    monkeypatch.setattr(_core, "probe_memory", lambda: {"free_bytes": -1})
+    assert memory.free_bytes("cpu") > 1234
+
+
+class _FakeCuda:
+    """The counters of a caching allocator."""
+
+    def __init__(self, monkeypatch):
+        self.current = self.peak = 1000
+        for name in (
+            "reset_peak_memory_stats",
+            "memory_stats_as_nested_dict",
+            "mem_get_info",
+            "memory_allocated",
+            "memory_reserved",
+            "get_per_process_memory_fraction",
+        ):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def allocate(self, nbytes):
+        self.current += nbytes
+        self.peak = max(self.peak, self.current)
+
+    def reset_peak_memory_stats(self, device):
+        self.peak = self.current
+
+    def memory_stats_as_nested_dict(self, device):
+        return {"allocated_bytes": {"all": {"current": self.current, "peak": self.peak}}}
+
+    def mem_get_info(self, device):
+        return 5000, 20_000
+
+    def memory_allocated(self, device):
+        return self.current
+
+    def memory_reserved(self, device):
+        return 4000
+
+    def get_per_process_memory_fraction(self, device):
+        return self.fraction
+
+    fraction = 1.0
+
+
+def test_a_cuda_meter_reads_the_allocators_counters(monkeypatch):
+    cuda = _FakeCuda(monkeypatch)
+    cuda.allocate(9000)
+    cuda.allocate(-9500)
+    with meter("cuda:0") as m, meter("cuda:1"):
+        with pytest.raises(MeterBusyError, match="cuda:0"):
+            meter(torch.device("cuda", 0)).start()
+        cuda.allocate(300)
+        m.mark("a")
+        cuda.allocate(700)
+        cuda.allocate(-900)
+        m.mark("b")
+        cuda.allocate(-200)
+    assert m.segments == [Segment("a", 300, 1000, 100), Segment("b", 100, 100, -100)]
+    assert (m.peak_bytes, m.end_bytes) == (1000, -100)
+
+
+def test_cached_memory_counts_as_free_on_cuda(monkeypatch):
+    cuda = _FakeCuda(monkeypatch)
+    assert memory.free_bytes("cuda:0") == 5000 + 4000 - 1000
+    cuda.fraction = 0.25
+    assert memory.free_bytes("cuda:0") == 5000 - 1000
+    cuda.fraction = 0.01
+    assert memory.free_bytes("cuda:0") == 0
