@@ -36,6 +36,9 @@ from rotor.values import (
     with_tensors,
 )
 
+_HANDOFF_BYTES = 16_384
+"""Outputs below this size are kept through their backward: a handoff would cost more time."""
+
 _tokens: dict[torch.device, torch.Tensor] = {}
 
 
@@ -231,15 +234,17 @@ class Run:
 
     def _record(self, i: int) -> None:
         leaves, wanted = as_leaves(self.x[i], self.flags_of(i))
-        cell: list[Any] = []
+        cell: list[Any] | None = None
         _torch.set_grad_enabled(True)
         try:
             y = self._call(i, leaves)
-            outputs = flagged(y, self._note(i, y))
-            root = _apply_handoff(cell, self.token, *outputs)
+            roots = flagged(y, self._note(i, y))
+            if not (len(roots) == 1 and roots[0].nbytes < _HANDOFF_BYTES):
+                cell = []
+                roots = [_apply_handoff(cell, self.token, *roots)]
         finally:
             _torch.set_grad_enabled(False)
-        self.tapes[i] = (wanted, root, cell)
+        self.tapes[i] = (wanted, roots[0], cell)
         self.x[i + 1] = detached(y)
 
     def back(self, i: int, need_x: bool, needs: Sequence[bool]) -> Sequence[torch.Tensor | None]:
@@ -266,10 +271,13 @@ class Run:
         parameters = self.parameters[i]
         found: Sequence[torch.Tensor | None] = [None] * len(needs)
         if root.requires_grad and gradient and not all(g is None for g in gradient):
-            cell.append(gradient)
+            given = gradient[0]
+            if cell is not None:
+                cell.append(gradient)
+                given = self.token
             del gradient
             if self.accumulate:
-                torch.autograd.backward(root, self.token)
+                torch.autograd.backward(root, given)
                 self.gradient = [leaf.grad for leaf in wanted]
             else:
                 inputs = wanted if need_x else []
@@ -281,7 +289,7 @@ class Run:
                 )
                 if inputs or asked:
                     with _torch.hidden_hooks(asked):
-                        answer = _torch.run_backward(root, self.token, (*inputs, *asked))
+                        answer = _torch.run_backward(root, given, (*inputs, *asked))
                     self.gradient = list(answer[: len(inputs)])
                     found = answer[len(inputs) :]
                     if not every:
