@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,33 +123,33 @@ class SegmentedPeak:
     seconds: float
 
 
-def segment_table(model: rotor.Checkpointable, batch: Batch, most: int) -> list[SegmentedPeak]:
+def segment_table(
+    model: rotor.Checkpointable, batch: Batch, numbers: Iterable[int]
+) -> list[SegmentedPeak]:
     """Peak and time of each number of segments, on a copy of the model's stages."""
-    table = []
     stages = copy.deepcopy(model).inspection_values.stages
     clock = Clock(batch[0].device)
-    for segments in range(1, min(most, len(stages)) + 1):
-        module = Segmented(stages, segments)
-        peak = step_peak_bytes(module, batch)
-        clock.start()
-        train_step(module, batch)
-        table.append(SegmentedPeak(segments, module, peak, clock.stop() / 1e9))
-    return table
+    entries = []
+    for segments in numbers:
+        if segments <= len(stages):
+            module = Segmented(stages, segments)
+            peak = step_peak_bytes(module, batch)
+            clock.start()
+            train_step(module, batch)
+            entries.append(SegmentedPeak(segments, module, peak, clock.stop() / 1e9))
+    return entries
 
 
-def best_segments(
-    model: rotor.Checkpointable, batch: Batch, limit: int, most: int = 8
-) -> tuple[int, SegmentedPeak]:
+def best_segments(model: rotor.Checkpointable, batch: Batch, limit: int) -> SegmentedPeak:
     """The fastest number of segments within the limit; else the one that needs least."""
-    table = segment_table(model, batch, most)
-    within = [entry for entry in table if entry.peak_bytes <= limit]
-    best = (
-        min(within, key=lambda e: e.seconds) if within else min(table, key=lambda e: e.peak_bytes)
-    )
-    return best.segments, best
+    entries = segment_table(model, batch, range(2, 7))
+    within = [entry for entry in entries if entry.peak_bytes <= limit]
+    if within:
+        return min(within, key=lambda entry: entry.seconds)
+    return min(entries, key=lambda entry: entry.peak_bytes)
 
 
-def gradients(a: nn.Module, b: nn.Module) -> bool:
+def equal_gradients(a: nn.Module, b: nn.Module) -> bool:
     """Whether all gradients are bit-equal."""
     return all(
         (p.grad is None) == (q.grad is None) and (p.grad is None or torch.equal(p.grad, q.grad))

@@ -14,8 +14,8 @@ from common import (
     Contender,
     best_segments,
     classification_batch,
+    equal_gradients,
     equal_states,
-    gradients,
     interleaved_times,
     step_peak_bytes,
     train_step,
@@ -69,7 +69,7 @@ def main() -> None:
                 train_step(plain, batch),
                 train_step(limited, batch, captured=True),
             ]
-            identical &= torch.equal(*losses) and gradients(plain, limited)
+            identical &= torch.equal(*losses) and equal_gradients(plain, limited)
             for optimizer in optimizers:
                 optimizer.step()
             update(step + 1)
@@ -80,11 +80,11 @@ def main() -> None:
     )
     print(f"outputs, gradients, parameters and buffers bit-equal: {'yes' if identical else 'NO'}\n")
 
-    segments, segmented = best_segments(limited, batch, limit)
+    segmented = best_segments(limited, batch, limit)
     contenders = [
         Contender("rotor", limited, captured=True),
         Contender("plain PyTorch", plain),
-        Contender(f"checkpoint_sequential({segments})", segmented.module),
+        Contender(f"checkpoint_sequential({segmented.segments})", segmented.module),
     ]
     times = interleaved_times(contenders, batch, rounds=5)
     rows = [["", "limit", "peak predicted", "peak measured", "step predicted", "step measured"]]
