@@ -77,8 +77,8 @@ def test_equals_search_over_its_class() -> None:
 
 @pytest.mark.slow
 def test_equals_search_over_its_class_long() -> None:
-    check_against_search(2, 100_000, 4)
-    check_against_search(3, 3_000, 5)
+    check_against_search(2, 30_000, 4)
+    check_against_search(3, 1_000, 5)
 
 
 def check_on_slots(seed: int, count: int) -> None:

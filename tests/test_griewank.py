@@ -101,8 +101,8 @@ def test_heterogeneous_equals_search_over_its_class() -> None:
 
 @pytest.mark.slow
 def test_heterogeneous_equals_search_over_its_class_long() -> None:
-    check_against_search(2, 100_000, 4)
-    check_against_search(3, 10_000, 6)
+    check_against_search(2, 30_000, 4)
+    check_against_search(3, 3_000, 6)
 
 
 @settings(max_examples=200, deadline=None)
