@@ -168,8 +168,7 @@ class Structure:
         self._modules = list(model.modules())
         self._children = [
             (children, tuple(children.values()))
-            for module in self._modules
-            if (children := _torch.child_slots(module))
+            for children in map(_torch.child_slots, self._modules)
         ]
         self._parameters = [slot for m in self._modules for slot in _torch.parameter_slots(m)]
 

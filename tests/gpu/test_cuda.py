@@ -1,0 +1,89 @@
+"""On CUDA: limits hold by the caching allocator's count, numbers are equal."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import rotor
+from rotor import memory
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def _model() -> nn.Module:
+    return rotor.resnet.resnet18(num_classes=100).cuda()
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(32, 3, 128, 128).cuda(), torch.randint(0, 100, (32,)).cuda()
+
+
+def _step(model: nn.Module, x: torch.Tensor, target: torch.Tensor, seed: int) -> torch.Tensor:
+    for parameter in model.parameters():
+        parameter.grad = None
+    torch.manual_seed(seed)
+    loss = nn.functional.cross_entropy(model(x), target)
+    loss.backward()
+    return loss.detach()
+
+
+def _peak(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> int:
+    for parameter in model.parameters():
+        parameter.grad = None
+    with memory.meter(x.device) as meter:
+        nn.functional.cross_entropy(model(x), target).backward()
+    return meter.peak_bytes
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    yield
+    torch.backends.cudnn.deterministic = before
+
+
+@pytest.mark.parametrize("fraction", [0.9, 0.6, 0.45])
+def test_limit_and_equality(fraction):
+    model = _model()
+    x, target = _batch()
+    _step(copy.deepcopy(model), x, target, 0)
+    plain = copy.deepcopy(model)
+    _peak(plain, x, target)
+    limit = int(fraction * _peak(plain, x, target))
+    plain = copy.deepcopy(model)
+    chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit)
+    for seed in range(3):
+        assert torch.equal(_step(plain, x, target, seed), _step(chk, x, target, seed))
+    for p, q in zip(plain.parameters(), chk.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    for p, q in zip(plain.buffers(), chk.buffers(), strict=True):
+        assert torch.equal(p, q)
+    measured = _peak(chk, x, target)
+    assert measured <= limit
+    assert measured == pytest.approx(chk.get_expected_memory(), rel=0.02)
+
+
+def test_dropout_on_the_device():
+    model = nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.5), nn.Linear(256, 64)).cuda()
+    plain = copy.deepcopy(model)
+    chk = rotor.Checkpointable(model)
+    x = torch.randn(128, 64, device="cuda")
+    chk.measure(x)
+    chk.compute_sequence("1GiB", algo=rotor.algorithms.RecomputeAll())
+    for call in (plain, chk):
+        torch.manual_seed(0)
+        call(x).square().sum().backward()
+    for p, q in zip(plain.parameters(), chk.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_no_limit_is_most_of_what_is_free():
+    chk = rotor.Checkpointable(_model())
+    x, target = _batch()
+    _step(chk, x, target, 0)
+    assert 0 < chk.mem_limit <= torch.cuda.mem_get_info()[1]
