@@ -1,6 +1,7 @@
 import ctypes
 import gc
 import inspect
+import mmap
 import shutil
 import subprocess
 import sys
@@ -102,9 +103,9 @@ def test_the_resident_peak_is_seen_after_a_reset_without_a_sampler():
     if not _core.reset_peak_rss():
         pytest.skip("this kernel does not reset VmHWM")
     before = _core.probe_memory()["peak_resident_bytes"]
-    block = bytearray(50 << 20)
-    block[::4096] = bytes(len(block[::4096]))
-    del block
+    with mmap.mmap(-1, 50 << 20) as block:
+        for page in range(0, len(block), mmap.PAGESIZE):
+            block[page] = 1
     assert _core.probe_memory()["peak_resident_bytes"] > before + (40 << 20)
     assert _core.reset_peak_rss()
     assert _core.probe_memory()["peak_resident_bytes"] < before + (40 << 20)
