@@ -9,6 +9,8 @@ typedef rotor_revolve_frontier_t frontier_t;
 
 /* ---- equal stages ---- */
 
+enum { MAX_STAGES = 1 << 18, MAX_FORWARDS = 1 << 28 };
+
 /* C(s + r, s) where it is at most `cap`, else something above it; 0 for r < 0. */
 static int64_t binomial(int64_t s, int64_t r, int64_t cap) {
     int64_t k = rotor_min(s, r);
@@ -73,6 +75,9 @@ int rotor_revolve_schedule(int64_t n, int64_t checkpoints, rotor_sequence_t *seq
     }
     if (checkpoints < 0) {
         return ROTOR_ERR_BAD_SLOTS;
+    }
+    if (n > MAX_STAGES || rotor_revolve_forwards(n, checkpoints) > MAX_FORWARDS) {
+        return ROTOR_ERR_TOO_LARGE;
     }
     stack = rotor_malloc_array(n + 1, sizeof(*stack));
     if (stack == NULL) {

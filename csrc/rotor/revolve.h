@@ -28,7 +28,8 @@ int64_t rotor_revolve_forwards(int64_t stages, int64_t checkpoints);
 /*
  * Appends Revolve's schedule of n stages and a loss; the last stage and the loss are one leaf,
  * Fe(n-1) L B(n-1). ROTOR_ERR_BAD_LENGTH for n < 1, ROTOR_ERR_BAD_SLOTS for checkpoints < 0,
- * ROTOR_ERR_NO_MEMORY; the sequence is then as it was.
+ * ROTOR_ERR_TOO_LARGE for more than 2^18 stages or 2^28 forwards, ROTOR_ERR_NO_MEMORY; the sequence
+ * is then as it was.
  */
 int rotor_revolve_schedule(int64_t n, int64_t checkpoints, rotor_sequence_t *sequence);
 

@@ -71,6 +71,8 @@ static void test_schedule_refuses(void) {
     rotor_sequence_init(&s);
     CHECK(rotor_revolve_schedule(0, 1, &s) == ROTOR_ERR_BAD_LENGTH);
     CHECK(rotor_revolve_schedule(3, -1, &s) == ROTOR_ERR_BAD_SLOTS);
+    CHECK(rotor_revolve_schedule(INT64_MAX, 5, &s) == ROTOR_ERR_TOO_LARGE);
+    CHECK(rotor_revolve_schedule(1 << 18, 0, &s) == ROTOR_ERR_TOO_LARGE);
     CHECK(rotor_sequence_append(&s, ROTOR_FE, 7) == ROTOR_OK);
     for (int64_t failing = 1; failing < 4; failing++) {
         rotor_testing_fail_after(failing);
