@@ -38,6 +38,25 @@ class Table:
     def sequence(self, budget: int, /) -> bytearray: ...
     def curve(self) -> tuple[bytearray, bytearray] | None: ...
 
+def frontier(
+    chain: Chain, max_table_bytes: int, progress: Callable[[int, int], object] | None, /
+) -> Table: ...
+def persistent(
+    chain: Chain,
+    budget: int,
+    slots: int,
+    max_table_bytes: int,
+    progress: Callable[[int, int], object] | None,
+    /,
+) -> bytearray | None: ...
+def persistent_minimum(
+    chain: Chain,
+    budget: int,
+    max_table_bytes: int,
+    progress: Callable[[int, int], object] | None,
+    /,
+) -> tuple[int, bytearray | None]: ...
+
 # -- classic solvers (csrc/python/bind_classic.c)
 
 def floating(

@@ -1,5 +1,8 @@
 #include "binding.h"
 
+#include "frontier.h"
+#include "persistent.h"
+
 /* The Table type: a solved table of any solver. */
 
 typedef struct {
@@ -117,11 +120,143 @@ static PyType_Spec table_spec = {
     .slots = table_slots,
 };
 
+/* The exact solver. */
+
+static void frontier_release(void *table) {
+    rotor_frontier_free(table);
+    rotor_free(table);
+}
+
+static int frontier_sequence(const void *table, int64_t budget, rotor_sequence_t *sequence,
+                             int64_t *minimum) {
+    return rotor_frontier_sequence(table, budget, sequence, minimum);
+}
+
+static int frontier_curve(const void *table, int64_t *count, const int64_t **bytes,
+                          const int64_t **ns) {
+    const rotor_frontier_t *frontier = table;
+    *count = frontier->curve_count;
+    *bytes = frontier->curve_bytes;
+    *ns = frontier->curve_ns;
+    return ROTOR_OK;
+}
+
+static const rotor_table_ops_t frontier_ops = {
+    .release = frontier_release, .sequence = frontier_sequence, .curve = frontier_curve};
+
+PyDoc_STRVAR(frontier_doc,
+             "frontier(chain, max_table_bytes, progress, /)\n--\n\n"
+             "The table of all optimal persistent schedules.");
+
+static PyObject *frontier(PyObject *module, PyObject *args) {
+    rotor_chain_object_t *chain;
+    long long max_table_bytes;
+    PyObject *progress;
+    rotor_watch_t watch;
+
+    if (!PyArg_ParseTuple(args, "O!LO:frontier", rotor_state(module)->chain_type, &chain,
+                          &max_table_bytes, &progress)) {
+        return NULL;
+    }
+    rotor_frontier_t *table = rotor_malloc(sizeof(*table));
+    if (table == NULL) {
+        return PyErr_NoMemory();
+    }
+    rotor_watch_begin(&watch, progress);
+    int ret = rotor_frontier_solve(table, &chain->chain, max_table_bytes, &watch.callback);
+    rotor_watch_end(&watch);
+    if (ret != ROTOR_OK) {
+        rotor_free(table);
+        return rotor_raise_status(module, ret);
+    }
+    return rotor_table_new(module, (PyObject *)chain, table, &frontier_ops);
+}
+
+/* Memory slots, and the least memory. */
+
+PyDoc_STRVAR(persistent_doc,
+             "persistent(chain, budget, slots, max_table_bytes, progress, /)\n--\n\n"
+             "The best persistent schedule on memory slots within a budget in bytes, as int32 pairs "
+             "(kind, stage); None where none fits on these slots.");
+
+static PyObject *persistent(PyObject *module, PyObject *args) {
+    rotor_chain_object_t *chain;
+    long long budget;
+    long long slots;
+    long long max_table_bytes;
+    PyObject *progress;
+    PyObject *answer = NULL;
+    rotor_sequence_t sequence;
+    rotor_watch_t watch;
+
+    if (!PyArg_ParseTuple(args, "O!LLLO:persistent", rotor_state(module)->chain_type, &chain,
+                          &budget, &slots, &max_table_bytes, &progress)) {
+        return NULL;
+    }
+    rotor_sequence_init(&sequence);
+    rotor_watch_begin(&watch, progress);
+    int ret = rotor_persistent_solve(&chain->chain, budget, slots, max_table_bytes,
+                                     &watch.callback, &sequence);
+    rotor_watch_end(&watch);
+    if (ret == ROTOR_OK) {
+        answer = rotor_ops_bytes(&sequence);
+    } else if (ret == ROTOR_ERR_INFEASIBLE) {
+        answer = Py_NewRef(Py_None);
+    } else {
+        rotor_raise_status(module, ret);
+    }
+    rotor_sequence_free(&sequence);
+    return answer;
+}
+
+PyDoc_STRVAR(persistent_minimum_doc,
+             "persistent_minimum(chain, budget, max_table_bytes, progress, /)\n--\n\n"
+             "(minimum, schedule): the least budget in bytes of any persistent schedule, and a "
+             "schedule within `budget`, None where that is below it.");
+
+static PyObject *persistent_minimum(PyObject *module, PyObject *args) {
+    rotor_chain_object_t *chain;
+    long long budget;
+    long long max_table_bytes;
+    PyObject *progress;
+    PyObject *schedule = NULL;
+    rotor_sequence_t sequence;
+    rotor_watch_t watch;
+    int64_t minimum = 0;
+
+    if (!PyArg_ParseTuple(args, "O!LLO:persistent_minimum", rotor_state(module)->chain_type,
+                          &chain, &budget, &max_table_bytes, &progress)) {
+        return NULL;
+    }
+    rotor_sequence_init(&sequence);
+    rotor_watch_begin(&watch, progress);
+    int ret = rotor_persistent_minimum(&chain->chain, max_table_bytes, &watch.callback, &minimum,
+                                       budget, &sequence);
+    rotor_watch_end(&watch);
+    if (ret == ROTOR_OK) {
+        schedule = rotor_ops_bytes(&sequence);
+    } else if (ret == ROTOR_ERR_INFEASIBLE) {
+        schedule = Py_NewRef(Py_None);
+    } else {
+        rotor_raise_status(module, ret);
+    }
+    rotor_sequence_free(&sequence);
+    return schedule == NULL ? NULL : Py_BuildValue("LN", (long long)minimum, schedule);
+}
+
+static PyMethodDef solver_functions[] = {
+    {"frontier", frontier, METH_VARARGS, frontier_doc},
+    {"persistent", persistent, METH_VARARGS, persistent_doc},
+    {"persistent_minimum", persistent_minimum, METH_VARARGS, persistent_minimum_doc},
+    {NULL, NULL, 0, NULL},
+};
+
 int rotor_add_solvers(PyObject *module) {
     PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &table_spec, NULL);
     if (type == NULL) {
         return -1;
     }
     rotor_state(module)->table_type = type;
-    return PyModule_AddType(module, type);
+    return PyModule_AddType(module, type) == 0 ? PyModule_AddFunctions(module, solver_functions)
+                                               : -1;
 }

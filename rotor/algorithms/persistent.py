@@ -1,0 +1,274 @@
+"""Persistent schedules: a checkpoint stays until the backward of its stage.
+
+The best of them, exactly where that is cheap and on memory slots otherwise. The recurrence is that
+of Beaumont et al. [1]_, section 4, with the memory conditions of ``csrc/rotor/chain.h``.
+
+References
+----------
+.. [1] O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova, "Optimal checkpointing for
+   heterogeneous chains: how to train deep neural networks with limited memory", hal-02352969.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import psutil
+
+from rotor import _core
+from rotor.algorithms.curve import Curve
+from rotor.algorithms.no_checkpoint import NoCheckpoint
+from rotor.algorithms.sequence import Sequence
+from rotor.algorithms.utils import DynamicAlgorithm, Progress, infeasible, parse_budget
+from rotor.chain import Chain
+from rotor.errors import InfeasibleError
+
+DEFAULT_SLOTS = 500
+"""Memory slots where none are asked for and the exact solver is too dear."""
+
+EXACT_TABLE_BYTES = 64 << 20
+"""The default of `Persistent`'s `exact_table_bytes`."""
+
+_LARGEST_SLOTS = 1 << 28
+_LARGEST_TABLE_BYTES = 4 << 30
+_EXACT_BYTES_PER_TRIPLE = 8
+_STRETCHES = 3
+_CURVE_POINTS = 8
+_NS = 1e9
+
+
+class Persistent(DynamicAlgorithm):
+    """The fastest persistent schedule within a budget.
+
+    Parameters
+    ----------
+    mem_slots
+        Number of memory slots that the budget is divided into: one dense table, in which every
+        size is rounded up. Not given: the exact solver, which answers every budget from one
+        table, while that stays within `exact_table_bytes`; else 500 slots, solved a few times so
+        that what rounding left unused is used.
+    exact_table_bytes
+        The largest table of the exact solver, which bounds its time as well (about a second for
+        the default). 0 leaves it out. The table is kept for the next budgets on an equal chain.
+    max_table_bytes
+        The most that any other table may take; by default half of the memory that is available,
+        and 4 GiB at most.
+
+    Raises
+    ------
+    ValueError
+        `mem_slots` is no whole number from 1 to 2^28.
+
+    Notes
+    -----
+    Where slots are too coarse for a schedule that exists, more slots are tried, and then the
+    schedule of least memory: InfeasibleError means that no persistent schedule exists, and its
+    ``minimum_bytes`` is exact.
+
+    For n stages and M slots: O(n^3 M / 6) time and 2 n^2 M bytes at most. The exact solver takes
+    O(n^3 P) time, where P, the points of a frontier, is about n^2 / 4 at most on measured
+    profiles.
+    """
+
+    name: ClassVar[str] = "persistent"
+
+    def __init__(
+        self,
+        mem_slots: int | None = None,
+        *,
+        exact_table_bytes: int = EXACT_TABLE_BYTES,
+        max_table_bytes: int | None = None,
+    ) -> None:
+        self.mem_slots = _checked_slots(mem_slots)
+        self.exact_table_bytes = exact_table_bytes
+        self.max_table_bytes = max_table_bytes
+        self._solved: tuple[tuple[Any, ...], _core.Table | None] | None = None
+
+    def solve(
+        self,
+        chain: Chain,
+        budget_bytes: int | str,
+        *,
+        mem_slots: int | None = None,
+        progress: Progress | None = None,
+    ) -> Sequence:
+        """The fastest persistent schedule within a budget.
+
+        Raises
+        ------
+        InfeasibleError
+            No persistent schedule fits; ``minimum_bytes`` is the least budget of any.
+        MemoryError
+            The table for `mem_slots` would be too large; the message has the figures.
+        ValueError, TypeError
+            The budget or the number of slots is not a positive number.
+
+        See Also
+        --------
+        rotor.algorithms.utils.DynamicAlgorithm.solve : Parameters.
+        """
+        budget = parse_budget(budget_bytes)
+        slots = self.mem_slots if mem_slots is None else _checked_slots(mem_slots)
+        if slots is not None:
+            return self._on_slots(chain, budget, slots, progress)
+        table = self._exact(chain, progress)
+        if table is None:
+            return self._stretched(chain, budget, progress)
+        try:
+            return _priced(table.sequence(budget), chain)
+        except InfeasibleError as error:
+            raise infeasible(type(self).__name__, budget, error.minimum_bytes) from None
+
+    def curve(self, chain: Chain, *, progress: Progress | None = None) -> Curve:
+        """Time against memory: from the exact solver every point that there is.
+
+        On slots the curve has a handful of points, each a simulated schedule: the two ends, the
+        least memory and no recomputation, are exact; in between `solve` may do a little better or
+        worse with other slots.
+        """
+        if self.mem_slots is None and (table := self._exact(chain, progress)) is not None:
+            points = table.curve()
+            assert points is not None
+            sizes, ns = (np.frombuffer(values, dtype=np.int64) for values in points)
+            return Curve(sizes, ns / _NS)
+        sequences = [next(NoCheckpoint().candidates(chain))]
+        ample = sequences[0].peak_bytes
+        minimum, _ = self._minimum(chain, 0, progress)
+        least = max(1, minimum)
+        budgets = np.unique(np.geomspace(least, max(least, ample), _CURVE_POINTS).astype(np.int64))
+        _, codes = self._minimum(chain, minimum, progress)
+        assert codes is not None
+        sequences.append(_priced(codes, chain))
+        for index, budget in enumerate(budgets.tolist()):
+            sequences.append(
+                self._on_slots(
+                    chain,
+                    max(least, budget),
+                    self.mem_slots or DEFAULT_SLOTS,
+                    _part(progress, index, len(budgets)),
+                )
+            )
+        return Curve.from_points((s.peak_bytes, s.makespan) for s in sequences)
+
+    def _exact(self, chain: Chain, progress: Progress | None) -> _core.Table | None:
+        """The table of the exact solver, kept from the last time, or None where it is too dear."""
+        key = _key(chain)
+        if self._solved is not None and self._solved[0] == key:
+            return self._solved[1]
+        table = None
+        if len(chain) ** 3 * _EXACT_BYTES_PER_TRIPLE <= self.exact_table_bytes:
+            try:
+                table = _core.frontier(chain.core, self.exact_table_bytes, progress)
+            except MemoryError:
+                table = None
+        self._solved = (key, table)
+        return table
+
+    def _on_slots(
+        self, chain: Chain, budget: int, slots: int, progress: Progress | None
+    ) -> Sequence:
+        """The best schedule on so many slots; on more, where it takes more to find one."""
+        codes = self._dense(chain, budget, slots, progress)
+        if codes is None:
+            minimum, last_resort = self._minimum(chain, budget, progress)
+            if last_resort is None:
+                raise infeasible(type(self).__name__, budget, minimum)
+            for factor in (2, 4, 8):
+                try:
+                    codes = self._dense(chain, budget, factor * slots, progress)
+                except (MemoryError, ValueError):
+                    break
+                if codes is not None:
+                    break
+            else:
+                codes = None
+            codes = last_resort if codes is None else codes
+        return _priced(codes, chain)
+
+    def _stretched(self, chain: Chain, budget: int, progress: Progress | None) -> Sequence:
+        """The best on 500 slots of more bytes than the budget has, as long as the peak is within.
+
+        Sizes are rounded up to slots, so that a schedule seldom uses all of its budget; the more
+        stages, the less. The budget that is divided into slots is stretched by what was left.
+        """
+        best = self._on_slots(chain, budget, DEFAULT_SLOTS, progress)
+        fits = budget
+        too_much: int | None = None
+        stretched = budget * budget // max(1, best.peak_bytes)
+        for _ in range(_STRETCHES):
+            if stretched <= fits:
+                break
+            codes = self._dense(chain, stretched, DEFAULT_SLOTS, progress)
+            sequence = best if codes is None else _priced(codes, chain)
+            if sequence.peak_bytes <= budget:
+                fits = stretched
+                best = min(best, sequence, key=lambda s: s.makespan)
+                further = stretched * budget // max(1, sequence.peak_bytes)
+                stretched = further if too_much is None else (fits + too_much) // 2
+            else:
+                too_much = stretched
+                stretched = (fits + too_much) // 2
+        return best
+
+    def _dense(
+        self, chain: Chain, budget: int, slots: int, progress: Progress | None
+    ) -> bytearray | None:
+        if budget <= chain.x_bytes[0]:
+            return None
+        bound = self._table_bound()
+        try:
+            return _core.persistent(chain.core, budget, slots, bound, progress)
+        except MemoryError:
+            n = len(chain)
+            most = (n + 1) * (n + 2) // 2 * (4 * (slots + 1) + 24)
+            raise MemoryError(
+                f"{slots} memory slots on a chain of {n} stages take a table of up to {most} "
+                f"bytes, and {bound} bytes may be used: give fewer mem_slots"
+            ) from None
+
+    def _minimum(
+        self, chain: Chain, budget: int, progress: Progress | None
+    ) -> tuple[int, bytearray | None]:
+        return _core.persistent_minimum(chain.core, budget, self._table_bound(), progress)
+
+    def _table_bound(self) -> int:
+        if self.max_table_bytes is not None:
+            return self.max_table_bytes
+        return min(_LARGEST_TABLE_BYTES, int(psutil.virtual_memory().available) // 2)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_solved": None}
+
+    def __repr__(self) -> str:
+        return f"Persistent({'' if self.mem_slots is None else f'mem_slots={self.mem_slots}'})"
+
+
+def _checked_slots(mem_slots: int | None) -> int | None:
+    if mem_slots is None:
+        return None
+    if isinstance(mem_slots, bool) or not isinstance(mem_slots, int | np.integer):
+        raise ValueError(f"mem_slots must be a whole number, got {mem_slots!r}")
+    if not 1 <= mem_slots <= _LARGEST_SLOTS:
+        raise ValueError(f"mem_slots = {mem_slots}, expected 1 to {_LARGEST_SLOTS}")
+    return int(mem_slots)
+
+
+def _priced(codes: bytearray, chain: Chain) -> Sequence:
+    return Sequence(np.frombuffer(codes, dtype=np.int32).reshape(-1, 2), chain)
+
+
+def _key(chain: Chain) -> tuple[Any, ...]:
+    """What a schedule depends on."""
+    return tuple(
+        tuple(value) if isinstance(value, list) else value
+        for name, value in chain.to_dict().items()
+        if name != "names"
+    )
+
+
+def _part(progress: Progress | None, index: int, count: int) -> Progress | None:
+    """`progress` for the index-th of `count` computations of one length."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(index * total + done, count * total)
