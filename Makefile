@@ -66,7 +66,8 @@ test-sanitized: $(VENV)/.test ## the Python tests on a sanitised build of the ex
 	ln -sfn $(CURDIR)/models build/sanitized/rotor/models
 	ROTOR_SANITIZE=1 $(BIN)/python setup.py -q build_ext --build-temp build/sanitized/temp \
 		--build-lib build/sanitized
-	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CC) -print-file-name=libasan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) \
+		$$($(CC) -print-file-name=libstdc++.so)" \
 		PYTHONPATH=build/sanitized $(BIN)/python -m pytest -m "not slow" -p no:cacheprovider
 
 lint: $(VENV)/.dev ## ruff, mypy

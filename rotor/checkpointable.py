@@ -17,7 +17,7 @@ from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence as Schedule
 from rotor.algorithms.utils import DynamicAlgorithm
 from rotor.chain import Chain
-from rotor.errors import MemoryLimitWarning
+from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.executor import Run, run_chain
 from rotor.inspection import Inspection, measure
 from rotor.metering import StepBytes, StepMeter, cancel_running
@@ -389,6 +389,7 @@ class Checkpointable(TransparentModule):
                 limit,
                 self._algorithm,
                 reserve_bytes=reserve_bytes,
+                rng=self.preserve_rng_state,
                 options=options,
                 progress=update,
             )
@@ -455,8 +456,15 @@ class Checkpointable(TransparentModule):
         old = self._plans.get(key)
         if key[0] not in self._inspections:
             self._inspect(key[0], inputs, targets)
-        plan = self._make(key, old.reserve_bytes if old is not None else 0)
-        plan.meterings = old.meterings if old is not None else 0
+        if old is None:
+            return self._make(key)
+        try:
+            plan = self._make(key, old.reserve_bytes)
+        except InfeasibleError as error:
+            old.outdated = False
+            self._warn_over(old, error.minimum_bytes)
+            return old
+        plan.meterings = old.meterings
         return plan
 
     def _step(self, plan: Plan, inputs: Any, targets: Sequence[Any]) -> Any:
@@ -504,10 +512,20 @@ class Checkpointable(TransparentModule):
                 model._learn(plan, step)
 
         try:
-            return StepMeter(plan.inspection.device, done)
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            return StepMeter(plan.inspection.device, done, gradients)
         except memory.MeterBusyError as error:
             self._warn_once("busy", f"this step's memory was not measured: {error}")
             return None
+
+    def _warn_over(self, plan: Plan, least_bytes: int) -> None:
+        self._warn_once(
+            "over",
+            f"the limit of {plan.limit_bytes} bytes could not be kept: the step needed "
+            f"{plan.measured_bytes} bytes, {plan.predicted_bytes} were predicted. Something outside "
+            f"the model, such as the loss, allocates during the step; a limit of {least_bytes} "
+            "bytes would do, and loss_fn= makes the loss part of the plan",
+        )
 
     def _learn(self, plan: Plan, step: StepBytes) -> None:
         """Compare a metered step with its plan; have it made again where that helps."""
@@ -530,13 +548,7 @@ class Checkpointable(TransparentModule):
             self._learned_loss[key[0]] = learned
         if plan.meterings >= _METERED_STEPS:
             if over > 0:
-                self._warn_once(
-                    "over",
-                    f"the limit of {plan.limit_bytes} bytes could not be kept: the step needed "
-                    f"{step.peak_bytes} bytes, {plan.predicted_bytes} were predicted. Something "
-                    "outside the model allocates during the step; lower mem_limit by the "
-                    f"difference, {over} bytes",
-                )
+                self._warn_over(plan, step.peak_bytes)
             return
         if over > 0 or new_loss:
             corrected = Schedule(plan.sequence.codes, self._chain(key))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,8 @@ class StepMeter:
         The device whose memory is metered.
     done
         Called with the result, at the end of the backward.
+    existing
+        Tensors that may be freed during the step, such as gradients that exist.
 
     Raises
     ------
@@ -49,12 +51,17 @@ class StepMeter:
         A profiler is running, which cannot be nested.
     """
 
-    def __init__(self, device: torch.device, done: Callable[[StepBytes], None]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        done: Callable[[StepBytes], None],
+        existing: Iterable[torch.Tensor] = (),
+    ) -> None:
         self._meter: memory.Meter | None = None
         self._done = done
         self._in_backward = False
         cancel_running()
-        self._meter = memory.meter(device).start()
+        self._meter = memory.meter(device, existing=existing).start()
         _running.append(weakref.ref(self))
 
     def forward_done(self, output: Any) -> None:

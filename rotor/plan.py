@@ -6,6 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
 
+from rotor import memory
 from rotor.algorithms.sequence import Sequence
 from rotor.algorithms.utils import DynamicAlgorithm, Progress
 from rotor.chain import Chain
@@ -15,6 +16,9 @@ from rotor.schedule import Schedule
 from rotor.units import format_bytes
 
 _RNG_BYTES = 5056
+_SCALARS = 8
+"""Numbers, such as the loss itself, that the caller holds while the backward runs."""
+
 LOSS_FACTOR = 4
 
 
@@ -58,15 +62,28 @@ class Plan:
         return self.sequence.makespan + (self.inspection.loss_ns or 0) / 1e9
 
 
-def own_bytes(inspection: Inspection, recomputed: Items[int] | frozenset[int]) -> int:
-    """Bytes the executor keeps beside activations when these stages are recomputed."""
-    if not recomputed:
-        return 0
-    measures = [inspection.measures[i] for i in recomputed]
+def own_bytes(
+    inspection: Inspection, recomputed: Items[int] | frozenset[int], *, rng: bool = True
+) -> int:
+    """Bytes kept beside the chain's: random states, copies of buffers, and the caller's scalars.
+
+    Parameters
+    ----------
+    inspection
+        The measured stages.
+    recomputed
+        Which of them are recomputed.
+    rng
+        Whether random states are preserved.
+    """
     on_cpu = inspection.device.type == "cpu"
-    states = 2 + sum(m.uses_rng for m in measures)
+    scalars = _SCALARS * memory.rounded_bytes(8, inspection.device)
+    if not recomputed:
+        return scalars
+    measures = [inspection.measures[i] for i in recomputed]
+    states = 2 + sum(m.uses_rng for m in measures) if on_cpu and rng else 0
     copies = sum(m.buffer_bytes for m in measures) + max(m.buffer_bytes for m in measures)
-    return copies + (states * _RNG_BYTES if on_cpu else 0)
+    return scalars + copies + states * _RNG_BYTES
 
 
 def loss_reserve(inspection: Inspection, given_bytes: int) -> int:
@@ -85,10 +102,26 @@ def make_plan(
     algorithm: DynamicAlgorithm,
     *,
     reserve_bytes: int = 0,
+    rng: bool = True,
     options: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """The best schedule of the algorithm under a limit.
+
+    Parameters
+    ----------
+    inspection, chain
+        What was measured, and its cost model.
+    limit_bytes
+        The most that a step may allocate above the level at its start.
+    algorithm, options
+        What solves it, and keywords of its ``solve``.
+    reserve_bytes
+        Set aside beside what is predicted.
+    rng
+        Whether random states are preserved.
+    progress
+        Called as ``progress(done, total)`` during a long computation.
 
     Raises
     ------
@@ -114,7 +147,7 @@ def make_plan(
                 least,
             ) from error
         schedule = Schedule(sequence, n)
-        kept = own_bytes(inspection, schedule.recomputed)
+        kept = own_bytes(inspection, schedule.recomputed, rng=rng)
         return Plan(
             inspection, chain, sequence, schedule, limit_bytes, kept, reserve_bytes=reserve_bytes
         )
@@ -122,9 +155,9 @@ def make_plan(
     def fits(plan: Plan) -> bool:
         return plan.predicted_bytes + reserve_bytes <= limit_bytes
 
-    most = own_bytes(inspection, range(n))
+    fewest, most = (own_bytes(inspection, range(k), rng=rng) for k in (0, n))
     attempts = []
-    for own in (0, most):
+    for own in (fewest, most):
         try:
             attempts.append(solve(own))
         except InfeasibleError:
