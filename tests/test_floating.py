@@ -12,7 +12,7 @@ from oracles import floating as oracle
 from oracles.machine import Costs, best_of_all, run
 from random_chains import budgets, chains, random_chain, realistic_chain
 
-from rotor.algorithms import Floating, NoCheckpoint, Sequence, get
+from rotor.algorithms import Floating, NoCheckpoint, Persistent, Sequence, get
 from rotor.chain import Chain
 from rotor.errors import InfeasibleError
 
@@ -102,6 +102,25 @@ def check_on_slots(seed: int, count: int) -> None:
 
 def test_never_slower_than_persistent_on_as_many_slots() -> None:
     check_on_slots(4, 1000)
+
+
+def test_never_slower_than_persistent_in_bytes() -> None:
+    rng = random.Random(11)
+    feasible = faster = 0
+    for _ in range(500):
+        chain = random_chain(rng, 1, 8)
+        budget = interesting_budget(rng, chain)
+        try:
+            persistent = Persistent().solve(chain, budget).makespan
+        except InfeasibleError:
+            continue
+        slots = max(1, budget - chain.x_bytes[0])
+        floating = Floating(slots).solve(chain, budget).makespan
+        assert floating <= persistent
+        feasible += 1
+        faster += floating < persistent
+    assert feasible > 250
+    assert faster > 0
 
 
 def test_no_sequence_at_all_beats_it_often() -> None:
@@ -224,8 +243,10 @@ def test_what_it_refuses() -> None:
     with pytest.raises(InfeasibleError, match=r"Floating .* 5 bytes.* 6 bytes") as caught:
         Floating().solve(chain, 5)
     assert caught.value.minimum_bytes == 6
-    with pytest.raises(MemoryError, match="table"):
-        Floating(max_table_bytes=1 << 20).solve(realistic_chain(random.Random(9), 30), "8 GB")
+    long = realistic_chain(random.Random(9), 30)
+    for ask in (lambda algo: algo.solve(long, "8 GB"), lambda algo: algo.curve(long)):
+        with pytest.raises(MemoryError, match=r"500 memory slots .* 30 stages .* 1048576 b"):
+            ask(Floating(max_table_bytes=1 << 20))
     assert repr(Floating()) == "Floating(mem_slots=500)"
     assert get("floating") is Floating
 

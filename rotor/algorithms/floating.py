@@ -18,6 +18,7 @@ from typing import ClassVar
 import numpy as np
 
 from rotor import _core
+from rotor.algorithms._tables import table_bound
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.algorithms.sequence import Sequence
@@ -26,7 +27,6 @@ from rotor.chain import Chain
 from rotor.errors import InfeasibleError
 
 DEFAULT_SLOTS = 500
-MAX_TABLE_BYTES = 4 << 30
 
 
 class Floating(DynamicAlgorithm):
@@ -37,7 +37,8 @@ class Floating(DynamicAlgorithm):
     mem_slots
         Slots that the budget is divided into; every size is rounded up to whole slots.
     max_table_bytes
-        The most that the solver may allocate; beyond it MemoryError.
+        The most that the solver may allocate; beyond it MemoryError. By default half of the memory
+        that is available, and 4 GiB at most.
 
     Raises
     ------
@@ -54,7 +55,7 @@ class Floating(DynamicAlgorithm):
     name: ClassVar[str] = "floating"
 
     def __init__(
-        self, mem_slots: int = DEFAULT_SLOTS, *, max_table_bytes: int = MAX_TABLE_BYTES
+        self, mem_slots: int = DEFAULT_SLOTS, *, max_table_bytes: int | None = None
     ) -> None:
         self.mem_slots = _checked_slots(mem_slots)
         self.max_table_bytes = max_table_bytes
@@ -75,10 +76,13 @@ class Floating(DynamicAlgorithm):
         """
         budget = parse_budget(budget_bytes)
         slots = self.mem_slots if mem_slots is None else _checked_slots(mem_slots)
+        bound = table_bound(self.max_table_bytes)
         try:
-            codes = _core.floating(chain.core, budget, slots, self.max_table_bytes, progress)
+            codes = _core.floating(chain.core, budget, slots, bound, progress)
         except InfeasibleError as error:
             raise infeasible(type(self).__name__, budget, error.minimum_bytes) from None
+        except MemoryError:
+            raise _too_large(chain, slots, bound) from None
         return Sequence(np.frombuffer(codes, dtype=np.int32).reshape(-1, 2), chain)
 
     def curve(self, chain: Chain, *, progress: Progress | None = None) -> Curve:
@@ -88,14 +92,25 @@ class Floating(DynamicAlgorithm):
         find a faster schedule.
         """
         everything = max(1, next(NoCheckpoint().candidates(chain)).peak_bytes)
-        points = _core.floating_curve(
-            chain.core, everything, self.mem_slots, self.max_table_bytes, progress
-        )
+        bound = table_bound(self.max_table_bytes)
+        try:
+            points = _core.floating_curve(chain.core, everything, self.mem_slots, bound, progress)
+        except MemoryError:
+            raise _too_large(chain, self.mem_slots, bound) from None
         sizes, ns = (np.frombuffer(values, dtype=np.int64) for values in points)
         return Curve(sizes, ns / 1e9)
 
     def __repr__(self) -> str:
         return f"Floating(mem_slots={self.mem_slots})"
+
+
+def _too_large(chain: Chain, slots: int, bound: int) -> MemoryError:
+    n = len(chain)
+    most = (n + 1) * (n + 2) * (n + 3) // 6 * (8 * (slots + n + 3) + 24)
+    return MemoryError(
+        f"{slots} memory slots on a chain of {n} stages take a table of up to {most} bytes, and "
+        f"{bound} bytes may be used: give fewer mem_slots, or use Persistent"
+    )
 
 
 def _checked_slots(mem_slots: int) -> int:

@@ -19,13 +19,12 @@ from typing import ClassVar
 import numpy as np
 
 from rotor import _core
+from rotor.algorithms._tables import table_bound
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence
 from rotor.algorithms.utils import DynamicAlgorithm, Progress, infeasible, parse_budget
 from rotor.chain import Chain
 from rotor.errors import InfeasibleError
-
-MAX_TABLE_BYTES = 4 << 30
 
 
 class GriewankHeterogeneous(DynamicAlgorithm):
@@ -34,7 +33,8 @@ class GriewankHeterogeneous(DynamicAlgorithm):
     Parameters
     ----------
     max_table_bytes
-        The most that the solver may allocate; beyond it MemoryError.
+        The most that the solver may allocate; beyond it MemoryError. By default half of the memory
+        that is available, and 4 GiB at most.
 
     Notes
     -----
@@ -44,11 +44,18 @@ class GriewankHeterogeneous(DynamicAlgorithm):
 
     name: ClassVar[str] = "griewank_heterogeneous"
 
-    def __init__(self, *, max_table_bytes: int = MAX_TABLE_BYTES) -> None:
+    def __init__(self, *, max_table_bytes: int | None = None) -> None:
         self.max_table_bytes = max_table_bytes
 
     def _table(self, chain: Chain, progress: Progress | None) -> _core.Table:
-        return _core.griewank_heterogeneous(chain.core, self.max_table_bytes, progress)
+        bound = table_bound(self.max_table_bytes)
+        try:
+            return _core.griewank_heterogeneous(chain.core, bound, progress)
+        except MemoryError:
+            raise MemoryError(
+                f"the table of a chain of {len(chain)} stages needs more than the {bound} bytes "
+                "that may be used: give more max_table_bytes, or use Persistent"
+            ) from None
 
     def solve(
         self,
