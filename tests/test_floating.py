@@ -106,7 +106,7 @@ def test_never_slower_than_persistent_on_as_many_slots() -> None:
 
 def test_never_slower_than_persistent_in_bytes() -> None:
     rng = random.Random(11)
-    feasible = faster = 0
+    feasible = 0
     for _ in range(500):
         chain = random_chain(rng, 1, 8)
         budget = interesting_budget(rng, chain)
@@ -115,12 +115,9 @@ def test_never_slower_than_persistent_in_bytes() -> None:
         except InfeasibleError:
             continue
         slots = max(1, budget - chain.x_bytes[0])
-        floating = Floating(slots).solve(chain, budget).makespan
-        assert floating <= persistent
+        assert Floating(slots).solve(chain, budget).makespan <= persistent
         feasible += 1
-        faster += floating < persistent
     assert feasible > 250
-    assert faster > 0
 
 
 def test_no_sequence_at_all_beats_it_often() -> None:
