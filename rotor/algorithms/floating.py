@@ -88,8 +88,8 @@ class Floating(DynamicAlgorithm):
     def curve(self, chain: Chain, *, progress: Progress | None = None) -> Curve:
         """Time against memory from one solve, whose slots divide what no recomputation needs.
 
-        Its ends are exact. In between, `solve` divides its own budget, which is finer, and may
-        find a faster schedule.
+        Its ends are exact. In between, `solve` divides its own budget, which is finer, and mostly
+        finds a schedule as fast or faster.
         """
         everything = max(1, next(NoCheckpoint().candidates(chain)).peak_bytes)
         bound = table_bound(self.max_table_bytes)
