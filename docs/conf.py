@@ -1,0 +1,33 @@
+"""Sphinx settings; built by `make docs` with warnings as errors and without network."""
+
+from importlib import metadata
+
+project = "rotor"
+author = "the rotor developers"
+copyright = "the rotor developers"
+release = metadata.version("rotor")
+version = release
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "numpydoc",
+]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["_build"]
+default_role = "py:obj"
+
+myst_enable_extensions = ["deflist", "colon_fence"]
+myst_heading_anchors = 4
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+numpydoc_show_class_members = False
+numpydoc_class_members_toctree = False
+add_module_names = False
+
+html_theme = "furo"
+html_title = f"rotor {release}"
+html_copy_source = False
