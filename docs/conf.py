@@ -14,7 +14,8 @@ extensions = [
     "sphinx.ext.mathjax",
     "numpydoc",
 ]
-source_suffix = {".md": "markdown"}
+source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+autosummary_generate = False
 exclude_patterns = ["_build"]
 default_role = "py:obj"
 
