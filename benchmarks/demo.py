@@ -33,9 +33,9 @@ def parse_arguments() -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=32 if cuda else 8)
-    parser.add_argument("--size", type=int, default=224 if cuda else 160)
+    parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--steps", type=int, default=30 if cuda else 6)
-    parser.add_argument("--fraction", type=float, default=0.6, help="limit over plain peak")
+    parser.add_argument("--fraction", type=float, default=0.75, help="limit over plain peak")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     return parser.parse_args()
 

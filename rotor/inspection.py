@@ -491,11 +491,20 @@ def measure(
         The input holds no tensor; the first stage changes it in place.
     TypeError
         A stage returns something other than tensors.
+    MeterBusyError
+        A profiler is running, so that memory cannot be metered (CPU).
     """
     tensors = tensors_of(arg)
     if not tensors:
         raise ValueError("the input holds no tensor, expected a tensor or a tuple with tensors")
     device = tensors[0].device
+    try:
+        memory.meter(device).start().stop()
+    except memory.MeterBusyError as error:
+        raise memory.MeterBusyError(
+            f"the model cannot be measured now: {error}. Measure it before: "
+            "Checkpointable(model, sample), or chk.measure(sample)"
+        ) from error
     with _undisturbed(stages, device):
         merged = _frozen_prefix(merge_stages(stages, arg), arg)
         measuring = _Measuring(merged, arg, hold_output=loss_fn is None)

@@ -150,6 +150,9 @@ int64_t rotor_discretise(int64_t bytes, int64_t budget, int64_t slots) {
         q--;
         r += budget;
     }
+    if (q > 0 && q >= INT64_MAX / slots) {
+        return INT64_MAX;
+    }
     unsigned __int128 scaled = (unsigned __int128)r * (unsigned __int128)slots;
     unsigned __int128 up = (scaled + (unsigned __int128)budget - 1) / (unsigned __int128)budget;
     return q * slots + (int64_t)up;

@@ -67,7 +67,8 @@ int64_t rotor_chain_need_loss(const rotor_chain_t *self);
 
 /*
  * Bytes to slots, rounded up: the least k with k * budget >= bytes * slots. Negative sizes round
- * up too (towards zero). budget > 0, slots > 0, |bytes| <= 2^62.
+ * up too (towards zero). budget > 0, 0 < slots <= 2^31, |bytes| <= 2^62; INT64_MAX where the
+ * result would pass it.
  */
 int64_t rotor_discretise(int64_t bytes, int64_t budget, int64_t slots);
 

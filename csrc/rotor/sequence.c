@@ -82,7 +82,7 @@ static void forward(rotor_memory_t *s, int32_t kind, int64_t i, rotor_price_t *p
 
     price->time_ns = c->forward_ns[i];
     price->peak = s->live + c->x[i + 1] + c->fn_tmp[i];
-    if (kind == ROTOR_FN) {
+    if (kind == ROTOR_FN && !s->has_xbar[i]) {
         drop_x(s, i);
     }
     if (!replaces) {

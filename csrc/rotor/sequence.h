@@ -2,7 +2,8 @@
  * Sequences of operations on a chain, and the one place that says what each operation needs, makes
  * and frees: rotor_step(). Every figure reported for a schedule comes from rotor_simulate().
  *
- *   Fn(i)   forward without a tape; its input is freed (x[0], and an input inside xbar[i-1], stay)
+ *   Fn(i)   forward without a tape; its input is freed (x[0], an input inside xbar[i-1], and one
+ *           that a live xbar[i] was recorded from, stay)
  *   Fck(i)  forward without a tape; its input is kept
  *   Fe(i)   forward that keeps xbar[i] (its output included), and its input
  *   L       the loss: the gradient of x[n] appears; a plain x[n] that the caller does not hold goes
