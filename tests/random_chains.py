@@ -95,6 +95,20 @@ def chains(
     return Chain(**_fields(lambda low, high: draw(st.integers(low, high)), n, published, scale))
 
 
+def large_temporaries(rng: random.Random, n: int) -> Chain:
+    """A chain of n stages in the published model whose forwards need much beside small tensors."""
+    x = [rng.randint(1, 3) for _ in range(n + 1)]
+    return Chain(
+        [rng.randint(1, 4) * NS for _ in range(n)],
+        [rng.randint(1, 4) * NS for _ in range(n)],
+        x,
+        [x[i + 1] + rng.randint(0, 4) for i in range(n)],
+        [rng.randint(0, 14) for _ in range(n)],
+        [rng.randint(0, 3) for _ in range(n)],
+        hold_output=False,
+    )
+
+
 def realistic_chain(rng: random.Random, n: int) -> Chain:
     """A chain of n stages with the sizes and times of a network: megabytes and milliseconds."""
 

@@ -517,6 +517,10 @@ static int interval(rotor_frontier_t *self, work_t *work, int64_t i, int64_t l, 
     if (ret != ROTOR_OK) {
         return ret;
     }
+    if (work->count == 0) {
+        *points = (rotor_points_t){.points = NULL, .count = 0};
+        return ROTOR_OK;
+    }
     rotor_point_t *taken = take(self, work->count);
     memcpy(taken, work->points, (size_t)work->count * sizeof(*taken));
     *points = (rotor_points_t){.points = taken, .count = work->count};

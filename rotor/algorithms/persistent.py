@@ -32,7 +32,9 @@ EXACT_TABLE_BYTES = 64 << 20
 
 _LARGEST_SLOTS = 1 << 28
 _LARGEST_TABLE_BYTES = 4 << 30
-_EXACT_BYTES_PER_TRIPLE = 8
+_EXACT_BYTES_PER_TRIPLE = 16
+_FINER = (2, 4, 8)
+_STEPS = 1000
 _STRETCHES = 3
 _CURVE_POINTS = 8
 _NS = 1e9
@@ -110,6 +112,9 @@ class Persistent(DynamicAlgorithm):
         """
         budget = parse_budget(budget_bytes)
         slots = self.mem_slots if mem_slots is None else _checked_slots(mem_slots)
+        fastest = next(NoCheckpoint().candidates(chain))
+        if fastest.peak_bytes <= budget:
+            return fastest
         if slots is not None:
             return self._on_slots(chain, budget, slots, progress)
         table = self._exact(chain, progress)
@@ -132,23 +137,17 @@ class Persistent(DynamicAlgorithm):
             assert points is not None
             sizes, ns = (np.frombuffer(values, dtype=np.int64) for values in points)
             return Curve(sizes, ns / _NS)
-        sequences = [next(NoCheckpoint().candidates(chain))]
-        ample = sequences[0].peak_bytes
-        minimum, _ = self._minimum(chain, 0, progress)
-        least = max(1, minimum)
-        budgets = np.unique(np.geomspace(least, max(least, ample), _CURVE_POINTS).astype(np.int64))
-        _, codes = self._minimum(chain, minimum, progress)
+        fastest = next(NoCheckpoint().candidates(chain))
+        minimum, _ = self._minimum(chain, 0, None)
+        _, codes = self._minimum(chain, minimum, None)
         assert codes is not None
-        sequences.append(_priced(codes, chain))
-        for index, budget in enumerate(budgets.tolist()):
-            sequences.append(
-                self._on_slots(
-                    chain,
-                    max(least, budget),
-                    self.mem_slots or DEFAULT_SLOTS,
-                    _part(progress, index, len(budgets)),
-                )
-            )
+        sequences = [fastest, _priced(codes, chain)]
+        budgets = np.geomspace(max(1, minimum), max(1, fastest.peak_bytes), _CURVE_POINTS)
+        slots = DEFAULT_SLOTS if self.mem_slots is None else self.mem_slots
+        inner = sorted({int(budget) for budget in budgets[1:-1] if budget >= max(1, minimum)})
+        for index, budget in enumerate(inner):
+            part = _part(progress, index, len(inner))
+            sequences.append(self._on_slots(chain, budget, slots, part))
         return Curve.from_points((s.peak_bytes, s.makespan) for s in sequences)
 
     def _exact(self, chain: Chain, progress: Progress | None) -> _core.Table | None:
@@ -171,20 +170,23 @@ class Persistent(DynamicAlgorithm):
         """The best schedule on so many slots; on more, where it takes more to find one."""
         codes = self._dense(chain, budget, slots, progress)
         if codes is None:
-            minimum, last_resort = self._minimum(chain, budget, progress)
-            if last_resort is None:
+            minimum, least = self._minimum(chain, budget, None)
+            if least is None:
                 raise infeasible(type(self).__name__, budget, minimum)
-            for factor in (2, 4, 8):
-                try:
-                    codes = self._dense(chain, budget, factor * slots, progress)
-                except (MemoryError, ValueError):
-                    break
-                if codes is not None:
-                    break
-            else:
-                codes = None
-            codes = last_resort if codes is None else codes
+            codes = self._on_more_slots(chain, budget, slots, progress) or least
         return _priced(codes, chain)
+
+    def _on_more_slots(
+        self, chain: Chain, budget: int, slots: int, progress: Progress | None
+    ) -> bytearray | None:
+        for factor in _FINER:
+            try:
+                codes = self._dense(chain, budget, factor * slots, progress)
+            except (MemoryError, ValueError):
+                return None
+            if codes is not None:
+                return codes
+        return None
 
     def _stretched(self, chain: Chain, budget: int, progress: Progress | None) -> Sequence:
         """The best on 500 slots of more bytes than the budget has, as long as the peak is within.
@@ -192,14 +194,16 @@ class Persistent(DynamicAlgorithm):
         Sizes are rounded up to slots, so that a schedule seldom uses all of its budget; the more
         stages, the less. The budget that is divided into slots is stretched by what was left.
         """
-        best = self._on_slots(chain, budget, DEFAULT_SLOTS, progress)
+        solves = 1 + _STRETCHES
+        best = self._on_slots(chain, budget, DEFAULT_SLOTS, _part(progress, 0, solves))
         fits = budget
         too_much: int | None = None
         stretched = budget * budget // max(1, best.peak_bytes)
-        for _ in range(_STRETCHES):
+        for index in range(1, solves):
             if stretched <= fits:
                 break
-            codes = self._dense(chain, stretched, DEFAULT_SLOTS, progress)
+            part = _part(progress, index, solves)
+            codes = self._dense(chain, stretched, DEFAULT_SLOTS, part)
             sequence = best if codes is None else _priced(codes, chain)
             if sequence.peak_bytes <= budget:
                 fits = stretched
@@ -268,7 +272,14 @@ def _key(chain: Chain) -> tuple[Any, ...]:
 
 
 def _part(progress: Progress | None, index: int, count: int) -> Progress | None:
-    """`progress` for the index-th of `count` computations of one length."""
+    """`progress` for the index-th of `count` computations; never falls, also where one restarts."""
     if progress is None:
         return None
-    return lambda done, total: progress(index * total + done, count * total)
+    most = 0.0
+
+    def report(done: int, total: int) -> object:
+        nonlocal most
+        most = max(most, done / total)
+        return progress(round((index + most) * _STEPS), count * _STEPS)
+
+    return report
