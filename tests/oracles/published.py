@@ -1,10 +1,10 @@
 """The recurrence of persistent schedules with its published memory conditions, in plain Python.
 
 Beaumont et al., hal-02352969, section 4: links i .. end with m memory left; the link after the n
-stages is the loss. It differs from the exact conditions in two ways. A chain step tests the activation
-x[i+1] beside the tape, and not the gradient of x[end+1] that really waits there: a schedule may go
-over the limit. And the memory of forwards is tested over all of i .. end whatever the step: a
-schedule that would fit may be missed.
+stages is the loss. It differs from the exact conditions in two ways. A chain step tests the
+activation x[i+1] beside the tape, and not the gradient of x[end+1] that really waits there: a
+schedule may go over the limit. And the memory of forwards is tested over all of i .. end whatever
+the step: a schedule that would fit may be missed.
 """
 
 from __future__ import annotations
