@@ -6,6 +6,7 @@ import ast
 import doctest
 import importlib
 import inspect
+import random
 import re
 import warnings
 from functools import cache
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_chains import realistic_chain
 
 import rotor
 
@@ -50,7 +52,11 @@ def test_code_runs(page, tmp_path, monkeypatch):
     # The limits on the pages are for a CPU: kernels on CUDA bring workspaces of their own.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     torch.manual_seed(0)
-    namespace = {"__name__": "docs"}
+    namespace: dict[str, object] = {"__name__": "docs"}
+    if page.parent.name == "algorithms":
+        # Pages of algorithms speak of "a chain" and "a budget".
+        namespace["chain"] = realistic_chain(random.Random(0), 8)
+        namespace["budget"] = "500 MiB"
     text = page.read_text(encoding="utf-8")
     for block in FENCE.finditer(text):
         line = text.count("\n", 0, block.start(1))
