@@ -195,8 +195,8 @@ static PyObject *persistent(PyObject *module, PyObject *args) {
     }
     rotor_sequence_init(&sequence);
     rotor_watch_begin(&watch, progress);
-    int ret = rotor_persistent_solve(&chain->chain, budget, slots, max_table_bytes,
-                                     &watch.callback, &sequence);
+    int ret = rotor_persistent_solve(&chain->chain, budget, slots, ROTOR_PRECISION_AUTO,
+                                     max_table_bytes, &watch.callback, &sequence);
     rotor_watch_end(&watch);
     if (ret == ROTOR_OK) {
         answer = rotor_ops_bytes(&sequence);

@@ -296,40 +296,49 @@ int rotor_persistent_trace(const rotor_persistent_t *self, rotor_sequence_t *seq
     return rotor_persistent_walk(self->chain, self, choose, self->slots, sequence);
 }
 
-/* Whether the schedule takes longer than the table and its rounding allow. */
-static bool deviates(const rotor_persistent_t *s, int64_t time_ns) {
-    int64_t n = s->chain->n;
-    double found = (double)(time_ns - rotor_chain_ideal_ns(s->chain));
-    double stated = rotor_persistent_excess(s, 0, n, s->slots);
-    return found > stated * (1.0 + 4.0 * (double)n / (1 << 24));
+/* Fills a table and appends its schedule; *exact is false where rounding has added up in it. */
+static int solve_in(const rotor_chain_t *chain, int64_t budget, int64_t slots,
+                    enum rotor_precision precision, int64_t max_table_bytes,
+                    const rotor_callback_t *callback, rotor_sequence_t *sequence, bool *exact) {
+    rotor_persistent_t table;
+    rotor_result_t result;
+    int64_t begin = sequence->length;
+    int ret = rotor_persistent_fill(&table, chain, budget, slots, precision, max_table_bytes,
+                                    callback);
+    if (ret == ROTOR_OK) {
+        ret = rotor_persistent_trace(&table, sequence);
+    }
+    if (ret == ROTOR_OK && table.single) {
+        ret = rotor_simulate(chain, sequence->ops + begin, sequence->length - begin, &result, NULL,
+                             NULL);
+        double found = (double)(result.time_ns - rotor_chain_ideal_ns(chain));
+        double stated = rotor_persistent_excess(&table, 0, chain->n, slots);
+        *exact = found <= stated * (1.0 + 1.0 / (1 << 21));
+    }
+    rotor_persistent_free(&table);
+    return ret;
 }
 
 int rotor_persistent_solve(const rotor_chain_t *chain, int64_t budget, int64_t slots,
-                           int64_t max_table_bytes, const rotor_callback_t *callback,
-                           rotor_sequence_t *sequence) {
-    rotor_persistent_t table;
-    rotor_result_t result;
-    enum rotor_precision precision = ROTOR_PRECISION_AUTO;
-    int64_t length = sequence->length;
-    bool again = false;
-    int ret;
-
-    do {
-        ret = rotor_persistent_fill(&table, chain, budget, slots, precision, max_table_bytes,
-                                    callback);
-        if (ret == ROTOR_OK) {
-            sequence->length = length;
-            ret = rotor_persistent_trace(&table, sequence);
-        }
-        if (ret == ROTOR_OK) {
-            ret = rotor_simulate(chain, sequence->ops + length, sequence->length - length,
-                                 &result, NULL, NULL);
-        }
-        again = ret == ROTOR_OK && table.single && deviates(&table, result.time_ns);
-        precision = ROTOR_PRECISION_DOUBLE;
-        rotor_persistent_free(&table);
-    } while (again);
-    return ret;
+                           enum rotor_precision precision, int64_t max_table_bytes,
+                           const rotor_callback_t *callback, rotor_sequence_t *sequence) {
+    rotor_sequence_t again;
+    bool exact = true;
+    int ret = solve_in(chain, budget, slots, precision, max_table_bytes, callback, sequence,
+                       &exact);
+    if (ret != ROTOR_OK || exact) {
+        return ret;
+    }
+    rotor_sequence_init(&again);
+    ret = solve_in(chain, budget, slots, ROTOR_PRECISION_DOUBLE, max_table_bytes, callback, &again,
+                   &exact);
+    if (ret == ROTOR_OK) {
+        rotor_sequence_free(sequence);
+        *sequence = again;
+        return ROTOR_OK;
+    }
+    rotor_sequence_free(&again);
+    return ret == ROTOR_ERR_TABLE_TOO_LARGE ? ROTOR_OK : ret;
 }
 
 /* -- the least memory */

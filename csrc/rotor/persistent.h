@@ -63,8 +63,8 @@ enum { ROTOR_DOUBLE_BYTES = 1 << 26, ROTOR_MAX_SLOTS = 1 << 28 };
 
 /*
  * Fills the table for a budget in bytes that includes x[0]. Double is exact for excess times below
- * 2^53 ns. Single rounds each of the at most n additions behind a value: its schedule's excess is
- * at most 4 n 2^-24 of itself above the optimum on these slots.
+ * 2^53 ns. Single rounds; at most n splits, of two additions each, stand behind a value: its
+ * schedule's excess is at most (4 n + 2) 2^-24 of itself above the optimum on these slots.
  *
  * ROTOR_ERR_BAD_SLOTS (not in 1 .. ROTOR_MAX_SLOTS), _BAD_BUDGET (nothing left beside x[0]),
  * _TABLE_TOO_LARGE (values would pass max_table_bytes: known before they are allocated),
@@ -84,12 +84,13 @@ double rotor_persistent_excess(const rotor_persistent_t *self, int64_t i, int64_
 int rotor_persistent_trace(const rotor_persistent_t *self, rotor_sequence_t *sequence);
 
 /*
- * Fill and trace; a single table whose schedule the simulator finds slower than the table says, by
- * more than its rounding can explain, is filled again in double.
+ * Fill and trace, into an empty sequence. Where the table is single and the simulator finds its schedule's excess above the
+ * table's by more than 2^-21 of itself, rounding adds up: the table is filled again in double,
+ * unless that would pass max_table_bytes.
  */
 int rotor_persistent_solve(const rotor_chain_t *chain, int64_t budget, int64_t slots,
-                           int64_t max_table_bytes, const rotor_callback_t *callback,
-                           rotor_sequence_t *sequence);
+                           enum rotor_precision precision, int64_t max_table_bytes,
+                           const rotor_callback_t *callback, rotor_sequence_t *sequence);
 
 /* Bytes of the bounds of the rows beside the values, for n stages. */
 static inline int64_t rotor_persistent_bounds_bytes(int64_t n) { return 24 * rotor_cells(n); }

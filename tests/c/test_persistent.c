@@ -129,13 +129,53 @@ static void solve_falls_back_on_single(void) {
     CHECK(table.single);
     rotor_persistent_free(&table);
     rotor_sequence_init(&sequence);
-    CHECK(rotor_persistent_solve(&chain, budget, 300, bytes - 1, NULL, &sequence) == ROTOR_OK);
+    CHECK(rotor_persistent_solve(&chain, budget, 300, ROTOR_PRECISION_AUTO, bytes - 1, NULL, &sequence) == ROTOR_OK);
     check_within(&chain, &sequence, budget, &result);
     double found = (double)(result.time_ns - rotor_chain_ideal_ns(&chain));
     CHECK(found >= best && found <= best * 1.0001);
-    CHECK(rotor_persistent_solve(&chain, budget, 300, bytes / 2 - 1, NULL, &sequence) ==
+    CHECK(rotor_persistent_solve(&chain, budget, 300, ROTOR_PRECISION_AUTO, bytes / 2 - 1, NULL,
+                                 &sequence) ==
           ROTOR_ERR_TABLE_TOO_LARGE);
     rotor_sequence_free(&sequence);
+    rotor_chain_free(&chain);
+}
+
+/* A chain on which the rounding of single adds up to more than 2^-21. */
+static void solve_falls_back_on_double(void) {
+    enum { N = 120, SLOTS = 60 };
+    rotor_chain_t chain;
+    rotor_persistent_t one;
+    rotor_persistent_t two;
+    rotor_sequence_t sequence;
+    rotor_result_t result;
+    int64_t minimum;
+    draft_random(&draft, N, INT64_C(1) << 38, 39);
+    chain_from(&chain, &draft);
+    CHECK(rotor_persistent_minimum(&chain, LARGE, NULL, &minimum, 0, NULL) == ROTOR_OK);
+    int64_t budget = chain.x[0];
+    for (int64_t i = 0; i < N; i++) {
+        budget += chain.xbar[i];
+    }
+    budget = minimum + (budget - minimum) / 5;
+    CHECK(rotor_persistent_fill(&one, &chain, budget, SLOTS, ROTOR_PRECISION_SINGLE, LARGE, NULL) ==
+          ROTOR_OK);
+    CHECK(rotor_persistent_fill(&two, &chain, budget, SLOTS, ROTOR_PRECISION_DOUBLE, LARGE, NULL) ==
+          ROTOR_OK);
+    double stated = rotor_persistent_excess(&one, 0, N, SLOTS);
+    double best = rotor_persistent_excess(&two, 0, N, SLOTS);
+    int64_t bytes = two.table_bytes;
+    CHECK(best > stated * (1.0 + 1.0 / (1 << 21)));
+    rotor_persistent_free(&one);
+    rotor_persistent_free(&two);
+    for (int k = 0; k < 2; k++) {
+        rotor_sequence_init(&sequence);
+        CHECK(rotor_persistent_solve(&chain, budget, SLOTS, ROTOR_PRECISION_SINGLE,
+                                     k == 0 ? LARGE : bytes - 1, NULL, &sequence) == ROTOR_OK);
+        check_within(&chain, &sequence, budget, &result);
+        double found = (double)(result.time_ns - rotor_chain_ideal_ns(&chain));
+        CHECK(k == 0 ? found == best : found >= best && found < best * 1.00001);
+        rotor_sequence_free(&sequence);
+    }
     rotor_chain_free(&chain);
 }
 
@@ -232,7 +272,8 @@ static void out_of_memory(void) {
     for (; ret == ROTOR_ERR_NO_MEMORY; k++) {
         rotor_sequence_init(&sequence);
         rotor_testing_fail_after(k);
-        ret = rotor_persistent_solve(&chain, budget, 50, LARGE, NULL, &sequence);
+        ret = rotor_persistent_solve(&chain, budget, 50, ROTOR_PRECISION_AUTO, LARGE, NULL,
+                                     &sequence);
         rotor_sequence_free(&sequence);
     }
     CHECK(ret == ROTOR_OK && k > 8);
@@ -253,6 +294,7 @@ static const test_case_t cases[] = {
     {"single_equals_double", single_equals_double},
     {"single_rounds_little", single_rounds_little},
     {"solve_falls_back_on_single", solve_falls_back_on_single},
+    {"solve_falls_back_on_double", solve_falls_back_on_double},
     {"least_memory", least_memory},
     {"refuses", refuses},
     {"stops_when_told", stops_when_told},
