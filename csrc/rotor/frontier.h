@@ -17,25 +17,15 @@
 #ifndef ROTOR_FRONTIER_H
 #define ROTOR_FRONTIER_H
 
+#include "envelope.h"
 #include "sequence.h"
-
-typedef struct {
-    int64_t bytes;  /* m */
-    int64_t excess; /* E, ns */
-} rotor_point_t;
-
-/* A frontier: bytes strictly ascending, excess strictly descending; for (0, n) to 0. */
-typedef struct {
-    const rotor_point_t *points;
-    int64_t count;
-} rotor_points_t;
 
 typedef struct {
     /* input */
     const rotor_chain_t *chain; /* borrowed */
     int64_t max_table_bytes;
     /* state */
-    rotor_points_t *frontiers; /* [rotor_cells(n)] */
+    rotor_points_t *frontiers; /* [rotor_cells(n)]; that of (0, n) falls to 0 */
     void *chunks;              /* list of the allocations that the points lie in */
     int64_t table_bytes;       /* of frontiers and chunks */
     int64_t *curve_bytes;      /* [curve_count] budgets, x[0] included */
