@@ -71,12 +71,17 @@ static int64_t ample(const rotor_chain_t *c) {
  * (0, n), or -1: a split at j is of no use where even a rough schedule of (i, l) repeats less time
  * than stages i .. j-1 take.
  */
-static void spread(const rotor_persistent_t *rough, int64_t *limits) {
+static int spread(const rotor_persistent_t *rough, const rotor_callback_t *callback,
+                  int64_t *limits) {
     const rotor_chain_t *c = rough->chain;
     int64_t n = c->n;
     double margin = 1.0 + 8.0 * (double)n / (1 << 24);
 
     for (int64_t i = 0; i < n; i++) {
+        int ret = rotor_ask(callback, 0, 1);
+        if (ret != ROTOR_OK) {
+            return ret;
+        }
         for (int64_t l = n; l > i; l--) {
             int64_t cell = rotor_cell(n, i, l);
             int64_t limit = limits[cell];
@@ -112,10 +117,24 @@ static void spread(const rotor_persistent_t *rough, int64_t *limits) {
             }
         }
     }
+    return ROTOR_OK;
 }
 
-static int fill_limits(rotor_frontier_t *self, const rotor_callback_t *callback, int64_t *limits) {
+/* The rough table is no progress: it asks without counting. */
+static bool ask_uncounted(void *context, int64_t done, int64_t total) {
+    (void)done;
+    (void)total;
+    return rotor_ask(context, 0, 1) == ROTOR_OK;
+}
+
+static int fill_limits(rotor_frontier_t *self, const rotor_callback_t *callback,
+                       int64_t *limits) {
     const rotor_chain_t *c = self->chain;
+    rotor_callback_t counted = {.keep_going = NULL, .context = NULL};
+    if (callback != NULL) {
+        counted = *callback;
+    }
+    rotor_callback_t uncounted = {.keep_going = ask_uncounted, .context = &counted};
     rotor_persistent_t rough;
     int64_t most = ample(c);
     int ret;
@@ -129,9 +148,9 @@ static int fill_limits(rotor_frontier_t *self, const rotor_callback_t *callback,
         return ROTOR_OK;
     }
     ret = rotor_persistent_fill(&rough, c, most + c->x[0], ROUGH_SLOTS, ROTOR_PRECISION_SINGLE,
-                                self->max_table_bytes, callback);
+                                self->max_table_bytes, &uncounted);
     if (ret == ROTOR_OK) {
-        spread(&rough, limits);
+        ret = spread(&rough, &uncounted, limits);
     }
     rotor_persistent_free(&rough);
     return ret;

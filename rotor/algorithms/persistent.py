@@ -111,6 +111,7 @@ class Persistent(DynamicAlgorithm):
         rotor.algorithms.utils.DynamicAlgorithm.solve : Parameters.
         """
         budget = parse_budget(budget_bytes)
+        progress = _part(progress, 0, 1)
         slots = self.mem_slots if mem_slots is None else _checked_slots(mem_slots)
         fastest = next(NoCheckpoint().candidates(chain))
         if fastest.peak_bytes <= budget:
@@ -119,7 +120,7 @@ class Persistent(DynamicAlgorithm):
             return self._on_slots(chain, budget, slots, progress)
         table = self._exact(chain, progress)
         if table is None:
-            return self._stretched(chain, budget, progress)
+            return self._stretched(chain, budget, 2 * fastest.peak_bytes, progress)
         try:
             return _priced(table.sequence(budget), chain)
         except InfeasibleError as error:
@@ -132,6 +133,7 @@ class Persistent(DynamicAlgorithm):
         least memory and no recomputation, are exact; in between `solve` may do a little better or
         worse with other slots.
         """
+        progress = _part(progress, 0, 1)
         if self.mem_slots is None and (table := self._exact(chain, progress)) is not None:
             points = table.curve()
             assert points is not None
@@ -188,11 +190,14 @@ class Persistent(DynamicAlgorithm):
                 return codes
         return None
 
-    def _stretched(self, chain: Chain, budget: int, progress: Progress | None) -> Sequence:
+    def _stretched(
+        self, chain: Chain, budget: int, most: int, progress: Progress | None
+    ) -> Sequence:
         """The best on 500 slots of more bytes than the budget has, as long as the peak is within.
 
         Sizes are rounded up to slots, so that a schedule seldom uses all of its budget; the more
-        stages, the less. The budget that is divided into slots is stretched by what was left.
+        stages, the less. The budget that is divided into slots is stretched by what was left, to
+        `most` bytes at the most.
         """
         solves = 1 + _STRETCHES
         best = self._on_slots(chain, budget, DEFAULT_SLOTS, _part(progress, 0, solves))
@@ -200,6 +205,7 @@ class Persistent(DynamicAlgorithm):
         too_much: int | None = None
         stretched = budget * budget // max(1, best.peak_bytes)
         for index in range(1, solves):
+            stretched = min(stretched, most)
             if stretched <= fits:
                 break
             part = _part(progress, index, solves)
