@@ -44,7 +44,11 @@ def train_step(model: nn.Module, batch: Batch, *, captured: bool = False) -> tor
     x, target = batch
     for parameter in model.parameters():
         parameter.grad = None
-    loss = model(x, targets=(target,)) if captured else cross_entropy(model(x), target)
+    if captured:
+        loss = model(x, targets=(target,))
+    else:
+        output = model(x)
+        loss = cross_entropy(output, target)
     loss.backward()
     return loss.detach()
 

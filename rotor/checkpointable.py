@@ -21,7 +21,7 @@ from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.executor import Run, run_chain
 from rotor.inspection import Inspection, measure
 from rotor.metering import StepBytes, StepMeter, cancel_running
-from rotor.plan import Plan, loss_reserve, make_plan
+from rotor.plan import Plan, loss_reserve, make_plan, own_bytes
 from rotor.progress import progress
 from rotor.report.text import plan_report, stage_table
 from rotor.stages import Structure, find_stages, refuse_sharded
@@ -126,7 +126,7 @@ class Checkpointable(TransparentModule):
         if loss_tmp_memory_usage:
             loss_tmp_memory_usage = parse_bytes(loss_tmp_memory_usage, name="loss_tmp_memory_usage")
         stages = find_stages(model)
-        refuse_sharded(stages)
+        refuse_sharded(model)
         super().__init__(model)
         self.__dict__.update(
             names=[stage.name for stage in stages],
@@ -281,7 +281,17 @@ class Checkpointable(TransparentModule):
         chain = self._chain(self._measured_key())
         with progress(1, "computing the curve") as update:
             curve = self._algorithm.curve(chain, progress=update)
-        return Curve(curve.bytes - chain.x_bytes[0], curve.seconds)
+        inspection = self._inspections[self._measured_key()[0]]
+        most, least = (
+            own_bytes(inspection, range(count), rng=self.preserve_rng_state)
+            for count in (len(chain), 0)
+        )
+        limits = curve.bytes - chain.x_bytes[0] + most
+        if curve.seconds[-1] <= chain.ideal_time:
+            limits[-1] += least - most
+        useful = limits < limits[-1]
+        useful[-1] = True
+        return Curve(limits[useful], curve.seconds[useful])
 
     def get_expected_memory(self) -> int:
         """Predicted peak of a step, in bytes above the level at its start; ValueError: no plan."""
@@ -328,7 +338,7 @@ class Checkpointable(TransparentModule):
 
     def _inspect(self, key: Any, arg: Any, targets: Sequence[Any]) -> Inspection:
         stages = find_stages(self.module)
-        refuse_sharded(stages)
+        refuse_sharded(self.module)
         self._check_devices(arg)
         loss_fn = self.loss_fn if targets else None
         cancel_running()
@@ -522,9 +532,9 @@ class Checkpointable(TransparentModule):
         self._warn_once(
             "over",
             f"the limit of {plan.limit_bytes} bytes could not be kept: the step needed "
-            f"{plan.measured_bytes} bytes, {plan.predicted_bytes} were predicted. Something outside "
-            f"the model, such as the loss, allocates during the step; a limit of {least_bytes} "
-            "bytes would do, and loss_fn= makes the loss part of the plan",
+            f"{plan.measured_bytes} bytes, {plan.predicted_bytes} were predicted. Something "
+            "outside the model, such as the loss, allocates during the step; a limit of "
+            f"{least_bytes} bytes would do, and loss_fn= makes the loss part of the plan",
         )
 
     def _learn(self, plan: Plan, step: StepBytes) -> None:
@@ -540,7 +550,9 @@ class Checkpointable(TransparentModule):
         )
         key = next((k for k, p in self._plans.items() if p is plan), None)
         captured = plan.inspection.loss_peak_bytes is not None
-        learned = step.loss_bytes - plan.inspection.output_grad_bytes
+        # Another step may hold the output longer than this one did.
+        released = 0 if step.output_held else plan.inspection.output_bytes
+        learned = step.loss_bytes + released - plan.inspection.output_grad_bytes
         new_loss = not captured and learned != plan.chain.loss_tmp_bytes
         if key is None:
             return

@@ -317,6 +317,11 @@ class Run:
         for i in range(tail):
             if self.parameters[i]:
                 token = _apply_stage(self, i, token, *self.parameters[i])
+        return self.hand_over(token)
+
+    def hand_over(self, token: torch.Tensor) -> Any:
+        """The input of the tail, in the graph after `token`; the run does not hold it any more."""
+        tail = self.schedule.tail
         outputs = _apply_boundary(self, token)
         value = with_tensors(self.x[tail], list(outputs))
         self.x[tail] = None

@@ -25,7 +25,6 @@ from rotor.values import (
     Flags,
     as_leaves,
     check_output,
-    detached,
     flagged,
     grad_flags,
     tensors_of,
@@ -103,8 +102,8 @@ class Inspection:
     device
         Where the model runs.
     loss_peak_bytes, loss_ns
-        Peak of the captured loss, forward and backward, above the level at its start, and its
-        time; ``None`` where no loss was given.
+        Peak of the captured loss, forward and backward, with the output that it consumes (which
+        the last stage's `xbar_bytes` is then without), and its time; ``None`` without a loss.
     """
 
     stages: list[Stage] = field(repr=False)
@@ -291,6 +290,7 @@ class _Measuring:
         self.run = Run(stages, schedule, arg, preserve_rng_state=False)
         self.device = self.run.device
         self.rng = RngTracker(self.device)
+        self.last_input: Any = None
 
     def stage(self, i: int) -> StageMeasure:
         """Measure stage i, whose input is there; leaves the input of the next one."""
@@ -304,6 +304,7 @@ class _Measuring:
             forward, record, backward = self._times(i, kept)
             self._forward(i, kept)
         self.run.x[i] = None
+        self.last_input = kept if i == len(self.stages) - 1 else None
         segments = {s.name: s for s in meter.segments}
         fe, back, fn = segments["Fe"], segments["B"], segments["Fn"]
         # A saved tensor may be dropped at the very start of B: its peak counts from what Fe kept.
@@ -370,8 +371,7 @@ class _Measuring:
         mark("Fe")
         with torch.no_grad():
             run.do(FE, i)
-        mark("grad")
-        held = self._give_gradient(i)
+        held = self._give_gradient(i, mark)
         arriving = _bytes(run.gradient or [], self.device)
         mark("B")
         found = self._back(i)
@@ -387,13 +387,21 @@ class _Measuring:
         run.x[i + 1] = None
         return output_bytes, arriving, gradient, parameters
 
-    def _give_gradient(self, i: int) -> Any:
-        """A gradient of ones for the output of stage i; returns an output that the caller holds."""
+    def _give_gradient(self, i: int, mark: Callable[[str], object]) -> Any:
+        """A gradient of ones for the output of stage i; returns an output that the caller holds.
+
+        A captured loss consumes the output, so that what the last Fe keeps is without it.
+        """
         run = self.run
+        last = i == len(self.stages) - 1
         y = run.x[i + 1]
-        run.gradient = [torch.ones_like(t) for t in flagged(y, run.flags_of(i + 1))]
+        likes = [(t.shape, t.dtype, t.device) for t in flagged(y, run.flags_of(i + 1))]
+        if last and not self.hold_output:
+            run.x[i + 1] = y = None
+        mark("grad")
+        run.gradient = [torch.ones(s, dtype=dtype, device=where) for s, dtype, where in likes]
         run.x[i + 1] = None
-        return y if self.hold_output and i == len(self.stages) - 1 else None
+        return y if last else None
 
     def _back(self, i: int) -> Sequence[torch.Tensor | None]:
         with autocast_off(self.device.type):
@@ -415,7 +423,7 @@ class _Measuring:
             with torch.no_grad():
                 run.do(FE, i)
             samples[1].append(clock.stop())
-            held = self._give_gradient(i)
+            held = self._give_gradient(i, _no_mark)
             clock.start()
             self._back(i)
             samples[2].append(clock.stop())
@@ -429,24 +437,30 @@ class _Measuring:
         return medians[0][0], medians[1][0], medians[2][0]
 
     def loss(self, loss_fn: Callable[..., torch.Tensor], targets: Sequence[Any]) -> tuple[int, int]:
-        """Peak of the loss, forward and backward, above the level at its start; and its time."""
+        """Peak of the loss, its input included, above the level without both; and its time."""
         n = len(self.stages)
-        y = self.run.x[n]
-        flags = self.run.flags_of(n)
+        run = self.run
+        clock = timing.Clock(self.device)
 
-        def once() -> None:
-            leaves, wanted = as_leaves(y, flags)
+        def once(mark: Callable[[str], object] = _no_mark) -> int:
+            mark("output")
+            with _copied_buffers(self.stages[-1]):
+                self._forward(n - 1, self.last_input)
+            mark("loss")
+            clock.start()
             with torch.enable_grad():
-                loss = loss_fn(leaves, *targets)
-            torch.autograd.grad(loss, wanted, allow_unused=True)
+                token = run.token.detach().requires_grad_()
+                loss = loss_fn(run.hand_over(token), *targets)
+            torch.autograd.grad(loss, token, allow_unused=True)
+            run.gradient = None
+            return clock.stop()
 
         once()
         with memory.meter(self.device) as meter:
-            meter.mark("loss")
-            once()
-        (segment,) = [s for s in meter.segments if s.name == "loss"]
-        peak = segment.peak_bytes - segment.start_bytes
-        return peak, timing.measure_ns(once, self.device)
+            once(meter.mark)
+        segments = {s.name: s for s in meter.segments}
+        peak = segments["loss"].peak_bytes - segments["output"].start_bytes
+        return peak, timing.stable_median([once() for _ in range(_MIN_REPEATS)], _TOLERANCE)[0]
 
 
 @dataclass(frozen=True)
@@ -514,13 +528,14 @@ def measure(
             if progress is not None:
                 progress(i + 1, len(merged))
         run = measuring.run
-        output = flagged(detached(run.x[-1]), measures[-1].flags)
+        output_grad = _bytes(flagged(run.x[-1], measures[-1].flags), device)
+        run.x[-1] = None
         loss_peak, loss_ns = measuring.loss(loss_fn, targets) if loss_fn else (None, None)
         return Inspection(
             stages=merged,
             measures=measures,
             input_bytes=_bytes(tensors, device),
-            output_grad_bytes=_bytes(output, device),
+            output_grad_bytes=output_grad,
             input_flags=grad_flags(arg),
             device=device,
             loss_peak_bytes=loss_peak,

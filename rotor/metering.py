@@ -24,10 +24,13 @@ class StepBytes:
     loss_bytes
         Of the time from the end of the forward to the arrival of the output's gradient, above the
         level at its start: the loss, and the gradient.
+    output_held
+        Whether somebody still held the output when its gradient arrived.
     """
 
     peak_bytes: int
     loss_bytes: int
+    output_held: bool
 
 
 class StepMeter:
@@ -60,6 +63,8 @@ class StepMeter:
         self._meter: memory.Meter | None = None
         self._done = done
         self._in_backward = False
+        self._output_held = True
+        self._outputs: list[weakref.ref[torch.Tensor]] = []
         cancel_running()
         self._meter = memory.meter(device, existing=existing).start()
         _running.append(weakref.ref(self))
@@ -73,10 +78,12 @@ class StepMeter:
         self._meter.mark("loss")
         for tensor in watched:
             tensor.register_hook(self._gradient_arrived)
+        self._outputs = [weakref.ref(tensor) for tensor in watched]
 
     def _gradient_arrived(self, gradient: torch.Tensor) -> None:
         if self._meter is not None and not self._in_backward:
             self._in_backward = True
+            self._output_held = all(output() is not None for output in self._outputs)
             self._meter.mark("backward")
             _torch.at_end_of_backward(self._finish, self.cancel)
 
@@ -86,7 +93,9 @@ class StepMeter:
         meter, self._meter = self._meter, None
         meter.stop()
         (loss,) = [segment for segment in meter.segments if segment.name == "loss"]
-        self._done(StepBytes(meter.peak_bytes, loss.peak_bytes - loss.start_bytes))
+        self._done(
+            StepBytes(meter.peak_bytes, loss.peak_bytes - loss.start_bytes, self._output_held)
+        )
 
     def cancel(self) -> None:
         """Stop without a result: the step was abandoned."""

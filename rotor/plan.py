@@ -19,6 +19,7 @@ _RNG_BYTES = 5056
 _SCALARS = 8
 """Numbers, such as the loss itself, that the caller holds while the backward runs."""
 
+_ATTEMPTS = 4
 LOSS_FACTOR = 4
 
 
@@ -156,16 +157,27 @@ def make_plan(
         return plan.predicted_bytes + reserve_bytes <= limit_bytes
 
     fewest, most = (own_bytes(inspection, range(k), rng=rng) for k in (0, n))
-    attempts = []
-    for own in (fewest, most):
+    found: Plan | None = None
+    refusal: InfeasibleError | None = None
+    # What the executor keeps depends on the schedule, and the schedule on what is left for it.
+    waiting, tried = [fewest, most], set[int]()
+    while waiting:
+        own = waiting.pop(0)
+        if own in tried:
+            continue
+        tried.add(own)
         try:
-            attempts.append(solve(own))
-        except InfeasibleError:
-            if own == most:
-                raise
-        if attempts and fits(attempts[-1]):
-            return attempts[-1]
-    found = attempts[-1]
-    # What the schedule recomputes may need less than the most that was set aside.
-    better = solve(found.own_bytes) if found.own_bytes < most else found
-    return better if fits(better) and better.makespan < found.makespan else found
+            plan = solve(own)
+        except InfeasibleError as error:
+            refusal = error
+            continue
+        if fits(plan) and own == fewest:
+            return plan
+        if fits(plan) and (found is None or plan.makespan < found.makespan):
+            found = plan
+        if len(tried) < _ATTEMPTS:
+            waiting.append(plan.own_bytes)
+    if found is None:
+        assert refusal is not None
+        raise refusal
+    return found

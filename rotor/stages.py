@@ -132,26 +132,25 @@ def find_stages(model: nn.Module) -> list[Stage]:
     return stages
 
 
-def refuse_sharded(stages: list[Stage]) -> None:
-    """Raise when a stage has FSDP2 state, whose gradients nested autograd would get wrong.
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise when a module has FSDP2 state, whose gradients nested autograd would get wrong.
 
     Raises
     ------
     RuntimeError
-        Names the stage.
+        Names the module.
     """
     sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if sharded is None:
         return
-    for stage in stages:
-        for module in stage.modules():
-            if isinstance(module, sharded):
-                raise RuntimeError(
-                    f"stage {stage.name} is sharded by fully_shard (FSDP2): its parameters are "
-                    "swapped while it runs, and recomputing it here would silently lose "
-                    "gradients. Use DistributedDataParallel, or wrap before sharding is applied "
-                    "to other parts of the model"
-                )
+    for name, module in model.named_modules():
+        if isinstance(module, sharded):
+            where = f"stage {name}" if name else "the model"
+            raise RuntimeError(
+                f"{where} is sharded by fully_shard (FSDP2): its parameters are swapped while it "
+                "runs, and recomputing it here would silently lose gradients. Use "
+                "DistributedDataParallel instead"
+            )
 
 
 class Structure:
@@ -166,6 +165,7 @@ class Structure:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._modules = list(model.modules())
+        self._types = [type(module) for module in self._modules]
         self._children = [
             (children, tuple(children.values()))
             for children in map(_torch.child_slots, self._modules)
@@ -173,8 +173,10 @@ class Structure:
         self._parameters = [slot for m in self._modules for slot in _torch.parameter_slots(m)]
 
     def is_current(self) -> bool:
-        """Whether the model has the modules it had."""
-        return all(tuple(children.values()) == then for children, then in self._children)
+        """Whether the model has the modules it had, of the types that they had."""
+        return [type(module) for module in self._modules] == self._types and all(
+            tuple(children.values()) == then for children, then in self._children
+        )
 
     def training_flags(self) -> tuple[bool, ...]:
         """The training flag of every module."""

@@ -42,6 +42,7 @@ C_LAYERS = [
     ["core"],
     ["chain", "probe"],
     ["sequence"],
+    ["envelope"],
     ["frontier", "persistent", "persistent_kernel", "floating", "revolve"],
 ]
 C_SYSTEM_HEADERS = re.compile(
