@@ -33,13 +33,13 @@ def cases(device: torch.device) -> list[Case]:
     vocabulary = gpt[-1].out_features
     return [
         Case("ResNet-18", rotor.resnet.resnet18, _images(64 if gpu else 8, 224)),
-        Case("ResNet-50", rotor.resnet.resnet50, _images(64 if gpu else 4, 224)),
+        Case("ResNet-50", rotor.resnet.resnet50, _images(64 if gpu else 8, 224)),
         Case("VGG-11", rotor.vgg.vgg11, _images(64 if gpu else 4, 224)),
         Case("DenseNet-121", rotor.densenet.densenet121, _images(64 if gpu else 4, 160)),
         Case(
             "GPT, 12 layers",
             lambda: rotor.gpt.gpt("gpt2" if gpu else "mini", dropout=0.0),
-            lambda where: token_batch(8 if gpu else 4, length, vocabulary, where),
+            lambda where: token_batch(8 if gpu else 6, length, vocabulary, where),
         ),
     ]
 

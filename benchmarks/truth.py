@@ -27,7 +27,7 @@ import rotor
 from rotor import memory
 from rotor.report.text import table
 
-FRACTIONS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35, 0.3)
+FRACTIONS = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3]
 
 
 @dataclass
@@ -88,7 +88,7 @@ def judge(
     )
 
 
-def run(case: Case, device: torch.device, captured: bool) -> bool:
+def run(case: Case, device: torch.device, captured: bool, fractions: list[float]) -> bool:
     """Judge one model at every limit; prints a table."""
     torch.manual_seed(0)
     batch = case.batch(device)
@@ -100,7 +100,7 @@ def run(case: Case, device: torch.device, captured: bool) -> bool:
         chk.compute_sequence(1)
     except rotor.InfeasibleError as error:
         least = error.minimum_bytes
-    limits = [int(f * plain) for f in FRACTIONS if f * plain > least]
+    limits = [int(f * plain) for f in fractions if f * plain > least]
     rows = [judge(start, chk, batch, limit, plain) for limit in [*limits, least]]
     loss = "captured, first step" if captured else "outside, second step"
     print(f"\n{case.name}: plain peak {plain / 1e6:.2f} MB; loss {loss}")
@@ -128,10 +128,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", help="parts of names; all by default")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS)
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     results = [
-        run(case, device, captured)
+        run(case, device, captured, arguments.fractions)
         for case in chosen(device, arguments.models)
         for captured in (False, True)
     ]

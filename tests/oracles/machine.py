@@ -110,7 +110,7 @@ def step(c: Costs, s: State, op: Op) -> tuple[State, int, int] | None:
             return None
         after = s._replace(xbar=s.xbar | {i}, output="inside" if first else s.output)
         return after, c.forward[i], level + c.xbar[i] + c.fe_tmp[i]
-    after = _without(c, s, i) if kind == "Fn" else s
+    after = _without(c, s, i) if kind == "Fn" and i not in s.xbar else s
     after = after._replace(x=after.x | {i + 1}, output="plain" if first else s.output)
     return after, c.forward[i], level + c.x[i + 1] + c.fn_tmp[i]
 
@@ -132,11 +132,7 @@ def _choices(c: Costs, s: State) -> list[Op]:
 
 
 def best_of_all(c: Costs, budget: int) -> tuple[int, list[Op]] | None:
-    """The least time of any valid sequence whose peak is within budget: Dijkstra on states.
-
-    One thing that the simulator accepts is left out: Fn(i) while the tape of Fe(i) is live. It
-    would free x[i], which no real tape allows.
-    """
+    """The least time of any valid sequence whose peak is within budget: Dijkstra on states."""
     first = start(c)
     done: set[State] = set()
     queue: list[tuple[int, int, State, list[Op]]] = [(0, 0, first, [])]
@@ -149,8 +145,6 @@ def best_of_all(c: Costs, budget: int) -> tuple[int, list[Op]] | None:
         if s.gradient == 0:
             return time, ops
         for op in _choices(c, s):
-            if op[0] == "Fn" and op[1] in s.xbar:
-                continue
             after = step(c, s, op)
             if after is not None and after[2] <= budget and after[0] not in done:
                 count += 1

@@ -1,0 +1,25 @@
+"""Every benchmark, one after the other; what they print is what the documentation quotes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPTS = ("overhead.py", "planning.py", "truth.py", "against_segments.py", "demo.py")
+
+
+def main() -> None:
+    """Run them; fails when one fails."""
+    failed = []
+    for script in SCRIPTS:
+        print(f"\n== {script}", flush=True)
+        command = [sys.executable, str(Path(__file__).with_name(script))]
+        if subprocess.run(command, check=False).returncode:
+            failed.append(script)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
