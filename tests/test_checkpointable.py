@@ -572,3 +572,21 @@ def test_functional_call_is_refused_when_recomputing():
     y = torch.func.functional_call(chk, replaced, (images(),))
     with pytest.raises(RuntimeError, match="changed or replaced"):
         default_loss(y).backward()
+
+
+def test_sharding_is_refused_also_after_wrapping(monkeypatch):
+    import torch.distributed.fsdp
+
+    class Sharded(nn.Linear):
+        pass
+
+    monkeypatch.setattr(torch.distributed.fsdp, "FSDPModule", Sharded, raising=False)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    chk = rotor.Checkpointable(model, x, "1MiB")
+    chk(x).sum().backward()
+    model[2].__class__ = Sharded
+    with pytest.raises(RuntimeError, match="stage 2 is sharded by fully_shard"):
+        chk(x)
+    with pytest.raises(RuntimeError, match="stage 2 is sharded by fully_shard"):
+        rotor.Checkpointable(model)
