@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -318,3 +321,26 @@ def test_memory_is_released_while_the_loss_lives():
     loss.backward()
     assert runs[0].is_done()
     assert all(value is None for value in [*runs[0].x, *runs[0].tapes, *runs[0].snapshots])
+
+
+def test_nothing_outlives_a_step():
+    model = with_state()
+    stages = find_stages(model)
+    compiled = Schedule(schedules(6)["mixed"], 6)
+    states = []
+
+    def step():
+        x = torch.randn(16, 8, requires_grad=True)
+        loss = run_chain(stages, compiled, x, started=lambda r: states.append(weakref.ref(r))).sum()
+        loss.backward()
+
+    step()
+    run_chain(stages, compiled, torch.randn(16, 8), started=lambda r: states.append(weakref.ref(r)))
+    gc.collect()
+    assert [state() for state in states] == [None, None]
+    gc.disable()
+    try:
+        step()
+        assert states[-1]() is None, "a cycle keeps activations until the collector runs"
+    finally:
+        gc.enable()
