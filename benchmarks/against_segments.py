@@ -43,7 +43,20 @@ def run(case: Case, device: torch.device, rounds: int) -> list[float]:
     entries.sort(key=lambda entry: -entry.peak_bytes)
     for entry in entries:
         limited = copy.deepcopy(chk)
-        sequence = limited.compute_sequence(entry.peak_bytes)
+        try:
+            sequence = limited.compute_sequence(entry.peak_bytes)
+        except rotor.InfeasibleError as error:
+            rows.append(
+                [
+                    str(entry.segments),
+                    f"{entry.peak_bytes / plain_peak:.3f}",
+                    "-",
+                    "-",
+                    "-",
+                    f"least is {error.minimum_bytes / plain_peak:.3f}",
+                ]
+            )
+            continue
         for _ in range(3):
             train_step(limited, batch)
         contenders = [

@@ -283,8 +283,8 @@ class Checkpointable(TransparentModule):
             curve = self._algorithm.curve(chain, progress=update)
         inspection = self._inspections[self._measured_key()[0]]
         most, least = (
-            own_bytes(inspection, range(count), rng=self.preserve_rng_state)
-            for count in (len(chain), 0)
+            own_bytes(inspection, [count] * len(chain), rng=self.preserve_rng_state)
+            for count in (3, 1)
         )
         limits = curve.bytes - chain.x_bytes[0] + most
         if curve.seconds[-1] <= chain.ideal_time:
@@ -379,6 +379,7 @@ class Checkpointable(TransparentModule):
         return inspection.chain(
             loss_tmp_bytes=loss_tmp,
             hold_output=inspection.loss_peak_bytes is None,
+            rng=self.preserve_rng_state,
             missing=missing[::-1],
         )
 

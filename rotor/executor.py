@@ -171,6 +171,7 @@ class Run:
         ]
         self.tapes: list[Any] = [None] * n
         self.snapshots: list[Snapshot | None] = [None] * n
+        self.left = [runs - 1 for runs in schedule.runs]
         self.rng = RngTracker(self.device) if preserve_rng_state else None
         self.autocast = AutocastState(self.device.type)
         self.gradient: list[torch.Tensor | None] | None = None
@@ -213,8 +214,8 @@ class Run:
                     f"backward, and stage {stage.name} has to be recomputed from it: change a "
                     "copy of the input instead"
                 )
-            with snapshot:
-                y = stage(x)
+            self.left[i] -= 1
+            y = snapshot.recompute(stage, x, last=self.left[i] == 0)
         if self.autocast.enabled:
             torch.clear_autocast_cache()
         return y

@@ -34,6 +34,9 @@ from rotor.values import (
 __all__ = ["Chain", "Inspection", "StageMeasure", "measure"]
 
 Progress = Callable[[int, int], object]
+RNG_BYTES = 5056
+"""The state of PyTorch's generator on the CPU."""
+
 _MIN_REPEATS, _MAX_REPEATS = 5, 25
 _TOLERANCE = 0.03
 _SECONDS_PER_STAGE = 2.0
@@ -126,7 +129,12 @@ class Inspection:
         return [self.input_flags, *(m.flags for m in self.measures)]
 
     def chain(
-        self, *, loss_tmp_bytes: int, hold_output: bool, missing: Sequence[Sequence[bool]]
+        self,
+        *,
+        loss_tmp_bytes: int,
+        hold_output: bool,
+        missing: Sequence[Sequence[bool]],
+        rng: bool = True,
     ) -> Chain:
         """The cost model of these stages.
 
@@ -138,8 +146,12 @@ class Inspection:
             Whether the caller holds the output.
         missing
             For each stage, which of its parameters have no gradient yet.
+        rng
+            Whether random states are preserved: on the CPU one is held while a stage runs that
+            will be recomputed, and two when it has run.
         """
         measures = self.measures
+        state = RNG_BYTES if rng and self.device.type == "cpu" else 0
         grads = [*(m.grad_bytes for m in measures), self.output_grad_bytes]
         return Chain(
             [m.forward_ns / 1e9 for m in measures],
@@ -148,7 +160,9 @@ class Inspection:
             [m.xbar_bytes for m in measures],
             [m.forward_tmp_bytes for m in measures],
             [max(m.backward_peak_bytes, 0) - m.grad_bytes for m in measures],
-            forward_nograd_tmp_bytes=[m.forward_nograd_tmp_bytes for m in measures],
+            forward_nograd_tmp_bytes=[
+                state + max(state, m.forward_nograd_tmp_bytes) for m in measures
+            ],
             grad_bytes=grads,
             pgrad_bytes=[
                 sum(size for size, absent in zip(m.pgrad_bytes, absents, strict=True) if absent)

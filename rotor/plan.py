@@ -11,11 +11,10 @@ from rotor.algorithms.sequence import Sequence
 from rotor.algorithms.utils import DynamicAlgorithm, Progress
 from rotor.chain import Chain
 from rotor.errors import InfeasibleError
-from rotor.inspection import Inspection
+from rotor.inspection import RNG_BYTES, Inspection
 from rotor.schedule import Schedule
 from rotor.units import format_bytes
 
-_RNG_BYTES = 5056
 _SCALARS = 8
 """Numbers, such as the loss itself, that the caller holds while the backward runs."""
 
@@ -63,28 +62,28 @@ class Plan:
         return self.sequence.makespan + (self.inspection.loss_ns or 0) / 1e9
 
 
-def own_bytes(
-    inspection: Inspection, recomputed: Items[int] | frozenset[int], *, rng: bool = True
-) -> int:
+def own_bytes(inspection: Inspection, runs: Items[int], *, rng: bool = True) -> int:
     """Bytes kept beside the chain's: random states, copies of buffers, and the caller's scalars.
 
     Parameters
     ----------
     inspection
         The measured stages.
-    recomputed
-        Which of them are recomputed.
+    runs
+        How often each of them runs forward.
     rng
         Whether random states are preserved.
     """
-    on_cpu = inspection.device.type == "cpu"
-    scalars = _SCALARS * memory.rounded_bytes(8, inspection.device)
-    if not recomputed:
-        return scalars
-    measures = [inspection.measures[i] for i in recomputed]
-    states = 2 + sum(m.uses_rng for m in measures) if on_cpu and rng else 0
-    copies = sum(m.buffer_bytes for m in measures) + max(m.buffer_bytes for m in measures)
-    return scalars + copies + states * _RNG_BYTES
+    measures = list(zip(inspection.measures, runs, strict=True))
+    recomputed = [m for m, count in measures if count > 1]
+    kept = _SCALARS * memory.rounded_bytes(8, inspection.device)
+    kept += sum(m.buffer_bytes for m in recomputed)
+    # The last run of a stage takes the copy itself, one before it a copy of the copy.
+    kept += max((m.buffer_bytes for m, count in measures if count > 2), default=0)
+    if rng and inspection.device.type == "cpu":
+        random = sum(m.uses_rng for m in recomputed)
+        kept += RNG_BYTES * (random + min(random, 1))
+    return kept
 
 
 def loss_reserve(inspection: Inspection, given_bytes: int) -> int:
@@ -148,7 +147,7 @@ def make_plan(
                 least,
             ) from error
         schedule = Schedule(sequence, n)
-        kept = own_bytes(inspection, schedule.recomputed, rng=rng)
+        kept = own_bytes(inspection, schedule.runs, rng=rng)
         return Plan(
             inspection, chain, sequence, schedule, limit_bytes, kept, reserve_bytes=reserve_bytes
         )
@@ -156,7 +155,7 @@ def make_plan(
     def fits(plan: Plan) -> bool:
         return plan.predicted_bytes + reserve_bytes <= limit_bytes
 
-    fewest, most = (own_bytes(inspection, range(k), rng=rng) for k in (0, n))
+    fewest, most = (own_bytes(inspection, [count] * n, rng=rng) for count in (1, 3))
     found: Plan | None = None
     refusal: InfeasibleError | None = None
     # What the executor keeps depends on the schedule, and the schedule on what is left for it.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ class RngTracker:
 
 
 class Snapshot:
-    """What the first forward of a stage began with; entered around each recomputation of it.
+    """What the first forward of a stage began with, for recomputations of it.
 
     Parameters
     ----------
@@ -130,7 +131,21 @@ class Snapshot:
                     "measure() again with the model as it is now"
                 )
 
-    def __enter__(self) -> None:
+    def recompute(self, stage: Stage, x: Any, *, last: bool) -> Any:
+        """Run the stage again as the first time; the `last` run may use up the copies."""
+        self._check_parameters()
+        if self._states is not None and self._rng is not None:
+            self._saved = self._rng.read()
+            self._rng.write(self._states)
+        self._replaced = [slots[name] for (slots, name), _ in self._buffers]
+        try:
+            for (slots, name), copy in self._buffers:
+                slots[name] = copy if last else copy.clone()
+            return stage(x)
+        finally:
+            self._restore()
+
+    def _check_parameters(self) -> None:
         for now, then, version in zip(
             self._stage.standing(), self._parameters, self._versions, strict=True
         ):
@@ -140,24 +155,11 @@ class Snapshot:
                     "between its forward and its recomputation in the backward, which would give "
                     "wrong gradients: step the optimizer, or swap parameters, after the backward"
                 )
-        if self._states is not None and self._rng is not None:
-            self._saved = self._rng.read()
-            self._rng.write(self._states)
-        if self._buffers:
-            self._replaced = [slots[name] for (slots, name), _ in self._buffers]
-            for (slots, name), copy in self._buffers:
-                slots[name] = copy.clone()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._replaced:
-            for ((slots, name), _), buffer in zip(self._buffers, self._replaced, strict=True):
-                slots[name] = buffer
-            self._replaced = []
+    def _restore(self) -> None:
+        for ((slots, name), _), buffer in zip(self._buffers, self._replaced, strict=True):
+            slots[name] = buffer
+        self._replaced = []
         if self._saved is not None and self._rng is not None:
             self._rng.write(self._saved)
             self._saved = None

@@ -30,8 +30,10 @@ class Schedule:
         (kind, stage) before the loss, without those of the tail.
     segments
         For each stage before the tail, what its backward does: operations that end in its own B.
+    runs
+        How often each stage runs forward.
     recomputed
-        The stages that run forward more than once.
+        The stages that run more than once.
 
     Raises
     ------
@@ -69,10 +71,10 @@ class Schedule:
                 self.tail -= 1
         self.forward = before
         self.segments = _cut(after, self.tail)
-        runs = [0] * n
+        self.runs = [int(i >= self.tail) for i in range(n)]
         for kind, stage in before + after:
-            runs[stage] += kind != BACKWARD
-        self.recomputed = frozenset(i for i in range(n) if runs[i] > 1)
+            self.runs[stage] += kind != BACKWARD
+        self.recomputed = frozenset(i for i in range(n) if self.runs[i] > 1)
 
 
 def _read(op: Any) -> tuple[int, int]:
