@@ -16,10 +16,10 @@ from common import Contender, interleaved_times, segment_table, step_peak_bytes,
 import rotor
 from rotor.report.text import table
 
-SEGMENTS = (2, 3, 4, 6, 8, 12)
+SEGMENTS = [2, 4, 8]
 
 
-def run(case: Case, device: torch.device, rounds: int) -> list[float]:
+def run(case: Case, device: torch.device, rounds: int, segments: list[int]) -> list[float]:
     """Compare on one model; prints a table, returns the ratios."""
     torch.manual_seed(0)
     batch = case.batch(device)
@@ -39,7 +39,7 @@ def run(case: Case, device: torch.device, rounds: int) -> list[float]:
         ]
     ]
     ratios = []
-    entries = [e for e in segment_table(chk, batch, SEGMENTS) if e.peak_bytes < plain_peak]
+    entries = [e for e in segment_table(chk, batch, segments) if e.peak_bytes < plain_peak]
     entries.sort(key=lambda entry: -entry.peak_bytes)
     for entry in entries:
         limited = copy.deepcopy(chk)
@@ -86,11 +86,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", help="parts of names; all by default")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--segments", type=int, nargs="+", default=SEGMENTS)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     for case in chosen(device, arguments.models):
-        run(case, device, arguments.rounds)
+        run(case, device, arguments.rounds, arguments.segments)
 
 
 if __name__ == "__main__":

@@ -85,6 +85,18 @@ def tree_unflatten(leaves: Iterable[Any], spec: Any) -> Any:
     return _pytree.tree_unflatten(leaves, spec)
 
 
+def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The dense tensors in a tensor: itself, or the indices and values of a sparse one."""
+    if tensor.layout == torch.strided:
+        return (tensor,)
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    compressed = tensor.crow_indices() if rows else tensor.ccol_indices()
+    plain = tensor.col_indices() if rows else tensor.row_indices()
+    return compressed, plain, tensor.values()
+
+
 # -- autograd with less Python around it
 
 

@@ -283,9 +283,7 @@ def _frozen_prefix(stages: list[Stage], arg: Any) -> list[Stage]:
 
 
 def _bytes(tensors: Sequence[torch.Tensor | None], device: torch.device) -> int:
-    present = [t for t in tensors if t is not None and t.device == device]
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in present}
-    return sum(memory.rounded_bytes(size, device) for size in sizes.values())
+    return memory.storage_bytes(t for t in tensors if t is not None and t.device == device)
 
 
 class _Measuring:

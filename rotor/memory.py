@@ -95,9 +95,9 @@ def rounded_bytes(nbytes: int, device: torch.device | str) -> int:
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages of these tensors as their allocators count them, each storage once."""
     sizes = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        sizes[(tensor.device, storage.data_ptr())] = storage.nbytes()
+    for part in (part for tensor in tensors for part in _torch.strided_parts(tensor)):
+        storage = part.untyped_storage()
+        sizes[(part.device, storage.data_ptr())] = storage.nbytes()
     return sum(rounded_bytes(size, device) for (device, _), size in sizes.items())
 
 
@@ -287,7 +287,8 @@ class _CpuMeter(Meter):
         self._watch(existing)
 
     def _watch(self, existing: Sequence[torch.Tensor]) -> None:
-        storages = {id(s): s for s in (t.untyped_storage() for t in existing)}
+        parts = [part for tensor in existing for part in _torch.strided_parts(tensor)]
+        storages = {id(s): s for s in (part.untyped_storage() for part in parts)}
         for storage in storages.values():
             self._watched.append(weakref.ref(storage, _Freed(self._trace, storage.nbytes())))
 

@@ -294,6 +294,7 @@ def test_curve_excludes_the_input_and_ends_without_recomputation():
 def test_display_and_report_are_text():
     chk = rotor.Checkpointable(conv_net(), images(), "1GiB")
     assert "3.0.0" in chk.display()
+    assert repr(chk.display()) == str(chk.display())
     assert "1 GiB" in chk.report() or "1.00 GiB" in chk.report()
 
 
@@ -590,3 +591,30 @@ def test_sharding_is_refused_also_after_wrapping(monkeypatch):
         chk(x)
     with pytest.raises(RuntimeError, match="stage 2 is sharded by fully_shard"):
         rotor.Checkpointable(model)
+
+
+def test_sparse_gradients():
+    model = nn.Sequential(nn.Embedding(1000, 16, sparse=True), nn.Linear(16, 16), nn.Tanh())
+    tokens = torch.randint(0, 1000, (8, 4))
+    plain = copy.deepcopy(model)
+    chk = rotor.Checkpointable(model, tokens)
+    assert 0 < chk.inspection_values.measures[0].pgrad_bytes[0] < 8 * 4 * (16 * 4 + 8) + 1
+    chk.compute_sequence("1MiB", algo=RecomputeAll())
+    for _ in range(2):
+        default_loss(chk(tokens)).backward()
+        default_loss(plain(tokens)).backward()
+    assert torch.equal(chk[0].weight.grad.to_dense(), plain[0].weight.grad.to_dense())
+
+
+def test_recurrent_stages_return_nested_tuples():
+    class Last(nn.Module):
+        def forward(self, value):
+            output, (hidden, cell) = value
+            return output[:, -1] + hidden[-1] * cell[-1]
+
+    model = nn.Sequential(nn.LSTM(8, 16, batch_first=True), Last(), nn.Linear(16, 4))
+    plain = copy.deepcopy(model)
+    x = torch.randn(4, 6, 8, requires_grad=True)
+    chk = rotor.Checkpointable(model, x)
+    chk.compute_sequence("1MiB", algo=RecomputeAll())
+    assert Result(plain, plain, x).differences(Result(chk, chk, x)) == []

@@ -11,7 +11,14 @@ if TYPE_CHECKING:
     from rotor.plan import Plan
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
+class Text(str):
+    """Text that a prompt or a notebook shows as it is, line by line."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def table(rows: Sequence[Sequence[str]]) -> Text:
     """Rows of text in columns; the first row is the head, the first column left-aligned."""
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     lines = [
@@ -22,10 +29,10 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         for row in rows
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+    return Text("\n".join(lines))
 
 
-def stage_table(plan: Plan) -> str:
+def stage_table(plan: Plan) -> Text:
     """One line for each stage: time, sizes, how often it runs, whether plain autograd runs it."""
     forwards = plan.sequence.count_forwards()
     rows = [["stage", "forward", "backward", "output", "kept by Fe", "runs", "how"]]
@@ -47,7 +54,7 @@ def stage_table(plan: Plan) -> str:
     return table(rows)
 
 
-def plan_report(plan: Plan) -> str:
+def plan_report(plan: Plan) -> Text:
     """The figures of a plan: limit, peak predicted and measured, time, and what it costs."""
     ideal = plan.chain.ideal_time
     measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
