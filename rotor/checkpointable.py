@@ -15,7 +15,7 @@ from rotor import _torch, memory
 from rotor.algorithms import Persistent
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence as Schedule
-from rotor.algorithms.utils import DynamicAlgorithm
+from rotor.algorithms.utils import DynamicAlgorithm, checked_slots
 from rotor.chain import Chain
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.executor import Run, run_chain
@@ -123,6 +123,8 @@ class Checkpointable(TransparentModule):
         if engine in ("graph", "dynamic"):
             raise ValueError(f'engine={engine!r} is not part of this release: use engine="chain"')
         limit = None if mem_limit is None else parse_bytes(mem_limit)
+        if mem_slots is not _DEFAULT_SLOTS:
+            mem_slots = checked_slots(mem_slots)
         if loss_tmp_memory_usage:
             loss_tmp_memory_usage = parse_bytes(loss_tmp_memory_usage, name="loss_tmp_memory_usage")
         stages = find_stages(model)
@@ -132,7 +134,7 @@ class Checkpointable(TransparentModule):
             names=[stage.name for stage in stages],
             functions=list(stages),
             mem_limit=limit,
-            mem_slots=_checked_slots(mem_slots),
+            mem_slots=mem_slots,
             verbosity=verbosity,
             preserve_rng_state=preserve_rng_state,
             loss_tmp_memory_usage=loss_tmp_memory_usage,
@@ -250,7 +252,7 @@ class Checkpointable(TransparentModule):
             raise ValueError("give the limit once: mem_limit= or custom_mem_limit_bytes=")
         given = custom_mem_limit_bytes if mem_limit is None else mem_limit
         limit = self.mem_limit if given is None else parse_bytes(given)
-        slots = self.mem_slots if mem_slots is None else _checked_slots(mem_slots)
+        slots = self.mem_slots if mem_slots is None else checked_slots(mem_slots)
         key = self._measured_key()
         before = (self._algorithm, self._options, self.mem_limit, self.mem_slots, self._plans)
         algorithm, options = self._algorithm, self._options
@@ -568,14 +570,6 @@ class Checkpointable(TransparentModule):
             explained = corrected.peak_bytes - plan.chain.x_bytes[0] + plan.own_bytes
             plan.reserve_bytes = max(plan.reserve_bytes, step.peak_bytes - explained)
             plan.outdated = True
-
-
-def _checked_slots(mem_slots: int) -> int:
-    if isinstance(mem_slots, bool) or not isinstance(mem_slots, int):
-        raise TypeError(f"mem_slots must be an integer, got {mem_slots!r}")
-    if mem_slots < 1:
-        raise ValueError(f"mem_slots must be positive, got {mem_slots}")
-    return mem_slots
 
 
 def _set_verbosity(verbosity: int) -> None:

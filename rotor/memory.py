@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -123,7 +124,7 @@ class Segment:
     end_bytes: int
 
 
-class Meter:
+class Meter(ABC):
     """Measures the bytes allocated on a device, exactly; `meter` makes one.
 
     It runs from `start` to `stop`, or through a ``with`` block, once. Levels are in bytes above the
@@ -239,14 +240,14 @@ class Meter:
             }[self._state]
             raise RuntimeError(f"the meter has no figures: it {reason}")
 
-    def _begin(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _begin(self) -> None: ...
 
-    def _mark(self, name: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _mark(self, name: str) -> None: ...
 
-    def _stop(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _stop(self) -> None: ...
 
 
 _running: dict[torch.device, weakref.ref[Meter]] = {}

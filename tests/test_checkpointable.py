@@ -4,39 +4,17 @@ from __future__ import annotations
 
 import copy
 import logging
-import pickle
 import warnings
 
 import pytest
 import torch
 from torch import nn
-from training import Result, default_loss, twins
+from training import Result, conv_net, default_loss, images, twins
 
 import rotor
 from rotor import memory
 from rotor.algorithms import ChenSqrt, NoCheckpoint, Persistent, RecomputeAll
 from rotor.algorithms.sequence import Sequence
-
-
-def conv_net(inplace: bool = True, dropout: bool = True) -> nn.Sequential:
-    def block(a: int, b: int) -> nn.Sequential:
-        return nn.Sequential(
-            nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=inplace)
-        )
-
-    return nn.Sequential(
-        block(3, 16),
-        block(16, 16),
-        *([nn.Dropout(0.1)] if dropout else []),
-        nn.Sequential(block(16, 16), block(16, 16)),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(16, 10),
-    )
-
-
-def images(batch: int = 8, requires_grad: bool = False) -> torch.Tensor:
-    return torch.randn(batch, 3, 24, 24, requires_grad=requires_grad)
 
 
 def step_peak(model, x, loss=default_loss, **kwargs) -> int:
@@ -400,197 +378,7 @@ def test_a_running_profiler_skips_metering_with_a_warning():
     assert chk._latest.measured_bytes is None
 
 
-# -- transparent wrapping
-
-
-def test_names_and_states_carry_no_prefix():
-    model = conv_net()
-    chk = rotor.Checkpointable(model)
-    assert list(chk.state_dict()) == list(model.state_dict())
-    assert [n for n, _ in chk.named_parameters()] == [n for n, _ in model.named_parameters()]
-    assert [n for n, _ in chk.named_buffers()] == [n for n, _ in model.named_buffers()]
-    assert [n for n, _ in chk.named_modules()] == [n for n, _ in model.named_modules()]
-    other = conv_net()
-    chk.load_state_dict(other.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(chk.parameters(), other.parameters(), strict=True))
-    outer = nn.ModuleDict({"inner": chk})
-    assert list(outer.state_dict()) == [f"inner.{k}" for k in model.state_dict()]
-    outer.load_state_dict({f"inner.{k}": v for k, v in conv_net().state_dict().items()})
-
-
-def test_attributes_are_the_models():
-    model = conv_net()
-    model.note = "hello"
-    chk = rotor.Checkpointable(model)
-    assert chk.note == "hello"
-    chk.note = "changed"
-    chk.extra = 3
-    assert model.note == "changed"
-    assert model.extra == 3
-    del chk.extra
-    assert not hasattr(model, "extra")
-    assert not hasattr(chk, "nonsense")
-    assert chk[0] is model[0]
-    assert len(chk) == len(model)
-    assert list(chk) == list(model)
-    chk.verbosity = 2
-    assert not hasattr(model, "verbosity")
-    chk.eval()
-    assert not model.training
-    chk.train()
-    assert model.training
-    assert bool(chk)
-    assert "Checkpointable" in repr(chk)
-
-
-def test_to_moves_and_hooks_fire_once():
-    model = conv_net()
-    calls = []
-    model.register_forward_hook(lambda *_: calls.append(1))
-    chk = rotor.Checkpointable(model)
-    chk.to(torch.float64)
-    assert model[0][0].weight.dtype == torch.float64
-    chk(images().double())
-    chk.eval()
-    chk(images().double())
-    assert calls == [1, 1]
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_train_alike(duplicate):
-    x = images()
-    chk = rotor.Checkpointable(conv_net(), x)
-    chk.compute_sequence("1GiB", algo=RecomputeAll())
-    default_loss(chk(x)).backward()
-    twin = duplicate(chk)
-    assert twin.module is not chk.module
-    assert {id(p) for p in twin.parameters()}.isdisjoint({id(p) for p in chk.parameters()})
-    assert Result(chk, chk, x).differences(Result(twin, twin, x)) == []
-
-
-# -- errors
-
-
-def test_models_that_are_no_sequential():
-    with pytest.raises(TypeError, match=r"nn\.Sequential, got Linear"):
-        rotor.Checkpointable(nn.Linear(2, 2))
-
-    class Own(nn.Sequential):
-        def forward(self, x):
-            return super().forward(x) + 1
-
-    with pytest.raises(TypeError, match="with a forward of its own"):
-        rotor.Checkpointable(Own(nn.Linear(2, 2)))
-    with pytest.raises(TypeError, match="got int"):
-        rotor.Checkpointable(3)
-    with pytest.raises(ValueError, match="empty"):
-        rotor.Checkpointable(nn.Sequential())
-
-
-def test_before_a_measure():
-    chk = rotor.Checkpointable(conv_net())
-    for call in (chk.build_chain, chk.compute_sequence, chk.curve):
-        with pytest.raises(ValueError, match="nothing was measured"):
-            call()
-    for call in (chk.get_expected_memory, chk.get_expected_makespan, chk.display, chk.report):
-        with pytest.raises(ValueError, match="no schedule was computed"):
-            call()
-
-
-@pytest.mark.parametrize("limit", [0, -5, float("nan"), "0GiB", "lots", "-1MB"])
-def test_limits_that_are_no_positive_number(limit):
-    with pytest.raises(ValueError, match="mem_limit"):
-        rotor.Checkpointable(conv_net(), mem_limit=limit)
-
-
-@pytest.mark.parametrize("limit", [True, [1], 1j])
-def test_limits_of_a_wrong_type(limit):
-    with pytest.raises(TypeError, match="mem_limit"):
-        rotor.Checkpointable(conv_net(), mem_limit=limit)
-
-
-def test_wrong_options():
-    with pytest.raises(ValueError, match="unknown engine"):
-        rotor.Checkpointable(conv_net(), engine="warp")
-    with pytest.raises(ValueError, match="mem_slots"):
-        rotor.Checkpointable(conv_net(), mem_slots=0)
-    with pytest.raises(TypeError, match="mem_slots"):
-        rotor.Checkpointable(conv_net(), mem_slots=1.5)
-    chk = rotor.Checkpointable(conv_net(), images())
-    with pytest.raises(ValueError, match="once"):
-        chk.compute_sequence(10**9, mem_limit=10**9)
-    with pytest.raises(ValueError, match="targets are for a loss"):
-        chk(images(), targets=(1,))
-
-
-def test_infeasible_names_the_least_bytes():
-    with pytest.raises(rotor.InfeasibleError) as caught:
-        rotor.Checkpointable(conv_net(), images(), "10KB")
-    assert str(caught.value.minimum_bytes) in str(caught.value)
-    assert isinstance(caught.value, ValueError)
-    chk = rotor.Checkpointable(conv_net(), images(), caught.value.minimum_bytes)
-    assert chk.get_expected_memory() <= chk.mem_limit
-    fails = rotor.Checkpointable(conv_net(), mem_limit="10KB")
-    x = images()
-    with pytest.raises(rotor.InfeasibleError):
-        fails(x)
-    assert all(p.grad is None for p in fails.parameters())
-
-
-def test_a_first_stage_that_changes_its_input_is_named():
-    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
-    x = torch.randn(2, 4)
-    kept = x.clone()
-    with pytest.raises(ValueError, match="stage 0 changes the model's input in place"):
-        rotor.Checkpointable(model, x)
-    assert torch.equal(x, kept)
-    viewed = nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(4, 4))
-    with pytest.raises(ValueError, match="stage 1 changes the model's input in place"):
-        rotor.Checkpointable(viewed, x)
-    assert torch.equal(x, kept)
-
-
-def test_inputs_that_cannot_be_measured():
-    chk = rotor.Checkpointable(conv_net())
-    with pytest.raises(ValueError, match="holds no tensor"):
-        chk.measure("text")
-    chk.to("meta")
-    with pytest.raises(ValueError, match=r"input is on cpu and parameter 0\.0\.weight is on meta"):
-        chk.measure(images())
-
-
-def test_torch_func_is_refused():
-    chk = rotor.Checkpointable(conv_net(), images())
-    chk.compute_sequence("1GiB", algo=RecomputeAll())
-    with pytest.raises(RuntimeError, match=r"torch\.func"):
-        torch.func.grad(lambda x: chk(x).sum())(images())
-
-
-def test_functional_call_is_refused_when_recomputing():
-    chk = rotor.Checkpointable(conv_net(), images())
-    chk.compute_sequence("1GiB", algo=RecomputeAll())
-    replaced = {n: p.detach().clone().requires_grad_() for n, p in chk.named_parameters()}
-    y = torch.func.functional_call(chk, replaced, (images(),))
-    with pytest.raises(RuntimeError, match="changed or replaced"):
-        default_loss(y).backward()
-
-
-def test_sharding_is_refused_also_after_wrapping(monkeypatch):
-    import torch.distributed.fsdp
-
-    class Sharded(nn.Linear):
-        pass
-
-    monkeypatch.setattr(torch.distributed.fsdp, "FSDPModule", Sharded, raising=False)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    x = torch.randn(2, 4)
-    chk = rotor.Checkpointable(model, x, "1MiB")
-    chk(x).sum().backward()
-    model[2].__class__ = Sharded
-    with pytest.raises(RuntimeError, match="stage 2 is sharded by fully_shard"):
-        chk(x)
-    with pytest.raises(RuntimeError, match="stage 2 is sharded by fully_shard"):
-        rotor.Checkpointable(model)
+# -- unusual stages
 
 
 def test_sparse_gradients():

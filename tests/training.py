@@ -93,6 +93,27 @@ def default_loss(y: Any) -> torch.Tensor:
     return total
 
 
+def conv_net(inplace: bool = True, dropout: bool = True) -> nn.Sequential:
+    def block(a: int, b: int) -> nn.Sequential:
+        return nn.Sequential(
+            nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=inplace)
+        )
+
+    return nn.Sequential(
+        block(3, 16),
+        block(16, 16),
+        *([nn.Dropout(0.1)] if dropout else []),
+        nn.Sequential(block(16, 16), block(16, 16)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+    )
+
+
+def images(batch: int = 8, requires_grad: bool = False) -> torch.Tensor:
+    return torch.randn(batch, 3, 24, 24, requires_grad=requires_grad)
+
+
 def twins(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """The model and a deep copy of it."""
     return model, copy.deepcopy(model)

@@ -22,7 +22,13 @@ from rotor.algorithms._tables import table_bound
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.algorithms.sequence import Sequence
-from rotor.algorithms.utils import DynamicAlgorithm, Progress, infeasible, parse_budget
+from rotor.algorithms.utils import (
+    DynamicAlgorithm,
+    Progress,
+    checked_slots,
+    infeasible,
+    parse_budget,
+)
 from rotor.chain import Chain
 from rotor.errors import InfeasibleError
 
@@ -57,7 +63,7 @@ class Floating(DynamicAlgorithm):
     def __init__(
         self, mem_slots: int = DEFAULT_SLOTS, *, max_table_bytes: int | None = None
     ) -> None:
-        self.mem_slots = _checked_slots(mem_slots)
+        self.mem_slots = checked_slots(mem_slots)
         self.max_table_bytes = max_table_bytes
 
     def solve(
@@ -75,7 +81,7 @@ class Floating(DynamicAlgorithm):
         rotor.algorithms.utils.DynamicAlgorithm.solve : Parameters and errors.
         """
         budget = parse_budget(budget_bytes)
-        slots = self.mem_slots if mem_slots is None else _checked_slots(mem_slots)
+        slots = self.mem_slots if mem_slots is None else checked_slots(mem_slots)
         bound = table_bound(self.max_table_bytes)
         try:
             codes = _core.floating(chain.core, budget, slots, bound, progress)
@@ -111,11 +117,3 @@ def _too_large(chain: Chain, slots: int, bound: int) -> MemoryError:
         f"{slots} memory slots on a chain of {n} stages take a table of up to {most} bytes, and "
         f"{bound} bytes may be used: give fewer mem_slots, or use Persistent"
     )
-
-
-def _checked_slots(mem_slots: int) -> int:
-    if isinstance(mem_slots, bool) or not isinstance(mem_slots, int | np.integer):
-        raise ValueError(f"mem_slots must be a whole number, got {mem_slots!r}")
-    if mem_slots < 1:
-        raise ValueError(f"mem_slots must be positive, got {mem_slots}")
-    return int(mem_slots)

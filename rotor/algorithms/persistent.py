@@ -20,7 +20,13 @@ from rotor import _core
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.algorithms.sequence import Sequence
-from rotor.algorithms.utils import DynamicAlgorithm, Progress, infeasible, parse_budget
+from rotor.algorithms.utils import (
+    DynamicAlgorithm,
+    Progress,
+    checked_slots,
+    infeasible,
+    parse_budget,
+)
 from rotor.chain import Chain
 from rotor.errors import InfeasibleError
 
@@ -30,7 +36,6 @@ DEFAULT_SLOTS = 500
 EXACT_TABLE_BYTES = 64 << 20
 """The default of `Persistent`'s `exact_table_bytes`."""
 
-_LARGEST_SLOTS = 1 << 28
 _LARGEST_TABLE_BYTES = 4 << 30
 _EXACT_BYTES_PER_TRIPLE = 16
 _FINER = (2, 4, 8)
@@ -82,7 +87,7 @@ class Persistent(DynamicAlgorithm):
         exact_table_bytes: int = EXACT_TABLE_BYTES,
         max_table_bytes: int | None = None,
     ) -> None:
-        self.mem_slots = _checked_slots(mem_slots)
+        self.mem_slots = None if mem_slots is None else checked_slots(mem_slots)
         self.exact_table_bytes = exact_table_bytes
         self.max_table_bytes = max_table_bytes
         self._solved: tuple[tuple[Any, ...], _core.Table | None] | None = None
@@ -112,7 +117,7 @@ class Persistent(DynamicAlgorithm):
         """
         budget = parse_budget(budget_bytes)
         progress = _part(progress, 0, 1)
-        slots = self.mem_slots if mem_slots is None else _checked_slots(mem_slots)
+        slots = self.mem_slots if mem_slots is None else checked_slots(mem_slots)
         fastest = next(NoCheckpoint().candidates(chain))
         if fastest.peak_bytes <= budget:
             return fastest
@@ -252,16 +257,6 @@ class Persistent(DynamicAlgorithm):
 
     def __repr__(self) -> str:
         return f"Persistent({'' if self.mem_slots is None else f'mem_slots={self.mem_slots}'})"
-
-
-def _checked_slots(mem_slots: int | None) -> int | None:
-    if mem_slots is None:
-        return None
-    if isinstance(mem_slots, bool) or not isinstance(mem_slots, int | np.integer):
-        raise ValueError(f"mem_slots must be a whole number, got {mem_slots!r}")
-    if not 1 <= mem_slots <= _LARGEST_SLOTS:
-        raise ValueError(f"mem_slots = {mem_slots}, expected 1 to {_LARGEST_SLOTS}")
-    return int(mem_slots)
 
 
 def _priced(codes: bytearray, chain: Chain) -> Sequence:

@@ -6,11 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
+import numpy as np
+
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence
 from rotor.chain import Chain
 from rotor.errors import InfeasibleError
 from rotor.units import parse_bytes
+
+_LARGEST_SLOTS = 1 << 28
 
 Progress = Callable[[int, int], object]
 """Called as ``progress(done, total)`` now and then during a long computation."""
@@ -87,6 +91,15 @@ class DynamicAlgorithm(ABC):
 def parse_budget(budget_bytes: int | str) -> int:
     """A budget as bytes; ValueError or TypeError for what is not a positive number of bytes."""
     return parse_bytes(budget_bytes, name="budget_bytes")
+
+
+def checked_slots(mem_slots: int) -> int:
+    """A number of memory slots; ValueError for what is no whole number from 1 to 2^28."""
+    if isinstance(mem_slots, bool) or not isinstance(mem_slots, int | np.integer):
+        raise ValueError(f"mem_slots must be a whole number, got {mem_slots!r}")
+    if not 1 <= mem_slots <= _LARGEST_SLOTS:
+        raise ValueError(f"mem_slots = {mem_slots}, expected 1 to {_LARGEST_SLOTS}")
+    return int(mem_slots)
 
 
 def infeasible(algorithm: str, budget_bytes: int, minimum_bytes: int) -> InfeasibleError:
