@@ -16,6 +16,10 @@ C_HEADERS := $(wildcard csrc/rotor/*.h csrc/python/*.h tests/c/*.h)
 C_OBJECTS := $(C_SOURCES:csrc/rotor/%.c=build/c/%.o)
 C_TESTS := $(patsubst tests/c/%.c,build/c/%,$(wildcard tests/c/test_*.c))
 
+# The C++ library after the sanitizer: it has to see the first exception that PyTorch throws.
+SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libstdc++.so)
+
+.SECONDARY: $(C_OBJECTS)
 .PHONY: help demo test test-all test-c test-sanitized lint docs bench gpu clean
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -66,9 +70,8 @@ test-sanitized: $(VENV)/.test ## the Python tests on a sanitised build of the ex
 	ln -sfn $(CURDIR)/models build/sanitized/rotor/models
 	ROTOR_SANITIZE=1 $(BIN)/python setup.py -q build_ext --build-temp build/sanitized/temp \
 		--build-lib build/sanitized
-	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) \
-		$$($(CC) -print-file-name=libstdc++.so)" \
-		PYTHONPATH=build/sanitized $(BIN)/python -m pytest -m "not slow" -p no:cacheprovider
+	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(SANITIZERS)" PYTHONPATH=build/sanitized \
+		$(BIN)/python -m pytest -m "not slow" -p no:cacheprovider
 
 lint: $(VENV)/.dev ## ruff, mypy
 	$(BIN)/ruff check .
