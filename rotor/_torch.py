@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,8 +54,14 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def hooks_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """The dictionaries of hooks on these tensors, where there are any."""
+    return [hooks for tensor in tensors if (hooks := tensor._backward_hooks)]
+
+
 @contextmanager
-def _without_hooks(hooked: list[Any]) -> Iterator[None]:
+def without_hooks(hooked: list[Any]) -> Iterator[None]:
+    """Keep these hooks from running: the outer backward runs them once."""
     kept = [(hooks, list(hooks.items())) for hooks in hooked]
     for hooks in hooked:
         hooks.clear()
@@ -64,15 +70,6 @@ def _without_hooks(hooked: list[Any]) -> Iterator[None]:
     finally:
         for hooks, items in kept:
             hooks.update(items)
-
-
-def hidden_hooks(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
-    """Keep the hooks on these tensors from running: the outer backward runs them once."""
-    hooked = [hooks for tensor in tensors if (hooks := tensor._backward_hooks)]
-    return _without_hooks(hooked) if hooked else _NOTHING
-
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def tree_flatten(value: Any) -> tuple[list[Any], Any]:

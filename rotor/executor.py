@@ -118,6 +118,10 @@ class _Boundary(Function):
         return None, run.token
 
 
+def _any_given(gradient: Sequence[torch.Tensor | None]) -> bool:
+    return any(g is not None for g in gradient)
+
+
 _apply_handoff = _torch.bare_apply(_Handoff)
 _apply_entry = _torch.bare_apply(_Entry)
 _apply_stage = _torch.bare_apply(_StageNode)
@@ -174,6 +178,7 @@ class Run:
         self.left = [runs - 1 for runs in schedule.runs]
         self.rng = RngTracker(self.device) if preserve_rng_state else None
         self.autocast = AutocastState(self.device.type)
+        self.autocast_differs = False
         self.gradient: list[torch.Tensor | None] | None = None
         self.next = tail - 1
         receivers = [i for i in range(tail) if self.parameters[i]]
@@ -191,7 +196,8 @@ class Run:
             self._record(i)
         else:
             y = self._call(i, self.x[i])
-            self._note(i, y)
+            if self.flags[i + 1] is None:
+                self._note(i, y)
             self.x[i + 1] = y
             if kind == FN and i > 0:
                 self.x[i] = None
@@ -215,31 +221,30 @@ class Run:
                     "copy of the input instead"
                 )
             self.left[i] -= 1
-            y = snapshot.recompute(stage, x, last=self.left[i] == 0)
+            y = snapshot.recompute(x, last=self.left[i] == 0)
         if self.autocast.enabled:
             torch.clear_autocast_cache()
         return y
 
     def _note(self, i: int, y: Any) -> Flags:
-        flags = self.flags[i + 1]
-        if flags is None:
-            check_output(self.stages[i].name, y)
-            if self.known_flags is not None:
-                flags = self.known_flags[i + 1]
-            elif any(self.flags_of(i)) or self.parameters[i]:
-                flags = differentiable(y)
-            else:
-                flags = (False,) * len(tensors_of(y))
-            self.flags[i + 1] = flags
+        """Which tensors of the output of stage i require gradients, when it is first seen."""
+        check_output(self.stages[i].name, y)
+        if self.known_flags is not None:
+            flags = self.known_flags[i + 1]
+        elif any(self.flags_of(i)) or self.parameters[i]:
+            flags = differentiable(y)
+        else:
+            flags = (False,) * len(tensors_of(y))
+        self.flags[i + 1] = flags
         return flags
 
     def _record(self, i: int) -> None:
-        leaves, wanted = as_leaves(self.x[i], self.flags_of(i))
+        leaves, wanted = as_leaves(self.x[i], self.flags[i] or ())
         cell: list[Any] | None = None
         _torch.set_grad_enabled(True)
         try:
             y = self._call(i, leaves)
-            roots = flagged(y, self._note(i, y))
+            roots = flagged(y, self.flags[i + 1] or self._note(i, y))
             if not (len(roots) == 1 and roots[0].nbytes < _HANDOFF_BYTES):
                 cell = []
                 roots = [_apply_handoff(cell, self.token, *roots)]
@@ -271,7 +276,7 @@ class Run:
         gradient, self.gradient = self.gradient, [None] * len(wanted)
         parameters = self.parameters[i]
         found: Sequence[torch.Tensor | None] = [None] * len(needs)
-        if root.requires_grad and gradient and not all(g is None for g in gradient):
+        if root.requires_grad and gradient and (gradient[0] is not None or _any_given(gradient)):
             given = gradient[0]
             if cell is not None:
                 cell.append(gradient)
@@ -289,8 +294,13 @@ class Run:
                     else [p for p, need in zip(parameters, needs, strict=True) if need]
                 )
                 if inputs or asked:
-                    with _torch.hidden_hooks(asked):
-                        answer = _torch.run_backward(root, given, (*inputs, *asked))
+                    everything = (*inputs, *asked)
+                    hooked = _torch.hooks_of(asked)
+                    if hooked:
+                        with _torch.without_hooks(hooked):
+                            answer = _torch.run_backward(root, given, everything)
+                    else:
+                        answer = _torch.run_backward(root, given, everything)
                     self.gradient = list(answer[: len(inputs)])
                     found = answer[len(inputs) :]
                     if not every:
@@ -349,6 +359,7 @@ class Run:
                 "only for the plain model (chk.module)"
             )
         self.gradient = gradient
+        self.autocast_differs = not self.autocast.is_current()
 
     def backward_to(
         self, stage: int, need_x: bool, needs: Sequence[bool]
@@ -358,11 +369,11 @@ class Run:
         try:
             while self.next >= stage:
                 i = self.next
-                recomputations = self.schedule.segments[i][:-1]
-                if recomputations:
+                if self.autocast_differs:
                     with self.autocast:
-                        for kind, k in recomputations:
-                            self.do(kind, k)
+                        self._redo(i)
+                else:
+                    self._redo(i)
                 self.next = i - 1
                 if i == stage:
                     found = self.back(i, need_x, needs)
@@ -374,6 +385,10 @@ class Run:
         if self.next < self.lowest:
             self.release()
         return found
+
+    def _redo(self, i: int) -> None:
+        for kind, k in self.schedule.segments[i][:-1]:
+            self.do(kind, k)
 
     def is_done(self) -> bool:
         """Whether the backward has come to its end."""

@@ -17,6 +17,9 @@ import torch
 from rotor import _core, _torch
 from rotor.stages import Stage
 
+States = list[tuple[torch.Tensor, Any]]
+"""The state of each generator, and the same bytes as an array."""
+
 
 class RngTracker:
     """Reads the states of the CPU's and the device's generators, no more often than needed."""
@@ -27,24 +30,25 @@ class RngTracker:
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
-        self.latest: list[torch.Tensor] | None = None
+        self.latest: States | None = None
         """What was read last, if nothing can have drawn random numbers since."""
 
-    def read(self) -> list[torch.Tensor]:
+    def read(self) -> States:
         """The states now."""
-        return [generator.get_state() for generator in self._generators]
+        return [(s := generator.get_state(), s.numpy()) for generator in self._generators]
 
-    def write(self, states: list[torch.Tensor]) -> None:
+    def write(self, states: States) -> None:
         """Set the generators."""
-        for generator, state in zip(self._generators, states, strict=True):
+        for generator, (state, _) in zip(self._generators, states, strict=True):
             generator.set_state(state)
 
-    def drawn_since(self, states: list[torch.Tensor]) -> bool:
+    def drawn_since(self, states: States) -> bool:
         """Whether random numbers were drawn since `states` was read."""
         now = self.latest = self.read()
-        return any(
-            not _core.same_bytes(a.numpy(), b.numpy()) for a, b in zip(states, now, strict=True)
-        )
+        for (_, before), (_, after) in zip(states, now, strict=True):
+            if not _core.same_bytes(before, after):
+                return True
+        return False
 
 
 class Snapshot:
@@ -61,9 +65,7 @@ class Snapshot:
     __slots__ = (
         "_buffers",
         "_parameters",
-        "_replaced",
         "_rng",
-        "_saved",
         "_stage",
         "_states",
         "_versions",
@@ -76,8 +78,6 @@ class Snapshot:
         self._versions = [-1 if p is None else p._version for p in self._parameters]
         self._rng = rng
         self._states = None if rng is None else rng.latest or rng.read()
-        self._saved: list[torch.Tensor] | None = None
-        self._replaced: list[torch.Tensor | None] = []
         self._watched: list[tuple[_torch.Slot, torch.Tensor, int]] = []
         self._buffers: list[tuple[_torch.Slot, torch.Tensor]] = []
         if stage.buffers:
@@ -131,19 +131,25 @@ class Snapshot:
                     "measure() again with the model as it is now"
                 )
 
-    def recompute(self, stage: Stage, x: Any, *, last: bool) -> Any:
+    def recompute(self, x: Any, *, last: bool) -> Any:
         """Run the stage again as the first time; the `last` run may use up the copies."""
         self._check_parameters()
-        if self._states is not None and self._rng is not None:
-            self._saved = self._rng.read()
-            self._rng.write(self._states)
-        self._replaced = [slots[name] for (slots, name), _ in self._buffers]
+        if not self._buffers and self._states is None:
+            return self._stage(x)
+        saved = None
+        replaced = [slots[name] for (slots, name), _ in self._buffers]
         try:
+            if self._states is not None and self._rng is not None:
+                saved = self._rng.read()
+                self._rng.write(self._states)
             for (slots, name), copy in self._buffers:
                 slots[name] = copy if last else copy.clone()
-            return stage(x)
+            return self._stage(x)
         finally:
-            self._restore()
+            for ((slots, name), _), buffer in zip(self._buffers, replaced, strict=True):
+                slots[name] = buffer
+            if saved is not None and self._rng is not None:
+                self._rng.write(saved)
 
     def _check_parameters(self) -> None:
         for now, then, version in zip(
@@ -155,14 +161,6 @@ class Snapshot:
                     "between its forward and its recomputation in the backward, which would give "
                     "wrong gradients: step the optimizer, or swap parameters, after the backward"
                 )
-
-    def _restore(self) -> None:
-        for ((slots, name), _), buffer in zip(self._buffers, self._replaced, strict=True):
-            slots[name] = buffer
-        self._replaced = []
-        if self._saved is not None and self._rng is not None:
-            self._rng.write(self._saved)
-            self._saved = None
 
 
 def _key(slot: _torch.Slot) -> tuple[int, str]:
@@ -179,6 +177,10 @@ class AutocastState:
         self._settings = [(kind, *_autocast(kind)) for kind in kinds]
         self.enabled = any(enabled for _, enabled, _ in self._settings)
         self._stack: ExitStack | None = None
+
+    def is_current(self) -> bool:
+        """Whether the settings hold now."""
+        return all(_autocast(kind) == (enabled, dtype) for kind, enabled, dtype in self._settings)
 
     def __enter__(self) -> None:
         changed = [
