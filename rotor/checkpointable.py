@@ -187,12 +187,12 @@ class Checkpointable(TransparentModule):
             self.module.train()
         try:
             with torch.enable_grad():
-                key = self._measure_key(custom_input, targets)
-                self._inspections.pop(key, None)
-                for plan_key in [k for k in self._plans if k[0] == key]:
+                key = self._key(custom_input, targets)
+                self._inspections.pop(key[0], None)
+                for plan_key in [k for k in self._plans if k[0] == key[0]]:
                     del self._plans[plan_key]
-                inspection = self._inspect(key, custom_input, targets)
-                self.__dict__["_latest_key"] = self._plan_key(key)
+                inspection = self._inspect(key[0], custom_input, targets)
+                self.__dict__["_latest_key"] = key
         finally:
             for module, training in flags:
                 module.training = training
@@ -280,10 +280,10 @@ class Checkpointable(TransparentModule):
         ValueError
             Nothing was measured.
         """
-        chain = self._chain(self._measured_key())
+        key = self._measured_key()
+        chain, inspection = self._chain(key), self._inspections[key[0]]
         with progress(1, "computing the curve") as update:
             curve = self._algorithm.curve(chain, progress=update)
-        inspection = self._inspections[self._measured_key()[0]]
         most, least = (
             own_bytes(inspection, [count] * len(chain), rng=self.preserve_rng_state)
             for count in (3, 1)
@@ -321,22 +321,21 @@ class Checkpointable(TransparentModule):
             raise ValueError("nothing was measured: call measure(sample), or train a step")
         return self._latest_key
 
-    def _measure_key(self, arg: Any, targets: Sequence[Any]) -> Any:
+    def _key(self, arg: Any, targets: Sequence[Any]) -> tuple[Any, tuple[bool, ...]]:
+        """What a plan belongs to: what a measure belongs to, and which gradients are missing."""
         tensors = tensors_of(arg)
         if not tensors:
             raise ValueError("the input holds no tensor, expected a tensor or a tuple with tensors")
         kind = tensors[0].device.type
-        required, _ = self._structure.parameter_flags()
-        return (
+        required, absent = self._structure.parameter_flags()
+        measured = (
             tuple([(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]),
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
             self._structure.training_flags(),
             required,
             tuple([(t.shape, t.dtype) for t in tensors_of(targets)]) if targets else None,
         )
-
-    def _plan_key(self, measure_key: Any) -> Any:
-        return measure_key, self._structure.parameter_flags()[1]
+        return measured, absent
 
     def _inspect(self, key: Any, arg: Any, targets: Sequence[Any]) -> Inspection:
         stages = find_stages(self.module)
@@ -444,7 +443,7 @@ class Checkpointable(TransparentModule):
             )
         if not self._structure.is_current():
             self._forget()
-        key = self._plan_key(self._measure_key(inputs, targets))
+        key = self._key(inputs, targets)
         plan = self._plans.get(key)
         if plan is None or plan.outdated:
             plan = self._plan_for(key, inputs, targets)

@@ -239,7 +239,7 @@ class Run:
         return flags
 
     def _record(self, i: int) -> None:
-        leaves, wanted = as_leaves(self.x[i], self.flags[i] or ())
+        leaves, wanted = as_leaves(self.x[i], self.flags_of(i))
         cell: list[Any] | None = None
         _torch.set_grad_enabled(True)
         try:
@@ -334,7 +334,7 @@ class Run:
         """The input of the tail, in the graph after `token`; the run does not hold it any more."""
         tail = self.schedule.tail
         outputs = _apply_boundary(self, token)
-        value = with_tensors(self.x[tail], list(outputs))
+        value = with_tensors(self.x[tail], outputs)
         self.x[tail] = None
         return value
 

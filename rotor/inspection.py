@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from rotor import _torch, memory, timing
+from rotor import memory, timing
+from rotor.algorithms.sequence import Operation
 from rotor.chain import Chain
 from rotor.executor import Run
 from rotor.recompute import RngTracker, autocast_off
@@ -27,6 +28,7 @@ from rotor.values import (
     check_output,
     flagged,
     grad_flags,
+    map_tensors,
     tensors_of,
     versions,
 )
@@ -159,7 +161,7 @@ class Inspection:
             [self.input_bytes, *(m.output_bytes for m in measures)],
             [m.xbar_bytes for m in measures],
             [m.forward_tmp_bytes for m in measures],
-            [max(m.backward_peak_bytes, 0) - m.grad_bytes for m in measures],
+            [m.backward_peak_bytes - m.grad_bytes for m in measures],
             forward_nograd_tmp_bytes=[
                 state + max(state, m.forward_nograd_tmp_bytes) for m in measures
             ],
@@ -236,10 +238,7 @@ def merge_stages(stages: Sequence[Stage], arg: Any) -> list[Stage]:
     """
     merged: list[Stage] = []
     views_input = False
-    leaves, spec = _torch.tree_flatten(arg)
-    x = _torch.tree_unflatten(
-        [t.detach().clone() if isinstance(t, torch.Tensor) else t for t in leaves], spec
-    )
+    x = map_tensors(arg, lambda tensor: tensor.detach().clone())
     first = x
     untouched = versions(first)
     with torch.no_grad():
@@ -298,7 +297,7 @@ class _Measuring:
         ]
         self.stages = stages
         self.hold_output = hold_output
-        schedule = Schedule([_Op(kind, i) for kind, i in order], n, plain_tail=False)
+        schedule = Schedule([Operation(kind, i) for kind, i in order], n, plain_tail=False)
         self.run = Run(stages, schedule, arg, preserve_rng_state=False)
         self.device = self.run.device
         self.rng = RngTracker(self.device)
@@ -322,7 +321,6 @@ class _Measuring:
         # A saved tensor may be dropped at the very start of B: its peak counts from what Fe kept.
         level = fe.end_bytes + arriving
         xbar = fe.end_bytes - fe.start_bytes
-        mutable = set(map(_slot_key, stage.mutable_buffers or ()))
         return StageMeasure(
             name=stage.name,
             forward_ns=forward,
@@ -338,7 +336,7 @@ class _Measuring:
             flags=flags,
             uses_rng=uses_rng,
             buffer_bytes=_bytes(
-                [s[0][s[1]] for s in stage.buffers if _slot_key(s) in mutable], self.device
+                [slots[name] for slots, name in stage.mutable_buffers or ()], self.device
             ),
         )
 
@@ -473,16 +471,6 @@ class _Measuring:
         segments = {s.name: s for s in meter.segments}
         peak = segments["loss"].peak_bytes - segments["output"].start_bytes
         return peak, timing.stable_median([once() for _ in range(_MIN_REPEATS)], _TOLERANCE)[0]
-
-
-@dataclass(frozen=True)
-class _Op:
-    kind: str
-    stage: int
-
-
-def _slot_key(slot: _torch.Slot) -> tuple[int, str]:
-    return id(slot[0]), slot[1]
 
 
 def _no_mark(name: str) -> None:

@@ -5,6 +5,7 @@ Numbers, strings and ``None`` may stand among the tensors; they are passed on as
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,14 +22,19 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in _torch.tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def detached(value: Any) -> Any:
-    """The value with its tensors cut from the graph; storages are shared."""
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The value with `function` applied to each tensor, in order."""
     if isinstance(value, torch.Tensor):
-        return value.detach()
+        return function(value)
     leaves, spec = _torch.tree_flatten(value)
     return _torch.tree_unflatten(
-        [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
+        [function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
     )
+
+
+def detached(value: Any) -> Any:
+    """The value with its tensors cut from the graph; storages are shared."""
+    return map_tensors(value, torch.Tensor.detach)
 
 
 def as_leaves(value: Any, flags: Flags) -> tuple[Any, list[torch.Tensor]]:
@@ -39,32 +45,15 @@ def as_leaves(value: Any, flags: Flags) -> tuple[Any, list[torch.Tensor]]:
             leaf.requires_grad_(True)
             return leaf, [leaf]
         return leaf, []
-    leaves, spec = _torch.tree_flatten(value)
-    wanted = []
-    copies = []
-    position = 0
-    for item in leaves:
-        if isinstance(item, torch.Tensor):
-            copy = item.detach()
-            if flags[position]:
-                copy.requires_grad_(True)
-                wanted.append(copy)
-            position += 1
-            copies.append(copy)
-        else:
-            copies.append(item)
-    return _torch.tree_unflatten(copies, spec), wanted
+    copies = [tensor.detach() for tensor in tensors_of(value)]
+    wanted = [copy.requires_grad_() for copy, flag in zip(copies, flags, strict=True) if flag]
+    return with_tensors(value, copies), wanted
 
 
-def with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+def with_tensors(value: Any, tensors: Iterable[torch.Tensor]) -> Any:
     """The value with its tensors replaced, in order."""
-    if isinstance(value, torch.Tensor):
-        return tensors[0]
-    leaves, spec = _torch.tree_flatten(value)
     following = iter(tensors)
-    return _torch.tree_unflatten(
-        [next(following) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
-    )
+    return map_tensors(value, lambda _: next(following))
 
 
 def flagged(value: Any, flags: Flags) -> list[torch.Tensor]:

@@ -11,8 +11,6 @@ from torch import nn
 
 from rotor.algorithms.sequence import Sequence
 
-RECOMPUTE_ALL = "recompute_all"
-
 
 def schedules(n: int) -> dict[str, Sequence]:
     """Valid sequences of several shapes for n stages, n >= 2."""
@@ -37,7 +35,7 @@ def schedules(n: int) -> dict[str, Sequence]:
     mixed += [("B", 0)]
     return {
         "kept": Sequence(kept),
-        RECOMPUTE_ALL: Sequence(everything),
+        "recompute_all": Sequence(everything),
         "halves": Sequence(halves),
         "each": Sequence(segments),
         "mixed": Sequence(mixed),

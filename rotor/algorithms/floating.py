@@ -15,10 +15,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
-
 from rotor import _core
-from rotor.algorithms._tables import table_bound
+from rotor.algorithms._tables import curve_of, priced, table_bound
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.algorithms.sequence import Sequence
@@ -89,7 +87,7 @@ class Floating(DynamicAlgorithm):
             raise infeasible(type(self).__name__, budget, error.minimum_bytes) from None
         except MemoryError:
             raise _too_large(chain, slots, bound) from None
-        return Sequence(np.frombuffer(codes, dtype=np.int32).reshape(-1, 2), chain)
+        return priced(codes, chain)
 
     def curve(self, chain: Chain, *, progress: Progress | None = None) -> Curve:
         """Time against memory from one solve, whose slots divide what no recomputation needs.
@@ -103,8 +101,7 @@ class Floating(DynamicAlgorithm):
             points = _core.floating_curve(chain.core, everything, self.mem_slots, bound, progress)
         except MemoryError:
             raise _too_large(chain, self.mem_slots, bound) from None
-        sizes, ns = (np.frombuffer(values, dtype=np.int64) for values in points)
-        return Curve(sizes, ns / 1e9)
+        return curve_of(points)
 
     def __repr__(self) -> str:
         return f"Floating(mem_slots={self.mem_slots})"

@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-import numpy as np
-
 from rotor import _core
 from rotor.algorithms._candidates import CandidateAlgorithm
+from rotor.algorithms._tables import priced
 from rotor.algorithms.sequence import Sequence
 from rotor.chain import Chain
 
@@ -80,5 +79,4 @@ def revolve_sequence(chain: Chain, checkpoints: int) -> Sequence:
     ValueError
         `checkpoints` is negative.
     """
-    codes = np.frombuffer(_core.revolve(len(chain), checkpoints), dtype=np.int32)
-    return Sequence(codes.reshape(-1, 2), chain)
+    return priced(_core.revolve(len(chain), checkpoints), chain)

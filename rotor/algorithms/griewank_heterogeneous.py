@@ -16,10 +16,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
-
 from rotor import _core
-from rotor.algorithms._tables import table_bound
+from rotor.algorithms._tables import curve_of, priced, table_bound
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence
 from rotor.algorithms.utils import DynamicAlgorithm, Progress, infeasible, parse_budget
@@ -76,11 +74,10 @@ class GriewankHeterogeneous(DynamicAlgorithm):
             codes = self._table(chain, progress).sequence(budget)
         except InfeasibleError as error:
             raise infeasible(type(self).__name__, budget, error.minimum_bytes) from None
-        return Sequence(np.frombuffer(codes, dtype=np.int32).reshape(-1, 2), chain)
+        return priced(codes, chain)
 
     def curve(self, chain: Chain, *, progress: Progress | None = None) -> Curve:
         """Time against memory, exact."""
         points = self._table(chain, progress).curve()
         assert points is not None
-        sizes, ns = (np.frombuffer(values, dtype=np.int64) for values in points)
-        return Curve(sizes, ns / 1e9)
+        return curve_of(points)

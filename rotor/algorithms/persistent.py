@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import numpy as np
-import psutil
 
 from rotor import _core
+from rotor.algorithms._tables import curve_of, priced, table_bound
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.algorithms.sequence import Sequence
@@ -36,13 +36,11 @@ DEFAULT_SLOTS = 500
 EXACT_TABLE_BYTES = 64 << 20
 """The default of `Persistent`'s `exact_table_bytes`."""
 
-_LARGEST_TABLE_BYTES = 4 << 30
 _EXACT_BYTES_PER_TRIPLE = 16
 _FINER = (2, 4, 8)
 _STEPS = 1000
 _STRETCHES = 3
 _CURVE_POINTS = 8
-_NS = 1e9
 
 
 class Persistent(DynamicAlgorithm):
@@ -127,7 +125,7 @@ class Persistent(DynamicAlgorithm):
         if table is None:
             return self._stretched(chain, budget, 2 * fastest.peak_bytes, progress)
         try:
-            return _priced(table.sequence(budget), chain)
+            return priced(table.sequence(budget), chain)
         except InfeasibleError as error:
             raise infeasible(type(self).__name__, budget, error.minimum_bytes) from None
 
@@ -142,13 +140,12 @@ class Persistent(DynamicAlgorithm):
         if self.mem_slots is None and (table := self._exact(chain, progress)) is not None:
             points = table.curve()
             assert points is not None
-            sizes, ns = (np.frombuffer(values, dtype=np.int64) for values in points)
-            return Curve(sizes, ns / _NS)
+            return curve_of(points)
         fastest = next(NoCheckpoint().candidates(chain))
         minimum, _ = self._minimum(chain, 0, None)
         _, codes = self._minimum(chain, minimum, None)
         assert codes is not None
-        sequences = [fastest, _priced(codes, chain)]
+        sequences = [fastest, priced(codes, chain)]
         budgets = np.geomspace(max(1, minimum), max(1, fastest.peak_bytes), _CURVE_POINTS)
         slots = DEFAULT_SLOTS if self.mem_slots is None else self.mem_slots
         inner = sorted({int(budget) for budget in budgets[1:-1] if budget >= max(1, minimum)})
@@ -181,7 +178,7 @@ class Persistent(DynamicAlgorithm):
             if least is None:
                 raise infeasible(type(self).__name__, budget, minimum)
             codes = self._on_more_slots(chain, budget, slots, progress) or least
-        return _priced(codes, chain)
+        return priced(codes, chain)
 
     def _on_more_slots(
         self, chain: Chain, budget: int, slots: int, progress: Progress | None
@@ -215,7 +212,7 @@ class Persistent(DynamicAlgorithm):
                 break
             part = _part(progress, index, solves)
             codes = self._dense(chain, stretched, DEFAULT_SLOTS, part)
-            sequence = best if codes is None else _priced(codes, chain)
+            sequence = best if codes is None else priced(codes, chain)
             if sequence.peak_bytes <= budget:
                 fits = stretched
                 best = min(best, sequence, key=lambda s: s.makespan)
@@ -231,7 +228,7 @@ class Persistent(DynamicAlgorithm):
     ) -> bytearray | None:
         if budget <= chain.x_bytes[0]:
             return None
-        bound = self._table_bound()
+        bound = table_bound(self.max_table_bytes)
         try:
             return _core.persistent(chain.core, budget, slots, bound, progress)
         except MemoryError:
@@ -245,22 +242,15 @@ class Persistent(DynamicAlgorithm):
     def _minimum(
         self, chain: Chain, budget: int, progress: Progress | None
     ) -> tuple[int, bytearray | None]:
-        return _core.persistent_minimum(chain.core, budget, self._table_bound(), progress)
-
-    def _table_bound(self) -> int:
-        if self.max_table_bytes is not None:
-            return self.max_table_bytes
-        return min(_LARGEST_TABLE_BYTES, int(psutil.virtual_memory().available) // 2)
+        return _core.persistent_minimum(
+            chain.core, budget, table_bound(self.max_table_bytes), progress
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_solved": None}
 
     def __repr__(self) -> str:
         return f"Persistent({'' if self.mem_slots is None else f'mem_slots={self.mem_slots}'})"
-
-
-def _priced(codes: bytearray, chain: Chain) -> Sequence:
-    return Sequence(np.frombuffer(codes, dtype=np.int32).reshape(-1, 2), chain)
 
 
 def _key(chain: Chain) -> tuple[Any, ...]:
