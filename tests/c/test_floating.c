@@ -1,33 +1,10 @@
 /* The floating solver: known worlds, random chains, and every way to fail. */
 #include "floating.h"
-#include "testing.h"
+#include "worlds.h"
 
 #include <stdlib.h>
 
 enum { MAX_N = 12 };
-
-/* A chain on fixed arrays, so that tests can write one down. */
-typedef struct {
-    int64_t values[9][MAX_N + 1];
-    rotor_chain_t chain;
-} world_t;
-
-static int world_init(world_t *w, int64_t n, int64_t loss_tmp, bool hold_output) {
-    int64_t bad;
-    rotor_chain_t source = {.n = n,
-                            .forward_ns = w->values[0],
-                            .backward_ns = w->values[1],
-                            .x = w->values[2],
-                            .xbar = w->values[3],
-                            .fe_tmp = w->values[4],
-                            .fn_tmp = w->values[5],
-                            .b_tmp = w->values[6],
-                            .grad = w->values[7],
-                            .pgrad = w->values[8],
-                            .loss_tmp = loss_tmp,
-                            .hold_output = hold_output};
-    return rotor_chain_init(&w->chain, &source, &bad);
-}
 
 static void print_ops(const rotor_sequence_t *s, char *text, size_t size) {
     static const char *const names[] = {"Fn", "Fck", "Fe", "L", "B"};
@@ -214,32 +191,6 @@ static void test_out_of_memory(void) {
     rotor_chain_free(&w.chain);
 }
 
-static uint64_t seed;
-
-static int64_t draw(int64_t high) {
-    seed = seed * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-    return (int64_t)((seed >> 33) % (uint64_t)(high + 1));
-}
-
-static int random_world(world_t *w) {
-    int64_t n = 1 + draw(MAX_N - 1);
-    static const int64_t tops[] = {0, 1, 4, 40, 1000000, ROTOR_MAX_VALUE / 4};
-    for (int a = 0; a < 9; a++) {
-        int64_t top = tops[draw(5)];
-        bool same = draw(4) == 0;
-        int64_t value = draw(top);
-        for (int64_t i = 0; i <= n; i++) {
-            w->values[a][i] = same ? value : draw(top);
-        }
-    }
-    for (int64_t i = 0; i < n; i++) {
-        if (draw(2) == 0) {
-            w->values[6][i] = -draw(w->values[7][i]);
-        }
-    }
-    return world_init(w, n, -draw(w->values[7][n]), draw(1) == 1);
-}
-
 /* Any chain, any budget, any number of slots: within budget, or infeasible by the exact minimum. */
 static void test_random_chains(void) {
     seed = 1;
@@ -253,7 +204,7 @@ static void test_random_chains(void) {
         int64_t exact = 0;
         int64_t slots = 1 + draw(60);
 
-        CHECK(random_world(&w) == ROTOR_OK);
+        CHECK(random_world(&w, 1 + draw(MAX_N - 1)) == ROTOR_OK);
         (void)rotor_floating_solve(&table, &w.chain, 1, 1, INT64_MAX, NULL, &exact);
         rotor_floating_free(&table);
         int64_t budget = rotor_max(1, draw(2) == 0 ? exact : exact - 2 + draw(2 * exact + 4));

@@ -1,6 +1,6 @@
 /* Revolve and the heterogeneous adjoint solver. */
 #include "revolve.h"
-#include "testing.h"
+#include "worlds.h"
 
 enum { MAX_N = 14, TABLE = 41 };
 
@@ -82,49 +82,6 @@ static void test_schedule_refuses(void) {
         CHECK(s.length == 1);
     }
     rotor_sequence_free(&s);
-}
-
-typedef struct {
-    int64_t values[9][MAX_N + 1];
-    rotor_chain_t chain;
-} world_t;
-
-static uint64_t seed;
-
-static int64_t draw(int64_t high) {
-    seed = seed * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-    return (int64_t)((seed >> 33) % (uint64_t)(high + 1));
-}
-
-static int random_world(world_t *w, int64_t n) {
-    static const int64_t tops[] = {0, 1, 4, 40, 1000000, ROTOR_MAX_VALUE / 4};
-    int64_t bad;
-    for (int a = 0; a < 9; a++) {
-        int64_t top = tops[draw(5)];
-        bool same = draw(4) == 0;
-        int64_t value = draw(top);
-        for (int64_t i = 0; i <= n; i++) {
-            w->values[a][i] = same ? value : draw(top);
-        }
-    }
-    for (int64_t i = 0; i < n; i++) {
-        if (draw(2) == 0) {
-            w->values[6][i] = -draw(w->values[7][i]);
-        }
-    }
-    rotor_chain_t source = {.n = n,
-                            .forward_ns = w->values[0],
-                            .backward_ns = w->values[1],
-                            .x = w->values[2],
-                            .xbar = w->values[3],
-                            .fe_tmp = w->values[4],
-                            .fn_tmp = w->values[5],
-                            .b_tmp = w->values[6],
-                            .grad = w->values[7],
-                            .pgrad = w->values[8],
-                            .loss_tmp = -draw(w->values[7][n]),
-                            .hold_output = draw(1) == 1};
-    return rotor_chain_init(&w->chain, &source, &bad);
 }
 
 /* Every point of the curve is the simulated figure of its schedule; nothing fits below the first. */
