@@ -9,13 +9,17 @@
 #include <Python.h>
 
 #include "chain.h"
+#include "log.h"
 #include "sequence.h"
 
 typedef struct {
     PyObject *infeasible_error;       /* rotor.errors.InfeasibleError */
     PyObject *invalid_sequence_error; /* rotor.errors.InvalidSequenceError */
+    PyObject *malformed_log_error;    /* rotor.errors.MalformedLogError */
     PyTypeObject *chain_type;
     PyTypeObject *table_type;
+    PyTypeObject *log_type;
+    PyTypeObject *candidate_type;
 } rotor_state_t;
 
 extern struct PyModuleDef rotor_module_def;
@@ -81,10 +85,24 @@ typedef struct {
 PyObject *rotor_table_new(PyObject *module, PyObject *chain, void *table,
                           const rotor_table_ops_t *ops);
 
+/*
+ * A log as a Python object. It may be replayed by many threads at once, or fed by one: `readers` and
+ * `is_feeding` are read and changed with the GIL held.
+ */
+typedef struct {
+    PyObject_HEAD
+    rotor_log_t log;
+    int32_t readers;
+    bool is_feeding;
+} rotor_log_object_t;
+
 /* Each area adds its functions and types to the module. */
 int rotor_add_chain(PyObject *module);
 int rotor_add_solvers(PyObject *module);
 int rotor_add_classic(PyObject *module);
 int rotor_add_probe(PyObject *module);
+int rotor_add_log(PyObject *module);
+int rotor_add_replay(PyObject *module);
+int rotor_add_planner(PyObject *module);
 
 #endif

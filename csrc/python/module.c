@@ -133,8 +133,12 @@ static int load_errors(PyObject *module) {
     }
     state->infeasible_error = PyObject_GetAttrString(errors, "InfeasibleError");
     state->invalid_sequence_error = PyObject_GetAttrString(errors, "InvalidSequenceError");
+    state->malformed_log_error = PyObject_GetAttrString(errors, "MalformedLogError");
     Py_DECREF(errors);
-    return state->infeasible_error == NULL || state->invalid_sequence_error == NULL ? -1 : 0;
+    return state->infeasible_error == NULL || state->invalid_sequence_error == NULL ||
+                   state->malformed_log_error == NULL
+               ? -1
+               : 0;
 }
 
 PyDoc_STRVAR(same_bytes_doc, "same_bytes(a, b, /)\n--\n\n"
@@ -170,7 +174,9 @@ static PyMethodDef functions[] = {
 static int execute(PyObject *module) {
     if (load_errors(module) != 0 || PyModule_AddFunctions(module, functions) != 0 ||
         rotor_add_chain(module) != 0 || rotor_add_solvers(module) != 0 ||
-        rotor_add_classic(module) != 0 || rotor_add_probe(module) != 0) {
+        rotor_add_classic(module) != 0 || rotor_add_probe(module) != 0 ||
+        rotor_add_log(module) != 0 || rotor_add_replay(module) != 0 ||
+        rotor_add_planner(module) != 0) {
         return -1;
     }
     return 0;
@@ -180,8 +186,11 @@ static int traverse(PyObject *module, visitproc visit, void *arg) {
     rotor_state_t *state = rotor_state(module);
     Py_VISIT(state->infeasible_error);
     Py_VISIT(state->invalid_sequence_error);
+    Py_VISIT(state->malformed_log_error);
     Py_VISIT(state->chain_type);
     Py_VISIT(state->table_type);
+    Py_VISIT(state->log_type);
+    Py_VISIT(state->candidate_type);
     return 0;
 }
 
@@ -189,8 +198,11 @@ static int clear(PyObject *module) {
     rotor_state_t *state = rotor_state(module);
     Py_CLEAR(state->infeasible_error);
     Py_CLEAR(state->invalid_sequence_error);
+    Py_CLEAR(state->malformed_log_error);
     Py_CLEAR(state->chain_type);
     Py_CLEAR(state->table_type);
+    Py_CLEAR(state->log_type);
+    Py_CLEAR(state->candidate_type);
     return 0;
 }
 

@@ -46,6 +46,12 @@ const char *rotor_strerror(int status) {
         return "a file could not be read or was not understood";
     case ROTOR_ERR_UNAVAILABLE:
         return "this machine does not offer what was asked for";
+    case ROTOR_ERR_FORMAT:
+        return "the log is malformed";
+    case ROTOR_ERR_BAD_HEURISTIC:
+        return "the runtime does not keep what the heuristic needs";
+    case ROTOR_ERR_BAD_STATE:
+        return "a command asks for a tensor that was freed for good";
     default:
         return "unknown status";
     }

@@ -37,7 +37,10 @@ enum rotor_status {
     ROTOR_ERR_TWICE = -34,           /* Fe over a live one, a second loss, a second backward */
     ROTOR_ERR_INCOMPLETE = -35,      /* the sequence ends before the backward of stage 0 */
     ROTOR_ERR_IO = -40,              /* a file could not be read or was not understood */
-    ROTOR_ERR_UNAVAILABLE = -41      /* this machine does not offer what was asked for */
+    ROTOR_ERR_UNAVAILABLE = -41,     /* this machine does not offer what was asked for */
+    ROTOR_ERR_FORMAT = -50,          /* a log is malformed; a message says where and how */
+    ROTOR_ERR_BAD_HEURISTIC = -51,   /* the runtime cannot serve the heuristic */
+    ROTOR_ERR_BAD_STATE = -52        /* a command asks for a tensor that cannot be made any more */
 };
 
 /* The largest size (bytes) or time (ns) of one entry: sums of 2^20 of them stay within int64. */

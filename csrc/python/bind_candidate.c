@@ -1,0 +1,216 @@
+#include "bind_replay.h"
+
+#include <math.h>
+
+/* What a Python heuristic is called with: `engine` is NULL outside the call. */
+
+typedef struct {
+    PyObject_HEAD
+    rotor_eviction_t *engine;
+    int64_t now;
+    int32_t storage;
+    bool has_classes;
+} rotor_candidate_object_t;
+
+enum candidate_field {
+    CANDIDATE_STORAGE,
+    CANDIDATE_BYTES,
+    CANDIDATE_COMPUTE,
+    CANDIDATE_LAST_ACCESS,
+    CANDIDATE_NOW,
+    CANDIDATE_STALENESS,
+    CANDIDATE_AFTER,
+    CANDIDATE_BEFORE,
+    CANDIDATE_CLASSES
+};
+
+static const enum candidate_field candidate_fields[] = {
+    CANDIDATE_STORAGE,   CANDIDATE_BYTES, CANDIDATE_COMPUTE, CANDIDATE_LAST_ACCESS, CANDIDATE_NOW,
+    CANDIDATE_STALENESS, CANDIDATE_AFTER, CANDIDATE_BEFORE,  CANDIDATE_CLASSES,
+};
+
+static PyObject *candidate_get(PyObject *object, void *closure) {
+    rotor_candidate_object_t *self = (rotor_candidate_object_t *)object;
+    rotor_eviction_t *engine = self->engine;
+    int64_t value = 0;
+
+    if (engine == NULL) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "a Candidate can be read only while the heuristic is being called");
+        return NULL;
+    }
+    const rotor_candidate_t *candidate = &engine->candidates[self->storage];
+    switch (*(const enum candidate_field *)closure) {
+    case CANDIDATE_STORAGE:
+        value = self->storage;
+        break;
+    case CANDIDATE_BYTES:
+        value = candidate->bytes;
+        break;
+    case CANDIDATE_COMPUTE:
+        value = candidate->compute_ns;
+        break;
+    case CANDIDATE_LAST_ACCESS:
+        value = candidate->last_access;
+        break;
+    case CANDIDATE_NOW:
+        value = self->now;
+        break;
+    case CANDIDATE_STALENESS:
+        value = self->now - candidate->last_access;
+        break;
+    case CANDIDATE_AFTER:
+        value = rotor_eviction_around(engine, self->storage, ROTOR_CHILDREN);
+        break;
+    case CANDIDATE_BEFORE:
+        value = rotor_eviction_around(engine, self->storage, ROTOR_PARENTS);
+        break;
+    case CANDIDATE_CLASSES:
+        if (!self->has_classes) {
+            PyErr_SetString(PyExc_ValueError,
+                            "class_ns needs classes of evicted storages, which runtime V1 does "
+                            "not keep");
+            return NULL;
+        }
+        value = rotor_eviction_class_sum(engine, self->storage);
+        break;
+    }
+    return PyLong_FromLongLong(value);
+}
+
+#define CANDIDATE_GETTER(name, field, doc) \
+    {name, candidate_get, NULL, doc, (void *)&candidate_fields[field]}
+
+static PyGetSetDef candidate_getset[] = {
+    CANDIDATE_GETTER("storage", CANDIDATE_STORAGE, "Number of the storage in the log."),
+    CANDIDATE_GETTER("bytes", CANDIDATE_BYTES, "Size of the storage, bytes."),
+    CANDIDATE_GETTER("compute_ns", CANDIDATE_COMPUTE,
+                     "Time of the operations that make its tensors, each once, ns."),
+    CANDIDATE_GETTER("last_access", CANDIDATE_LAST_ACCESS, "When it was last read or made, ns."),
+    CANDIDATE_GETTER("now", CANDIDATE_NOW, "The clock, ns."),
+    CANDIDATE_GETTER("staleness", CANDIDATE_STALENESS, "now - last_access, ns."),
+    CANDIDATE_GETTER("evicted_after_ns", CANDIDATE_AFTER,
+                     "Compute time of what depends on it through evicted storages, ns."),
+    CANDIDATE_GETTER("evicted_before_ns", CANDIDATE_BEFORE,
+                     "Compute time of what it depends on through evicted storages, ns."),
+    CANDIDATE_GETTER("class_ns", CANDIDATE_CLASSES,
+                     "Compute time of the distinct classes of its evicted neighbours, ns."),
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static void candidate_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+PyDoc_STRVAR(candidate_doc,
+             "A storage that may be evicted, as a Python heuristic sees it during its call.");
+
+static PyType_Slot candidate_slots[] = {
+    {Py_tp_dealloc, candidate_dealloc},
+    {Py_tp_getset, candidate_getset},
+    {Py_tp_doc, (void *)candidate_doc},
+    {0, NULL},
+};
+
+static PyType_Spec candidate_spec = {
+    .name = "rotor._core.Candidate",
+    .basicsize = sizeof(rotor_candidate_object_t),
+    .flags =
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = candidate_slots,
+};
+
+/* Calling a Python heuristic. */
+
+static int read_cost(PyObject *name, PyObject *answer, double *cost) {
+    const PyNumberMethods *numbers = Py_TYPE(answer)->tp_as_number;
+
+    if (numbers == NULL || (numbers->nb_float == NULL && numbers->nb_index == NULL)) {
+        PyErr_Format(PyExc_TypeError, "heuristic %R returned %R, expected a real number",
+                     name, answer);
+        return -1;
+    }
+    *cost = PyFloat_AsDouble(answer);
+    if (*cost == -1.0 && PyErr_Occurred()) {
+        if (PyLong_Check(answer) && PyErr_ExceptionMatches(PyExc_OverflowError)) {
+            PyErr_Format(PyExc_ValueError,
+                         "heuristic %R returned an integer that is too large for a double",
+                         name);
+        }
+        return -1;
+    }
+    if (isnan(*cost)) {
+        PyErr_Format(PyExc_ValueError, "heuristic %R returned NaN, expected a real number",
+                     name);
+        return -1;
+    }
+    return 0;
+}
+
+int rotor_call_heuristic(const rotor_call_t *call, rotor_eviction_t *engine, int32_t storage,
+                         double *cost) {
+    PyTypeObject *type = rotor_state(call->module)->candidate_type;
+    PyObject *answer = NULL;
+    int ret = ROTOR_ERR_INTERRUPTED;
+
+    rotor_candidate_object_t *candidate = (rotor_candidate_object_t *)type->tp_alloc(type, 0);
+    if (candidate == NULL || PyErr_CheckSignals() != 0) {
+        goto out;
+    }
+    candidate->engine = engine;
+    candidate->storage = storage;
+    candidate->now = call->now;
+    candidate->has_classes = call->has_classes;
+    answer = PyObject_CallOneArg(call->callable, (PyObject *)candidate);
+    candidate->engine = NULL;
+    if (answer != NULL && read_cost(call->name, answer, cost) == 0) {
+        ret = ROTOR_OK;
+    }
+out:
+    Py_XDECREF(answer);
+    Py_XDECREF(candidate);
+    return ret;
+}
+
+PyDoc_STRVAR(heuristics_doc,
+             "heuristics()\n--\n\n"
+             "(name, needs) of every heuristic; needs has \"classes\", \"regions\", \"chance\".");
+
+static PyObject *heuristics(PyObject *module, PyObject *unused) {
+    PyObject *list = PyList_New(0);
+    const rotor_heuristic_t *heuristic;
+
+    (void)module;
+    (void)unused;
+    for (int64_t i = 0; list != NULL && (heuristic = rotor_heuristic(i)) != NULL; i++) {
+        const char *need = heuristic->numerator == ROTOR_CLASSES     ? "classes"
+                           : heuristic->numerator == ROTOR_REGIONS   ? "regions"
+                           : heuristic->numerator == ROTOR_ANCESTORS ? "regions"
+                           : heuristic->numerator == ROTOR_CHANCE    ? "chance"
+                                                                     : NULL;
+        PyObject *entry = need == NULL ? Py_BuildValue("s()", heuristic->name)
+                                       : Py_BuildValue("s(s)", heuristic->name, need);
+        if (entry == NULL || PyList_Append(list, entry) != 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(entry);
+    }
+    return list;
+}
+
+static PyMethodDef candidate_functions[] = {
+    {"heuristics", heuristics, METH_NOARGS, heuristics_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+int rotor_add_candidate(PyObject *module) {
+    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &candidate_spec, NULL);
+    if (type == NULL) {
+        return -1;
+    }
+    rotor_state(module)->candidate_type = type;
+    return PyModule_AddType(module, type) == 0 ? PyModule_AddFunctions(module, candidate_functions)
+                                               : -1;
+}

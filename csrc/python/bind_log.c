@@ -1,0 +1,448 @@
+#include "binding.h"
+
+#include <string.h>
+
+#include "bind_log.h"
+
+static PyObject *raise_malformed(PyObject *module, const rotor_log_error_t *error) {
+    PyObject *type = rotor_state(module)->malformed_log_error;
+    PyObject *raised = PyObject_CallFunction(
+        type, "NL",
+        PyUnicode_DecodeUTF8(error->message, (Py_ssize_t)strlen(error->message), "replace"),
+        (long long)error->line);
+    if (raised != NULL) {
+        PyErr_SetObject(type, raised);
+        Py_DECREF(raised);
+    }
+    return NULL;
+}
+
+bool rotor_are_counted(const char *method, Py_ssize_t nargs, Py_ssize_t least, Py_ssize_t most) {
+    if (nargs >= least && nargs <= most) {
+        return true;
+    }
+    PyErr_Format(PyExc_TypeError, "%s takes %zd to %zd positional arguments, got %zd", method,
+                 least, most, nargs);
+    return false;
+}
+
+bool rotor_get_integer(PyObject *object, const char *what, int64_t least, int64_t most,
+                        int64_t *integer) {
+    PyObject *number = PyBool_Check(object) ? NULL : PyNumber_Index(object);
+    int overflow;
+
+    if (number == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_TypeError, "%s must be an integer, got %R", what, object);
+        }
+        return false;
+    }
+    *integer = PyLong_AsLongLongAndOverflow(number, &overflow);
+    if (overflow != 0 || *integer < least || *integer > most) {
+        PyErr_Format(PyExc_ValueError, "%s is %S, expected an integer from %lld to %lld", what,
+                     number, (long long)least, (long long)most);
+        Py_DECREF(number);
+        return false;
+    }
+    Py_DECREF(number);
+    return true;
+}
+
+static rotor_log_t *log_of(PyObject *object) { return &((rotor_log_object_t *)object)->log; }
+
+static PyObject *log_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *module = PyType_GetModuleByDef(type, &rotor_module_def);
+    int cut_at_start;
+
+    if (module == NULL || (kwargs != NULL && PyDict_GET_SIZE(kwargs) != 0)) {
+        return PyErr_Format(PyExc_TypeError, "Log takes positional arguments only");
+    }
+    if (!PyArg_ParseTuple(args, "p:Log", &cut_at_start)) {
+        return NULL;
+    }
+    PyObject *self = type->tp_alloc(type, 0);
+    if (self != NULL) {
+        int ret = rotor_log_init(log_of(self), cut_at_start != 0);
+        if (ret != ROTOR_OK) {
+            rotor_raise_status(module, ret);
+            Py_CLEAR(self);
+        }
+    }
+    return self;
+}
+
+static void log_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    rotor_log_free(log_of(object));
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+/* Whether no thread changes the log now. */
+static bool may_read(PyObject *object) {
+    if (((rotor_log_object_t *)object)->is_feeding) {
+        PyErr_SetString(PyExc_RuntimeError, "the log is being fed; wait until feed has returned");
+        return false;
+    }
+    return true;
+}
+
+static bool may_change(PyObject *object) {
+    if (((rotor_log_object_t *)object)->readers > 0) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "the log is being replayed; feed it when no replay runs");
+        return false;
+    }
+    return may_read(object);
+}
+
+// Log.feed(data, progress=None) -> None
+PyDoc_STRVAR(log_feed_doc, "feed(data, progress=None, /)\n--\n\n"
+                           "Read the next piece of a log, of any length.\n"
+                           "\n"
+                           "``progress(done, total)`` is called now and then, in bytes of `data`.");
+
+static PyObject *log_feed(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
+    PyObject *module = PyType_GetModule(Py_TYPE(object));
+    rotor_log_object_t *self = (rotor_log_object_t *)object;
+    PyObject *progress = nargs > 1 && args[1] != Py_None ? args[1] : NULL;
+    rotor_log_error_t error;
+    rotor_watch_t watch;
+    Py_buffer view;
+
+    if (!rotor_are_counted("feed", nargs, 1, 2)) {
+        return NULL;
+    }
+    if (progress != NULL && !PyCallable_Check(progress)) {
+        return PyErr_Format(PyExc_TypeError, "progress must be callable or None, got %R",
+                            progress);
+    }
+    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) != 0) {
+        return NULL;
+    }
+    if (!may_change(object)) {
+        PyBuffer_Release(&view);
+        return NULL;
+    }
+    self->is_feeding = true;
+    rotor_watch_begin(&watch, progress);
+    int ret = rotor_log_feed(&self->log, view.buf, view.len, &watch.callback, &error);
+    rotor_watch_end(&watch);
+    self->is_feeding = false;
+    PyBuffer_Release(&view);
+    if (ret == ROTOR_ERR_FORMAT) {
+        return raise_malformed(module, &error);
+    }
+    if (ret != ROTOR_OK) {
+        return rotor_raise_status(module, ret);
+    }
+    Py_RETURN_NONE;
+}
+
+// Log.finish(condition) -> None
+PyDoc_STRVAR(log_finish_doc, "finish(condition, /)\n--\n\n"
+                             "End the log: 0 pins what is referenced, 1 sums its bytes up, 2\n"
+                             "leaves it.");
+
+static PyObject *log_finish(PyObject *object, PyObject *argument) {
+    PyObject *module = PyType_GetModule(Py_TYPE(object));
+    rotor_log_error_t error;
+    int64_t condition;
+
+    if (!rotor_get_integer(argument, "condition", ROTOR_REMATERIALIZE, ROTOR_LEAVE, &condition) ||
+        !may_change(object)) {
+        return NULL;
+    }
+    int ret =
+        rotor_log_finish(log_of(object), (enum rotor_output_condition)condition, &error);
+    if (ret == ROTOR_ERR_FORMAT) {
+        return raise_malformed(module, &error);
+    }
+    if (ret != ROTOR_OK) {
+        return rotor_raise_status(module, ret);
+    }
+    Py_RETURN_NONE;
+}
+
+// Log.lookup(name) -> int
+PyDoc_STRVAR(log_lookup_doc, "lookup(name, /)\n--\n\n"
+                             "The tensor that a name stands for now, or -1.");
+
+static PyObject *log_lookup(PyObject *object, PyObject *argument) {
+    Py_ssize_t length;
+
+    if (!PyUnicode_Check(argument)) {
+        return PyErr_Format(PyExc_TypeError, "name must be a str, got %R", argument);
+    }
+    const char *name = PyUnicode_AsUTF8AndSize(argument, &length);
+    if (name == NULL || !may_read(object)) {
+        return NULL;
+    }
+    return PyLong_FromLong(rotor_log_lookup(log_of(object), name, length));
+}
+
+static bool get_index(PyObject *object, PyObject *argument, const char *what,
+                      const int64_t *count, int64_t *index) {
+    Py_ssize_t given = PyNumber_AsSsize_t(argument, PyExc_IndexError);
+    if ((given == -1 && PyErr_Occurred()) || !may_read(object)) {
+        return false;
+    }
+    if (given < 0 || given >= *count) {
+        PyErr_Format(PyExc_IndexError, "%s %zd does not exist, the log has %lld", what, given,
+                     (long long)*count);
+        return false;
+    }
+    *index = given;
+    return true;
+}
+
+// Log.references(tensor) -> int
+PyDoc_STRVAR(log_references_doc, "references(tensor, /)\n--\n\n"
+                                 "References that a tensor holds from names by now.");
+
+static PyObject *log_references(PyObject *object, PyObject *argument) {
+    int64_t tensor;
+    if (!get_index(object, argument, "tensor", &log_of(object)->graph.tensor_count, &tensor)) {
+        return NULL;
+    }
+    return PyLong_FromLongLong(rotor_log_references(log_of(object), (int32_t)tensor));
+}
+
+static PyObject *name_at(const rotor_graph_t *graph, int32_t at) {
+    const char *name = graph->names + at;
+    return PyUnicode_DecodeUTF8(name, (Py_ssize_t)strlen(name), "replace");
+}
+
+// Log.operation_name(operation) -> str
+PyDoc_STRVAR(log_operation_name_doc, "operation_name(operation, /)\n--\n\n"
+                                     "The name of an operation; \"constant\" of constants.");
+
+static PyObject *log_operation_name(PyObject *object, PyObject *argument) {
+    const rotor_graph_t *graph = &log_of(object)->graph;
+    int64_t index;
+    if (!get_index(object, argument, "operation", &graph->operation_count, &index)) {
+        return NULL;
+    }
+    return name_at(graph, graph->operations[index].name);
+}
+
+// Log.tensor_name(tensor) -> str
+PyDoc_STRVAR(log_tensor_name_doc, "tensor_name(tensor, /)\n--\n\n"
+                                  "The name under which a tensor was made.");
+
+static PyObject *log_tensor_name(PyObject *object, PyObject *argument) {
+    const rotor_graph_t *graph = &log_of(object)->graph;
+    int64_t index;
+    if (!get_index(object, argument, "tensor", &graph->tensor_count, &index)) {
+        return NULL;
+    }
+    return name_at(graph, graph->tensors[index].name);
+}
+
+enum { MOST_COLUMNS = 6 };
+
+/* A tuple of bytearrays for `width` columns of `count` int64; `columns` are their data. */
+static PyObject *make_columns(int width, int64_t count, int64_t *columns[MOST_COLUMNS]) {
+    PyObject *answer = PyTuple_New(width);
+    for (int k = 0; answer != NULL && k < width; k++) {
+        PyObject *column = rotor_int64_bytes(NULL, count);
+        if (column == NULL) {
+            Py_CLEAR(answer);
+            break;
+        }
+        PyTuple_SET_ITEM(answer, k, column);
+        columns[k] = (int64_t *)(void *)PyByteArray_AS_STRING(column);
+    }
+    return answer;
+}
+
+// Log.operations() -> tuple of int64 arrays
+PyDoc_STRVAR(log_operations_doc, "operations()\n--\n\n"
+                                 "Columns of int64: cost_ns, bytes, first_input, input_count,\n"
+                                 "first_output, output_count.");
+
+static PyObject *log_operations(PyObject *object, PyObject *unused) {
+    const rotor_graph_t *graph = &log_of(object)->graph;
+    int64_t *columns[MOST_COLUMNS];
+    PyObject *answer = NULL;
+
+    (void)unused;
+    if (may_read(object)) {
+        answer = make_columns(6, graph->operation_count, columns);
+    }
+    for (int64_t k = 0; answer != NULL && k < graph->operation_count; k++) {
+        const rotor_operation_t *operation = &graph->operations[k];
+        columns[0][k] = operation->cost_ns;
+        columns[1][k] = operation->bytes;
+        columns[2][k] = operation->first_input;
+        columns[3][k] = operation->input_count;
+        columns[4][k] = operation->first_output;
+        columns[5][k] = operation->output_count;
+    }
+    return answer;
+}
+
+// Log.inputs() -> int64 array
+PyDoc_STRVAR(log_inputs_doc, "inputs()\n--\n\n"
+                             "Tensors that operations read, as int64; see `operations`.");
+
+static PyObject *log_inputs(PyObject *object, PyObject *unused) {
+    const rotor_graph_t *graph = &log_of(object)->graph;
+    PyObject *answer = NULL;
+
+    (void)unused;
+    if (may_read(object)) {
+        answer = rotor_int64_bytes(NULL, graph->input_count);
+    }
+    if (answer != NULL) {
+        int64_t *to = (int64_t *)(void *)PyByteArray_AS_STRING(answer);
+        for (int64_t k = 0; k < graph->input_count; k++) {
+            to[k] = graph->inputs[k];
+        }
+    }
+    return answer;
+}
+
+// Log.tensors() -> tuple of int64 arrays
+PyDoc_STRVAR(log_tensors_doc, "tensors()\n--\n\n"
+                              "Columns of int64: storage, operation, is_alias.");
+
+static PyObject *log_tensors(PyObject *object, PyObject *unused) {
+    const rotor_graph_t *graph = &log_of(object)->graph;
+    int64_t *columns[MOST_COLUMNS];
+    PyObject *answer = NULL;
+
+    (void)unused;
+    if (may_read(object)) {
+        answer = make_columns(3, graph->tensor_count, columns);
+    }
+    for (int64_t k = 0; answer != NULL && k < graph->tensor_count; k++) {
+        columns[0][k] = graph->tensors[k].storage;
+        columns[1][k] = graph->tensors[k].operation;
+        columns[2][k] = graph->tensors[k].is_alias;
+    }
+    return answer;
+}
+
+// Log.storages() -> tuple of int64 arrays
+PyDoc_STRVAR(log_storages_doc, "storages()\n--\n\n"
+                               "Columns of int64: bytes, root.");
+
+static PyObject *log_storages(PyObject *object, PyObject *unused) {
+    const rotor_graph_t *graph = &log_of(object)->graph;
+    int64_t *columns[MOST_COLUMNS];
+    PyObject *answer = NULL;
+
+    (void)unused;
+    if (may_read(object)) {
+        answer = make_columns(2, graph->storage_count, columns);
+    }
+    for (int64_t k = 0; answer != NULL && k < graph->storage_count; k++) {
+        columns[0][k] = graph->storages[k].bytes;
+        columns[1][k] = graph->storages[k].root;
+    }
+    return answer;
+}
+
+// Log.commands() -> int64 array
+PyDoc_STRVAR(log_commands_doc, "commands()\n--\n\n"
+                               "Pairs of int64: kind (0 compute, 1 get, 2 pin, 3 release), and the\n"
+                               "index of an operation or a tensor.");
+
+static PyObject *log_commands(PyObject *object, PyObject *unused) {
+    const rotor_log_t *log = log_of(object);
+    PyObject *answer = NULL;
+
+    (void)unused;
+    if (may_read(object)) {
+        answer = rotor_int64_bytes(NULL, 2 * log->command_count);
+    }
+    if (answer != NULL) {
+        int64_t *to = (int64_t *)(void *)PyByteArray_AS_STRING(answer);
+        for (int64_t k = 0; k < log->command_count; k++) {
+            to[2 * k] = log->commands[k].kind;
+            to[2 * k + 1] = log->commands[k].index;
+        }
+    }
+    return answer;
+}
+
+/* An int64 of the log; `closure` is its offset. */
+static PyObject *log_count(PyObject *object, void *closure) {
+    if (!may_read(object)) {
+        return NULL;
+    }
+    int64_t value;
+    memcpy(&value, (const char *)log_of(object) + (size_t)(uintptr_t)closure, sizeof(value));
+    return PyLong_FromLongLong(value);
+}
+
+static PyObject *log_is_finished(PyObject *object, void *closure) {
+    (void)closure;
+    return may_read(object) ? PyBool_FromLong(log_of(object)->is_finished) : NULL;
+}
+
+static PyObject *log_footprint(PyObject *object, void *closure) {
+    (void)closure;
+    return may_read(object) ? PyLong_FromLongLong(rotor_log_footprint(log_of(object))) : NULL;
+}
+
+static PyMethodDef log_methods[] = {
+    {"feed", ROTOR_FASTCALL(log_feed), log_feed_doc},
+    {"finish", log_finish, METH_O, log_finish_doc},
+    {"lookup", log_lookup, METH_O, log_lookup_doc},
+    {"references", log_references, METH_O, log_references_doc},
+    {"operation_name", log_operation_name, METH_O, log_operation_name_doc},
+    {"tensor_name", log_tensor_name, METH_O, log_tensor_name_doc},
+    {"operations", log_operations, METH_NOARGS, log_operations_doc},
+    {"inputs", log_inputs, METH_NOARGS, log_inputs_doc},
+    {"tensors", log_tensors, METH_NOARGS, log_tensors_doc},
+    {"storages", log_storages, METH_NOARGS, log_storages_doc},
+    {"commands", log_commands, METH_NOARGS, log_commands_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+#define COUNT(name, field, text) \
+    {name, log_count, NULL, text, (void *)(uintptr_t)offsetof(rotor_log_t, field)}
+
+static PyGetSetDef log_getset[] = {
+    COUNT("line_count", line_count, "Lines read, empty ones included."),
+    COUNT("start_count", start_count, "START annotations."),
+    COUNT("backward_command", backward_command, "Commands before the backward, -1 for none."),
+    COUNT("ignored_releases", ignored_releases, "RELEASE of names that are not defined."),
+    COUNT("output_bytes", output_bytes, "Bytes that are referenced at the end, where summed."),
+    COUNT("command_count", command_count, "Commands."),
+    COUNT("operation_count", graph.operation_count, "Operations."),
+    COUNT("tensor_count", graph.tensor_count, "Tensors."),
+    COUNT("storage_count", graph.storage_count, "Storages."),
+    {"is_finished", log_is_finished, NULL, "Whether the log has ended.", NULL},
+    {"footprint_bytes", log_footprint, NULL, "Bytes that the log takes in memory.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+PyDoc_STRVAR(log_doc, "Reads a log piece by piece (see rotor.simrd.parse).");
+
+static PyType_Slot log_slots[] = {
+    {Py_tp_new, log_new},
+    {Py_tp_dealloc, log_dealloc},
+    {Py_tp_methods, log_methods},
+    {Py_tp_getset, log_getset},
+    {Py_tp_doc, (void *)log_doc},
+    {0, NULL},
+};
+
+static PyType_Spec log_spec = {
+    .name = "rotor._core.Log",
+    .basicsize = sizeof(rotor_log_object_t),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = log_slots,
+};
+
+int rotor_add_log(PyObject *module) {
+    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &log_spec, NULL);
+    if (type == NULL) {
+        return -1;
+    }
+    rotor_state(module)->log_type = type;
+    return PyModule_AddType(module, type) != 0 ? -1 : rotor_add_log_writer(module);
+}

@@ -1,0 +1,315 @@
+#include "bind_log.h"
+
+#include <string.h>
+
+#include "log_writer.h"
+
+typedef struct {
+    PyObject_HEAD
+    rotor_log_writer_t writer;
+} writer_object_t;
+
+static rotor_log_writer_t *writer_of(PyObject *object) {
+    return &((writer_object_t *)object)->writer;
+}
+
+static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    if (PyTuple_GET_SIZE(args) != 0 || (kwargs != NULL && PyDict_GET_SIZE(kwargs) != 0)) {
+        return PyErr_Format(PyExc_TypeError, "LogWriter takes no arguments");
+    }
+    PyObject *self = type->tp_alloc(type, 0);
+    if (self != NULL) {
+        rotor_log_writer_init(writer_of(self));
+    }
+    return self;
+}
+
+static void writer_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    rotor_log_writer_free(writer_of(object));
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyObject *written(PyObject *object, int status) {
+    if (status != ROTOR_OK) {
+        return rotor_raise_status(PyType_GetModule(Py_TYPE(object)), status);
+    }
+    Py_RETURN_NONE;
+}
+
+/* The characters of a str, which has to outlive them. */
+static bool get_name(PyObject *object, const char *what, rotor_name_t *name) {
+    Py_ssize_t length;
+
+    if (!PyUnicode_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "%s must be a str, got %R", what, object);
+        return false;
+    }
+    name->text = PyUnicode_AsUTF8AndSize(object, &length);
+    if (name->text == NULL) {
+        return false;
+    }
+    name->length = length;
+    if (memchr(name->text, '\0', (size_t)length) != NULL) {
+        PyErr_Format(PyExc_ValueError, "%s is %R; names hold no null characters", what, object);
+        return false;
+    }
+    return true;
+}
+
+/* A tuple of the entries of a list, tuple or the like, or NULL. A str is refused. */
+static PyObject *get_tuple(PyObject *object, const char *what) {
+    if (PyUnicode_Check(object)) {
+        return PyErr_Format(PyExc_TypeError, "%s must be a sequence, got the str %R", what,
+                            object);
+    }
+    return PySequence_Tuple(object);
+}
+
+/* The names of a sequence; *tuple keeps them alive. Free the answer with PyMem_Free. */
+static rotor_name_t *get_names(PyObject *object, const char *what, PyObject **tuple) {
+    *tuple = get_tuple(object, what);
+    if (*tuple == NULL) {
+        return NULL;
+    }
+    Py_ssize_t count = PyTuple_GET_SIZE(*tuple);
+    rotor_name_t *names = PyMem_New(rotor_name_t, (size_t)count);
+    if (names == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (Py_ssize_t k = 0; k < count; k++) {
+        if (!get_name(PyTuple_GET_ITEM(*tuple, k), what, &names[k])) {
+            PyMem_Free(names);
+            return NULL;
+        }
+    }
+    return names;
+}
+
+// LogWriter.call(name, args, results, time_ns) -> None
+PyDoc_STRVAR(writer_call_doc, "call(name, args, results, time_ns, /)\n--\n\n"
+                              "Write CALL; memory and alias of every result have to follow.");
+
+static PyObject *writer_call(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
+    PyObject *tuples[2] = {NULL, NULL};
+    rotor_name_t *inputs = NULL;
+    rotor_name_t *results = NULL;
+    rotor_name_t name;
+    int64_t time_ns;
+    PyObject *answer = NULL;
+
+    if (!rotor_are_counted("call", nargs, 4, 4) || !get_name(args[0], "name", &name) ||
+        (inputs = get_names(args[1], "args", &tuples[0])) == NULL ||
+        (results = get_names(args[2], "results", &tuples[1])) == NULL ||
+        !rotor_get_integer(args[3], "time_ns", 0, ROTOR_MAX_VALUE, &time_ns)) {
+        goto out;
+    }
+    if (PyTuple_GET_SIZE(tuples[1]) == 0) {
+        PyErr_SetString(PyExc_ValueError, "results is empty, expected one or more");
+        goto out;
+    }
+    answer = written(object, rotor_log_write_call(writer_of(object), name, inputs,
+                                                  PyTuple_GET_SIZE(tuples[0]), results,
+                                                  PyTuple_GET_SIZE(tuples[1]), time_ns));
+out:
+    PyMem_Free(inputs);
+    PyMem_Free(results);
+    Py_XDECREF(tuples[0]);
+    Py_XDECREF(tuples[1]);
+    return answer;
+}
+
+// LogWriter.mutate(name, args, mutated, time_ns) -> None
+PyDoc_STRVAR(writer_mutate_doc, "mutate(name, args, mutated, time_ns, /)\n--\n\n"
+                                "Write MUTATE; `mutated` are indices of `args`.");
+
+static PyObject *writer_mutate(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
+    PyObject *tuples[2] = {NULL, NULL};
+    rotor_name_t *inputs = NULL;
+    int64_t *mutated = NULL;
+    rotor_name_t name;
+    int64_t time_ns;
+    PyObject *answer = NULL;
+
+    if (!rotor_are_counted("mutate", nargs, 4, 4) || !get_name(args[0], "name", &name) ||
+        (inputs = get_names(args[1], "args", &tuples[0])) == NULL ||
+        (tuples[1] = get_tuple(args[2], "mutated")) == NULL ||
+        !rotor_get_integer(args[3], "time_ns", 0, ROTOR_MAX_VALUE, &time_ns)) {
+        goto out;
+    }
+    Py_ssize_t count = PyTuple_GET_SIZE(tuples[1]);
+    if (count == 0) {
+        PyErr_SetString(PyExc_ValueError, "mutated is empty, expected one or more");
+        goto out;
+    }
+    mutated = PyMem_New(int64_t, (size_t)count);
+    if (mutated == NULL) {
+        PyErr_NoMemory();
+        goto out;
+    }
+    for (Py_ssize_t k = 0; k < count; k++) {
+        if (!rotor_get_integer(PyTuple_GET_ITEM(tuples[1], k), "an entry of mutated", 0,
+                         PyTuple_GET_SIZE(tuples[0]) - 1, &mutated[k])) {
+            goto out;
+        }
+    }
+    answer = written(object, rotor_log_write_mutate(writer_of(object), name, inputs,
+                                                    PyTuple_GET_SIZE(tuples[0]), mutated, count,
+                                                    time_ns));
+out:
+    PyMem_Free(inputs);
+    PyMem_Free(mutated);
+    Py_XDECREF(tuples[0]);
+    Py_XDECREF(tuples[1]);
+    return answer;
+}
+
+static PyObject *write_name(PyObject *object, PyObject *argument, const char *what,
+                            int (*write)(rotor_log_writer_t *, rotor_name_t)) {
+    rotor_name_t name;
+    return get_name(argument, what, &name) ? written(object, write(writer_of(object), name))
+                                           : NULL;
+}
+
+// LogWriter.constant(name) -> None
+PyDoc_STRVAR(writer_constant_doc, "constant(name, /)\n--\n\n"
+                                  "Write CONSTANT; its memory has to follow.");
+
+static PyObject *writer_constant(PyObject *object, PyObject *argument) {
+    return write_name(object, argument, "name", rotor_log_write_constant);
+}
+
+// LogWriter.release(name) -> None
+PyDoc_STRVAR(writer_release_doc, "release(name, /)\n--\n\nWrite RELEASE.");
+
+static PyObject *writer_release(PyObject *object, PyObject *argument) {
+    return write_name(object, argument, "name", rotor_log_write_release);
+}
+
+// LogWriter.pin(name) -> None
+PyDoc_STRVAR(writer_pin_doc, "pin(name, /)\n--\n\nWrite PIN.");
+
+static PyObject *writer_pin(PyObject *object, PyObject *argument) {
+    return write_name(object, argument, "name", rotor_log_write_pin);
+}
+
+// LogWriter.annotate(text) -> None
+PyDoc_STRVAR(writer_annotate_doc, "annotate(text, /)\n--\n\n"
+                                  "Write ANNOTATE, such as START or BACKWARD.");
+
+static PyObject *writer_annotate(PyObject *object, PyObject *argument) {
+    return write_name(object, argument, "text", rotor_log_write_annotate);
+}
+
+static PyObject *write_number(PyObject *object, PyObject *const *args, Py_ssize_t nargs,
+                              const char *what, int64_t least, int64_t most,
+                              int (*write)(rotor_log_writer_t *, rotor_name_t, int64_t)) {
+    rotor_name_t name;
+    int64_t number;
+    if (!rotor_are_counted(what, nargs, 2, 2) || !get_name(args[0], "name", &name) ||
+        !rotor_get_integer(args[1], what, least, most, &number)) {
+        return NULL;
+    }
+    return written(object, write(writer_of(object), name, number));
+}
+
+// LogWriter.memory(name, bytes) -> None
+PyDoc_STRVAR(writer_memory_doc, "memory(name, bytes, /)\n--\n\nWrite MEMORY.");
+
+static PyObject *writer_memory(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
+    return write_number(object, args, nargs, "memory", 0, ROTOR_MAX_VALUE,
+                        rotor_log_write_memory);
+}
+
+// LogWriter.alias(name, alias) -> None
+PyDoc_STRVAR(writer_alias_doc, "alias(name, alias, /)\n--\n\n"
+                               "Write ALIAS: -1, or an index of the arguments of the call.");
+
+static PyObject *writer_alias(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
+    return write_number(object, args, nargs, "alias", -1, INT32_MAX, rotor_log_write_alias);
+}
+
+static PyObject *write_copy(PyObject *object, PyObject *const *args, Py_ssize_t nargs,
+                            const char *method, bool rebinds) {
+    rotor_name_t destination;
+    rotor_name_t source;
+    if (!rotor_are_counted(method, nargs, 2, 2) || !get_name(args[0], "dst", &destination) ||
+        !get_name(args[1], "src", &source)) {
+        return NULL;
+    }
+    return written(object, rotor_log_write_copy(writer_of(object), destination, source, rebinds));
+}
+
+// LogWriter.copy(dst, src) -> None
+PyDoc_STRVAR(writer_copy_doc, "copy(dst, src, /)\n--\n\n"
+                              "Write COPY: `dst` is a name more for the tensor of `src`.");
+
+static PyObject *writer_copy(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
+    return write_copy(object, args, nargs, "copy", false);
+}
+
+// LogWriter.copy_from(dst, src) -> None
+PyDoc_STRVAR(writer_copy_from_doc, "copy_from(dst, src, /)\n--\n\n"
+                                   "Write COPY_FROM: `dst` leaves its tensor for that of `src`.");
+
+static PyObject *writer_copy_from(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
+    return write_copy(object, args, nargs, "copy_from", true);
+}
+
+// LogWriter.take() -> bytes
+PyDoc_STRVAR(writer_take_doc, "take()\n--\n\n"
+                              "What was written since the last take, as UTF-8.");
+
+static PyObject *writer_take(PyObject *object, PyObject *unused) {
+    rotor_log_writer_t *writer = writer_of(object);
+    (void)unused;
+    PyObject *text = PyBytes_FromStringAndSize(writer->text, (Py_ssize_t)writer->length);
+    if (text != NULL) {
+        writer->length = 0;
+    }
+    return text;
+}
+
+static PyMethodDef writer_methods[] = {
+    {"constant", writer_constant, METH_O, writer_constant_doc},
+    {"memory", ROTOR_FASTCALL(writer_memory), writer_memory_doc},
+    {"alias", ROTOR_FASTCALL(writer_alias), writer_alias_doc},
+    {"call", ROTOR_FASTCALL(writer_call), writer_call_doc},
+    {"mutate", ROTOR_FASTCALL(writer_mutate), writer_mutate_doc},
+    {"copy", ROTOR_FASTCALL(writer_copy), writer_copy_doc},
+    {"copy_from", ROTOR_FASTCALL(writer_copy_from), writer_copy_from_doc},
+    {"release", writer_release, METH_O, writer_release_doc},
+    {"pin", writer_pin, METH_O, writer_pin_doc},
+    {"annotate", writer_annotate, METH_O, writer_annotate_doc},
+    {"take", writer_take, METH_NOARGS, writer_take_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+PyDoc_STRVAR(writer_doc, "Writes a log, instruction by instruction (see rotor.simrd.LogWriter).");
+
+static PyType_Slot writer_slots[] = {
+    {Py_tp_new, writer_new},
+    {Py_tp_dealloc, writer_dealloc},
+    {Py_tp_methods, writer_methods},
+    {Py_tp_doc, (void *)writer_doc},
+    {0, NULL},
+};
+
+static PyType_Spec writer_spec = {
+    .name = "rotor._core.LogWriter",
+    .basicsize = sizeof(writer_object_t),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = writer_slots,
+};
+
+int rotor_add_log_writer(PyObject *module) {
+    PyObject *type = PyType_FromModuleAndSpec(module, &writer_spec, NULL);
+    if (type == NULL) {
+        return -1;
+    }
+    int ret = PyModule_AddType(module, (PyTypeObject *)type);
+    Py_DECREF(type);
+    return ret;
+}

@@ -1,0 +1,504 @@
+#include "bind_replay.h"
+
+#include <math.h>
+#include <string.h>
+
+typedef struct {
+    PyObject_HEAD
+    rotor_log_object_t *log;
+    PyObject *callable; /* NULL: a published heuristic */
+    PyObject *name;
+    PyObject *progress; /* borrowed, of a run that holds the GIL */
+    rotor_heuristic_t heuristic;
+    rotor_replay_t replay;
+    bool is_running; /* read and changed with the GIL held */
+    bool has_ended;  /* with an exception, or an outcome other than ok */
+} rotor_replay_object_t;
+
+static PyObject *module_of(PyObject *object) {
+    return PyType_GetModuleByDef(Py_TYPE(object), &rotor_module_def);
+}
+
+static int call_heuristic(void *context, rotor_eviction_t *engine, int32_t storage, double *cost) {
+    const rotor_replay_object_t *self = context;
+
+    if (self->callable == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "the heuristic has been collected");
+        return ROTOR_ERR_INTERRUPTED;
+    }
+    rotor_call_t call = {
+        .module = module_of((PyObject *)context),
+        .callable = self->callable,
+        .name = self->name,
+        .now = self->replay.clock,
+        .has_classes = self->replay.options.runtime != ROTOR_V1,
+    };
+    return rotor_call_heuristic(&call, engine, storage, cost);
+}
+
+/* The callback of a run that holds the GIL. */
+static bool keep_going(void *context, int64_t done, int64_t total) {
+    const rotor_replay_object_t *self = context;
+    PyObject *answer;
+
+    if (PyErr_CheckSignals() != 0) {
+        return false;
+    }
+    if (self->progress == NULL) {
+        return true;
+    }
+    answer = PyObject_CallFunction(self->progress, "LL", (long long)done, (long long)total);
+    Py_XDECREF(answer);
+    return answer != NULL;
+}
+
+/* The Replay type. */
+
+static int check_log_is_still(const rotor_log_object_t *log) {
+    if (log->is_feeding) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "the log is being fed by another thread, wait until it is done");
+        return -1;
+    }
+    return 0;
+}
+
+static int check_is_still(const rotor_replay_object_t *self) {
+    if (self->is_running) {
+        PyErr_SetString(PyExc_RuntimeError, "this Replay is being run, wait until it is done");
+        return -1;
+    }
+    return 0;
+}
+
+/* Fills in the heuristic of `self`; -1 with an exception. */
+static int set_heuristic(rotor_replay_object_t *self, PyObject *heuristic,
+                         rotor_eviction_options_t *options) {
+    if (PyUnicode_Check(heuristic)) {
+        const char *name = PyUnicode_AsUTF8(heuristic);
+        if (name == NULL) {
+            return -1;
+        }
+        options->heuristic = rotor_find_heuristic(name);
+        if (options->heuristic != NULL && options->heuristic->numerator != ROTOR_CALLBACK) {
+            self->name = Py_NewRef(heuristic);
+            return 0;
+        }
+        PyErr_Format(PyExc_ValueError, "no heuristic is named %R", heuristic);
+        return -1;
+    }
+    if (!PyCallable_Check(heuristic)) {
+        PyErr_Format(PyExc_TypeError, "heuristic must be a name or a callable, got %R", heuristic);
+        return -1;
+    }
+    self->name = PyObject_GetAttrString(heuristic, "__name__");
+    if (self->name == NULL || !PyUnicode_Check(self->name)) {
+        PyErr_Clear();
+        Py_XSETREF(self->name, PyType_GetName(Py_TYPE(heuristic)));
+    }
+    self->heuristic.name = self->name == NULL ? NULL : PyUnicode_AsUTF8(self->name);
+    if (self->heuristic.name == NULL) {
+        return -1;
+    }
+    self->heuristic.numerator = ROTOR_CALLBACK;
+    self->callable = Py_NewRef(heuristic);
+    options->heuristic = &self->heuristic;
+    options->cost = call_heuristic;
+    options->context = self;
+    return 0;
+}
+
+static PyObject *replay_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *module = PyType_GetModuleByDef(type, &rotor_module_def);
+    rotor_log_object_t *log;
+    PyObject *heuristic;
+    PyObject *seed;
+    int runtime;
+    int ignores_releases;
+    int sample;
+    int ignore_small;
+    int count_accesses;
+    int stats;
+    int trace;
+    long long budget;
+    long long rebuild_every;
+    long long max_events;
+    long long stop_at_execution;
+    rotor_replay_options_t options;
+
+    memset(&options, 0, sizeof(options));
+    if (module == NULL || (kwargs != NULL && PyDict_GET_SIZE(kwargs) != 0)) {
+        return PyErr_Format(PyExc_TypeError, "Replay takes positional arguments only");
+    }
+    if (!PyArg_ParseTuple(args, "O!ipLdOO!LpppppLL:Replay", rotor_state(module)->log_type, &log,
+                          &runtime, &ignores_releases, &budget, &options.remat_limit_ns,
+                          &heuristic, &PyLong_Type, &seed, &rebuild_every, &sample, &ignore_small,
+                          &count_accesses, &stats, &trace, &max_events, &stop_at_execution)) {
+        return NULL;
+    }
+    options.eviction.seed = PyLong_AsUnsignedLongLong(seed);
+    if (options.eviction.seed == (uint64_t)-1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    if (runtime < ROTOR_V1 || runtime > ROTOR_V2_EAGER) {
+        return PyErr_Format(PyExc_ValueError, "runtime must be 0, 1 or 2, got %d", runtime);
+    }
+    if (rebuild_every < 0) {
+        return PyErr_Format(PyExc_ValueError, "rebuild_every must not be negative, got %lld",
+                            rebuild_every);
+    }
+    if (max_events < 1) {
+        return PyErr_Format(PyExc_ValueError, "max_events must be positive, got %lld", max_events);
+    }
+    if (isnan(options.remat_limit_ns) || options.remat_limit_ns < 0) {
+        PyErr_SetString(PyExc_ValueError, "remat_limit_ns must not be negative or NaN");
+        return NULL;
+    }
+    if (check_log_is_still(log) != 0) {
+        return NULL;
+    }
+    rotor_replay_object_t *self = (rotor_replay_object_t *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->log = (rotor_log_object_t *)Py_NewRef(log);
+    options.runtime = (enum rotor_runtime)runtime;
+    options.ignores_releases = ignores_releases != 0;
+    options.budget_bytes = budget;
+    options.stop_at_execution = stop_at_execution;
+    options.stats = stats != 0;
+    options.trace = trace != 0;
+    options.max_events = max_events;
+    options.eviction.rebuild_every = rebuild_every;
+    options.eviction.sample = sample != 0;
+    options.eviction.ignore_small = ignore_small != 0;
+    options.eviction.count_accesses = count_accesses != 0;
+    if (set_heuristic(self, heuristic, &options.eviction) != 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    int ret = rotor_replay_init(&self->replay, &log->log, &options);
+    if (ret == ROTOR_ERR_BAD_HEURISTIC) {
+        PyErr_Format(PyExc_ValueError, "%s: %R", rotor_strerror(ret), self->name);
+    } else if (ret != ROTOR_OK) {
+        rotor_raise_status(module, ret);
+    }
+    if (ret != ROTOR_OK) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static int replay_traverse(PyObject *object, visitproc visit, void *arg) {
+    rotor_replay_object_t *self = (rotor_replay_object_t *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->log);
+    Py_VISIT(self->callable);
+    return 0;
+}
+
+static int replay_clear(PyObject *object) {
+    Py_CLEAR(((rotor_replay_object_t *)object)->callable);
+    return 0;
+}
+
+static void replay_dealloc(PyObject *object) {
+    rotor_replay_object_t *self = (rotor_replay_object_t *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    rotor_replay_free(&self->replay);
+    Py_XDECREF(self->log);
+    Py_XDECREF(self->callable);
+    Py_XDECREF(self->name);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyObject *raise_run(rotor_replay_object_t *self, int status) {
+    const rotor_replay_t *replay = &self->replay;
+
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    if (status == ROTOR_ERR_TABLE_TOO_LARGE) {
+        return PyErr_Format(PyExc_MemoryError,
+                            "the trace is longer than max_events = %lld events, at command %lld of "
+                            "%lld; raise max_events, replay a shorter log, or do without the trace",
+                            (long long)replay->options.max_events,
+                            (long long)replay->next_command,
+                            (long long)replay->log->command_count);
+    }
+    if (status == ROTOR_ERR_BAD_STATE) {
+        const rotor_graph_t *graph = &replay->log->graph;
+        rotor_command_t command = replay->log->commands[replay->next_command];
+        int32_t name = command.kind == ROTOR_COMPUTE ? graph->operations[command.index].name
+                                                     : graph->tensors[command.index].name;
+        return PyErr_Format(PyExc_ValueError, "%s: command %lld, of %s", rotor_strerror(status),
+                            (long long)replay->next_command, graph->names + name);
+    }
+    return rotor_raise_status(module_of((PyObject *)self), status);
+}
+
+PyDoc_STRVAR(run_doc,
+             "run(progress=None, /)\n--\n\n"
+             "Run the commands of the log that were not run yet; `progress` is called with "
+             "(commands done, all).");
+
+static PyObject *replay_run(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
+    rotor_replay_object_t *self = (rotor_replay_object_t *)object;
+    PyObject *progress = nargs == 1 && args[0] != Py_None ? args[0] : NULL;
+    int ret;
+
+    if (nargs > 1) {
+        return PyErr_Format(PyExc_TypeError, "run takes at most one argument");
+    }
+    if (check_is_still(self) != 0 || check_log_is_still(self->log) != 0) {
+        return NULL;
+    }
+    if (self->has_ended) {
+        PyErr_SetString(PyExc_RuntimeError, "this Replay has ended, make another one");
+        return NULL;
+    }
+    self->is_running = true;
+    self->log->readers++;
+    if (self->replay.options.eviction.heuristic == &self->heuristic) {
+        rotor_callback_t callback = {keep_going, self};
+        self->progress = progress;
+        ret = rotor_replay_run(&self->replay, &callback);
+        self->progress = NULL;
+    } else {
+        rotor_watch_t watch;
+        rotor_watch_begin(&watch, progress);
+        ret = rotor_replay_run(&self->replay, &watch.callback);
+        rotor_watch_end(&watch);
+    }
+    self->log->readers--;
+    self->is_running = false;
+    self->has_ended = ret != ROTOR_OK || self->replay.outcome != ROTOR_RUN_OK;
+    if (ret != ROTOR_OK) {
+        return raise_run(self, ret);
+    }
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(is_defined_doc, "is_defined(tensor, /)\n--\n\nWhether a tensor is in memory.");
+
+static PyObject *replay_is_defined(PyObject *object, PyObject *tensor) {
+    rotor_replay_object_t *self = (rotor_replay_object_t *)object;
+    long long index = PyLong_AsLongLong(tensor);
+
+    if ((index == -1 && PyErr_Occurred()) || check_is_still(self) != 0) {
+        return NULL;
+    }
+    bool exists = index >= 0 && index < self->replay.tensor_count;
+    return PyBool_FromLong(exists && rotor_replay_is_defined(&self->replay, (int32_t)index));
+}
+
+PyDoc_STRVAR(locked_doc,
+             "locked()\n--\n\n"
+             "The storages that are in memory and locked or pinned, int64.");
+
+static PyObject *replay_locked(PyObject *object, PyObject *unused) {
+    rotor_replay_object_t *self = (rotor_replay_object_t *)object;
+    PyObject *answer = NULL;
+
+    (void)unused;
+    if (check_is_still(self) != 0) {
+        return NULL;
+    }
+    int64_t count = rotor_replay_locked(&self->replay, NULL, 0);
+    int32_t *storages = rotor_malloc_array(count, sizeof(*storages));
+    int64_t *wide = rotor_malloc_array(count, sizeof(*wide));
+    if (storages == NULL || wide == NULL) {
+        PyErr_NoMemory();
+    } else {
+        rotor_replay_locked(&self->replay, storages, count);
+        for (int64_t i = 0; i < count; i++) {
+            wide[i] = storages[i];
+        }
+        answer = rotor_int64_bytes(wide, count);
+    }
+    rotor_free(storages);
+    rotor_free(wide);
+    return answer;
+}
+
+static PyObject *array_or_none(const rotor_replay_object_t *self, bool exists, const void *array,
+                               int64_t count, size_t size) {
+    if (check_is_still(self) != 0) {
+        return NULL;
+    }
+    if (!exists) {
+        Py_RETURN_NONE;
+    }
+    return PyByteArray_FromStringAndSize(array, (Py_ssize_t)count * (Py_ssize_t)size);
+}
+
+PyDoc_STRVAR(events_doc,
+             "events()\n--\n\n"
+             "The trace, as records of int64 clock, bytes, memory and int32 kind, index; None "
+             "without one.");
+
+static PyObject *replay_events(PyObject *object, PyObject *unused) {
+    rotor_replay_object_t *self = (rotor_replay_object_t *)object;
+    const rotor_replay_t *replay = &self->replay;
+    (void)unused;
+    return array_or_none(self, replay->options.trace, replay->events, replay->event_count,
+                         sizeof(*replay->events));
+}
+
+PyDoc_STRVAR(storage_stats_doc,
+             "storage_stats()\n--\n\n"
+             "Of every storage made: int64 materialized, evicted, first_clock, last_clock, "
+             "resident_ns; None where they were not asked for.");
+
+static PyObject *replay_storage_stats(PyObject *object, PyObject *unused) {
+    rotor_replay_object_t *self = (rotor_replay_object_t *)object;
+    const rotor_replay_t *replay = &self->replay;
+    (void)unused;
+    return array_or_none(self, replay->options.stats, replay->storage_stats,
+                         replay->eviction.count, sizeof(*replay->storage_stats));
+}
+
+PyDoc_STRVAR(operation_stats_doc,
+             "operation_stats()\n--\n\n"
+             "Of every operation made: int64 executions, executions_by_model; None where they were "
+             "not asked for.");
+
+static PyObject *replay_operation_stats(PyObject *object, PyObject *unused) {
+    rotor_replay_object_t *self = (rotor_replay_object_t *)object;
+    const rotor_replay_t *replay = &self->replay;
+    (void)unused;
+    return array_or_none(self, replay->options.stats, replay->operation_stats,
+                         replay->operation_count, sizeof(*replay->operation_stats));
+}
+
+typedef struct {
+    size_t offset;
+    bool is_int32;
+} result_t;
+
+#define RESULT(field) {offsetof(rotor_replay_t, field), sizeof(((rotor_replay_t *)0)->field) == 4}
+
+enum { RESULT_COUNT = 22 };
+
+static const result_t results[RESULT_COUNT] = {
+    RESULT(outcome),
+    RESULT(clock),
+    RESULT(memory),
+    RESULT(max_memory),
+    RESULT(model_compute_ns),
+    RESULT(remat_compute_ns),
+    RESULT(const_bytes),
+    RESULT(bottleneck_bytes),
+    RESULT(evictions),
+    RESULT(remats),
+    RESULT(model_executions),
+    RESULT(executions),
+    RESULT(next_command),
+    RESULT(max_locked_bytes),
+    RESULT(max_locked_execution),
+    RESULT(failed_operation),
+    RESULT(failed_bytes),
+    RESULT(eviction.evaluations),
+    RESULT(eviction.accesses),
+    RESULT(eviction.locked_bytes),
+    RESULT(eviction.pool_count),
+    RESULT(eviction.count),
+};
+
+static PyObject *replay_get(PyObject *object, void *closure) {
+    rotor_replay_object_t *self = (rotor_replay_object_t *)object;
+    const result_t *result = closure;
+    const char *field = (const char *)&self->replay + result->offset;
+    int64_t wide;
+    int32_t narrow;
+
+    if (check_is_still(self) != 0) {
+        return NULL;
+    }
+    if (result->is_int32) {
+        memcpy(&narrow, field, sizeof(narrow));
+        return PyLong_FromLong(narrow);
+    }
+    memcpy(&wide, field, sizeof(wide));
+    return PyLong_FromLongLong(wide);
+}
+
+static PyObject *replay_footprint(PyObject *object, void *closure) {
+    rotor_replay_object_t *self = (rotor_replay_object_t *)object;
+    (void)closure;
+    return check_is_still(self) != 0
+               ? NULL
+               : PyLong_FromLongLong(rotor_replay_footprint(&self->replay));
+}
+
+#define RESULT_GETTER(name, index, doc) {name, replay_get, NULL, doc, (void *)&results[index]}
+
+static PyGetSetDef replay_getset[] = {
+    RESULT_GETTER("outcome", 0, "0 ok, 1 out of memory, 2 thrash, 3 stopped."),
+    RESULT_GETTER("clock", 1, "The clock, ns; it starts at 1."),
+    RESULT_GETTER("memory", 2, "Bytes in memory."),
+    RESULT_GETTER("max_memory", 3, "The most bytes that were in memory."),
+    RESULT_GETTER("model_compute_ns", 4, "Time of the model's executions, ns."),
+    RESULT_GETTER("remat_compute_ns", 5, "Time of rematerializing executions, ns."),
+    RESULT_GETTER("const_bytes", 6, "Bytes of operations without inputs that cost nothing."),
+    RESULT_GETTER("bottleneck_bytes", 7, "The largest outputs and inputs of one operation."),
+    RESULT_GETTER("evictions", 8, "Evictions, eager releases included."),
+    RESULT_GETTER("remats", 9, "Rematerializing executions."),
+    RESULT_GETTER("model_executions", 10, "Executions by the model."),
+    RESULT_GETTER("executions", 11, "Executions; at a failure, of those before it."),
+    RESULT_GETTER("next_command", 12, "Commands done; at a failure, the one that failed."),
+    RESULT_GETTER("max_locked_bytes", 13, "The most bytes that were locked or pinned."),
+    RESULT_GETTER("max_locked_execution", 14, "Executions done when that was so first."),
+    RESULT_GETTER("failed_operation", 15, "Being executed when the run ended so, else -1."),
+    RESULT_GETTER("failed_bytes", 16, "Bytes of its outputs."),
+    RESULT_GETTER("evaluations", 17, "Evaluations of the heuristic."),
+    RESULT_GETTER("accesses", 18, "Accesses to storages' data, where they are counted."),
+    RESULT_GETTER("locked_bytes", 19, "Bytes that are locked or pinned."),
+    RESULT_GETTER("pool_count", 20, "Storages that could be evicted."),
+    RESULT_GETTER("storage_count", 21, "Storages made."),
+    {"footprint_bytes", replay_footprint, NULL, "Bytes that the replay itself takes.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMethodDef replay_methods[] = {
+    {"run", (PyCFunction)(void (*)(void))replay_run, METH_FASTCALL, run_doc},
+    {"is_defined", replay_is_defined, METH_O, is_defined_doc},
+    {"locked", replay_locked, METH_NOARGS, locked_doc},
+    {"events", replay_events, METH_NOARGS, events_doc},
+    {"storage_stats", replay_storage_stats, METH_NOARGS, storage_stats_doc},
+    {"operation_stats", replay_operation_stats, METH_NOARGS, operation_stats_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+PyDoc_STRVAR(replay_doc, "A log replayed under a budget (see rotor.simrd.simulate).");
+
+static PyType_Slot replay_slots[] = {
+    {Py_tp_new, replay_new},
+    {Py_tp_dealloc, replay_dealloc},
+    {Py_tp_traverse, replay_traverse},
+    {Py_tp_clear, replay_clear},
+    {Py_tp_methods, replay_methods},
+    {Py_tp_getset, replay_getset},
+    {Py_tp_doc, (void *)replay_doc},
+    {0, NULL},
+};
+
+static PyType_Spec replay_spec = {
+    .name = "rotor._core.Replay",
+    .basicsize = sizeof(rotor_replay_object_t),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = replay_slots,
+};
+
+int rotor_add_replay(PyObject *module) {
+    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &replay_spec, NULL);
+    if (type == NULL) {
+        return -1;
+    }
+    int added = PyModule_AddType(module, type);
+    Py_DECREF(type);
+    return added == 0 ? rotor_add_candidate(module) : -1;
+}

@@ -1,0 +1,584 @@
+#include "eviction.h"
+
+#include <string.h>
+
+#include "regions.h"
+#include "vector.h"
+
+/* Fewer tombstones than this never make the pool compact itself. */
+#define LEAST_TOMBSTONES 64
+
+static bool needs_classes(const rotor_eviction_t *self) {
+    return self->options.heuristic->numerator == ROTOR_CLASSES ||
+           self->options.heuristic->numerator == ROTOR_CALLBACK;
+}
+
+static bool needs_regions(const rotor_eviction_t *self) {
+    return self->options.heuristic->numerator == ROTOR_REGIONS ||
+           self->options.heuristic->numerator == ROTOR_ANCESTORS;
+}
+
+void rotor_eviction_init(rotor_eviction_t *self, const rotor_eviction_options_t *options) {
+    memset(self, 0, sizeof(*self));
+    self->options = *options;
+    self->random = options->seed;
+    rotor_classes_init(&self->classes);
+}
+
+void rotor_eviction_free(rotor_eviction_t *self) {
+    rotor_regions_free(self);
+    rotor_classes_free(&self->classes);
+    rotor_free(self->candidates);
+    rotor_free(self->states);
+    rotor_free(self->neighbours);
+    rotor_free(self->pool);
+    rotor_free(self->stack);
+    rotor_free(self->marks);
+    memset(self, 0, sizeof(*self));
+}
+
+/* SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). */
+static uint64_t draw(rotor_eviction_t *self) {
+    uint64_t z = self->random += UINT64_C(0x9e3779b97f4a7c15);
+    z = (z ^ z >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+    z = (z ^ z >> 27) * UINT64_C(0x94d049bb133111eb);
+    return z ^ z >> 31;
+}
+
+/* Uniform in 0 .. n - 1. */
+static int64_t draw_below(rotor_eviction_t *self, int64_t n) {
+    uint64_t range = (uint64_t)n;
+    uint64_t excess = (UINT64_MAX % range + 1) % range;
+    uint64_t z;
+
+    do {
+        z = draw(self);
+    } while (z > UINT64_MAX - excess);
+    return (int64_t)(z % range);
+}
+
+static int reserve_scratch(rotor_eviction_t *self) {
+    int64_t capacity = self->scratch_capacity;
+    int64_t twin = capacity;
+    int ret = ROTOR_RESERVE(self->stack, self->count, twin, 1);
+
+    if (ret == ROTOR_OK) {
+        ret = ROTOR_RESERVE(self->marks, self->count, self->scratch_capacity, 1);
+    }
+    if (ret == ROTOR_OK && self->scratch_capacity > capacity) {
+        memset(self->marks + capacity, 0,
+               (size_t)(self->scratch_capacity - capacity) * sizeof(*self->marks));
+    }
+    return ret;
+}
+
+uint32_t rotor_eviction_mark(rotor_eviction_t *self) {
+    if (self->mark == UINT32_MAX) {
+        memset(self->marks, 0, (size_t)self->scratch_capacity * sizeof(*self->marks));
+        self->mark = 0;
+    }
+    return ++self->mark;
+}
+
+int rotor_eviction_add(rotor_eviction_t *self, int64_t bytes, int32_t *storage) {
+    int32_t node = -1;
+    int ret = ROTOR_RESERVE(self->candidates, self->count, self->capacity, 1);
+
+    if (ret != ROTOR_OK || (ret = reserve_scratch(self)) != ROTOR_OK ||
+        (ret = ROTOR_RESERVE(self->states, self->count, self->state_capacity, 1)) != ROTOR_OK) {
+        return ret;
+    }
+    if (needs_regions(self) && (ret = rotor_regions_reserve(self)) != ROTOR_OK) {
+        return ret;
+    }
+    if (needs_classes(self) && (ret = rotor_classes_add(&self->classes, 0, &node)) != ROTOR_OK) {
+        return ret;
+    }
+    self->bytes_added += bytes;
+    *storage = (int32_t)self->count;
+    self->candidates[self->count++] =
+        (rotor_candidate_t){.bytes = bytes, .slot = -1, .node = node};
+    self->states[*storage] =
+        bytes < self->bytes_added / self->count / 100 ? (uint8_t)ROTOR_SMALL : 0;
+    return ROTOR_OK;
+}
+
+/* Appends to a list, which moves to the end of all lists when it is full. */
+static int append_neighbour(rotor_eviction_t *self, rotor_neighbours_t *list, int32_t storage) {
+    if (list->count == list->capacity) {
+        int32_t capacity = list->capacity == 0 ? 2 : 2 * list->capacity;
+        int ret = ROTOR_RESERVE(self->neighbours, self->neighbour_count, self->neighbour_capacity,
+                                capacity);
+        if (ret != ROTOR_OK) {
+            return ret;
+        }
+        int32_t start = (int32_t)self->neighbour_count;
+        if (list->count > 0) {
+            memcpy(self->neighbours + start, self->neighbours + list->start,
+                   (size_t)list->count * sizeof(*self->neighbours));
+        }
+        list->start = start;
+        list->capacity = capacity;
+        self->neighbour_count += capacity;
+    }
+    self->neighbours[list->start + list->count++] = storage;
+    return ROTOR_OK;
+}
+
+int rotor_eviction_depend(rotor_eviction_t *self, int32_t child, int32_t parent) {
+    rotor_neighbours_t *parents = &self->candidates[child].neighbours[ROTOR_PARENTS];
+    rotor_neighbours_t *children = &self->candidates[parent].neighbours[ROTOR_CHILDREN];
+    int ret;
+
+    if (!self->options.count_accesses && !self->options.keep_edges &&
+        (child == parent || rotor_eviction_is(self, parent, ROTOR_PINNED) ||
+         (parents->count > 0 &&
+          self->neighbours[parents->start + parents->count - 1] == parent))) {
+        return ROTOR_OK;
+    }
+    if ((ret = append_neighbour(self, parents, parent)) != ROTOR_OK) {
+        return ret;
+    }
+    self->candidates[child].roots_known = false;
+    self->candidates[parent].roots_known = false;
+    self->changes += !rotor_eviction_is(self, child, ROTOR_MATERIAL) &&
+                     !rotor_eviction_is(self, parent, ROTOR_MATERIAL);
+    if (needs_regions(self) && rotor_eviction_is(self, child, ROTOR_COMPUTED)) {
+        rotor_regions_linked(self, child, parent);
+    }
+    return append_neighbour(self, children, child);
+}
+
+int rotor_eviction_compute(rotor_eviction_t *self, int32_t storage, int64_t ns) {
+    /* Sums over regions count a storage twice at most. */
+    if (ns > INT64_MAX / 4 - self->total_compute_ns) {
+        return ROTOR_ERR_OVERFLOW;
+    }
+    self->total_compute_ns += ns;
+    self->candidates[storage].compute_ns += ns;
+    if ((self->states[storage] & (ROTOR_MATERIAL | ROTOR_COMPUTED)) == ROTOR_COMPUTED) {
+        self->grown += !rotor_eviction_is(self, storage, ROTOR_GROWN);
+        self->states[storage] |= ROTOR_GROWN;
+        self->changes++;
+    }
+    return ROTOR_OK;
+}
+
+/* The pool. */
+
+static void leave_pool(rotor_eviction_t *self, int32_t storage) {
+    rotor_candidate_t *candidate = &self->candidates[storage];
+    if (candidate->slot >= 0) {
+        self->pool[candidate->slot] = -1;
+        candidate->slot = -1;
+        self->pool_count--;
+    }
+}
+
+static void compact_pool(rotor_eviction_t *self) {
+    int64_t length = 0;
+    for (int64_t k = 0; k < self->pool_length; k++) {
+        int32_t storage = self->pool[k];
+        if (storage >= 0) {
+            self->candidates[storage].slot = (int32_t)length;
+            self->pool[length++] = storage;
+        }
+    }
+    self->pool_length = length;
+}
+
+/* In memory, and not pinned. */
+static bool may_go(const rotor_eviction_t *self, int32_t storage) {
+    return (self->states[storage] & (ROTOR_MATERIAL | ROTOR_PINNED)) == ROTOR_MATERIAL;
+}
+
+static int join_pool(rotor_eviction_t *self, int32_t storage) {
+    rotor_candidate_t *candidate = &self->candidates[storage];
+    int ret;
+
+    if (!may_go(self, storage) || candidate->locks > 0 || candidate->slot >= 0 ||
+        (self->options.ignore_small && rotor_eviction_is(self, storage, ROTOR_SMALL))) {
+        return ROTOR_OK;
+    }
+    if (self->pool_length > 2 * self->pool_count + LEAST_TOMBSTONES) {
+        compact_pool(self);
+    }
+    if ((ret = ROTOR_RESERVE(self->pool, self->pool_length, self->pool_capacity, 1)) != ROTOR_OK) {
+        return ret;
+    }
+    candidate->slot = (int32_t)self->pool_length;
+    self->pool[self->pool_length++] = storage;
+    self->pool_count++;
+    return ROTOR_OK;
+}
+
+void rotor_eviction_lock(rotor_eviction_t *self, int32_t storage) {
+    rotor_candidate_t *candidate = &self->candidates[storage];
+    if (candidate->locks++ == 0) {
+        leave_pool(self, storage);
+        if (may_go(self, storage)) {
+            self->locked_bytes += candidate->bytes;
+        }
+    }
+}
+
+int rotor_eviction_unlock(rotor_eviction_t *self, int32_t storage) {
+    rotor_candidate_t *candidate = &self->candidates[storage];
+    if (--candidate->locks == 0 && may_go(self, storage)) {
+        self->locked_bytes -= candidate->bytes;
+    }
+    return join_pool(self, storage);
+}
+
+void rotor_eviction_pin(rotor_eviction_t *self, int32_t storage) {
+    const rotor_candidate_t *candidate = &self->candidates[storage];
+    leave_pool(self, storage);
+    if (may_go(self, storage) && candidate->locks == 0) {
+        self->locked_bytes += candidate->bytes;
+    }
+    self->states[storage] |= ROTOR_PINNED;
+}
+
+void rotor_eviction_touch(rotor_eviction_t *self, int32_t storage, int64_t now) {
+    self->candidates[storage].last_access = now;
+}
+
+/* Classes. */
+
+static void forget_roots_around(rotor_eviction_t *self, int32_t storage) {
+    for (int way = 0; way < 2; way++) {
+        rotor_neighbours_t list = self->candidates[storage].neighbours[way];
+        for (int32_t k = list.start; k < list.start + list.count; k++) {
+            self->candidates[self->neighbours[k]].roots_known = false;
+        }
+    }
+}
+
+/* Joins the classes of the evicted neighbours to that of an evicted storage, whose node is a root. */
+static void join_neighbours(rotor_eviction_t *self, int32_t storage) {
+    for (int way = ROTOR_PARENTS; way >= ROTOR_CHILDREN; way--) {
+        rotor_neighbours_t list = self->candidates[storage].neighbours[way];
+        for (int32_t k = list.start; k < list.start + list.count; k++) {
+            int32_t other = self->neighbours[k];
+            int32_t node = self->candidates[other].node;
+            self->accesses++;
+            if (node < 0 || other == storage || rotor_eviction_is(self, other, ROTOR_DETACHED)) {
+                continue;
+            }
+            int32_t from = rotor_classes_root(&self->classes, node, &self->accesses);
+            int32_t into = rotor_classes_root(&self->classes, self->candidates[storage].node,
+                                              &self->accesses);
+            if (from != into) {
+                rotor_classes_join(&self->classes, from, into);
+            }
+        }
+    }
+}
+
+/* Makes all classes anew from what is evicted, without phantom connections. */
+static int rebuild_classes(rotor_eviction_t *self) {
+    rotor_classes_clear(&self->classes);
+    self->changes = 0;
+    for (int64_t k = 0; k < self->count; k++) {
+        self->candidates[k].roots_known = false;
+        self->candidates[k].node = -1;
+    }
+    for (int64_t k = 0; k < self->count; k++) {
+        rotor_candidate_t *candidate = &self->candidates[k];
+        if ((self->states[k] & (ROTOR_MATERIAL | ROTOR_DETACHED)) == 0) {
+            bool is_computed = (self->states[k] & ROTOR_COMPUTED) != 0;
+            int ret = rotor_classes_add(&self->classes, is_computed ? candidate->compute_ns : 0,
+                                        &candidate->node);
+            if (ret != ROTOR_OK) {
+                return ret;
+            }
+            join_neighbours(self, (int32_t)k);
+        }
+    }
+    return ROTOR_OK;
+}
+
+static int classes_evicted(rotor_eviction_t *self, int32_t storage) {
+    rotor_candidate_t *candidate = &self->candidates[storage];
+    int ret = rotor_classes_add(&self->classes, candidate->compute_ns, &candidate->node);
+    if (ret == ROTOR_OK) {
+        join_neighbours(self, storage);
+        forget_roots_around(self, storage);
+    }
+    return ret;
+}
+
+static void classes_materialized(rotor_eviction_t *self, int32_t storage) {
+    rotor_candidate_t *candidate = &self->candidates[storage];
+    int32_t root = rotor_classes_root(&self->classes, candidate->node, &self->accesses);
+
+    self->classes.nodes[root].sum_ns -= candidate->compute_ns;
+    candidate->node = -1;
+    self->changes++;
+    forget_roots_around(self, storage);
+}
+
+/* The sum over the distinct classes of the evicted neighbours; remembers them when they are few. */
+static int64_t walk_classes(rotor_eviction_t *self, rotor_candidate_t *candidate) {
+    rotor_class_node_t *nodes = self->classes.nodes;
+    uint32_t mark = rotor_classes_mark(&self->classes);
+    int64_t sum = 0;
+    int64_t found = 0;
+
+    for (int way = ROTOR_PARENTS; way >= ROTOR_CHILDREN; way--) {
+        rotor_neighbours_t list = candidate->neighbours[way];
+        for (int32_t k = list.start; k < list.start + list.count; k++) {
+            int32_t other = self->neighbours[k];
+            int32_t node = self->candidates[other].node;
+            self->accesses++;
+            if (node < 0 || &self->candidates[other] == candidate ||
+                rotor_eviction_is(self, other, ROTOR_DETACHED)) {
+                continue;
+            }
+            int32_t root = rotor_classes_root(&self->classes, node, &self->accesses);
+            if (nodes[root].seen != mark) {
+                nodes[root].seen = mark;
+                sum += nodes[root].sum_ns;
+                if (found < 2) {
+                    candidate->roots[found] = root;
+                }
+                found++;
+            }
+        }
+    }
+    candidate->roots_known = found <= 2 && !self->options.count_accesses;
+    candidate->root_count = (int8_t)rotor_min(found, 2);
+    return sum;
+}
+
+static int64_t class_sum(rotor_eviction_t *self, rotor_candidate_t *candidate) {
+    rotor_class_node_t *nodes = self->classes.nodes;
+    int32_t *roots = candidate->roots;
+    int64_t sum = 0;
+
+    if (!candidate->roots_known) {
+        return walk_classes(self, candidate);
+    }
+    for (int8_t k = 0; k < candidate->root_count; k++) {
+        if (nodes[roots[k]].parent != roots[k]) {
+            roots[k] = rotor_classes_root(&self->classes, roots[k], &self->accesses);
+        }
+    }
+    if (candidate->root_count == 2 && roots[0] == roots[1]) {
+        candidate->root_count = 1;
+    }
+    for (int8_t k = 0; k < candidate->root_count; k++) {
+        sum += nodes[roots[k]].sum_ns;
+    }
+    return sum;
+}
+
+int64_t rotor_eviction_class_sum(rotor_eviction_t *self, int32_t storage) {
+    return needs_classes(self) ? class_sum(self, &self->candidates[storage]) : 0;
+}
+
+/* Coming and going. */
+
+int rotor_eviction_materialize(rotor_eviction_t *self, const int32_t *storages, int64_t count) {
+    int ret = ROTOR_OK;
+
+    for (int64_t k = 0; k < count; k++) {
+        rotor_candidate_t *candidate = &self->candidates[storages[k]];
+        self->states[storages[k]] |= ROTOR_MATERIAL;
+        if (candidate->locks > 0 || rotor_eviction_is(self, storages[k], ROTOR_PINNED)) {
+            self->locked_bytes += candidate->bytes;
+        }
+        if (needs_classes(self)) {
+            classes_materialized(self, storages[k]);
+        }
+    }
+    if (needs_regions(self) &&
+        (ret = rotor_regions_materialized(self, storages, count)) != ROTOR_OK) {
+        return ret;
+    }
+    for (int64_t k = 0; k < count; k++) {
+        self->states[storages[k]] |= ROTOR_COMPUTED;
+        if (rotor_eviction_is(self, storages[k], ROTOR_GROWN)) {
+            self->states[storages[k]] &= (uint8_t)~ROTOR_GROWN;
+            self->grown--;
+        }
+        if ((ret = join_pool(self, storages[k])) != ROTOR_OK) {
+            return ret;
+        }
+    }
+    return ROTOR_OK;
+}
+
+int rotor_eviction_evict(rotor_eviction_t *self, int32_t storage) {
+    rotor_candidate_t *candidate = &self->candidates[storage];
+
+    leave_pool(self, storage);
+    if (candidate->locks > 0 || rotor_eviction_is(self, storage, ROTOR_PINNED)) {
+        self->locked_bytes -= candidate->bytes;
+    }
+    candidate->locks = 0;
+    self->states[storage] &= (uint8_t)~ROTOR_MATERIAL;
+    if (needs_regions(self)) {
+        return rotor_regions_evicted(self, storage);
+    }
+    return needs_classes(self) ? classes_evicted(self, storage) : ROTOR_OK;
+}
+
+void rotor_eviction_detach(rotor_eviction_t *self, int32_t storage) {
+    self->states[storage] |= ROTOR_DETACHED;
+}
+
+/* Choosing. */
+
+/* The sum of what is evicted on one side, each storage once. Those that an earlier walk with the
+ * same mark saw are left out. */
+static int64_t walk(rotor_eviction_t *self, int32_t storage, enum rotor_direction way,
+                    uint32_t seen, int64_t *last_access) {
+    int64_t depth = 0;
+    int64_t sum = 0;
+    uint32_t mark = rotor_eviction_mark(self);
+
+    self->marks[storage] = mark;
+    self->stack[depth++] = storage;
+    while (depth > 0) {
+        int32_t at = self->stack[--depth];
+        rotor_neighbours_t list = self->candidates[at].neighbours[way];
+        for (int32_t k = list.start; k < list.start + list.count; k++) {
+            int32_t other = self->neighbours[k];
+            const rotor_candidate_t *candidate = &self->candidates[other];
+            if (rotor_eviction_is(self, other, ROTOR_DETACHED)) {
+                continue;
+            }
+            self->accesses++;
+            if (self->marks[other] == mark || rotor_eviction_is(self, other, ROTOR_MATERIAL)) {
+                continue;
+            }
+            if (self->marks[other] != seen) {
+                sum += candidate->compute_ns;
+            }
+            *last_access = rotor_max(*last_access, candidate->last_access);
+            self->marks[other] = mark;
+            self->stack[depth++] = other;
+        }
+    }
+    return sum;
+}
+
+int64_t rotor_eviction_around(rotor_eviction_t *self, int32_t storage,
+                              enum rotor_direction direction) {
+    int64_t last = 0;
+    return walk(self, storage, direction, rotor_eviction_mark(self), &last);
+}
+
+static int cost_of(rotor_eviction_t *self, int32_t storage, int64_t now, rotor_eviction_cost_t *cost) {
+    const rotor_heuristic_t *heuristic = self->options.heuristic;
+    rotor_candidate_t *candidate = &self->candidates[storage];
+    int64_t numerator = candidate->compute_ns;
+    int64_t since = candidate->last_access;
+
+    switch (heuristic->numerator) {
+    case ROTOR_OWN:
+        break;
+    case ROTOR_CLASSES:
+        numerator += class_sum(self, candidate);
+        break;
+    case ROTOR_REGIONS:
+        numerator += candidate->around_ns[ROTOR_CHILDREN] + candidate->around_ns[ROTOR_PARENTS];
+        break;
+    case ROTOR_ANCESTORS:
+        numerator += candidate->around_ns[ROTOR_PARENTS];
+        break;
+    case ROTOR_UNION:
+        numerator += walk(self, storage, ROTOR_CHILDREN, rotor_eviction_mark(self), &since);
+        numerator += walk(self, storage, ROTOR_PARENTS, self->mark, &since);
+        break;
+    case ROTOR_LAST_ACCESS:
+        numerator = candidate->last_access;
+        break;
+    case ROTOR_CALLBACK: {
+        double value = 0;
+        int ret = self->options.cost(self->options.context, self, storage, &value);
+        *cost = (rotor_eviction_cost_t){.numerator = value != 0, .bytes = 1, .staleness = 1};
+        cost->estimate = value;
+        return ret;
+    }
+    case ROTOR_ONE:
+    case ROTOR_CHANCE:
+        numerator = 1;
+        break;
+    }
+    *cost = rotor_cost(numerator, heuristic->by_bytes ? candidate->bytes : 1,
+                       heuristic->staleness == ROTOR_NO_STALENESS ? 1 : now - since);
+    return ROTOR_OK;
+}
+
+/* The last of the cheapest of every `stride`-th candidate from the first on; strides of random
+ * length up to `stride` where it is above 1. */
+static int scan(rotor_eviction_t *self, int64_t now, int64_t stride, int32_t *storage) {
+    rotor_eviction_cost_t best = {.estimate = HUGE_VAL, .bytes = 0};
+    bool is_callback = self->options.heuristic->numerator == ROTOR_CALLBACK;
+
+    *storage = -1;
+    for (int64_t k = 0; k < self->pool_length;
+         k += stride == 1 ? 1 : 1 + draw_below(self, stride)) {
+        rotor_eviction_cost_t cost;
+        int ret;
+        if (self->pool[k] < 0) {
+            continue;
+        }
+        self->evaluations++;
+        self->accesses++;
+        if ((ret = cost_of(self, self->pool[k], now, &cost)) != ROTOR_OK) {
+            return ret;
+        }
+        if (*storage < 0 ||
+            (is_callback ? cost.estimate <= best.estimate : rotor_cost_at_most(&cost, &best))) {
+            best = cost;
+            *storage = self->pool[k];
+        }
+        if (cost.numerator == 0 && cost.estimate == 0) {
+            break;
+        }
+    }
+    return ROTOR_OK;
+}
+
+int rotor_eviction_choose(rotor_eviction_t *self, int64_t now, int32_t *storage) {
+    int64_t stride = 1;
+
+    *storage = -1;
+    if (self->pool_count == 0) {
+        return ROTOR_OK;
+    }
+    if (self->options.heuristic->numerator == ROTOR_CHANCE) {
+        compact_pool(self);
+        self->evaluations++;
+        self->accesses++;
+        *storage = self->pool[draw_below(self, self->pool_count)];
+        return ROTOR_OK;
+    }
+    if (needs_classes(self) && self->options.rebuild_every > 0 &&
+        self->changes >= self->options.rebuild_every) {
+        int ret = rebuild_classes(self);
+        if (ret != ROTOR_OK) {
+            return ret;
+        }
+    }
+    if (self->options.sample) {
+        compact_pool(self);
+        while ((stride + 1) * (stride + 1) <= self->pool_count) {
+            stride++;
+        }
+    }
+    return scan(self, now, stride, storage);
+}
+
+int64_t rotor_eviction_footprint(const rotor_eviction_t *self) {
+    return self->capacity * (int64_t)sizeof(*self->candidates) +
+           self->state_capacity * (int64_t)sizeof(*self->states) +
+           self->neighbour_capacity * (int64_t)sizeof(*self->neighbours) +
+           self->pool_capacity * (int64_t)sizeof(*self->pool) +
+           self->scratch_capacity * (int64_t)(sizeof(*self->stack) + sizeof(*self->marks)) +
+           self->classes.capacity * (int64_t)sizeof(*self->classes.nodes) +
+           rotor_regions_footprint(self);
+}

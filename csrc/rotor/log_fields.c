@@ -1,0 +1,126 @@
+#include "log_reader.h"
+
+#include <string.h>
+
+typedef rotor_log_reader_t reader_t;
+typedef rotor_json_value_t value_t;
+
+int rotor_log_fail(reader_t *reader, const char *words) {
+    reader->error.message[0] = '\0';
+    rotor_message_add(reader->error.message, words);
+    return ROTOR_ERR_FORMAT;
+}
+
+int rotor_log_fail_about(reader_t *reader, const char *before, const char *text, int64_t length,
+                         const char *after) {
+    (void)rotor_log_fail(reader, before);
+    rotor_message_quote(reader->error.message, text, length);
+    rotor_message_add(reader->error.message, after);
+    return ROTOR_ERR_FORMAT;
+}
+
+int rotor_log_fail_undefined(reader_t *reader, const value_t *name) {
+    (void)rotor_log_fail_about(reader, "the name ", name->text, name->length, " in ");
+    rotor_message_add(reader->error.message, reader->instruction);
+    rotor_message_add(reader->error.message,
+                      " is not defined; expected one that an earlier line defines");
+    return ROTOR_ERR_FORMAT;
+}
+
+static const char *const field_names[ROTOR_FIELDS] = {
+    "ALIAS", "ANNOTATION", "ARGS", "DST", "INSTRUCTION", "MEMORY",
+    "MUTATE", "NAME", "RESULT", "SRC", "TIME"};
+
+const value_t *rotor_log_get_field(reader_t *reader, enum rotor_log_field field) {
+    if (rotor_log_line_has(&reader->line, field)) {
+        return &reader->line.fields[field];
+    }
+    (void)rotor_log_fail(reader, "the line has no ");
+    rotor_message_add(reader->error.message, field_names[field]);
+    rotor_message_add(reader->error.message, "; expected it in ");
+    rotor_message_add(reader->error.message, reader->instruction);
+    return NULL;
+}
+
+int rotor_log_fail_kind(reader_t *reader, enum rotor_log_field field, const value_t *value,
+                        const char *expected) {
+    (void)rotor_log_fail(reader, field_names[field]);
+    rotor_message_add(reader->error.message, " in ");
+    rotor_message_add(reader->error.message, reader->instruction);
+    rotor_message_add(reader->error.message, " has ");
+    rotor_message_add(reader->error.message, rotor_json_kind_name(value->kind));
+    if (value->kind != ROTOR_JSON_ARRAY) {
+        rotor_message_add(reader->error.message, ", ");
+        rotor_message_quote(reader->error.message, value->text, value->length);
+    }
+    rotor_message_add(reader->error.message, "; expected ");
+    rotor_message_add(reader->error.message, expected);
+    return ROTOR_ERR_FORMAT;
+}
+
+const value_t *rotor_log_get_string(reader_t *reader, enum rotor_log_field field) {
+    const value_t *value = rotor_log_get_field(reader, field);
+    if (value != NULL && value->kind != ROTOR_JSON_STRING) {
+        (void)rotor_log_fail_kind(reader, field, value, "a string");
+        return NULL;
+    }
+    return value;
+}
+
+const value_t *rotor_log_get_array(reader_t *reader, enum rotor_log_field field, int64_t least) {
+    const value_t *value = rotor_log_get_field(reader, field);
+    if (value != NULL && value->kind != ROTOR_JSON_ARRAY) {
+        (void)rotor_log_fail_kind(reader, field, value, "an array");
+        return NULL;
+    }
+    if (value != NULL && value->length < least) {
+        (void)rotor_log_fail(reader, field_names[field]);
+        rotor_message_add(reader->error.message, " in ");
+        rotor_message_add(reader->error.message, reader->instruction);
+        rotor_message_add(reader->error.message, " is empty; expected one entry or more");
+        return NULL;
+    }
+    return value;
+}
+
+int rotor_log_to_integer(reader_t *reader, enum rotor_log_field field, const value_t *value,
+                         int64_t least, int64_t most, int64_t *integer) {
+    bool is_text = value->kind == ROTOR_JSON_STRING || value->kind == ROTOR_JSON_INTEGER;
+    bool is_negative = is_text && value->length > 0 && value->text[0] == '-';
+    int64_t number = 0;
+    int32_t k = is_negative ? 1 : 0;
+
+    if (!is_text || k == value->length) {
+        return rotor_log_fail_kind(reader, field, value, "an integer");
+    }
+    for (; k < value->length; k++) {
+        int digit = value->text[k] - '0';
+        if (digit < 0 || digit > 9) {
+            return rotor_log_fail_kind(reader, field, value, "an integer");
+        }
+        number = number > ROTOR_MAX_VALUE ? number : number * 10 + digit;
+    }
+    number = is_negative ? -number : number;
+    if (number >= least && number <= most) {
+        *integer = number;
+        return ROTOR_OK;
+    }
+    (void)rotor_log_fail(reader, field_names[field]);
+    rotor_message_add(reader->error.message, " in ");
+    rotor_message_add(reader->error.message, reader->instruction);
+    rotor_message_add(reader->error.message, " is ");
+    rotor_message_quote(reader->error.message, value->text, value->length);
+    rotor_message_add(reader->error.message, number < least ? ", too small" : ", too large");
+    rotor_message_add(reader->error.message, "; expected an integer from ");
+    rotor_message_number(reader->error.message, least);
+    rotor_message_add(reader->error.message, " to ");
+    rotor_message_number(reader->error.message, most);
+    return ROTOR_ERR_FORMAT;
+}
+
+int rotor_log_get_amount(reader_t *reader, enum rotor_log_field field, int64_t *amount) {
+    const value_t *value = rotor_log_get_field(reader, field);
+    return value == NULL ? ROTOR_ERR_FORMAT
+                         : rotor_log_to_integer(reader, field, value, 0, ROTOR_MAX_VALUE, amount);
+}
+

@@ -1,0 +1,564 @@
+"""The command line: ``rotor simulate``, ``rotor experiment``, ``rotor heuristics``.
+
+Exit codes: 0 where all went well; 1 where a simulation ran out of memory or thrashed; 2 for a wrong
+command line or an input that cannot be read, with one line on stderr; 130 where it was interrupted.
+Needs no PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import rotor
+from rotor import experiments
+from rotor.experiments.cells import usable_cpus
+from rotor.report.text import table
+from rotor.simrd import heuristics, runtimes
+from rotor.simrd.logs import Log, parse
+from rotor.simrd.results import EVENT_KINDS, Result
+from rotor.simrd.simulate import simulate
+from rotor.units import format_bytes, format_seconds
+
+__all__ = ["main"]
+
+_OK, _FAILED, _USAGE, _INTERRUPTED = 0, 1, 2, 130
+_MOST_STATS = 10
+_LOG_EXPERIMENTS = ("pareto", "ablation", "banishing", "accesses", "static")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and give its exit code.
+
+    Parameters
+    ----------
+    argv
+        The arguments, without the program's name; those of the process by default.
+    """
+    parser = _parser()
+    try:
+        arguments = parser.parse_args(argv)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else _USAGE
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = _show_warning
+        try:
+            command: Callable[[argparse.Namespace], int] = arguments.command
+            code = command(arguments)
+            sys.stdout.flush()
+            return code
+        except KeyboardInterrupt:
+            _complain("interrupted; finished cells of experiments are kept")
+            return _INTERRUPTED
+        except BrokenPipeError:
+            # Whoever read stdout has gone; what is buffered must not fail again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return _FAILED
+        except (ImportError, MemoryError, OSError, TypeError, ValueError) as error:
+            _complain(f"error: {_line(error)}")
+            return _USAGE
+
+
+def _line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    text = "; ".join([str(error), *getattr(error, "__notes__", ())])
+    return " ".join(text.split()) or type(error).__name__
+
+
+def _complain(text: str) -> None:
+    sys.stderr.write(f"rotor: {text}\n")
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    _complain(f"warning: {' '.join(str(message).split())}")
+
+
+def _say(text: str = "") -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.endswith(" required: LOG"):
+            message += ", before the options"
+        self.exit(_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="rotor", description="Train PyTorch models in a given number of bytes.")
+    parser.add_argument("--version", action="version", version=f"rotor {rotor.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_simulate(commands)
+    _add_experiment(commands)
+    listing = commands.add_parser(
+        "heuristics", help="list the heuristics and runtimes of the simulator"
+    )
+    listing.set_defaults(command=_heuristics)
+    return parser
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        hint = " (LOG stands before the options)" if Path(text).exists() else ""
+        raise argparse.ArgumentTypeError(f"invalid float value: {text!r}{hint}") from None
+
+
+def _add_simulate(commands: Any) -> None:
+    sub = commands.add_parser(
+        "simulate",
+        help="replay a log of an eager program under a budget",
+        usage="%(prog)s LOG [--heuristic NAME ...] [--ratio R ... | --budget BYTES ...] [options]",
+        description="Replay a log under one or several budgets and heuristics. Exits with 1 where "
+        "a run is out of memory or thrashes.",
+    )
+    sub.add_argument(
+        "log", metavar="LOG", help="a log, plain or gzipped; it stands before the options"
+    )
+    sub.add_argument(
+        "--heuristic",
+        nargs="+",
+        default=["DTREqClass"],
+        metavar="NAME",
+        help="see `rotor heuristics` (default: DTREqClass)",
+    )
+    budget = sub.add_mutually_exclusive_group()
+    budget.add_argument(
+        "--ratio",
+        nargs="+",
+        type=_number,
+        metavar="R",
+        help="budget as a part of what the log takes without one, such as 0.5 (default: no budget)",
+    )
+    budget.add_argument(
+        "--budget", nargs="+", metavar="BYTES", help='budget, such as 700MiB or "8 GB"'
+    )
+    sub.add_argument(
+        "--runtime",
+        default="V2EagerOptimized",
+        metavar="NAME",
+        help="see `rotor heuristics` (default: V2EagerOptimized)",
+    )
+    sub.add_argument(
+        "--overhead-limit",
+        type=float,
+        default=2.0,
+        metavar="X",
+        help="give up beyond X times the time of the log (default: 2; inf for never)",
+    )
+    sub.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of random heuristics and of sampling (default: 0)",
+    )
+    sub.add_argument("--no-dealloc", action="store_true", help="take releases out of the log")
+    sub.add_argument(
+        "--rebuild-classes-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="split classes of evicted storages at every N-th return to memory (default: never, as "
+        "published; 1 makes them exact)",
+    )
+    sub.add_argument("--sample", action="store_true", help="look at some 2 sqrt(n) candidates only")
+    sub.add_argument(
+        "--ignore-small", action="store_true", help="never evict below 1 %% of the mean size"
+    )
+    sub.add_argument(
+        "--count-accesses", action="store_true", help="count accesses to metadata; slower"
+    )
+    sub.add_argument(
+        "--stats", action="store_true", help="show what was evicted and run most; one run only"
+    )
+    sub.add_argument(
+        "--trace", metavar="FILE.csv", help="write every event to a file; one run only"
+    )
+    sub.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the results as JSON, to stdout instead of the table where no file is given",
+    )
+    sub.set_defaults(command=_simulate)
+
+
+@dataclass(frozen=True)
+class _Budget:
+    ratio: float | None = None
+    budget_bytes: str | None = None
+
+
+def _budgets(arguments: argparse.Namespace) -> list[_Budget]:
+    if arguments.ratio is not None:
+        return [_Budget(ratio=ratio) for ratio in arguments.ratio]
+    if arguments.budget is not None:
+        return [_Budget(budget_bytes=size) for size in arguments.budget]
+    return [_Budget()]
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    budgets = _budgets(arguments)
+    runs = [(heuristic, budget) for heuristic in arguments.heuristic for budget in budgets]
+    if len(runs) > 1 and (arguments.stats or arguments.trace):
+        raise ValueError(
+            f"--stats and --trace are for one run, and {len(runs)} are asked for: give one "
+            "heuristic and one budget"
+        )
+    runtime = runtimes.get(arguments.runtime)
+    for heuristic in arguments.heuristic:
+        heuristics.check(heuristic, runtime.serves, runtime.name)
+    log = parse(arguments.log)
+    results = [
+        simulate(
+            log,
+            heuristic,
+            ratio=budget.ratio,
+            budget_bytes=budget.budget_bytes,
+            runtime=arguments.runtime,
+            overhead_limit=arguments.overhead_limit,
+            seed=arguments.seed,
+            no_dealloc=arguments.no_dealloc,
+            rebuild_classes_every=arguments.rebuild_classes_every,
+            sample=arguments.sample,
+            ignore_small=arguments.ignore_small,
+            count_accesses=arguments.count_accesses,
+            stats=arguments.stats,
+            trace=arguments.trace is not None,
+            progress=True,
+        )
+        for heuristic, budget in runs
+    ]
+    if arguments.trace is not None:
+        _write_trace(results[0], log, Path(arguments.trace))
+    if arguments.json is not None:
+        _write_json(results, arguments.json)
+    if arguments.json != "-":
+        _show(log, results, stats=arguments.stats)
+    return _OK if all(result.status == "ok" for result in results) else _FAILED
+
+
+def _write_json(results: Sequence[Result], target: str) -> None:
+    data = [result.to_dict() for result in results]
+    text = json.dumps(data[0] if len(data) == 1 else data, allow_nan=False, indent=1)
+    if target == "-":
+        _say(text)
+    else:
+        Path(target).write_text(text + "\n", encoding="utf-8")
+
+
+def _write_trace(result: Result, log: Log, path: Path) -> None:
+    assert result.events is not None
+    roots = log.storages["root"].tolist()
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["clock", "event", "index", "name", "bytes", "memory"])
+        columns = (
+            result.events[name].tolist() for name in ("clock", "kind", "index", "bytes", "memory")
+        )
+        for clock, kind, index, size, memory in zip(*columns, strict=True):
+            event = EVENT_KINDS[kind]
+            tensor = index if event in ("compute", "pending", "pressure") else roots[index]
+            name = log.tensor_name(tensor) if tensor >= 0 else ""
+            writer.writerow([clock, event, index, name, size, memory])
+
+
+def _show(log: Log, results: Sequence[Result], *, stats: bool) -> None:
+    base = log.baseline
+    _say(
+        f"{log.name or 'log'}: {log.command_count} commands, {base.n_ops} operations; without a "
+        f"budget {format_seconds(base.compute_ns / 1e9)} and {format_bytes(base.max_memory)} "
+        f"(constants {format_bytes(base.const_memory)})"
+    )
+    counts_accesses = any(result.n_access is not None for result in results)
+    rows = [
+        [
+            "heuristic",
+            "ratio",
+            "budget",
+            "status",
+            "slow-down",
+            "peak",
+            "evicted",
+            "recomputed",
+            *(["accesses"] if counts_accesses else []),
+        ]
+    ]
+    for result in results:
+        fine = result.status == "ok"
+        rows.append(
+            [
+                result.heuristic,
+                "" if result.ratio is None else f"{result.ratio:g}",
+                "none" if result.budget is None else format_bytes(result.budget),
+                result.status.upper() if not fine else "ok",
+                f"{result.slowdown:.4f}" if fine else "-",
+                format_bytes(result.max_memory),
+                str(result.n_evict),
+                str(result.n_remat),
+                *([str(result.n_access)] if counts_accesses else []),
+            ]
+        )
+    _say(str(table(rows)))
+    if stats:
+        _show_stats(log, results[0])
+    for result in results:
+        if result.failure is not None:
+            ratio = "" if result.ratio is None else f" at {result.ratio:g}"
+            _say(f"\n{result.heuristic}{ratio}: {result.failure.describe()}")
+            largest = result.largest_locked()
+            if (largest.bytes, largest.count) == (
+                result.failure.locked.bytes,
+                result.failure.locked.count,
+            ):
+                _say("no larger set was locked or pinned in this run")
+            else:
+                _say(f"the largest set of this run: {largest.describe()}")
+
+
+def _show_stats(log: Log, result: Result) -> None:
+    assert result.storages is not None
+    assert result.operations is not None
+    roots = log.storages["root"].tolist()
+    sizes = log.storages["bytes"].tolist()
+    evicted = result.storages["evicted"]
+    rows = [["most evicted", "bytes", "evicted", "came", "resident"]]
+    for index in _largest(evicted.tolist()):
+        entry = result.storages[index]
+        rows.append(
+            [
+                log.tensor_name(roots[index]),
+                format_bytes(sizes[index]),
+                str(int(entry["evicted"])),
+                str(int(entry["materialized"])),
+                format_seconds(int(entry["resident_ns"]) / 1e9),
+            ]
+        )
+    _say(f"\n{table(rows)}")
+    executions = result.operations["executions"].tolist()
+    costs = log.operations["cost_ns"].tolist()
+    rows = [["most recomputed", "cost", "executions", "time in all"]]
+    extra = [(n - 1) * cost for n, cost in zip(executions, costs, strict=False)]
+    for index in _largest(extra):
+        rows.append(
+            [
+                log.operation_name(index),
+                format_seconds(costs[index] / 1e9),
+                str(executions[index]),
+                format_seconds(executions[index] * costs[index] / 1e9),
+            ]
+        )
+    _say(f"\n{table(rows)}")
+
+
+def _largest(values: Sequence[int]) -> list[int]:
+    order = sorted(
+        (index for index, value in enumerate(values) if value > 0),
+        key=lambda index: (-values[index], index),
+    )
+    return order[:_MOST_STATS]
+
+
+def _add_experiment(commands: Any) -> None:
+    sub = commands.add_parser(
+        "experiment",
+        help="run an experiment: tables, text and figures",
+        description="Run an experiment on the simulator. What was run before in the same directory "
+        "is read back.",
+    )
+    kinds = sub.add_subparsers(metavar="EXPERIMENT", required=True)
+    described = {
+        "pareto": "seven heuristics against memory",
+        "ablation": "the heuristics' parts against memory",
+        "banishing": "what a release does, against memory",
+        "accesses": "how much metadata heuristics read",
+        "linear": "rematerializations of the uniform linear network as it grows",
+        "adversarial": "executions of the network built against a heuristic",
+        "static": "heuristics against plans made beforehand",
+    }
+    for name in experiments.names():
+        kind = kinds.add_parser(name, help=described[name], description=_sentence(described[name]))
+        kind.add_argument("--out", required=True, metavar="DIR", help="where files are written")
+        kind.add_argument(
+            "--jobs",
+            type=int,
+            default=usable_cpus(),
+            metavar="N",
+            help="processes (default: %(default)s)",
+        )
+        kind.add_argument(
+            "--formats",
+            nargs="*",
+            default=["pdf"],
+            choices=("pdf", "png", "svg"),
+            help="of figures (default: pdf); none for no figures",
+        )
+        again = kind.add_mutually_exclusive_group()
+        again.add_argument("--resume", action="store_true", help="read back what was run (default)")
+        again.add_argument("--fresh", action="store_true", help="run everything again")
+        if name in _LOG_EXPERIMENTS:
+            kind.add_argument(
+                "--logs", nargs="+", required=True, metavar="PATH", help="directories, or logs"
+            )
+            kind.add_argument(
+                "--ratios",
+                nargs="+",
+                type=_number,
+                metavar="R",
+                help="budgets as parts of what a log takes without one (default: 0.1 0.2 ... 1)",
+            )
+            kind.add_argument(
+                "--overhead-limit",
+                type=float,
+                metavar="X",
+                help="give up beyond X times the time of the log (default: 2)",
+            )
+        if name in ("pareto", "ablation"):
+            kind.add_argument(
+                "--trials", type=int, metavar="N", help="of random heuristics (default: 10)"
+            )
+        if name == "static":
+            kind.add_argument(
+                "--planners",
+                nargs="+",
+                metavar="NAME",
+                help="default: all of them; an unknown one lists them",
+            )
+            kind.add_argument(
+                "--checkmate-seconds",
+                type=float,
+                metavar="S",
+                help="time limit of Checkmate for each budget (default: 60; 0 for none)",
+            )
+        if name == "linear":
+            kind.add_argument(
+                "--sizes",
+                nargs="+",
+                type=int,
+                metavar="N",
+                help="operations in each direction (default: 16 32 64 128 256 512)",
+            )
+            kind.add_argument(
+                "--bounds",
+                nargs="+",
+                metavar="NAME",
+                help='memory, such as "2 sqrt(n)"; an unknown one lists them',
+            )
+            kind.add_argument(
+                "--heat-size",
+                type=int,
+                metavar="N",
+                help="of the heat map (default: 200; 0 for none)",
+            )
+        if name == "adversarial":
+            kind.add_argument(
+                "--nodes",
+                nargs="+",
+                type=int,
+                metavar="N",
+                help="of the network (default: 32 64 128 256 512)",
+            )
+            kind.add_argument(
+                "--paths",
+                nargs="+",
+                type=int,
+                metavar="B",
+                help="paths, and storages that memory holds (default: 4 8 16)",
+            )
+        if name in ("linear", "adversarial", "static"):
+            kind.add_argument(
+                "--heuristics", nargs="+", metavar="NAME", help="see `rotor heuristics`"
+            )
+        if name != "static":
+            kind.add_argument(
+                "--seed", type=int, metavar="N", help="of random heuristics (default: 0)"
+            )
+        kind.set_defaults(command=_experiment, experiment=name)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+_SETTINGS = (
+    "logs",
+    "ratios",
+    "overhead_limit",
+    "trials",
+    "planners",
+    "checkmate_seconds",
+    "sizes",
+    "bounds",
+    "heat_size",
+    "nodes",
+    "paths",
+    "heuristics",
+    "seed",
+)
+
+
+def _experiment(arguments: argparse.Namespace) -> int:
+    settings = {}
+    for name in _SETTINGS:
+        value = getattr(arguments, name, None)
+        if value is not None:
+            settings[name] = tuple(value) if isinstance(value, list) else value
+    module = experiments.get(arguments.experiment)
+    if arguments.experiment in _sweeps():
+        settings["name"] = arguments.experiment
+    output = module.run(
+        module.Config(**settings),
+        Path(arguments.out),
+        jobs=arguments.jobs,
+        formats=tuple(arguments.formats),
+        fresh=arguments.fresh,
+    )
+    _say(output.text)
+    _say()
+    for path in output.files:
+        _say(str(path))
+    return _OK
+
+
+def _sweeps() -> Iterable[str]:
+    from rotor.experiments.sweeps import GROUPS
+
+    return GROUPS
+
+
+def _heuristics(_: argparse.Namespace) -> int:
+    rows = [["heuristic", "needs", "cost: the least is evicted"]]
+    for name in heuristics.names():
+        found = heuristics.get(name)
+        rows.append([name, ", ".join(sorted(found.needs)) or "-", found.description])
+    _say(_left(rows))
+    rows = [["runtime", "keeps", "what it does"]]
+    for name in runtimes.names():
+        kept = runtimes.get(name)
+        rows.append([name, ", ".join(sorted(kept.serves)) or "-", kept.description])
+    _say()
+    _say(_left(rows))
+    return _OK
+
+
+def _left(rows: list[list[str]]) -> str:
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,194 @@
+"""What experiments share: the directory they write to, the logs they read, tables."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import os
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rotor.chain import check_header, read_json
+from rotor.experiments.cells import Store
+from rotor.simrd.logs import Log, parse
+
+__all__ = ["LogFile", "Output", "find_logs", "open_log"]
+
+VERSION = 1
+
+
+@dataclass
+class Output:
+    """Where an experiment writes: ``data/``, ``summary/``, ``graph/`` under one directory.
+
+    Parameters
+    ----------
+    directory
+        Made when something is written.
+    name
+        Of the experiment.
+    formats
+        Of figures: "pdf", "png", "svg"; none for no figures.
+    """
+
+    directory: Path
+    name: str
+    formats: tuple[str, ...] = ("pdf",)
+    files: list[Path] = field(default_factory=list)
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.formats:
+            from rotor.report.simrd_figures import check_formats
+
+            check_formats(self.formats)
+
+    def store(self, *, fresh: bool) -> Store:
+        """Where the cells of this experiment are; emptied where `fresh`."""
+        found = Store(self.directory / "data" / "cells" / self.name)
+        if fresh:
+            found.clear()
+        return found
+
+    def json(self, config: dict[str, Any], results: Any) -> None:
+        """Write ``data/<name>.json``: what was asked, and what came of it."""
+        data = {
+            "format": f"rotor.experiment.{self.name}",
+            "version": VERSION,
+            "config": config,
+            "results": results,
+        }
+        text = json.dumps(data, allow_nan=False, indent=1)
+        self._write(Path("data", f"{self.name}.json"), text + "\n")
+
+    def csv(self, columns: Sequence[str], rows: Iterable[Sequence[Any]], suffix: str = "") -> None:
+        """Write ``data/<name><suffix>.csv``; None is an empty field."""
+        buffer = io.StringIO()
+        writer = csv.writer(buffer, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(rows)
+        self._write(Path("data", f"{self.name}{suffix}.csv"), buffer.getvalue())
+
+    def summary(self, text: str) -> None:
+        """Write ``summary/<name>.txt``, and keep the text."""
+        self.text = text
+        self._write(Path("summary", f"{self.name}.txt"), text + "\n")
+
+    def figure_stem(self, suffix: str = "") -> Path:
+        """``graph/<name><suffix>``, without the ending that names the format."""
+        path = self.directory / "graph" / f"{self.name}{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def _write(self, path: Path, text: str) -> None:
+        target = self.directory / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        try:
+            partial.write_text(text, encoding="utf-8", newline="\n")
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+        self.files.append(target)
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """A log with what figures call it, and a digest of its bytes."""
+
+    path: Path
+    title: str
+    digest: str
+
+
+def find_logs(sources: Iterable[str | os.PathLike[str]]) -> list[LogFile]:
+    """Logs named one by one, or all of a directory.
+
+    Of a directory: the files that end in ``.log`` or ``.log.gz``, by name; with the titles of its
+    ``manifest.json`` where there is one (``{"models": [{"log": .., "title": ..}]}``, as published).
+    Other titles are the part of the file's name before the first ``-``, where that is unique.
+
+    Raises
+    ------
+    FileNotFoundError
+        A path does not exist, or a directory has no logs.
+    ValueError
+        A manifest cannot be read.
+    """
+    paths: list[tuple[Path, str | None]] = []
+    for source in map(Path, sources):
+        if not source.exists():
+            raise FileNotFoundError(f"there is no log {source}: expected a file or a directory")
+        if not source.is_dir():
+            paths.append((source, None))
+            continue
+        titles = _manifest(source)
+        found = sorted(p for p in source.iterdir() if p.name.endswith((".log", ".log.gz")))
+        if not found:
+            raise FileNotFoundError(f"{source} has no logs: expected files *.log or *.log.gz")
+        paths += [(path, titles.get(path.name)) for path in found]
+    if not paths:
+        raise FileNotFoundError("no logs were given: expected files, or a directory of logs")
+    short = [path.name.split("-")[0].split(".")[0] for path, _ in paths]
+    logs = []
+    for (path, title), name in zip(paths, short, strict=True):
+        own = title or (name if short.count(name) == 1 else path.name.removesuffix(".gz"))
+        logs.append(LogFile(path, own, _digest(path)))
+    return logs
+
+
+def _manifest(directory: Path) -> dict[str, str]:
+    path = directory / "manifest.json"
+    if not path.exists():
+        return {}
+    data = read_json(path)
+    models = data.get("models") if isinstance(data, dict) else None
+    if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
+        raise ValueError(
+            f'{path} is malformed: expected {{"models": [{{"log": .., "title": ..}}]}}'
+        )
+    return {
+        Path(str(model["log"])).name: str(model["title"])
+        for model in models
+        if "log" in model and "title" in model
+    }
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@lru_cache(maxsize=2)
+def open_log(path: str, digest: str) -> Log:
+    """The log at a path; the last two are kept by this process.
+
+    Parameters
+    ----------
+    path
+        The file.
+    digest
+        Of its bytes, so that a changed file is read again.
+    """
+    del digest
+    with warnings.catch_warnings():
+        # Ignored releases are counted in the results; every process would say so again.
+        warnings.simplefilter("ignore", UserWarning)
+        return parse(path)
+
+
+def read_results(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
+    """The fields of a ``data/<name>.json``, without its header.
+
+    Raises
+    ------
+    ValueError
+        It is not JSON, or of another experiment or version.
+    """
+    return check_header(read_json(path), f"rotor.experiment.{name}", VERSION)
