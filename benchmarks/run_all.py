@@ -6,7 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPTS = ("overhead.py", "planning.py", "truth.py", "against_segments.py", "demo.py")
+SCRIPTS = (
+    "overhead.py",
+    "planning.py",
+    "planner.py",
+    "truth.py",
+    "against_segments.py",
+    "simulator.py",
+    "demo.py",
+)
 
 
 def main() -> None:

@@ -10,27 +10,52 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from rotor.chain import Chain
-from rotor.errors import InfeasibleError, InvalidSequenceError, MemoryLimitWarning
+from rotor.errors import (
+    CaptureError,
+    InfeasibleError,
+    InvalidSequenceError,
+    MalformedLogError,
+    MemoryLimitWarning,
+)
 
 if TYPE_CHECKING:
     from rotor.checkpointable import Checkpointable
     from rotor.executor import CheckpointOptim
+    from rotor.rockmate import Rockmate
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CaptureError",
     "Chain",
     "CheckpointOptim",
     "Checkpointable",
     "InfeasibleError",
     "InvalidSequenceError",
+    "MalformedLogError",
     "MemoryLimitWarning",
+    "Rockmate",
     "__version__",
 ]
 
-_LAZY = {"Checkpointable": "rotor.checkpointable", "CheckpointOptim": "rotor.executor"}
+_LAZY = {
+    "Checkpointable": "rotor.checkpointable",
+    "CheckpointOptim": "rotor.executor",
+    "Rockmate": "rotor.rockmate",
+}
 _MODEL_FAMILIES = ("densenet", "gpt", "inception", "resnet", "vgg")
-_SUBMODULES = ("algorithms", "inspection", "memory", "models", "timing", "units")
+_SUBMODULES = (
+    "algorithms",
+    "experiments",
+    "graph",
+    "inspection",
+    "memory",
+    "models",
+    "rkgb",
+    "simrd",
+    "timing",
+    "units",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -115,6 +117,154 @@ def run_backward(
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
+# -- captured graphs
+
+
+def storage_identity(tensor: torch.Tensor) -> int:
+    """A number that tensors on one storage share, as long as one of them lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def callable_of(target: Any) -> Any:
+    """What calls an operator with the least overhead."""
+    return target._op if isinstance(target, torch._ops.OpOverload) else target
+
+
+def attribute(module: nn.Module, target: str) -> Any:
+    """What a node of a graph that reads an attribute stands for."""
+    return attrgetter(target)(module)
+
+
+def module_path(path: str) -> str:
+    """A module's path as its model names it, from dynamo's source expression."""
+    found = re.sub(r"L\['[^']*'\]|_modules|\['|'\]|\(\)", ".", path)
+    return re.sub(r"\.+", ".", found).strip(".")
+
+
+CAPTURE_ERRORS: tuple[type[BaseException], ...] = ()
+"""What ``torch.compile(fullgraph=True)`` raises where there is no single graph."""
+
+
+def aot_backend(
+    partition: Callable[..., Any],
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    inference: Callable[..., Any],
+) -> Callable[..., Any]:
+    """A backend of ``torch.compile`` with our partition of AOTAutograd's joint graph."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    global CAPTURE_ERRORS
+    CAPTURE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
+    return aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=partition,
+    )
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """A context in which captured code may log: its loggers are silent, ``print`` comes later.
+
+    Where a forward has its inputs require gradients, nothing is done: parameters' gradients are the
+    same without.
+    """
+    from torch._dynamo import config
+
+    names = [name for name in dir(logging.Logger) if not name.startswith("_")]
+    ignored = {f for f in (getattr(logging.Logger, name) for name in names) if callable(f)}
+    settings = config.patch(
+        ignore_logging_functions=config.ignore_logging_functions | ignored,
+        reorderable_logging_functions=config.reorderable_logging_functions | {print},
+    )
+    with settings, _requires_grad_set_in_forward():
+        yield
+
+
+@contextmanager
+def _requires_grad_set_in_forward() -> Iterator[None]:
+    from torch._dynamo.variables import builtin
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    # The class and the name of its method differ between versions.
+    owner = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)
+    name = "_call_setattr" if hasattr(owner, "_call_setattr") else "call_setattr"
+    set_attribute = getattr(owner, name)
+    require = TensorVariable.method_requires_grad_
+
+    def quiet_set_attribute(self: Any, tx: Any, obj: Any, attribute: Any, value: Any) -> Any:
+        if (
+            isinstance(obj, TensorVariable)
+            and attribute.is_python_constant()
+            and attribute.as_python_constant() == "requires_grad"
+            and value.is_python_constant()
+            and value.as_python_constant() is True
+        ):
+            return value
+        return set_attribute(self, tx, obj, attribute, value)
+
+    def quiet_require(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        asked = requires_grad if isinstance(requires_grad, bool) else requires_grad.value
+        return self if asked else require(self, tx, requires_grad)
+
+    try:
+        setattr(owner, name, quiet_set_attribute)
+        TensorVariable.method_requires_grad_ = quiet_require  # type: ignore[method-assign]
+        yield
+    finally:
+        setattr(owner, name, set_attribute)
+        TensorVariable.method_requires_grad_ = require  # type: ignore[method-assign]
+
+
+def fake_mode_of(nodes: Iterable[Any]) -> Any:
+    """The fake mode in which the tensors of these nodes of a graph live."""
+    for node in nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch._subclasses.FakeTensor):
+            return value.fake_mode
+    raise RuntimeError("the graph has no fake tensors")
+
+
+def compiled_node(outputs: Iterable[torch.Tensor]) -> Any:
+    """The node of the graph that runs a compiled call's backward, from what the call returned."""
+    waiting = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    for node in waiting[:_NODES_SEARCHED]:
+        if node.name() == "CompiledFunctionBackward":
+            return node
+    for node in waiting[:_NODES_SEARCHED]:
+        # Outputs that are views are made from the call's results afterwards.
+        for following, _ in node.next_functions:
+            if following is not None and following.name() == "CompiledFunctionBackward":
+                return following
+    return None
+
+
+_NODES_SEARCHED = 64
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs now was asked to keep its graph."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def get_generator_state(device: torch.device) -> torch.Tensor:
+    """The state of a device's default generator."""
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return torch.get_rng_state()
+
+
+def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
+    """Set the state of a device's default generator."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
 # -- what is needed
 
 SUPPORTED = "PyTorch 2.11 to 2.13"
@@ -124,6 +274,7 @@ _REQUIRED = (
     "_C._functorch.peek_interpreter_stack",
     "_C._autograd._disable_profiler",
     "_C._autograd._enable_profiler",
+    "_C._autograd._get_current_graph_task_keep_graph",
     "_C._autograd._prepare_profiler",
     "_C._autograd._profiler_enabled",
     "_C._autograd._record_function_with_args_enter",

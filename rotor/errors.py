@@ -44,5 +44,32 @@ class InvalidSequenceError(ValueError):
         return f"{self.args[0]}{where}"
 
 
+class CaptureError(RuntimeError):
+    """A model could not be captured as one graph; the message says why, and where in its code."""
+
+
+class MalformedLogError(ValueError):
+    """A log of the simulator is not in the format of `rotor.simrd.parse`.
+
+    Parameters
+    ----------
+    message
+        What was found and what was expected.
+    line
+        Number of the line that is wrong, from 1.
+    source
+        The name of the log, where it has one.
+    """
+
+    def __init__(self, message: str, line: int = 0, source: str = "") -> None:
+        super().__init__(message, line, source)
+        self.line = line
+        self.source = source
+
+    def __str__(self) -> str:
+        where = f"{self.source or 'log'}, line {self.line}: " if self.line else ""
+        return f"{where}{self.args[0]}"
+
+
 class MemoryLimitWarning(UserWarning):
     """A memory limit could not be kept, or cannot be promised; the message has the figures."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from rotor import memory
 from rotor.algorithms.sequence import Sequence
 from rotor.algorithms.utils import DynamicAlgorithm, Progress
@@ -50,6 +52,11 @@ class Plan:
     measured_bytes: int | None = None
     meterings: int = 0
     outdated: bool = field(default=False, repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.inspection.device
 
     @property
     def predicted_bytes(self) -> int:

@@ -5,7 +5,7 @@ Numbers, strings and ``None`` may stand among the tensors; they are passed on as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,34 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [leaf for leaf in _torch.tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def tensors_within(value: Any) -> list[torch.Tensor]:
+    """The tensors in what a model returns: also in dataclasses, mappings and plain objects."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif id(item) not in seen:
+            seen.add(id(item))
+            waiting.extend(_inside(item))
+    return found[::-1]
+
+
+def _inside(item: Any) -> list[Any]:
+    if isinstance(item, Mapping):
+        return list(item.values())
+    if isinstance(item, list | tuple | set | frozenset):
+        return list(item)
+    if item is None or callable(item) or isinstance(item, str | bytes | int | float | complex):
+        return []
+    slots = [getattr(item, name, None) for name in getattr(item, "__slots__", ())]
+    return [*getattr(item, "__dict__", {}).values(), *slots]
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

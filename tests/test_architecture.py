@@ -21,29 +21,79 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the bottom up. A module may import modules of lower layers and of its own; a package stands
 # for everything in it. A new module needs a place here.
 LAYERS = [
-    ("leaves", ["rotor.errors", "rotor.units", "rotor.progress", "rotor.schedule"]),
+    ("leaves", ["rotor.errors", "rotor.units", "rotor.progress", "rotor.schedule", "rotor.cache"]),
     ("binding", ["rotor._core"]),
     ("chain", ["rotor.chain"]),
     ("algorithms", ["rotor.algorithms"]),
+    ("simulator", ["rotor.simrd"]),
+    ("graphs", ["rotor.graph"]),
     ("private PyTorch names", ["rotor._torch"]),
     ("values and probes", ["rotor.values", "rotor.memory", "rotor.timing", "rotor.transparent"]),
-    ("execution", ["rotor.stages", "rotor.recompute", "rotor.executor", "rotor.metering"]),
+    (
+        "execution",
+        ["rotor.stages", "rotor.recompute", "rotor.executor", "rotor.metering", "rotor.blocks"],
+    ),
     ("inspection", ["rotor.inspection"]),
-    ("plans", ["rotor.plan"]),
-    ("reports", ["rotor.report"]),
-    ("wrapper", ["rotor.checkpointable"]),
+    (
+        "plans",
+        [
+            "rotor.plan",
+            "rotor.graph.rewrite",
+            "rotor.graph.lowering",
+            "rotor.graph.emit",
+            "rotor.graph.capture",
+            "rotor.graph.profile",
+            "rotor.graph.engine",
+        ],
+    ),
+    ("reports", ["rotor.report", "rotor.graph.drawing"]),
+    ("experiments", ["rotor.experiments"]),
+    ("wrapper", ["rotor.checkpointable", "rotor.chained", "rotor.graphed"]),
+    (
+        "on the wrapper",
+        [
+            "rotor.graph.building",
+            "rotor.graph.planfiles",
+            "rotor.graph.rkgb",
+            "rotor.rkgb",
+            "rotor.rockmate",
+        ],
+    ),
     ("models", ["rotor.models"]),
     ("public names", ["rotor"]),
+    ("command line", ["rotor.cli", "rotor.__main__"]),
 ]
-WITHOUT_TORCH = ["leaves", "binding", "chain", "algorithms", "public names"]
+WITHOUT_TORCH = [
+    "leaves",
+    "binding",
+    "chain",
+    "algorithms",
+    "simulator",
+    "graphs",
+    "experiments",
+    "public names",
+    "command line",
+]
 
 # The same for the headers of the C core.
 C_LAYERS = [
     ["core"],
-    ["chain", "probe"],
-    ["sequence"],
-    ["envelope"],
+    ["vector", "chain", "probe", "bits", "classes", "heuristics"],
+    ["sequence", "graph", "dataflow", "log_json", "log_names", "log_writer"],
+    ["program"],
+    ["envelope", "log", "log_reader", "log_fields", "log_instructions"],
     ["frontier", "persistent", "persistent_kernel", "floating", "revolve"],
+    ["eviction", "regions"],
+    ["replay", "replay_tensors"],
+    [
+        "planner",
+        "planner_private",
+        "planner_greedy",
+        "planner_order",
+        "planner_sequence",
+        "planner_search",
+        "planner_curve",
+    ],
 ]
 C_SYSTEM_HEADERS = re.compile(
     r"(assert|ctype|dlfcn|errno|fcntl|float|inttypes|limits|mach/mach|malloc|malloc/malloc|math|"

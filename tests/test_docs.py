@@ -8,6 +8,8 @@ import importlib
 import inspect
 import random
 import re
+import sys
+import types
 import warnings
 from functools import cache
 from pathlib import Path
@@ -52,7 +54,10 @@ def test_code_runs(page, tmp_path, monkeypatch):
     # The limits on the pages are for a CPU: kernels on CUDA bring workspaces of their own.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     torch.manual_seed(0)
-    namespace: dict[str, object] = {"__name__": "docs"}
+    # What is captured looks its globals up in the module that it names.
+    module = types.ModuleType("page_of_the_docs")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    namespace = vars(module)
     if page.parent.name == "algorithms":
         # Pages of algorithms speak of "a chain" and "a budget".
         namespace["chain"] = realistic_chain(random.Random(0), 8)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rotor.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from rotor.graph.engine import BlockPlan, GraphPlan
     from rotor.plan import Plan
 
 
@@ -67,5 +68,51 @@ def plan_report(plan: Plan) -> Text:
         ["recomputation", f"{plan.sequence.makespan / ideal - 1:+.1%}" if ideal else "none"],
         ["stages recomputed", f"{recomputed} of {len(plan.chain)}"],
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
+    ]
+    return table([["plan", ""], *lines])
+
+
+def operation_table(plan: GraphPlan) -> Text:
+    """One line for each operation: phase, module, time, what it makes, how often it runs."""
+    rows = [["operation", "phase", "module", "time", "makes", "workspace", "runs"]]
+    graph = plan.graph
+    for operation, runs in zip(graph.operations, plan.program.runs, strict=True):
+        rows.append(
+            [
+                operation.name,
+                operation.phase,
+                operation.module,
+                format_seconds(operation.cost_ns / 1e9),
+                format_bytes(sum(graph.storages[s].bytes for s in operation.outputs)),
+                format_bytes(operation.workspace_bytes),
+                str(int(runs)),
+            ]
+        )
+    return table(rows)
+
+
+def graph_report(plan: GraphPlan) -> Text:
+    """The figures of a graph's plan: limit, peak predicted and measured, time, what it costs."""
+    measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
+    lines = [
+        ["limit", format_bytes(plan.limit_bytes)],
+        ["peak, predicted", format_bytes(plan.predicted_bytes)],
+        ["peak, measured", measured],
+        ["step, predicted", format_seconds(plan.makespan)],
+        ["recomputation", f"{plan.program.slowdown - 1:+.1%}"],
+        ["operations run again", f"{plan.recomputed} of {len(plan.graph.operations)}"],
+        ["set aside after metering", format_bytes(plan.reserve_bytes)],
+    ]
+    return table([["plan", ""], *lines])
+
+
+def block_report(plan: BlockPlan) -> Text:
+    """The figures of a model that runs by blocks."""
+    measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
+    lines = [
+        ["limit", format_bytes(plan.limit_bytes)],
+        ["peak, predicted", "none: no graph was captured"],
+        ["peak, measured", measured],
+        ["blocks checkpointed", str(len(plan.blocks))],
     ]
     return table([["plan", ""], *lines])

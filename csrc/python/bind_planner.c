@@ -1,0 +1,364 @@
+#include "binding.h"
+
+#include <string.h>
+
+#include "planner.h"
+
+typedef struct {
+    PyObject_HEAD
+    rotor_dataflow_t graph;
+} rotor_dataflow_object_t;
+
+static const char *const array_names[] = {
+    "cost_ns", "workspace_bytes", "phase", "flags", "input_start", "inputs",
+    "output_start", "outputs", "storage_bytes", "pinned"};
+enum { ARRAYS = 10 };
+
+static int64_t last_of(const Py_buffer *view) {
+    return ((const int64_t *)view->buf)[view->shape[0] - 1];
+}
+
+/* Lengths that do not follow from each other, and the ends of the lists of inputs and outputs. */
+static int check_lengths(const Py_buffer *views) {
+    Py_ssize_t n = views[0].shape[0];
+    for (int k = 1; k < ARRAYS; k++) {
+        Py_ssize_t expected = k < 4              ? n
+                              : k == 4 || k == 6 ? n + 1
+                              : k == 9           ? views[8].shape[0]
+                                                 : views[k].shape[0];
+        if (views[k].shape[0] != expected) {
+            PyErr_Format(PyExc_ValueError, "%s has %zd entries, expected %zd", array_names[k],
+                         views[k].shape[0], expected);
+            return -1;
+        }
+    }
+    if (last_of(&views[4]) != views[5].shape[0] || last_of(&views[6]) != views[7].shape[0]) {
+        PyErr_SetString(PyExc_ValueError, "input_start and output_start must end with the number "
+                                          "of inputs and of outputs");
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *dataflow_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *module = PyType_GetModuleByDef(type, &rotor_module_def);
+    PyObject *arrays[ARRAYS];
+    Py_buffer views[ARRAYS];
+    int count = 0;
+    rotor_dataflow_object_t *self = NULL;
+
+    if (module == NULL || (kwargs != NULL && PyDict_GET_SIZE(kwargs) != 0)) {
+        return PyErr_Format(PyExc_TypeError, "Dataflow takes positional arguments only");
+    }
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOO:Dataflow", &arrays[0], &arrays[1], &arrays[2],
+                          &arrays[3], &arrays[4], &arrays[5], &arrays[6], &arrays[7], &arrays[8],
+                          &arrays[9])) {
+        return NULL;
+    }
+    for (; count < ARRAYS; count++) {
+        if (rotor_get_int64(arrays[count], array_names[count], -1, &views[count]) != 0) {
+            goto out;
+        }
+    }
+    if (check_lengths(views) != 0) {
+        goto out;
+    }
+    self = (rotor_dataflow_object_t *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        rotor_dataflow_arrays_t source = {
+            .operation_count = views[0].shape[0],
+            .storage_count = views[8].shape[0],
+            .cost_ns = views[0].buf,
+            .workspace_bytes = views[1].buf,
+            .phase = views[2].buf,
+            .flags = views[3].buf,
+            .input_start = views[4].buf,
+            .inputs = views[5].buf,
+            .output_start = views[6].buf,
+            .outputs = views[7].buf,
+            .storage_bytes = views[8].buf,
+            .pinned = views[9].buf,
+        };
+        int ret = rotor_dataflow_build(&self->graph, &source);
+        if (ret == ROTOR_ERR_BAD_LENGTH) {
+            PyErr_SetString(PyExc_ValueError, "a graph needs at least one operation, at most 2^30, "
+                                              "and lists that begin where the last one ended");
+            Py_CLEAR(self);
+        } else if (ret != ROTOR_OK) {
+            rotor_raise_status(module, ret);
+            Py_CLEAR(self);
+        }
+    }
+out:
+    while (count-- > 0) {
+        PyBuffer_Release(&views[count]);
+    }
+    return (PyObject *)self;
+}
+
+static void dataflow_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    rotor_dataflow_free(&((rotor_dataflow_object_t *)object)->graph);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static const char *fault_text(enum rotor_fault kind) {
+    switch (kind) {
+    case ROTOR_FAULT_OPERATION:
+        return "the graph has no operation of this number";
+    case ROTOR_FAULT_INPUT:
+        return "an input of the operation was not made before it";
+    case ROTOR_FAULT_PHASE:
+        return "the operation runs for the first time after one of a later phase";
+    case ROTOR_FAULT_ORDER:
+        return "operations that are random or run once must first run in the order of the graph";
+    case ROTOR_FAULT_ONCE:
+        return "the operation may run once only";
+    case ROTOR_FAULT_MISSING:
+        return "the program ends before every operation of the graph has run";
+    case ROTOR_FAULT_NONE:
+        break;
+    }
+    return "no fault";
+}
+
+static PyObject *raise_fault(PyObject *module, int status, const rotor_fault_t *fault) {
+    if (fault->kind == ROTOR_FAULT_NONE) {
+        return rotor_raise_status(module, status);
+    }
+    PyObject *type = rotor_state(module)->invalid_sequence_error;
+    PyObject *message =
+        fault->storage >= 0
+            ? PyUnicode_FromFormat("%s: storage %d of operation %d", fault_text(fault->kind),
+                                   (int)fault->storage, (int)fault->operation)
+            : PyUnicode_FromFormat("%s: operation %d", fault_text(fault->kind),
+                                   (int)fault->operation);
+    PyObject *error =
+        message == NULL
+            ? NULL
+            : PyObject_CallFunction(type, "OL", message, (long long)fault->position);
+    if (error != NULL) {
+        PyErr_SetObject(type, error);
+        Py_DECREF(error);
+    }
+    Py_XDECREF(message);
+    return NULL;
+}
+
+PyDoc_STRVAR(simulate_doc,
+             "simulate(ops, /)\n--\n\n"
+             "Check and price a program of int32: (time_ns, peak_bytes, before, peaks), the last "
+             "two int64 bytearrays.");
+
+static PyObject *dataflow_simulate(PyObject *object, PyTypeObject *cls, PyObject *const *args,
+                                   Py_ssize_t nargs, PyObject *names) {
+    PyObject *module = PyType_GetModule(cls);
+    rotor_dataflow_object_t *self = (rotor_dataflow_object_t *)object;
+    PyObject *before = NULL;
+    PyObject *peaks = NULL;
+    PyObject *answer = NULL;
+    rotor_cost_t price = {0, 0};
+    rotor_fault_t fault;
+    Py_buffer view;
+    int ret;
+
+    if (nargs != 1 || names != NULL) {
+        return PyErr_Format(PyExc_TypeError, "simulate takes one positional argument");
+    }
+    if (PyObject_GetBuffer(args[0], &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
+        return NULL;
+    }
+    if (view.itemsize != (Py_ssize_t)sizeof(int32_t)) {
+        PyErr_SetString(PyExc_TypeError, "a program must be an array of int32");
+        goto out;
+    }
+    Py_ssize_t length = view.len / (Py_ssize_t)sizeof(int32_t);
+    before = PyByteArray_FromStringAndSize(NULL, length * (Py_ssize_t)sizeof(int64_t));
+    peaks = PyByteArray_FromStringAndSize(NULL, length * (Py_ssize_t)sizeof(int64_t));
+    if (before == NULL || peaks == NULL) {
+        goto out;
+    }
+    int64_t *before_data = (int64_t *)(void *)PyByteArray_AS_STRING(before);
+    int64_t *peaks_data = (int64_t *)(void *)PyByteArray_AS_STRING(peaks);
+    Py_BEGIN_ALLOW_THREADS;
+    ret = rotor_program_simulate(&self->graph, view.buf, length, &price, before_data, peaks_data,
+                                 &fault);
+    Py_END_ALLOW_THREADS;
+    if (ret == ROTOR_OK) {
+        answer = Py_BuildValue("LLOO", (long long)price.time_ns, (long long)price.peak_bytes,
+                               before, peaks);
+    } else {
+        raise_fault(module, ret, &fault);
+    }
+out:
+    Py_XDECREF(before);
+    Py_XDECREF(peaks);
+    PyBuffer_Release(&view);
+    return answer;
+}
+
+PyDoc_STRVAR(lower_bound_doc, "lower_bound()\n--\n\n"
+                              "Bytes below which the peak of no program lies.");
+
+static PyObject *dataflow_lower_bound(PyObject *object, PyObject *unused) {
+    int64_t bytes = 0;
+    (void)unused;
+    int ret = rotor_dataflow_lower_bound(&((rotor_dataflow_object_t *)object)->graph, &bytes);
+    return ret == ROTOR_OK ? PyLong_FromLongLong(bytes)
+                           : rotor_raise_status(PyType_GetModule(Py_TYPE(object)), ret);
+}
+
+static PyObject *program_bytes(const rotor_program_t *program) {
+    return PyByteArray_FromStringAndSize(
+        (const char *)program->ops,
+        (Py_ssize_t)program->length * (Py_ssize_t)sizeof(*program->ops));
+}
+
+PyDoc_STRVAR(plan_doc,
+             "plan(budget, random_runs, moves, seed, time_limit_ns, progress, /)\n--\n\n"
+             "(program, minimum): the best program found within a budget in bytes, as int32; None "
+             "where none was found, and the least peak that was reached.");
+
+static PyObject *dataflow_plan(PyObject *object, PyObject *args) {
+    PyObject *module = PyType_GetModule(Py_TYPE(object));
+    rotor_dataflow_object_t *self = (rotor_dataflow_object_t *)object;
+    rotor_planner_options_t options;
+    rotor_program_t program;
+    rotor_cost_t price;
+    rotor_watch_t watch;
+    PyObject *progress;
+    PyObject *answer = NULL;
+    long long budget;
+    long long random_runs;
+    long long moves;
+    unsigned long long seed;
+    long long time_limit;
+    int64_t minimum = 0;
+
+    if (!PyArg_ParseTuple(args, "LLLKLO:plan", &budget, &random_runs, &moves, &seed, &time_limit,
+                          &progress)) {
+        return NULL;
+    }
+    options.random_runs = random_runs;
+    options.moves = moves;
+    options.seed = seed;
+    options.time_limit_ns = time_limit;
+    rotor_program_init(&program);
+    rotor_watch_begin(&watch, progress);
+    int ret = rotor_planner_plan(&self->graph, budget, &options, &watch.callback, &program, &price,
+                                 &minimum);
+    rotor_watch_end(&watch);
+    if (ret == ROTOR_OK) {
+        answer = Py_BuildValue("NL", program_bytes(&program), (long long)price.peak_bytes);
+    } else if (ret == ROTOR_ERR_INFEASIBLE) {
+        answer = Py_BuildValue("OL", Py_None, (long long)minimum);
+    } else {
+        rotor_raise_status(module, ret);
+    }
+    rotor_program_free(&program);
+    return answer;
+}
+
+PyDoc_STRVAR(curve_doc,
+             "curve(points, random_runs, moves, seed, time_limit_ns, progress, /)\n--\n\n"
+             "The programs found for budgets in equal steps, ascending, as int32 each.");
+
+static PyObject *program_list(const rotor_program_t *programs, int64_t count) {
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (int64_t k = 0; list != NULL && k < count; k++) {
+        PyObject *item = program_bytes(&programs[k]);
+        if (item == NULL) {
+            Py_CLEAR(list);
+        } else {
+            PyList_SET_ITEM(list, (Py_ssize_t)k, item);
+        }
+    }
+    return list;
+}
+
+static PyObject *dataflow_curve(PyObject *object, PyObject *args) {
+    PyObject *module = PyType_GetModule(Py_TYPE(object));
+    rotor_dataflow_object_t *self = (rotor_dataflow_object_t *)object;
+    rotor_planner_options_t options;
+    rotor_program_t *programs = NULL;
+    rotor_cost_t *costs = NULL;
+    rotor_watch_t watch;
+    PyObject *progress;
+    PyObject *answer = NULL;
+    long long points;
+    long long random_runs;
+    long long moves;
+    unsigned long long seed;
+    long long time_limit;
+    int64_t count = 0;
+
+    if (!PyArg_ParseTuple(args, "LLLKLO:curve", &points, &random_runs, &moves, &seed, &time_limit,
+                          &progress)) {
+        return NULL;
+    }
+    if (points < 1) {
+        return PyErr_Format(PyExc_ValueError, "points = %lld, expected at least 1", points);
+    }
+    options.random_runs = random_runs;
+    options.moves = moves;
+    options.seed = seed;
+    options.time_limit_ns = time_limit;
+    programs = rotor_calloc((size_t)points, sizeof(*programs));
+    costs = rotor_calloc((size_t)points, sizeof(*costs));
+    if (programs == NULL || costs == NULL) {
+        PyErr_NoMemory();
+        goto out;
+    }
+    rotor_watch_begin(&watch, progress);
+    int ret = rotor_planner_curve(&self->graph, points, &options, &watch.callback, programs, costs,
+                                  &count);
+    rotor_watch_end(&watch);
+    answer = ret == ROTOR_OK ? program_list(programs, count) : rotor_raise_status(module, ret);
+out:
+    for (int64_t k = 0; programs != NULL && k < points; k++) {
+        rotor_program_free(&programs[k]);
+    }
+    rotor_free(programs);
+    rotor_free(costs);
+    return answer;
+}
+
+static PyMethodDef dataflow_methods[] = {
+    {"simulate", (PyCFunction)(void (*)(void))dataflow_simulate,
+     METH_METHOD | METH_FASTCALL | METH_KEYWORDS, simulate_doc},
+    {"lower_bound", dataflow_lower_bound, METH_NOARGS, lower_bound_doc},
+    {"plan", dataflow_plan, METH_VARARGS, plan_doc},
+    {"curve", dataflow_curve, METH_VARARGS, curve_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+PyDoc_STRVAR(dataflow_doc,
+             "Dataflow(cost_ns, workspace_bytes, phase, flags, input_start, inputs, output_start, "
+             "outputs, storage_bytes, pinned, /)\n--\n\n"
+             "A graph of operations on storages, for programs and the planner.");
+
+static PyType_Slot dataflow_slots[] = {
+    {Py_tp_new, dataflow_new},
+    {Py_tp_dealloc, dataflow_dealloc},
+    {Py_tp_methods, dataflow_methods},
+    {Py_tp_doc, (void *)dataflow_doc},
+    {0, NULL},
+};
+
+static PyType_Spec dataflow_spec = {
+    .name = "rotor._core.Dataflow",
+    .basicsize = sizeof(rotor_dataflow_object_t),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = dataflow_slots,
+};
+
+int rotor_add_planner(PyObject *module) {
+    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &dataflow_spec, NULL);
+    if (type == NULL) {
+        return -1;
+    }
+    int ret = PyModule_AddType(module, type);
+    Py_DECREF(type);
+    return ret;
+}

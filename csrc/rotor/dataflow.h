@@ -1,0 +1,82 @@
+/*
+ * A graph of operations at the level of storages: what programs run and the planner plans.
+ *
+ * Every storage is made by one operation; what exists before and after the step (parameters,
+ * inputs) is no storage. An operation reads storages, makes storages, and needs a workspace while it
+ * runs. The operations are numbered in an order in which every input is made before it is read and
+ * which keeps the phases: forward, loss, backward.
+ */
+#ifndef ROTOR_DATAFLOW_H
+#define ROTOR_DATAFLOW_H
+
+#include "core.h"
+
+enum rotor_phase { ROTOR_PHASE_FORWARD = 0, ROTOR_PHASE_LOSS = 1, ROTOR_PHASE_BACKWARD = 2 };
+
+enum rotor_operation_flag {
+    ROTOR_ONCE = 1,  /* it must run exactly once; operations of the loss always have it */
+    ROTOR_RANDOM = 2 /* it may run again, with its own random state */
+};
+
+/* What a graph is built from; `*_start` have one element more than there are operations. */
+typedef struct {
+    int64_t operation_count;
+    int64_t storage_count;
+    const int64_t *cost_ns;
+    const int64_t *workspace_bytes;
+    const int64_t *phase;
+    const int64_t *flags;
+    const int64_t *input_start;
+    const int64_t *inputs;
+    const int64_t *output_start;
+    const int64_t *outputs;
+    const int64_t *storage_bytes;
+    const int64_t *pinned; /* 1: once made, kept to the end */
+} rotor_dataflow_arrays_t;
+
+typedef struct {
+    int32_t operation_count;
+    int32_t storage_count;
+    int64_t *cost_ns;
+    int64_t *workspace_bytes;
+    int64_t *output_bytes; /* of all outputs of an operation */
+    uint8_t *phase;
+    uint8_t *flags;
+    int32_t *input_start;
+    int32_t *inputs; /* each once */
+    int32_t *output_start;
+    int32_t *outputs;
+    int64_t *bytes;
+    uint8_t *pinned;
+    int32_t *producer;   /* of a storage */
+    int32_t *user_start; /* by storage */
+    int32_t *users;      /* operations, ascending */
+    int64_t total_cost_ns; /* every operation once */
+    int64_t total_bytes;   /* all storages and the largest workspace */
+} rotor_dataflow_t;
+
+void rotor_dataflow_init(rotor_dataflow_t *self);
+void rotor_dataflow_free(rotor_dataflow_t *self);
+
+/*
+ * Builds a graph. ROTOR_ERR_BAD_LENGTH without operations, or with more than 2^30 of anything;
+ * ROTOR_ERR_NEGATIVE_SIZE, ROTOR_ERR_NEGATIVE_TIME, ROTOR_ERR_TOO_LARGE (ROTOR_MAX_VALUE),
+ * ROTOR_ERR_OVERFLOW (sums); ROTOR_ERR_BAD_OPERATION for an index, phase or flag out of range, and
+ * for a phase after a later one;
+ * ROTOR_ERR_NO_INPUT for an input that no earlier operation makes; ROTOR_ERR_TWICE for a storage
+ * made twice; ROTOR_ERR_INCOMPLETE for a storage that no operation makes.
+ */
+int rotor_dataflow_build(rotor_dataflow_t *self, const rotor_dataflow_arrays_t *arrays);
+
+/*
+ * Bytes below which no program can stay whatever its order: the largest, over operations, of what is
+ * live while it runs at least (its inputs, its outputs, its workspace), of what is pinned in all,
+ * and of what an operation has beside pinned storages that are made before it in every order.
+ */
+int rotor_dataflow_lower_bound(const rotor_dataflow_t *self, int64_t *bytes);
+
+static inline bool rotor_dataflow_once(const rotor_dataflow_t *self, int32_t operation) {
+    return (self->flags[operation] & ROTOR_ONCE) != 0;
+}
+
+#endif

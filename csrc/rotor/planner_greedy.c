@@ -1,0 +1,449 @@
+#include <math.h>
+#include <string.h>
+
+#include "planner_private.h"
+
+bool rotor_setting_fixed(int32_t k, rotor_setting_t *setting) {
+    static const double powers[][3] = {
+        {0.5, 1.0, 1.0}, {1.0, 1.0, 1.0}, {0.3, 0.7, 1.0}, {1.0, 0.5, 1.0},
+        {0.0, 1.0, 1.0}, {2.0, 1.0, 1.0}, {1.0, 1.0, 0.7}, {1.0, 1.0, 0.0},
+    };
+    const int32_t count = (int32_t)(sizeof(powers) / sizeof(powers[0]));
+    if (k >= ROTOR_FIXED_SETTINGS) {
+        return false;
+    }
+    *setting = (rotor_setting_t){
+        .size_power = powers[k % count][0],
+        .distance_power = powers[k % count][1],
+        .cost_power = powers[k % count][2],
+        .slack = k / count == 1 ? 1.04 : 1.0,
+        .neighbourhood = 1000,
+    };
+    return true;
+}
+
+void rotor_setting_random(rotor_random_t *random, rotor_setting_t *setting) {
+    static const int32_t sizes[] = {1, 4, 32, 1000};
+    *setting = (rotor_setting_t){
+        .size_power = 2.0 * rotor_random_unit(random),
+        .distance_power = 1.5 * rotor_random_unit(random),
+        .cost_power = 0.3 + rotor_random_unit(random),
+        .noise = rotor_random_below(random, 4) == 0 ? 0.0 : 1.5 * rotor_random_unit(random),
+        .slack = rotor_random_below(random, 2) == 0 ? 1.0 : 1.0 + 0.1 * rotor_random_unit(random),
+        .neighbourhood = sizes[rotor_random_below(random, 4)],
+        .is_reversed = rotor_random_below(random, 2) == 0,
+        .is_loose = rotor_random_below(random, 4) == 0,
+    };
+}
+
+void rotor_greedy_init(rotor_greedy_t *self) { memset(self, 0, sizeof(*self)); }
+
+void rotor_greedy_free(rotor_greedy_t *self) {
+    rotor_free(self->positions);
+    rotor_free(self->uses);
+    rotor_free(self->cursor);
+    rotor_free(self->next_use);
+    rotor_free(self->size_score);
+    rotor_free(self->cost_log);
+    rotor_free(self->distance_log);
+    rotor_free(self->log_table);
+    rotor_free(self->is_live);
+    rotor_free(self->is_clean);
+    rotor_free(self->is_kept);
+    rotor_free(self->locks);
+    rotor_free(self->live);
+    rotor_free(self->slot);
+    rotor_free(self->stamp);
+    rotor_free(self->stack);
+    rotor_free(self->frames);
+    rotor_free(self->frame_locks);
+    rotor_free(self->visited);
+    rotor_greedy_init(self);
+}
+
+static int allocate(rotor_greedy_t *g) {
+    int64_t n = g->graph->operation_count;
+    int64_t m = g->graph->storage_count;
+    g->positions = rotor_malloc_array(n, sizeof(*g->positions));
+    g->uses = rotor_malloc_array(g->graph->user_start[m], sizeof(*g->uses));
+    g->cursor = rotor_malloc_array(m, sizeof(*g->cursor));
+    g->next_use = rotor_malloc_array(m, sizeof(*g->next_use));
+    g->size_score = rotor_malloc_array(m, sizeof(*g->size_score));
+    g->cost_log = rotor_malloc_array(m, sizeof(*g->cost_log));
+    g->distance_log = rotor_malloc_array(n + 2, sizeof(*g->distance_log));
+    g->log_table = rotor_malloc_array(n + 2, sizeof(*g->log_table));
+    g->is_live = rotor_malloc_array(m, sizeof(*g->is_live));
+    g->is_clean = rotor_malloc_array(m, sizeof(*g->is_clean));
+    g->is_kept = rotor_malloc_array(m, sizeof(*g->is_kept));
+    g->locks = rotor_malloc_array(m, sizeof(*g->locks));
+    g->live = rotor_malloc_array(m, sizeof(*g->live));
+    g->slot = rotor_malloc_array(m, sizeof(*g->slot));
+    g->stamp = rotor_calloc((size_t)n, sizeof(*g->stamp));
+    g->stack = rotor_malloc_array(m + n, sizeof(*g->stack));
+    g->frames = rotor_malloc_array(n + 1, sizeof(*g->frames));
+    g->frame_locks = rotor_malloc_array(n + 1, sizeof(*g->frame_locks));
+    g->visited = rotor_malloc_array(n + 1, sizeof(*g->visited));
+    return g->positions == NULL || g->uses == NULL || g->cursor == NULL || g->next_use == NULL ||
+                   g->size_score == NULL || g->cost_log == NULL || g->distance_log == NULL ||
+                   g->log_table == NULL || g->is_live == NULL || g->is_clean == NULL ||
+                   g->is_kept == NULL || g->locks == NULL ||
+                   g->live == NULL || g->slot == NULL || g->stamp == NULL || g->stack == NULL ||
+                   g->frames == NULL || g->frame_locks == NULL || g->visited == NULL
+               ? ROTOR_ERR_NO_MEMORY
+               : ROTOR_OK;
+}
+
+static void sort_uses(rotor_greedy_t *g) {
+    const rotor_dataflow_t *graph = g->graph;
+    for (int32_t s = 0; s < graph->storage_count; s++) {
+        g->cursor[s] = graph->user_start[s];
+    }
+    for (int32_t k = 0; k < graph->operation_count; k++) {
+        int32_t op = g->order[k];
+        g->positions[op] = k;
+        for (int32_t j = graph->input_start[op]; j < graph->input_start[op + 1]; j++) {
+            g->uses[g->cursor[graph->inputs[j]]++] = k;
+        }
+    }
+}
+
+int rotor_greedy_prepare(rotor_greedy_t *self, const rotor_dataflow_t *graph,
+                         const int32_t *order) {
+    self->order = order;
+    if (self->graph == NULL) {
+        self->graph = graph;
+        int ret = allocate(self);
+        if (ret != ROTOR_OK) {
+            rotor_greedy_free(self);
+            return ret;
+        }
+        for (int32_t d = 0; d < graph->operation_count + 2; d++) {
+            self->log_table[d] = (float)log((double)d + 1.0);
+        }
+    }
+    sort_uses(self);
+    return ROTOR_OK;
+}
+
+/* Everything that reads s through evicted storages has another recompute cost now. */
+static void invalidate(rotor_greedy_t *g, int32_t s) {
+    const rotor_dataflow_t *graph = g->graph;
+    int32_t depth = 0;
+    g->stack[depth++] = s;
+    while (depth > 0) {
+        int32_t x = g->stack[--depth];
+        g->work += 2 + graph->user_start[x + 1] - graph->user_start[x];
+        for (int32_t j = graph->user_start[x]; j < graph->user_start[x + 1]; j++) {
+            int32_t op = graph->users[j];
+            for (int32_t i = graph->output_start[op]; i < graph->output_start[op + 1]; i++) {
+                int32_t t = graph->outputs[i];
+                if (!g->is_clean[t]) {
+                    continue;
+                }
+                g->is_clean[t] = 0;
+                if (!g->is_live[t]) {
+                    g->stack[depth++] = t;
+                }
+            }
+        }
+    }
+}
+
+/* The logarithm of the time to remake s with the evicted storages that it needs. */
+static float cost_of(rotor_greedy_t *g, int32_t s) {
+    const rotor_dataflow_t *graph = g->graph;
+    int32_t left = g->setting->neighbourhood;
+    int32_t depth = 0;
+    int64_t cost = 0;
+    g->stamp_value++;
+    g->stack[depth++] = graph->producer[s];
+    g->stamp[graph->producer[s]] = g->stamp_value;
+    while (depth > 0) {
+        int32_t op = g->stack[--depth];
+        cost += graph->cost_ns[op];
+        g->work += 4 + graph->input_start[op + 1] - graph->input_start[op];
+        if (--left <= 0) {
+            break;
+        }
+        for (int32_t j = graph->input_start[op]; j < graph->input_start[op + 1]; j++) {
+            int32_t t = graph->inputs[j];
+            int32_t maker = graph->producer[t];
+            if (g->is_live[t]) {
+                continue;
+            }
+            g->is_clean[t] = 1;
+            if (g->stamp[maker] != g->stamp_value) {
+                g->stamp[maker] = g->stamp_value;
+                g->stack[depth++] = maker;
+            }
+        }
+    }
+    g->is_clean[s] = 1;
+    return (float)(g->setting->cost_power * log((double)cost + 1.0));
+}
+
+static void leave_candidates(rotor_greedy_t *g, int32_t s) {
+    if (g->slot[s] >= 0) {
+        int32_t last = g->live[--g->live_count];
+        g->live[g->slot[s]] = last;
+        g->slot[last] = g->slot[s];
+        g->slot[s] = -1;
+    }
+}
+
+/* From now on s cannot be remade. */
+static void keep(rotor_greedy_t *g, int32_t s) {
+    g->is_kept[s] = 1;
+    leave_candidates(g, s);
+}
+
+static void take_out(rotor_greedy_t *g, int32_t s) {
+    leave_candidates(g, s);
+    g->is_live[s] = 0;
+    g->is_clean[s] = 0;
+    g->live_bytes -= g->graph->bytes[s];
+    invalidate(g, s);
+}
+
+static void put_in(rotor_greedy_t *g, int32_t s) {
+    g->is_live[s] = 1;
+    g->is_clean[s] = 0;
+    g->live_bytes += g->graph->bytes[s];
+    if (!g->is_kept[s] && !g->graph->pinned[s] && g->graph->bytes[s] > 0) {
+        g->slot[s] = g->live_count;
+        g->live[g->live_count++] = s;
+    }
+    invalidate(g, s);
+}
+
+static int32_t next_use(rotor_greedy_t *g, int32_t s) {
+    int32_t next = g->next_use[s];
+    if (next < g->now) {
+        int32_t at = g->cursor[s];
+        int32_t last = g->graph->user_start[s + 1];
+        while (at < last && g->uses[at] < g->now) {
+            at++;
+        }
+        g->cursor[s] = at;
+        next = at < last ? g->uses[at] : g->graph->operation_count;
+        g->next_use[s] = next;
+    }
+    return next;
+}
+
+/* Evicts until `bytes` more fit in the limit, or nothing is left to evict. */
+static void make_room(rotor_greedy_t *g, int64_t bytes) {
+    while (g->live_bytes + bytes > g->limit) {
+        float best_score = 0.0F;
+        int32_t best = -1;
+        g->work += g->live_count;
+        for (int32_t k = 0; k < g->live_count; k++) {
+            int32_t s = g->live[k];
+            if (g->locks[s] > 0) {
+                continue;
+            }
+            if (!g->is_clean[s]) {
+                g->cost_log[s] = cost_of(g, s);
+            }
+            float score =
+                g->size_score[s] + g->distance_log[next_use(g, s) - g->now] - g->cost_log[s];
+            if (best < 0 || score > best_score) {
+                best = s;
+                best_score = score;
+            }
+        }
+        if (best < 0) {
+            break;
+        }
+        take_out(g, best);
+    }
+}
+
+/*
+ * Whether nothing that can still be read needs s, which cannot be remade, again; what was made from it
+ * and is live cannot be remade then either.
+ */
+static bool let_go(rotor_greedy_t *g, int32_t s) {
+    const rotor_dataflow_t *graph = g->graph;
+    int32_t unused = graph->operation_count;
+    int32_t depth = 0;
+    int32_t seen = 0; /* operations */
+    bool is_free = true;
+    g->stamp_value++;
+    g->stack[depth++] = s;
+    while (depth > 0 && is_free) {
+        int32_t x = g->stack[--depth];
+        for (int32_t j = graph->user_start[x]; j < graph->user_start[x + 1]; j++) {
+            int32_t op = graph->users[j];
+            if (g->stamp[op] == g->stamp_value) {
+                continue;
+            }
+            g->stamp[op] = g->stamp_value;
+            g->visited[seen++] = op;
+            for (int32_t i = graph->output_start[op]; i < graph->output_start[op + 1]; i++) {
+                int32_t t = graph->outputs[i];
+                if (!g->is_live[t]) {
+                    is_free = is_free && next_use(g, t) == unused && g->locks[t] == 0;
+                    g->stack[depth++] = t;
+                }
+            }
+        }
+    }
+    for (int32_t k = 0; is_free && k < seen; k++) {
+        int32_t op = g->visited[k];
+        for (int32_t i = graph->output_start[op]; i < graph->output_start[op + 1]; i++) {
+            keep(g, graph->outputs[i]);
+        }
+    }
+    return is_free;
+}
+
+/* Drops a storage that nothing will read. */
+static void release(rotor_greedy_t *g, int32_t s) {
+    if (!g->is_live[s] || g->locks[s] > 0 || g->graph->pinned[s] || g->graph->bytes[s] == 0 ||
+        next_use(g, s) < g->graph->operation_count) {
+        return;
+    }
+    if (g->is_kept[s] ? let_go(g, s) : !g->setting->keeps_unused) {
+        take_out(g, s);
+    }
+}
+
+static void run(rotor_greedy_t *g, int32_t op, bool is_planned) {
+    const rotor_dataflow_t *graph = g->graph;
+    int64_t needed = graph->workspace_bytes[op];
+    for (int32_t j = graph->output_start[op]; j < graph->output_start[op + 1]; j++) {
+        int32_t s = graph->outputs[j];
+        /* An output that is there already is made anew: its old copy goes first. */
+        needed += g->is_live[s] && !graph->pinned[s] ? 0 : graph->bytes[s];
+    }
+    make_room(g, needed);
+    if (is_planned) {
+        g->now++;
+    }
+    for (int32_t j = graph->output_start[op]; j < graph->output_start[op + 1]; j++) {
+        if (!g->is_live[graph->outputs[j]]) {
+            put_in(g, graph->outputs[j]);
+        }
+    }
+    for (int32_t j = graph->input_start[op]; j < graph->input_start[op + 1]; j++) {
+        g->locks[graph->inputs[j]]--;
+        release(g, graph->inputs[j]);
+    }
+    for (int32_t j = graph->output_start[op]; j < graph->output_start[op + 1]; j++) {
+        release(g, graph->outputs[j]);
+    }
+}
+
+/* Locks the inputs of the frame's operation that it has not locked yet: all, or those that are there
+ * because they were remade for it. */
+static void lock_inputs(rotor_greedy_t *g, int32_t depth, uint64_t which) {
+    const rotor_dataflow_t *graph = g->graph;
+    int32_t op = g->frames[depth];
+    int32_t first = graph->input_start[op];
+    for (int32_t j = first; j < graph->input_start[op + 1]; j++) {
+        uint64_t bit = UINT64_C(1) << ((j - first) & 63);
+        if ((which & bit) != 0 && (g->frame_locks[depth] & bit) == 0) {
+            g->locks[graph->inputs[j]]++;
+        }
+    }
+    g->frame_locks[depth] |= which;
+}
+
+static void push_frame(rotor_greedy_t *g, int32_t depth, int32_t op) {
+    const rotor_dataflow_t *graph = g->graph;
+    bool locks_all = !g->setting->is_loose ||
+                     graph->input_start[op + 1] - graph->input_start[op] > 64;
+    g->frames[depth] = op;
+    g->frame_locks[depth] = 0;
+    if (locks_all) {
+        lock_inputs(g, depth, UINT64_MAX);
+    }
+}
+
+/* The index in graph->inputs of an input of op that is not there, or -1. */
+static int32_t missing_input(const rotor_greedy_t *g, int32_t op) {
+    const rotor_dataflow_t *graph = g->graph;
+    int32_t first = graph->input_start[op];
+    int32_t last = graph->input_start[op + 1];
+    for (int32_t j = first; j < last; j++) {
+        int32_t k = g->setting->is_reversed ? last - 1 - (j - first) : j;
+        if (!g->is_live[graph->inputs[k]]) {
+            return k;
+        }
+    }
+    return -1;
+}
+
+static int append_run(rotor_greedy_t *g, int32_t op, bool is_planned, int64_t longest,
+                      rotor_stop_t *stop, rotor_program_t *program) {
+    int ret = ROTOR_OK;
+    if (program->length >= longest) {
+        return ROTOR_ERR_INFEASIBLE;
+    }
+    g->work = 10;
+    run(g, op, is_planned);
+    if ((ret = rotor_program_append(program, op)) != ROTOR_OK) {
+        return ret;
+    }
+    return rotor_stop_look(stop, g->work);
+}
+
+static void begin(rotor_greedy_t *g, int64_t budget, const rotor_setting_t *setting,
+                  rotor_random_t *random) {
+    const rotor_dataflow_t *graph = g->graph;
+    int32_t n = graph->operation_count;
+    double limit = (double)budget * setting->slack;
+    g->setting = setting;
+    g->limit = setting->slack == 1.0 || limit > 0x1p62 ? budget : (int64_t)limit;
+    g->live_bytes = 0;
+    g->live_count = 0;
+    g->now = 0;
+    for (int32_t d = 0; d < n + 2; d++) {
+        g->distance_log[d] = (float)setting->distance_power * g->log_table[d];
+    }
+    for (int32_t s = 0; s < graph->storage_count; s++) {
+        double noise =
+            setting->noise > 0.0 ? setting->noise * (rotor_random_unit(random) - 0.5) : 0.0;
+        g->cursor[s] = graph->user_start[s];
+        g->next_use[s] = -1;
+        g->size_score[s] =
+            (float)(setting->size_power * log((double)graph->bytes[s] + 1.0) + noise);
+        g->is_kept[s] = rotor_dataflow_once(graph, graph->producer[s]);
+        g->slot[s] = -1;
+    }
+    memset(g->is_live, 0, (size_t)graph->storage_count);
+    memset(g->is_clean, 0, (size_t)graph->storage_count);
+    memset(g->locks, 0, (size_t)graph->storage_count * sizeof(*g->locks));
+}
+
+int rotor_greedy_walk(rotor_greedy_t *self, int64_t budget, const rotor_setting_t *setting,
+                      rotor_random_t *random, int64_t longest, rotor_stop_t *stop,
+                      rotor_program_t *program) {
+    begin(self, budget, setting, random);
+    program->length = 0;
+    for (int32_t k = 0; k < self->graph->operation_count; k++) {
+        int32_t depth = 0;
+        push_frame(self, 0, self->order[k]);
+        while (depth >= 0) {
+            int32_t op = self->frames[depth];
+            int32_t missing = missing_input(self, op);
+            if (missing >= 0) {
+                int32_t bit = missing - self->graph->input_start[op];
+                lock_inputs(self, depth, UINT64_C(1) << (bit & 63)); /* once it is there */
+                push_frame(self, ++depth, self->graph->producer[self->graph->inputs[missing]]);
+                continue;
+            }
+            lock_inputs(self, depth, UINT64_MAX);
+            int ret = append_run(self, op, depth == 0, longest, stop, program);
+            if (ret != ROTOR_OK) {
+                return ret;
+            }
+            if (stop->is_over) {
+                return ROTOR_ERR_INFEASIBLE;
+            }
+            depth--;
+        }
+    }
+    return ROTOR_OK;
+}

@@ -1,0 +1,100 @@
+/*
+ * A program under change: runs in slots with gaps between them, the memory of every slot, and a log
+ * of changes that can be taken back.
+ *
+ * A storage's events are the slots where it is made or read, ascending. From a making to the last
+ * reading before the next making its bytes count in every slot, the empty ones too: there the level
+ * is never above that of the run before. Sizes are in units that keep all sums within int32, rounded
+ * up, the budget rounded down.
+ */
+#ifndef ROTOR_PLANNER_SEQUENCE_H
+#define ROTOR_PLANNER_SEQUENCE_H
+
+#include "program.h"
+
+typedef struct {
+    int32_t *slots;
+    int32_t count;
+    int32_t capacity;
+} rotor_events_t;
+
+typedef struct {
+    int32_t slot;
+    int32_t operation; /* -1 - operation where the run was removed */
+} rotor_change_t;
+
+typedef struct {
+    const rotor_dataflow_t *graph;
+    int64_t unit;
+    int32_t *size;      /* of storages, units */
+    int32_t *workspace; /* of operations, units */
+    int32_t slot_count;
+    int32_t slot_capacity;
+    int32_t *op_at; /* by slot, -1: empty */
+    int32_t *level; /* by slot, less that of its block */
+    int32_t block_count;
+    int32_t *block_level;
+    int32_t *block_most; /* of level */
+    rotor_events_t *events; /* by storage */
+    int32_t *runs;          /* by operation */
+    int32_t *repeated;      /* operations with two runs or more */
+    int32_t repeated_count;
+    int32_t *repeated_at; /* in repeated, -1 */
+    int32_t phase_start[4]; /* slots: first runs of phase p lie in [p], below [p + 1] */
+    int64_t time_ns;
+    rotor_change_t *changes;
+    int64_t change_count;
+    int64_t change_capacity;
+    int64_t work; /* elementary steps so far */
+} rotor_slots_t;
+
+void rotor_slots_init(rotor_slots_t *self);
+void rotor_slots_free(rotor_slots_t *self);
+
+/* Lays out a valid program; may be called again with others of the same graph. */
+int rotor_slots_load(rotor_slots_t *self, const rotor_dataflow_t *graph, const int32_t *ops,
+                     int64_t length);
+int rotor_slots_store(const rotor_slots_t *self, rotor_program_t *program);
+
+/* Adds or removes a run and logs it. All inputs of a run that is added must have been made before the
+ * slot, which must be empty; a run that is removed must be removable. */
+int rotor_slots_add(rotor_slots_t *self, int32_t slot, int32_t operation);
+int rotor_slots_remove(rotor_slots_t *self, int32_t slot);
+/* Takes back all changes beyond the first `count`. Cannot fail. */
+void rotor_slots_undo(rotor_slots_t *self, int64_t count);
+
+/* Whether the program stays valid without the run. */
+bool rotor_slots_removable(const rotor_slots_t *self, int32_t slot);
+/* Whether it is removable and nothing reads what it makes. */
+bool rotor_slots_useless(const rotor_slots_t *self, int32_t slot);
+/* The empty slot next below `slot`, above `floor`; -1 where there is none. */
+int32_t rotor_slots_empty_below(const rotor_slots_t *self, int32_t slot, int32_t floor);
+int32_t rotor_slots_empty_above(const rotor_slots_t *self, int32_t slot, int32_t ceiling);
+
+/* The highest level and a slot that has it. */
+int32_t rotor_slots_most(const rotor_slots_t *self, int32_t *slot);
+/* The highest level of the slots from first to last. */
+int32_t rotor_slots_most_within(const rotor_slots_t *self, int32_t first, int32_t last);
+int32_t rotor_slots_level(const rotor_slots_t *self, int32_t slot);
+
+/* The number of events of a storage below a slot: the index of the first that is not. */
+static inline int32_t rotor_events_below(const rotor_events_t *self, int32_t slot) {
+    int32_t low = 0;
+    int32_t high = self->count;
+    while (low < high) {
+        int32_t middle = low + (high - low) / 2;
+        if (self->slots[middle] < slot) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+/* Whether event k of storage s is a making. */
+static inline bool rotor_slots_makes(const rotor_slots_t *self, int32_t s, int32_t k) {
+    return self->op_at[self->events[s].slots[k]] == self->graph->producer[s];
+}
+
+#endif

@@ -1,0 +1,118 @@
+"""Checkpointing by blocks, for models of which no graph can be captured.
+
+Every block of the model runs under ``torch.utils.checkpoint``: what it keeps is its input. Random
+numbers are those of the first forward, and buffers that a forward updates (running statistics) are
+updated once. No limit is planned for: peaks are measured, and reported where they pass the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import checkpoint
+
+from rotor import _torch
+
+__all__ = ["checkpointed_blocks", "find_blocks"]
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks of a model: the members of its lists and sequences, else its children.
+
+    Parameters
+    ----------
+    model
+        Any module.
+
+    Returns
+    -------
+    list of (str, Module)
+        Disjoint modules by path, none inside another; those without children or parameters are
+        left out.
+    """
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(path: str, module: nn.Module) -> bool:
+        """Whether blocks were found inside."""
+        children = _torch.child_modules(module)
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            members = [(f"{path}.{name}".lstrip("."), child) for name, child in children]
+            chosen = [item for item in members if any(True for _ in item[1].parameters())]
+            if len(chosen) > 1:
+                found.extend(chosen)
+                return True
+        inside = [visit(f"{path}.{name}".lstrip("."), child) for name, child in children]
+        return any(inside)
+
+    if not visit("", model):
+        found = [
+            (name, child)
+            for name, child in _torch.child_modules(model)
+            if any(True for _ in child.parameters())
+        ]
+    unique: dict[int, tuple[str, nn.Module]] = {}
+    for path, module in found:
+        unique.setdefault(id(module), (path, module))
+    return list(unique.values())
+
+
+@contextmanager
+def _without_updates(module: nn.Module) -> Iterator[None]:
+    """Buffers are, in the end, as they were."""
+    kept = [
+        (slots, name, slots[name], slots[name].detach().clone())
+        for part in module.modules()
+        for slots, name in _torch.buffer_slots(part)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for slots, name, buffer, value in kept:
+                buffer.copy_(value)
+                slots[name] = buffer
+
+
+def _run(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint.checkpoint(
+        forward,
+        *args,
+        use_reentrant=False,
+        context_fn=lambda: (nullcontext(), _without_updates(module)),
+        **kwargs,
+    )
+
+
+@contextmanager
+def checkpointed_blocks(blocks: list[tuple[str, nn.Module]]) -> Iterator[None]:
+    """While it lasts, a call of one of these modules is checkpointed.
+
+    Parameters
+    ----------
+    blocks
+        What `find_blocks` gives.
+    """
+    own: list[tuple[nn.Module, Any]] = [(m, m.__dict__.get("forward")) for _, m in blocks]
+    for _, module in blocks:
+        forward = module.forward
+
+        def checkpointed(
+            *args: Any, _module: nn.Module = module, _forward: Any = forward, **kwargs: Any
+        ) -> Any:
+            return _run(_module, _forward, args, kwargs)
+
+        module.__dict__["forward"] = checkpointed
+    try:
+        yield
+    finally:
+        for module, forward in own:
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward

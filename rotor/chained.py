@@ -1,0 +1,367 @@
+"""`Checkpointable` for chains: an ``nn.Sequential`` under an optimal schedule."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor.algorithms import Persistent
+from rotor.algorithms.curve import Curve
+from rotor.algorithms.sequence import Sequence as Schedule
+from rotor.algorithms.utils import DynamicAlgorithm, checked_slots
+from rotor.chain import Chain
+from rotor.checkpointable import Checkpointable, DefaultSlots
+from rotor.executor import Run, run_chain
+from rotor.inspection import Inspection, measure
+from rotor.metering import StepBytes, cancel_running
+from rotor.plan import Plan, loss_reserve, make_plan, own_bytes
+from rotor.progress import progress
+from rotor.report.text import plan_report, stage_table
+from rotor.stages import Structure, find_stages, refuse_sharded
+from rotor.units import format_bytes, parse_bytes
+from rotor.values import tensors_of
+
+logger = logging.getLogger("rotor")
+
+
+class ChainCheckpointable(Checkpointable):
+    """What `Checkpointable` makes of an ``nn.Sequential``.
+
+    Attributes
+    ----------
+    names, functions
+        The stages, by name and as callables; as measured once there is a measure.
+    inspection_values
+        The last measure, ``None`` before one.
+    """
+
+    _algorithm: DynamicAlgorithm
+    _inspections: dict[Any, Inspection]
+    _plans: dict[Any, Plan]
+    _latest: Plan | None
+    _structure: Structure
+    _learned_loss: dict[Any, int]
+
+    def _begin(self) -> None:
+        stages = find_stages(self.module)
+        self.__dict__.update(
+            names=[stage.name for stage in stages],
+            functions=list(stages),
+            inspection_values=None,
+            _algorithm=Persistent(),
+            _inspections={},
+        )
+
+    def _measure_sample(self, sample: Any) -> None:
+        self.measure(sample)
+
+    def _check_model(self, model: nn.Module) -> None:
+        find_stages(model)
+
+    # -- measuring and planning
+
+    def measure(self, custom_input: Any, *, targets: Sequence[Any] = ()) -> Inspection:
+        """Measure every stage on a sample of the input.
+
+        Nothing is changed: parameters, gradients, buffers, random states, training flags. The
+        model is measured in training mode.
+
+        Parameters
+        ----------
+        custom_input
+            A tensor, or tensors in tuples, lists and dictionaries, on the model's device.
+        targets
+            With ``loss_fn``: what it takes beside the output.
+
+        Raises
+        ------
+        ValueError
+            The input is on another device than the model, holds no tensor, or is changed in place
+            by the first stage.
+        TypeError
+            A stage returns something other than tensors.
+        """
+        flags = [(module, module.training) for module in self.module.modules()]
+        if not self.module.training:
+            self.module.train()
+        try:
+            with torch.enable_grad():
+                key = self._key(custom_input, targets)
+                self._inspections.pop(key[0], None)
+                for plan_key in [k for k in self._plans if k[0] == key[0]]:
+                    del self._plans[plan_key]
+                inspection = self._inspect(key[0], custom_input, targets)
+                self.__dict__["_latest_key"] = key
+        finally:
+            for module, training in flags:
+                module.training = training
+        return inspection
+
+    def build_chain(self, mem_limit: int | str | None = None) -> Chain:
+        """The cost model of the measured stages.
+
+        Parameters
+        ----------
+        mem_limit
+            Accepted as published; the cost model is in bytes and does not depend on it.
+
+        Raises
+        ------
+        ValueError
+            Nothing was measured.
+        """
+        if mem_limit is not None:
+            parse_bytes(mem_limit)
+        return self._chain(self._measured_key())
+
+    def compute_sequence(
+        self,
+        custom_mem_limit_bytes: int | str | None = None,
+        mem_slots: int | None = None,
+        algo: DynamicAlgorithm | type[DynamicAlgorithm] | None = None,
+        *,
+        mem_limit: int | str | None = None,
+        **algo_kwargs: Any,
+    ) -> Schedule:
+        """Compute the schedule that the following steps run.
+
+        Parameters
+        ----------
+        custom_mem_limit_bytes, mem_limit
+            The limit, by its published name or by ours; by default the one given before.
+        mem_slots
+            Plan on this many slots.
+        algo
+            An algorithm of `rotor.algorithms`, ``Persistent()`` by default.
+        **algo_kwargs
+            Given to the class where `algo` is one, else to its ``solve``.
+
+        Returns
+        -------
+        Sequence
+            The schedule, priced by the simulator on `build_chain`.
+
+        Raises
+        ------
+        ValueError
+            Nothing was measured; two different limits are given; InfeasibleError (a ValueError)
+            when no schedule fits.
+        """
+        if custom_mem_limit_bytes is not None and mem_limit is not None:
+            raise ValueError("give the limit once: mem_limit= or custom_mem_limit_bytes=")
+        given = custom_mem_limit_bytes if mem_limit is None else mem_limit
+        limit = self.mem_limit if given is None else parse_bytes(given)
+        slots = self.mem_slots if mem_slots is None else checked_slots(mem_slots)
+        key = self._measured_key()
+        before = (self._algorithm, self._options, self.mem_limit, self.mem_slots, self._plans)
+        algorithm, options = self._algorithm, self._options
+        if algo is not None or algo_kwargs:
+            if isinstance(algo, type):
+                algorithm, options = algo(**algo_kwargs), {}
+            else:
+                algorithm, options = algo or Persistent(), algo_kwargs
+        self.__dict__.update(
+            _algorithm=algorithm, _options=options, mem_limit=limit, mem_slots=slots, _plans={}
+        )
+        try:
+            plan = self._make(key)
+        except BaseException:
+            names = ("_algorithm", "_options", "mem_limit", "mem_slots", "_plans")
+            self.__dict__.update(zip(names, before, strict=True))
+            raise
+        return plan.sequence
+
+    def curve(self) -> Curve:
+        """Step time against limit: every limit at once, the model's input not counted.
+
+        Raises
+        ------
+        ValueError
+            Nothing was measured.
+        """
+        key = self._measured_key()
+        chain, inspection = self._chain(key), self._inspections[key[0]]
+        with progress(1, "computing the curve") as update:
+            curve = self._algorithm.curve(chain, progress=update)
+        most, least = (
+            own_bytes(inspection, [count] * len(chain), rng=self.preserve_rng_state)
+            for count in (3, 1)
+        )
+        limits = curve.bytes - chain.x_bytes[0] + most
+        if curve.seconds[-1] <= chain.ideal_time:
+            limits[-1] += least - most
+        useful = limits < limits[-1]
+        useful[-1] = True
+        return Curve(limits[useful], curve.seconds[useful])
+
+    def display(self) -> str:
+        """A table of the stages and what the schedule does with them; ValueError: no plan."""
+        return stage_table(self._planned())
+
+    def report(self) -> str:
+        """Limit, predicted and measured peak, and time, as text; ValueError: no plan."""
+        return plan_report(self._planned())
+
+    def _key(self, arg: Any, targets: Sequence[Any]) -> tuple[Any, tuple[bool, ...]]:
+        """What a plan belongs to: what a measure belongs to, and which gradients are missing."""
+        tensors = tensors_of(arg)
+        if not tensors:
+            raise ValueError("the input holds no tensor, expected a tensor or a tuple with tensors")
+        kind = tensors[0].device.type
+        required, absent = self._structure.parameter_flags()
+        measured = (
+            tuple([(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]),
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+            self._structure.training_flags(),
+            required,
+            tuple([(t.shape, t.dtype) for t in tensors_of(targets)]) if targets else None,
+        )
+        return measured, absent
+
+    def _inspect(self, key: Any, arg: Any, targets: Sequence[Any]) -> Inspection:
+        stages = find_stages(self.module)
+        refuse_sharded(self.module)
+        self._check_devices(arg)
+        loss_fn = self.loss_fn if targets else None
+        cancel_running()
+        with progress(len(stages), "measuring the stages") as update:
+            inspection = measure(stages, arg, loss_fn=loss_fn, targets=targets, progress=update)
+        merged = [stage.name for stage in inspection.stages if len(stage.names) > 1]
+        if merged:
+            logger.info("merged because they cannot be cut apart: %s", ", ".join(merged))
+        self._inspections[key] = inspection
+        self.__dict__.update(
+            inspection_values=inspection,
+            names=[stage.name for stage in inspection.stages],
+            functions=list(inspection.stages),
+        )
+        return inspection
+
+    def _chain(self, key: Any) -> Chain:
+        inspection = self._inspections[key[0]]
+        # A parameter that several stages share gets its gradient in the last of them.
+        lacking = self._structure.lacking_gradient(key[1])
+        missing = []
+        for stage in reversed(inspection.stages):
+            ids = [id(parameter) for parameter in stage.parameters()]
+            missing.append([i in lacking for i in ids])
+            lacking.difference_update(ids)
+        loss_tmp = self._learned_loss.get(key[0])
+        if loss_tmp is None:
+            loss_tmp = loss_reserve(inspection, self.loss_tmp_memory_usage)
+        return inspection.chain(
+            loss_tmp_bytes=loss_tmp,
+            hold_output=inspection.loss_peak_bytes is None,
+            rng=self.preserve_rng_state,
+            missing=missing[::-1],
+        )
+
+    def _make(self, key: Any, reserve_bytes: int = 0) -> Plan:
+        inspection = self._inspections[key[0]]
+        limit = self._limit_on(inspection.device)
+        options = dict(self._options)
+        if not isinstance(self.mem_slots, DefaultSlots):
+            options.setdefault("mem_slots", self.mem_slots)
+        with progress(1, "computing the schedule") as update:
+            plan = make_plan(
+                inspection,
+                self._chain(key),
+                limit,
+                self._algorithm,
+                reserve_bytes=reserve_bytes,
+                rng=self.preserve_rng_state,
+                options=options,
+                progress=update,
+            )
+        logger.info(
+            "planned %d stages: predicted peak %s of %s, %.4g s a step, %d stages recomputed",
+            len(plan.chain),
+            format_bytes(plan.predicted_bytes),
+            format_bytes(plan.limit_bytes),
+            plan.makespan,
+            len(plan.schedule.recomputed),
+        )
+        self._plans[key] = plan
+        self.__dict__.update(_latest=plan, _latest_key=key)
+        return plan
+
+    # -- running
+
+    def forward(self, inputs: Any, *, targets: Sequence[Any] = ()) -> Any:
+        """The model's output, or its loss where ``loss_fn`` and `targets` are given.
+
+        In training mode with gradients enabled the schedule is followed (and made, the first
+        time); otherwise the plain model runs.
+
+        Parameters
+        ----------
+        inputs
+            What the wrapped model takes.
+        targets
+            With ``loss_fn``: what it takes beside the output.
+        """
+        if not self._checked_call(targets):
+            return self._with_loss(self.module.forward(inputs), targets)
+        if not self._structure.is_current():
+            self._forget()
+        key = self._key(inputs, targets)
+        plan = self._plans.get(key)
+        if plan is None or plan.outdated:
+            if key[0] not in self._inspections:
+                self._inspect(key[0], inputs, targets)
+            plan = self._replanned(key)
+        self.__dict__["_latest"] = plan
+        return self._step(plan, inputs, targets)
+
+    def _forget(self) -> None:
+        stages = find_stages(self.module)
+        self.__dict__.update(
+            _structure=Structure(self.module),
+            _inspections={},
+            _plans={},
+            _latest_key=None,
+            names=[stage.name for stage in stages],
+            functions=list(stages),
+        )
+
+    def _step(self, plan: Plan, inputs: Any, targets: Sequence[Any]) -> Any:
+        self._note_pending(plan)
+        meter = self._start_meter(plan)
+        output = run_chain(
+            plan.inspection.stages,
+            plan.schedule,
+            inputs,
+            preserve_rng_state=self.preserve_rng_state,
+            flags=plan.inspection.flags,
+            started=self._started,
+        )
+        if meter is not None:
+            meter.forward_done(output)
+        return self._with_loss(output, targets)
+
+    def _started(self, run: Run) -> None:
+        self.__dict__["_pending"] = weakref.ref(run)
+
+    def _note_pending(self, plan: Plan) -> None:
+        pending = self._pending() if self._pending is not None else None
+        if pending is not None and not pending.is_done():
+            self._warn_pending(plan.limit_bytes)
+
+    def _learn_loss(self, key: Any, plan: Plan, step: StepBytes) -> bool:
+        captured = plan.inspection.loss_peak_bytes is not None
+        # Another step may hold the output longer than this one did.
+        released = 0 if step.output_held else plan.inspection.output_bytes
+        learned = step.loss_bytes + released - plan.inspection.output_grad_bytes
+        if captured or learned == plan.chain.loss_tmp_bytes:
+            return False
+        self._learned_loss[key[0]] = learned
+        return True
+
+    def _repriced(self, key: Any, plan: Plan) -> int:
+        corrected = Schedule(plan.sequence.codes, self._chain(key))
+        return corrected.peak_bytes - plan.chain.x_bytes[0] + plan.own_bytes

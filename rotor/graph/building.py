@@ -1,0 +1,84 @@
+"""From a module and samples of its arguments to the graph of one training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor.graph.engine import CapturedStep, build_graph
+from rotor.graph.graph import Graph
+from rotor.graphed import GraphCheckpointable
+
+__all__ = ["build", "capture_step", "step_graph"]
+
+
+def build(
+    model: nn.Module,
+    *args: Any,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    targets: Sequence[Any] = (),
+    **kwargs: Any,
+) -> Graph:
+    """The graph of one training step of a module: forward, loss and backward, measured.
+
+    The module is captured in training mode and its operations are measured one by one; nothing of
+    it is changed. Without a loss function the loss is one operation that costs no time and needs
+    what `Checkpointable` reserves for an unknown one.
+
+    Parameters
+    ----------
+    model
+        Any module.
+    *args, **kwargs
+        Samples of its arguments, at least one of them a tensor.
+    loss_fn
+        ``loss_fn(output, *targets)``: the loss's own operations become part of the graph.
+    targets
+        Samples of what the loss function takes beside the output.
+
+    Returns
+    -------
+    Graph
+        Sizes in bytes as the allocator rounds them, times in nanoseconds, modules by their paths.
+
+    Raises
+    ------
+    CaptureError
+        There is no single graph of it; the message has the reason and the line of code.
+    ValueError
+        No argument holds a tensor, nothing needs a gradient, or the devices differ; targets
+        without a loss function, or the reverse.
+    TypeError
+        The model is no module.
+    """
+    return step_graph(capture_step(model, args, kwargs, loss_fn=loss_fn, targets=targets))
+
+
+def capture_step(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    targets: Sequence[Any] = (),
+) -> CapturedStep:
+    """One training step of a module, captured and measured; the arguments are those of `build`."""
+    has_targets = not isinstance(targets, tuple | list) or len(targets) > 0
+    if has_targets != (loss_fn is not None):
+        raise ValueError(
+            "give a loss function and its targets together, or neither; an argument of the model "
+            "that is named so goes by its position"
+        )
+    model = getattr(model, "module", model) if isinstance(model, GraphCheckpointable) else model
+    wrapper = GraphCheckpointable(model, engine="graph", loss_fn=loss_fn)
+    step = wrapper.measure(*args, targets=targets, **kwargs)
+    assert step is not None
+    return step
+
+
+def step_graph(step: CapturedStep) -> Graph:
+    """The graph of a captured step, with the loss that is assumed before one was seen."""
+    return build_graph(step.lowered, step.costs, step.loss_workspace(0, None))

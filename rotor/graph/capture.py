@@ -1,0 +1,263 @@
+"""Captures the joint forward and backward graph of a call, through ``torch.compile``.
+
+The compiled call runs whatever functions it was given last: AOTAutograd sees a forward that returns
+the model's outputs, the inputs that autograd keeps, and one token, whatever the plan. A plan can be
+replaced without capturing again. Captures are for one signature: ``dynamic=False``, one graph.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from rotor import _torch
+from rotor.errors import CaptureError
+from rotor.graph.emit import Emitted, saved_primals
+from rotor.graph.lowering import Lowered, lower
+
+__all__ = ["Capture", "Captured", "NothingToPlan", "Unplanned", "fresh"]
+
+
+@dataclass
+class Captured:
+    """One graph of a call, and the program that it runs.
+
+    Attributes
+    ----------
+    lowered
+        Its operations.
+    emitted
+        The functions that the next call runs; ``None`` before there is a program.
+    saved
+        How many primals stand before the token among the backward's inputs.
+    reached
+        For each gradient, the tangents it is computed from.
+    """
+
+    lowered: Lowered
+    emitted: Emitted | None = None
+    saved: int = 0
+    reached: list[frozenset[int]] | None = None
+
+
+class NothingToPlan(Exception):
+    """Nothing in the call needs a gradient."""
+
+
+class Unplanned(Exception):
+    """A captured call was reached before it had a program.
+
+    Parameters
+    ----------
+    captured
+        What was reached.
+    primals
+        What it was called with.
+    """
+
+    def __init__(self, captured: Captured, primals: list[Any]) -> None:
+        super().__init__("no program yet")
+        self.captured = captured
+        self.primals = primals
+
+
+def _stub(
+    module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[Any]
+) -> fx.GraphModule:
+    """A graph of the right inputs and outputs that is never run."""
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        known[node] = graph.placeholder(node.name)
+        known[node].meta.update(node.meta)
+    made = []
+    for output in outputs:
+        if isinstance(output, fx.Node) and output not in known:
+            known[output] = graph.call_function(torch.ops.aten.empty.memory_format, ([0],))
+            known[output].meta.update(output.meta)
+        made.append(known[output] if isinstance(output, fx.Node) else output)
+    graph.output(tuple(made))
+    return fx.GraphModule(module, graph)
+
+
+class Capture:
+    """One call of a module, captured; where its code depends on Python values, several times.
+
+    Parameters
+    ----------
+    function
+        Called with the module's arguments; a fresh code object is compiled for each capture.
+
+    Attributes
+    ----------
+    graphs
+        What was captured.
+    ran
+        Which of them the last call ran.
+    token
+        Lives as long as the last call's backward is still to come.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.graphs: list[Captured] = []
+        self.ran: Captured | None = None
+        self.token: weakref.ref[torch.Tensor] | None = None
+        backend = _torch.aot_backend(
+            partition=self._partition,
+            forward=lambda module, inputs: self._boxed(self._forward, self.graphs[-1]),
+            backward=lambda module, inputs: self._boxed(self._backward, self.graphs[-1]),
+            inference=lambda module, inputs: self._refused,
+        )
+        self._call = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the call; `Unplanned` where it has no program yet.
+
+        Raises
+        ------
+        CaptureError
+            There is no single graph of it; the message has the reason and the line of code.
+        """
+        self.ran = None
+        try:
+            if self.graphs:
+                return self._call(*args, **kwargs)
+            with _torch.capturing():
+                return self._call(*args, **kwargs)
+        except (Unplanned, NothingToPlan):
+            raise
+        except _torch.CAPTURE_ERRORS as error:
+            if len(self.graphs) > 1:
+                raise CaptureError(
+                    f"the model's code depends on Python values that keep changing: it was "
+                    f"captured {len(self.graphs)} times, each time for other values; keep such "
+                    "values in tensors (buffers) or out of the forward. TORCH_LOGS=recompiles "
+                    f"shows them.\n{_reason(error)}"
+                ) from error
+            raise CaptureError(_reason(error)) from error
+
+    @staticmethod
+    def _refused(*_: Any) -> Any:
+        raise NothingToPlan
+
+    def reach(self, *args: Any) -> Unplanned:
+        """Capture a call without running it; CaptureError as in a call."""
+        try:
+            self(*args)
+        except Unplanned as reached:
+            return reached
+        raise CaptureError("the call ran without its graph being captured")
+
+    @staticmethod
+    def _boxed(
+        function: Callable[[Captured, list[Any]], Any], captured: Captured
+    ) -> Callable[[list[Any]], Any]:
+        def boxed(args: list[Any]) -> Any:
+            return function(captured, args)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
+
+    def _forward(self, captured: Captured, args: list[Any]) -> Any:
+        emitted = captured.emitted
+        if emitted is None:
+            raise Unplanned(captured, list(args))
+        self.ran = captured
+        result = emitted.forward(args)
+        token = result[-1]
+        # The program may be another one when the backward of this step comes.
+        token.backward_of_program = emitted.backward
+        token.absent = frozenset()
+        self.token = weakref.ref(token)
+        return result
+
+    @staticmethod
+    def _backward(captured: Captured, args: list[Any]) -> Any:
+        token = args[captured.saved]
+        absent = token.absent
+        run = token.backward_of_program
+        del token
+        gradients = run(args)
+        if absent and captured.reached is not None:
+            # As in plain PyTorch, what reaches only outputs without a gradient gets none.
+            return tuple(
+                None if tangents <= absent else gradient
+                for gradient, tangents in zip(gradients, captured.reached, strict=True)
+            )
+        return gradients
+
+    def forget_programs(self) -> None:
+        """Have the next call of each graph ask for a program."""
+        for captured in self.graphs:
+            captured.emitted = None
+
+    def note_absent_tangents(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Have the backward of the last call see which outputs get no gradient.
+
+        Parameters
+        ----------
+        outputs
+            What the call returned.
+        """
+        if self.ran is None or self.token is None:
+            return
+        standing = self.ran.lowered.output_of_tangent
+        if len(standing) < 2:
+            return
+        node = _torch.compiled_node(outputs)
+        token = self.token()
+        if node is None or token is None:
+            return
+        if self.ran.reached is None:
+            self.ran.reached = self.ran.lowered.tangents_of_gradients()
+        del token
+        myself = self.token
+
+        def arrived(gradients: Sequence[torch.Tensor | None]) -> None:
+            token = myself()
+            if token is not None:
+                token.absent = frozenset(  # type: ignore[attr-defined]
+                    tangent for tangent, k in enumerate(standing) if gradients[k] is None
+                )
+
+        node.register_prehook(arrived)
+
+    def _partition(
+        self, module: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        lowered = lower(module, num_fwd_outputs)
+        token = module.graph.call_function(torch.ops.aten.empty.memory_format, ([0],))
+        token.name = "token"
+        with _torch.fake_mode_of(lowered.primals + lowered.tangents):
+            token.meta["val"] = torch.empty(0)
+        saved = saved_primals(lowered)
+        self.graphs.append(Captured(lowered, saved=len(saved)))
+        forward = _stub(module, lowered.primals, [*lowered.outputs, *saved, token])
+        backward = _stub(module, [*saved, token, *lowered.tangents], lowered.gradients)
+        module.graph.erase_node(token)
+        return forward, backward
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return "\n".join(lines[:40])
+
+
+def fresh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on a code object of its own, so that captures do not share dynamo's cache."""
+    assert isinstance(function, types.FunctionType)
+    copy = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

@@ -1,0 +1,238 @@
+"""Smaller graphs from large ones: operations that follow one another, merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from rotor.graph.graph import Graph, Operation, Storage
+
+__all__ = ["block_of", "blocks", "contract", "followers", "forward_part", "places"]
+
+_CHEAP = 10
+"""A follower costs at most one part in this many of the operations before it."""
+
+
+def block_of(module: str) -> str:
+    """The block that a module belongs to, by its path.
+
+    It ends with the first number in the path, as members of lists and sequences have one
+    ("layers.3" for "layers.3.attention.query"); where there is none, with the second last name.
+
+    Parameters
+    ----------
+    module
+        Names with dots between them; empty for the model itself.
+    """
+    parts = module.split(".")
+    for length, part in enumerate(parts, 1):
+        if part.isdigit():
+            return ".".join(parts[:length])
+    return ".".join(parts[:-1]) or module
+
+
+def _runs(graph: Graph, joins: Callable[[Sequence[int], int], bool]) -> list[list[int]]:
+    """Operations in consecutive groups; an operation of another phase always begins one."""
+    groups: list[list[int]] = []
+    for index, op in enumerate(graph.operations):
+        group = groups[-1] if groups else []
+        if group and graph.operations[group[0]].phase == op.phase and joins(group, index):
+            group.append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def places(graph: Graph) -> list[str]:
+    """The module that each operation is shown in.
+
+    Those of none, such as sums of gradients, stand in what the modules before and after them have
+    in common.
+    """
+    after = ["" for _ in graph.operations]
+    following, phase = "", ""
+    for index in reversed(range(len(graph))):
+        op = graph.operations[index]
+        following = op.module or (following if op.phase == phase else "")
+        after[index], phase = following, op.phase
+    found = []
+    before, phase = "", ""
+    for index, op in enumerate(graph.operations):
+        before = op.module or (before if op.phase == phase else "")
+        phase = op.phase
+        between = _common([before, after[index]]) if before and after[index] else ""
+        found.append(op.module or between)
+    return found
+
+
+def blocks(graph: Graph) -> list[list[int]]:
+    """The operations in consecutive groups, each of one block and one phase.
+
+    Operations without a module join the group before them where it goes on after them.
+    """
+    names = [block_of(place) for place in places(graph)]
+    return _runs(graph, lambda group, index: names[group[-1]] == names[index])
+
+
+def followers(graph: Graph) -> list[list[int]]:
+    """The operations in consecutive groups: one and the cheap ones that go on with what it made.
+
+    They belong to the same module and phase, read what the group made, cost at most a tenth of it,
+    and neither draw random numbers nor have to run once.
+    """
+    operations = graph.operations
+
+    def joins(group: Sequence[int], index: int) -> bool:
+        op = operations[index]
+        made = {s for k in group for s in operations[k].outputs}
+        special = op.random or op.once or operations[group[0]].once
+        return (
+            not special
+            and op.module == operations[group[0]].module
+            and not made.isdisjoint(op.inputs)
+            and op.cost_ns * _CHEAP <= sum(operations[k].cost_ns for k in group)
+        )
+
+    return _runs(graph, joins)
+
+
+def contract(
+    graph: Graph, groups: Sequence[Sequence[int]], names: Iterable[str] | None = None
+) -> Graph:
+    """The graph in which each group is one operation.
+
+    What is made and used up inside of a group is part of its workspace, so that programs of the
+    smaller graph never need less than what they stand for.
+
+    Parameters
+    ----------
+    graph
+        What to make smaller.
+    groups
+        All operations in order, cut into groups of one phase each.
+    names
+        Of the groups; by default of the first operation, with the number of those merged with it.
+
+    Returns
+    -------
+    Graph
+        Operations have the numbers of what they stand for in ``extra["operations"]``, storages
+        theirs in ``extra["storage"]``.
+
+    Raises
+    ------
+    ValueError
+        The groups are not all operations in order, or one has several phases.
+    """
+    if [index for group in groups for index in group] != list(range(len(graph))):
+        raise ValueError("the groups must be all operations of the graph, in order")
+    home = {index: number for number, group in enumerate(groups) for index in group}
+    exported: set[int] = {s for s, storage in enumerate(graph.storages) if storage.pinned}
+    for index, op in enumerate(graph.operations):
+        exported.update(s for s in op.inputs if home[graph.producers[s]] != home[index])
+    ends = [group[-1] for group in groups]
+    exported.update(_unread(graph, exported, ends))
+    kept = sorted(exported)
+    renamed = {s: number for number, s in enumerate(kept)}
+    labels = [None] * len(groups) if names is None else list(names)
+    operations = [
+        _merged(graph, group, label, exported, renamed)
+        for group, label in zip(groups, labels, strict=True)
+    ]
+    storages = [
+        Storage(graph.storages[s].bytes, graph.storages[s].pinned, {"storage": s}) for s in kept
+    ]
+    return Graph(storages, None, operations, name=graph.name)
+
+
+def _unread(graph: Graph, exported: set[int], ends: Iterable[int]) -> set[int]:
+    """What the last operation of a group makes for nobody: it stays an output, as it was."""
+    read = {s for op in graph.operations for s in op.inputs}
+    return {s for end in ends for s in graph.operations[end].outputs if s not in read | exported}
+
+
+def _merged(
+    graph: Graph,
+    group: Sequence[int],
+    label: str | None,
+    exported: set[int],
+    renamed: dict[int, int],
+) -> Operation:
+    members = [graph.operations[index] for index in group]
+    first = members[0]
+    if any(op.phase != first.phase for op in members):
+        raise ValueError(f"a group has operations of several phases: {first.name} and after it")
+    made = {s for op in members for s in op.outputs}
+    inputs = dict.fromkeys(renamed[s] for op in members for s in op.inputs if s not in made)
+    outputs = [s for op in members for s in op.outputs if s in exported]
+    own = f"{first.name} +{len(members) - 1}" if len(members) > 1 else first.name
+    return Operation(
+        name=own if label is None else label,
+        cost_ns=sum(op.cost_ns for op in members),
+        inputs=tuple(inputs),
+        outputs=tuple(renamed[s] for s in outputs),
+        workspace_bytes=_workspace(graph, members, exported),
+        phase=first.phase,
+        random=any(op.random for op in members),
+        once=any(op.once for op in members),
+        module=_common(op.module for op in members if op.module),
+        extra={"operations": list(group)},
+    )
+
+
+def _workspace(graph: Graph, members: Sequence[Operation], exported: set[int]) -> int:
+    """The most that is live at any moment while they run, less what they leave."""
+    last = {s: k for k, op in enumerate(members) for s in (*op.outputs, *op.inputs)}
+    inner: set[int] = set()
+    live = peak = left = 0
+    for k, op in enumerate(members):
+        made = sum(graph.storages[s].bytes for s in op.outputs)
+        peak = max(peak, live + made + op.workspace_bytes)
+        live += made
+        left += sum(graph.storages[s].bytes for s in op.outputs if s in exported)
+        inner.update(s for s in op.outputs if s not in exported)
+        for s in {*op.inputs, *op.outputs}:
+            if s in inner and last[s] == k:
+                live -= graph.storages[s].bytes
+    return max(peak - left, 0)
+
+
+def _common(paths: Iterable[str]) -> str:
+    """What the paths of some modules begin with."""
+    same: list[str] = []
+    for names in zip(*(path.split(".") for path in paths), strict=False):
+        if len(set(names)) > 1:
+            break
+        same.append(names[0])
+    return ".".join(same)
+
+
+def forward_part(graph: Graph) -> Graph:
+    """The operations of the forward, and what they make.
+
+    Raises
+    ------
+    ValueError
+        There are none.
+    """
+    chosen = [op for op in graph.operations if op.phase == "forward"]
+    kept = sorted(s for op in chosen for s in op.outputs)
+    renamed = {s: number for number, s in enumerate(kept)}
+    return Graph(
+        [graph.storages[s] for s in kept],
+        None,
+        [
+            Operation(
+                name=op.name,
+                cost_ns=op.cost_ns,
+                inputs=tuple(renamed[s] for s in op.inputs),
+                outputs=tuple(renamed[s] for s in op.outputs),
+                workspace_bytes=op.workspace_bytes,
+                random=op.random,
+                once=op.once,
+                module=op.module,
+                extra=op.extra,
+            )
+            for op in chosen
+        ],
+        name=graph.name,
+    )

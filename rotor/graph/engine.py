@@ -1,0 +1,278 @@
+"""Plans of captured graphs: costs, a program under a limit, the functions that run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor import memory
+from rotor.errors import InfeasibleError
+from rotor.graph import planner
+from rotor.graph.capture import Capture, Captured
+from rotor.graph.emit import Emitted, emit
+from rotor.graph.graph import Graph, Operation
+from rotor.graph.lowering import Lowered
+from rotor.graph.profile import Cost
+from rotor.graph.program import Program, simulate
+
+__all__ = [
+    "BlockPlan",
+    "CapturedStep",
+    "GraphPlan",
+    "build_graph",
+    "check_options",
+    "make_plan",
+    "own_bytes",
+    "repriced",
+]
+
+_SCALARS = 8
+"""Numbers, such as the loss itself, that the caller holds while the backward runs."""
+
+_STATE_BYTES = 5056
+"""One state of the CPU's random generator."""
+
+LOSS_FACTOR = 4
+
+
+@dataclass
+class CapturedStep:
+    """What is known of one kind of step: its operations and their costs.
+
+    Attributes
+    ----------
+    loss_captured
+        Whether the loss is among the operations.
+    """
+
+    capture: Capture
+    captured: Captured
+    costs: list[Cost]
+    device: torch.device
+    loss_captured: bool
+
+    @property
+    def lowered(self) -> Lowered:
+        """The operations."""
+        return self.captured.lowered
+
+    @property
+    def several_tangents(self) -> bool:
+        """Whether some outputs may be without a gradient while others have one."""
+        return len(self.lowered.output_of_tangent) > 1
+
+    @property
+    def tangent_bytes(self) -> int:
+        """Bytes of the gradients that the loss hands to the backward."""
+        made = self.lowered.tasks[self.lowered.loss].made.values()
+        return sum(self.lowered.storages[storage][0] for storage in made)
+
+    @property
+    def most_own_bytes(self) -> int:
+        """The most that is kept beside the graph's storages, whatever is recomputed."""
+        return own_bytes(self.device, sum(task.random for task in self.lowered.tasks))
+
+    @property
+    def assumed_loss_bytes(self) -> int:
+        """What a loss of which nothing is known is taken to need: 4 x the output, in all."""
+        return max(LOSS_FACTOR * self.lowered.output_bytes - self.tangent_bytes, 0)
+
+    def loss_workspace(self, given_bytes: int, learned_bytes: int | None) -> int:
+        """What the loss needs beside the tangents: as learnt, as given, or 4 x the output."""
+        if learned_bytes is not None:
+            return learned_bytes
+        if self.loss_captured:
+            return 0
+        return given_bytes or self.assumed_loss_bytes
+
+
+@dataclass
+class GraphPlan:
+    """One program and its figures; bytes are above the level at which a step begins.
+
+    Attributes
+    ----------
+    step, graph, program, emitted
+        What was captured, its cost model, the program, and the functions that run it.
+    limit_bytes
+        The limit it was made for.
+    own_bytes
+        What is kept beside the graph's storages: random states, the caller's scalars.
+    reserve_bytes
+        Set aside because a step was seen to need more than predicted.
+    measured_bytes
+        Peak of the last metered step; ``None`` before one.
+    """
+
+    step: CapturedStep
+    graph: Graph
+    program: Program
+    emitted: Emitted
+    limit_bytes: int
+    own_bytes: int
+    loss_bytes: int
+    reserve_bytes: int = 0
+    measured_bytes: int | None = None
+    meterings: int = 0
+    outdated: bool = field(default=False, repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.step.device
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Peak of a step by the simulator, the engine's own bytes included."""
+        return self.program.peak_bytes + self.own_bytes
+
+    @property
+    def makespan(self) -> float:
+        """Seconds of a step by the simulator."""
+        return self.program.makespan
+
+    @property
+    def recomputed(self) -> int:
+        """Operations that run more than once."""
+        return int((self.program.runs > 1).sum())
+
+
+@dataclass
+class BlockPlan:
+    """Checkpointing by blocks, where no graph could be captured; nothing is predicted.
+
+    Attributes
+    ----------
+    reason
+        Why there is no graph.
+    blocks
+        The modules that are checkpointed, by path.
+    """
+
+    device: torch.device
+    reason: str
+    blocks: list[tuple[str, nn.Module]]
+    limit_bytes: int
+    reserve_bytes: int = 0
+    measured_bytes: int | None = None
+    meterings: int = 0
+    outdated: bool = field(default=False, repr=False)
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Nothing was predicted."""
+        raise ValueError(f"no peak is predicted for a model without a graph: {self.reason}")
+
+    @property
+    def makespan(self) -> float:
+        """Nothing was predicted."""
+        raise ValueError(f"no time is predicted for a model without a graph: {self.reason}")
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raise TypeError for an option that `rotor.graph.plan` does not take."""
+    unknown = sorted(set(options) - {"effort", "seed", "time_limit"})
+    if unknown:
+        raise TypeError(
+            f"unknown option {unknown[0]!r}, expected effort, seed or time_limit of "
+            "rotor.graph.plan"
+        )
+
+
+def build_graph(lowered: Lowered, costs: list[Cost], loss_bytes: int) -> Graph:
+    """The cost model of captured operations, with a loss that needs `loss_bytes` of workspace."""
+    operations = []
+    for index, (task, cost) in enumerate(zip(lowered.tasks, costs, strict=True)):
+        operations.append(
+            Operation(
+                name=task.name,
+                cost_ns=cost.ns,
+                workspace_bytes=loss_bytes if index == lowered.loss else cost.workspace_bytes,
+                phase=task.phase,
+                inputs=tuple(task.inputs),
+                outputs=tuple(task.made.values()),
+                random=task.random,
+                once=task.once,
+                module=task.module,
+            )
+        )
+    sizes = [size for size, _ in lowered.storages]
+    for task, cost in zip(lowered.tasks, costs, strict=True):
+        for storage, size in zip(task.made.values(), cost.made_bytes, strict=True):
+            sizes[storage] = size
+    pinned = [is_pinned for _, is_pinned in lowered.storages]
+    return Graph(sizes, pinned, operations)
+
+
+def make_plan(
+    step: CapturedStep,
+    limit_bytes: int,
+    loss_bytes: int,
+    *,
+    reserve_bytes: int = 0,
+    options: dict[str, Any] | None = None,
+    progress: Any = None,
+) -> GraphPlan:
+    """The fastest program found under a limit.
+
+    Raises
+    ------
+    InfeasibleError
+        None was found; ``minimum_bytes`` is the least limit for which one was.
+    """
+    graph = build_graph(step.lowered, step.costs, loss_bytes)
+    own = own_bytes(step.device, 0)
+    while True:
+        try:
+            budget = max(limit_bytes - own - reserve_bytes, 1)
+            program = _program(graph, budget, options or {}, progress)
+        except InfeasibleError as error:
+            # Whatever is recomputed in the program of that peak, its random states fit then.
+            least = error.minimum_bytes + step.most_own_bytes + reserve_bytes
+            raise InfeasibleError(
+                f"no plan was found that fits in {limit_bytes} bytes; the least limit for which "
+                f"one was found is {least} bytes: give at least that, or a smaller batch",
+                least,
+            ) from None
+        emitted = emit(step.lowered, program.ops.tolist())
+        needed = own_bytes(step.device, emitted.replayed)
+        if program.peak_bytes + needed + reserve_bytes <= limit_bytes:
+            break
+        own = max(own, needed)
+    return GraphPlan(step, graph, program, emitted, limit_bytes, needed, loss_bytes, reserve_bytes)
+
+
+def _program(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
+    """What the planner finds; with more effort where less of it misses what exists."""
+    try:
+        return planner.plan(graph, budget, progress=progress, **options)
+    except InfeasibleError as error:
+        if budget == 1:
+            raise
+        minimum = error.minimum_bytes
+    try:
+        planner.plan(graph, 1, progress=progress, **options)
+    except InfeasibleError as error:
+        minimum = min(minimum, error.minimum_bytes)
+    if minimum <= budget:
+        return planner.plan(graph, budget, progress=progress, **options | {"effort": "default"})
+    raise InfeasibleError(f"no program was found within {budget} bytes", minimum)
+
+
+def own_bytes(device: torch.device, replayed: int) -> int:
+    """Scalars of the caller, and states of the random generator: one per operation that draws the
+    same numbers again, and the current one.
+    """
+    own = _SCALARS * memory.rounded_bytes(8, device)
+    if device.type == "cpu" and replayed:
+        own += _STATE_BYTES * (replayed + 1)
+    return own
+
+
+def repriced(plan: GraphPlan, loss_bytes: int) -> int:
+    """What the program of a plan is predicted to need with another loss."""
+    graph = build_graph(plan.step.lowered, plan.step.costs, loss_bytes)
+    return simulate(graph, plan.program.ops).peak_bytes + plan.own_bytes

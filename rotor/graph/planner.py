@@ -1,0 +1,197 @@
+"""From a graph and a budget to a program: greedy walks and a local search, judged exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from rotor.algorithms.curve import Curve
+from rotor.errors import InfeasibleError
+from rotor.graph.graph import Graph
+from rotor.graph.program import Program
+from rotor.units import parse_bytes
+
+Progress = Callable[[int, int], object]
+
+# (random greedy runs, moves of the local search) of the efforts that have names.
+_EFFORTS = {"fast": (0, 12_000), "default": (100, 300_000)}
+_CURVE_EFFORTS = {"fast": (0, 1_500), "default": (4, 12_000)}
+_UNIT = (10, 10_000)
+_MOST_RUNS = 300
+_MOST_POINTS = 10_000
+_LARGEST_EFFORT = 1_000_000
+
+
+def _effort(effort: str | int, named: dict[str, tuple[int, int]]) -> tuple[int, int]:
+    if isinstance(effort, str):
+        if effort not in named:
+            raise ValueError(
+                f"effort = {effort!r}, expected one of {', '.join(named)}, or a whole number"
+            )
+        return named[effort]
+    if isinstance(effort, bool) or not isinstance(effort, int):
+        raise TypeError(f"effort must be text or a whole number, got {effort!r}")
+    if not 0 <= effort <= _LARGEST_EFFORT:
+        raise ValueError(f"effort = {effort}, expected 0 to {_LARGEST_EFFORT}")
+    return min(_UNIT[0] * effort, _MOST_RUNS), _UNIT[1] * effort
+
+
+def _limit_ns(time_limit: float | None) -> int:
+    if time_limit is None:
+        return 0
+    if isinstance(time_limit, bool) or not isinstance(time_limit, int | float):
+        raise TypeError(f"time_limit must be seconds or None, got {time_limit!r}")
+    if not time_limit > 0:
+        raise ValueError(f"time_limit = {time_limit!r}, expected more than 0 seconds")
+    return 0 if math.isinf(time_limit) or time_limit > 1e9 else max(1, round(time_limit * 1e9))
+
+
+def _seed(seed: int) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise TypeError(f"seed must be a whole number, got {seed!r}")
+    return int(seed) & 0xFFFF_FFFF_FFFF_FFFF
+
+
+def plan(
+    graph: Graph,
+    budget_bytes: int | str,
+    *,
+    effort: str | int = "default",
+    time_limit: float | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Program:
+    """The fastest program found whose peak is within a budget.
+
+    Parameters
+    ----------
+    graph
+        What to run.
+    budget_bytes
+        The most bytes that may be live at any moment, or text such as "700MiB".
+    effort
+        "default": quality first, a few seconds for 1,000 operations. "fast": under half a second
+        for them. A whole number: that many units of 10 greedy runs and 10,000 moves.
+    time_limit
+        Seconds after which the best so far is the answer; it makes the answer depend on the
+        machine.
+    seed
+        One seed gives one answer.
+    progress
+        Called with ``(done, total)`` about every 0.05 s.
+
+    Returns
+    -------
+    Program
+        Its peak is within the budget, by the simulator.
+
+    Raises
+    ------
+    InfeasibleError
+        No program was found; ``minimum_bytes`` is the least peak that was reached, which is not
+        proven to be the least there is.
+    ValueError, TypeError
+        An argument is not as described.
+    """
+    budget = parse_bytes(budget_bytes, name="budget_bytes")
+    runs, moves = _effort(effort, _EFFORTS)
+    ops, minimum = graph.core.plan(
+        budget, runs, moves, _seed(seed), _limit_ns(time_limit), progress
+    )
+    if ops is None:
+        raise InfeasibleError(
+            f"no program was found within {budget} bytes; the least peak that was found is "
+            f"{minimum} bytes, and none can be below {lower_bound(graph)} bytes: give at least "
+            f"{minimum} bytes, or more effort",
+            minimum,
+        )
+    return Program(graph, np.frombuffer(ops, dtype=np.int32))
+
+
+class PlanCurve(Curve):
+    """What the planner found in every budget: a `Curve` with its programs.
+
+    Parameters
+    ----------
+    programs
+        By ascending peak and strictly descending time.
+
+    Attributes
+    ----------
+    programs
+        One per point of the curve, in its order.
+    """
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        super().__init__(
+            [program.peak_bytes for program in programs],
+            [program.makespan for program in programs],
+        )
+        self.programs = tuple(programs)
+
+    @classmethod
+    def of(cls, programs: Iterable[Program]) -> PlanCurve:
+        """The curve of those programs that no other beats in both peak and time."""
+        kept: list[Program] = []
+        for program in sorted(programs, key=lambda p: (p.peak_bytes, p.time_ns)):
+            if not kept or program.time_ns < kept[-1].time_ns:
+                kept.append(program)
+        return cls(kept)
+
+
+def curve(
+    graph: Graph,
+    points: int = 40,
+    *,
+    effort: str | int = "default",
+    time_limit: float | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> PlanCurve:
+    """What can be done in every budget: plans for many budgets, each begun from its neighbours.
+
+    Parameters
+    ----------
+    graph
+        What to run.
+    points
+        Budgets to plan for, in equal steps from the least peak that is reached to the peak without
+        recomputation.
+    effort
+        "default", "fast", or a whole number: per budget and sweep, that many units of 10 greedy
+        runs and 10,000 moves.
+    time_limit
+        Seconds after which no further budget is planned for; low ones are then missing.
+    seed
+        One seed gives one answer.
+    progress
+        Called with ``(done, total)`` about every 0.05 s.
+
+    Returns
+    -------
+    PlanCurve
+        The programs of which none beats another; at most `points` of them.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument is not as described.
+    """
+    if isinstance(points, bool) or not isinstance(points, int):
+        raise TypeError(f"points must be a whole number, got {points!r}")
+    if not 1 <= points <= _MOST_POINTS:
+        raise ValueError(f"points = {points}, expected 1 to {_MOST_POINTS}")
+    runs, moves = _effort(effort, _CURVE_EFFORTS)
+    found = graph.core.curve(points, runs, moves, _seed(seed), _limit_ns(time_limit), progress)
+    return PlanCurve.of(Program(graph, np.frombuffer(ops, dtype=np.int32)) for ops in found)
+
+
+def lower_bound(graph: Graph) -> int:
+    """Bytes below which no program of the graph can stay.
+
+    The largest, over operations, of what must be live while one runs (its inputs, its outputs, its
+    workspace, and what earlier phases pin), and of everything that is pinned.
+    """
+    return graph.core.lower_bound()

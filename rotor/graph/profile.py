@@ -1,0 +1,313 @@
+"""What operations cost: each distinct one is run alone, on made-up inputs of the right layout.
+
+Times are medians until stable; the workspace is what the allocator gives out beside the outputs.
+Never more memory is used than one operation needs. Results are kept on disk, by device, threads and
+PyTorch version (`rotor.cache`).
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from rotor import _torch, cache, memory
+from rotor.graph.lowering import Lowered, Task
+from rotor.timing import measure_ns
+
+__all__ = ["Cost", "profile"]
+
+logger = logging.getLogger("rotor")
+_SECONDS_PER_OPERATION = 0.5
+
+
+_BYTES_PER_NS = 4
+_MOST_DEPTH = 30
+_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError)
+_OVERHEAD_NS = 5_000
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one run of an operation costs.
+
+    Attributes
+    ----------
+    ns
+        Nanoseconds.
+    workspace_bytes
+        What it needs beside its inputs and outputs.
+    made_bytes
+        The storages that it makes, as they really come out.
+    """
+
+    ns: int
+    workspace_bytes: int
+    made_bytes: tuple[int, ...] = ()
+
+
+def _described(value: Any) -> Any:
+    """An argument as it tells operations apart: layouts of tensors, constants as they are."""
+    if isinstance(value, fx.Node):
+        value = value.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return (
+            "tensor",
+            str(value.dtype),
+            str(value.device),
+            tuple(value.shape),
+            value.stride() if value.layout == torch.strided else str(value.layout),
+        )
+    if isinstance(value, list | tuple):
+        return tuple(_described(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((name, _described(item)) for name, item in sorted(value.items()))
+    return repr(value)
+
+
+def _key(node: fx.Node) -> str:
+    return repr((str(node.target), _described(node.args), _described(node.kwargs)))
+
+
+def _holds_whole_numbers(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and not (value.dtype.is_floating_point or value.dtype.is_complex)
+        and value.dtype != torch.bool
+    )
+
+
+class _Arguments:
+    """Makes arguments to run operations with.
+
+    The model's own tensors, and views of them, are taken as they are; in the place of what is
+    computed come random floats, and `whole` for integers (they may be indices).
+    """
+
+    def __init__(self, lowered: Lowered, primals: Sequence[Any]) -> None:
+        self._lowered = lowered
+        self._real: dict[fx.Node, Any] = dict(zip(lowered.primals, primals, strict=False))
+        self.whole = 0
+        self._depth = 0
+
+    def of(self, task: Task) -> tuple[Any, Any, Any]:
+        """The function, its arguments by position and by name."""
+        assert task.node is not None
+        return (
+            _torch.callable_of(task.node.target),
+            self._made_up(task.node.args),
+            self._made_up(task.node.kwargs),
+        )
+
+    def _made_up(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return self._of_node(value)
+        if isinstance(value, torch.Tensor):
+            return self._like(value)
+        if isinstance(value, list | tuple):
+            return type(value)([self._made_up(item) for item in value])
+        if isinstance(value, dict):
+            return {name: self._made_up(item) for name, item in value.items()}
+        return value
+
+    def _of_node(self, node: fx.Node) -> Any:
+        if node in self._real:
+            return self._real[node]
+        if node.op == "get_attr":
+            return _torch.attribute(self._lowered.module, str(node.target))
+        value = self._lowered.values.get(node)
+        if value is not None and value.kind == "view" and not value.storages:
+            function = _torch.callable_of(node.target)
+            return function(*self._made_up(node.args), **self._made_up(node.kwargs))
+        found = node.meta.get("val")
+        if value is not None and node.op == "call_function" and _holds_whole_numbers(found):
+            # Indices and opaque states have to be valid ones: whoever makes them is run.
+            made = self._made_by(node)
+            if made is not None:
+                return made
+        return self._made_up(found)
+
+    def _made_by(self, node: fx.Node) -> Any:
+        if self._depth > _MOST_DEPTH:
+            return None
+        self._depth += 1
+        try:
+            if node.target is operator.getitem:
+                made = self._made_by(node.args[0])  # type: ignore[arg-type]
+                return None if made is None else made[node.args[1]]
+            function = _torch.callable_of(node.target)
+            return function(*self._made_up(node.args), **self._made_up(node.kwargs))
+        except _FAILURES:
+            return None
+        finally:
+            self._depth -= 1
+
+    def _like(self, value: torch.Tensor) -> torch.Tensor:
+        if value.layout != torch.strided:
+            return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+        extent = 1 + sum(
+            (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
+        )
+        if not value.numel():
+            extent = 0
+        flat = torch.empty(extent, dtype=value.dtype, device=value.device)
+        if value.dtype.is_floating_point or value.dtype.is_complex:
+            flat.uniform_(0.1, 1.0)
+        else:
+            flat.fill_(True if value.dtype == torch.bool else self.whole)
+        return flat.as_strided(value.shape, value.stride())
+
+
+def _environment(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return repr((torch.__version__, name, torch.get_num_threads()))
+
+
+def profile(
+    lowered: Lowered,
+    device: torch.device,
+    primals: Sequence[Any] = (),
+    *,
+    progress: Callable[[int, int], object] | None = None,
+) -> list[Cost]:
+    """The cost of every operation; the loss's is zero.
+
+    Parameters
+    ----------
+    lowered
+        The captured operations.
+    device
+        Where they run.
+    primals
+        The joint graph's inputs, where they are at hand; they are read, not changed.
+    progress
+        Called with (operations measured, distinct operations).
+    """
+    keys = [_key(task.node) if task.node is not None else "" for task in lowered.tasks]
+    distinct = {key: task for key, task in zip(keys, lowered.tasks, strict=True) if key}
+    store = cache.load("profile", _environment(device))
+    known: dict[str, Cost] = {}
+    for key, task in distinct.items():
+        row = store.get(key, [])
+        if len(row) == 2 + len(task.made):
+            known[key] = Cost(row[0], row[1], tuple(row[2:]))
+    todo = [key for key in distinct if key not in known]
+    if todo:
+        arguments = _Arguments(lowered, primals)
+        tasks = [distinct[key] for key in todo]
+        fresh = _measure(tasks, arguments, lowered, device, progress)
+        known.update(zip(todo, fresh, strict=True))
+        cache.store(
+            "profile",
+            _environment(device),
+            {k: [known[k].ns, known[k].workspace_bytes, *known[k].made_bytes] for k in todo},
+        )
+    no_cost = Cost(0, 0, tuple(_planned_bytes(lowered, lowered.tasks[lowered.loss])))
+    return [known[key] if key else no_cost for key in keys]
+
+
+def _planned_bytes(lowered: Lowered, task: Task) -> list[int]:
+    return [lowered.storages[storage][0] for storage in task.made.values()]
+
+
+def _measure(
+    tasks: Sequence[Task],
+    arguments: _Arguments,
+    lowered: Lowered,
+    device: torch.device,
+    progress: Callable[[int, int], object] | None,
+) -> list[Cost]:
+    state = _torch.get_generator_state(device)
+    times: list[int | None] = []
+    wholes: list[int] = []
+    sizes: list[list[int]] = []
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            for index, task in enumerate(tasks):
+                times.append(_timed(task, arguments, device))
+                wholes.append(arguments.whole)
+                if progress is not None:
+                    progress(index + 1, len(tasks))
+            with memory.meter(device) as meter:
+                for task, ns, whole in zip(tasks, times, wholes, strict=True):
+                    sizes.append(_planned_bytes(lowered, task))
+                    if ns is None:
+                        continue
+                    arguments.whole = whole
+                    function, args, kwargs = arguments.of(task)
+                    meter.mark("operation")
+                    result = function(*args, **kwargs)
+                    meter.mark("between")
+                    sizes[-1] = _sizes(task, result, (args, kwargs), sizes[-1])
+                    del result, args, kwargs
+    finally:
+        _torch.set_generator_state(device, state)
+    segments = iter([s for s in meter.segments if s.name == "operation"])
+    costs = []
+    for task, ns, made in zip(tasks, times, sizes, strict=True):
+        if ns is None:
+            costs.append(Cost(_estimated_ns(task), 0, tuple(made)))
+            continue
+        segment = next(segments)
+        workspace = max(segment.peak_bytes - segment.start_bytes - sum(made), 0)
+        costs.append(Cost(ns, workspace, tuple(made)))
+    return costs
+
+
+def _sizes(task: Task, result: Any, given: Any, planned: list[int]) -> list[int]:
+    """Bytes of the storages that came out, where they are new ones."""
+    known = {
+        _torch.storage_identity(t)
+        for t in _torch.tree_flatten(given)[0]
+        if isinstance(t, torch.Tensor)
+    }
+    found = []
+    for path, size in zip(task.made, planned, strict=True):
+        tensor = result
+        for index in path:
+            tensor = tensor[index]
+        if isinstance(tensor, torch.Tensor) and _torch.storage_identity(tensor) not in known:
+            size = memory.storage_bytes([tensor])
+        found.append(size)
+    return found
+
+
+def _estimated_ns(task: Task) -> int:
+    """A time by the bytes that are read and made, for operations that cannot run alone."""
+    assert task.node is not None
+    nodes = [*task.node.all_input_nodes, task.node]
+    tensors = [
+        t
+        for node in nodes
+        for t in _torch.tree_flatten(node.meta.get("val"))[0]
+        if isinstance(t, torch.Tensor)
+    ]
+    total = sum(t.numel() * t.element_size() for t in tensors)
+    return _OVERHEAD_NS + total // _BYTES_PER_NS
+
+
+def _timed(task: Task, arguments: _Arguments, device: torch.device) -> int | None:
+    """Nanoseconds; ``None`` where the operation does not run on made-up arguments."""
+    for arguments.whole in (0, 1):
+        try:
+            function, args, kwargs = arguments.of(task)
+            call = partial(function, *args, **kwargs)
+            return measure_ns(call, device, max_seconds=_SECONDS_PER_OPERATION)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except _FAILURES as error:
+            reason = error
+    assert task.node is not None
+    logger.info(
+        "%s of %s is estimated by its bytes, for it does not run alone: %s",
+        task.node.format_node(),
+        task.module or "the model",
+        reason,
+    )
+    return None

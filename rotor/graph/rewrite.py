@@ -1,0 +1,64 @@
+"""Changes to a joint graph before it is lowered, which change no result.
+
+A convolution's backward gives the gradients of its input and of its weight in one operation, though
+the kernels compute them apart. Taken apart here, each can run when its memory is least in the way:
+the input's activation goes before the gradient of the input comes, and large gradients of weights,
+which stay, may come late.
+"""
+
+from __future__ import annotations
+
+from operator import getitem
+
+import torch
+from torch import fx
+
+__all__ = ["split_convolutions"]
+
+_BACKWARD = torch.ops.aten.convolution_backward.default
+
+
+def split_convolutions(module: fx.GraphModule) -> int:
+    """Make two operations of every convolution's backward that gives both kinds of gradients.
+
+    Parameters
+    ----------
+    module
+        A joint graph; it is changed in place.
+
+    Returns
+    -------
+    int
+        How many were split.
+    """
+    count = 0
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and node.target is _BACKWARD and _is_splittable(node):
+            _split(module.graph, node)
+            count += 1
+    return count
+
+
+def _is_splittable(node: fx.Node) -> bool:
+    mask = node.args[-1]
+    return (
+        isinstance(mask, list | tuple)
+        and len(node.args) == 11
+        and bool(mask[0])
+        and any(mask[1:])
+        and all(user.target is getitem for user in node.users)
+    )
+
+
+def _split(graph: fx.Graph, node: fx.Node) -> None:
+    mask = [bool(flag) for flag in node.args[-1]]  # type: ignore[union-attr]
+    made = {}
+    with graph.inserting_before(node):
+        for part in ([False, *mask[1:]], [True, False, False]):
+            made[part[0]] = graph.call_function(_BACKWARD, (*node.args[:-1], part), node.kwargs)
+            values = [v if flag else None for v, flag in zip(node.meta["val"], part, strict=True)]
+            made[part[0]].meta.update(node.meta)
+            made[part[0]].meta["val"] = tuple(values)
+    for user in list(node.users):
+        user.args = (made[bool(user.args[1] == 0)], user.args[1])
+    graph.erase_node(node)

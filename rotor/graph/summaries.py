@@ -1,0 +1,185 @@
+"""What a program does with each storage: kept for the backward, dropped, or made again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rotor.graph.program import Program
+
+__all__ = ["FATES", "Again", "StorageSummary", "Summary", "summarise"]
+
+FATES = ("kept", "dropped", "recomputed", "backward")
+"""What becomes of a storage.
+
+"kept": made in the forward, and there when the forward ends. "dropped": made in the forward, gone
+when it ends, and never needed again. "recomputed": dropped, made again, and read again.
+"backward": made by the loss or the backward.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageSummary:
+    """What a program does with one storage.
+
+    Attributes
+    ----------
+    bytes
+        Its size.
+    fate
+        One of `FATES`.
+    makings
+        How many times it is made.
+    maker
+        The operation that makes it.
+    """
+
+    bytes: int
+    fate: str
+    makings: int
+    maker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """An operation that runs more than once.
+
+    Attributes
+    ----------
+    operation
+        Its number.
+    runs
+        How many times it runs.
+    extra_ns
+        Nanoseconds of all runs but the first.
+    """
+
+    operation: int
+    runs: int
+    extra_ns: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a program does with the storages of its graph.
+
+    Attributes
+    ----------
+    storages
+        One entry for each storage.
+    again
+        The operations that run more than once, those that cost most first.
+    operations
+        What each operation stands for: "recomputed" where it runs more than once, else "kept" or
+        "dropped" by what becomes of its outputs, or "loss" or "backward".
+    boundary
+        How many runs there are before the loss (or the backward, where there is no loss).
+    """
+
+    storages: tuple[StorageSummary, ...]
+    again: tuple[Again, ...]
+    operations: tuple[str, ...]
+    boundary: int
+
+    def bytes_of(self, fate: str) -> int:
+        """Bytes of all storages of one fate, each once.
+
+        Raises
+        ------
+        ValueError
+            No fate has this name.
+        """
+        if fate not in FATES:
+            raise ValueError(f"no fate is named {fate!r}, expected one of {', '.join(FATES)}")
+        return sum(storage.bytes for storage in self.storages if storage.fate == fate)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of what is kept from the forward for the backward."""
+        return self.bytes_of("kept")
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of what the forward makes, drops and never needs again."""
+        return self.bytes_of("dropped")
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """Bytes of what is dropped and made again."""
+        return self.bytes_of("recomputed")
+
+    @property
+    def extra_ns(self) -> int:
+        """Nanoseconds of all runs but the first ones."""
+        return sum(entry.extra_ns for entry in self.again)
+
+
+def summarise(program: Program) -> Summary:
+    """What a program keeps, drops and recomputes, storage by storage.
+
+    Parameters
+    ----------
+    program
+        Any program.
+
+    Returns
+    -------
+    Summary
+    """
+    graph = program.graph
+    operations = graph.operations
+    ops = program.ops.tolist()
+    boundary = next((k for k, op in enumerate(ops) if operations[op].phase != "forward"), len(ops))
+    made = [0] * len(graph.storages)
+    read_again = [False] * len(graph.storages)
+    first_event: dict[int, str] = {}
+    at_boundary: list[int] = list(made)
+    for position, op in enumerate(ops):
+        if position == boundary:
+            at_boundary = list(made)
+        for s in operations[op].inputs:
+            read_again[s] = read_again[s] or made[s] > 1
+            if position >= boundary:
+                first_event.setdefault(s, "read")
+        for s in operations[op].outputs:
+            made[s] += 1
+            if position >= boundary:
+                first_event.setdefault(s, "made")
+    if boundary == len(ops):
+        at_boundary = list(made)
+
+    storages = []
+    for s, storage in enumerate(graph.storages):
+        maker = graph.producers[s]
+        if read_again[s] and not storage.pinned:
+            fate = "recomputed"
+        elif operations[maker].phase != "forward":
+            fate = "backward"
+        elif at_boundary[s] and (storage.pinned or first_event.get(s) == "read"):
+            fate = "kept"
+        else:
+            fate = "dropped"
+        storages.append(StorageSummary(storage.bytes, fate, made[s], maker))
+    runs = program.runs.tolist()
+    again = [
+        Again(op, count, (count - 1) * operations[op].cost_ns)
+        for op, count in enumerate(runs)
+        if count > 1
+    ]
+    again.sort(key=lambda entry: (-entry.extra_ns, entry.operation))
+    return Summary(
+        tuple(storages),
+        tuple(again),
+        tuple(
+            _of_operation(op.phase, count, [storages[s].fate for s in op.outputs])
+            for op, count in zip(operations, runs, strict=True)
+        ),
+        boundary,
+    )
+
+
+def _of_operation(phase: str, runs: int, fates: list[str]) -> str:
+    if runs > 1:
+        return "recomputed"
+    if phase != "forward":
+        return phase
+    return "kept" if "kept" in fates else "dropped"

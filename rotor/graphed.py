@@ -1,0 +1,517 @@
+"""`Checkpointable` for any module: a captured graph, planned, under a memory limit."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import random
+import types
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor import _torch
+from rotor.algorithms.curve import Curve
+from rotor.blocks import checkpointed_blocks, find_blocks
+from rotor.checkpointable import Checkpointable
+from rotor.errors import CaptureError, InfeasibleError
+from rotor.graph import planner
+from rotor.graph.capture import Capture, NothingToPlan, Unplanned, fresh
+from rotor.graph.engine import (
+    BlockPlan,
+    CapturedStep,
+    GraphPlan,
+    build_graph,
+    check_options,
+    make_plan,
+    repriced,
+)
+from rotor.graph.graph import Graph
+from rotor.graph.profile import profile
+from rotor.graph.program import Program
+from rotor.metering import StepBytes, cancel_running
+from rotor.progress import progress
+from rotor.report.text import block_report, graph_report, operation_table
+from rotor.stages import Structure, refuse_sharded
+from rotor.units import format_bytes, parse_bytes
+from rotor.values import tensors_of, tensors_within
+
+logger = logging.getLogger("rotor")
+
+
+def _call(module: Any, loss_fn: Any, args: Any, kwargs: Any, targets: Any) -> Any:
+    output = module.forward(*args, **kwargs)
+    return output if loss_fn is None else loss_fn(output, *targets)
+
+
+class GraphCheckpointable(Checkpointable):
+    """What `Checkpointable` makes of a module that is no ``nn.Sequential``.
+
+    The first training forward of each signature captures forward, loss (``loss_fn=``) and backward
+    as one graph, measures its operations and plans them; `graph` is the cost model, `program` the
+    plan. Where no single graph can be captured, ``engine="auto"`` warns and checkpoints the model's
+    blocks instead; ``engine="graph"`` raises.
+    """
+
+    _steps: dict[Any, CapturedStep]
+    _plans: dict[Any, GraphPlan | BlockPlan]
+    _latest: GraphPlan | BlockPlan | None
+    _pending: weakref.ref[torch.Tensor] | None
+    _structure: Structure
+    _learned_loss: dict[Any, int]
+    _unplanned: set[Any]
+
+    def _begin(self) -> None:
+        if not self.preserve_rng_state:
+            raise ValueError(
+                "a graph is always recomputed with the random numbers of the first forward: leave "
+                "preserve_rng_state at True"
+            )
+        self.__dict__.update(_steps={}, _reasons={}, _unplanned=set())
+
+    def _measure_sample(self, sample: Any) -> None:
+        if isinstance(sample, dict):
+            self.measure(**sample)
+        else:
+            self.measure(*(sample if isinstance(sample, tuple) else (sample,)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Compiled code belongs to this module and this process.
+        compiled: dict[str, Any] = {"_steps": {}, "_plans": {}, "_reasons": {}, "_latest": None}
+        compiled |= {"_latest_key": None, "_structure": None, "_unplanned": set()}
+        return super().__getstate__() | compiled
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__["_structure"] = Structure(self.module)
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        check_options(options)
+
+    # -- measuring and planning
+
+    @property
+    def graph(self) -> Graph:
+        """The cost model of the step planned last; ValueError: no plan, or no graph."""
+        return self._graph_plan().graph
+
+    @property
+    def program(self) -> Program:
+        """The program of the step planned last; ValueError: no plan, or no graph."""
+        return self._graph_plan().program
+
+    def _graph_plan(self) -> GraphPlan:
+        plan = self._planned()
+        if not isinstance(plan, GraphPlan):
+            raise ValueError(f"the model runs without a graph: {plan.reason}")
+        return plan
+
+    def measure(
+        self, *args: Any, targets: Sequence[Any] = (), **kwargs: Any
+    ) -> CapturedStep | None:
+        """Capture a training step on a sample of the arguments, and measure its operations.
+
+        Nothing is changed: parameters, gradients, buffers, random states, training flags.
+
+        Returns
+        -------
+        CapturedStep or None
+            ``None`` where there is no single graph: a warning has said why, and the blocks of the
+            model will be checkpointed.
+
+        Raises
+        ------
+        CaptureError
+            There is no single graph of it, with ``engine="graph"``; the message has the reason and
+            the line of code.
+        TypeError
+            The model does not take such arguments.
+        ValueError
+            Nothing in the step needs a gradient.
+        """
+        flags = [(module, module.training) for module in self.module.modules()]
+        if not self.module.training:
+            self.module.train()
+        try:
+            with torch.enable_grad():
+                key = self._key(args, targets, kwargs)
+                for known in (self._steps, self._plans, self._reasons):
+                    known.pop(key, None)
+                try:
+                    self._capture_or_warn(key, args, targets, kwargs)
+                except NothingToPlan:
+                    raise ValueError(
+                        "nothing in this step needs a gradient: call the plain model, chk.module"
+                    ) from None
+                self.__dict__["_latest_key"] = key
+        finally:
+            for module, training in flags:
+                module.training = training
+        return self._steps.get(key)
+
+    def compute_sequence(
+        self,
+        custom_mem_limit_bytes: int | str | None = None,
+        mem_slots: int | None = None,
+        *,
+        mem_limit: int | str | None = None,
+        **options: Any,
+    ) -> Program | None:
+        """Compute the program that the following steps run.
+
+        Parameters
+        ----------
+        custom_mem_limit_bytes, mem_limit
+            The limit, by its published name or by ours; by default the one given before.
+        mem_slots
+            Accepted as published; graphs are planned in bytes.
+        **options
+            ``effort``, ``seed`` and ``time_limit`` of `rotor.graph.plan`.
+
+        Returns
+        -------
+        Program or None
+            ``None`` where the blocks of the model are checkpointed.
+
+        Raises
+        ------
+        ValueError
+            Nothing was measured; two limits are given; InfeasibleError (a ValueError) when no
+            program was found that fits.
+        """
+        if custom_mem_limit_bytes is not None and mem_limit is not None:
+            raise ValueError("give the limit once: mem_limit= or custom_mem_limit_bytes=")
+        given = custom_mem_limit_bytes if mem_limit is None else mem_limit
+        limit = self.mem_limit if given is None else parse_bytes(given)
+        key = self._measured_key()
+        check_options(options)
+        before = (self.mem_limit, self._options, self._plans)
+        self.__dict__.update(mem_limit=limit, _options=self._options | options, _plans={})
+        try:
+            for step in self._steps.values():
+                step.capture.forget_programs()
+            plan = self._make(key)
+            return plan.program if isinstance(plan, GraphPlan) else None
+        except BaseException:
+            self.__dict__.update(zip(("mem_limit", "_options", "_plans"), before, strict=True))
+            raise
+
+    def curve(self, points: int = 40) -> Curve:
+        """Step time against limit: what `rotor.graph.curve` finds, as limits of this step.
+
+        Raises
+        ------
+        ValueError
+            Nothing was measured.
+        """
+        key = self._measured_key()
+        if key not in self._steps:
+            raise ValueError(f"the model runs without a graph: {self._reasons[key][1]}")
+        step = self._steps[key]
+        graph = build_graph(step.lowered, step.costs, self._loss_bytes(key))
+        with progress(points, "computing the curve") as update:
+            found = planner.curve(graph, points, progress=update, **self._options)
+        return Curve(found.bytes + step.most_own_bytes, found.seconds)
+
+    def display(self) -> str:
+        """A table of the operations and how often each runs; ValueError: no plan."""
+        return operation_table(self._graph_plan())
+
+    def report(self) -> str:
+        """Limit, predicted and measured peak, and time, as text; ValueError: no plan."""
+        plan = self._planned()
+        return graph_report(plan) if isinstance(plan, GraphPlan) else block_report(plan)
+
+    def _key(self, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = _torch.tree_flatten((args, kwargs, tuple(targets)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            raise ValueError("the arguments hold no tensor, expected at least one")
+        kind = tensors[0].device.type
+        return (
+            str(spec),
+            tuple([_described(leaf) for leaf in leaves]),
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+            self._structure.training_flags(),
+            self._structure.parameter_flags()[0],
+        )
+
+    def _captured(
+        self, key: Any, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
+    ) -> CapturedStep:
+        refuse_sharded(self.module)
+        self._check_devices((args, kwargs))
+        _check_arguments(self.module, args, kwargs)
+        device = tensors_of((args, kwargs))[0].device
+        loss_fn = self.loss_fn if targets else None
+        cancel_running()
+        capture = Capture(fresh(_call))
+        with progress(1, "capturing the model"):
+            try:
+                found = capture.reach(self.module, loss_fn, args, kwargs, tuple(targets))
+            except CaptureError:
+                # Modules that prepare themselves in their first forward can be captured after it.
+                _run_once(self.module, args, kwargs)
+                capture = Capture(fresh(_call))
+                found = capture.reach(self.module, loss_fn, args, kwargs, tuple(targets))
+        return self._profiled(key, capture, found, device, loss_fn is not None)
+
+    def _profiled(
+        self,
+        key: Any,
+        capture: Capture,
+        found: Unplanned,
+        device: torch.device,
+        loss_captured: bool,
+    ) -> CapturedStep:
+        try:
+            with progress(1, "measuring the operations") as update:
+                costs = profile(found.captured.lowered, device, found.primals, progress=update)
+        finally:
+            # The inputs of the call must not live as long as a frame that is in a cycle.
+            found.primals.clear()
+            found.__traceback__ = None
+        step = CapturedStep(capture, found.captured, costs, device, loss_captured)
+        self._steps[key] = step
+        return step
+
+    def _loss_bytes(self, key: Any) -> int:
+        return self._steps[key].loss_workspace(
+            self.loss_tmp_memory_usage, self._learned_loss.get(key)
+        )
+
+    def _make(self, key: Any, reserve_bytes: int = 0) -> GraphPlan | BlockPlan:
+        plan: GraphPlan | BlockPlan
+        if key in self._reasons:
+            device, reason = self._reasons[key]
+            plan = BlockPlan(device, reason, find_blocks(self.module), self._limit_on(device))
+        else:
+            plan = self._make_program(key, reserve_bytes)
+        self._plans[key] = plan
+        self.__dict__.update(_latest=plan, _latest_key=key)
+        return plan
+
+    def _make_program(self, key: Any, reserve_bytes: int) -> GraphPlan:
+        step = self._steps[key]
+        limit = self._limit_on(step.device)
+        with progress(1, "planning") as update:
+
+            def plan_with(loss_bytes: int) -> GraphPlan:
+                return make_plan(
+                    step,
+                    limit,
+                    loss_bytes,
+                    reserve_bytes=reserve_bytes,
+                    options=self._options,
+                    progress=update,
+                )
+
+            loss_bytes = self._loss_bytes(key)
+            try:
+                plan = plan_with(loss_bytes)
+            except InfeasibleError as error:
+                # An assumption forbids no step: what the loss needs is known after the first one.
+                is_known = key in self._learned_loss or self.loss_tmp_memory_usage
+                if is_known or not loss_bytes:
+                    raise
+                try:
+                    plan = plan_with(0)
+                except InfeasibleError:
+                    raise error from None
+        logger.info(
+            "planned %d operations: predicted peak %s of %s, %.4g s a step, %d run more than once",
+            len(step.lowered.tasks),
+            format_bytes(plan.predicted_bytes),
+            format_bytes(plan.limit_bytes),
+            plan.makespan,
+            plan.recomputed,
+        )
+        return plan
+
+    # -- running
+
+    def forward(self, *args: Any, targets: Any = (), **kwargs: Any) -> Any:
+        """The model's output, or its loss where ``loss_fn`` and `targets` are given.
+
+        In training mode with gradients enabled the program is run (and made, the first time);
+        otherwise the plain model runs.
+        """
+        if self.loss_fn is None and targets is not _NO_TARGETS and _takes_targets(self.module):
+            kwargs["targets"], targets = targets, _NO_TARGETS
+        if not self._checked_call(targets):
+            return self._with_loss(self.module.forward(*args, **kwargs), targets)
+        if not self._structure.is_current():
+            self.__dict__.update(
+                _structure=Structure(self.module),
+                _steps={},
+                _plans={},
+                _reasons={},
+                _unplanned=set(),
+                _latest_key=None,
+            )
+        key = self._key(args, targets, kwargs)
+        plan = self._plans.get(key)
+        if plan is None or plan.outdated:
+            if key in self._unplanned:
+                return self._with_loss(self.module.forward(*args, **kwargs), targets)
+            if key not in self._steps and key not in self._reasons:
+                try:
+                    self._capture_or_warn(key, args, targets, kwargs)
+                except NothingToPlan:
+                    self._unplanned.add(key)
+                    return self._with_loss(self.module.forward(*args, **kwargs), targets)
+            plan = self._replanned(key)
+        self.__dict__.update(_latest=plan, _latest_key=key)
+        if self._pending is not None and self._pending() is not None:
+            self._warn_pending(plan.limit_bytes)
+        if isinstance(plan, GraphPlan):
+            try:
+                return self._step(key, plan, args, targets, kwargs)
+            except CaptureError as error:
+                # It was captured before, but the code now wants other graphs all the time.
+                cancel_running()
+                self._no_graph(key, plan.device, error)
+                plan = self._make(key)
+        assert isinstance(plan, BlockPlan)
+        return self._step_by_blocks(plan, args, targets, kwargs)
+
+    def _capture_or_warn(
+        self, key: Any, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        try:
+            self._captured(key, args, targets, kwargs)
+        except CaptureError as error:
+            self._no_graph(key, tensors_of((args, kwargs))[0].device, error)
+
+    def _no_graph(self, key: Any, device: torch.device, error: CaptureError) -> None:
+        if self.engine != "auto":
+            raise error
+        self._reasons[key] = (device, str(error))
+        self._steps.pop(key, None)
+        self._warn_once(
+            "capture",
+            "no single graph of the model could be captured, so its memory is not planned: its "
+            "blocks are checkpointed instead, and peaks above the limit are reported, not "
+            f"prevented. The reason:\n{error}",
+        )
+
+    def _step(
+        self, key: Any, plan: GraphPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        capture = plan.step.capture
+        plan.step.captured.emitted = plan.emitted
+        loss_fn = self.loss_fn if targets else None
+        meter = self._start_meter(plan)
+        try:
+            output = capture(self.module, loss_fn, args, kwargs, tuple(targets))
+        except Unplanned as reached:
+            # A Python value that the code depends on has changed: this is another graph.
+            if meter is not None:
+                meter.cancel()
+            cancel_running()
+            self._profiled(key, capture, reached, plan.device, plan.step.loss_captured)
+            plan = self._make_program(key, plan.reserve_bytes)
+            self._plans[key] = plan
+            self.__dict__["_latest"] = plan
+            plan.step.captured.emitted = plan.emitted
+            meter = self._start_meter(plan)
+            output = capture(self.module, loss_fn, args, kwargs, tuple(targets))
+        self.__dict__["_pending"] = capture.token
+        if meter is not None and capture.ran is not plan.step.captured:
+            meter.cancel()
+            meter = None
+        if meter is not None or plan.step.several_tangents:
+            tensors = tensors_within(output)
+            capture.note_absent_tangents(tensors)
+            if meter is not None:
+                meter.forward_done(tensors)
+        return output
+
+    def _step_by_blocks(
+        self, plan: BlockPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        meter = self._start_meter(plan)
+        with checkpointed_blocks(plan.blocks):
+            output = self.module.forward(*args, **kwargs)
+        if meter is not None:
+            meter.forward_done(tensors_within(output))
+        return self._with_loss(output, targets)
+
+    def _learn(self, plan: Any, step: StepBytes) -> None:
+        if isinstance(plan, GraphPlan):
+            super()._learn(plan, step)
+            return
+        plan.measured_bytes = step.peak_bytes
+        plan.meterings += 1
+        if step.peak_bytes > plan.limit_bytes:
+            self._warn_once(
+                "blocks",
+                f"the limit of {plan.limit_bytes} bytes was not kept: the step needed "
+                f"{step.peak_bytes} bytes. No graph of the model could be captured, so only its "
+                f"blocks are checkpointed: a limit of {step.peak_bytes} bytes, or a smaller batch, "
+                "would do",
+            )
+
+    def _learn_loss(self, key: Any, plan: GraphPlan, step: StepBytes) -> bool:
+        learned = max(step.loss_bytes - plan.step.tangent_bytes, 0)
+        if plan.step.loss_captured or learned == plan.loss_bytes:
+            return False
+        self._learned_loss[key] = learned
+        return True
+
+    def _repriced(self, key: Any, plan: GraphPlan) -> int:
+        return repriced(plan, self._loss_bytes(key))
+
+
+_NO_TARGETS: tuple[Any, ...] = ()
+
+
+def _takes_targets(module: nn.Module) -> bool:
+    parameters = inspect.signature(module.forward).parameters
+    return "targets" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
+
+
+def _check_arguments(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise where the model cannot be called so, or lives on several devices."""
+    try:
+        inspect.signature(module.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{type(module).__name__} cannot be called with this sample: {error}; give a tuple of "
+            "its positional arguments, or a dictionary of keyword arguments"
+        ) from None
+    devices = {p.device for p in module.parameters()}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model is on several devices ({', '.join(sorted(map(str, devices)))}), and one "
+            "limit is for one device: wrap the parts, one on each device"
+        )
+
+
+def _run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """A forward that leaves random states and buffers as they were."""
+    device = tensors_of((args, kwargs))[0].device
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    state, python_state = _torch.get_generator_state(device), random.getstate()
+    try:
+        with torch.no_grad():
+            module.forward(*args, **kwargs)
+            for buffer, value in buffers:
+                buffer.copy_(value)
+    finally:
+        _torch.set_generator_state(device, state)
+        random.setstate(python_state)
+
+
+def _described(leaf: Any) -> Any:
+    """A leaf of the arguments as a plan's key tells it apart."""
+    if isinstance(leaf, torch.Tensor):
+        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+    if isinstance(leaf, bool | int | float | str | types.NoneType | torch.dtype | torch.device):
+        return (type(leaf), leaf)
+    return (type(leaf), id(leaf))

@@ -1,0 +1,159 @@
+"""Graphs in the DOT language, from plain data. The same data gives the same text."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["COLORS", "DotEdge", "DotNode", "dot_source"]
+
+COLORS = {
+    "kept": ("#c7e3c9", "#2f7d3a"),
+    "dropped": ("#e4e7eb", "#7b8794"),
+    "recomputed": ("#fbd3a5", "#c05d0a"),
+    "forward": ("#d3e3f6", "#3b6ea8"),
+    "loss": ("#f3e3a3", "#9a7b10"),
+    "backward": ("#dcd4ee", "#6a4fa0"),
+    "view": ("#ffffff", "#a5afba"),
+}
+"""Fill and outline for each kind of node."""
+
+_LARGE = 150
+"""More boxes than this are laid out with less care; sizes on arrows are then in tooltips only."""
+
+_PHASE_TITLES = {"forward": "forward", "loss": "loss", "backward": "backward"}
+
+
+@dataclass(frozen=True)
+class DotNode:
+    """A box.
+
+    Attributes
+    ----------
+    label
+        Lines of text.
+    kind
+        One of `COLORS`.
+    phase, path
+        The groups it stands in: its phase, then the names of the path of its module.
+    tooltip
+        What is shown where the pointer stands on it.
+    """
+
+    label: Sequence[str]
+    kind: str
+    phase: str
+    path: Sequence[str] = ()
+    tooltip: str = ""
+
+
+@dataclass(frozen=True)
+class DotEdge:
+    """An arrow between two boxes, by their numbers."""
+
+    source: int
+    target: int
+    label: str = ""
+    tooltip: str = ""
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
+
+
+def _attributes(pairs: Iterable[tuple[str, str]]) -> str:
+    return ", ".join(f"{name}={_quoted(value)}" for name, value in pairs if value)
+
+
+@dataclass
+class _Cluster:
+    title: str
+    nodes: list[int] = field(default_factory=list)
+    inside: dict[str, _Cluster] = field(default_factory=dict)
+
+
+def _clusters(nodes: Sequence[DotNode]) -> _Cluster:
+    root = _Cluster("")
+    for number, node in enumerate(nodes):
+        cluster = root
+        for name in (node.phase, *node.path):
+            cluster = cluster.inside.setdefault(name, _Cluster(name))
+        cluster.nodes.append(number)
+    return root
+
+
+def dot_source(
+    nodes: Sequence[DotNode], edges: Sequence[DotEdge], *, title: str = "", legend: bool = False
+) -> str:
+    """A graph in the DOT language, boxes grouped by phase and module.
+
+    Parameters
+    ----------
+    nodes, edges
+        What to draw.
+    title
+        Stands above it.
+    legend
+        Whether to explain the colours of what is kept, dropped and recomputed.
+    """
+    lines = [
+        "digraph rotor {",
+        f"  graph [{_attributes(_graph_attributes(title, len(nodes) > _LARGE))}];",
+        '  node [shape=box, style="filled,rounded", fontname="Helvetica", fontsize=10, '
+        'margin="0.12,0.05", penwidth=1];',
+        '  edge [color="#66707a", fontname="Helvetica", fontsize=8, fontcolor="#66707a", '
+        "arrowsize=0.6];",
+    ]
+    counter = itertools.count()
+
+    def write(cluster: _Cluster, depth: int) -> None:
+        pad = "  " * (depth + 1)
+        for number in cluster.nodes:
+            lines.append(f"{pad}n{number} [{_node(nodes[number])}];")
+        for inner in cluster.inside.values():
+            style = [("label", _PHASE_TITLES.get(inner.title, inner.title)), ("fontsize", "11")]
+            style += [("color", "#c3cad2"), ("fontcolor", "#46505a"), ("style", "rounded")]
+            lines.append(f"{pad}subgraph cluster_{next(counter)} {{")
+            lines.append(f"{pad}  graph [{_attributes(style)}];")
+            write(inner, depth + 1)
+            lines.append(f"{pad}}}")
+
+    write(_clusters(nodes), 0)
+    for edge in edges:
+        pairs = [
+            ("label", edge.label if len(nodes) <= _LARGE else ""),
+            ("tooltip", edge.tooltip),
+            ("labeltooltip", edge.tooltip),
+        ]
+        text = _attributes(pairs)
+        lines.append(f"  n{edge.source} -> n{edge.target}" + (f" [{text}];" if text else ";"))
+    if legend:
+        lines += _legend()
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _graph_attributes(title: str, is_large: bool) -> list[tuple[str, str]]:
+    shape = [("rankdir", "TB"), ("nodesep", "0.18"), ("ranksep", "0.3"), ("newrank", "true")]
+    text = [("fontname", "Helvetica"), ("label", title), ("labelloc", "t" if title else "")]
+    limits = [("nslimit", "2"), ("mclimit", "0.3")] if is_large else []
+    return [*shape, *text, *limits]
+
+
+def _node(node: DotNode) -> str:
+    fill, line = COLORS[node.kind]
+    pairs: list[tuple[str, Any]] = [("label", "\n".join(node.label)), ("fillcolor", fill)]
+    return _attributes([*pairs, ("color", line), ("tooltip", node.tooltip)])
+
+
+def _legend() -> list[str]:
+    kinds = ("kept", "dropped", "recomputed", "loss", "backward")
+    lines = ["  subgraph cluster_legend {", '    graph [label="legend", color="#c3cad2"];']
+    for kind in kinds:
+        fill, line = COLORS[kind]
+        pairs = [("label", kind), ("fillcolor", fill), ("color", line)]
+        lines.append(f"    legend_{kind} [{_attributes(pairs)}];")
+    chain = " -> ".join(f"legend_{kind}" for kind in kinds)
+    return [*lines, f'    {chain} [style="invis"];', "  }"]

@@ -1,0 +1,219 @@
+"""Graphs, programs and plans as pages that need nothing else: no network, no other files."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from rotor.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rotor.graph.engine import GraphPlan
+    from rotor.graph.graph import Graph
+    from rotor.graph.program import Program
+    from rotor.graph.summaries import Summary
+
+__all__ = ["graph_page", "plan_page"]
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_MOST_RECOMPUTED = 25
+_PHASES = ("forward", "loss", "backward")
+
+
+def graph_page(
+    graph: Graph,
+    places: Sequence[str],
+    program: Program | None = None,
+    summary: Summary | None = None,
+    limit_bytes: int | None = None,
+    measured_bytes: int | Sequence[int] | None = None,
+) -> str:
+    """A page on a graph, and on a program of it.
+
+    Parameters
+    ----------
+    graph, places
+        The graph, and the module that each operation is shown in.
+    program, summary
+        A program of it and its summary, or neither.
+    limit_bytes
+        A line in the timeline.
+    measured_bytes
+        A measured peak, or a level for each run of the program.
+    """
+    _check_levels(program, measured_bytes)
+    rows = [
+        ("operations", str(len(graph))),
+        ("storages", str(len(graph.storages))),
+        ("every operation once", format_seconds(graph.total_time)),
+    ]
+    if program is not None and summary is not None:
+        rows += _program_rows(program, summary)
+    if limit_bytes is not None:
+        rows.append(("limit", format_bytes(limit_bytes)))
+    data = _data(graph, places, program, summary)
+    data |= {"limit": limit_bytes, "measured": _plain(measured_bytes), "own": 0}
+    return _page(graph.name or "graph", rows, _again_table(graph, summary), data)
+
+
+def plan_page(plan: GraphPlan, places: Sequence[str], summary: Summary) -> str:
+    """A page on the plan of a captured model: limit, predicted and measured, timeline, operations.
+
+    Parameters
+    ----------
+    plan
+        The plan.
+    places
+        The module that each operation is shown in.
+    summary
+        Of its program.
+    """
+    graph, program = plan.graph, plan.program
+    measured = plan.measured_bytes
+    rows = [
+        ("limit", format_bytes(plan.limit_bytes)),
+        ("peak, predicted", format_bytes(plan.predicted_bytes)),
+        ("peak, measured", "not yet" if measured is None else format_bytes(measured)),
+        ("set aside after metering", format_bytes(plan.reserve_bytes)),
+        ("kept beside the storages", format_bytes(plan.own_bytes)),
+        *_program_rows(program, summary),
+        ("operations", str(len(graph))),
+    ]
+    data = _data(graph, places, program, summary)
+    data |= {"limit": plan.limit_bytes, "measured": _plain(measured), "own": plan.own_bytes}
+    return _page("training step", rows, _again_table(graph, summary), data)
+
+
+def _program_rows(program: Program, summary: Summary) -> list[tuple[str, str]]:
+    again = sum(entry.runs - 1 for entry in summary.again)
+    return [
+        ("peak of the storages, predicted", format_bytes(program.peak_bytes)),
+        ("step, predicted", format_seconds(program.makespan)),
+        ("recomputation", f"{program.slowdown - 1:+.1%}"),
+        ("operations run again", f"{len(summary.again)} of {len(program.graph)}, {again} runs"),
+        ("kept for the backward", format_bytes(summary.kept_bytes)),
+        ("dropped and recomputed", format_bytes(summary.recomputed_bytes)),
+        ("dropped, not needed again", format_bytes(summary.dropped_bytes)),
+    ]
+
+
+def _again_table(graph: Graph, summary: Summary | None) -> list[list[str]]:
+    if summary is None or not summary.again:
+        return []
+    rows = [["operation", "module", "phase", "runs", "time of one", "extra time"]]
+    for entry in summary.again[:_MOST_RECOMPUTED]:
+        op = graph.operations[entry.operation]
+        cost, extra = format_seconds(op.cost_ns / 1e9), format_seconds(entry.extra_ns / 1e9)
+        rows.append([op.name, op.module, op.phase, str(entry.runs), cost, extra])
+    return rows
+
+
+def _check_levels(program: Program | None, measured: int | Sequence[int] | None) -> None:
+    if measured is None or isinstance(measured, int):
+        return
+    expected = 0 if program is None else len(program)
+    if len(measured) != expected:
+        raise ValueError(
+            f"measured_bytes has {len(measured)} levels, expected one number, or one for each of "
+            f"the program's {expected} runs"
+        )
+
+
+def _plain(measured: int | Sequence[int] | None) -> int | list[int] | None:
+    if measured is None or isinstance(measured, int):
+        return measured
+    return [int(level) for level in measured]
+
+
+def _data(
+    graph: Graph, places: Sequence[str], program: Program | None, summary: Summary | None
+) -> dict[str, Any]:
+    """What the script draws; rows instead of objects keep large pages small."""
+    runs = [1] * len(graph) if program is None else program.runs.tolist()
+    kinds = [op.phase for op in graph.operations] if summary is None else summary.operations
+    fates = [""] * len(graph.storages)
+    if summary is not None:
+        fates = [storage.fate for storage in summary.storages]
+    data: dict[str, Any] = {
+        "ops": [
+            [
+                op.name,
+                op.module,
+                _PHASES.index(op.phase),
+                op.cost_ns,
+                op.workspace_bytes,
+                list(op.inputs),
+                list(op.outputs),
+                int(op.random) + 2 * int(op.once),
+                runs[index],
+                kinds[index],
+                places[index],
+            ]
+            for index, op in enumerate(graph.operations)
+        ],
+        "storages": [
+            [storage.bytes, int(storage.pinned), graph.producers[s], fates[s]]
+            for s, storage in enumerate(graph.storages)
+        ],
+        "planned": program is not None,
+    }
+    if program is not None:
+        timeline = program.timeline()
+        data["program"] = program.ops.tolist()
+        data["before"] = timeline.before_bytes.tolist()
+        data["peak"] = timeline.peak_bytes.tolist()
+        data["boundary"] = 0 if summary is None else summary.boundary
+    return data
+
+
+def _rows(rows: Sequence[Sequence[str]], head: bool = False) -> str:
+    lines = []
+    for number, row in enumerate(rows):
+        tag = "th" if head and number == 0 else "td"
+        cells = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+        lines.append(f"<tr>{cells}</tr>")
+    return "\n".join(lines)
+
+
+def _table(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    table = f'<table class="again">\n{_rows(rows, head=True)}\n</table>'
+    return [f"<h2>{title}</h2>", table]
+
+
+def _page(
+    title: str,
+    rows: Sequence[tuple[str, str]],
+    again: Sequence[Sequence[str]],
+    data: dict[str, Any],
+) -> str:
+    files = resources.files("rotor.report")
+    style = (files / "page.css").read_text(encoding="utf-8")
+    script = (files / "page.js").read_text(encoding="utf-8")
+    # "</" would end the element, "<!--" would change how it is read.
+    plain = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>rotor: {html.escape(title)}</title>",
+        f"<style>\n{style}</style></head><body>",
+        f"<h1>{html.escape(title)}</h1>",
+        f'<table class="figures">\n{_rows(rows)}\n</table>',
+    ]
+    if data["planned"]:
+        parts += ["<h2>Live bytes</h2>", '<div id="timeline"></div>']
+    parts += [
+        "<h2>Operations</h2>",
+        '<div id="tools"></div><div id="graph"></div><div id="details"></div>',
+        *_table("Recomputed most", again),
+        "<noscript>The timeline and the graph are drawn by a script in this page.</noscript>",
+        f'<script type="application/json" id="data">{plain}</script>',
+        f"<script>\n{script}</script></body></html>",
+    ]
+    return "\n".join(parts) + "\n"

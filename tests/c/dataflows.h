@@ -1,0 +1,84 @@
+/* Graphs for the tests of programs and the planner. */
+#ifndef ROTOR_TESTS_DATAFLOWS_H
+#define ROTOR_TESTS_DATAFLOWS_H
+
+#include <string.h>
+
+#include "dataflow.h"
+
+enum { MOST_OPS = 400, MOST_STORAGES = 800 };
+
+typedef struct {
+    int64_t cost[MOST_OPS];
+    int64_t workspace[MOST_OPS];
+    int64_t phase[MOST_OPS];
+    int64_t flags[MOST_OPS];
+    int64_t input_start[MOST_OPS + 1];
+    int64_t inputs[4 * MOST_OPS];
+    int64_t output_start[MOST_OPS + 1];
+    int64_t outputs[4 * MOST_OPS];
+    int64_t bytes[MOST_STORAGES];
+    int64_t pinned[MOST_STORAGES];
+    int64_t count;
+    int64_t storages;
+} drawing_t;
+
+static inline rotor_dataflow_arrays_t arrays_of(const drawing_t *d) {
+    return (rotor_dataflow_arrays_t){
+        .operation_count = d->count,
+        .storage_count = d->storages,
+        .cost_ns = d->cost,
+        .workspace_bytes = d->workspace,
+        .phase = d->phase,
+        .flags = d->flags,
+        .input_start = d->input_start,
+        .inputs = d->inputs,
+        .output_start = d->output_start,
+        .outputs = d->outputs,
+        .storage_bytes = d->bytes,
+        .pinned = d->pinned,
+    };
+}
+
+/* Adds an operation with up to three inputs (-1: none) and one output; returns its storage. */
+static inline int64_t draw(drawing_t *d, int64_t phase, int64_t cost, int64_t bytes, int64_t a,
+                           int64_t b, int64_t c) {
+    int64_t k = d->count++;
+    int64_t in[3] = {a, b, c};
+    d->cost[k] = cost;
+    d->phase[k] = phase;
+    d->input_start[k + 1] = d->input_start[k];
+    for (int j = 0; j < 3; j++) {
+        if (in[j] >= 0) {
+            d->inputs[d->input_start[k + 1]++] = in[j];
+        }
+    }
+    d->outputs[d->output_start[k]] = d->storages;
+    d->output_start[k + 1] = d->output_start[k] + 1;
+    d->bytes[d->storages] = bytes;
+    return d->storages++;
+}
+
+/* A network of layers with skips, a loss, and the backward with gradients that stay. */
+static inline void draw_training(drawing_t *d, int64_t layers, uint64_t seed) {
+    int64_t kept[MOST_OPS];
+    memset(d, 0, sizeof(*d));
+    for (int64_t k = 0; k < layers; k++) {
+        seed = seed * UINT64_C(6364136223846793005) + 1442695040888963407;
+        int64_t cost = 1 + (int64_t)(seed >> 60);
+        int64_t bytes = 100 * (1 + (int64_t)(seed >> 50 & 7));
+        kept[k] = draw(d, 0, cost, bytes, k > 0 ? kept[k - 1] : -1,
+                       k > 2 && (seed >> 40 & 3) == 0 ? kept[k - 3] : -1, -1);
+        d->workspace[d->count - 1] = (seed >> 30 & 7) == 0 ? 150 : 0;
+        d->flags[d->count - 1] = (seed >> 33 & 7) == 0 ? 2 : 0;
+    }
+    int64_t gradient = draw(d, 1, 3, 40, kept[layers - 1], -1, -1);
+    for (int64_t k = layers - 1; k >= 0; k--) {
+        int64_t weight = draw(d, 2, 4, k % 6 == 0 ? 900 : 20, gradient, kept[k], -1);
+        d->pinned[weight] = 1;
+        gradient = draw(d, 2, 5, d->bytes[kept[k]], gradient, kept[k],
+                        k > 0 && k % 2 == 0 ? kept[k - 1] : -1);
+    }
+}
+
+#endif

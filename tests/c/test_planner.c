@@ -1,0 +1,245 @@
+#include "planner.h"
+
+#include "dataflows.h"
+#include "planner_private.h"
+#include "testing.h"
+
+static drawing_t drawing;
+
+static void build(rotor_dataflow_t *graph, int64_t layers, uint64_t seed) {
+    draw_training(&drawing, layers, seed);
+    rotor_dataflow_arrays_t arrays = arrays_of(&drawing);
+    rotor_dataflow_init(graph);
+    CHECK(rotor_dataflow_build(graph, &arrays) == ROTOR_OK);
+}
+
+static int64_t in_order(const rotor_dataflow_t *graph, rotor_program_t *program) {
+    rotor_cost_t cost = {0, 0};
+    program->length = 0;
+    for (int32_t k = 0; k < graph->operation_count; k++) {
+        CHECK(rotor_program_append(program, k) == ROTOR_OK);
+    }
+    CHECK(rotor_program_simulate(graph, program->ops, program->length, &cost, NULL, NULL, NULL) ==
+          ROTOR_OK);
+    return cost.peak_bytes;
+}
+
+static void test_plans_are_valid_and_fit(void) {
+    rotor_planner_options_t options = {.random_runs = 5, .moves = 3000, .seed = 1};
+    int32_t feasible = 0;
+    for (uint64_t seed = 1; seed < 30; seed++) {
+        rotor_dataflow_t graph;
+        rotor_program_t program;
+        rotor_cost_t cost;
+        rotor_cost_t again;
+        int64_t minimum = 0;
+        rotor_program_init(&program);
+        build(&graph, 3 + (int64_t)(seed % 20), seed);
+        int64_t budget = in_order(&graph, &program) * (int64_t)(75 + seed) / 105;
+        int ret = rotor_planner_plan(&graph, budget, &options, NULL, &program, &cost, &minimum);
+        if (ret == ROTOR_ERR_INFEASIBLE) {
+            CHECK(minimum > budget);
+            ret = rotor_planner_plan(&graph, minimum, &options, NULL, &program, &cost, &minimum);
+            budget = minimum;
+        } else {
+            feasible++;
+        }
+        CHECK(ret == ROTOR_OK);
+        CHECK(rotor_program_simulate(&graph, program.ops, program.length, &again, NULL, NULL,
+                                     NULL) == ROTOR_OK);
+        CHECK(again.time_ns == cost.time_ns && again.peak_bytes == cost.peak_bytes);
+        CHECK(cost.peak_bytes <= budget);
+        rotor_program_free(&program);
+        rotor_dataflow_free(&graph);
+    }
+    CHECK(feasible > 15);
+}
+
+static int64_t level_of(const rotor_slots_t *slots, int32_t slot) {
+    const rotor_dataflow_t *g = slots->graph;
+    int64_t level = 0;
+    for (int32_t s = 0; s < g->storage_count; s++) {
+        const rotor_events_t *events = &slots->events[s];
+        for (int32_t k = 0; k < events->count; k++) {
+            if (!rotor_slots_makes(slots, s, k)) {
+                continue;
+            }
+            int32_t end = events->slots[k];
+            for (int32_t j = k + 1; j < events->count && !rotor_slots_makes(slots, s, j); j++) {
+                end = events->slots[j];
+            }
+            end = g->pinned[s] ? (k == 0 ? slots->slot_count : events->slots[k]) : end;
+            level += events->slots[k] <= slot && slot <= end ? slots->size[s] : 0;
+        }
+    }
+    int32_t op = slots->op_at[slot];
+    return level + (op >= 0 ? slots->workspace[op] : 0);
+}
+
+static void check_levels(const rotor_slots_t *slots) {
+    int64_t most = 0;
+    int32_t at = 0;
+    for (int32_t k = 0; k < slots->slot_count; k++) {
+        int64_t level = level_of(slots, k);
+        CHECK(rotor_slots_level(slots, k) == level);
+        most = rotor_max(most, level);
+    }
+    CHECK(rotor_slots_most(slots, &at) == most && level_of(slots, at) == most);
+    CHECK(rotor_slots_most_within(slots, 0, slots->slot_count - 1) == most);
+    CHECK(rotor_slots_most_within(slots, 3, 2) == 0);
+}
+
+/* Runs are added and removed at random: levels and validity stay right, and undoing restores all. */
+static void test_slots(void) {
+    for (uint64_t seed = 1; seed < 12; seed++) {
+        rotor_dataflow_t graph;
+        rotor_program_t program;
+        rotor_program_t other;
+        rotor_slots_t slots;
+        rotor_random_t random;
+        rotor_cost_t cost;
+        rotor_program_init(&program);
+        rotor_program_init(&other);
+        rotor_slots_init(&slots);
+        rotor_random_init(&random, seed);
+        build(&graph, 12, seed);
+        int64_t peak = in_order(&graph, &program);
+        CHECK(rotor_slots_load(&slots, &graph, program.ops, program.length) == ROTOR_OK);
+        CHECK(slots.unit == 1 && rotor_slots_most(&slots, NULL) == peak);
+        check_levels(&slots);
+        for (int32_t k = 0; k < 200; k++) {
+            int32_t slot = rotor_random_below(&random, slots.slot_count);
+            int32_t op = rotor_random_below(&random, graph.operation_count);
+            int32_t first = slots.op_at[slot] >= 0 ? -1 : 0;
+            for (int32_t j = 0; first == 0 && j < slots.slot_count; j++) {
+                first = slots.op_at[j] == op ? j : 0;
+            }
+            if (first < 0 && rotor_slots_removable(&slots, slot)) {
+                bool useless = rotor_slots_useless(&slots, slot);
+                int32_t before = rotor_slots_most(&slots, NULL);
+                CHECK(rotor_slots_remove(&slots, slot) == ROTOR_OK);
+                CHECK(!useless || rotor_slots_most(&slots, NULL) <= before);
+            } else if (first > 0 && first < slot && !rotor_dataflow_once(&graph, op)) {
+                CHECK(rotor_slots_add(&slots, slot, op) == ROTOR_OK);
+            }
+            CHECK(rotor_slots_store(&slots, &other) == ROTOR_OK);
+            CHECK(rotor_program_simulate(&graph, other.ops, other.length, &cost, NULL, NULL,
+                                         NULL) == ROTOR_OK);
+            CHECK(cost.time_ns == slots.time_ns);
+            CHECK(cost.peak_bytes == rotor_slots_most(&slots, NULL));
+        }
+        check_levels(&slots);
+        CHECK(slots.change_count > 20);
+        rotor_slots_undo(&slots, 0);
+        check_levels(&slots);
+        CHECK(rotor_slots_store(&slots, &other) == ROTOR_OK);
+        CHECK(other.length == program.length &&
+              memcmp(other.ops, program.ops, (size_t)program.length * sizeof(int32_t)) == 0);
+        rotor_slots_free(&slots);
+        rotor_program_free(&program);
+        rotor_program_free(&other);
+        rotor_dataflow_free(&graph);
+    }
+}
+
+enum { POINTS = 7 };
+
+static void free_programs(rotor_program_t *programs) {
+    for (int k = 0; k < POINTS; k++) {
+        rotor_program_free(&programs[k]);
+    }
+}
+
+static void test_curve(void) {
+    rotor_planner_options_t options = {.random_runs = 2, .moves = 500, .seed = 1};
+    rotor_dataflow_t graph;
+    rotor_program_t programs[POINTS];
+    rotor_cost_t costs[POINTS];
+    int64_t count = 0;
+    memset(programs, 0, sizeof(programs));
+    build(&graph, 15, 3);
+    CHECK(rotor_planner_curve(&graph, 0, &options, NULL, programs, costs, &count) ==
+          ROTOR_ERR_BAD_LENGTH);
+    CHECK(rotor_planner_curve(&graph, POINTS, &options, NULL, programs, costs, &count) ==
+          ROTOR_OK);
+    CHECK(count == POINTS && costs[count - 1].time_ns == graph.total_cost_ns);
+    for (int64_t k = 0; k < count; k++) {
+        rotor_cost_t again;
+        CHECK(rotor_program_simulate(&graph, programs[k].ops, programs[k].length, &again, NULL,
+                                     NULL, NULL) == ROTOR_OK);
+        CHECK(again.time_ns == costs[k].time_ns && again.peak_bytes == costs[k].peak_bytes);
+    }
+    free_programs(programs);
+    rotor_dataflow_free(&graph);
+}
+
+static bool stop_at(void *context, int64_t done, int64_t total) {
+    (void)done;
+    (void)total;
+    return --*(int64_t *)context > 0;
+}
+
+static void test_interrupted(void) {
+    rotor_planner_options_t options = {.random_runs = 50, .moves = 10000000, .seed = 1};
+    rotor_dataflow_t graph;
+    rotor_program_t program;
+    rotor_cost_t cost;
+    int64_t minimum = 0;
+    int64_t left = 3;
+    rotor_callback_t callback = {stop_at, &left};
+    rotor_program_init(&program);
+    build(&graph, 60, 5);
+    int64_t budget = in_order(&graph, &program) * 9 / 10;
+    rotor_program_free(&program);
+    CHECK(rotor_planner_plan(&graph, budget, &options, &callback, &program, &cost, &minimum) ==
+          ROTOR_ERR_INTERRUPTED);
+    CHECK(program.ops == NULL && left == 0);
+    CHECK(rotor_planner_plan(&graph, 0, &options, NULL, &program, &cost, &minimum) ==
+          ROTOR_ERR_BAD_BUDGET);
+    options.time_limit_ns = 50000000;
+    CHECK(rotor_planner_plan(&graph, budget, &options, NULL, &program, &cost, &minimum) ==
+          ROTOR_OK);
+    rotor_program_free(&program);
+    rotor_dataflow_free(&graph);
+}
+
+static void test_out_of_memory(void) {
+    rotor_planner_options_t options = {.random_runs = 2, .moves = 50, .seed = 1};
+    rotor_dataflow_t graph;
+    rotor_program_t programs[POINTS];
+    rotor_cost_t costs[POINTS];
+    int64_t count = 0;
+    int ret = ROTOR_ERR_NO_MEMORY;
+    memset(programs, 0, sizeof(programs));
+    build(&graph, 6, 9);
+    for (int64_t n = 1; ret != ROTOR_OK; n++) {
+        rotor_testing_fail_after(n);
+        ret = rotor_planner_curve(&graph, POINTS, &options, NULL, programs, costs, &count);
+        rotor_testing_fail_after(0);
+        CHECK(ret == ROTOR_OK || ret == ROTOR_ERR_NO_MEMORY);
+        CHECK(ret == ROTOR_OK || programs[0].ops == NULL);
+    }
+    free_programs(programs);
+    ret = ROTOR_ERR_NO_MEMORY;
+    int64_t budget = in_order(&graph, &programs[0]) * 7 / 10;
+    free_programs(programs);
+    for (int64_t n = 1; ret == ROTOR_ERR_NO_MEMORY; n++) {
+        int64_t minimum = 0;
+        rotor_testing_fail_after(n);
+        ret = rotor_planner_plan(&graph, budget, &options, NULL, &programs[0], costs, &minimum);
+        rotor_testing_fail_after(0);
+        CHECK(ret == ROTOR_OK || ret == ROTOR_ERR_INFEASIBLE || ret == ROTOR_ERR_NO_MEMORY);
+    }
+    free_programs(programs);
+    rotor_dataflow_free(&graph);
+}
+
+static const test_case_t cases[] = {
+    {"plans_are_valid_and_fit", test_plans_are_valid_and_fit},
+    {"slots", test_slots},
+    {"curve", test_curve},
+    {"interrupted", test_interrupted},
+    {"out_of_memory", test_out_of_memory},
+};
+
+TEST_MAIN(cases)
