@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,19 @@ def step_peak_bytes(model: nn.Module, batch: Batch, *, captured: bool = False) -
             output = model(x)
             cross_entropy(output, target).backward()
     return int(meter.peak_bytes)
+
+
+def keep_freed_memory() -> None:
+    """Make the C library keep what is freed, as the CUDA allocator does; glibc only.
+
+    Otherwise it gives large blocks back to the system, and a step's time depends on how many pages
+    the system has to clear for it, by 10 % and more, whatever is computed.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mmap_max, trim_threshold, top_pad = -4, -1, -2
+        for option, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (top_pad, 2**28)):
+            mallopt(option, value)
 
 
 @dataclass
