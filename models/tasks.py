@@ -87,7 +87,7 @@ class Training(ABC):
         self.published = dict(published)
         self.device = device
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             self.modules = make(self.params)
         for module in self.modules:
             module.to(device).train()
