@@ -46,8 +46,14 @@ class ChainCheckpointable(Checkpointable):
     _latest: Plan | None
     _structure: Structure
     _learned_loss: dict[Any, int]
+    _profile: Any
 
     def _begin(self) -> None:
+        if self._profile != "measured":
+            raise ValueError(
+                "the stages of a chain are always measured here: profile= is for graphs, give "
+                'engine="graph"'
+            )
         stages = find_stages(self.module)
         self.__dict__.update(
             names=[stage.name for stage in stages],

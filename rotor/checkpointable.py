@@ -88,6 +88,10 @@ class Checkpointable(TransparentModule):
     loss_fn
         ``loss_fn(output, *targets)``: the loss becomes part of the plan, and
         ``model(x, targets=(t,))`` returns it.
+    profile
+        For graphs, what operations cost: "measured" runs each distinct one here; a
+        `rotor.graph.Machine` estimates them, a `rotor.graph.Profile`, or the path of one, has what
+        was measured elsewhere: then nothing is run before the first step.
     **options
         For graphs: ``effort``, ``seed`` and ``time_limit`` of `rotor.graph.plan`.
 
@@ -117,14 +121,18 @@ class Checkpointable(TransparentModule):
     _plans: dict[Any, Any]
     _latest: Any
 
-    def __new__(cls, model: Any = None, *_: Any, engine: str = "auto", **__: Any) -> Self:
+    def __new__(
+        cls, model: Any = None, *_: Any, engine: str = "auto", profile: Any = "measured", **__: Any
+    ) -> Self:
         """An instance for the engine that the model needs."""
         if cls is not Checkpointable:
             return super().__new__(cls)
         is_sequential = (
             isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
         )
-        is_chain = engine == "chain" or (engine != "graph" and is_sequential)
+        # Only the operations of a graph can be priced without being run.
+        is_timed = isinstance(profile, str) and profile == "measured"
+        is_chain = engine == "chain" or (engine != "graph" and is_sequential and is_timed)
         if is_chain:
             from rotor.chained import ChainCheckpointable as Chosen
         else:
@@ -143,6 +151,7 @@ class Checkpointable(TransparentModule):
         *,
         engine: str = "auto",
         loss_fn: Callable[..., torch.Tensor] | None = None,
+        profile: Any = "measured",
         **options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -169,6 +178,7 @@ class Checkpointable(TransparentModule):
             loss_fn=loss_fn,
             engine=engine,
             _options=options,
+            _profile=profile,
             _structure=Structure(model),
             _plans={},
             _latest=None,

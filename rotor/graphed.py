@@ -30,8 +30,8 @@ from rotor.graph.engine import (
     repriced,
 )
 from rotor.graph.graph import Graph
-from rotor.graph.profile import profile
 from rotor.graph.program import Program
+from rotor.graph.recorded import MEASURED, price, source_of
 from rotor.metering import StepBytes, cancel_running
 from rotor.progress import progress
 from rotor.report.text import block_report, graph_report, operation_table
@@ -62,6 +62,7 @@ class GraphCheckpointable(Checkpointable):
     _pending: weakref.ref[torch.Tensor] | None
     _structure: Structure
     _learned_loss: dict[Any, int]
+    _profile: Any
     _unplanned: set[Any]
 
     def _begin(self) -> None:
@@ -70,7 +71,9 @@ class GraphCheckpointable(Checkpointable):
                 "a graph is always recomputed with the random numbers of the first forward: leave "
                 "preserve_rng_state at True"
             )
-        self.__dict__.update(_steps={}, _reasons={}, _unplanned=set())
+        self.__dict__.update(
+            _steps={}, _reasons={}, _unplanned=set(), _profile=source_of(self._profile)
+        )
 
     def _measure_sample(self, sample: Any) -> None:
         if isinstance(sample, dict):
@@ -231,6 +234,12 @@ class GraphCheckpointable(Checkpointable):
         if not tensors:
             raise ValueError("the arguments hold no tensor, expected at least one")
         kind = tensors[0].device.type
+        if kind == "meta":
+            raise ValueError(
+                "the arguments are meta tensors, which nothing can be trained on: "
+                "rotor.graph.build(model, ..., profile=Machine(...)) and rotor.graph.plan plan "
+                "without values"
+            )
         return (
             str(spec),
             tuple([_described(leaf) for leaf in leaves]),
@@ -267,14 +276,16 @@ class GraphCheckpointable(Checkpointable):
         device: torch.device,
         loss_captured: bool,
     ) -> CapturedStep:
+        source, lowered = self._profile, found.captured.lowered
         try:
             with progress(1, "measuring the operations") as update:
-                costs = profile(found.captured.lowered, device, found.primals, progress=update)
+                costs = price(source, lowered, device, found.primals, progress=update)
         finally:
             # The inputs of the call must not live as long as a frame that is in a cycle.
             found.primals.clear()
             found.__traceback__ = None
-        step = CapturedStep(capture, found.captured, costs, device, loss_captured)
+        planned_for = "" if source == MEASURED else source.device
+        step = CapturedStep(capture, found.captured, costs, device, loss_captured, planned_for)
         self._steps[key] = step
         return step
 

@@ -43,6 +43,8 @@ LAYERS = [
             "rotor.graph.emit",
             "rotor.graph.capture",
             "rotor.graph.profile",
+            "rotor.graph.estimate",
+            "rotor.graph.recorded",
             "rotor.graph.engine",
         ],
     ),

@@ -12,17 +12,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rotor.graph.building import build
     from rotor.graph.drawing import render
+    from rotor.graph.estimate import Machine
     from rotor.graph.exact import Proof, checkmate
     from rotor.graph.graph import Graph, Operation, Storage
     from rotor.graph.planfiles import load_program, write_report
     from rotor.graph.planner import PlanCurve, curve, lower_bound, plan
     from rotor.graph.program import Program, Timeline, simulate
+    from rotor.graph.recorded import Profile, save_profile
     from rotor.graph.summaries import Summary, summarise
 
 __all__ = [
     "Graph",
+    "Machine",
     "Operation",
     "PlanCurve",
+    "Profile",
     "Program",
     "Proof",
     "Storage",
@@ -35,6 +39,7 @@ __all__ = [
     "lower_bound",
     "plan",
     "render",
+    "save_profile",
     "simulate",
     "summarise",
     "write_report",
@@ -56,6 +61,9 @@ _LAZY = {
     "plan": "planner",
     "build": "building",
     "render": "drawing",
+    "Machine": "estimate",
+    "Profile": "recorded",
+    "save_profile": "recorded",
     "load_program": "planfiles",
     "write_report": "planfiles",
     "Summary": "summaries",

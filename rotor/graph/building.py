@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from rotor import _torch
 from rotor.graph.engine import CapturedStep, build_graph
+from rotor.graph.estimate import Machine
 from rotor.graph.graph import Graph
+from rotor.graph.recorded import MEASURED, Profile, Source
 from rotor.graphed import GraphCheckpointable
 
 __all__ = ["build", "capture_step", "step_graph"]
@@ -22,7 +26,7 @@ def build(
     targets: Sequence[Any] = (),
     **kwargs: Any,
 ) -> Graph:
-    """The graph of one training step of a module: forward, loss and backward, measured.
+    """The graph of one training step of a module: forward, loss and backward, with its costs.
 
     The module is captured in training mode and its operations are measured one by one; nothing of
     it is changed. Without a loss function the loss is one operation that costs no time and needs
@@ -38,6 +42,10 @@ def build(
         ``loss_fn(output, *targets)``: the loss's own operations become part of the graph.
     targets
         Samples of what the loss function takes beside the output.
+    profile
+        A `Machine`, whose speeds the costs are estimated from, or a `Profile` that was recorded
+        elsewhere: nothing is run, and the module and its samples may be meta tensors. Anything
+        else of this name is an argument of the module. By default operations are measured here.
 
     Returns
     -------
@@ -54,7 +62,11 @@ def build(
     TypeError
         The model is no module.
     """
-    return step_graph(capture_step(model, args, kwargs, loss_fn=loss_fn, targets=targets))
+    source: Source = MEASURED
+    if isinstance(kwargs.get("profile"), Machine | Profile):
+        source = kwargs.pop("profile")
+    step = capture_step(model, args, kwargs, loss_fn=loss_fn, targets=targets, profile=source)
+    return step_graph(step)
 
 
 def capture_step(
@@ -64,8 +76,9 @@ def capture_step(
     *,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     targets: Sequence[Any] = (),
+    profile: Source = MEASURED,
 ) -> CapturedStep:
-    """One training step of a module, captured and measured; the arguments are those of `build`."""
+    """One training step of a module, captured and priced; the arguments are those of `build`."""
     has_targets = not isinstance(targets, tuple | list) or len(targets) > 0
     if has_targets != (loss_fn is not None):
         raise ValueError(
@@ -73,8 +86,21 @@ def capture_step(
             "that is named so goes by its position"
         )
     model = getattr(model, "module", model) if isinstance(model, GraphCheckpointable) else model
-    wrapper = GraphCheckpointable(model, engine="graph", loss_fn=loss_fn)
-    step = wrapper.measure(*args, targets=targets, **kwargs)
+    mode: Any = nullcontext()
+    given = (args, kwargs, targets)
+    tensors = _torch.tree_flatten(given)[0]
+    if isinstance(model, nn.Module):
+        tensors += [*model.parameters(), *model.buffers()]
+    if any(isinstance(t, torch.Tensor) and t.device.type == "meta" for t in tensors):
+        if profile == MEASURED:
+            raise ValueError(
+                "operations on meta tensors cannot be measured: give profile=, a Machine or a "
+                "Profile"
+            )
+        mode, model, (args, kwargs, targets) = _torch.without_values(model, given)
+    wrapper = GraphCheckpointable(model, engine="graph", loss_fn=loss_fn, profile=profile)
+    with mode:
+        step = wrapper.measure(*args, targets=targets, **kwargs)
     assert step is not None
     return step
 

@@ -46,6 +46,8 @@ class CapturedStep:
     ----------
     loss_captured
         Whether the loss is among the operations.
+    planned_for
+        The type of the device that the costs are of, where that is another.
     """
 
     capture: Capture
@@ -53,6 +55,7 @@ class CapturedStep:
     costs: list[Cost]
     device: torch.device
     loss_captured: bool
+    planned_for: str = ""
 
     @property
     def lowered(self) -> Lowered:
@@ -67,18 +70,28 @@ class CapturedStep:
     @property
     def tangent_bytes(self) -> int:
         """Bytes of the gradients that the loss hands to the backward."""
-        made = self.lowered.tasks[self.lowered.loss].made.values()
-        return sum(self.lowered.storages[storage][0] for storage in made)
+        return sum(self.costs[self.lowered.loss].made_bytes)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the outputs' storages."""
+        sizes = _sizes(self.lowered, self.costs)
+        return sum(sizes[storage] for storage in self.lowered.tasks[self.lowered.loss].inputs)
+
+    def own_bytes(self, replayed: int) -> int:
+        """What is kept beside the graph's storages, where so many random states are replayed."""
+        kinds = {self.device.type, self.planned_for or self.device.type}
+        return max(own_bytes(torch.device(kind), replayed) for kind in kinds)
 
     @property
     def most_own_bytes(self) -> int:
         """The most that is kept beside the graph's storages, whatever is recomputed."""
-        return own_bytes(self.device, sum(task.random for task in self.lowered.tasks))
+        return self.own_bytes(sum(task.random for task in self.lowered.tasks))
 
     @property
     def assumed_loss_bytes(self) -> int:
         """What a loss of which nothing is known is taken to need: 4 x the output, in all."""
-        return max(LOSS_FACTOR * self.lowered.output_bytes - self.tangent_bytes, 0)
+        return max(LOSS_FACTOR * self.output_bytes - self.tangent_bytes, 0)
 
     def loss_workspace(self, given_bytes: int, learned_bytes: int | None) -> int:
         """What the loss needs beside the tangents: as learnt, as given, or 4 x the output."""
@@ -199,12 +212,17 @@ def build_graph(lowered: Lowered, costs: list[Cost], loss_bytes: int) -> Graph:
                 module=task.module,
             )
         )
+    pinned = [is_pinned for _, is_pinned in lowered.storages]
+    return Graph(_sizes(lowered, costs), pinned, operations)
+
+
+def _sizes(lowered: Lowered, costs: list[Cost]) -> list[int]:
+    """Bytes of every storage, as its operation makes it."""
     sizes = [size for size, _ in lowered.storages]
     for task, cost in zip(lowered.tasks, costs, strict=True):
         for storage, size in zip(task.made.values(), cost.made_bytes, strict=True):
             sizes[storage] = size
-    pinned = [is_pinned for _, is_pinned in lowered.storages]
-    return Graph(sizes, pinned, operations)
+    return sizes
 
 
 def make_plan(
@@ -224,7 +242,7 @@ def make_plan(
         None was found; ``minimum_bytes`` is the least limit for which one was.
     """
     graph = build_graph(step.lowered, step.costs, loss_bytes)
-    own = own_bytes(step.device, 0)
+    own = step.own_bytes(0)
     while True:
         try:
             budget = max(limit_bytes - own - reserve_bytes, 1)
@@ -238,7 +256,7 @@ def make_plan(
                 least,
             ) from None
         emitted = emit(step.lowered, program.ops.tolist())
-        needed = own_bytes(step.device, emitted.replayed)
+        needed = step.own_bytes(emitted.replayed)
         if program.peak_bytes + needed + reserve_bytes <= limit_bytes:
             break
         own = max(own, needed)

@@ -9,7 +9,7 @@ from typing import Any
 from rotor.errors import InfeasibleError
 from rotor.graph.contraction import places
 from rotor.graph.emit import emit
-from rotor.graph.engine import GraphPlan, build_graph, own_bytes
+from rotor.graph.engine import GraphPlan, build_graph
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program
 from rotor.graph.summaries import summarise
@@ -102,7 +102,7 @@ def load_program(model: GraphCheckpointable, source: Program | str | os.PathLike
     loss_bytes = saved.graph.operations[step.lowered.loss].workspace_bytes
     program = Program(build_graph(step.lowered, step.costs, loss_bytes), saved.ops)
     emitted = emit(step.lowered, program.ops.tolist())
-    own = own_bytes(step.device, emitted.replayed)
+    own = step.own_bytes(emitted.replayed)
     limit = model._limit_on(step.device)
     needed = program.peak_bytes + own
     if needed > limit:

@@ -21,7 +21,7 @@ from rotor import _torch, cache, memory
 from rotor.graph.lowering import Lowered, Task
 from rotor.timing import measure_ns
 
-__all__ = ["Cost", "profile"]
+__all__ = ["Cost", "cost_of_row", "environment_of", "keys_of", "profile"]
 
 logger = logging.getLogger("rotor")
 _SECONDS_PER_OPERATION = 0.5
@@ -52,27 +52,63 @@ class Cost:
     made_bytes: tuple[int, ...] = ()
 
 
-def _described(value: Any) -> Any:
-    """An argument as it tells operations apart: layouts of tensors, constants as they are."""
+_HERE = "device"
+
+
+def _described(value: Any, device: torch.device) -> Any:
+    """An argument as it tells operations apart: layouts of tensors, constants as they are.
+
+    The device of the step goes without its name: profiles are kept by device.
+    """
     if isinstance(value, fx.Node):
         value = value.meta.get("val")
     if isinstance(value, torch.Tensor):
         return (
             "tensor",
             str(value.dtype),
-            str(value.device),
+            _HERE if value.device == device else str(value.device),
             tuple(value.shape),
             value.stride() if value.layout == torch.strided else str(value.layout),
         )
     if isinstance(value, list | tuple):
-        return tuple(_described(item) for item in value)
+        return tuple(_described(item, device) for item in value)
     if isinstance(value, dict):
-        return tuple((name, _described(item)) for name, item in sorted(value.items()))
+        return tuple((name, _described(item, device)) for name, item in sorted(value.items()))
+    if isinstance(value, torch.device):
+        here = value.type == device.type and value.index in (None, device.index)
+        return _HERE if here else repr(value)
     return repr(value)
 
 
-def _key(node: fx.Node) -> str:
-    return repr((str(node.target), _described(node.args), _described(node.kwargs)))
+def keys_of(lowered: Lowered, device: torch.device) -> list[str]:
+    """What tells each operation apart from all others; empty for the loss.
+
+    Parameters
+    ----------
+    lowered
+        The captured operations.
+    device
+        The device of the capture.
+    """
+    return [
+        repr(
+            (
+                str(task.node.target),
+                _described(task.node.args, device),
+                _described(task.node.kwargs, device),
+            )
+        )
+        if task.node is not None
+        else ""
+        for task in lowered.tasks
+    ]
+
+
+def cost_of_row(row: Sequence[int] | None, made: int) -> Cost | None:
+    """The cost that a row of a table holds for an operation that makes so many storages."""
+    if row is None or len(row) != 2 + made:
+        return None
+    return Cost(row[0], row[1], tuple(row[2:]))
 
 
 def _holds_whole_numbers(value: Any) -> bool:
@@ -164,7 +200,8 @@ class _Arguments:
         return flat.as_strided(value.shape, value.stride())
 
 
-def _environment(device: torch.device) -> str:
+def environment_of(device: torch.device) -> str:
+    """What a table of costs is kept by: PyTorch's version, the device's name, the threads."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return repr((torch.__version__, name, torch.get_num_threads()))
 
@@ -189,14 +226,14 @@ def profile(
     progress
         Called with (operations measured, distinct operations).
     """
-    keys = [_key(task.node) if task.node is not None else "" for task in lowered.tasks]
+    keys = keys_of(lowered, device)
     distinct = {key: task for key, task in zip(keys, lowered.tasks, strict=True) if key}
-    store = cache.load("profile", _environment(device))
+    store = cache.load("profile", environment_of(device))
     known: dict[str, Cost] = {}
     for key, task in distinct.items():
-        row = store.get(key, [])
-        if len(row) == 2 + len(task.made):
-            known[key] = Cost(row[0], row[1], tuple(row[2:]))
+        cost = cost_of_row(store.get(key), len(task.made))
+        if cost is not None:
+            known[key] = cost
     todo = [key for key in distinct if key not in known]
     if todo:
         arguments = _Arguments(lowered, primals)
@@ -205,7 +242,7 @@ def profile(
         known.update(zip(todo, fresh, strict=True))
         cache.store(
             "profile",
-            _environment(device),
+            environment_of(device),
             {k: [known[k].ns, known[k].workspace_bytes, *known[k].made_bytes] for k in todo},
         )
     no_cost = Cost(0, 0, tuple(_planned_bytes(lowered, lowered.tasks[lowered.loss])))
