@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd import Function, Variable
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
 # -- modules, hooks, nested values
@@ -124,6 +125,17 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 def storage_identity(tensor: torch.Tensor) -> int:
     """A number that tensors on one storage share, as long as one of them lives."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def storage_reference(tensor: torch.Tensor) -> Any:
+    """Keeps the identity of a tensor's storage from being given to another one, not its memory."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def packs_with(pack: Callable[..., Any]) -> bool:
+    """Whether `pack` is what tensors that autograd saves now go through."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0] is pack
 
 
 def callable_of(target: Any) -> Any:
@@ -313,6 +325,7 @@ _REQUIRED = (
     "_C._autograd._get_current_graph_task_keep_graph",
     "_C._autograd._prepare_profiler",
     "_C._autograd._profiler_enabled",
+    "_C._autograd._top_saved_tensors_default_hooks",
     "_C._autograd._record_function_with_args_enter",
     "_C._autograd._record_function_with_args_exit",
     "_C._profiler.ProfilerActivity.CPU",

@@ -7,9 +7,9 @@ updated once. No limit is planned for: peaks are measured, and reported where th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 
 from rotor import _torch
 
-__all__ = ["checkpointed_blocks", "find_blocks"]
+__all__ = ["Replaced", "checkpointed_blocks", "find_blocks"]
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -98,21 +98,55 @@ def checkpointed_blocks(blocks: list[tuple[str, nn.Module]]) -> Iterator[None]:
     blocks
         What `find_blocks` gives.
     """
-    own: list[tuple[nn.Module, Any]] = [(m, m.__dict__.get("forward")) for _, m in blocks]
-    for _, module in blocks:
-        forward = module.forward
 
-        def checkpointed(
-            *args: Any, _module: nn.Module = module, _forward: Any = forward, **kwargs: Any
-        ) -> Any:
-            return _run(_module, _forward, args, kwargs)
+    def checkpointed(module: nn.Module, forward: Any) -> Any:
+        return lambda *args, **kwargs: _run(module, forward, args, kwargs)
 
-        module.__dict__["forward"] = checkpointed
-    try:
+    with Replaced([module for _, module in blocks], checkpointed):
         yield
-    finally:
-        for module, forward in own:
-            if forward is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = forward
+
+
+class Replaced:
+    """While it lasts, modules run something else as their forward.
+
+    Parameters
+    ----------
+    modules
+        Different modules.
+    make
+        Called with a module and its forward; gives what runs instead.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], make: Callable[[nn.Module, Any], Callable[..., Any]]
+    ) -> None:
+        self._own = [(m, m.__dict__.get("forward")) for m in modules]
+        self._new = {id(m): (m, make(m, m.forward), own) for m, own in self._own}
+
+    def __enter__(self) -> Self:
+        for module, replacement, _ in self._new.values():
+            module.__dict__["forward"] = replacement
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, own in self._own:
+            _restore(module, own)
+
+    @contextmanager
+    def paused(self, module: nn.Module | None = None) -> Iterator[None]:
+        """While it lasts, one of the modules, or all, are as they were."""
+        those = list(self._new.values()) if module is None else [self._new[id(module)]]
+        for one, _, own in those:
+            _restore(one, own)
+        try:
+            yield
+        finally:
+            for one, replacement, _ in those:
+                one.__dict__["forward"] = replacement
+
+
+def _restore(module: nn.Module, forward: Any) -> None:
+    if forward is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward

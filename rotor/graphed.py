@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import random
-import types
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from rotor import _torch
 from rotor.algorithms.curve import Curve
 from rotor.blocks import checkpointed_blocks, find_blocks
-from rotor.checkpointable import Checkpointable
+from rotor.checkpointable import METERED_STEPS, Checkpointable
 from rotor.errors import CaptureError, InfeasibleError
 from rotor.graph import planner
+from rotor.graph.calls import check_arguments, described, run_once, takes_targets
 from rotor.graph.capture import Capture, NothingToPlan, Unplanned, fresh
 from rotor.graph.engine import (
     BlockPlan,
@@ -30,11 +27,19 @@ from rotor.graph.engine import (
     repriced,
 )
 from rotor.graph.graph import Graph
+from rotor.graph.pieced import PiecesPlan, PiecesStep, learn, make_pieces_plan, pieces_curve
+from rotor.graph.pieces import Captures, Pieces, discover
 from rotor.graph.program import Program
 from rotor.graph.recorded import MEASURED, price, source_of
 from rotor.metering import StepBytes, cancel_running
 from rotor.progress import progress
-from rotor.report.text import block_report, graph_report, operation_table
+from rotor.report.text import (
+    block_report,
+    graph_report,
+    operation_table,
+    pieces_report,
+    pieces_table,
+)
 from rotor.stages import Structure, refuse_sharded
 from rotor.units import format_bytes, parse_bytes
 from rotor.values import tensors_of, tensors_within
@@ -47,18 +52,23 @@ def _call(module: Any, loss_fn: Any, args: Any, kwargs: Any, targets: Any) -> An
     return output if loss_fn is None else loss_fn(output, *targets)
 
 
+AnyPlan = GraphPlan | PiecesPlan | BlockPlan
+
+
 class GraphCheckpointable(Checkpointable):
     """What `Checkpointable` makes of a module that is no ``nn.Sequential``.
 
     The first training forward of each signature captures forward, loss (``loss_fn=``) and backward
     as one graph, measures its operations and plans them; `graph` is the cost model, `program` the
-    plan. Where no single graph can be captured, ``engine="auto"`` warns and checkpoints the model's
-    blocks instead; ``engine="graph"`` raises.
+    plan. Where no single graph can be captured, ``engine="auto"`` warns, captures the largest
+    children that can be and plans them together; where there are none, it checkpoints the model's
+    blocks. ``engine="graph"`` raises.
     """
 
     _steps: dict[Any, CapturedStep]
-    _plans: dict[Any, GraphPlan | BlockPlan]
-    _latest: GraphPlan | BlockPlan | None
+    _plans: dict[Any, AnyPlan]
+    _latest: AnyPlan | None
+    _pieces: dict[Any, Pieces]
     _pending: weakref.ref[torch.Tensor] | None
     _structure: Structure
     _learned_loss: dict[Any, int]
@@ -72,7 +82,7 @@ class GraphCheckpointable(Checkpointable):
                 "preserve_rng_state at True"
             )
         self.__dict__.update(
-            _steps={}, _reasons={}, _unplanned=set(), _profile=source_of(self._profile)
+            _steps={}, _reasons={}, _pieces={}, _unplanned=set(), _profile=source_of(self._profile)
         )
 
     def _measure_sample(self, sample: Any) -> None:
@@ -84,7 +94,7 @@ class GraphCheckpointable(Checkpointable):
     def __getstate__(self) -> dict[str, Any]:
         # Compiled code belongs to this module and this process.
         compiled: dict[str, Any] = {"_steps": {}, "_plans": {}, "_reasons": {}, "_latest": None}
-        compiled |= {"_latest_key": None, "_structure": None, "_unplanned": set()}
+        compiled |= {"_pieces": {}, "_latest_key": None, "_structure": None, "_unplanned": set()}
         return super().__getstate__() | compiled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -141,7 +151,7 @@ class GraphCheckpointable(Checkpointable):
         try:
             with torch.enable_grad():
                 key = self._key(args, targets, kwargs)
-                for known in (self._steps, self._plans, self._reasons):
+                for known in (self._steps, self._plans, self._reasons, self._pieces):
                     known.pop(key, None)
                 try:
                     self._capture_or_warn(key, args, targets, kwargs)
@@ -177,7 +187,7 @@ class GraphCheckpointable(Checkpointable):
         Returns
         -------
         Program or None
-            ``None`` where the blocks of the model are checkpointed.
+            ``None`` where there is no single graph.
 
         Raises
         ------
@@ -211,6 +221,8 @@ class GraphCheckpointable(Checkpointable):
             Nothing was measured.
         """
         key = self._measured_key()
+        if key in self._pieces:
+            return pieces_curve(self._pieces[key], points)
         if key not in self._steps:
             raise ValueError(f"the model runs without a graph: {self._reasons[key][1]}")
         step = self._steps[key]
@@ -221,11 +233,18 @@ class GraphCheckpointable(Checkpointable):
 
     def display(self) -> str:
         """A table of the operations and how often each runs; ValueError: no plan."""
-        return operation_table(self._graph_plan())
+        plan = self._planned()
+        return (
+            pieces_table(plan)
+            if isinstance(plan, PiecesPlan)
+            else operation_table(self._graph_plan())
+        )
 
     def report(self) -> str:
         """Limit, predicted and measured peak, and time, as text; ValueError: no plan."""
         plan = self._planned()
+        if isinstance(plan, PiecesPlan):
+            return pieces_report(plan)
         return graph_report(plan) if isinstance(plan, GraphPlan) else block_report(plan)
 
     def _key(self, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -242,7 +261,7 @@ class GraphCheckpointable(Checkpointable):
             )
         return (
             str(spec),
-            tuple([_described(leaf) for leaf in leaves]),
+            tuple([described(leaf) for leaf in leaves]),
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
             self._structure.training_flags(),
             self._structure.parameter_flags()[0],
@@ -253,7 +272,7 @@ class GraphCheckpointable(Checkpointable):
     ) -> CapturedStep:
         refuse_sharded(self.module)
         self._check_devices((args, kwargs))
-        _check_arguments(self.module, args, kwargs)
+        check_arguments(self.module, args, kwargs)
         device = tensors_of((args, kwargs))[0].device
         loss_fn = self.loss_fn if targets else None
         cancel_running()
@@ -263,7 +282,7 @@ class GraphCheckpointable(Checkpointable):
                 found = capture.reach(self.module, loss_fn, args, kwargs, tuple(targets))
             except CaptureError:
                 # Modules that prepare themselves in their first forward can be captured after it.
-                _run_once(self.module, args, kwargs)
+                run_once(self.module, args, kwargs)
                 capture = Capture(fresh(_call))
                 found = capture.reach(self.module, loss_fn, args, kwargs, tuple(targets))
         return self._profiled(key, capture, found, device, loss_fn is not None)
@@ -294,9 +313,13 @@ class GraphCheckpointable(Checkpointable):
             self.loss_tmp_memory_usage, self._learned_loss.get(key)
         )
 
-    def _make(self, key: Any, reserve_bytes: int = 0) -> GraphPlan | BlockPlan:
-        plan: GraphPlan | BlockPlan
-        if key in self._reasons:
+    def _make(self, key: Any, reserve_bytes: int = 0) -> AnyPlan:
+        plan: AnyPlan
+        if key in self._pieces:
+            device, reason = self._reasons[key]
+            limit = self._limit_on(device)
+            plan = make_pieces_plan(device, reason, self._pieces[key], limit, reserve_bytes)
+        elif key in self._reasons:
             device, reason = self._reasons[key]
             plan = BlockPlan(device, reason, find_blocks(self.module), self._limit_on(device))
         else:
@@ -350,7 +373,7 @@ class GraphCheckpointable(Checkpointable):
         In training mode with gradients enabled the program is run (and made, the first time);
         otherwise the plain model runs.
         """
-        if self.loss_fn is None and targets is not _NO_TARGETS and _takes_targets(self.module):
+        if self.loss_fn is None and targets is not _NO_TARGETS and takes_targets(self.module):
             kwargs["targets"], targets = targets, _NO_TARGETS
         if not self._checked_call(targets):
             return self._with_loss(self.module.forward(*args, **kwargs), targets)
@@ -360,11 +383,16 @@ class GraphCheckpointable(Checkpointable):
                 _steps={},
                 _plans={},
                 _reasons={},
+                _pieces={},
                 _unplanned=set(),
                 _latest_key=None,
             )
         key = self._key(args, targets, kwargs)
         plan = self._plans.get(key)
+        if isinstance(plan, PiecesPlan) and plan.pieces.wants_search:
+            self._search_pieces(key, args, kwargs)
+            del self._plans[key]
+            plan = None
         if plan is None or plan.outdated:
             if key in self._unplanned:
                 return self._with_loss(self.module.forward(*args, **kwargs), targets)
@@ -384,8 +412,10 @@ class GraphCheckpointable(Checkpointable):
             except CaptureError as error:
                 # It was captured before, but the code now wants other graphs all the time.
                 cancel_running()
-                self._no_graph(key, plan.device, error)
+                self._no_graph(key, args, kwargs, error)
                 plan = self._make(key)
+        if isinstance(plan, PiecesPlan):
+            return self._step_by_pieces(plan, args, targets, kwargs)
         assert isinstance(plan, BlockPlan)
         return self._step_by_blocks(plan, args, targets, kwargs)
 
@@ -395,13 +425,17 @@ class GraphCheckpointable(Checkpointable):
         try:
             self._captured(key, args, targets, kwargs)
         except CaptureError as error:
-            self._no_graph(key, tensors_of((args, kwargs))[0].device, error)
+            self._no_graph(key, args, kwargs, error)
 
-    def _no_graph(self, key: Any, device: torch.device, error: CaptureError) -> None:
+    def _no_graph(self, key: Any, args: Any, kwargs: dict[str, Any], error: CaptureError) -> None:
         if self.engine != "auto":
             raise error
-        self._reasons[key] = (device, str(error))
+        self._reasons[key] = (tensors_of((args, kwargs))[0].device, str(error))
         self._steps.pop(key, None)
+        self._search_pieces(key, args, kwargs)
+        if key in self._pieces:
+            self._warn_once("capture", f"{self._pieces[key].told()} The reason:\n{error}")
+            return
         self._warn_once(
             "capture",
             "no single graph of the model could be captured, so its memory is not planned: its "
@@ -413,7 +447,7 @@ class GraphCheckpointable(Checkpointable):
         self, key: Any, plan: GraphPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         capture = plan.step.capture
-        plan.step.captured.emitted = plan.emitted
+        plan.install()
         loss_fn = self.loss_fn if targets else None
         meter = self._start_meter(plan)
         try:
@@ -427,7 +461,7 @@ class GraphCheckpointable(Checkpointable):
             plan = self._make_program(key, plan.reserve_bytes)
             self._plans[key] = plan
             self.__dict__["_latest"] = plan
-            plan.step.captured.emitted = plan.emitted
+            plan.install()
             meter = self._start_meter(plan)
             output = capture(self.module, loss_fn, args, kwargs, tuple(targets))
         self.__dict__["_pending"] = capture.token
@@ -440,6 +474,44 @@ class GraphCheckpointable(Checkpointable):
             if meter is not None:
                 meter.forward_done(tensors)
         return output
+
+    def _search_pieces(self, key: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        source, old = self._profile, self._pieces.pop(key, None)
+
+        def cost(lowered: Any, device: torch.device, primals: Sequence[Any]) -> Any:
+            return price(source, lowered, device, primals)
+
+        cancel_running()
+        if old is None:
+            options = {"effort": "fast"} | self._options
+            captures = Captures(self._reasons[key][0], cost, options)
+        else:
+            captures = old.captures
+        with progress(1, "capturing the parts of the model") as update:
+            found = discover(self.module, args, kwargs, captures, update)
+        if found is not None:
+            self._pieces[key] = found if old is None else found.with_earlier(old)
+
+    def _step_by_pieces(
+        self, plan: PiecesPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        meter = self._start_meter(plan)
+        with PiecesStep(plan, meter) as pieces:
+            output = self.module.forward(*args, **kwargs)
+        self.__dict__["_pending"] = pieces.token
+        if meter is not None:
+            plan.existing_bytes = sum(
+                p.grad.nbytes for p in self.module.parameters() if p.grad is not None
+            )
+            meter.forward_done(tensors_within(output))
+        return self._with_loss(output, targets)
+
+    def _learn_pieces(self, plan: PiecesPlan, step: StepBytes) -> None:
+        could_do_better = learn(plan, step)
+        plan.outdated = could_do_better
+        over = step.peak_bytes > plan.limit_bytes
+        if over and (not could_do_better or plan.meterings >= METERED_STEPS):
+            self._warn_once("over", plan.told_over())
 
     def _step_by_blocks(
         self, plan: BlockPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
@@ -454,6 +526,9 @@ class GraphCheckpointable(Checkpointable):
     def _learn(self, plan: Any, step: StepBytes) -> None:
         if isinstance(plan, GraphPlan):
             super()._learn(plan, step)
+            return
+        if isinstance(plan, PiecesPlan):
+            self._learn_pieces(plan, step)
             return
         plan.measured_bytes = step.peak_bytes
         plan.meterings += 1
@@ -478,51 +553,3 @@ class GraphCheckpointable(Checkpointable):
 
 
 _NO_TARGETS: tuple[Any, ...] = ()
-
-
-def _takes_targets(module: nn.Module) -> bool:
-    parameters = inspect.signature(module.forward).parameters
-    return "targets" in parameters or any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
-    )
-
-
-def _check_arguments(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise where the model cannot be called so, or lives on several devices."""
-    try:
-        inspect.signature(module.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(
-            f"{type(module).__name__} cannot be called with this sample: {error}; give a tuple of "
-            "its positional arguments, or a dictionary of keyword arguments"
-        ) from None
-    devices = {p.device for p in module.parameters()}
-    if len(devices) > 1:
-        raise ValueError(
-            f"the model is on several devices ({', '.join(sorted(map(str, devices)))}), and one "
-            "limit is for one device: wrap the parts, one on each device"
-        )
-
-
-def _run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """A forward that leaves random states and buffers as they were."""
-    device = tensors_of((args, kwargs))[0].device
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    state, python_state = _torch.get_generator_state(device), random.getstate()
-    try:
-        with torch.no_grad():
-            module.forward(*args, **kwargs)
-            for buffer, value in buffers:
-                buffer.copy_(value)
-    finally:
-        _torch.set_generator_state(device, state)
-        random.setstate(python_state)
-
-
-def _described(leaf: Any) -> Any:
-    """A leaf of the arguments as a plan's key tells it apart."""
-    if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
-    if isinstance(leaf, bool | int | float | str | types.NoneType | torch.dtype | torch.device):
-        return (type(leaf), leaf)
-    return (type(leaf), id(leaf))

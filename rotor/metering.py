@@ -26,11 +26,14 @@ class StepBytes:
         level at its start: the loss, and the gradient.
     output_held
         Whether somebody still held the output when its gradient arrived.
+    segments
+        The parts of the step that were marked, in order.
     """
 
     peak_bytes: int
     loss_bytes: int
     output_held: bool
+    segments: tuple[memory.Segment, ...] = ()
 
 
 class StepMeter:
@@ -69,6 +72,11 @@ class StepMeter:
         self._meter = memory.meter(device, existing=existing).start()
         _running.append(weakref.ref(self))
 
+    def mark(self, name: str) -> None:
+        """Begin another part of the step; not "loss" or "backward", which are the meter's."""
+        if self._meter is not None:
+            self._meter.mark(name)
+
     def forward_done(self, output: Any) -> None:
         """Mark the end of the forward; nothing is metered where the output needs no backward."""
         watched = [t for t in tensors_of(output) if t.requires_grad]
@@ -94,7 +102,12 @@ class StepMeter:
         meter.stop()
         (loss,) = [segment for segment in meter.segments if segment.name == "loss"]
         self._done(
-            StepBytes(meter.peak_bytes, loss.peak_bytes - loss.start_bytes, self._output_held)
+            StepBytes(
+                meter.peak_bytes,
+                loss.peak_bytes - loss.start_bytes,
+                self._output_held,
+                tuple(meter.segments),
+            )
         )
 
     def cancel(self) -> None:

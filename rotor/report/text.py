@@ -9,6 +9,7 @@ from rotor.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rotor.graph.engine import BlockPlan, GraphPlan
+    from rotor.graph.pieced import PiecesPlan
     from rotor.plan import Plan
 
 
@@ -116,3 +117,44 @@ def block_report(plan: BlockPlan) -> Text:
         ["blocks checkpointed", str(len(plan.blocks))],
     ]
     return table([["plan", ""], *lines])
+
+
+def pieces_report(plan: PiecesPlan) -> Text:
+    """The figures of a model whose captured parts are planned together."""
+    measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
+    known = "measured" if plan.pieces.is_measured else "estimated"
+    ideal = plan.unplanned_time
+    lines = [
+        ["limit", format_bytes(plan.limit_bytes)],
+        ["peak, predicted", format_bytes(plan.predicted_bytes)],
+        ["peak, measured", measured],
+        ["least peak possible", format_bytes(plan.least_bytes)],
+        ["parts captured", str(len(plan.pieces.sites))],
+        ["parts, predicted", format_seconds(plan.makespan)],
+        ["recomputation in them", f"{plan.makespan / ideal - 1:+.1%}" if ideal else "none"],
+        ["between them", f"{known}, at most {format_bytes(max(plan.pieces.bases.between))}"],
+        ["set aside after metering", format_bytes(plan.reserve_bytes)],
+    ]
+    return table([["plan", ""], *lines])
+
+
+def pieces_table(plan: PiecesPlan) -> Text:
+    """One line for each captured part: what it keeps, its peaks, its time."""
+    rows = [["part", "kept", "kept unplanned", "peak, forward", "peak, backward", "time", "slower"]]
+    parts = zip(plan.pieces.sites, plan.pieces.options(), plan.choice, strict=True)
+    for k, (site, options, number) in enumerate(parts):
+        fastest = min(options, key=lambda option: option.time_ns)
+        chosen = options[number]
+        slower = chosen.time_ns / fastest.time_ns - 1 if fastest.time_ns else 0.0
+        rows.append(
+            [
+                site.name,
+                format_bytes(chosen.kept_bytes),
+                format_bytes(fastest.kept_bytes),
+                format_bytes(int(plan.simulation.forward[k])),
+                format_bytes(int(plan.simulation.backward[k])),
+                format_seconds(chosen.time_ns / 1e9),
+                f"{slower:+.1%}",
+            ]
+        )
+    return table(rows)

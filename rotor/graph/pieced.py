@@ -1,0 +1,351 @@
+"""Steps of a model whose captured pieces are planned together: the plan, and one run of it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from rotor.algorithms.curve import Curve
+from rotor.blocks import Replaced
+from rotor.errors import CaptureError, InfeasibleError
+from rotor.graph.assembly import Bases, Simulation, choose, least_bytes, simulate
+from rotor.graph.capture import Unplanned
+from rotor.graph.emit import Emitted
+from rotor.graph.pieces import Kind, Pieces, Site
+from rotor.graph.probing import described_call
+from rotor.metering import StepBytes, StepMeter
+from rotor.values import tensors_within
+
+__all__ = [
+    "PiecesPlan",
+    "PiecesStep",
+    "learn",
+    "make_pieces_plan",
+    "measured_bases",
+    "pieces_curve",
+]
+
+logger = logging.getLogger("rotor")
+
+
+@dataclass
+class PiecesPlan:
+    """One program for each captured piece of a model, chosen under one limit.
+
+    Attributes
+    ----------
+    reason
+        Why there is no single graph.
+    pieces
+        What was captured, and what the code between keeps.
+    choice
+        The number of the program that each piece runs.
+    simulation
+        The peaks of that choice.
+    least_bytes
+        The least limit that could be kept, as far as is known.
+    existing_bytes
+        Of the gradients that existed in the metered step.
+    """
+
+    device: torch.device
+    reason: str
+    pieces: Pieces
+    choice: list[int]
+    simulation: Simulation
+    limit_bytes: int
+    least_bytes: int
+    reserve_bytes: int = 0
+    measured_bytes: int | None = None
+    meterings: int = 0
+    existing_bytes: int = 0
+    outdated: bool = field(default=False, repr=False)
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Peak of a step; before one was metered, what lies between the pieces is an estimate."""
+        return self.simulation.peak_bytes
+
+    @property
+    def makespan(self) -> float:
+        """Seconds of the pieces, forward and backward; the code between is not timed."""
+        return self.simulation.time_ns / 1e9
+
+    def told_over(self) -> str:
+        """What to tell where the limit cannot be kept."""
+        outside = self.pieces.told_outside()
+        count = len(self.pieces.sites)
+        return (
+            f"the limit of {self.limit_bytes} bytes was not kept: the step needed "
+            f"{self.measured_bytes} bytes. {count} parts of the model are planned together, "
+            f"what the rest of it keeps is not{outside}: a limit of "
+            f"{max(self.least_bytes, self.limit_bytes)} bytes, or a smaller batch, would do"
+        )
+
+    @property
+    def unplanned_time(self) -> float:
+        """Seconds of the pieces without recomputation."""
+        return sum(min(o.time_ns for o in options) for options in self.pieces.options()) / 1e9
+
+
+def make_pieces_plan(
+    device: torch.device, reason: str, pieces: Pieces, limit_bytes: int, reserve_bytes: int
+) -> PiecesPlan:
+    """The fastest choice under a limit.
+
+    Where the code between the pieces leaves too little, the choice of the least peak: what that
+    code needs is only known once a step was metered, and no plan changes it.
+
+    Raises
+    ------
+    InfeasibleError
+        The pieces alone do not fit.
+    """
+    options = pieces.options()
+    alone = _zero(pieces.bases)
+    least_alone = least_bytes(options, alone)
+    if least_alone > limit_bytes:
+        raise InfeasibleError(
+            f"no plan was found that fits in {limit_bytes} bytes; the captured parts of the model "
+            f"alone need {least_alone} bytes: give at least that, or a smaller batch",
+            least_alone,
+        )
+    least = least_bytes(options, pieces.bases)
+    budget = max(limit_bytes - reserve_bytes, least)
+    choice = choose(options, pieces.bases, budget)
+    return PiecesPlan(
+        device,
+        reason,
+        pieces,
+        choice,
+        simulate(options, pieces.bases, choice),
+        limit_bytes,
+        least + reserve_bytes,
+        reserve_bytes,
+    )
+
+
+def _zero(bases: Bases) -> Bases:
+    nothing = (0,) * len(bases.forward)
+    return Bases(nothing, nothing, (*nothing, 0))
+
+
+class PiecesStep:
+    """Runs the pieces of a plan while the model's forward runs.
+
+    Parameters
+    ----------
+    plan
+        What to run.
+    meter
+        The meter of this step, where there is one.
+    """
+
+    def __init__(self, plan: PiecesPlan, meter: StepMeter | None) -> None:
+        self._plan = plan
+        self._meter = meter
+        self._sites = {(site.module, site.number): k for k, site in enumerate(plan.pieces.sites)}
+        self._counts: dict[nn.Module, int] = {}
+        self._stack = ExitStack()
+        self.token: weakref.ref[torch.Tensor] | None = None
+
+    def __enter__(self) -> Self:
+        modules = dict.fromkeys(site.module for site in self._plan.pieces.sites)
+        self._replaced = self._stack.enter_context(Replaced(modules, self._runner))
+        self._others = self._stack.enter_context(
+            Replaced(self._plan.pieces.elsewhere, self._elsewhere)
+        )
+        if self._meter is not None:
+            self._meter.mark("start")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _elsewhere(self, module: nn.Module, forward: Any) -> Callable[..., Any]:
+        """What runs where the model takes a path on which nothing was looked for."""
+        pieces = self._plan.pieces
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            pieces.is_stale = True
+            has_parts = next(module.children(), None) is not None
+            if not torch.is_grad_enabled() or not has_parts:
+                return forward(*args, **kwargs)
+            output, failed = None, "now"
+            with self._others.paused(), self._replaced.paused():
+                signature = described_call(args, kwargs)
+                path = pieces.elsewhere[module]
+                kind = pieces.captures.kind_of(path, module, signature, args, kwargs)
+                if isinstance(kind, Kind):
+                    output, failed = self._call(kind, kind.least_kept, module, args, kwargs)
+            return forward(*args, **kwargs) if failed else output
+
+        return run
+
+    def _runner(self, module: nn.Module, forward: Any) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            number = self._counts[module] = self._counts.get(module, -1) + 1
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            k = self._sites.get((module, number))
+            if k is None:
+                self._plan.pieces.is_stale = True
+                return forward(*args, **kwargs)
+            site = self._plan.pieces.sites[k]
+            if site.failed or site.signature != described_call(args, kwargs):
+                self._plan.pieces.is_stale |= not site.failed
+                return forward(*args, **kwargs)
+            return self._run(k, site, forward, args, kwargs)
+
+        return run
+
+    def _run(self, k: int, site: Site, forward: Any, args: Any, kwargs: Any) -> Any:
+        kind = site.kind
+        emitted = kind.emitted(self._plan.choice[k])
+        if self._meter is not None:
+            emitted = _marked(emitted, self._meter, k)
+            self._meter.mark(f"forward {k}")
+        with self._replaced.paused(site.module):
+            output, failed = self._call(kind, emitted, site.module, args, kwargs)
+        if self._meter is not None:
+            self._meter.mark(f"after {k}")
+        if failed:
+            site.failed = failed == "for good"
+            self._plan.pieces.is_stale = True
+            return forward(*args, **kwargs)
+        return output
+
+    def _call(
+        self, kind: Kind, emitted: Emitted, module: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, str]:
+        """What a captured module gives; or that it has to run plain, for now or for good."""
+        for captured in kind.capture.graphs:
+            captured.emitted = None
+        kind.captured.emitted = emitted
+        try:
+            output = kind.capture(module, args, kwargs)
+        except Unplanned as reached:
+            # The code depends on a Python value that has changed.
+            reached.primals.clear()
+            return None, "now"
+        except CaptureError as error:
+            logger.warning("a part of the model is no longer planned: %s", error)
+            return None, "for good"
+        finally:
+            kind.captured.emitted = None
+        self.token = kind.capture.token
+        if len(kind.captured.lowered.output_of_tangent) > 1:
+            kind.capture.note_absent_tangents(tensors_within(output))
+        return output, ""
+
+
+def _marked(emitted: Emitted, meter: StepMeter, k: int) -> Emitted:
+    def backward(args: list[Any]) -> Any:
+        meter.mark(f"backward {k}")
+        try:
+            return emitted.backward(args)
+        finally:
+            meter.mark(f"before {k}")
+
+    return replace(emitted, backward=backward)
+
+
+def measured_bases(plan: PiecesPlan, step: StepBytes, gradient_bytes: int) -> Bases:
+    """What was there beside the pieces of a metered step.
+
+    Parameters
+    ----------
+    plan
+        What ran.
+    step
+        What was metered.
+    gradient_bytes
+        Of parameters' gradients that existed when the step began: in another step they may appear.
+    """
+    pieces = plan.pieces
+    chosen = [options[k] for options, k in zip(pieces.options(), plan.choice, strict=True)]
+    count = len(chosen)
+    found: dict[tuple[str, int], int] = {}
+    pending: set[int] = set()
+    for segment in step.segments:
+        name, _, number = segment.name.partition(" ")
+        k = int(number) if number else count
+        peak = segment.peak_bytes
+        place = ("between", k)
+        if name == "start":
+            place = ("between", 0)
+        elif name == "after":
+            pending.add(k)
+            place = ("between", k + 1)
+        elif name == "forward":
+            place = ("forward", k)
+            peak -= chosen[k].forward_bytes
+        elif name == "backward" and number:
+            pending.discard(k)
+            place = ("backward", k)
+            peak += gradient_bytes - chosen[k].backward_bytes
+        elif name in ("backward", "before"):
+            peak += gradient_bytes
+        peak -= sum(chosen[j].kept_bytes for j in pending if j < place[1])
+        found[place] = max(found.get(place, peak), peak)
+
+    def measured(part: str, old: tuple[int, ...]) -> tuple[int, ...]:
+        # What was measured before stays true where another choice now needs less.
+        return tuple(
+            found.get((part, k), value)
+            if not pieces.is_measured
+            else max(found.get((part, k), value), value)
+            for k, value in enumerate(old)
+        )
+
+    bases = pieces.bases
+    return Bases(
+        measured("forward", bases.forward),
+        measured("backward", bases.backward),
+        measured("between", bases.between),
+    )
+
+
+def learn(plan: PiecesPlan, step: StepBytes) -> bool:
+    """Note a metered step; whether another choice would do better."""
+    pieces = plan.pieces
+    plan.measured_bytes = step.peak_bytes
+    if pieces.wants_search:
+        return True
+    plan.meterings += 1
+    pieces.bases = measured_bases(plan, step, plan.existing_bytes)
+    pieces.is_measured = True
+    options = pieces.options()
+    explained = simulate(options, pieces.bases, plan.choice)
+    plan.simulation = explained
+    over = step.peak_bytes - plan.limit_bytes
+    if over > 0 and explained.peak_bytes <= plan.limit_bytes:
+        plan.reserve_bytes += over
+    plan.least_bytes = least_bytes(options, pieces.bases) + plan.reserve_bytes
+    budget = max(plan.limit_bytes, plan.least_bytes) - plan.reserve_bytes
+    return choose(options, pieces.bases, budget) != plan.choice
+
+
+def pieces_curve(pieces: Pieces, points: int) -> Curve:
+    """Time of the pieces against limit, with what lies between them as it is known now."""
+    options = pieces.options()
+    fastest = [o.index(min(o, key=lambda option: option.time_ns)) for o in options]
+    least = least_bytes(options, pieces.bases)
+    most = simulate(options, pieces.bases, fastest).peak_bytes
+    found: dict[int, int] = {}
+    for k in range(points):
+        limit = least + (most - least) * k // max(points - 1, 1)
+        priced = simulate(options, pieces.bases, choose(options, pieces.bases, limit))
+        found[priced.peak_bytes] = priced.time_ns
+    kept: list[tuple[int, int]] = []
+    for peak, time_ns in sorted(found.items()):
+        if not kept or time_ns < kept[-1][1]:
+            kept.append((peak, time_ns))
+    return Curve([peak for peak, _ in kept], [time_ns / 1e9 for _, time_ns in kept])
