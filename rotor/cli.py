@@ -13,14 +13,13 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import rotor
-from rotor import experiments
-from rotor.experiments.cells import usable_cpus
+from rotor.commands import columns, experiment, number, say
 from rotor.report.text import table
 from rotor.simrd import heuristics, runtimes
 from rotor.simrd.logs import Log, parse
@@ -32,7 +31,6 @@ __all__ = ["main"]
 
 _OK, _FAILED, _USAGE, _INTERRUPTED = 0, 1, 2, 130
 _MOST_STATS = 10
-_LOG_EXPERIMENTS = ("pareto", "ablation", "banishing", "accesses", "static")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,10 +81,6 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     _complain(f"warning: {' '.join(str(message).split())}")
 
 
-def _say(text: str = "") -> None:
-    sys.stdout.write(f"{text}\n")
-
-
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
@@ -101,20 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rotor {rotor.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_simulate(commands)
-    _add_experiment(commands)
+    experiment.add(commands)
     listing = commands.add_parser(
         "heuristics", help="list the heuristics and runtimes of the simulator"
     )
     listing.set_defaults(command=_heuristics)
     return parser
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        hint = " (LOG stands before the options)" if Path(text).exists() else ""
-        raise argparse.ArgumentTypeError(f"invalid float value: {text!r}{hint}") from None
 
 
 def _add_simulate(commands: Any) -> None:
@@ -139,7 +125,7 @@ def _add_simulate(commands: Any) -> None:
     budget.add_argument(
         "--ratio",
         nargs="+",
-        type=_number,
+        type=number,
         metavar="R",
         help="budget as a part of what the log takes without one, such as 0.5 (default: no budget)",
     )
@@ -257,7 +243,7 @@ def _write_json(results: Sequence[Result], target: str) -> None:
     data = [result.to_dict() for result in results]
     text = json.dumps(data[0] if len(data) == 1 else data, allow_nan=False, indent=1)
     if target == "-":
-        _say(text)
+        say(text)
     else:
         Path(target).write_text(text + "\n", encoding="utf-8")
 
@@ -280,7 +266,7 @@ def _write_trace(result: Result, log: Log, path: Path) -> None:
 
 def _show(log: Log, results: Sequence[Result], *, stats: bool) -> None:
     base = log.baseline
-    _say(
+    say(
         f"{log.name or 'log'}: {log.command_count} commands, {base.n_ops} operations; without a "
         f"budget {format_seconds(base.compute_ns / 1e9)} and {format_bytes(base.max_memory)} "
         f"(constants {format_bytes(base.const_memory)})"
@@ -314,21 +300,21 @@ def _show(log: Log, results: Sequence[Result], *, stats: bool) -> None:
                 *([str(result.n_access)] if counts_accesses else []),
             ]
         )
-    _say(str(table(rows)))
+    say(str(table(rows)))
     if stats:
         _show_stats(log, results[0])
     for result in results:
         if result.failure is not None:
             ratio = "" if result.ratio is None else f" at {result.ratio:g}"
-            _say(f"\n{result.heuristic}{ratio}: {result.failure.describe()}")
+            say(f"\n{result.heuristic}{ratio}: {result.failure.describe()}")
             largest = result.largest_locked()
             if (largest.bytes, largest.count) == (
                 result.failure.locked.bytes,
                 result.failure.locked.count,
             ):
-                _say("no larger set was locked or pinned in this run")
+                say("no larger set was locked or pinned in this run")
             else:
-                _say(f"the largest set of this run: {largest.describe()}")
+                say(f"the largest set of this run: {largest.describe()}")
 
 
 def _show_stats(log: Log, result: Result) -> None:
@@ -349,7 +335,7 @@ def _show_stats(log: Log, result: Result) -> None:
                 format_seconds(int(entry["resident_ns"]) / 1e9),
             ]
         )
-    _say(f"\n{table(rows)}")
+    say(f"\n{table(rows)}")
     executions = result.operations["executions"].tolist()
     costs = log.operations["cost_ns"].tolist()
     rows = [["most recomputed", "cost", "executions", "time in all"]]
@@ -363,7 +349,7 @@ def _show_stats(log: Log, result: Result) -> None:
                 format_seconds(executions[index] * costs[index] / 1e9),
             ]
         )
-    _say(f"\n{table(rows)}")
+    say(f"\n{table(rows)}")
 
 
 def _largest(values: Sequence[int]) -> list[int]:
@@ -374,191 +360,16 @@ def _largest(values: Sequence[int]) -> list[int]:
     return order[:_MOST_STATS]
 
 
-def _add_experiment(commands: Any) -> None:
-    sub = commands.add_parser(
-        "experiment",
-        help="run an experiment: tables, text and figures",
-        description="Run an experiment on the simulator. What was run before in the same directory "
-        "is read back.",
-    )
-    kinds = sub.add_subparsers(metavar="EXPERIMENT", required=True)
-    described = {
-        "pareto": "seven heuristics against memory",
-        "ablation": "the heuristics' parts against memory",
-        "banishing": "what a release does, against memory",
-        "accesses": "how much metadata heuristics read",
-        "linear": "rematerializations of the uniform linear network as it grows",
-        "adversarial": "executions of the network built against a heuristic",
-        "static": "heuristics against plans made beforehand",
-    }
-    for name in experiments.names():
-        kind = kinds.add_parser(name, help=described[name], description=_sentence(described[name]))
-        kind.add_argument("--out", required=True, metavar="DIR", help="where files are written")
-        kind.add_argument(
-            "--jobs",
-            type=int,
-            default=usable_cpus(),
-            metavar="N",
-            help="processes (default: %(default)s)",
-        )
-        kind.add_argument(
-            "--formats",
-            nargs="*",
-            default=["pdf"],
-            choices=("pdf", "png", "svg"),
-            help="of figures (default: pdf); none for no figures",
-        )
-        again = kind.add_mutually_exclusive_group()
-        again.add_argument("--resume", action="store_true", help="read back what was run (default)")
-        again.add_argument("--fresh", action="store_true", help="run everything again")
-        if name in _LOG_EXPERIMENTS:
-            kind.add_argument(
-                "--logs", nargs="+", required=True, metavar="PATH", help="directories, or logs"
-            )
-            kind.add_argument(
-                "--ratios",
-                nargs="+",
-                type=_number,
-                metavar="R",
-                help="budgets as parts of what a log takes without one (default: 0.1 0.2 ... 1)",
-            )
-            kind.add_argument(
-                "--overhead-limit",
-                type=float,
-                metavar="X",
-                help="give up beyond X times the time of the log (default: 2)",
-            )
-        if name in ("pareto", "ablation"):
-            kind.add_argument(
-                "--trials", type=int, metavar="N", help="of random heuristics (default: 10)"
-            )
-        if name == "static":
-            kind.add_argument(
-                "--planners",
-                nargs="+",
-                metavar="NAME",
-                help="default: all of them; an unknown one lists them",
-            )
-            kind.add_argument(
-                "--checkmate-seconds",
-                type=float,
-                metavar="S",
-                help="time limit of Checkmate for each budget (default: 60; 0 for none)",
-            )
-        if name == "linear":
-            kind.add_argument(
-                "--sizes",
-                nargs="+",
-                type=int,
-                metavar="N",
-                help="operations in each direction (default: 16 32 64 128 256 512)",
-            )
-            kind.add_argument(
-                "--bounds",
-                nargs="+",
-                metavar="NAME",
-                help='memory, such as "2 sqrt(n)"; an unknown one lists them',
-            )
-            kind.add_argument(
-                "--heat-size",
-                type=int,
-                metavar="N",
-                help="of the heat map (default: 200; 0 for none)",
-            )
-        if name == "adversarial":
-            kind.add_argument(
-                "--nodes",
-                nargs="+",
-                type=int,
-                metavar="N",
-                help="of the network (default: 32 64 128 256 512)",
-            )
-            kind.add_argument(
-                "--paths",
-                nargs="+",
-                type=int,
-                metavar="B",
-                help="paths, and storages that memory holds (default: 4 8 16)",
-            )
-        if name in ("linear", "adversarial", "static"):
-            kind.add_argument(
-                "--heuristics", nargs="+", metavar="NAME", help="see `rotor heuristics`"
-            )
-        if name != "static":
-            kind.add_argument(
-                "--seed", type=int, metavar="N", help="of random heuristics (default: 0)"
-            )
-        kind.set_defaults(command=_experiment, experiment=name)
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
-
-
-_SETTINGS = (
-    "logs",
-    "ratios",
-    "overhead_limit",
-    "trials",
-    "planners",
-    "checkmate_seconds",
-    "sizes",
-    "bounds",
-    "heat_size",
-    "nodes",
-    "paths",
-    "heuristics",
-    "seed",
-)
-
-
-def _experiment(arguments: argparse.Namespace) -> int:
-    settings = {}
-    for name in _SETTINGS:
-        value = getattr(arguments, name, None)
-        if value is not None:
-            settings[name] = tuple(value) if isinstance(value, list) else value
-    module = experiments.get(arguments.experiment)
-    if arguments.experiment in _sweeps():
-        settings["name"] = arguments.experiment
-    output = module.run(
-        module.Config(**settings),
-        Path(arguments.out),
-        jobs=arguments.jobs,
-        formats=tuple(arguments.formats),
-        fresh=arguments.fresh,
-    )
-    _say(output.text)
-    _say()
-    for path in output.files:
-        _say(str(path))
-    return _OK
-
-
-def _sweeps() -> Iterable[str]:
-    from rotor.experiments.sweeps import GROUPS
-
-    return GROUPS
-
-
 def _heuristics(_: argparse.Namespace) -> int:
     rows = [["heuristic", "needs", "cost: the least is evicted"]]
     for name in heuristics.names():
         found = heuristics.get(name)
         rows.append([name, ", ".join(sorted(found.needs)) or "-", found.description])
-    _say(_left(rows))
+    say(columns(rows))
     rows = [["runtime", "keeps", "what it does"]]
     for name in runtimes.names():
         kept = runtimes.get(name)
         rows.append([name, ", ".join(sorted(kept.serves)) or "-", kept.description])
-    _say()
-    _say(_left(rows))
+    say()
+    say(columns(rows))
     return _OK
-
-
-def _left(rows: list[list[str]]) -> str:
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )

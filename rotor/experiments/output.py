@@ -45,7 +45,7 @@ class Output:
 
     def __post_init__(self) -> None:
         if self.formats:
-            from rotor.report.simrd_figures import check_formats
+            from rotor.report.figures import check_formats
 
             check_formats(self.formats)
 
@@ -56,8 +56,8 @@ class Output:
             found.clear()
         return found
 
-    def json(self, config: dict[str, Any], results: Any) -> None:
-        """Write ``data/<name>.json``: what was asked, and what came of it."""
+    def json(self, config: dict[str, Any], results: Any, suffix: str = "") -> None:
+        """Write ``data/<name><suffix>.json``: what was asked, and what came of it."""
         data = {
             "format": f"rotor.experiment.{self.name}",
             "version": VERSION,
@@ -65,7 +65,7 @@ class Output:
             "results": results,
         }
         text = json.dumps(data, allow_nan=False, indent=1)
-        self._write(Path("data", f"{self.name}.json"), text + "\n")
+        self._write(Path("data", f"{self.name}{suffix}.json"), text + "\n")
 
     def csv(self, columns: Sequence[str], rows: Iterable[Sequence[Any]], suffix: str = "") -> None:
         """Write ``data/<name><suffix>.csv``; None is an empty field."""

@@ -1,0 +1,375 @@
+"""Figures of experiments that train models, from plain data. Needs matplotlib to draw.
+
+The data is that of `rotor.experiments.analysis.entries`: of each model, a list of commands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rotor.report.figures import COLORS, curve_style, gaps, panel_grid, save, shared_legend, styled
+
+__all__ = [
+    "PARTS",
+    "breakdown_grid",
+    "budget_grid",
+    "budget_panels",
+    "profile",
+    "ratio_grid",
+    "ratio_panels",
+    "sweep_panels",
+    "throughput_grid",
+]
+
+PARTS = ("base", "rematerialization", "eviction loop", "cost compute", "unprofiled")
+"""Of the time of a step, from the bottom of a bar."""
+
+_PART_COLORS = dict(zip(PARTS, (*COLORS[:4], "0.75"), strict=True)) | {"baseline": "0.45"}
+_SETTINGS = (
+    "batch_size",
+    "memory_budget",
+    "ratio",
+    "heuristic",
+    "runtime",
+    "use_sampling",
+    "ignore_small_tensors",
+)
+_BYTES_PER_MB = 1e6
+_BAR = 0.7
+Models = Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+def profile(entry: Mapping[str, Any]) -> dict[str, float] | None:
+    """Medians in ms of the parts of a step; None where it failed or has no time.
+
+    A baseline has one part, "baseline". Those of others add up to the median time, unless what is
+    profiled is more than that: then nothing is left that is unprofiled. The search for what to
+    evict contains the computation of costs.
+    """
+    summary = entry["summary"]
+    if summary == "error" or "gpu_time" not in summary:
+        return None
+
+    def median(metric: str) -> float:
+        return float(summary[metric]["median"]) if metric in summary else 0.0
+
+    cost = median("cost_time")
+    if entry["type"] == "baseline":
+        return {"baseline": median("gpu_time")}
+    parts = {
+        "base": median("base_compute_time"),
+        "rematerialization": median("remat_compute_time"),
+        "eviction loop": max(median("search_time") - cost, 0.0),
+        "cost compute": cost,
+    }
+    return parts | {"unprofiled": max(median("gpu_time") - sum(parts.values()), 0.0)}
+
+
+def _own(entry: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The parameters of the model."""
+    params = entry["specific_params"]
+    return tuple((key, value) for key, value in params.items() if key not in _SETTINGS)
+
+
+def _workload(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (entry["specific_params"]["batch_size"], *_own(entry))
+
+
+def _workloads(listed: Sequence[Mapping[str, Any]], kind: str) -> list[tuple[Any, ...]]:
+    """Of the commands of a kind, each once."""
+    return list(dict.fromkeys(_workload(entry) for entry in listed if entry["kind"] == kind))
+
+
+def _title(model: str, workload: tuple[Any, ...]) -> str:
+    batch, *own = workload
+    parts = [f"batch {batch}"] if batch else []
+    parts += [f"{key} {value}" for key, value in own]
+    return f"{model}\n{', '.join(parts)}" if parts else model
+
+
+def _budget_text(budget: Any) -> str:
+    if not isinstance(budget, int):
+        return "no limit" if budget else "?"
+    megabytes = budget / _BYTES_PER_MB
+    return f"{megabytes / 1000:.3g} GB" if megabytes >= 1000 else f"{megabytes:.3g} MB"
+
+
+def _key(budget: Any) -> float:
+    return float(budget) if isinstance(budget, int) else math.inf
+
+
+def budget_panels(models: Models) -> list[dict[str, Any]]:
+    """What `budget_grid` draws: the commands of kind "fixed", a panel for each workload."""
+    panels = []
+    for model, listed in models.items():
+        for workload in _workloads(listed, "fixed"):
+            same = [entry for entry in listed if _workload(entry) == workload]
+            plain = next((e for e in same if e["type"] == "baseline"), None)
+            parts = None if plain is None else profile(plain)
+            unit = None if parts is None else sum(parts.values())
+            found = [entry for entry in same if entry["kind"] == "fixed"]
+            found.sort(key=lambda entry: -_key(entry["specific_params"]["memory_budget"]))
+            simulated = {
+                entry["specific_params"]["memory_budget"]: entry["slowdown"]
+                for entry in same
+                if entry["type"] == "simrd" and entry["slowdown"] is not None
+            }
+            bars = [_bar("baseline", parts, unit)] if plain is not None else []
+            for entry in found:
+                budget = entry["specific_params"]["memory_budget"]
+                bar = _bar(_budget_text(budget), profile(entry), unit)
+                bars.append(bar | {"simulated": simulated.get(budget) if unit else None})
+            panels.append(
+                {"title": _title(model, workload), "bars": bars, "is_relative": unit is not None}
+            )
+    return panels
+
+
+def _bar(label: str, parts: dict[str, float] | None, unit: float | None) -> dict[str, Any]:
+    scaled = None if parts is None else {key: value / (unit or 1) for key, value in parts.items()}
+    return {"label": label, "parts": scaled, "simulated": None}
+
+
+def _panels(count: int, height: float) -> tuple[Any, list[Any]]:
+    return panel_grid(count, width=3.2 if count > 1 else 5.0, height=height)
+
+
+@styled
+def budget_grid(
+    panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
+) -> list[Path]:
+    """Slow-down against the budget, as bars of what the time went into.
+
+    Parameters
+    ----------
+    panels
+        Each with "title", "is_relative" (heights are multiples of the baseline's time, else ms) and
+        "bars": "label", "parts" (heights by the names of `PARTS`, None where the command failed),
+        "simulated" (what the simulator says of the same budget, or None).
+    stem
+        The file without the ending of its format.
+    formats
+        Out of `rotor.report.figures.FORMATS`.
+
+    Returns
+    -------
+    list of Path
+        The files written.
+    """
+    figure, axes = _panels(len(panels), 2.9)
+    for ax, panel in zip(axes, panels, strict=True):
+        bars = panel["bars"]
+        _stack(ax, bars)
+        marks = [(x, bar["simulated"]) for x, bar in enumerate(bars) if bar["simulated"]]
+        if marks:
+            label = "simulated"
+            ax.plot(*zip(*marks, strict=True), "kD", markersize=4, linestyle="", label=label)
+        if panel["is_relative"]:
+            ax.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+        ax.set_title(panel["title"])
+        ax.set_xlabel("memory budget")
+        ax.set_ylabel("slow-down (x)" if panel["is_relative"] else "time of a step (ms)")
+    shared_legend(figure, axes)
+    return save(figure, stem, formats)
+
+
+def _stack(ax: Any, bars: Sequence[Mapping[str, Any]]) -> None:
+    places = range(len(bars))
+    bottom = [0.0] * len(bars)
+    for part in ("baseline", *PARTS):
+        heights = [bar["parts"].get(part, 0.0) if bar["parts"] else 0.0 for bar in bars]
+        if not any(heights):
+            continue
+        ax.bar(places, heights, _BAR, bottom=bottom, color=_PART_COLORS[part], label=part)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    for x, bar in enumerate(bars):
+        if bar["parts"] is None:
+            text = {"rotation": 90, "ha": "center", "va": "bottom", "color": "#aa0000"}
+            ax.text(x, 0.02, "error", transform=ax.get_xaxis_transform(), **text)
+    ax.set_xlim(-0.6, len(bars) - 0.4)
+    ax.set_xticks(list(places), [bar["label"] for bar in bars], rotation=35, ha="right")
+    ax.grid(axis="x", visible=False)
+
+
+def ratio_panels(models: Models) -> list[dict[str, Any]]:
+    """What `ratio_grid` draws: a panel for each model that has commands of kind "ratio"."""
+    panels = []
+    for model, listed in models.items():
+        workloads = _workloads(listed, "ratio")
+        curves = []
+        for workload in workloads:
+            same = [entry for entry in listed if _workload(entry) == workload]
+            name = "" if len(workloads) == 1 else _title(model, workload).partition("\n")[2]
+            for kind, word in (("ratio", "DTR"), ("", "simulated")):
+                curves += _ratio_curves(same, kind, f"{name} {word}".strip())
+        if curves:
+            title = _title(model, workloads[0]) if len(workloads) == 1 else model
+            panels.append({"title": title, "curves": curves})
+    return panels
+
+
+def _ratio_curves(same: list[Any], kind: str, label: str) -> list[dict[str, Any]]:
+    wanted = "dtr" if kind else "simrd"
+    found = [e for e in same if e["type"] == wanted and e["kind"] == kind]
+    found = [entry for entry in found if "ratio" in entry["specific_params"]]
+    heuristics = list(dict.fromkeys(e["specific_params"]["heuristic"] for e in found))
+    curves = []
+    for heuristic in heuristics:
+        own = [e for e in found if e["specific_params"]["heuristic"] == heuristic]
+        own.sort(key=lambda entry: entry["specific_params"]["ratio"])
+        curves.append(
+            {
+                "label": label if len(heuristics) == 1 else f"{label}, {heuristic}",
+                "ratios": [entry["specific_params"]["ratio"] for entry in own],
+                "values": [entry["slowdown"] for entry in own],
+                "failed": [entry["summary"] == "error" for entry in own],
+                "is_simulated": wanted == "simrd",
+            }
+        )
+    return curves
+
+
+@styled
+def ratio_grid(
+    panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
+) -> list[Path]:
+    """Slow-down against the memory ratio: what can be had for how much.
+
+    Parameters
+    ----------
+    panels
+        Each with "title" and "curves": "label", "ratios" ascending, "values" (None where there is
+        none), "failed" (marked by a cross below), "is_simulated" (drawn dashed).
+    stem, formats
+        As for `budget_grid`.
+    """
+    figure, axes = _panels(len(panels), 2.9)
+    for ax, panel in zip(axes, panels, strict=True):
+        for index, curve in enumerate(panel["curves"]):
+            style = curve_style(index)
+            if curve["is_simulated"]:
+                style |= {"linestyle": "--", "linewidth": 1.0, "markersize": 3.5}
+            ax.plot(curve["ratios"], gaps(curve["values"]), label=curve["label"], **style)
+            lost = [r for r, bad in zip(curve["ratios"], curve["failed"], strict=True) if bad]
+            for ratio in lost:
+                cross = {"color": style["color"], "ha": "center", "va": "bottom"}
+                ax.text(ratio, 0.01, "×", transform=ax.get_xaxis_transform(), **cross)
+        ax.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+        ax.set_xlim(0, max([1.0, *(r for curve in panel["curves"] for r in curve["ratios"])]) * 1.1)
+        ax.set_title(panel["title"])
+        ax.set_xlabel("memory ratio")
+        ax.set_ylabel("slow-down (x)")
+    shared_legend(figure, axes)
+    return save(figure, stem, formats)
+
+
+def sweep_panels(models: Models) -> list[dict[str, Any]]:
+    """What `throughput_grid` and `breakdown_grid` draw: models with commands "param_sweep"."""
+    panels = []
+    for model, listed in models.items():
+        workloads = _workloads(listed, "param_sweep")
+        if not workloads:
+            continue
+        rows: dict[str, dict[str, Any]] = {}
+        shown = _varying(workloads)
+        labels = [_variant(workload, shown) for workload in workloads]
+        for entry in listed:
+            is_baseline = entry["type"] == "baseline"
+            if (not is_baseline and entry["kind"] != "param_sweep") or (
+                _workload(entry) not in workloads
+            ):
+                continue
+            name = "baseline" if is_baseline else _series(entry)
+            series = rows.setdefault(name, {})
+            series[_variant(_workload(entry), shown)] = entry
+        panels.append({"title": model, "labels": labels, "series": rows})
+    return panels
+
+
+def _series(entry: Mapping[str, Any]) -> str:
+    params = entry["specific_params"]
+    if "ratio" in params:
+        return f"DTR, {params['ratio']:g} x baseline"
+    return f"DTR, {_budget_text(params['memory_budget'])}"
+
+
+def _named(workload: tuple[Any, ...]) -> dict[str, Any]:
+    return {"batch": workload[0], **dict(workload[1:])}
+
+
+def _varying(workloads: Sequence[tuple[Any, ...]]) -> list[str]:
+    """Names of the parameters in which the workloads differ."""
+    named = [_named(workload) for workload in workloads]
+    names = dict.fromkeys(name for one in named for name in one)
+    varying = [name for name in names if len({repr(one.get(name)) for one in named}) > 1]
+    return varying or ["batch"]
+
+
+def _variant(workload: tuple[Any, ...], names: Sequence[str]) -> str:
+    named = _named(workload)
+    return ", ".join(f"{name} {named.get(name)}" for name in names)
+
+
+@styled
+def throughput_grid(
+    panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
+) -> list[Path]:
+    """Examples in a second, beside one another for the budgets, against what is swept.
+
+    Parameters
+    ----------
+    panels
+        Of `sweep_panels`.
+    stem, formats
+        As for `budget_grid`.
+    """
+    figure, axes = _panels(len(panels), 2.9)
+    for ax, panel in zip(axes, panels, strict=True):
+        labels, series = panel["labels"], panel["series"]
+        width = 0.8 / len(series)
+        for index, (name, found) in enumerate(series.items()):
+            places = [k + (index - (len(series) - 1) / 2) * width for k in range(len(labels))]
+            values = [found[label]["throughput"] if label in found else None for label in labels]
+            color = "0.6" if name == "baseline" else COLORS[index % len(COLORS)]
+            ax.bar(places, [value or 0.0 for value in values], width, color=color, label=name)
+            for x, label in zip(places, labels, strict=True):
+                if label in found and found[label]["summary"] == "error":
+                    text = {"rotation": 90, "ha": "center", "va": "bottom", "color": "#aa0000"}
+                    ax.text(x, 0.02, "error", transform=ax.get_xaxis_transform(), **text)
+        ax.set_xticks(range(len(labels)), labels, rotation=20, ha="right")
+        ax.grid(axis="x", visible=False)
+        ax.set_title(panel["title"])
+        ax.set_ylabel("examples / s")
+    shared_legend(figure, axes)
+    return save(figure, stem, formats)
+
+
+@styled
+def breakdown_grid(
+    panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
+) -> list[Path]:
+    """What the time of a step went into, for everything that is swept, in ms.
+
+    Parameters
+    ----------
+    panels
+        Of `sweep_panels`.
+    stem, formats
+        As for `budget_grid`.
+    """
+    figure, axes = _panels(len(panels), 3.6)
+    for ax, panel in zip(axes, panels, strict=True):
+        bars = [
+            _bar(f"{label}: {name.removeprefix('DTR, ')}", profile(found[label]), None)
+            for label in panel["labels"]
+            for name, found in panel["series"].items()
+            if label in found
+        ]
+        _stack(ax, bars)
+        ax.set_title(panel["title"])
+        ax.set_ylabel("time of a step (ms)")
+    shared_legend(figure, axes)
+    return save(figure, stem, formats)

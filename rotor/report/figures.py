@@ -1,0 +1,148 @@
+"""What figures share: formats, style, files without dates. Needs matplotlib.
+
+The same data gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, ParamSpec
+
+__all__ = [
+    "COLORS",
+    "DASHES",
+    "FORMATS",
+    "check_formats",
+    "curve_style",
+    "gaps",
+    "panel_grid",
+    "save",
+    "shared_legend",
+    "styled",
+]
+
+FORMATS = ("pdf", "png", "svg")
+"""Formats of figures."""
+
+_METADATA: dict[str, dict[str, Any]] = {
+    "pdf": {"CreationDate": None, "ModDate": None},
+    "png": {"Software": None},
+    "svg": {"Date": None},
+}
+_SETTINGS: Any = {
+    "svg.hashsalt": "rotor",
+    "svg.fonttype": "path",
+    "pdf.fonttype": 42,
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "savefig.dpi": 150,
+}
+COLORS = (
+    *("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#888888", "#222222"),
+    *("#cc7711", "#5533aa", "#119988", "#bb88cc"),
+)
+_MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*", "<", ">", "p", "h")
+DASHES = ("--", ":", "-.")
+_COLUMNS = 4
+P = ParamSpec("P")
+
+
+def check_formats(formats: Iterable[str]) -> None:
+    """Raise unless figures of these formats can be written.
+
+    Raises
+    ------
+    ValueError
+        A format is unknown.
+    ImportError
+        matplotlib is not installed; the message names the extra that brings it.
+    """
+    for name in formats:
+        if name not in FORMATS:
+            raise ValueError(f"no figure format is named {name!r}, expected {', '.join(FORMATS)}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "figures need matplotlib: install it with `pip install rotor[plot]`, or ask for no "
+            "formats"
+        ) from error
+
+
+def styled(draw: Callable[P, list[Path]]) -> Callable[P, list[Path]]:
+    """Draw with our settings of matplotlib, whatever those of the user are."""
+
+    @functools.wraps(draw)
+    def drawn(*args: P.args, **kwargs: P.kwargs) -> list[Path]:
+        from matplotlib import rc_context, rcdefaults, rcParams
+
+        with rc_context():
+            rcdefaults()
+            rcParams.update(_SETTINGS)
+            return draw(*args, **kwargs)
+
+    return drawn
+
+
+def save(figure: Any, stem: Path, formats: Sequence[str]) -> list[Path]:
+    """Write a figure in each format, as a whole or not at all; the files."""
+    written = []
+    for name in formats:
+        path = stem.with_name(f"{stem.name}.{name}")
+        partial = stem.with_name(f".{stem.name}.partial.{name}")
+        try:
+            figure.savefig(partial, format=name, metadata=_METADATA[name])
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        written.append(path)
+    return written
+
+
+def panel_grid(
+    count: int, *, width: float = 3.2, height: float = 2.6, most_columns: int = _COLUMNS
+) -> tuple[Any, list[Any]]:
+    """A figure of `count` panels, of these inches each, and their axes."""
+    from matplotlib.figure import Figure
+
+    columns = min(count, most_columns)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(width * columns + 0.4, height * rows + 0.7), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for spare in axes[count:]:
+        spare.set_visible(False)
+    return figure, axes[:count]
+
+
+def curve_style(index: int) -> dict[str, Any]:
+    """Colour, mark and width of a curve by its number; later ones are drawn thinner."""
+    return {
+        "color": COLORS[index % len(COLORS)],
+        "marker": _MARKERS[index % len(_MARKERS)],
+        "markersize": max(2.5, 5.5 - 0.5 * index),
+        "linewidth": max(0.8, 2.4 - 0.25 * index),  # what lies below shows
+    }
+
+
+def gaps(values: Iterable[float | None]) -> list[float]:
+    """Values with NaN, at which curves break, for None."""
+    return [math.nan if value is None else value for value in values]
+
+
+def shared_legend(figure: Any, axes: Sequence[Any]) -> None:
+    """One legend below all panels, each label once."""
+    entries: dict[str, Any] = {}
+    for ax in axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    figure.legend(
+        list(entries.values()),
+        list(entries),
+        loc="outside lower center",
+        ncols=max(1, min(7, len(entries), int(figure.get_figwidth() / 1.4))),
+        frameon=False,
+    )
