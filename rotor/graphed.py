@@ -447,7 +447,7 @@ class GraphCheckpointable(Checkpointable):
         self, key: Any, plan: GraphPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         capture = plan.step.capture
-        plan.install()
+        plan.step.captured.emitted = plan.emitted
         loss_fn = self.loss_fn if targets else None
         meter = self._start_meter(plan)
         try:
@@ -461,7 +461,7 @@ class GraphCheckpointable(Checkpointable):
             plan = self._make_program(key, plan.reserve_bytes)
             self._plans[key] = plan
             self.__dict__["_latest"] = plan
-            plan.install()
+            plan.step.captured.emitted = plan.emitted
             meter = self._start_meter(plan)
             output = capture(self.module, loss_fn, args, kwargs, tuple(targets))
         self.__dict__["_pending"] = capture.token
