@@ -447,10 +447,24 @@ def profiler_in_use() -> bool:
 
 
 class Allocation(NamedTuple):
-    """Memory allocated (`nbytes` > 0) or freed (< 0) at an address of the CPU."""
+    """Memory allocated (`nbytes` > 0) or freed (< 0) at an address of the CPU, and when."""
 
     address: int
     nbytes: int
+    ns: int = 0
+
+
+class Mark(str):
+    """A name between allocations, and when it was set."""
+
+    ns: int = 0
+
+    @classmethod
+    def at(cls, name: str, ns: int) -> Mark:
+        """A mark with its time."""
+        made = cls(name)
+        made.ns = ns
+        return made
 
 
 _SILENT = "99"
@@ -525,9 +539,11 @@ class AllocationTrace:
             if event.tag == torch._C._profiler._EventType.Allocation:
                 fields: Any = event.extra_fields
                 if fields.device.type == "cpu":
-                    timed.append((event.start_time_ns, Allocation(fields.ptr, fields.alloc_size)))
+                    ns = event.start_time_ns
+                    timed.append((ns, Allocation(fields.ptr, fields.alloc_size, ns)))
             else:
-                timed.append((event.start_time_ns, event.name))
+                ns = event.start_time_ns
+                timed.append((ns, Mark.at(event.name, ns)))
                 pending.extend(reversed(event.children))
         timed.sort(key=lambda entry: entry[0])
         return [entry for _, entry in timed]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from rotor.inspection import Inspection, measure
 from rotor.metering import StepBytes, cancel_running
 from rotor.plan import Plan, loss_reserve, make_plan, own_bytes
 from rotor.progress import progress
-from rotor.report.text import plan_report, stage_table
+from rotor.report.html import chain_page
+from rotor.report.text import plan_report, stage_rows, stage_table
 from rotor.stages import Structure, find_stages, refuse_sharded
 from rotor.units import format_bytes, parse_bytes
 from rotor.values import tensors_of
@@ -209,8 +211,11 @@ class ChainCheckpointable(Checkpointable):
         """A table of the stages and what the schedule does with them; ValueError: no plan."""
         return stage_table(self._planned())
 
-    def report(self) -> str:
-        """Limit, predicted and measured peak, and time, as text; ValueError: no plan."""
+    def _write_page(self, path: Path) -> None:
+        plan = self._planned()
+        path.write_text(chain_page(plan, stage_rows(plan)), encoding="utf-8")
+
+    def _report(self) -> str:
         return plan_report(self._planned())
 
     def _key(self, arg: Any, targets: Sequence[Any]) -> tuple[Any, tuple[bool, ...]]:

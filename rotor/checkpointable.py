@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
 import torch
@@ -17,7 +19,9 @@ from rotor.algorithms.curve import Curve
 from rotor.algorithms.utils import checked_slots
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.metering import StepBytes, StepMeter
+from rotor.report.plot import plot_timeline
 from rotor.stages import Structure, refuse_sharded
+from rotor.timelines import Timeline
 from rotor.transparent import TransparentModule
 from rotor.units import format_bytes, parse_bytes
 from rotor.values import tensors_of
@@ -41,6 +45,7 @@ class StepPlan(Protocol):
     limit_bytes: int
     reserve_bytes: int
     measured_bytes: int | None
+    measured_timeline: Timeline | None
     meterings: int
     outdated: bool
 
@@ -236,9 +241,59 @@ class Checkpointable(TransparentModule):
     def display(self) -> str:
         """A table of the parts of the model and what the plan does with them."""
 
+    def report(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Limit, predicted and measured peak, and time, as text.
+
+        Parameters
+        ----------
+        path
+            Write a page to this file too: HTML that needs nothing else, with the live bytes over
+            time, predicted and measured, and what is kept, dropped and recomputed.
+
+        Raises
+        ------
+        ValueError
+            There is no plan; the path does not end in .html; a page is wanted of a model that runs
+            without a graph.
+        """
+        text = self._report()
+        if path is not None:
+            page = Path(path)
+            if page.suffix.lower() not in (".html", ".htm"):
+                raise ValueError(f"a report is written as a page, to a .html file, not {page.name}")
+            self._write_page(page)
+        return text
+
     @abstractmethod
-    def report(self) -> str:
-        """Limit, predicted and measured peak, and time, as text; ValueError: no plan."""
+    def _report(self) -> str: ...
+
+    @abstractmethod
+    def _write_page(self, path: Path) -> None: ...
+
+    def plot_timeline(self, ax: Any = None) -> Any:
+        """Draw the live bytes of a step with matplotlib: predicted, measured, and the limit.
+
+        The measured ones are those of the last metered step, brought to the clock of the
+        prediction: forward, loss and backward each. On CUDA only their peak is known.
+
+        Parameters
+        ----------
+        ax
+            The axes to draw on; by default those of a new figure.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes that were drawn on.
+
+        Raises
+        ------
+        ImportError
+            matplotlib is not installed; the message names the extra that brings it.
+        ValueError
+            There is no plan; or one that predicts nothing, and no step was metered.
+        """
+        return plot_timeline(self._planned(), ax)
 
     def _planned(self) -> Any:
         if self._latest is None:
@@ -347,6 +402,7 @@ class Checkpointable(TransparentModule):
     def _learn(self, plan: Any, step: StepBytes) -> None:
         """Compare a metered step with its plan; have it made again where that helps."""
         plan.measured_bytes = step.peak_bytes
+        plan.measured_timeline = step.timeline
         plan.meterings += 1
         over = step.peak_bytes - plan.limit_bytes
         logger.info(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from rotor.errors import CaptureError, InfeasibleError
 from rotor.graph import planner
 from rotor.graph.calls import check_arguments, described, run_once, takes_targets
 from rotor.graph.capture import Capture, NothingToPlan, Unplanned, fresh
+from rotor.graph.drawing import write_plan
 from rotor.graph.engine import (
     BlockPlan,
     CapturedStep,
@@ -27,6 +30,7 @@ from rotor.graph.engine import (
     repriced,
 )
 from rotor.graph.graph import Graph
+from rotor.graph.loading import loaded_plan
 from rotor.graph.pieced import PiecesPlan, PiecesStep, learn, make_pieces_plan, pieces_curve
 from rotor.graph.pieces import Captures, Pieces, discover
 from rotor.graph.program import Program
@@ -240,12 +244,51 @@ class GraphCheckpointable(Checkpointable):
             else operation_table(self._graph_plan())
         )
 
-    def report(self) -> str:
-        """Limit, predicted and measured peak, and time, as text; ValueError: no plan."""
+    def _write_page(self, path: Path) -> None:
+        write_plan(self._graph_plan(), path)
+
+    def _report(self) -> str:
         plan = self._planned()
         if isinstance(plan, PiecesPlan):
             return pieces_report(plan)
         return graph_report(plan) if isinstance(plan, GraphPlan) else block_report(plan)
+
+    def load_program(self, source: Program | str | os.PathLike[str]) -> Program:
+        """Have the following steps run a program that was saved, instead of planning one.
+
+        The model was measured (`measure`, or a step). The program must be one of the same
+        operations on the same storages; times may differ. Should a step need more than predicted,
+        it is planned again, as any.
+
+        Parameters
+        ----------
+        source
+            A program, its JSON text, or the file at a path: what ``program.to_json(path)`` wrote.
+
+        Returns
+        -------
+        Program
+            The program, priced with the times measured here.
+
+        Raises
+        ------
+        ValueError
+            Nothing was measured; the file holds no program; it is one of another graph, and the
+            message has the first difference.
+        InfeasibleError
+            It needs more than the limit; ``minimum_bytes`` is what it needs.
+        """
+        key = self._measured_key()
+        if key not in self._steps:
+            raise ValueError(f"the model runs without a graph: {self._reasons[key][1]}")
+        step = self._steps[key]
+        plan = loaded_plan(step, source, self._limit_on(step.device))
+        self._plans[key] = plan
+        if not step.loss_captured:
+            # What the loss needs is known with the program: seeing it again changes nothing.
+            self._learned_loss[key] = plan.loss_bytes
+        self.__dict__.update(_latest=plan, _latest_key=key)
+        return plan.program
 
     def _key(self, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         leaves, spec = _torch.tree_flatten((args, kwargs, tuple(targets)))
@@ -527,6 +570,7 @@ class GraphCheckpointable(Checkpointable):
         if isinstance(plan, GraphPlan):
             super()._learn(plan, step)
             return
+        plan.measured_timeline = step.timeline
         if isinstance(plan, PiecesPlan):
             self._learn_pieces(plan, step)
             return

@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from rotor import _core, _torch
+from rotor.timelines import Timeline, timeline_of
 
 __all__ = [
     "Meter",
@@ -34,6 +35,7 @@ _CUDA_BLOCK = 512
 _MARK = "rotor.mark."
 _FREED = "rotor.freed."
 _END = "rotor.end"
+_START = "rotor.start"
 
 
 class MeterBusyError(RuntimeError):
@@ -147,6 +149,7 @@ class Meter(ABC):
         self._segments: list[Segment] = []
         self._peak_bytes = 0
         self._end_bytes = 0
+        self._timeline: Timeline | None = None
 
     @property
     def device(self) -> torch.device:
@@ -170,6 +173,12 @@ class Meter(ABC):
         """Allocated at the stop, above the level at the start; negative when less was left."""
         self._need_figures()
         return self._end_bytes
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Live bytes over time; ``None`` where it was not asked for, and on CUDA."""
+        self._need_figures()
+        return self._timeline
 
     def start(self) -> Self:
         """Begin to measure.
@@ -270,8 +279,11 @@ def _vacate(candidate: Meter) -> None:
 
 
 class _CpuMeter(Meter):
-    def __init__(self, device: torch.device, existing: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, device: torch.device, existing: Sequence[torch.Tensor], timeline: bool
+    ) -> None:
         super().__init__(device)
+        self._wants_timeline = timeline
         self._existing = existing
         self._watched: list[weakref.ref[torch.UntypedStorage]] = []
         self._trace = _torch.AllocationTrace()
@@ -285,6 +297,7 @@ class _CpuMeter(Meter):
             raise MeterBusyError("a profiler is in use, and PyTorch's profilers do not nest")
         self._thread = threading.get_ident()
         self._trace.start()
+        self._trace.mark(_START)
         self._watch(existing)
 
     def _watch(self, existing: Sequence[torch.Tensor]) -> None:
@@ -313,7 +326,15 @@ class _CpuMeter(Meter):
             return
         events = self._trace.stop()
         _vacate(self)
-        self._segments, self._peak_bytes, self._end_bytes = _levels(events)
+        moments: list[tuple[int, int]] | None = [] if self._wants_timeline else None
+        self._segments, self._peak_bytes, self._end_bytes = _levels(events, moments)
+        if moments:
+            marks = [
+                (event.removeprefix(_MARK), event.ns)
+                for event in events
+                if isinstance(event, _torch.Mark) and event.startswith(_MARK)
+            ]
+            self._timeline = timeline_of(moments, marks, moments[0][0])
         self._state = "done"
 
 
@@ -328,8 +349,13 @@ class _Freed:
         self._trace.mark(self._name)
 
 
-def _levels(events: Iterable[_torch.Allocation | str]) -> tuple[list[Segment], int, int]:
-    """The segments, the peak and the last level of allocations and marks."""
+def _levels(
+    events: Iterable[_torch.Allocation | str], moments: list[tuple[int, int]] | None = None
+) -> tuple[list[Segment], int, int]:
+    """The segments, the peak and the last level of allocations and marks.
+
+    Where there is a list for the moments, it gets (nanoseconds, level) at each of them.
+    """
     segments: list[Segment] = []
     sizes: dict[int, int] = {}
     name: str | None = None
@@ -350,10 +376,20 @@ def _levels(events: Iterable[_torch.Allocation | str]) -> tuple[list[Segment], i
             if name is not None:
                 segments.append(Segment(name, start, peak, level))
             if event == _END:
+                _note(moments, event, level)
                 break
             name = event.removeprefix(_MARK)
             start = peak = level
+        _note(moments, event, level)
     return segments, highest, level
+
+
+def _note(
+    moments: list[tuple[int, int]] | None, event: _torch.Allocation | str, level: int
+) -> None:
+    if moments is not None:
+        assert isinstance(event, _torch.Allocation | _torch.Mark)
+        moments.append((event.ns, level))
 
 
 class _CudaMeter(Meter):
@@ -391,7 +427,12 @@ class _CudaMeter(Meter):
         self._state = "done"
 
 
-def meter(device: torch.device | str, *, existing: Iterable[torch.Tensor] = ()) -> Meter:
+def meter(
+    device: torch.device | str,
+    *,
+    existing: Iterable[torch.Tensor] = (),
+    timeline: bool = False,
+) -> Meter:
     """A meter of the bytes allocated on a device.
 
     Parameters
@@ -401,6 +442,9 @@ def meter(device: torch.device | str, *, existing: Iterable[torch.Tensor] = ()) 
     existing
         Tensors whose storages may be freed while the meter runs, such as old gradients. On the
         CPU the meter sees them go only when it was told of them; on CUDA it sees all.
+    timeline
+        Keep the live bytes over time too, at most `rotor.timelines.MOST_POINTS` moments, highs and
+        lows first. On the CPU only: the counters of CUDA tell peaks, not when they were.
 
     Examples
     --------
@@ -411,7 +455,9 @@ def meter(device: torch.device | str, *, existing: Iterable[torch.Tensor] = ()) 
     [Segment(name='copy', start_bytes=0, peak_bytes=8000, end_bytes=4000)]
     """
     device = _checked(device)
-    return _CpuMeter(device, list(existing)) if device.type == "cpu" else _CudaMeter(device)
+    if device.type == "cpu":
+        return _CpuMeter(device, list(existing), timeline)
+    return _CudaMeter(device)
 
 
 def _checked(device: torch.device | str) -> torch.device:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rotor import _torch, memory
+from rotor.timelines import Timeline
 from rotor.values import tensors_of
 
 
@@ -28,12 +29,15 @@ class StepBytes:
         Whether somebody still held the output when its gradient arrived.
     segments
         The parts of the step that were marked, in order.
+    timeline
+        Live bytes over time, where the device's meter knows them.
     """
 
     peak_bytes: int
     loss_bytes: int
     output_held: bool
     segments: tuple[memory.Segment, ...] = ()
+    timeline: Timeline | None = None
 
 
 class StepMeter:
@@ -69,7 +73,7 @@ class StepMeter:
         self._output_held = True
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         cancel_running()
-        self._meter = memory.meter(device, existing=existing).start()
+        self._meter = memory.meter(device, existing=existing, timeline=True).start()
         _running.append(weakref.ref(self))
 
     def mark(self, name: str) -> None:
@@ -107,6 +111,7 @@ class StepMeter:
                 loss.peak_bytes - loss.start_bytes,
                 self._output_held,
                 tuple(meter.segments),
+                timeline=meter.timeline,
             )
         )
 

@@ -15,6 +15,7 @@ from rotor.chain import Chain
 from rotor.errors import InfeasibleError
 from rotor.inspection import RNG_BYTES, Inspection
 from rotor.schedule import Schedule
+from rotor.timelines import PredictedTimeline, Timeline
 from rotor.units import format_bytes
 
 _SCALARS = 8
@@ -38,8 +39,8 @@ class Plan:
         What the executor itself keeps: random states and copies of buffers.
     reserve_bytes
         Set aside because a step was seen to need more than predicted.
-    measured_bytes
-        Peak of the last metered step; ``None`` before one.
+    measured_bytes, measured_timeline
+        Peak of the last metered step, and its live bytes over time; ``None`` before one.
     """
 
     inspection: Inspection
@@ -50,6 +51,7 @@ class Plan:
     own_bytes: int
     reserve_bytes: int = 0
     measured_bytes: int | None = None
+    measured_timeline: Timeline | None = field(default=None, repr=False)
     meterings: int = 0
     outdated: bool = field(default=False, repr=False)
 
@@ -67,6 +69,18 @@ class Plan:
     def makespan(self) -> float:
         """Seconds of a step by the simulator; a captured loss is included."""
         return self.sequence.makespan + (self.inspection.loss_ns or 0) / 1e9
+
+    @property
+    def predicted_timeline(self) -> PredictedTimeline:
+        """Live bytes of a step by the simulator."""
+        times = {"B": self.chain.backward_time, "L": [(self.inspection.loss_ns or 0) / 1e9]}
+        costs = []
+        for op in self.sequence:
+            known = times.get(op.kind, self.chain.forward_time)
+            costs.append(known[0 if op.kind == "L" else op.stage] * 1e9)
+        live = self.sequence.timeline.peak_bytes - self.chain.x_bytes[0] + self.own_bytes
+        kinds = [op.kind for op in self.sequence]
+        return PredictedTimeline.of_runs(costs, live, kinds.index("L"))
 
 
 def own_bytes(inspection: Inspection, runs: Items[int], *, rng: bool = True) -> int:

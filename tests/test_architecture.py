@@ -21,7 +21,17 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the bottom up. A module may import modules of lower layers and of its own; a package stands
 # for everything in it. A new module needs a place here.
 LAYERS = [
-    ("leaves", ["rotor.errors", "rotor.units", "rotor.progress", "rotor.schedule", "rotor.cache"]),
+    (
+        "leaves",
+        [
+            "rotor.errors",
+            "rotor.units",
+            "rotor.progress",
+            "rotor.schedule",
+            "rotor.cache",
+            "rotor.timelines",
+        ],
+    ),
     ("binding", ["rotor._core"]),
     ("chain", ["rotor.chain"]),
     ("algorithms", ["rotor.algorithms"]),
@@ -50,6 +60,7 @@ LAYERS = [
             "rotor.graph.probing",
             "rotor.graph.pieces",
             "rotor.graph.pieced",
+            "rotor.graph.loading",
         ],
     ),
     ("reports", ["rotor.report", "rotor.graph.drawing"]),

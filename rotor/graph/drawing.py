@@ -6,16 +6,20 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rotor.graph.contraction import blocks, contract, places
 from rotor.graph.graph import Graph, Operation
 from rotor.graph.program import Program
 from rotor.graph.summaries import Summary, summarise
 from rotor.report.dot import DotEdge, DotNode, dot_source
-from rotor.report.html import graph_page
+from rotor.report.html import graph_page, plan_page
 from rotor.units import format_bytes, format_seconds
 
-__all__ = ["FORMATS", "LEVELS", "render", "to_dot"]
+if TYPE_CHECKING:
+    from rotor.graph.engine import GraphPlan
+
+__all__ = ["FORMATS", "LEVELS", "render", "to_dot", "write_plan"]
 
 FORMATS = ("svg", "pdf", "png", "html", "dot")
 """What `render` writes."""
@@ -86,6 +90,14 @@ def render(
         path.write_text(source, encoding="utf-8")
     else:
         path.write_bytes(_drawn(source, kind))
+    return path
+
+
+def write_plan(plan: GraphPlan, path: str | os.PathLike[str]) -> Path:
+    """Write a page on the plan of a captured model; gives the path."""
+    path = Path(path)
+    text = plan_page(plan, places(plan.graph), summarise(plan.program))
+    path.write_text(text, encoding="utf-8")
     return path
 
 

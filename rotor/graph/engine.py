@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,6 +18,7 @@ from rotor.graph.graph import Graph, Operation
 from rotor.graph.lowering import Lowered
 from rotor.graph.profile import Cost
 from rotor.graph.program import Program, simulate
+from rotor.timelines import PredictedTimeline, Timeline
 
 __all__ = [
     "BlockPlan",
@@ -116,8 +118,8 @@ class GraphPlan:
         What is kept beside the graph's storages: random states, the caller's scalars.
     reserve_bytes
         Set aside because a step was seen to need more than predicted.
-    measured_bytes
-        Peak of the last metered step; ``None`` before one.
+    measured_bytes, measured_timeline
+        Peak of the last metered step, and its live bytes over time; ``None`` before one.
     """
 
     step: CapturedStep
@@ -129,6 +131,7 @@ class GraphPlan:
     loss_bytes: int
     reserve_bytes: int = 0
     measured_bytes: int | None = None
+    measured_timeline: Timeline | None = field(default=None, repr=False)
     meterings: int = 0
     outdated: bool = field(default=False, repr=False)
 
@@ -146,6 +149,15 @@ class GraphPlan:
     def makespan(self) -> float:
         """Seconds of a step by the simulator."""
         return self.program.makespan
+
+    @property
+    def predicted_timeline(self) -> PredictedTimeline:
+        """Live bytes of a step by the simulator."""
+        ops = self.program.ops
+        costs = np.array([op.cost_ns for op in self.graph.operations], dtype=np.int64)
+        live = self.program.timeline().peak_bytes + self.own_bytes
+        loss = int(np.flatnonzero(ops == self.step.lowered.loss)[0])
+        return PredictedTimeline.of_runs(costs[ops], live, loss)
 
     @property
     def recomputed(self) -> int:
@@ -171,6 +183,7 @@ class BlockPlan:
     limit_bytes: int
     reserve_bytes: int = 0
     measured_bytes: int | None = None
+    measured_timeline: Timeline | None = field(default=None, repr=False)
     meterings: int = 0
     outdated: bool = field(default=False, repr=False)
 

@@ -21,6 +21,7 @@ from rotor.graph.emit import Emitted
 from rotor.graph.pieces import Kind, Pieces, Site
 from rotor.graph.probing import described_call
 from rotor.metering import StepBytes, StepMeter
+from rotor.timelines import Timeline
 from rotor.values import tensors_within
 
 __all__ = [
@@ -64,6 +65,7 @@ class PiecesPlan:
     least_bytes: int
     reserve_bytes: int = 0
     measured_bytes: int | None = None
+    measured_timeline: Timeline | None = field(default=None, repr=False)
     meterings: int = 0
     existing_bytes: int = 0
     outdated: bool = field(default=False, repr=False)

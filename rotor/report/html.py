@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from rotor.graph.graph import Graph
     from rotor.graph.program import Program
     from rotor.graph.summaries import Summary
+    from rotor.plan import Plan
+    from rotor.timelines import PredictedTimeline, Timeline
 
-__all__ = ["graph_page", "plan_page"]
+__all__ = ["chain_page", "graph_page", "plan_page"]
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _MOST_RECOMPUTED = 25
@@ -55,8 +57,9 @@ def graph_page(
     if limit_bytes is not None:
         rows.append(("limit", format_bytes(limit_bytes)))
     data = _data(graph, places, program, summary)
-    data |= {"limit": limit_bytes, "measured": _plain(measured_bytes), "own": 0}
-    return _page(graph.name or "graph", rows, _again_table(graph, summary), data)
+    data |= {"limit": limit_bytes, "measured": _plain(measured_bytes), "own": 0, "traced": None}
+    tables = [("Recomputed most", _again_table(graph, summary))]
+    return _page(graph.name or "graph", rows, tables, data)
 
 
 def plan_page(plan: GraphPlan, places: Sequence[str], summary: Summary) -> str:
@@ -84,7 +87,88 @@ def plan_page(plan: GraphPlan, places: Sequence[str], summary: Summary) -> str:
     ]
     data = _data(graph, places, program, summary)
     data |= {"limit": plan.limit_bytes, "measured": _plain(measured), "own": plan.own_bytes}
-    return _page("training step", rows, _again_table(graph, summary), data)
+    data["traced"] = _traced(plan.measured_timeline, plan.predicted_timeline)
+    tables = [("Recomputed most", _again_table(graph, summary))]
+    return _page("training step", rows, tables, data)
+
+
+def chain_page(plan: Plan, stages: Sequence[Sequence[str]]) -> str:
+    """A page on the plan of a chain: figures, timeline, the operations of its schedule, stages.
+
+    Parameters
+    ----------
+    plan
+        The plan.
+    stages
+        A table of the stages, its head first.
+    """
+    ideal, measured = plan.chain.ideal_time, plan.measured_bytes
+    slower = f"{plan.sequence.makespan / ideal - 1:+.1%}" if ideal else "none"
+    recomputed = f"{len(plan.schedule.recomputed)} of {len(plan.chain)}"
+    rows = [
+        ("limit", format_bytes(plan.limit_bytes)),
+        ("peak, predicted", format_bytes(plan.predicted_bytes)),
+        ("peak, measured", "not yet" if measured is None else format_bytes(measured)),
+        ("set aside after metering", format_bytes(plan.reserve_bytes)),
+        ("step, predicted", format_seconds(plan.makespan)),
+        ("recomputation", slower),
+        ("stages recomputed", recomputed),
+    ]
+    data = _chain_data(plan)
+    data["traced"] = _traced(plan.measured_timeline, plan.predicted_timeline)
+    return _page("training step", rows, [("Stages", stages)], data)
+
+
+def _chain_data(plan: Plan) -> dict[str, Any]:
+    """Operations of a sequence as those of a graph: each is shown once, with how often it runs."""
+    chain, resident = plan.chain, plan.chain.x_bytes[0]
+    ops = list(plan.sequence)
+    distinct = sorted(set(ops), key=ops.index)
+    numbers = {op: index for index, op in enumerate(distinct)}
+    forwards = plan.sequence.count_forwards()
+    loss_ns = plan.inspection.loss_ns or 0
+    rows, storages = [], []
+    for index, op in enumerate(distinct):
+        phase = {"L": 1, "B": 2}.get(op.kind, 0)
+        if phase == 0:
+            seconds, kind = chain.forward_time[op.stage], "kept"
+            made = chain.xbar_bytes[op.stage] if op.kind == "Fe" else chain.x_bytes[op.stage + 1]
+            if forwards[op.stage] > 1:
+                kind = "recomputed"
+        else:
+            seconds = loss_ns / 1e9 if phase == 1 else chain.backward_time[op.stage]
+            kind, made = _PHASES[phase], chain.grad_bytes[op.stage]
+        module = "" if phase == 1 else plan.inspection.measures[op.stage].name
+        runs = ops.count(op)
+        cost = round(seconds * 1e9)
+        rows.append(
+            [str(op), module, phase, cost, 0, [], [index], 0, runs, kind, module.replace(" ", "")]
+        )
+        storages.append([made, 0, index, kind if phase == 0 else ""])
+    timeline = plan.sequence.timeline
+    before = [resident, *timeline.live_bytes.tolist()[:-1]]
+    return {
+        "ops": rows,
+        "storages": storages,
+        "planned": True,
+        "program": [numbers[op] for op in ops],
+        "before": [level - resident for level in before],
+        "peak": (timeline.peak_bytes - resident).tolist(),
+        "boundary": next(k for k, op in enumerate(ops) if op.kind == "L"),
+        "limit": plan.limit_bytes,
+        "measured": plan.measured_bytes,
+        "own": plan.own_bytes,
+    }
+
+
+def _traced(
+    measured: Timeline | None, predicted: PredictedTimeline
+) -> list[tuple[int, int]] | None:
+    """(Nanoseconds on the clock of the prediction, bytes) of a metered step."""
+    if measured is None:
+        return None
+    moments = (measured.on_clock_of(predicted) * 1e9).round().astype(int)
+    return list(zip(moments.tolist(), measured.live_bytes.tolist(), strict=True))
 
 
 def _program_rows(program: Program, summary: Summary) -> list[tuple[str, str]]:
@@ -188,7 +272,7 @@ def _table(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
 def _page(
     title: str,
     rows: Sequence[tuple[str, str]],
-    again: Sequence[Sequence[str]],
+    tables: Sequence[tuple[str, Sequence[Sequence[str]]]],
     data: dict[str, Any],
 ) -> str:
     files = resources.files("rotor.report")
@@ -211,7 +295,7 @@ def _page(
     parts += [
         "<h2>Operations</h2>",
         '<div id="tools"></div><div id="graph"></div><div id="details"></div>',
-        *_table("Recomputed most", again),
+        *[line for name, table in tables for line in _table(name, table)],
         "<noscript>The timeline and the graph are drawn by a script in this page.</noscript>",
         f'<script type="application/json" id="data">{plain}</script>',
         f"<script>\n{script}</script></body></html>",

@@ -387,7 +387,9 @@
     for (const op of data.program) starts.push(starts[starts.length - 1] + Math.max(data.ops[op][COST], 1));
     const end = starts[starts.length - 1];
     const measured = data.measured === null ? [] : [].concat(data.measured);
+    const traced = data.traced || [];
     let top = Math.max(data.limit || 0, measured.reduce((a, b) => Math.max(a, b), 0));
+    top = traced.reduce((most, moment) => Math.max(most, moment[1]), top);
     top = data.peak.reduce((most, level) => Math.max(most, level + data.own), top) * 1.06 || 1;
     const x = (t) => (L + (W - L - R) * t / end).toFixed(1);
     const y = (level) => (H - B - (H - T - B) * level / top).toFixed(1);
@@ -412,6 +414,18 @@
       const steps = measured.map((level, k) => `${x(starts[k])},${y(level)} ${x(starts[k + 1])},${y(level)}`);
       element("polyline", { points: steps.join(" "), class: "measured" }, chart);
     }
+    if (traced.length) {
+      const path = traced.map(([at, level], k) => (k ? `H${x(at)} V` : `M${x(at)},`) + y(level));
+      element("path", { d: path.join(" "), class: "traced" }, chart);
+    }
+    const levelAt = (t) => {
+      let low = 0, high = traced.length - 1;
+      while (low < high) {
+        const middle = (low + high + 1) >> 1;
+        if (traced[middle][0] <= t) low = middle; else high = middle - 1;
+      }
+      return traced[low][1];
+    };
     if (data.boundary < data.program.length) {
       const at = x(starts[data.boundary]);
       element("line", { x1: at, x2: at, y1: T, y2: H - B, class: "axis" }, chart);
@@ -419,9 +433,12 @@
     }
     const cursor = element("line", { y1: T, y2: H - B, class: "cursor", visibility: "hidden" }, chart);
     const tip = element("title", {}, chart);
-    const found = (event) => {
+    const timeOf = (event) => {
       const box = chart.getBoundingClientRect();
-      const t = ((event.clientX - box.left) / box.width * W - L) / (W - L - R) * end;
+      return ((event.clientX - box.left) / box.width * W - L) / (W - L - R) * end;
+    };
+    const found = (event) => {
+      const t = timeOf(event);
       let low = 0, high = data.program.length - 1;
       while (low < high) {
         const middle = (low + high + 1) >> 1;
@@ -436,7 +453,8 @@
       cursor.setAttribute("visibility", "visible");
       tip.textContent = `run ${k}: ${op[NAME]}\nmodule: ${op[MODULE] || "(the model)"}\nlive before: ` +
         `${bytes(data.before[k] + data.own)}\nlive while it runs: ${bytes(data.peak[k] + data.own)}` +
-        (measured.length > 1 ? `\nmeasured: ${bytes(measured[k])}` : "");
+        (measured.length > 1 ? `\nmeasured: ${bytes(measured[k])}` : "") +
+        (traced.length ? `\nmeasured then: ${bytes(levelAt(timeOf(event)))}` : "");
     });
     chart.addEventListener("click", (event) => { choose(data.program[found(event)], true); });
   }

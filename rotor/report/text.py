@@ -36,6 +36,11 @@ def table(rows: Sequence[Sequence[str]]) -> Text:
 
 def stage_table(plan: Plan) -> Text:
     """One line for each stage: time, sizes, how often it runs, whether plain autograd runs it."""
+    return table(stage_rows(plan))
+
+
+def stage_rows(plan: Plan) -> list[list[str]]:
+    """The table of the stages, its head first."""
     forwards = plan.sequence.count_forwards()
     rows = [["stage", "forward", "backward", "output", "kept by Fe", "runs", "how"]]
     for i, measure in enumerate(plan.inspection.measures):
@@ -53,7 +58,7 @@ def stage_table(plan: Plan) -> Text:
                 how,
             ]
         )
-    return table(rows)
+    return rows
 
 
 def plan_report(plan: Plan) -> Text:
