@@ -46,6 +46,7 @@ _LAZY = {
 _MODEL_FAMILIES = ("densenet", "gpt", "inception", "resnet", "vgg")
 _SUBMODULES = (
     "algorithms",
+    "dtr",
     "experiments",
     "graph",
     "inspection",

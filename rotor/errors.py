@@ -73,3 +73,22 @@ class MalformedLogError(ValueError):
 
 class MemoryLimitWarning(UserWarning):
     """A memory limit could not be kept, or cannot be promised; the message has the figures."""
+
+
+class BudgetError(MemoryError, ValueError):
+    """A program cannot go on within the budget of `rotor.dtr.budget`.
+
+    Parameters
+    ----------
+    message
+        What was asked for, what cannot be evicted, with figures.
+    minimum_bytes
+        The smallest budget, in bytes, with which the operation that failed would have run.
+    """
+
+    def __init__(self, message: str, minimum_bytes: int) -> None:
+        super().__init__(message, minimum_bytes)
+        self.minimum_bytes = minimum_bytes
+
+    def __str__(self) -> str:
+        return str(self.args[0])

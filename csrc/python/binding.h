@@ -104,5 +104,6 @@ int rotor_add_probe(PyObject *module);
 int rotor_add_log(PyObject *module);
 int rotor_add_replay(PyObject *module);
 int rotor_add_planner(PyObject *module);
+int rotor_add_dtr(PyObject *module);
 
 #endif

@@ -2,11 +2,14 @@
 
 #include <string.h>
 
+#include "neighbourhoods.h"
 #include "regions.h"
 #include "vector.h"
 
 /* Fewer tombstones than this never make the pool compact itself. */
 #define LEAST_TOMBSTONES 64
+/* Nor fewer lost places the lists of neighbours, nor fewer nodes the classes. */
+#define LEAST_LOST 1024
 
 static bool needs_classes(const rotor_eviction_t *self) {
     return self->options.heuristic->numerator == ROTOR_CLASSES ||
@@ -22,6 +25,7 @@ void rotor_eviction_init(rotor_eviction_t *self, const rotor_eviction_options_t 
     memset(self, 0, sizeof(*self));
     self->options = *options;
     self->random = options->seed;
+    self->unused = -1;
     rotor_classes_init(&self->classes);
 }
 
@@ -82,24 +86,34 @@ uint32_t rotor_eviction_mark(rotor_eviction_t *self) {
 
 int rotor_eviction_add(rotor_eviction_t *self, int64_t bytes, int32_t *storage) {
     int32_t node = -1;
-    int ret = ROTOR_RESERVE(self->candidates, self->count, self->capacity, 1);
+    int32_t number = self->unused;
+    int ret = ROTOR_OK;
 
-    if (ret != ROTOR_OK || (ret = reserve_scratch(self)) != ROTOR_OK ||
-        (ret = ROTOR_RESERVE(self->states, self->count, self->state_capacity, 1)) != ROTOR_OK) {
+    if (number < 0) {
+        if ((ret = ROTOR_RESERVE(self->candidates, self->count, self->capacity, 1)) != ROTOR_OK ||
+            (ret = reserve_scratch(self)) != ROTOR_OK ||
+            (ret = ROTOR_RESERVE(self->states, self->count, self->state_capacity, 1)) !=
+                ROTOR_OK ||
+            (needs_regions(self) && (ret = rotor_regions_reserve(self)) != ROTOR_OK)) {
+            return ret;
+        }
+    }
+    if (needs_classes(self) && !self->options.skip_unmade &&
+        (ret = rotor_classes_add(&self->classes, 0, &node)) != ROTOR_OK) {
         return ret;
     }
-    if (needs_regions(self) && (ret = rotor_regions_reserve(self)) != ROTOR_OK) {
-        return ret;
-    }
-    if (needs_classes(self) && (ret = rotor_classes_add(&self->classes, 0, &node)) != ROTOR_OK) {
-        return ret;
+    if (number < 0) {
+        number = (int32_t)self->count++;
+    } else {
+        self->unused = self->candidates[number].slot;
+        self->removed_count--;
     }
     self->bytes_added += bytes;
-    *storage = (int32_t)self->count;
-    self->candidates[self->count++] =
-        (rotor_candidate_t){.bytes = bytes, .slot = -1, .node = node};
-    self->states[*storage] =
-        bytes < self->bytes_added / self->count / 100 ? (uint8_t)ROTOR_SMALL : 0;
+    self->added_count++;
+    self->candidates[number] = (rotor_candidate_t){.bytes = bytes, .slot = -1, .node = node};
+    self->states[number] =
+        bytes < self->bytes_added / self->added_count / 100 ? (uint8_t)ROTOR_SMALL : 0;
+    *storage = number;
     return ROTOR_OK;
 }
 
@@ -117,6 +131,7 @@ static int append_neighbour(rotor_eviction_t *self, rotor_neighbours_t *list, in
             memcpy(self->neighbours + start, self->neighbours + list->start,
                    (size_t)list->count * sizeof(*self->neighbours));
         }
+        self->neighbour_lost += list->capacity;
         list->start = start;
         list->capacity = capacity;
         self->neighbour_count += capacity;
@@ -243,138 +258,8 @@ void rotor_eviction_touch(rotor_eviction_t *self, int32_t storage, int64_t now) 
     self->candidates[storage].last_access = now;
 }
 
-/* Classes. */
-
-static void forget_roots_around(rotor_eviction_t *self, int32_t storage) {
-    for (int way = 0; way < 2; way++) {
-        rotor_neighbours_t list = self->candidates[storage].neighbours[way];
-        for (int32_t k = list.start; k < list.start + list.count; k++) {
-            self->candidates[self->neighbours[k]].roots_known = false;
-        }
-    }
-}
-
-/* Joins the classes of the evicted neighbours to that of an evicted storage, whose node is a root. */
-static void join_neighbours(rotor_eviction_t *self, int32_t storage) {
-    for (int way = ROTOR_PARENTS; way >= ROTOR_CHILDREN; way--) {
-        rotor_neighbours_t list = self->candidates[storage].neighbours[way];
-        for (int32_t k = list.start; k < list.start + list.count; k++) {
-            int32_t other = self->neighbours[k];
-            int32_t node = self->candidates[other].node;
-            self->accesses++;
-            if (node < 0 || other == storage || rotor_eviction_is(self, other, ROTOR_DETACHED)) {
-                continue;
-            }
-            int32_t from = rotor_classes_root(&self->classes, node, &self->accesses);
-            int32_t into = rotor_classes_root(&self->classes, self->candidates[storage].node,
-                                              &self->accesses);
-            if (from != into) {
-                rotor_classes_join(&self->classes, from, into);
-            }
-        }
-    }
-}
-
-/* Makes all classes anew from what is evicted, without phantom connections. */
-static int rebuild_classes(rotor_eviction_t *self) {
-    rotor_classes_clear(&self->classes);
-    self->changes = 0;
-    for (int64_t k = 0; k < self->count; k++) {
-        self->candidates[k].roots_known = false;
-        self->candidates[k].node = -1;
-    }
-    for (int64_t k = 0; k < self->count; k++) {
-        rotor_candidate_t *candidate = &self->candidates[k];
-        if ((self->states[k] & (ROTOR_MATERIAL | ROTOR_DETACHED)) == 0) {
-            bool is_computed = (self->states[k] & ROTOR_COMPUTED) != 0;
-            int ret = rotor_classes_add(&self->classes, is_computed ? candidate->compute_ns : 0,
-                                        &candidate->node);
-            if (ret != ROTOR_OK) {
-                return ret;
-            }
-            join_neighbours(self, (int32_t)k);
-        }
-    }
-    return ROTOR_OK;
-}
-
-static int classes_evicted(rotor_eviction_t *self, int32_t storage) {
-    rotor_candidate_t *candidate = &self->candidates[storage];
-    int ret = rotor_classes_add(&self->classes, candidate->compute_ns, &candidate->node);
-    if (ret == ROTOR_OK) {
-        join_neighbours(self, storage);
-        forget_roots_around(self, storage);
-    }
-    return ret;
-}
-
-static void classes_materialized(rotor_eviction_t *self, int32_t storage) {
-    rotor_candidate_t *candidate = &self->candidates[storage];
-    int32_t root = rotor_classes_root(&self->classes, candidate->node, &self->accesses);
-
-    self->classes.nodes[root].sum_ns -= candidate->compute_ns;
-    candidate->node = -1;
-    self->changes++;
-    forget_roots_around(self, storage);
-}
-
-/* The sum over the distinct classes of the evicted neighbours; remembers them when they are few. */
-static int64_t walk_classes(rotor_eviction_t *self, rotor_candidate_t *candidate) {
-    rotor_class_node_t *nodes = self->classes.nodes;
-    uint32_t mark = rotor_classes_mark(&self->classes);
-    int64_t sum = 0;
-    int64_t found = 0;
-
-    for (int way = ROTOR_PARENTS; way >= ROTOR_CHILDREN; way--) {
-        rotor_neighbours_t list = candidate->neighbours[way];
-        for (int32_t k = list.start; k < list.start + list.count; k++) {
-            int32_t other = self->neighbours[k];
-            int32_t node = self->candidates[other].node;
-            self->accesses++;
-            if (node < 0 || &self->candidates[other] == candidate ||
-                rotor_eviction_is(self, other, ROTOR_DETACHED)) {
-                continue;
-            }
-            int32_t root = rotor_classes_root(&self->classes, node, &self->accesses);
-            if (nodes[root].seen != mark) {
-                nodes[root].seen = mark;
-                sum += nodes[root].sum_ns;
-                if (found < 2) {
-                    candidate->roots[found] = root;
-                }
-                found++;
-            }
-        }
-    }
-    candidate->roots_known = found <= 2 && !self->options.count_accesses;
-    candidate->root_count = (int8_t)rotor_min(found, 2);
-    return sum;
-}
-
-static int64_t class_sum(rotor_eviction_t *self, rotor_candidate_t *candidate) {
-    rotor_class_node_t *nodes = self->classes.nodes;
-    int32_t *roots = candidate->roots;
-    int64_t sum = 0;
-
-    if (!candidate->roots_known) {
-        return walk_classes(self, candidate);
-    }
-    for (int8_t k = 0; k < candidate->root_count; k++) {
-        if (nodes[roots[k]].parent != roots[k]) {
-            roots[k] = rotor_classes_root(&self->classes, roots[k], &self->accesses);
-        }
-    }
-    if (candidate->root_count == 2 && roots[0] == roots[1]) {
-        candidate->root_count = 1;
-    }
-    for (int8_t k = 0; k < candidate->root_count; k++) {
-        sum += nodes[roots[k]].sum_ns;
-    }
-    return sum;
-}
-
 int64_t rotor_eviction_class_sum(rotor_eviction_t *self, int32_t storage) {
-    return needs_classes(self) ? class_sum(self, &self->candidates[storage]) : 0;
+    return needs_classes(self) ? rotor_neighbourhood_sum(self, storage) : 0;
 }
 
 /* Coming and going. */
@@ -388,8 +273,8 @@ int rotor_eviction_materialize(rotor_eviction_t *self, const int32_t *storages, 
         if (candidate->locks > 0 || rotor_eviction_is(self, storages[k], ROTOR_PINNED)) {
             self->locked_bytes += candidate->bytes;
         }
-        if (needs_classes(self)) {
-            classes_materialized(self, storages[k]);
+        if (needs_classes(self) && candidate->node >= 0) {
+            rotor_neighbourhood_materialized(self, storages[k]);
         }
     }
     if (needs_regions(self) &&
@@ -421,7 +306,91 @@ int rotor_eviction_evict(rotor_eviction_t *self, int32_t storage) {
     if (needs_regions(self)) {
         return rotor_regions_evicted(self, storage);
     }
-    return needs_classes(self) ? classes_evicted(self, storage) : ROTOR_OK;
+    return needs_classes(self) ? rotor_neighbourhood_evicted(self, storage) : ROTOR_OK;
+}
+
+/* Removing. */
+
+static void drop_neighbour(rotor_eviction_t *self, int32_t of, int way, int32_t storage) {
+    rotor_neighbours_t *list = &self->candidates[of].neighbours[way];
+    int32_t kept = list->start;
+
+    for (int32_t k = list->start; k < list->start + list->count; k++) {
+        if (self->neighbours[k] != storage) {
+            self->neighbours[kept++] = self->neighbours[k];
+        }
+    }
+    list->count = kept - list->start;
+    self->candidates[of].roots_known = false;
+}
+
+static int compact_neighbours(rotor_eviction_t *self) {
+    int64_t used = self->neighbour_count - self->neighbour_lost;
+    int64_t at = 0;
+    int32_t *moved = rotor_malloc_array(rotor_max(used, 1), sizeof(*moved));
+
+    if (moved == NULL) {
+        return ROTOR_ERR_NO_MEMORY;
+    }
+    for (int64_t k = 0; k < self->count; k++) {
+        for (int way = 0; way < 2; way++) {
+            rotor_neighbours_t *list = &self->candidates[k].neighbours[way];
+            if (list->capacity > 0) {
+                memcpy(moved + at, self->neighbours + list->start,
+                       (size_t)list->count * sizeof(*moved));
+                list->start = (int32_t)at;
+                at += list->capacity;
+            }
+        }
+    }
+    rotor_free(self->neighbours);
+    self->neighbours = moved;
+    self->neighbour_count = at;
+    self->neighbour_capacity = rotor_max(used, 1);
+    self->neighbour_lost = 0;
+    return ROTOR_OK;
+}
+
+int rotor_eviction_remove(rotor_eviction_t *self, int32_t storage) {
+    rotor_candidate_t *candidate = &self->candidates[storage];
+    bool is_material = rotor_eviction_is(self, storage, ROTOR_MATERIAL);
+    int ret = ROTOR_OK;
+
+    /* What may fail comes first. */
+    if (self->neighbour_lost > 2 * (self->neighbour_count - self->neighbour_lost) + LEAST_LOST &&
+        (ret = compact_neighbours(self)) != ROTOR_OK) {
+        return ret;
+    }
+    if (needs_regions(self) && (ret = rotor_regions_removing(self, storage)) != ROTOR_OK) {
+        return ret;
+    }
+    leave_pool(self, storage);
+    if (is_material && (candidate->locks > 0 || rotor_eviction_is(self, storage, ROTOR_PINNED))) {
+        self->locked_bytes -= candidate->bytes;
+    }
+    if (candidate->node >= 0) {
+        rotor_neighbourhood_removing(self, storage);
+    }
+    for (int way = 0; way < 2; way++) {
+        rotor_neighbours_t *list = &candidate->neighbours[way];
+        for (int32_t k = list->start; k < list->start + list->count; k++) {
+            if (self->neighbours[k] != storage) {
+                drop_neighbour(self, self->neighbours[k], 1 - way, storage);
+            }
+        }
+        self->neighbour_lost += list->capacity;
+    }
+    self->grown -= rotor_eviction_is(self, storage, ROTOR_GROWN);
+    self->total_compute_ns -= candidate->compute_ns;
+    *candidate = (rotor_candidate_t){.slot = self->unused, .node = -1};
+    self->states[storage] = ROTOR_REMOVED;
+    self->unused = storage;
+    self->removed_count++;
+    if (needs_regions(self)) {
+        return rotor_regions_removed(self, storage);
+    }
+    return self->classes.count > 4 * self->count + LEAST_LOST ? rotor_neighbourhood_rebuild(self)
+                                                              : ROTOR_OK;
 }
 
 void rotor_eviction_detach(rotor_eviction_t *self, int32_t storage) {
@@ -470,7 +439,8 @@ int64_t rotor_eviction_around(rotor_eviction_t *self, int32_t storage,
     return walk(self, storage, direction, rotor_eviction_mark(self), &last);
 }
 
-static int cost_of(rotor_eviction_t *self, int32_t storage, int64_t now, rotor_eviction_cost_t *cost) {
+static int cost_of(rotor_eviction_t *self, int32_t storage, int64_t now,
+                   rotor_eviction_cost_t *cost) {
     const rotor_heuristic_t *heuristic = self->options.heuristic;
     rotor_candidate_t *candidate = &self->candidates[storage];
     int64_t numerator = candidate->compute_ns;
@@ -480,7 +450,7 @@ static int cost_of(rotor_eviction_t *self, int32_t storage, int64_t now, rotor_e
     case ROTOR_OWN:
         break;
     case ROTOR_CLASSES:
-        numerator += class_sum(self, candidate);
+        numerator += rotor_neighbourhood_sum(self, storage);
         break;
     case ROTOR_REGIONS:
         numerator += candidate->around_ns[ROTOR_CHILDREN] + candidate->around_ns[ROTOR_PARENTS];
@@ -559,7 +529,7 @@ int rotor_eviction_choose(rotor_eviction_t *self, int64_t now, int32_t *storage)
     }
     if (needs_classes(self) && self->options.rebuild_every > 0 &&
         self->changes >= self->options.rebuild_every) {
-        int ret = rebuild_classes(self);
+        int ret = rotor_neighbourhood_rebuild(self);
         if (ret != ROTOR_OK) {
             return ret;
         }

@@ -5,6 +5,7 @@
  * edges between them, and nothing of operations, names or budgets.
  *
  *     add, depend        a new storage (not in memory yet), and what it is computed from
+ *     remove             a storage that nothing will ever need again; its number is given out anew
  *     compute            more nanoseconds that its computation takes
  *     materialize        storages came into memory, in this order
  *     evict              one went out
@@ -44,6 +45,7 @@ typedef struct {
     bool ignore_small;      /* never pool what is below 1 % of the mean bytes added so far */
     bool keep_edges;        /* also those from pinned storages and repeats, which decide nothing */
     bool count_accesses;    /* follow the published algorithms literally, to count what they read */
+    bool skip_unmade;       /* classes: only what was in memory once is ever evicted */
     /* ROTOR_CALLBACK: the cost of a candidate; a status other than ROTOR_OK stops the choice. */
     int (*cost)(void *context, rotor_eviction_t *engine, int32_t storage, double *cost);
     void *context;
@@ -78,7 +80,8 @@ enum rotor_state {
     ROTOR_DETACHED = 4,
     ROTOR_COMPUTED = 8, /* was in memory once */
     ROTOR_SMALL = 16,
-    ROTOR_GROWN = 32 /* costs more than when it was evicted */
+    ROTOR_GROWN = 32, /* costs more than when it was evicted */
+    ROTOR_REMOVED = 64
 };
 
 enum rotor_direction { ROTOR_CHILDREN = 0, ROTOR_PARENTS = 1 };
@@ -94,18 +97,22 @@ struct rotor_eviction {
     rotor_eviction_options_t options;
     /* state; read only */
     rotor_candidate_t *candidates;
-    int64_t count;
+    int64_t count; /* numbers given out, those of removed storages included */
     int64_t capacity;
+    int32_t unused; /* the removed storage to give out next, -1 for none; linked by slot */
+    int64_t removed_count;
+    int64_t added_count;
     uint8_t *states;
     int64_t state_capacity;
     int32_t *neighbours;
     int64_t neighbour_count;
     int64_t neighbour_capacity;
+    int64_t neighbour_lost; /* places of lists that moved or went away */
     int32_t *pool; /* storages in order, -1 where one has left */
     int64_t pool_length;
     int64_t pool_capacity;
     int64_t pool_count; /* of storages */
-    int64_t bytes_added; /* sum over all storages */
+    int64_t bytes_added; /* sum over all storages ever */
     int64_t locked_bytes; /* in memory, and locked or pinned */
     int64_t evaluations;
     int64_t accesses; /* with count_accesses */
@@ -130,6 +137,9 @@ void rotor_eviction_init(rotor_eviction_t *self, const rotor_eviction_options_t 
 void rotor_eviction_free(rotor_eviction_t *self);
 
 int rotor_eviction_add(rotor_eviction_t *self, int64_t bytes, int32_t *storage);
+/* Takes a storage out of every list, whatever its state. Its number may come again from add(), and
+ * what it took is used again: memory and time stay flat however many come and go. */
+int rotor_eviction_remove(rotor_eviction_t *self, int32_t storage);
 /* `child` is computed from `parent`; repeats and child == parent are allowed. */
 int rotor_eviction_depend(rotor_eviction_t *self, int32_t child, int32_t parent);
 int rotor_eviction_compute(rotor_eviction_t *self, int32_t storage, int64_t ns);

@@ -245,6 +245,27 @@ int rotor_regions_evicted(rotor_eviction_t *engine, int32_t storage) {
     return ROTOR_OK;
 }
 
+int rotor_regions_removing(rotor_eviction_t *engine, int32_t storage) {
+    int ret = rebuild(engine, storage, ROTOR_CHILDREN);
+    return ret == ROTOR_OK ? rebuild(engine, storage, ROTOR_PARENTS) : ret;
+}
+
+int rotor_regions_removed(rotor_eviction_t *engine, int32_t storage) {
+    rotor_region_t *region = &engine->regions[storage];
+    int ret = ROTOR_OK;
+
+    for (int way = 0; way < 2 && ret == ROTOR_OK; way++) {
+        const rotor_bits_t *frontier = &region->frontier[way];
+        for (int32_t at = rotor_bits_next(frontier, 0); at >= 0 && ret == ROTOR_OK;
+             at = rotor_bits_next(frontier, at + 1)) {
+            ret = rebuild(engine, at, (enum rotor_direction)(1 - way));
+        }
+    }
+    clear(region);
+    region->epoch[ROTOR_CHILDREN] = region->epoch[ROTOR_PARENTS] = -1;
+    return ret;
+}
+
 int64_t rotor_regions_footprint(const rotor_eviction_t *engine) {
     int64_t bytes = engine->region_capacity * (int64_t)sizeof(*engine->regions) +
                     engine->walked_capacity * 2 * (int64_t)sizeof(*engine->walked[0]);

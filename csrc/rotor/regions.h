@@ -29,6 +29,11 @@ int rotor_regions_evicted(rotor_eviction_t *engine, int32_t storage);
  * sides that look at them. */
 int rotor_regions_materialized(rotor_eviction_t *engine, const int32_t *storages, int64_t count);
 
+/* Around the removal of a storage: before, the storages in memory that look at it or through it are
+ * noted; after, when its edges are gone, their regions are made anew. */
+int rotor_regions_removing(rotor_eviction_t *engine, int32_t storage);
+int rotor_regions_removed(rotor_eviction_t *engine, int32_t storage);
+
 int64_t rotor_regions_footprint(const rotor_eviction_t *engine);
 
 #endif

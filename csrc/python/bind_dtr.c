@@ -1,0 +1,551 @@
+#include "bind_dtr.h"
+
+static int grow(PyObject ***items, int64_t *capacity, int64_t needed) {
+    int64_t before = *capacity;
+    if (needed <= before) {
+        return 0;
+    }
+    PyObject **moved =
+        PyMem_Realloc(*items, (size_t)rotor_max(needed, 2 * before + 64) * sizeof(*moved));
+    if (moved == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    *items = moved;
+    *capacity = rotor_max(needed, 2 * before + 64);
+    for (int64_t k = before; k < *capacity; k++) {
+        moved[k] = NULL;
+    }
+    return 0;
+}
+
+int rotor_recorder_discard(recorder_object_t *self, PyObject **slot) {
+    if (*slot == NULL) {
+        return 0;
+    }
+    if (grow(&self->garbage, &self->garbage_capacity, self->garbage_count + 1) != 0) {
+        return -1;
+    }
+    self->garbage[self->garbage_count++] = *slot;
+    *slot = NULL;
+    return 0;
+}
+
+static void let_go(recorder_object_t *self) {
+    while (self->garbage_count > 0) {
+        PyObject *object = self->garbage[--self->garbage_count];
+        self->garbage[self->garbage_count] = NULL;
+        Py_DECREF(object);
+    }
+}
+
+/* The storage of a node, a new reference; NULL without an exception where it is gone. */
+PyObject *rotor_recorder_storage_of(recorder_object_t *self, int64_t node) {
+    PyObject *place = node < self->place_capacity ? self->places[node] : NULL;
+    if (place != NULL && PyWeakref_Check(place)) {
+        place = PyWeakref_GetObject(place);
+        place = place == Py_None ? NULL : place;
+    }
+    return Py_XNewRef(place);
+}
+
+/* Follows what the book says that it forgot, needs, locked. */
+static int settle(recorder_object_t *self) {
+    rotor_recorder_t *book = &self->book;
+    int ret = 0;
+
+    for (int64_t k = 0; k < book->event_count && ret == 0; k++) {
+        int32_t number = book->events[k].number;
+        PyObject *storage;
+        switch (book->events[k].kind) {
+        case ROTOR_FORGOT_OPERATION:
+            ret = rotor_recorder_discard(self, &self->records[number]);
+            break;
+        case ROTOR_FORGOT_NODE:
+            ret = rotor_recorder_discard(self, &self->places[number]);
+            if (ret == 0) {
+                ret = rotor_recorder_discard(self, &self->held[number]);
+            }
+            break;
+        case ROTOR_NEEDED:
+            if (self->held[number] == NULL) {
+                self->held[number] = rotor_recorder_storage_of(self, number);
+            }
+            break;
+        case ROTOR_UNNEEDED:
+            ret = rotor_recorder_discard(self, &self->held[number]);
+            break;
+        case ROTOR_LOCKED:
+            /* A temporary has to go when the book says so; its place holds it until then. */
+            storage = self->places[number] != NULL && PyWeakref_Check(self->places[number])
+                          ? rotor_recorder_storage_of(self, number)
+                          : NULL;
+            if (storage != NULL) {
+                ret = grow(&self->guards, &self->guard_capacity, self->guard_count + 1);
+                if (ret == 0) {
+                    self->guards[self->guard_count++] = storage;
+                } else {
+                    Py_DECREF(storage);
+                }
+            }
+            break;
+        case ROTOR_DROPPED:
+            ret = rotor_recorder_discard(self, &self->places[number]);
+            break;
+        }
+    }
+    book->event_count = 0;
+    return ret;
+}
+
+static int release_guards(recorder_object_t *self) {
+    int ret = 0;
+    while (self->guard_count > 0 && ret == 0) {
+        ret = rotor_recorder_discard(self, &self->guards[--self->guard_count]);
+    }
+    return ret;
+}
+
+/* Ends every call: NULL with an exception on failure. */
+PyObject *rotor_recorder_answer(recorder_object_t *self, PyTypeObject *type, int status,
+                                PyObject *result) {
+    if (settle(self) != 0 || status != ROTOR_OK || result == NULL) {
+        Py_CLEAR(result);
+        if (status != ROTOR_OK) {
+            (void)rotor_raise_status(PyType_GetModule(type), status);
+        }
+    }
+    let_go(self);
+    return result;
+}
+
+/* Room for the objects of one more node and one more operation. */
+static int reserve(recorder_object_t *self, int64_t more) {
+    int64_t nodes = self->book.node_count + more;
+    return grow(&self->places, &self->place_capacity, nodes) == 0 &&
+                   grow(&self->held, &self->held_capacity, nodes) == 0 &&
+                   grow(&self->records, &self->record_capacity, self->book.record_count + 1) == 0
+               ? 0
+               : -1;
+}
+
+int rotor_recorder_read_int64(PyObject *object, int64_t *value) {
+    *value = PyLong_AsLongLong(object);
+    return *value == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+int rotor_recorder_read_node(recorder_object_t *self, PyObject *object, int32_t *node) {
+    int64_t value;
+    if (rotor_recorder_read_int64(object, &value) != 0) {
+        return -1;
+    }
+    if (value < 0 || value >= self->book.node_count || self->book.nodes[value].state == 0) {
+        PyErr_Format(PyExc_ValueError, "there is no node %lld", (long long)value);
+        return -1;
+    }
+    *node = (int32_t)value;
+    return 0;
+}
+
+int rotor_recorder_expect(const char *name, Py_ssize_t count, Py_ssize_t wanted, PyObject *names) {
+    if (count == wanted && (names == NULL || PyTuple_GET_SIZE(names) == 0)) {
+        return 0;
+    }
+    PyErr_Format(PyExc_TypeError, "%s() takes %zd positional arguments", name, wanted);
+    return -1;
+}
+
+PyDoc_STRVAR(source_doc, "source($self, nbytes, is_foreign, place, /)\n--\n\n"
+                         "A storage that nothing recorded makes; its number.");
+
+static PyObject *recorder_source(METHOD_ARGUMENTS) {
+    recorder_object_t *self = rotor_as_recorder(object);
+    int64_t bytes;
+    int32_t node = -1;
+    if (rotor_recorder_expect("source", count, 3, names) != 0 ||
+        rotor_recorder_read_int64(args[0], &bytes) != 0 || reserve(self, 1) != 0) {
+        return NULL;
+    }
+    int status = rotor_recorder_source(&self->book, bytes, args[1] == Py_True, &node);
+    if (status == ROTOR_OK) {
+        self->places[node] = Py_NewRef(args[2]);
+    }
+    return rotor_recorder_answer(self, type, status,
+                                 status == ROTOR_OK ? PyLong_FromLong(node) : NULL);
+}
+
+PyDoc_STRVAR(begin_doc, "begin($self, nodes, /)\n--\n\n"
+                        "A new operation with these distinct inputs, which are locked.");
+
+static PyObject *recorder_begin(METHOD_ARGUMENTS) {
+    recorder_object_t *self = rotor_as_recorder(object);
+    int32_t few[64];
+    int32_t *nodes = few;
+    PyObject *result = NULL;
+    if (rotor_recorder_expect("begin", count, 1, names) != 0) {
+        return NULL;
+    }
+    PyObject *list = PySequence_Fast(args[0], "the inputs must be a sequence");
+    if (list == NULL) {
+        return NULL;
+    }
+    Py_ssize_t length = PySequence_Fast_GET_SIZE(list);
+    if (length > 64 && (nodes = PyMem_Malloc((size_t)length * sizeof(*nodes))) == NULL) {
+        PyErr_NoMemory();
+        goto out;
+    }
+    for (Py_ssize_t k = 0; k < length; k++) {
+        if (rotor_recorder_read_node(self, PySequence_Fast_GET_ITEM(list, k), &nodes[k]) != 0) {
+            goto out;
+        }
+    }
+    int status = rotor_recorder_begin(&self->book, nodes, length);
+    result = rotor_recorder_answer(self, type, status, Py_NewRef(Py_None));
+out:
+    if (nodes != few) {
+        PyMem_Free(nodes);
+    }
+    Py_DECREF(list);
+    return result;
+}
+
+PyDoc_STRVAR(next_doc, "next($self, /)\n--\n\n"
+                       "The record of the operation to run again now, or None: the inputs are "
+                       "in memory.");
+
+static PyObject *recorder_next(METHOD_ARGUMENTS) {
+    recorder_object_t *self = rotor_as_recorder(object);
+    int32_t op = ROTOR_NEW_OPERATION;
+    (void)args;
+    if (rotor_recorder_expect("next", count, 0, names) != 0) {
+        return NULL;
+    }
+    if (self->book.frame_count == 0) {
+        PyErr_SetString(PyExc_RuntimeError, "no operation has begun");
+        return NULL;
+    }
+    int status = rotor_recorder_next(&self->book, &op);
+    PyObject *record = op >= 0 ? self->records[op] : Py_None;
+    return rotor_recorder_answer(self, type, status, Py_XNewRef(record));
+}
+
+static int32_t replaying(recorder_object_t *self) {
+    int32_t op = self->book.frame_count > 0 ? self->book.frames[self->book.frame_count - 1].op
+                                            : ROTOR_NEW_OPERATION;
+    if (op < 0) {
+        PyErr_SetString(PyExc_RuntimeError, "no operation is being run again");
+    }
+    return op;
+}
+
+PyDoc_STRVAR(wanted_doc, "wanted($self, /)\n--\n\n"
+                         "(bytes, outputs) of the operation that next() gave: the bytes that "
+                         "running it takes, and (index, node, is_live, may_reuse) of the outputs "
+                         "that are not in memory.");
+
+static PyObject *recorder_wanted(METHOD_ARGUMENTS) {
+    recorder_object_t *self = rotor_as_recorder(object);
+    rotor_recorder_t *book = &self->book;
+    int32_t op;
+    (void)args;
+    (void)type;
+    if (rotor_recorder_expect("wanted", count, 0, names) != 0 || (op = replaying(self)) < 0) {
+        return NULL;
+    }
+    const rotor_record_t *record = &book->records[op];
+    const int32_t *outputs = record->items + record->input_count;
+    const int32_t *origins = outputs + record->output_count;
+    PyObject *list = PyList_New(0);
+    for (int32_t k = 0; list != NULL && k < record->output_count; k++) {
+        int32_t node = outputs[k];
+        if (node < 0 || rotor_recorder_is_material(book, node)) {
+            continue;
+        }
+        bool may_reuse = origins[k] >= 0 && rotor_recorder_may_reuse(book, origins[k]);
+        bool is_live = (book->nodes[node].state & ROTOR_NODE_LIVE) != 0;
+        PyObject *item = Py_BuildValue("iiNN", (int)k, (int)node, PyBool_FromLong(is_live),
+                                       PyBool_FromLong(may_reuse));
+        if (item == NULL || PyList_Append(list, item) != 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(item);
+    }
+    return list == NULL
+               ? NULL
+               : Py_BuildValue("LN", (long long)rotor_recorder_replay_bytes(book, op), list);
+}
+
+PyDoc_STRVAR(replayed_doc, "replayed($self, cost_ns, /)\n--\n\n"
+                           "The operation that next() gave has run, and its outputs are placed.");
+
+static PyObject *recorder_replayed(METHOD_ARGUMENTS) {
+    recorder_object_t *self = rotor_as_recorder(object);
+    int64_t cost;
+    if (rotor_recorder_expect("replayed", count, 1, names) != 0 ||
+        rotor_recorder_read_int64(args[0], &cost) != 0 || replaying(self) < 0) {
+        return NULL;
+    }
+    return rotor_recorder_answer(self, type, rotor_recorder_replayed(&self->book, cost),
+                                 Py_NewRef(Py_None));
+}
+
+PyDoc_STRVAR(make_room_doc,
+             "make_room($self, nbytes, /)\n--\n\n"
+             "None where so many bytes fit; False where they do not and nothing can go; else "
+             "(storage, node) to evict now, and ask again.");
+
+static PyObject *recorder_make_room(METHOD_ARGUMENTS) {
+    recorder_object_t *self = rotor_as_recorder(object);
+    int64_t bytes;
+    int32_t node = 0;
+    if (rotor_recorder_expect("make_room", count, 1, names) != 0 ||
+        rotor_recorder_read_int64(args[0], &bytes) != 0) {
+        return NULL;
+    }
+    for (;;) {
+        int status = rotor_recorder_make_room(&self->book, bytes, &node);
+        if (status != ROTOR_OK) {
+            return rotor_recorder_answer(self, type, status, NULL);
+        }
+        if (node < 0) {
+            return rotor_recorder_answer(self, type, status,
+                                         Py_NewRef(node == -1 ? Py_None : Py_False));
+        }
+        PyObject *place = node < self->place_capacity ? self->places[node] : NULL;
+        if (place != NULL && PyWeakref_Check(place)) {
+            PyObject *storage = rotor_recorder_storage_of(self, node);
+            PyObject *result = storage == NULL ? NULL : Py_BuildValue("Ni", storage, (int)node);
+            if (result == NULL && !PyErr_Occurred()) {
+                PyErr_SetString(PyExc_RuntimeError, "the storage of a live node is gone");
+            }
+            return rotor_recorder_answer(self, type, status, result);
+        }
+        if (settle(self) != 0) {
+            return NULL;
+        }
+        let_go(self);
+    }
+}
+
+PyDoc_STRVAR(finish_doc,
+             "finish($self, recorded, nbytes, origins, cost_ns, workspace_bytes, kept_bytes, "
+             "places, record, /)\n--\n\n"
+             "The new operation ran; the numbers of its outputs. See recorder.h.");
+
+static PyObject *recorder_finish(METHOD_ARGUMENTS) {
+    recorder_object_t *self = rotor_as_recorder(object);
+    int64_t recorded, cost, workspace, kept;
+    int64_t bytes[64];
+    int32_t origins[64];
+    int32_t nodes[64];
+    int64_t *all_bytes = bytes;
+    int32_t *all_origins = origins;
+    int32_t *all_nodes = nodes;
+    int32_t op = -1;
+    PyObject *result = NULL;
+
+    if (rotor_recorder_expect("finish", count, 8, names) != 0 ||
+        rotor_recorder_read_int64(args[0], &recorded) != 0 ||
+        rotor_recorder_read_int64(args[3], &cost) != 0 ||
+        rotor_recorder_read_int64(args[4], &workspace) != 0 ||
+        rotor_recorder_read_int64(args[5], &kept) != 0) {
+        return NULL;
+    }
+    if (!PyList_Check(args[1]) || !PyList_Check(args[2]) || !PyList_Check(args[6]) ||
+        PyList_GET_SIZE(args[1]) != PyList_GET_SIZE(args[2]) ||
+        PyList_GET_SIZE(args[1]) != PyList_GET_SIZE(args[6])) {
+        PyErr_SetString(PyExc_TypeError, "nbytes, origins, places must be lists of one length");
+        return NULL;
+    }
+    Py_ssize_t length = PyList_GET_SIZE(args[1]);
+    if (reserve(self, length) != 0) {
+        return NULL;
+    }
+    if (self->book.frame_count != 1 || recorded > self->book.input_count) {
+        PyErr_SetString(PyExc_RuntimeError, "no new operation is about to finish");
+        return NULL;
+    }
+    if (length > 64) {
+        all_bytes = PyMem_Malloc((size_t)length * sizeof(*all_bytes));
+        all_origins = PyMem_Malloc((size_t)length * sizeof(*all_origins));
+        all_nodes = PyMem_Malloc((size_t)length * sizeof(*all_nodes));
+        if (all_bytes == NULL || all_origins == NULL || all_nodes == NULL) {
+            PyErr_NoMemory();
+            goto out;
+        }
+    }
+    for (Py_ssize_t k = 0; k < length; k++) {
+        int64_t origin;
+        if (rotor_recorder_read_int64(PyList_GET_ITEM(args[1], k), &all_bytes[k]) != 0 ||
+            rotor_recorder_read_int64(PyList_GET_ITEM(args[2], k), &origin) != 0) {
+            goto out;
+        }
+        all_origins[k] = (int32_t)origin;
+    }
+    int status = rotor_recorder_finish(&self->book, recorded, all_bytes, all_origins, length, cost,
+                                       workspace, kept, all_nodes, &op);
+    if (status == ROTOR_OK && release_guards(self) == 0 && settle(self) == 0) {
+        for (Py_ssize_t k = 0; k < length; k++) {
+            /* An origin's storage is the new version's. */
+            if (all_origins[k] >= 0 &&
+                rotor_recorder_discard(self, &self->places[all_origins[k]]) != 0) {
+                goto out;
+            }
+        }
+        for (Py_ssize_t k = 0; k < length; k++) {
+            self->places[all_nodes[k]] = Py_NewRef(PyList_GET_ITEM(args[6], k));
+        }
+        if (op >= 0) {
+            self->records[op] = Py_NewRef(args[7]);
+        }
+        result = rotor_recorder_node_list(all_nodes, length);
+    }
+    result = rotor_recorder_answer(self, type, status, result);
+out:
+    if (all_bytes != bytes) {
+        PyMem_Free(all_bytes);
+        PyMem_Free(all_origins);
+        PyMem_Free(all_nodes);
+    }
+    return result;
+}
+
+PyDoc_STRVAR(abort_doc, "abort($self, /)\n--\n\nThe operation that has begun will not run.");
+
+static PyObject *recorder_abort(METHOD_ARGUMENTS) {
+    recorder_object_t *self = rotor_as_recorder(object);
+    (void)args;
+    if (rotor_recorder_expect("abort", count, 0, names) != 0) {
+        return NULL;
+    }
+    int status = rotor_recorder_abort(&self->book);
+    return release_guards(self) != 0
+               ? NULL
+               : rotor_recorder_answer(self, type, status, Py_NewRef(Py_None));
+}
+
+static PyMethodDef recorder_methods[] = {
+    RECORDER_METHOD(source), RECORDER_METHOD(begin),    RECORDER_METHOD(next),
+    RECORDER_METHOD(wanted), RECORDER_METHOD(replayed), RECORDER_METHOD(make_room),
+    RECORDER_METHOD(finish), RECORDER_METHOD(abort),    {NULL, NULL, 0, NULL},
+};
+
+static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"heuristic", "budget", "seed", "sample", "ignore_small", NULL};
+    const char *heuristic;
+    long long budget;
+    unsigned long long seed = 0;
+    int sample = 0;
+    int ignore_small = 0;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sL|Kpp", names, &heuristic, &budget, &seed,
+                                     &sample, &ignore_small)) {
+        return NULL;
+    }
+    rotor_recorder_options_t options = {
+        .budget = budget < 0 ? ROTOR_UNLIMITED : budget,
+        .eviction = {.heuristic = rotor_find_heuristic(heuristic),
+                     .seed = seed,
+                     .rebuild_every = 16,
+                     .sample = sample != 0,
+                     .ignore_small = ignore_small != 0},
+    };
+    if (options.eviction.heuristic == NULL) {
+        PyErr_Format(PyExc_ValueError, "unknown heuristic '%s'", heuristic);
+        return NULL;
+    }
+    recorder_object_t *self = (recorder_object_t *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        rotor_recorder_init(&self->book, &options);
+    }
+    return (PyObject *)self;
+}
+
+static int recorder_traverse(PyObject *object, visitproc visit, void *arg) {
+    recorder_object_t *self = rotor_as_recorder(object);
+    Py_VISIT(Py_TYPE(object));
+    for (int64_t k = 0; k < self->record_capacity; k++) {
+        Py_VISIT(self->records[k]);
+    }
+    for (int64_t k = 0; k < self->place_capacity; k++) {
+        Py_VISIT(self->places[k]);
+    }
+    for (int64_t k = 0; k < self->held_capacity; k++) {
+        Py_VISIT(self->held[k]);
+    }
+    for (int64_t k = 0; k < self->guard_count; k++) {
+        Py_VISIT(self->guards[k]);
+    }
+    return 0;
+}
+
+static int recorder_clear(PyObject *object) {
+    recorder_object_t *self = rotor_as_recorder(object);
+    for (int64_t k = 0; k < self->record_capacity; k++) {
+        Py_CLEAR(self->records[k]);
+    }
+    for (int64_t k = 0; k < self->place_capacity; k++) {
+        Py_CLEAR(self->places[k]);
+    }
+    for (int64_t k = 0; k < self->held_capacity; k++) {
+        Py_CLEAR(self->held[k]);
+    }
+    while (self->guard_count > 0) {
+        Py_CLEAR(self->guards[--self->guard_count]);
+    }
+    let_go(self);
+    return 0;
+}
+
+static void recorder_dealloc(PyObject *object) {
+    recorder_object_t *self = rotor_as_recorder(object);
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    (void)recorder_clear(object);
+    rotor_recorder_free(&self->book);
+    PyMem_Free(self->records);
+    PyMem_Free(self->places);
+    PyMem_Free(self->held);
+    PyMem_Free(self->guards);
+    PyMem_Free(self->garbage);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+PyDoc_STRVAR(recorder_doc,
+             "Recorder(heuristic, budget, seed=0, sample=False, ignore_small=False)\n--\n\n"
+             "The book of a program that runs under a budget (csrc/rotor/recorder.h).");
+
+static PyType_Slot recorder_slots[] = {
+    {Py_tp_new, recorder_new},
+    {Py_tp_dealloc, recorder_dealloc},
+    {Py_tp_traverse, recorder_traverse},
+    {Py_tp_clear, recorder_clear},
+    {Py_tp_methods, recorder_methods},
+    {Py_tp_doc, (void *)recorder_doc},
+    {0, NULL},
+};
+
+static PyType_Spec recorder_spec = {
+    .name = "rotor._core.Recorder",
+    .basicsize = sizeof(recorder_object_t),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = recorder_slots,
+};
+
+int rotor_add_dtr(PyObject *module) {
+    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &recorder_spec, NULL);
+    if (type == NULL) {
+        return -1;
+    }
+    int ret = PyModule_AddType(module, type);
+    for (PyMethodDef *query = rotor_recorder_queries; ret == 0 && query->ml_name != NULL;
+         query++) {
+        PyObject *method = PyDescr_NewMethod(type, query);
+        ret = method == NULL ? -1 : PyDict_SetItemString(type->tp_dict, query->ml_name, method);
+        Py_XDECREF(method);
+    }
+    PyType_Modified(type);
+    Py_DECREF(type);
+    return ret;
+}

@@ -1,0 +1,58 @@
+/* The book of a running program as a Python object: what the files that bind it share. */
+#ifndef ROTOR_BIND_DTR_H
+#define ROTOR_BIND_DTR_H
+
+#include "binding.h"
+#include "recorder.h"
+
+/*
+ * The book of a running program (recorder.h), and the Python objects that go with its numbers: for
+ * an operation the record that Python replays it from, for a node where its bytes are. That is a
+ * weak reference to a storage that the program holds, or the storage itself for a temporary.
+ */
+typedef struct {
+    PyObject_HEAD rotor_recorder_t book;
+    PyObject **records; /* by operation */
+    int64_t record_capacity;
+    PyObject **places; /* by node */
+    int64_t place_capacity;
+    PyObject **held; /* by node: sources that records need */
+    int64_t held_capacity;
+    PyObject **guards; /* what is locked until the operation has finished */
+    int64_t guard_count;
+    int64_t guard_capacity;
+    PyObject **garbage; /* to let go at the end of a call: that may run Python code */
+    int64_t garbage_count;
+    int64_t garbage_capacity;
+} recorder_object_t;
+
+#define METHOD_ARGUMENTS                                                                          \
+    PyObject *object, PyTypeObject *type, PyObject *const *args, Py_ssize_t count, PyObject *names
+
+#define RECORDER_METHOD(name)                                                                     \
+    {#name, (PyCFunction)(void (*)(void))recorder_##name,                                         \
+     METH_METHOD | METH_FASTCALL | METH_KEYWORDS, name##_doc}
+
+static inline recorder_object_t *rotor_as_recorder(PyObject *object) {
+    return (recorder_object_t *)object;
+}
+
+/* -1 with a TypeError unless there are `wanted` positional arguments and no others. */
+int rotor_recorder_expect(const char *name, Py_ssize_t count, Py_ssize_t wanted, PyObject *names);
+int rotor_recorder_read_int64(PyObject *object, int64_t *value);
+/* -1 with a ValueError for what is not the number of a node. */
+int rotor_recorder_read_node(recorder_object_t *self, PyObject *object, int32_t *node);
+
+/* The storage of a node, a new reference; NULL without an exception where it is gone. */
+PyObject *rotor_recorder_storage_of(recorder_object_t *self, int64_t node);
+PyObject *rotor_recorder_node_list(const int32_t *nodes, int64_t count);
+/* Empties a slot; the object goes at the end of the call. */
+int rotor_recorder_discard(recorder_object_t *self, PyObject **slot);
+/* Ends every call that may change the book: NULL with an exception on failure. */
+PyObject *rotor_recorder_answer(recorder_object_t *self, PyTypeObject *type, int status,
+                                PyObject *result);
+
+/* Figures, and what can be asked without changing anything. */
+extern PyMethodDef rotor_recorder_queries[];
+
+#endif

@@ -1,0 +1,223 @@
+#include "bind_dtr.h"
+
+PyObject *rotor_recorder_node_list(const int32_t *nodes, int64_t count) {
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (int64_t k = 0; list != NULL && k < count; k++) {
+        PyObject *item = PyLong_FromLong(nodes[k]);
+        if (item == NULL) {
+            Py_CLEAR(list);
+        } else {
+            PyList_SET_ITEM(list, (Py_ssize_t)k, item);
+        }
+    }
+    return list;
+}
+
+#define NODE_METHOD(name, status_of)                                                              \
+    static PyObject *recorder_##name(METHOD_ARGUMENTS) {                                          \
+        recorder_object_t *self = rotor_as_recorder(object);                                      \
+        int32_t node;                                                                             \
+        if (rotor_recorder_expect(#name, count, 1, names) != 0 ||                                 \
+            rotor_recorder_read_node(self, args[0], &node) != 0) {                                \
+            return NULL;                                                                          \
+        }                                                                                         \
+        return rotor_recorder_answer(self, type, status_of(&self->book, node),                    \
+                                     Py_NewRef(Py_None));                                         \
+    }
+
+PyDoc_STRVAR(dead_doc, "dead($self, node, /)\n--\n\nThe program dropped a live node's storage.");
+NODE_METHOD(dead, rotor_recorder_dead)
+PyDoc_STRVAR(pin_doc, "pin($self, node, /)\n--\n\nA node in memory becomes a source.");
+NODE_METHOD(pin, rotor_recorder_pin)
+
+PyDoc_STRVAR(hold_doc, "hold($self, node, place, /)\n--\n\nWhere a node's bytes are from now on.");
+
+static PyObject *recorder_hold(METHOD_ARGUMENTS) {
+    recorder_object_t *self = rotor_as_recorder(object);
+    int32_t node;
+    if (rotor_recorder_expect("hold", count, 2, names) != 0 ||
+        rotor_recorder_read_node(self, args[0], &node) != 0) {
+        return NULL;
+    }
+    if (rotor_recorder_discard(self, &self->places[node]) != 0) {
+        return NULL;
+    }
+    self->places[node] = args[1] == Py_None ? NULL : Py_NewRef(args[1]);
+    return rotor_recorder_answer(self, type, ROTOR_OK, Py_NewRef(Py_None));
+}
+
+PyDoc_STRVAR(storage_doc, "storage($self, node, /)\n--\n\nA node's storage, or None.");
+
+static PyObject *recorder_storage(METHOD_ARGUMENTS) {
+    recorder_object_t *self = rotor_as_recorder(object);
+    int32_t node;
+    (void)type;
+    if (rotor_recorder_expect("storage", count, 1, names) != 0 ||
+        rotor_recorder_read_node(self, args[0], &node) != 0) {
+        return NULL;
+    }
+    PyObject *storage = rotor_recorder_storage_of(self, node);
+    return storage == NULL ? Py_NewRef(Py_None) : storage;
+}
+
+PyDoc_STRVAR(resized_doc, "resized($self, node, nbytes, /)\n--\n\nA source's size changed.");
+
+static PyObject *recorder_resized(METHOD_ARGUMENTS) {
+    recorder_object_t *self = rotor_as_recorder(object);
+    int32_t node;
+    int64_t bytes;
+    if (rotor_recorder_expect("resized", count, 2, names) != 0 ||
+        rotor_recorder_read_node(self, args[0], &node) != 0 ||
+        rotor_recorder_read_int64(args[1], &bytes) != 0) {
+        return NULL;
+    }
+    rotor_recorder_resized(&self->book, node, bytes);
+    return rotor_recorder_answer(self, type, ROTOR_OK, Py_NewRef(Py_None));
+}
+
+PyDoc_STRVAR(reach_doc, "reach($self, nbytes, /)\n--\n\nBytes in use for a moment.");
+
+static PyObject *recorder_reach(METHOD_ARGUMENTS) {
+    recorder_object_t *self = rotor_as_recorder(object);
+    int64_t bytes;
+    if (rotor_recorder_expect("reach", count, 1, names) != 0 ||
+        rotor_recorder_read_int64(args[0], &bytes) != 0) {
+        return NULL;
+    }
+    rotor_recorder_reach(&self->book, bytes);
+    return rotor_recorder_answer(self, type, ROTOR_OK, Py_NewRef(Py_None));
+}
+
+PyDoc_STRVAR(dependents_doc, "dependents($self, node, /)\n--\n\n"
+                             "The live nodes that were computed from this one.");
+
+static PyObject *recorder_dependents(METHOD_ARGUMENTS) {
+    recorder_object_t *self = rotor_as_recorder(object);
+    int32_t node;
+    if (rotor_recorder_expect("dependents", count, 1, names) != 0 ||
+        rotor_recorder_read_node(self, args[0], &node) != 0) {
+        return NULL;
+    }
+    int status = rotor_recorder_dependents(&self->book, node);
+    PyObject *list =
+        rotor_recorder_node_list(self->book.work, status == ROTOR_OK ? self->book.work_count : 0);
+    return rotor_recorder_answer(self, type, status, list);
+}
+
+PyDoc_STRVAR(evicted_doc, "evicted($self, /)\n--\n\nThe live nodes that are not in memory.");
+
+static PyObject *recorder_evicted(METHOD_ARGUMENTS) {
+    recorder_object_t *self = rotor_as_recorder(object);
+    (void)args;
+    if (rotor_recorder_expect("evicted", count, 0, names) != 0) {
+        return NULL;
+    }
+    int status = rotor_recorder_evicted(&self->book);
+    PyObject *list =
+        rotor_recorder_node_list(self->book.work, status == ROTOR_OK ? self->book.work_count : 0);
+    return rotor_recorder_answer(self, type, status, list);
+}
+
+PyDoc_STRVAR(describe_doc,
+             "describe($self, node, /)\n--\n\n"
+             "(nbytes, is_material, is_source, is_live, locks, needed, version, record) of a "
+             "node; record is None for a source.");
+
+static PyObject *recorder_describe(METHOD_ARGUMENTS) {
+    recorder_object_t *self = rotor_as_recorder(object);
+    rotor_recorder_t *book = &self->book;
+    int32_t node;
+    (void)type;
+    if (rotor_recorder_expect("describe", count, 1, names) != 0 ||
+        rotor_recorder_read_node(self, args[0], &node) != 0) {
+        return NULL;
+    }
+    const rotor_node_t *found = &book->nodes[node];
+    PyObject *record =
+        found->op >= 0 && self->records[found->op] != NULL ? self->records[found->op] : Py_None;
+    return Py_BuildValue("LNNNiiiO", (long long)found->bytes,
+                         PyBool_FromLong(rotor_recorder_is_material(book, node)),
+                         PyBool_FromLong((found->state & ROTOR_NODE_SOURCE) != 0),
+                         PyBool_FromLong((found->state & ROTOR_NODE_LIVE) != 0),
+                         (int)book->eviction.candidates[node].locks, (int)found->needed,
+                         (int)found->version, record);
+}
+
+PyDoc_STRVAR(nodes_doc, "nodes($self, /)\n--\n\nThe numbers of all nodes.");
+
+static PyObject *recorder_nodes(METHOD_ARGUMENTS) {
+    rotor_recorder_t *book = &rotor_as_recorder(object)->book;
+    PyObject *list = PyList_New(0);
+    (void)args;
+    (void)type;
+    if (rotor_recorder_expect("nodes", count, 0, names) != 0) {
+        Py_XDECREF(list);
+        return NULL;
+    }
+    for (int64_t k = 0; list != NULL && k < book->node_count; k++) {
+        if (book->nodes[k].state != 0) {
+            PyObject *item = PyLong_FromLongLong(k);
+            if (item == NULL || PyList_Append(list, item) != 0) {
+                Py_CLEAR(list);
+            }
+            Py_XDECREF(item);
+        }
+    }
+    return list;
+}
+
+PyDoc_STRVAR(counters_doc, "counters($self, /)\n--\n\nFigures by name; bytes and nanoseconds.");
+
+static PyObject *recorder_counters(METHOD_ARGUMENTS) {
+    const rotor_recorder_t *book = &rotor_as_recorder(object)->book;
+    (void)args;
+    (void)type;
+    if (rotor_recorder_expect("counters", count, 0, names) != 0) {
+        return NULL;
+    }
+    return Py_BuildValue(
+        "{sLsLsLsLsLsLsLsLsLsLsLsL}", "current_bytes", (long long)book->current_bytes,
+        "peak_bytes", (long long)book->peak_bytes, "operations", (long long)book->operations,
+        "evictions", (long long)book->evictions, "rematerializations", (long long)book->replays,
+        "base_ns", (long long)book->base_ns, "remat_ns", (long long)book->replay_ns, "nodes",
+        (long long)book->live_nodes, "records", (long long)book->live_records, "footprint_bytes",
+        (long long)rotor_recorder_footprint(book), "clock_ns", (long long)book->clock,
+        "locked_bytes", (long long)book->eviction.locked_bytes);
+}
+
+PyDoc_STRVAR(reset_doc, "reset($self, /)\n--\n\nCounts and times begin at zero again.");
+
+static PyObject *recorder_reset(METHOD_ARGUMENTS) {
+    rotor_recorder_t *book = &rotor_as_recorder(object)->book;
+    (void)args;
+    (void)type;
+    if (rotor_recorder_expect("reset", count, 0, names) != 0) {
+        return NULL;
+    }
+    book->operations = book->evictions = book->replays = 0;
+    book->base_ns = book->replay_ns = 0;
+    book->peak_bytes = book->current_bytes;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(limit_doc, "limit($self, budget, /)\n--\n\nA new budget, bytes; -1 for none.");
+
+static PyObject *recorder_limit(METHOD_ARGUMENTS) {
+    recorder_object_t *self = rotor_as_recorder(object);
+    int64_t budget;
+    (void)type;
+    if (rotor_recorder_expect("limit", count, 1, names) != 0 ||
+        rotor_recorder_read_int64(args[0], &budget) != 0) {
+        return NULL;
+    }
+    self->book.options.budget = budget < 0 ? ROTOR_UNLIMITED : budget;
+    Py_RETURN_NONE;
+}
+
+PyMethodDef rotor_recorder_queries[] = {
+    RECORDER_METHOD(dead),       RECORDER_METHOD(pin),      RECORDER_METHOD(hold),
+    RECORDER_METHOD(storage),    RECORDER_METHOD(resized),  RECORDER_METHOD(reach),
+    RECORDER_METHOD(dependents), RECORDER_METHOD(evicted),  RECORDER_METHOD(describe),
+    RECORDER_METHOD(nodes),      RECORDER_METHOD(counters), RECORDER_METHOD(reset),
+    RECORDER_METHOD(limit),      {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,82 @@
+/* What the book can tell: walks over nodes and records that change nothing. */
+#include "recorder.h"
+#include "vector.h"
+
+static int append(rotor_recorder_t *self, int64_t *count, int32_t node) {
+    int ret = ROTOR_RESERVE(self->work, *count, self->work_capacity, 1);
+    if (ret == ROTOR_OK) {
+        self->work[(*count)++] = node;
+    }
+    return ret;
+}
+
+static bool is_live(const rotor_recorder_t *self, int32_t node) {
+    return (self->nodes[node].state & ROTOR_NODE_LIVE) != 0;
+}
+
+int rotor_recorder_dependents(rotor_recorder_t *self, int32_t node) {
+    uint32_t mark = rotor_eviction_mark(&self->eviction);
+    uint32_t *marks = self->eviction.marks;
+    int64_t found = 0;
+    bool is_changed = true;
+
+    self->work_count = 0;
+    marks[node] = mark;
+    /* Records are not in order of time, once their numbers are used again: until nothing changes. */
+    while (is_changed) {
+        is_changed = false;
+        for (int64_t k = 0; k < self->record_count; k++) {
+            const rotor_record_t *record = &self->records[k];
+            bool is_after = false;
+            for (int32_t i = 0; i < record->input_count && !is_after; i++) {
+                is_after = marks[record->items[i]] == mark;
+            }
+            for (int32_t i = 0; is_after && i < record->output_count; i++) {
+                int32_t output = record->items[record->input_count + i];
+                if (output < 0 || marks[output] == mark) {
+                    continue;
+                }
+                marks[output] = mark;
+                is_changed = true;
+                if (is_live(self, output)) {
+                    int ret = append(self, &found, output);
+                    if (ret != ROTOR_OK) {
+                        return ret;
+                    }
+                }
+            }
+        }
+    }
+    self->work_count = found;
+    return ROTOR_OK;
+}
+
+int rotor_recorder_evicted(rotor_recorder_t *self) {
+    self->work_count = 0;
+    for (int64_t k = 0; k < self->node_count; k++) {
+        if (is_live(self, (int32_t)k) && !rotor_recorder_is_material(self, (int32_t)k)) {
+            int ret = append(self, &self->work_count, (int32_t)k);
+            if (ret != ROTOR_OK) {
+                return ret;
+            }
+        }
+    }
+    return ROTOR_OK;
+}
+
+int64_t rotor_recorder_footprint(const rotor_recorder_t *self) {
+    int64_t bytes = rotor_eviction_footprint(&self->eviction) +
+                    self->node_capacity * (int64_t)sizeof(*self->nodes) +
+                    self->record_capacity * (int64_t)sizeof(*self->records) +
+                    self->event_capacity * (int64_t)sizeof(*self->events) +
+                    self->frame_capacity * (int64_t)sizeof(*self->frames) +
+                    (self->input_capacity + self->pending_capacity + self->work_capacity) *
+                        (int64_t)sizeof(int32_t);
+    for (int64_t k = 0; k < self->record_count; k++) {
+        const rotor_record_t *record = &self->records[k];
+        bytes += record->input_count < 0
+                     ? 0
+                     : (record->input_count + 2 * record->output_count) * (int64_t)sizeof(int32_t);
+    }
+    return bytes;
+}

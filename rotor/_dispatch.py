@@ -1,0 +1,85 @@
+"""The private PyTorch names of the dynamic runtime: modes, and storages that lose their bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _python_dispatch
+
+from rotor import _torch
+
+
+def has_storage_swap() -> bool:
+    """Whether a storage can take over another's bytes without a copy (PyTorch 2.13)."""
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def swap_bytes(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Exchange the bytes of two storages; tensors and graphs on them see nothing."""
+    storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
+def empty_shell(device: torch.device, nbytes: int) -> torch.UntypedStorage:
+    """A storage that says it has `nbytes` and has none."""
+    shell: Any = torch._C._construct_storage_from_data_pointer(0, device, nbytes)
+    return shell  # type: ignore[no-any-return]
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """A number that no other storage has as long as this one lives."""
+    return storage._cdata  # type: ignore[no-any-return]
+
+
+def graph_task() -> int:
+    """The number of the backward that runs in this thread, -1 for none."""
+    return torch._C._current_graph_task_id()
+
+
+class BelowAutograd:
+    """Operators called in this context do not see autograd or autocast."""
+
+    def __enter__(self) -> None:
+        self._guards = (torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast())
+
+    def __exit__(self, *_: object) -> None:
+        del self._guards
+
+
+def unconjugated(tensor: torch.Tensor, conjugate: bool, negative: bool) -> torch.Tensor:
+    """The tensor with these lazy bits set."""
+    if conjugate:
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if negative else tensor
+
+
+def dispatch_modes() -> int:
+    """How many modes see the operators that this thread dispatches."""
+    return torch._C._len_torch_dispatch_stack()
+
+
+DispatchMode = _python_dispatch.TorchDispatchMode
+
+
+batch_norm_without_statistics = torch.ops.aten._native_batch_norm_legit.no_stats
+
+
+def schema_of(function: Any) -> Any:
+    """What an operator's arguments and results are."""
+    return function._schema
+
+
+in_functorch = _torch.in_functorch
+
+
+_torch.check(
+    (
+        "_C._AutoDispatchBelowAutograd",
+        "_C._DisableAutocast",
+        "_C._construct_storage_from_data_pointer",
+        "_C._len_torch_dispatch_stack",
+        "_conj",
+        "_neg_view",
+        "ops.aten._native_batch_norm_legit.no_stats",
+    )
+)

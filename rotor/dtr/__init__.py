@@ -1,0 +1,14 @@
+"""Dynamic rematerialization: any eager program within a memory budget.
+
+``with rotor.dtr.budget("2GiB"):`` watches every operator that runs, evicts results that can be
+computed again when memory gets short, and computes them again when they are read. Results are those
+of the plain program, bit for bit. The method is that of Kirisame et al., "Dynamic Tensor
+Rematerialization", ICLR 2021.
+"""
+
+from __future__ import annotations
+
+from rotor.dtr.runtime import Session, Stats, budget, current
+from rotor.errors import BudgetError
+
+__all__ = ["BudgetError", "Session", "Stats", "budget", "current"]

@@ -1,0 +1,109 @@
+"""What the runtime has to know of an operator before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rotor import _dispatch
+
+aten = torch.ops.aten
+
+# Their outputs share storages with inputs, which their schemas do not say.
+_HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias"}
+
+# Position of `training`; positions 3 and 4 are running statistics, which are written to in training
+# though not all schemas say so, and which the outputs do not depend on then.
+_BATCH_NORMS = {
+    "aten::native_batch_norm": 5,
+    "aten::cudnn_batch_norm": 5,
+    "aten::miopen_batch_norm": 5,
+    "aten::_native_batch_norm_legit": 5,
+}
+
+# They change the size of a storage, or what a tensor lies on.
+_RESHAPING = {
+    "aten::resize_",
+    "aten::resize_as_",
+    "aten::set_",
+    "aten::_resize_output_",
+    "aten::resize_as_sparse_",
+}
+
+
+class Operator:
+    """What one overload does with its arguments.
+
+    Attributes
+    ----------
+    call
+        The overload.
+    name
+        As in ``aten::add``.
+    is_view
+        Reads no elements: every result lies on the storage of an argument.
+    is_fresh
+        Its argument is a tensor that was made just now, unseen (``lift_fresh``).
+    written
+        Positions and names of the arguments that it writes to.
+    is_random
+        Draws random numbers.
+    training
+        Position of the flag that a batch normalisation takes, -1 for other operators.
+    is_reshaping
+        Replaces or resizes storages.
+    varies
+        The sizes of its results depend on the elements that it reads.
+    """
+
+    __slots__ = (
+        "call",
+        "is_fresh",
+        "is_random",
+        "is_reshaping",
+        "is_view",
+        "name",
+        "replay",
+        "training",
+        "varies",
+        "written",
+    )
+
+    def __init__(self, call: Any) -> None:
+        schema = _dispatch.schema_of(call)
+        self.call: Callable[..., Any] = call
+        self.name: str = schema.name
+        self.written: list[int | str] = [
+            argument.name if argument.kwarg_only else position
+            for position, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        self.is_view = self.name in _HIDDEN_VIEWS or (
+            len(schema.returns) > 0
+            and not self.written
+            and all(result.alias_info is not None for result in schema.returns)
+        )
+        self.is_fresh = call is aten.lift_fresh.default
+        tags = call.tags
+        self.is_random = torch.Tag.nondeterministic_seeded in tags
+        self.varies = torch.Tag.dynamic_output_shape in tags
+        self.training = _BATCH_NORMS.get(self.name, -1)
+        if len(schema.arguments) <= self.training:
+            self.training = -1
+        self.is_reshaping = self.name in _RESHAPING
+        self.replay: Callable[..., Any] = call
+        if self.training >= 0 and self.written:
+            self.replay = _without_statistics
+
+
+def _without_statistics(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    _mean: None,
+    _variance: None,
+    *settings: Any,
+) -> Any:
+    return _dispatch.batch_norm_without_statistics(x, weight, bias, *settings)

@@ -1,0 +1,95 @@
+"""Taking the bytes from a storage, and giving them back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from rotor import _dispatch
+
+
+class StorageRef(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a storage that outlives its tensors in Python, with its numbers."""
+
+    __slots__ = ("key", "node")
+
+    key: int
+    node: int
+
+    def __new__(
+        cls, storage: torch.UntypedStorage, gone: Callable[[StorageRef], None]
+    ) -> StorageRef:
+        """Refer to a storage; `gone` is called when it dies."""
+        return super().__new__(cls, storage, gone)
+
+    def __init__(self, storage: torch.UntypedStorage, gone: Callable[[StorageRef], None]) -> None:
+        super().__init__(storage, gone)  # type: ignore[call-arg]
+        self.key = _dispatch.storage_key(storage)
+        self.node = -1
+
+
+class Bytes(Protocol):
+    """How a storage loses and regains its bytes."""
+
+    copies: bool
+    """Whether giving bytes back takes a second copy of them for a moment."""
+    views: bool
+    """Whether view operators work on a storage without bytes."""
+
+    def take(self, storage: torch.UntypedStorage) -> None:
+        """Free the bytes of a storage, which stays the same object for all its tensors."""
+
+    def give(self, storage: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
+        """Give a storage the bytes of another one, which is not used any more."""
+
+
+class Swapping:
+    """Exchanges pointers, without copies: PyTorch 2.13."""
+
+    copies = False
+    views = True
+
+    def take(self, storage: torch.UntypedStorage) -> None:
+        """Leave a shell of the same size."""
+        _dispatch.swap_bytes(storage, _dispatch.empty_shell(storage.device, storage.nbytes()))
+
+    def give(self, storage: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
+        """Exchange the shell for the bytes."""
+        _dispatch.swap_bytes(storage, source)
+
+
+class Resizing:
+    """Resizes to nothing and back, and copies: any PyTorch."""
+
+    copies = True
+    views = False
+
+    def take(self, storage: torch.UntypedStorage) -> None:
+        """Resize to nothing."""
+        storage.resize_(0)
+
+    def give(self, storage: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
+        """Resize back and copy."""
+        storage.resize_(source.nbytes())
+        storage.copy_(source)
+
+
+def bytes_of(swap: bool | None) -> Bytes:
+    """How to evict: by swapping where PyTorch can, unless the caller says.
+
+    Raises
+    ------
+    ValueError
+        Swapping was asked for and this PyTorch cannot.
+    """
+    if swap is None:
+        swap = _dispatch.has_storage_swap()
+    if swap and not _dispatch.has_storage_swap():
+        raise ValueError(
+            f"PyTorch {torch.__version__} cannot swap the bytes of storages: leave storage_swap "
+            "out, or pass False to resize and copy"
+        )
+    return Swapping() if swap else Resizing()
