@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import gc
 import logging
@@ -241,39 +240,11 @@ def fake_mode_of(nodes: Iterable[Any]) -> Any:
     raise RuntimeError("the graph has no fake tensors")
 
 
-def without_values(module: nn.Module, given: Any) -> tuple[Any, nn.Module, Any]:
-    """A module and its arguments on meta tensors, as if on a CPU, but holding no values either.
-
-    Autograd does not know every operation on meta tensors.
-
-    Returns
-    -------
-    tuple
-        The mode in which they are to be used, the module, and the arguments.
-    """
+def fake_mode() -> Any:
+    """A mode in which tensors have every property but their values."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    mode = FakeTensorMode()
-    memo: dict[int, Any] = {}
-
-    def like(tensor: Any) -> Any:
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "meta":
-            return tensor
-        if id(tensor) not in memo:
-            with mode:
-                made = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-                )
-            if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, tensor.requires_grad)
-            memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
-        return memo[id(tensor)]
-
-    leaves, spec = tree_flatten(given)
-    given = tree_unflatten([like(leaf) for leaf in leaves], spec)
-    for tensor in (*module.parameters(), *module.buffers()):
-        like(tensor)
-    return mode, copy.deepcopy(module, memo), given
+    return FakeTensorMode()
 
 
 def compiled_node(outputs: Iterable[torch.Tensor]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -97,12 +98,45 @@ def capture_step(
                 "operations on meta tensors cannot be measured: give profile=, a Machine or a "
                 "Profile"
             )
-        mode, model, (args, kwargs, targets) = _torch.without_values(model, given)
+        mode, model, (args, kwargs, targets) = _without_values(model, given)
     wrapper = GraphCheckpointable(model, engine="graph", loss_fn=loss_fn, profile=profile)
     with mode:
         step = wrapper.measure(*args, targets=targets, **kwargs)
     assert step is not None
     return step
+
+
+def _without_values(module: nn.Module, given: Any) -> tuple[Any, nn.Module, Any]:
+    """A module and its arguments on meta tensors, as if on a CPU, but holding no values either.
+
+    Autograd does not know every operation on meta tensors.
+
+    Returns
+    -------
+    tuple
+        The mode in which they are to be used, the module, and the arguments.
+    """
+    mode = _torch.fake_mode()
+    memo: dict[int, Any] = {}
+
+    def like(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "meta":
+            return tensor
+        if id(tensor) not in memo:
+            with mode:
+                made = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                )
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, tensor.requires_grad)
+            memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
+
+    leaves, spec = _torch.tree_flatten(given)
+    given = _torch.tree_unflatten([like(leaf) for leaf in leaves], spec)
+    for tensor in (*module.parameters(), *module.buffers()):
+        like(tensor)
+    return mode, copy.deepcopy(module, memo), given
 
 
 def step_graph(step: CapturedStep) -> Graph:
