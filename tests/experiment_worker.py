@@ -80,6 +80,7 @@ def serve(request: dict) -> None:
         figures = {
             "time": 12.0 + number,
             "gpu_time": (15.0 if is_limited else 10.0) + number,
+            "cpu_time": 8.0 if is_limited else 4.0,
             "input_mem": 1.0,
             "model_mem": 2.0,
             "total_mem": total if budget is None else min(total, budget / 1e6),

@@ -102,6 +102,7 @@ def test_a_run_writes_what_was_measured(calls, tmp_path):
     assert small["specific_params"]["memory_budget"] == 8_000_000
     assert unlimited["specific_params"]["memory_budget"] == "inf"
     assert small["losses_equal"] is True
+    assert small["cpu_slowdown"] == 2.0
     assert small["summary"]["gpu_time"]["min"] == 15.0
     assert len(small["input_summaries"]) == 2
     files = sorted(path.name for path in (tmp_path / "out/data/test").iterdir())
@@ -113,7 +114,7 @@ def test_a_run_writes_what_was_measured(calls, tmp_path):
     with (tmp_path / "out/data/test" / files[1]).open() as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == [
-        *("input", "rep", "num_retries", "time", "gpu_time", "input_mem", "model_mem"),
+        *("input", "rep", "num_retries", "time", "gpu_time", "cpu_time", "input_mem", "model_mem"),
         *("total_mem", "sync_time", "base_compute_time", "remat_compute_time", "search_time"),
         *("cost_time", "evictions", "rematerializations", "loss", "memory_budget"),
     ]

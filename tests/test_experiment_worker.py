@@ -6,11 +6,14 @@ import contextlib
 import dataclasses
 import json
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
+from rotor import simrd
 from rotor.experiments import configuration, runs, worker
+from rotor.simrd import networks
 
 
 class _Step:
@@ -52,6 +55,10 @@ def fake_dtr(entered: list[tuple]):
     @contextlib.contextmanager
     def budget(limit, **options):
         entered.append((limit, options))
+        if options["record_log"] is not None:
+            lines = networks.linear_text(4).splitlines(keepends=True)
+            plain = b"".join(line for line in lines if b"START" not in line)
+            Path(options["record_log"]).write_bytes(plain)
         yield types.SimpleNamespace(stats=_Stats(), reset_profile=lambda: None)
 
     return types.SimpleNamespace(budget=budget)
@@ -117,6 +124,8 @@ def test_a_worker_saves_the_log_of_a_run_of_its_own(tmp_path):
     logs = [options["record_log"] for _, options in entered]
     assert logs == [None, None, None, str(tmp_path / "x.log")]
     assert events[-2]["event"] == "logged"
+    log = simrd.parse(tmp_path / "x.log")
+    assert (log.baseline.n_ops, log.start_count) == (8, 1)
 
 
 def test_a_budget_below_the_model_is_an_error():

@@ -22,6 +22,7 @@ __all__ = ["METRICS", "Outcome", "entries", "summarize", "write"]
 METRICS = (
     "time",
     "gpu_time",
+    "cpu_time",
     "input_mem",
     "model_mem",
     "total_mem",
@@ -52,7 +53,7 @@ class Outcome:
     trial
         What was asked.
     budget_bytes
-        The budget; None for no limit, for a baseline, and where a ratio had no baseline.
+        The budget; None for no limit, for a baseline, and where a ratio could not be resolved.
     inputs
         Of each input: "status", "rows", "num_retries"; where it failed "error" and "message". Of a
         replay, the fields of a `rotor.simrd.Result`.
@@ -141,11 +142,14 @@ def _limit(outcome: Outcome) -> int | str | None:
     return None if outcome.trial.ratio is not None else NO_LIMIT
 
 
-def _baseline_ms(outcome: Outcome) -> float | None:
+def _slowdown(outcome: Outcome, metric: str) -> float | None:
+    """The median of a time over that of the baseline, where that was run."""
     inputs = outcome.baseline
     if not inputs or any(found["status"] != "ok" for found in inputs):
         return None
-    return float(np.median([row["gpu_time"] for found in inputs for row in found["rows"]]))
+    plain = np.median([row[metric] for found in inputs for row in found["rows"]])
+    own = np.median([row[metric] for row in outcome.rows()])
+    return float(own / plain) if plain else None
 
 
 def _losses(inputs: Iterable[dict[str, Any]]) -> dict[Any, set[Any]]:
@@ -176,6 +180,7 @@ def entry_of(outcome: Outcome) -> dict[str, Any]:
         "specific_params": _params(outcome),
         "num_retries": outcome.retries,
         "slowdown": None,
+        "cpu_slowdown": None,
         "throughput": None,
     }
     failure = outcome.failure
@@ -185,12 +190,12 @@ def entry_of(outcome: Outcome) -> dict[str, Any]:
         return entry | _replayed(outcome.inputs[0])
     summary = _summary(outcome.rows())
     median = summary["gpu_time"]["median"]
-    plain = _baseline_ms(outcome)
     batch = entry["specific_params"]["batch_size"]
     return entry | {
         "summary": summary,
         "input_summaries": [_summary(found["rows"]) for found in outcome.inputs],
-        "slowdown": median / plain if plain else None,
+        "slowdown": _slowdown(outcome, "gpu_time"),
+        "cpu_slowdown": _slowdown(outcome, "cpu_time"),
         "throughput": batch / median * 1000 if batch and median else None,
         "losses_equal": None if trial.type == "baseline" else _losses_equal(outcome),
     }
@@ -300,7 +305,15 @@ def _command_csv(outcome: Outcome) -> tuple[list[str], list[list[Any]]]:
 def _table_csv(models: dict[str, list[dict[str, Any]]]) -> tuple[list[str], list[list[Any]]]:
     """A row for each command: medians."""
     columns = ["model", "command", "type", "kind", "batch_size", "ratio", "memory_budget"]
-    columns += ["params", "status", "slowdown", "throughput", "num_retries", *METRICS]
+    columns += [
+        "params",
+        "status",
+        "slowdown",
+        "cpu_slowdown",
+        "throughput",
+        "num_retries",
+        *METRICS,
+    ]
     rows = []
     for model, listed in models.items():
         for entry in listed:
@@ -314,13 +327,17 @@ def _table_csv(models: dict[str, list[dict[str, Any]]]) -> tuple[list[str], list
                     *(params.get(key) for key in ("batch_size", "ratio", "memory_budget")),
                     json.dumps(own) if own else None,
                     entry["error"]["error"] if failed else "ok",
-                    *(entry[key] for key in ("slowdown", "throughput", "num_retries")),
+                    *(
+                        entry[key]
+                        for key in ("slowdown", "cpu_slowdown", "throughput", "num_retries")
+                    ),
                     *(None if failed else _median(entry, metric) for metric in METRICS),
                 ]
             )
     return columns, rows
 
 
+_RESULTS = ("slowdown", "cpu_slowdown", "throughput", "num_retries")
 _COMMON = (
     "batch_size",
     "memory_budget",
@@ -342,14 +359,15 @@ def _text(
 ) -> str:
     parts = [
         f"{config.name}: {config.n_inputs} inputs of {config.n_reps} repetitions; medians, times "
-        "in ms, memory in MB (10^6 bytes) with the model and its inputs",
+        "in ms, memory in MB (10^6 bytes) with the model and its inputs; CPU: the slow-down in CPU "
+        "time",
         f"on {machine['device_name']}, {machine['threads']} threads, PyTorch {machine['torch']}",
     ]
     for model, listed in models.items():
         rows = [
             [
-                *("command", "batch", "budget", "time", "95 %", "slow-down", "peak", "evicted"),
-                *("recomputed", "loss", "retries"),
+                *("command", "batch", "budget", "time", "95 %", "slow-down", "CPU", "peak"),
+                *("evicted", "recomputed", "loss", "retries"),
             ]
         ]
         rows += [_line(entry) for entry in listed]
@@ -377,14 +395,15 @@ def _line(entry: dict[str, Any]) -> list[str]:
         shown = f"{params['ratio']:g} = {shown}"
     head = [_name(entry), str(params["batch_size"] or "-"), shown]
     if entry["summary"] == "error":
-        return [*head, "error", *["-"] * 6, str(entry["num_retries"])]
+        return [*head, "error", *["-"] * 7, str(entry["num_retries"])]
     time = entry["summary"].get("gpu_time")
     equal = {None: "-", True: "equal", False: "DIFFERS"}[entry.get("losses_equal")]
     return [
         *head,
         "-" if time is None else f"{time['median']:.1f}",
         "-" if time is None else "{:.1f} to {:.1f}".format(*time["median_conf"]),
-        "-" if entry["slowdown"] is None else f"{entry['slowdown']:.3f}",
+        _number(entry["slowdown"], ".3f"),
+        _number(entry["cpu_slowdown"], ".3f"),
         _number(_median(entry, "total_mem"), ".1f"),
         _number(_median(entry, "evictions"), ".0f"),
         _number(_median(entry, "rematerializations"), ".0f"),

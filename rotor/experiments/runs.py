@@ -32,7 +32,7 @@ __all__ = ["RunError", "plan_text", "post", "run"]
 logger = logging.getLogger("rotor")
 _BYTES_PER_MB = 1e6
 _POST_SECONDS = 10.0
-_FIELDS = ("status", "num_retries", "rows")
+_FIELDS = ("status", "num_retries", "rows", "log")
 
 
 class RunError(RuntimeError):
@@ -155,7 +155,8 @@ class _Runner:
             self._note_logs(trial, budget, inputs)
         replays = [trial for trial in trials if trial.type == "simrd"]
         for trial, result in zip(replays, self._replays(store, replays), strict=True):
-            found[id(trial)] = Outcome(trial, result.get("budget"), [result])
+            budget = result.get("budget", trial.budget_bytes)
+            found[id(trial)] = Outcome(trial, budget, [result])
         for outcome in found.values():
             outcome.baseline = baselines.get(outcome.trial.workload)
         return [found[id(trial)] for trial in trials]

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ import torch
 
 import rotor
 from rotor import memory
+from rotor.simrd.log_writer import LogWriter
 
 __all__ = ["describe", "main", "run"]
 
@@ -130,8 +132,18 @@ def run(request: dict[str, Any], emit: Emit, workloads: Any, dtr: Any) -> None:
         emit({"event": "rep", "rep": number, **measured})
     if request["log"] is not None:
         runner.repetition(log=request["log"])
+        _mark_start(Path(request["log"]))
         emit({"event": "logged", "log": request["log"]})
     emit({"event": "done", "params": runner.params})
+
+
+def _mark_start(path: Path) -> None:
+    """Begin a log, which is of one step, with START, as those of the prototype do."""
+    writer = LogWriter()
+    writer.annotate("START")
+    mark, log = writer.getvalue(), path.read_bytes()
+    if mark not in log:
+        path.write_bytes(mark + log)
 
 
 @dataclass
@@ -224,7 +236,7 @@ class _Runner:
         is_cuda = self.device.type == "cuda"
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if is_cuda else []
         with torch.cuda.device(self.device) if is_cuda else contextlib.nullcontext():
-            begin = time.perf_counter()
+            begin, begin_cpu = time.perf_counter(), time.thread_time()
             if is_cuda:
                 events[0].record()
             result = training.step(batch)
@@ -232,11 +244,12 @@ class _Runner:
                 events[1].record()
             stepped = time.perf_counter()
             self._synchronize()
-            end = time.perf_counter()
+            end, end_cpu = time.perf_counter(), time.thread_time()
         total = (end - begin) * _MS
         figures = {
             "time": total,
             "gpu_time": events[0].elapsed_time(events[1]) if is_cuda else total,
+            "cpu_time": (end_cpu - begin_cpu) * _MS,
             "sync_time": (end - stepped) * _MS if is_cuda else 0.0,
         }
         loss = result.item() if isinstance(result, torch.Tensor) and result.numel() == 1 else None

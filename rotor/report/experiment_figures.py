@@ -6,6 +6,7 @@ The data is that of `rotor.experiments.analysis.entries`: of each model, a list 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ _SETTINGS = (
 )
 _BYTES_PER_MB = 1e6
 _BAR = 0.7
+_TITLE = 34
 Models = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
@@ -83,11 +85,14 @@ def _workloads(listed: Sequence[Mapping[str, Any]], kind: str) -> list[tuple[Any
     return list(dict.fromkeys(_workload(entry) for entry in listed if entry["kind"] == kind))
 
 
-def _title(model: str, workload: tuple[Any, ...]) -> str:
+def _settings(workload: tuple[Any, ...]) -> str:
     batch, *own = workload
     parts = [f"batch {batch}"] if batch else []
-    parts += [f"{key} {value}" for key, value in own]
-    return f"{model}\n{', '.join(parts)}" if parts else model
+    return ", ".join([*parts, *(f"{key} {value}" for key, value in own)])
+
+
+def _title(model: str, workload: tuple[Any, ...]) -> str:
+    return "\n".join([model, *textwrap.wrap(_settings(workload), _TITLE)])
 
 
 def _budget_text(budget: Any) -> str:
@@ -169,7 +174,7 @@ def budget_grid(
             ax.plot(*zip(*marks, strict=True), "kD", markersize=4, linestyle="", label=label)
         if panel["is_relative"]:
             ax.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
-        ax.set_title(panel["title"])
+        ax.set_title(panel["title"], fontsize="medium")
         ax.set_xlabel("memory budget")
         ax.set_ylabel("slow-down (x)" if panel["is_relative"] else "time of a step (ms)")
     shared_legend(figure, axes)
@@ -202,7 +207,11 @@ def ratio_panels(models: Models) -> list[dict[str, Any]]:
         curves = []
         for workload in workloads:
             same = [entry for entry in listed if _workload(entry) == workload]
-            name = "" if len(workloads) == 1 else _title(model, workload).partition("\n")[2]
+            name = (
+                ""
+                if len(workloads) == 1
+                else _title(model, workload).partition("\n")[2].replace("\n", " ")
+            )
             for kind, word in (("ratio", "DTR"), ("", "simulated")):
                 curves += _ratio_curves(same, kind, f"{name} {word}".strip())
         if curves:
@@ -259,7 +268,7 @@ def ratio_grid(
                 ax.text(ratio, 0.01, "×", transform=ax.get_xaxis_transform(), **cross)
         ax.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
         ax.set_xlim(0, max([1.0, *(r for curve in panel["curves"] for r in curve["ratios"])]) * 1.1)
-        ax.set_title(panel["title"])
+        ax.set_title(panel["title"], fontsize="medium")
         ax.set_xlabel("memory ratio")
         ax.set_ylabel("slow-down (x)")
     shared_legend(figure, axes)
@@ -341,7 +350,7 @@ def throughput_grid(
                     ax.text(x, 0.02, "error", transform=ax.get_xaxis_transform(), **text)
         ax.set_xticks(range(len(labels)), labels, rotation=20, ha="right")
         ax.grid(axis="x", visible=False)
-        ax.set_title(panel["title"])
+        ax.set_title(panel["title"], fontsize="medium")
         ax.set_ylabel("examples / s")
     shared_legend(figure, axes)
     return save(figure, stem, formats)
@@ -369,7 +378,7 @@ def breakdown_grid(
             if label in found
         ]
         _stack(ax, bars)
-        ax.set_title(panel["title"])
+        ax.set_title(panel["title"], fontsize="medium")
         ax.set_ylabel("time of a step (ms)")
     shared_legend(figure, axes)
     return save(figure, stem, formats)
