@@ -111,7 +111,7 @@ def test_the_sdist_has_every_source(unpacked):
     expected = {"setup.py", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "Makefile"}
     expected |= {"CONTRIBUTING.md"}
     expected |= files_under("csrc", ".c", ".h")
-    expected |= files_under("rotor", ".py", ".pyi", ".typed", ".css", ".js")
+    expected |= files_under("rotor", ".py", ".pyi", ".typed", ".css", ".js", ".json")
     expected |= files_under("models", ".py")
     expected |= files_under("tests", ".py", ".c", ".h", ".json")
     expected |= files_under("benchmarks", ".py")
@@ -124,7 +124,7 @@ def test_the_sdist_has_every_source(unpacked):
 def test_the_wheel_has_the_package_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    expected = files_under("rotor", ".py", ".pyi", ".typed", ".css", ".js")
+    expected = files_under("rotor", ".py", ".pyi", ".typed", ".css", ".js", ".json")
     expected |= {f"rotor/{name}" for name in files_under("models", ".py")}
     assert expected - names == set()
     extensions = [
