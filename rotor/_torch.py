@@ -142,6 +142,11 @@ def callable_of(target: Any) -> Any:
     return target._op if isinstance(target, torch._ops.OpOverload) else target
 
 
+def schema_arguments(target: Any) -> list[Any]:
+    """The arguments that an operator declares; none where it is no operator."""
+    return list(target._schema.arguments) if isinstance(target, torch._ops.OpOverload) else []
+
+
 def attribute(module: nn.Module, target: str) -> Any:
     """What a node of a graph that reads an attribute stands for."""
     return attrgetter(target)(module)
@@ -162,6 +167,7 @@ def aot_backend(
     forward: Callable[..., Any],
     backward: Callable[..., Any],
     inference: Callable[..., Any],
+    decompositions: dict[Any, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """A backend of ``torch.compile`` with our partition of AOTAutograd's joint graph."""
     from torch._dynamo.backends.common import aot_autograd
@@ -174,6 +180,7 @@ def aot_backend(
         bw_compiler=backward,
         inference_compiler=inference,
         partition_fn=partition,
+        decompositions=decompositions,
     )
 
 

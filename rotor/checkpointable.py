@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self, cast
 import torch
 from torch import nn
 
-from rotor import _torch, memory
+from rotor import _inductor, _torch, memory
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.utils import checked_slots
 from rotor.errors import InfeasibleError, MemoryLimitWarning
@@ -29,6 +29,7 @@ from rotor.values import tensors_of
 logger = logging.getLogger("rotor")
 
 ENGINES = ("auto", "chain", "graph", "dynamic")
+BACKENDS = ("fx", "inductor")
 METERED_STEPS = 3
 
 
@@ -97,6 +98,10 @@ class Checkpointable(TransparentModule):
         For graphs, what operations cost: "measured" runs each distinct one here; a
         `rotor.graph.Machine` estimates them, a `rotor.graph.Profile`, or the path of one, has what
         was measured elsewhere: then nothing is run before the first step.
+    backend
+        For graphs, what runs a plan: "fx", Python code of our own, whose bytes are exact, or
+        "inductor", which compiles it; there the measured peak decides, and the limit holds when
+        the first steps have been metered (docs/graph.md).
     **options
         For graphs: ``effort``, ``seed`` and ``time_limit`` of `rotor.graph.plan`.
 
@@ -127,7 +132,13 @@ class Checkpointable(TransparentModule):
     _latest: Any
 
     def __new__(
-        cls, model: Any = None, *_: Any, engine: str = "auto", profile: Any = "measured", **__: Any
+        cls,
+        model: Any = None,
+        *_: Any,
+        engine: str = "auto",
+        profile: Any = "measured",
+        backend: str = "fx",
+        **__: Any,
     ) -> Self:
         """An instance for the engine that the model needs."""
         if cls is not Checkpointable:
@@ -138,8 +149,10 @@ class Checkpointable(TransparentModule):
         # Only the operations of a graph can be priced without being run.
         is_timed = isinstance(profile, str) and profile == "measured"
         is_chain = engine == "chain" or (engine != "graph" and is_sequential and is_timed)
-        if is_chain:
-            from rotor.chained import ChainCheckpointable as Chosen
+        if backend == "inductor" and engine != "chain":
+            from rotor.graphed_inductor import InductorCheckpointable as Chosen
+        elif is_chain:
+            from rotor.chained import ChainCheckpointable as Chosen  # type: ignore[assignment]
         else:
             from rotor.graphed import GraphCheckpointable as Chosen  # type: ignore[assignment]
         return cast(Self, Chosen.__new__(Chosen))
@@ -157,6 +170,7 @@ class Checkpointable(TransparentModule):
         engine: str = "auto",
         loss_fn: Callable[..., torch.Tensor] | None = None,
         profile: Any = "measured",
+        backend: str = "fx",
         **options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -165,6 +179,15 @@ class Checkpointable(TransparentModule):
             raise ValueError(f"unknown engine {engine!r}, expected one of {', '.join(ENGINES)}")
         if engine == "dynamic":
             raise ValueError('engine="dynamic" is not part of this release: use engine="auto"')
+        if backend not in BACKENDS:
+            raise ValueError(f"unknown backend {backend!r}, expected one of {', '.join(BACKENDS)}")
+        if backend == "inductor":
+            if engine == "chain":
+                raise ValueError(
+                    'backend="inductor" compiles captured graphs, and engine="chain" has none: use '
+                    'engine="graph"'
+                )
+            _inductor.check()
         limit = None if mem_limit is None else parse_bytes(mem_limit)
         if mem_slots is not DEFAULT_SLOTS:
             mem_slots = checked_slots(mem_slots)
@@ -182,6 +205,7 @@ class Checkpointable(TransparentModule):
             loss_tmp_memory_usage=loss_tmp_memory_usage,
             loss_fn=loss_fn,
             engine=engine,
+            backend=backend,
             _options=options,
             _profile=profile,
             _structure=Structure(model),

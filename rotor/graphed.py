@@ -108,6 +108,10 @@ class GraphCheckpointable(Checkpointable):
     def _check_options(self, options: dict[str, Any]) -> None:
         check_options(options)
 
+    def _backend_of(self, key: Any) -> str:
+        """What runs the programs of a signature."""
+        return "fx"
+
     # -- measuring and planning
 
     @property
@@ -319,14 +323,14 @@ class GraphCheckpointable(Checkpointable):
         device = tensors_of((args, kwargs))[0].device
         loss_fn = self.loss_fn if targets else None
         cancel_running()
-        capture = Capture(fresh(_call))
+        capture = Capture(fresh(_call), self._backend_of(key))
         with progress(1, "capturing the model"):
             try:
                 found = capture.reach(self.module, loss_fn, args, kwargs, tuple(targets))
             except CaptureError:
                 # Modules that prepare themselves in their first forward can be captured after it.
                 run_once(self.module, args, kwargs)
-                capture = Capture(fresh(_call))
+                capture = Capture(fresh(_call), self._backend_of(key))
                 found = capture.reach(self.module, loss_fn, args, kwargs, tuple(targets))
         return self._profiled(key, capture, found, device, loss_fn is not None)
 
@@ -490,7 +494,7 @@ class GraphCheckpointable(Checkpointable):
         self, key: Any, plan: GraphPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         capture = plan.step.capture
-        plan.step.captured.emitted = plan.emitted
+        plan.install()
         loss_fn = self.loss_fn if targets else None
         meter = self._start_meter(plan)
         try:
@@ -504,7 +508,7 @@ class GraphCheckpointable(Checkpointable):
             plan = self._make_program(key, plan.reserve_bytes)
             self._plans[key] = plan
             self.__dict__["_latest"] = plan
-            plan.step.captured.emitted = plan.emitted
+            plan.install()
             meter = self._start_meter(plan)
             output = capture(self.module, loss_fn, args, kwargs, tuple(targets))
         self.__dict__["_pending"] = capture.token

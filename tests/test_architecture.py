@@ -52,6 +52,7 @@ LAYERS = [
             "rotor.graph.rewrite",
             "rotor.graph.lowering",
             "rotor.graph.emit",
+            "rotor.graph.inductor",
             "rotor.graph.capture",
             "rotor.graph.profile",
             "rotor.graph.estimate",
@@ -66,7 +67,10 @@ LAYERS = [
     ),
     ("reports", ["rotor.report", "rotor.graph.drawing"]),
     ("experiments", ["rotor.experiments"]),
-    ("wrapper", ["rotor.checkpointable", "rotor.chained", "rotor.graphed"]),
+    (
+        "wrapper",
+        ["rotor.checkpointable", "rotor.chained", "rotor.graphed", "rotor.graphed_inductor"],
+    ),
     (
         "on the wrapper",
         [

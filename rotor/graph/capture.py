@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from rotor import _torch
+from rotor import _inductor, _torch
 from rotor.errors import CaptureError
-from rotor.graph.emit import Emitted, saved_primals
+from rotor.graph.emit import StepCode, saved_primals
+from rotor.graph.inductor import draw_once
 from rotor.graph.lowering import Lowered, lower
 
 __all__ = ["Capture", "Captured", "NothingToPlan", "Unplanned", "fresh"]
@@ -41,7 +42,7 @@ class Captured:
     """
 
     lowered: Lowered
-    emitted: Emitted | None = None
+    emitted: StepCode | None = None
     saved: int = 0
     reached: list[frozenset[int]] | None = None
 
@@ -93,6 +94,8 @@ class Capture:
     ----------
     function
         Called with the module's arguments; a fresh code object is compiled for each capture.
+    backend
+        What the programs will be run by: for "inductor", operators are taken apart as it does.
 
     Attributes
     ----------
@@ -104,17 +107,19 @@ class Capture:
         Lives as long as the last call's backward is still to come.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], backend: str = "fx") -> None:
+        self.backend = backend
         self.graphs: list[Captured] = []
         self.ran: Captured | None = None
         self.token: weakref.ref[torch.Tensor] | None = None
-        backend = _torch.aot_backend(
+        compiler = _torch.aot_backend(
             partition=self._partition,
             forward=lambda module, inputs: self._boxed(self._forward, self.graphs[-1]),
             backward=lambda module, inputs: self._boxed(self._backward, self.graphs[-1]),
             inference=lambda module, inputs: self._refused,
+            decompositions=_inductor.decompositions() if backend == "inductor" else None,
         )
-        self._call = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+        self._call = torch.compile(function, backend=compiler, fullgraph=True, dynamic=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the call; `Unplanned` where it has no program yet.
@@ -231,7 +236,11 @@ class Capture:
     def _partition(
         self, module: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if self.backend == "inductor":
+            _inductor.joint_passes(module, module.graph.find_nodes(op="placeholder"))
         lowered = lower(module, num_fwd_outputs)
+        if self.backend == "inductor":
+            draw_once(lowered)
         token = module.graph.call_function(torch.ops.aten.empty.memory_format, ([0],))
         token.name = "token"
         with _torch.fake_mode_of(lowered.primals + lowered.tangents):

@@ -12,7 +12,7 @@ import linecache
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -21,9 +21,30 @@ from rotor import _torch
 from rotor.errors import CaptureError
 from rotor.graph.lowering import Lowered, Task, Value
 
-__all__ = ["Emitted", "emit", "saved_primals"]
+__all__ = ["Emitted", "StepCode", "check_versions", "deaths", "emit", "saved_primals"]
 
 _serial = count()
+
+
+class StepCode(Protocol):
+    """What runs a program, whoever compiled it."""
+
+    @property
+    def source(self) -> str:
+        """As text."""
+
+    @property
+    def replayed(self) -> int:
+        """Random operations that run more than once; each keeps a state of the generator."""
+
+    def forward(self, args: list[Any]) -> Any:
+        """Outputs, saved primals and the token, from the list of primals, which is emptied."""
+
+    def backward(self, args: list[Any]) -> Any:
+        """The gradients, from the list of saved primals, token and tangents, which is emptied."""
+
+    def prepare(self) -> None:
+        """Do what must be done before a step is metered."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +66,17 @@ class Emitted:
     source: str
     replayed: int
 
+    def prepare(self) -> None:
+        """Everything is ready."""
+
 
 def saved_primals(lowered: Lowered) -> list[fx.Node]:
     """Primals that autograd keeps for the backward: those that an operation reads, unmutated."""
     return [n for n in lowered.primals if n.users and n not in lowered.mutated]
 
 
-def _check_versions(kept: Sequence[tuple[torch.Tensor, int]]) -> None:
+def check_versions(kept: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """Raise RuntimeError where one of the tensors has not the version that stands beside it."""
     for tensor, version in kept:
         if tensor._version != version:
             raise RuntimeError(
@@ -218,8 +243,8 @@ def _leaf_paths(value: Any, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]
     return [path]
 
 
-def _deaths(lowered: Lowered, ops: Sequence[int]) -> tuple[list[set[int]], list[set[int]]]:
-    """Per position: the storages made there that are used, and those whose last use it is."""
+def deaths(lowered: Lowered, ops: Sequence[int]) -> tuple[list[set[int]], list[set[int]]]:
+    """Per position of a program: the storages made there that are used, those last used there."""
     pinned = {s for s, (_, is_pinned) in enumerate(lowered.storages) if is_pinned}
     first_made: dict[int, int] = {}
     for position, index in enumerate(ops):
@@ -259,7 +284,7 @@ def emit(lowered: Lowered, ops: Sequence[int]) -> Emitted:
     namespace: dict[str, Any] = {
         "empty": torch.empty,
         "keeps_graph": _torch.keeps_graph,
-        "check_versions": _check_versions,
+        "check_versions": check_versions,
     }
     constants: dict[int, str] = {}
     runs = [0] * len(lowered.tasks)
@@ -270,7 +295,7 @@ def emit(lowered: Lowered, ops: Sequence[int]) -> Emitted:
     namespace["get_state"] = lambda i: _torch.get_generator_state(devices[i])
     namespace["set_state"] = lambda i, state: _torch.set_generator_state(devices[i], state)
 
-    kept, dying = _deaths(lowered, ops)
+    kept, dying = deaths(lowered, ops)
     remaining = list(runs)
     ran: set[int] = set()
 

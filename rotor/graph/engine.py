@@ -13,8 +13,9 @@ from rotor import memory
 from rotor.errors import InfeasibleError
 from rotor.graph import planner
 from rotor.graph.capture import Capture, Captured
-from rotor.graph.emit import Emitted, emit
+from rotor.graph.emit import StepCode, emit
 from rotor.graph.graph import Graph, Operation
+from rotor.graph.inductor import Inductor
 from rotor.graph.lowering import Lowered
 from rotor.graph.profile import Cost
 from rotor.graph.program import Program, simulate
@@ -50,6 +51,8 @@ class CapturedStep:
         Whether the loss is among the operations.
     planned_for
         The type of the device that the costs are of, where that is another.
+    inductor
+        What compiles its programs; ``None`` where they are emitted as Python.
     """
 
     capture: Capture
@@ -58,6 +61,15 @@ class CapturedStep:
     device: torch.device
     loss_captured: bool
     planned_for: str = ""
+    inductor: Inductor | None = field(init=False, default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.capture.backend == "inductor":
+            self.inductor = Inductor(self.lowered)
+
+    def code(self, ops: list[int]) -> StepCode:
+        """The functions that run a program."""
+        return emit(self.lowered, ops) if self.inductor is None else self.inductor.code(ops)
 
     @property
     def lowered(self) -> Lowered:
@@ -125,7 +137,7 @@ class GraphPlan:
     step: CapturedStep
     graph: Graph
     program: Program
-    emitted: Emitted
+    emitted: StepCode
     limit_bytes: int
     own_bytes: int
     loss_bytes: int
@@ -163,6 +175,11 @@ class GraphPlan:
     def recomputed(self) -> int:
         """Operations that run more than once."""
         return int((self.program.runs > 1).sum())
+
+    def install(self) -> None:
+        """Have the next step run this plan; it is compiled now where it was not before."""
+        self.emitted.prepare()
+        self.step.captured.emitted = self.emitted
 
 
 @dataclass
@@ -268,7 +285,7 @@ def make_plan(
                 f"one was found is {least} bytes: give at least that, or a smaller batch",
                 least,
             ) from None
-        emitted = emit(step.lowered, program.ops.tolist())
+        emitted = step.code(program.ops.tolist())
         needed = step.own_bytes(emitted.replayed)
         if program.peak_bytes + needed + reserve_bytes <= limit_bytes:
             break

@@ -161,7 +161,17 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def _is_random(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
+    return torch.Tag.nondeterministic_seeded in tags and not _drops_nothing(node)
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    """Whether it is an operation that draws numbers for dropout only, with none to drop."""
+    names = [argument.name for argument in _torch.schema_arguments(node.target)]
+    if "dropout_p" not in names:
+        return False
+    position = names.index("dropout_p")
+    given = node.args[position] if len(node.args) > position else node.kwargs.get("dropout_p", 0.0)
+    return isinstance(given, float) and given == 0.0
 
 
 def _module_path(node: fx.Node) -> str:

@@ -9,6 +9,7 @@ from rotor.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rotor.graph.engine import BlockPlan, GraphPlan
+    from rotor.graph.inductor import Attempt
     from rotor.graph.pieced import PiecesPlan
     from rotor.plan import Plan
 
@@ -110,6 +111,22 @@ def graph_report(plan: GraphPlan) -> Text:
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
     ]
     return table([["plan", ""], *lines])
+
+
+def attempt_table(attempts: Sequence[Attempt], backend: str) -> Text:
+    """What runs the plan, and every program that Inductor compiled for this limit, in bytes."""
+    rows = [[f"runs by {backend}", "planned for", "predicted", "measured", "kept apart"]]
+    for number, attempt in enumerate(attempts, start=1):
+        rows.append(
+            [
+                f"Inductor, program {number}",
+                format_bytes(attempt.target_bytes),
+                format_bytes(attempt.predicted_bytes),
+                format_bytes(attempt.measured_bytes),
+                "yes" if attempt.kept_apart else "no",
+            ]
+        )
+    return table(rows)
 
 
 def block_report(plan: BlockPlan) -> Text:

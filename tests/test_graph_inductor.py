@@ -1,0 +1,460 @@
+"""Plans that Inductor compiles: values bit by bit, peaks as measured, and what happens beyond."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from graph_modules import RandomNet, arguments, in_order, loss_of, random_program, step
+from torch import nn
+from torch.nn import functional as F
+
+import rotor
+from rotor import _inductor
+from rotor.graph.capture import Capture, Unplanned, fresh
+from rotor.graph.inductor import MOST_ATTEMPTS, Inductor, InductorCode
+
+
+def _compiles() -> str:
+    try:
+        _inductor.check()
+    except (ImportError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+needs_compiler = pytest.mark.skipif(bool(_compiles()), reason=f"Inductor needs: {_compiles()}")
+slow = pytest.mark.slow
+DROPOUT = 0.3
+
+
+@pytest.fixture(autouse=True)
+def _no_compiled_code_stays():
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def _quick_compiler():
+    from torch._inductor import config
+
+    # Inductor's workers and its C++ make warnings of their own, which are not ours to judge.
+    with warnings.catch_warnings(), config.patch(compile_threads=1):
+        for category in (DeprecationWarning, FutureWarning, ResourceWarning, UserWarning):
+            warnings.simplefilter("ignore", category)
+        warnings.simplefilter("error", rotor.MemoryLimitWarning)
+        yield
+
+
+class Tiny(nn.Module):
+    """Two layers with normalisation and dropout."""
+
+    def __init__(self, dropout: float = DROPOUT, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(width, 4 * width), nn.BatchNorm1d(4 * width)
+        self.second, self.dropout = nn.Linear(4 * width, width), dropout
+
+    def forward(self, x):
+        y = F.dropout(torch.tanh(self.norm(self.first(x))), self.dropout, self.training)
+        return x + self.second(y)
+
+
+class Convolutions(nn.Module):
+    """Convolutions with skip connections."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.convs = nn.ModuleList([nn.Conv2d(8, 8, 3, padding=1) for _ in range(blocks)])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(8) for _ in range(blocks)])
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = torch.relu(x + norm(conv(x)))
+        return self.head(x.mean((2, 3)))
+
+
+class Attention(nn.Module):
+    """One block of attention, with dropout or without."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(16), dropout
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        rate = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=rate)
+        return x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), self.dropout, self.training)
+
+
+def planned(model, limit, *, loss_fn=None, **options):
+    return rotor.Checkpointable(
+        model,
+        mem_limit=limit,
+        engine="graph",
+        backend="inductor",
+        effort="fast",
+        loss_fn=loss_fn,
+        **options,
+    )
+
+
+def state_after(model, x, steps, **call):
+    """Losses, gradients and buffers after some steps that accumulate."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        output = model(x, **call)
+        loss = output if output.dim() == 0 else loss_of(output)
+        loss.backward()
+        losses.append(loss.detach())
+    return [*losses, *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())]
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def both(model, x, fraction, *, steps=2, loss_fn=None, **call):
+    """The unplanned compiled model, a planned one, and what both leave behind."""
+    unplanned = planned(copy.deepcopy(model), "1GB", loss_fn=loss_fn)
+    unplanned.measure(x, **call)
+    unplanned.compute_sequence()
+    whole = unplanned.get_expected_memory()
+    limited = planned(copy.deepcopy(model), int(whole * fraction), loss_fn=loss_fn)
+    return (
+        unplanned,
+        limited,
+        state_after(unplanned, x, steps, **call),
+        state_after(limited, x, steps, **call),
+    )
+
+
+def keeps_or_says(model):
+    """Whether the report's last measured program kept the limit, or FX runs."""
+    plan = model._planned()
+    if plan.step.inductor is None:
+        return "runs by FX" in model.report()
+    return plan.measured_bytes <= plan.limit_bytes
+
+
+# -- without a compiler
+
+
+def test_unknown_backends_are_refused_with_the_known_ones():
+    model = Tiny()
+    with pytest.raises(ValueError, match="unknown backend 'triton', expected one of fx, inductor"):
+        rotor.Checkpointable(model, mem_limit="1GB", backend="triton")
+
+
+def test_chains_have_no_graph_to_compile():
+    with pytest.raises(ValueError, match='engine="chain" has none'):
+        rotor.Checkpointable(nn.Sequential(nn.Linear(2, 2)), engine="chain", backend="inductor")
+
+
+def test_a_missing_compiler_is_named_before_anything_is_done(monkeypatch):
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def none_found():
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_found)
+    with pytest.raises(RuntimeError, match=r"finds no compiler.*CXX.*backend=\"fx\" needs none"):
+        rotor.Checkpointable(Tiny(), torch.randn(4, 8), "1GB", backend="inductor")
+
+
+def test_missing_private_names_are_named(monkeypatch):
+    monkeypatch.setattr(_inductor, "_REQUIRED", ("_inductor.compile_fx.not_there",))
+    with pytest.raises(ImportError, match=r"torch\._inductor\.compile_fx\.not_there.*PyTorch 2"):
+        _inductor.check()
+
+
+def test_attempts_first_keep_apart_and_then_scale():
+    inductor = Inductor(lowered=None)
+    inductor.learn(1000, 990, 1100)
+    assert inductor.next_target(1000) == 1000
+    assert inductor.apart < 0
+    inductor.learn(1000, 990, 1050)
+    target = inductor.next_target(1000)
+    assert 0.9 * 990 < target < 990 * 1000 / 1050
+    inductor.learn(target, target, 1001)
+    assert len(inductor.attempts) == MOST_ATTEMPTS
+    assert inductor.next_target(1000) is None
+    inductor.begin()
+    assert not inductor.attempts
+    assert inductor.apart > 0
+
+
+def test_seeds_are_drawn_once_and_attention_without_dropout_is_not_random():
+    model = planned(Attention(0.5), "1GB")
+    with warnings.catch_warnings():
+        step = model.measure(torch.randn(2, 6, 16))
+    seeds = [t for t in step.lowered.tasks if "inductor_seeds" in t.name]
+    assert len(seeds) == 1
+    assert seeds[0].once
+    drawn = [t for t in step.lowered.tasks if "inductor_random" in t.name]
+    assert len(drawn) == 2
+    assert not any(t.once or t.random for t in drawn)
+    calm = planned(Attention(0.0), "1GB").measure(torch.randn(2, 6, 16))
+    attention = [t for t in calm.lowered.tasks if "scaled_dot_product" in t.name]
+    assert attention
+    assert not any(t.once or t.random for t in attention)
+
+
+def test_the_two_graphs_repeat_what_the_program_repeats():
+    model = planned(Tiny(width=16), "1GB")
+    step = model.measure(torch.randn(64, 16))
+    model.compute_sequence()
+    model.compute_sequence(int(model.program.peak_bytes * 0.8))
+    plan = model._planned()
+    again = [n for n, runs in enumerate(plan.program.runs) if runs > 1]
+    assert again
+    for index in again:
+        name = step.lowered.tasks[index].name
+        for repetition in range(1, int(plan.program.runs[index])):
+            assert f"{name}_again{repetition} = " in plan.emitted.source
+    assert plan.emitted.source.count("prims.inductor_seeds") == 1
+    assert plan.emitted.seconds is None
+
+
+# -- what is compiled, run by eager instead
+
+
+def seeded_random(size, seed, mode, *, align_dtype=None):
+    """What Inductor's random operator means: numbers that only its seed decides."""
+    generator = torch.Generator().manual_seed(int(seed))
+    return getattr(torch, mode)(size, generator=generator)
+
+
+def run_by_eager(waste_bytes=lambda is_backward: 0):
+    """In the place of Inductor: eager, that allocates some bytes for nothing."""
+
+    def compiled(module, values, *, is_backward, apart, options):
+        for node in module.graph.nodes:
+            if node.target is torch.ops.prims.inductor_random.default:
+                node.target = seeded_random
+        module.recompile()
+        returned = module.graph.find_nodes(op="output")[0].args[0]
+        strides = [
+            n.meta["val"].stride() if isinstance(n, torch.fx.Node) else None for n in returned
+        ]
+
+        def run(args):
+            given = list(args)
+            args.clear()
+            wasted = torch.empty(waste_bytes(is_backward), dtype=torch.uint8)
+            try:
+                with torch.no_grad():
+                    return torch.fx.Interpreter(module).boxed_run(given)
+            finally:
+                del wasted
+
+        return run, strides
+
+    return compiled
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    monkeypatch.setattr(_inductor, "compile_graph", run_by_eager())
+
+
+class Planned:
+    """A call captured for Inductor, that runs any program."""
+
+    def __init__(self, model, args, kwargs):
+        def call(model, args, kwargs):
+            return model.forward(*args, **kwargs)
+
+        self.model, self.capture = model, Capture(fresh(call), "inductor")
+        try:
+            self.capture(model, args, kwargs)
+        except Unplanned as reached:
+            self.captured = reached.captured
+        self.lowered = self.captured.lowered
+
+    def set_program(self, ops):
+        self.captured.emitted = InductorCode(self.lowered, ops)
+
+    def __call__(self, *args, **kwargs):
+        return self.capture(self.model, args, kwargs)
+
+
+def check(seed):
+    torch.manual_seed(seed)
+    model = RandomNet(seed)
+    model.kinds = ["relu_" if kind == "max" else kind for kind in model.kinds]
+    args, kwargs = arguments(seed), {"scale": 0.5}
+    twin = copy.deepcopy(model)
+    planned_call = Planned(model, args, kwargs)
+    start = copy.deepcopy(model.state_dict())
+    planned_call.set_program(in_order(planned_call.lowered))
+    reference = step(model, planned_call, args, kwargs, seed=seed)
+    if not {"dropout", "noise"} & set(model.kinds):
+        eager = step(twin, twin, args, kwargs, seed=seed)
+        eager.rng = reference.rng
+        # Gradients that are zero but for rounding are compared with 1e-3.
+        assert reference.is_close(eager, 0.02), model.kinds
+    most = 1
+    for k, drop in enumerate((0.3, 1.0)):
+        ops = random_program(planned_call.lowered, seed + k, drop)
+        most = max(most, *(ops.count(i) for i in range(len(planned_call.lowered.tasks))))
+        model.load_state_dict(start)
+        planned_call.set_program(ops)
+        found = step(model, planned_call, args, kwargs, seed=seed)
+        assert reference.differences(found) == [], (model.kinds, drop)
+    return most
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_graphs_of_random_programs_give_what_the_unplanned_ones_give(eager, seed):
+    assert check(seed) > 2
+
+
+@slow
+def test_graphs_of_a_hundred_random_modules(eager):
+    for seed in range(2000, 2100):
+        check(seed)
+        torch._dynamo.reset()
+
+
+def tiny_limits(model, x, **call):
+    """What a step of a model needs without recomputation."""
+    unplanned = planned(copy.deepcopy(model), "1GB", loss_fn=F.mse_loss)
+    unplanned.measure(x, **call)
+    unplanned.compute_sequence()
+    return unplanned.get_expected_memory()
+
+
+def test_steps_over_the_limit_are_planned_smaller(monkeypatch):
+    model, x, target = Tiny(width=16), torch.randn(64, 16), torch.zeros(64, 16)
+    whole = tiny_limits(model, x, targets=(target,))
+    # A program that recomputes little wastes much: only smaller ones keep the limit.
+    limit = int(whole * 0.9)
+    compiled = run_by_eager(lambda is_backward: 0)
+    wasteful = run_by_eager(lambda is_backward: limit // 8 * is_backward)
+
+    def by_program(module, values, **options):
+        again = "_again" in module.code
+        return (compiled if again and len(seen) > 2 else wasteful)(module, values, **options)
+
+    monkeypatch.setattr(_inductor, "compile_graph", by_program)
+    chk, seen = planned(model, limit, loss_fn=F.mse_loss), [0]
+    for _ in range(MOST_ATTEMPTS):
+        chk(x, targets=(target,)).backward()
+        seen.append(chk._planned().measured_bytes)
+    attempts = chk._planned().step.inductor.attempts
+    assert len(attempts) == MOST_ATTEMPTS
+    assert attempts[0].measured_bytes > limit >= attempts[-1].measured_bytes
+    assert attempts[-1].target_bytes < attempts[0].target_bytes == limit
+    assert [a.kept_apart for a in attempts] == [False, True, True]
+    report = chk.report()
+    assert f"Inductor, program {MOST_ATTEMPTS}" in report
+    assert "runs by Inductor" in chk.display()
+
+
+def test_what_never_fits_stays_with_fx_and_says_so(monkeypatch):
+    model, x = Tiny(width=16), torch.randn(64, 16)
+    target = torch.zeros(64, 16)
+    limit = int(tiny_limits(model, x, targets=(target,)) * 0.9)
+    monkeypatch.setattr(_inductor, "compile_graph", run_by_eager(lambda is_backward: limit))
+    chk = planned(model, limit, loss_fn=F.mse_loss)
+    plain = rotor.Checkpointable(
+        copy.deepcopy(model), mem_limit=limit, engine="graph", loss_fn=F.mse_loss, effort="fast"
+    )
+
+    def steps():
+        for _ in range(MOST_ATTEMPTS + 1):
+            torch.manual_seed(0)
+            chk.zero_grad()
+            chk(x, targets=(target,)).backward()
+
+    with pytest.warns(rotor.MemoryLimitWarning, match=r"(?s)not kept by.*Inductor.*backend=\"fx\""):
+        steps()
+    report = chk.report()
+    assert "runs by FX" in report
+    assert "Inductor, program 1" in report
+    assert chk._planned().measured_bytes <= limit
+    torch.manual_seed(0)
+    plain(x, targets=(target,)).backward()
+    pairs = zip(chk.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
+
+
+# -- compiled
+
+
+@needs_compiler
+def test_dropout_and_norm_equal_the_unplanned_run(caplog):
+    model, x, target = Tiny(width=16), torch.randn(64, 16), torch.zeros(64, 16)
+    with caplog.at_level("INFO", logger="rotor"):
+        unplanned, limited, expected, found = both(
+            model, x, 0.8, loss_fn=F.mse_loss, targets=(target,)
+        )
+    assert limited._planned().recomputed > 0
+    assert equal(expected, found)
+    assert limited.module.norm.num_batches_tracked == 2
+    assert keeps_or_says(limited)
+    assert "compiled by Inductor in" in caplog.text
+    assert "Inductor, program 1" in limited.report()
+    # A limit that leads to the same program finds it compiled.
+    code = unplanned._planned().emitted
+    unplanned.compute_sequence("2GB")
+    assert unplanned._planned().emitted is code
+
+
+@slow
+@needs_compiler
+@pytest.mark.parametrize("fraction", [0.75, 0.6])
+def test_convolutions_keep_their_limit(fraction):
+    model, x = Convolutions(), torch.randn(4, 3, 16, 16)
+    target = torch.randint(5, (4,))
+    _, limited, expected, found = both(
+        model, x, fraction, steps=4, loss_fn=F.cross_entropy, targets=(target,)
+    )
+    assert limited._planned().recomputed > 0
+    assert limited._planned().step.inductor is not None
+    assert limited._planned().measured_bytes <= limited.mem_limit
+    assert equal(expected, found)
+
+
+@slow
+@needs_compiler
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_attention_equals_the_unplanned_run(dropout):
+    model, x = Attention(dropout), torch.randn(4, 12, 16)
+    _, limited, expected, found = both(
+        model, x, 0.75, steps=4, loss_fn=F.mse_loss, targets=(torch.zeros(4, 12, 16),)
+    )
+    assert limited._planned().recomputed > 0
+    assert keeps_or_says(limited)
+    assert limited._planned().step.inductor is not None
+    assert equal(expected, found)
+
+
+@slow
+@needs_compiler
+def test_a_loss_outside_accumulation_and_another_batch():
+    model, x = Tiny(width=16), torch.randn(64, 16)
+    unplanned, limited = planned(copy.deepcopy(model), "1GB"), planned(model, "1GB")
+    torch.manual_seed(0)
+    limited.measure(x)
+    limited.compute_sequence()
+    limited.compute_sequence(int(limited.get_expected_memory() * 0.9))
+    for batch in (x, x, torch.randn(48, 16), x):
+        for each in (unplanned, limited):
+            torch.manual_seed(1)
+            loss_of(each(batch)).backward()
+    pairs = zip(unplanned.parameters(), limited.parameters(), strict=True)
+    assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
+    assert len(limited._plans) == 2
+    assert limited.module.norm.num_batches_tracked == 4
