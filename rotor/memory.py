@@ -326,7 +326,7 @@ class _CpuMeter(Meter):
             return
         events = self._trace.stop()
         _vacate(self)
-        moments: list[tuple[int, int]] | None = [] if self._wants_timeline else None
+        moments: list[tuple[int, int, int]] | None = [] if self._wants_timeline else None
         self._segments, self._peak_bytes, self._end_bytes = _levels(events, moments)
         if moments:
             marks = [
@@ -334,7 +334,7 @@ class _CpuMeter(Meter):
                 for event in events
                 if isinstance(event, _torch.Mark) and event.startswith(_MARK)
             ]
-            self._timeline = timeline_of(moments, marks, moments[0][0])
+            self._timeline = timeline_of(moments, marks)
         self._state = "done"
 
 
@@ -350,16 +350,18 @@ class _Freed:
 
 
 def _levels(
-    events: Iterable[_torch.Allocation | str], moments: list[tuple[int, int]] | None = None
+    events: Iterable[_torch.Allocation | str],
+    moments: list[tuple[int, int, int]] | None = None,
 ) -> tuple[list[Segment], int, int]:
     """The segments, the peak and the last level of allocations and marks.
 
-    Where there is a list for the moments, it gets (nanoseconds, level) at each of them.
+    Where there is a list for the moments, it gets (nanoseconds, level, bytes given out so far) at
+    each of them.
     """
     segments: list[Segment] = []
     sizes: dict[int, int] = {}
     name: str | None = None
-    level = start = peak = highest = 0
+    level = start = peak = highest = given = 0
     for event in events:
         if isinstance(event, _torch.Allocation):
             # A block that was freed unseen (in a thread without the profiler) is gone when its
@@ -368,6 +370,7 @@ def _levels(
             if event.nbytes > 0:
                 sizes[event.address] = event.nbytes
                 level += event.nbytes
+                given += event.nbytes
                 peak = max(peak, level)
         elif event.startswith(_FREED):
             level -= int(event.removeprefix(_FREED))
@@ -376,20 +379,23 @@ def _levels(
             if name is not None:
                 segments.append(Segment(name, start, peak, level))
             if event == _END:
-                _note(moments, event, level)
+                _note(moments, event, level, given)
                 break
             name = event.removeprefix(_MARK)
             start = peak = level
-        _note(moments, event, level)
+        _note(moments, event, level, given)
     return segments, highest, level
 
 
 def _note(
-    moments: list[tuple[int, int]] | None, event: _torch.Allocation | str, level: int
+    moments: list[tuple[int, int, int]] | None,
+    event: _torch.Allocation | str,
+    level: int,
+    given: int,
 ) -> None:
     if moments is not None:
         assert isinstance(event, _torch.Allocation | _torch.Mark)
-        moments.append((event.ns, level))
+        moments.append((event.ns, level, given))
 
 
 class _CudaMeter(Meter):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,12 +26,15 @@ class Timeline:
         Moments since the start, ascending, float64 [k].
     live_bytes
         What is allocated from each of them to the next, above the level at the start, int64 [k].
+    allocated_bytes
+        What was given out from the start to then, freed or not, int64 [k].
     marks
         The names that were given to moments, with these, in order.
     """
 
     seconds: npt.NDArray[np.float64]
     live_bytes: npt.NDArray[np.int64]
+    allocated_bytes: npt.NDArray[np.int64]
     marks: tuple[tuple[str, float], ...] = ()
 
     @property
@@ -47,7 +50,9 @@ class Timeline:
         """The moments of a measured step on the clock of its prediction.
 
         Forward, loss and backward are each stretched to the length that was predicted: a metered
-        step is slower than others, and the caller's loss takes a time that no plan knows.
+        step is slower than others, and the caller's loss takes a time that no plan knows. Where
+        the plan knows what each operation allocates, the bytes given out so far tell how far the
+        step has come; else the time does.
 
         Parameters
         ----------
@@ -64,7 +69,14 @@ class Timeline:
         begin = marks.get("backward", end)
         measured = [0.0, min(marks.get("loss", begin), begin), begin, end]
         known = [0.0, predicted.forward_end, predicted.backward_begin, predicted.seconds[-1]]
-        moments: npt.NDArray[np.float64] = np.interp(self.seconds, measured, known)
+        moments: npt.NDArray[np.float64]
+        if predicted.allocated_bytes is None:
+            moments = np.interp(self.seconds, measured, known)
+            return moments
+        given = np.interp(measured, self.seconds, self.allocated_bytes)
+        planned = np.interp(known, predicted.seconds, predicted.allocated_bytes)
+        progress = np.interp(self.allocated_bytes, given, planned)
+        moments = np.interp(progress, predicted.allocated_bytes, predicted.seconds)
         return moments
 
 
@@ -80,16 +92,24 @@ class PredictedTimeline:
         The most that is live while it runs, int64 [k].
     forward_end, backward_begin
         Seconds at which the forward ends, and at which the backward begins.
+    allocated_bytes
+        What was given out when each run begins, and at the end, int64 [k + 1]; ``None`` where that
+        is not known.
     """
 
     seconds: npt.NDArray[np.float64]
     live_bytes: npt.NDArray[np.int64]
     forward_end: float
     backward_begin: float
+    allocated_bytes: npt.NDArray[np.int64] | None = None
 
     @classmethod
     def of_runs(
-        cls, cost_ns: npt.ArrayLike, live_bytes: npt.ArrayLike, loss: int
+        cls,
+        cost_ns: npt.ArrayLike,
+        live_bytes: npt.ArrayLike,
+        loss: int,
+        new_bytes: npt.ArrayLike | None = None,
     ) -> PredictedTimeline:
         """The timeline of runs one after the other.
 
@@ -101,32 +121,38 @@ class PredictedTimeline:
             Live while it runs, [k].
         loss
             Which of them is the loss.
+        new_bytes
+            What each allocates, [k], where that is known.
         """
         seconds = np.concatenate([[0.0], np.cumsum(np.asarray(cost_ns, dtype=np.float64))]) / _NS
         live = np.asarray(live_bytes, dtype=np.int64)
-        return cls(seconds, live, float(seconds[loss]), float(seconds[loss + 1]))
+        allocated = None
+        if new_bytes is not None:
+            allocated = np.concatenate([[0], np.cumsum(np.asarray(new_bytes, dtype=np.int64))])
+        return cls(seconds, live, float(seconds[loss]), float(seconds[loss + 1]), allocated)
 
 
 def timeline_of(
-    moments: Sequence[tuple[int, int]], marks: Iterable[tuple[str, int]], start_ns: int
+    moments: Sequence[tuple[int, int, int]], marks: Sequence[tuple[str, int]]
 ) -> Timeline:
-    """The timeline of levels, thinned.
+    """The timeline of levels, thinned; its first moment is zero.
 
     Parameters
     ----------
     moments
-        Pairs (nanoseconds, level from then on), in order, at least one.
+        Nanoseconds, level from then on, bytes given out until then: in order, at least one.
     marks
-        Pairs (name, nanoseconds).
-    start_ns
-        The moment that is zero.
+        Pairs (name, nanoseconds); their moments are kept.
     """
-    times, levels = np.array(moments, dtype=np.int64).T
-    kept = thinned(levels)
+    times, levels, allocated = np.array(moments, dtype=np.int64).T
+    kept = thinned(levels, max(MOST_POINTS - len(marks), MOST_POINTS // 2))
+    marked = np.searchsorted(times, [ns for _, ns in marks])
+    kept = np.union1d(kept, marked[marked < len(times)]).astype(np.intp)
     return Timeline(
-        (times[kept] - start_ns) / _NS,
+        (times[kept] - times[0]) / _NS,
         levels[kept],
-        tuple((name, (ns - start_ns) / _NS) for name, ns in marks),
+        allocated[kept],
+        tuple((name, (ns - int(times[0])) / _NS) for name, ns in marks),
     )
 
 

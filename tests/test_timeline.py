@@ -80,11 +80,13 @@ def test_short_timelines_are_kept_whole():
 
 
 def test_moments_become_seconds():
-    found = timeline_of([(1_000, 0), (3_000, 8), (9_000, 2)], [("loss", 5_000)], 1_000)
-    assert found.seconds.tolist() == [0.0, 2e-6, 8e-6]
-    assert found.live_bytes.tolist() == [0, 8, 2]
+    moments = [(1_000, 0, 0), (3_000, 8, 8), (5_000, 8, 8), (9_000, 2, 10)]
+    found = timeline_of(moments, [("loss", 5_000)])
+    assert found.seconds.tolist() == [0.0, 2e-6, 4e-6, 8e-6]
+    assert found.live_bytes.tolist() == [0, 8, 8, 2]
+    assert found.allocated_bytes.tolist() == [0, 8, 8, 10]
     assert found.marks == (("loss", 4e-6),)
-    assert (found.peak_bytes, len(found)) == (8, 3)
+    assert (found.peak_bytes, len(found)) == (8, 4)
 
 
 def test_phases_are_stretched_to_what_was_predicted():
@@ -92,7 +94,7 @@ def test_phases_are_stretched_to_what_was_predicted():
     assert (predicted.forward_end, predicted.backward_begin) == (2.0, 3.0)
     measured = Timeline(
         np.array([0.0, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0]),
-        np.zeros(7, dtype=np.int64),
+        *[np.zeros(7, dtype=np.int64)] * 2,
         (("loss", 10.0), ("backward", 20.0)),
     )
     on_clock = measured.on_clock_of(predicted)
@@ -103,10 +105,22 @@ def test_a_loss_without_a_time_is_one_moment():
     predicted = PredictedTimeline.of_runs([2e9, 0, 4e9], [1, 2, 3], 1)
     moments = np.array([0.0, 1.0, 1.5, 2.0, 4.0])
     marks = (("loss", 1.0), ("backward", 2.0))
-    measured = Timeline(moments, np.zeros(5, dtype=np.int64), marks)
+    measured = Timeline(moments, *[np.zeros(5, dtype=np.int64)] * 2, marks)
     on_clock = measured.on_clock_of(predicted)
     assert on_clock[[0, 2, 3, 4]].tolist() == [0.0, 2.0, 2.0, 6.0]
     assert (np.diff(on_clock) >= 0).all()
+
+
+def test_bytes_given_out_tell_how_far_a_step_has_come():
+    # Forward of two operations, loss, backward of one: 10, 20, 5 and 30 bytes.
+    predicted = PredictedTimeline.of_runs([1e9, 1e9, 1e9, 4e9], [1] * 4, 2, [10, 20, 5, 30])
+    moments = np.array([0.0, 9.0, 9.5, 10.0, 11.0, 12.0, 13.0])
+    given = np.array([0, 10, 20, 30, 40, 40, 70])
+    marks = (("loss", 10.0), ("backward", 12.0))
+    measured = Timeline(moments, np.zeros(7, dtype=np.int64), given, marks)
+    on_clock = measured.on_clock_of(predicted)
+    # The loss gave out 10 bytes instead of 5: its share of the clock stays what it was.
+    assert on_clock.tolist() == [0.0, 1.0, 1.5, 2.0, 3.0, 3.0, 7.0]
 
 
 # -- meters
@@ -163,6 +177,18 @@ def test_a_metered_step_leaves_its_timeline(make):
     forward = measured.live_bytes[on_clock <= predicted.forward_end]
     starts = predicted.seconds[:-1]
     assert forward.max() <= predicted.live_bytes[starts <= predicted.forward_end].max()
+
+
+def test_measured_and_predicted_lie_on_each_other():
+    chk, _ = graph_step()
+    measured, predicted = chk._latest.measured_timeline, chk._latest.predicted_timeline
+    runs = np.searchsorted(predicted.seconds, measured.on_clock_of(predicted), side="right") - 1
+    live = predicted.live_bytes
+    reach = 3
+    padded = np.concatenate([np.zeros(reach, dtype=np.int64), live, np.zeros(reach + 1)])
+    around = np.max([padded[runs + k] for k in range(2 * reach + 1)], axis=0)
+    assert (measured.live_bytes <= around).all()
+    assert (measured.live_bytes[2:-2] > 0.5 * padded[runs + reach][2:-2]).mean() > 0.95
 
 
 # -- pictures

@@ -169,7 +169,11 @@ class GraphPlan:
         costs = np.array([op.cost_ns for op in self.graph.operations], dtype=np.int64)
         live = self.program.timeline().peak_bytes + self.own_bytes
         loss = int(np.flatnonzero(ops == self.step.lowered.loss)[0])
-        return PredictedTimeline.of_runs(costs[ops], live, loss)
+        new = [
+            sum(self.graph.storages[s].bytes for s in op.outputs) + op.workspace_bytes
+            for op in self.graph.operations
+        ]
+        return PredictedTimeline.of_runs(costs[ops], live, loss, np.array(new)[ops])
 
     @property
     def recomputed(self) -> int:
