@@ -60,21 +60,25 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(unique.values())
 
 
-@contextmanager
-def _without_updates(module: nn.Module) -> Iterator[None]:
-    """Buffers are, in the end, as they were."""
-    kept = [
-        (slots, name, slots[name], slots[name].detach().clone())
-        for part in module.modules()
-        for slots, name in _torch.buffer_slots(part)
-    ]
-    try:
-        yield
-    finally:
+class _WithoutUpdates:
+    """Buffers are, in the end, as they were. A block may be recomputed more than once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __enter__(self) -> None:
+        self._kept = [
+            (slots, name, slots[name], slots[name].detach().clone())
+            for part in self._module.modules()
+            for slots, name in _torch.buffer_slots(part)
+        ]
+
+    def __exit__(self, *_: object) -> None:
         with torch.no_grad():
-            for slots, name, buffer, value in kept:
+            for slots, name, buffer, value in self._kept:
                 buffer.copy_(value)
                 slots[name] = buffer
+        self._kept = []
 
 
 def _run(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -84,7 +88,7 @@ def _run(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         forward,
         *args,
         use_reentrant=False,
-        context_fn=lambda: (nullcontext(), _without_updates(module)),
+        context_fn=lambda: (nullcontext(), _WithoutUpdates(module)),
         **kwargs,
     )
 

@@ -327,9 +327,10 @@ class GraphCheckpointable(Checkpointable):
         with progress(1, "capturing the model"):
             try:
                 found = capture.reach(self.module, loss_fn, args, kwargs, tuple(targets))
-            except CaptureError:
+            except CaptureError as error:
                 # Modules that prepare themselves in their first forward can be captured after it.
-                run_once(self.module, args, kwargs)
+                if not run_once(self.module, args, kwargs):
+                    raise error from None
                 capture = Capture(fresh(_call), self._backend_of(key))
                 found = capture.reach(self.module, loss_fn, args, kwargs, tuple(targets))
         return self._profiled(key, capture, found, device, loss_fn is not None)

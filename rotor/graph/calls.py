@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import random
 import types
 from typing import Any
@@ -12,6 +13,8 @@ from torch import nn
 
 from rotor import _torch
 from rotor.values import tensors_of
+
+logger = logging.getLogger("rotor")
 
 __all__ = ["check_arguments", "described", "run_once", "takes_targets"]
 
@@ -41,8 +44,11 @@ def check_arguments(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Non
         )
 
 
-def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """A forward that leaves random states and buffers as they were."""
+def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
+    """A forward that leaves random states and buffers as they were; whether it came to its end.
+
+    It runs without gradients, which a forward that computes some itself does not take.
+    """
     device = tensors_of((args, kwargs))[0].device
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     state, python_state = _torch.get_generator_state(device), random.getstate()
@@ -51,6 +57,10 @@ def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             module.forward(*args, **kwargs)
             for buffer, value in buffers:
                 buffer.copy_(value)
+        return True
+    except Exception as error:
+        logger.info("a forward without gradients failed: %s", error)
+        return False
     finally:
         _torch.set_generator_state(device, state)
         random.setstate(python_state)

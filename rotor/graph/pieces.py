@@ -8,6 +8,7 @@ costs and the programs.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -162,11 +163,18 @@ class Kind:
             kept -= set(graph.operations[ops[boundary]].inputs)
         timeline = program.timeline()
         return Option(
-            kept_bytes=sum(graph.storages[s].bytes for s in kept) + own,
+            kept_bytes=int(sum(graph.storages[s].bytes for s in kept) + own),
             forward_bytes=int(timeline.peak_bytes[:boundary].max(initial=0)) + own,
             backward_bytes=int(timeline.peak_bytes[boundary:].max(initial=0)) + own,
             time_ns=program.time_ns,
         )
+
+    @property
+    def reads_outputs(self) -> bool:
+        """Whether anything is computed from the outputs: they may then have to stay as they are."""
+        tasks = self.captured.lowered.tasks
+        outputs = set(tasks[self.captured.lowered.loss].inputs)
+        return any(outputs.intersection(task.inputs) for task in tasks if task.phase != "loss")
 
     @property
     def least_kept(self) -> Emitted:
@@ -350,7 +358,10 @@ class Captures:
             for captured in capture.graphs:
                 captured.emitted = None
             try:
-                found = capture.reach(module, args, kwargs)
+                with warnings.catch_warnings():
+                    # PyTorch looks at the gradients of what it traces, also of what is no leaf.
+                    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+                    found = capture.reach(module, args, kwargs)
             except CaptureError as error:
                 # A capture that others share may have been made for too many values.
                 reason = str(error)
@@ -397,6 +408,9 @@ class _Search:
         self.sizes: dict[int, int] = {}
         self.outputs: list[set[int]] = []
         self.inside = False
+        # Autograd keeps the inputs of captured parts in every plan, so they may be held here too.
+        self.watched: list[tuple[torch.Tensor, int, Site]] = []
+        self.changed: set[tuple[nn.Module, int]] = set()
 
     def note(self, identity: int, size: int) -> None:
         if not self.inside:
@@ -406,6 +420,20 @@ class _Search:
         self.sizes[identity] = size
         self.keepers.setdefault(identity, []).append(phase)
 
+    def look_for_changes(self) -> None:
+        """Note the calls whose inputs or outputs the model has changed in place since."""
+        for tensor, version, site in self.watched:
+            if tensor._version != version:
+                self.changed.add((site.module, site.number))
+        self.watched.clear()
+
+    def found(self, site: Site, given: Sequence[torch.Tensor], made: set[int]) -> None:
+        """Note a captured call."""
+        self.sites.append(site)
+        self.outputs.append(made)
+        self.watched += [(tensor, tensor._version, site) for tensor in given]
+        self.progress(len(self.sites), len(self.wanted))
+
     def run(self, args: Any, kwargs: Any) -> int:
         """The bytes of the model's outputs."""
         device = tensors_of((args, kwargs))[0].device
@@ -414,7 +442,7 @@ class _Search:
         resident = [*self.model.parameters(), *self.model.buffers(), *tensors_of((args, kwargs))]
         saves = Saves(resident, self.note)
 
-        def watched(module: nn.Module, forward: Any) -> Callable[..., Any]:
+        def replacement(module: nn.Module, forward: Any) -> Callable[..., Any]:
             def run(*given: Any, **named: Any) -> Any:
                 number = counts[module] = counts.get(module, -1) + 1
                 if self.inside or (module, number) not in self.wanted:
@@ -435,19 +463,22 @@ class _Search:
                     output = forward(*given, **named)
                 finally:
                     self.inside = False
-                self.sites.append(Site(path, module, number, signature, kind))
-                self.progress(len(self.sites), len(self.wanted))
-                self.outputs.append(set(saves.identities(tensors_within(output))))
+                watched = tensors_of((given, named))
+                if kind.reads_outputs:
+                    watched += tensors_within(output)
+                site = Site(path, module, number, signature, kind)
+                self.found(site, watched, set(saves.identities(tensors_within(output))))
                 return output
 
             return run
 
         with (
             unchanged(self.model, device),
-            Replaced(paths, watched) as replaced,
+            Replaced(paths, replacement) as replaced,
             saves.watching(),
         ):
             output = self.model.forward(*args, **kwargs)
+            self.look_for_changes()
         for k, (site, own) in enumerate(zip(self.sites, self.outputs, strict=True)):
             site.is_held = all(max(self.keepers.get(i, [0])) > 2 * k + 1 for i in own)
         return memory.storage_bytes(tensors_within(output))
@@ -533,8 +564,12 @@ def discover(
         total = sum(whole.saved.values())
         smallest = max(total // _SMALLEST_SHARE, _SMALLEST_BYTES)
         worth = {(c.module, c.number) for c in calls if c.plannable_bytes > smallest}
-        search = _Search(model, worth, captures, progress)
-        output_bytes = search.run(args, kwargs) if worth else 0
+        while True:
+            search = _Search(model, worth, captures, progress)
+            output_bytes = search.run(args, kwargs) if worth else 0
+            if not search.changed:
+                break
+            worth -= search.changed
     except NeedsBackward:
         return None
     if not search.sites:
