@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 from rotor.errors import InfeasibleError
-from rotor.graph.emit import emit
 from rotor.graph.engine import CapturedStep, GraphPlan, build_graph
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program
@@ -45,7 +44,7 @@ def loaded_plan(
         )
     loss_bytes = saved.graph.operations[step.lowered.loss].workspace_bytes
     program = Program(build_graph(step.lowered, step.costs, loss_bytes), saved.ops)
-    emitted = emit(step.lowered, program.ops.tolist())
+    emitted = step.code(program.ops.tolist())
     own = step.own_bytes(emitted.replayed)
     needed = program.peak_bytes + own
     if needed > limit_bytes:
