@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import autograd
 from torch.utils import _python_dispatch
 
 from rotor import _torch
@@ -58,6 +62,63 @@ def dispatch_modes() -> int:
     return torch._C._len_torch_dispatch_stack()
 
 
+def without_modes() -> Any:
+    """A context in which no mode or subclass sees operators."""
+    return torch._C._DisableTorchDispatch()
+
+
+FakeTensor = torch._subclasses.FakeTensor
+
+
+def in_function_modes() -> bool:
+    """Whether a mode sees the functions of PyTorch that this thread calls."""
+    return torch._C._is_torch_function_mode_enabled()
+
+
+def without_functions() -> Any:
+    """A context in which no mode or subclass sees functions of PyTorch."""
+    return torch._C.DisableTorchFunction()
+
+
+@contextmanager
+def backwards_within(mode: Any) -> Iterator[None]:
+    """Whatever backward this thread runs in the context runs within a mode too."""
+    run = autograd._engine_run_backward  # type: ignore[attr-defined]
+    owner = threading.get_ident()
+
+    def run_within(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != owner:
+            return run(*args, **kwargs)
+        with mode:
+            return run(*args, **kwargs)
+
+    autograd._engine_run_backward = run_within  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        autograd._engine_run_backward = run  # type: ignore[attr-defined]
+
+
+@contextmanager
+def dlpack_after(prepare: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """In the context `torch.to_dlpack`, which no mode sees, prepares its tensor."""
+    homes: list[Any] = [torch, torch.utils.dlpack]
+    export = torch.to_dlpack  # type: ignore[attr-defined]
+
+    def to_dlpack(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As without a budget (`torch.to_dlpack`)."""
+        prepare(tensor)
+        return export(tensor, *args, **kwargs)
+
+    for home in homes:
+        home.to_dlpack = to_dlpack
+    try:
+        yield
+    finally:
+        for home in homes:
+            home.to_dlpack = export
+
+
 DispatchMode = _python_dispatch.TorchDispatchMode
 
 
@@ -76,6 +137,10 @@ _torch.check(
     (
         "_C._AutoDispatchBelowAutograd",
         "_C._DisableAutocast",
+        "_C._DisableTorchDispatch",
+        "_C._is_torch_function_mode_enabled",
+        "_C.DisableTorchFunction",
+        "autograd._engine_run_backward",
         "_C._construct_storage_from_data_pointer",
         "_C._len_torch_dispatch_stack",
         "_conj",

@@ -1,0 +1,104 @@
+"""Reads of tensors that no operator makes: what they read is brought back before.
+
+Eviction takes the bytes of a storage. Operators are seen and have their inputs brought back;
+``tensor.numpy()`` and its like read memory themselves, and would find none. The guard is a mode
+over PyTorch's functions that knows them. It acts in the thread that entered the budget, and in the
+backwards that this thread runs.
+
+It cannot see extensions that take a tensor in C++ and read it without PyTorch's dispatcher, other
+threads of Python, and functions that were called while ``torch._C.DisableTorchFunction`` was on:
+`Session.pin` makes a tensor safe for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from rotor import _dispatch
+from rotor.values import tensors_of
+
+
+class Guarded(Protocol):
+    """What the guard asks of a session."""
+
+    def materialize(self, tensor: torch.Tensor) -> None:
+        """Have a tensor's bytes in memory until the next operator runs."""
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Have a tensor's bytes in memory for good."""
+
+    def protect(self, tensor: torch.Tensor) -> None:
+        """A tensor is about to be written to."""
+
+
+def _functions(names: str, *owners: Any) -> list[Callable[..., Any]]:
+    found = [getattr(owner, name, None) for owner in owners for name in names.split()]
+    return [function for function in found if function is not None]
+
+
+# Finished with the bytes before they return, and run no operators that could evict them.
+_READ = frozenset(_functions("__repr__ __format__ tolist", torch.Tensor))
+
+# What they return shares the bytes, or they read several tensors.
+_SHARED = frozenset(
+    _functions(
+        "numpy __array__ data_ptr const_data_ptr mutable_data_ptr __dlpack__ untyped_storage "
+        "storage share_memory_ __deepcopy__ __reduce_ex__ apply_ map_ map2_ tensor_split",
+        torch.Tensor,
+    )
+    + _functions("tensor_split ctc_loss", torch)
+    + _functions("ctc_loss", functional)
+    + [torch.Tensor.__cuda_array_interface__.__get__]
+)
+
+# They write with code of their own.
+_WRITTEN = frozenset(_functions("apply_ map_ map2_", torch.Tensor))
+
+
+class Guard(TorchFunctionMode):
+    """Brings back what functions of PyTorch read without operators.
+
+    Parameters
+    ----------
+    session
+        Whose tensors.
+    """
+
+    def __init__(self, session: Guarded) -> None:
+        super().__init__()
+        self._session = session
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call one function of PyTorch."""
+        if func in _SHARED:
+            for tensor in tensors_of((args, kwargs)):
+                self._session.pin(tensor)
+            if func in _WRITTEN:
+                self._session.protect(args[0])
+        elif func in _READ:
+            self._session.materialize(args[0])
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+@contextmanager
+def guarded(session: Guarded) -> Iterator[None]:
+    """Guard a session, in backwards too.
+
+    PyTorch takes a mode off the stack around a function that the mode has seen, so also around
+    ``Tensor.backward``, in which hooks and `torch.autograd.Function` read tensors.
+    """
+    guard = Guard(session)
+    with (
+        _dispatch.backwards_within(guard),
+        _dispatch.dlpack_after(session.pin),
+        guard,
+    ):
+        yield
