@@ -78,7 +78,7 @@ def serve(request: dict) -> None:
     loss = 0.25 if trouble == "differs" and is_limited else 0.5
     for number in range(request["n_reps"]):
         figures = {
-            "time": 12.0 + number,
+            "time": (15.0 if is_limited else 10.0) + number,
             "gpu_time": (15.0 if is_limited else 10.0) + number,
             "cpu_time": 8.0 if is_limited else 4.0,
             "input_mem": 1.0,

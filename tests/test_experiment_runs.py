@@ -363,6 +363,9 @@ def test_the_parts_of_a_bar_add_up_to_its_time(calls, tmp_path):
     (panel,) = experiment_figures.budget_panels({"one": results})
     assert [bar["label"] for bar in panel["bars"]] == ["baseline", "no limit", "8 MB"]
     assert panel["is_relative"]
+    (in_cpu_time,) = experiment_figures.budget_panels({"one": results}, "cpu_time")
+    assert sum(in_cpu_time["bars"][2]["parts"].values()) == pytest.approx(2.0)
+    assert in_cpu_time["bars"][2]["parts"]["base"] == pytest.approx(2.0 * 9 / 15)
     parts = panel["bars"][2]["parts"]
     assert sum(parts.values()) == pytest.approx(1.5)
     assert parts == pytest.approx(

@@ -269,7 +269,7 @@ def write(
         output.json({}, failed, suffix="_errors")
     output.summary(_text(config, machine, models))
     if output.formats:
-        _draw(output, models)
+        _draw(output, models, "cpu_time" if machine["device"] == "cpu" else "gpu_time")
 
 
 def _csv_suffix(outcome: Outcome) -> str:
@@ -416,12 +416,12 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _draw(output: Output, models: dict[str, list[dict[str, Any]]]) -> None:
+def _draw(output: Output, models: dict[str, list[dict[str, Any]]], clock: str) -> None:
     from rotor.report import experiment_figures as figures
 
     for suffix, panels, draw in (
-        ("_slowdown", figures.budget_panels(models), figures.budget_grid),
-        ("_ratio", figures.ratio_panels(models), figures.ratio_grid),
+        ("_slowdown", figures.budget_panels(models, clock), figures.budget_grid),
+        ("_ratio", figures.ratio_panels(models, clock), figures.ratio_grid),
         ("_throughput", figures.sweep_panels(models), figures.throughput_grid),
         ("_breakdown", figures.sweep_panels(models), figures.breakdown_grid),
     ):

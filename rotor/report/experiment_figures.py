@@ -44,12 +44,13 @@ _TITLE = 34
 Models = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
-def profile(entry: Mapping[str, Any]) -> dict[str, float] | None:
+def profile(entry: Mapping[str, Any], clock: str = "gpu_time") -> dict[str, float] | None:
     """Medians in ms of the parts of a step; None where it failed or has no time.
 
-    A baseline has one part, "baseline". Those of others add up to the median time, unless what is
-    profiled is more than that: then nothing is left that is unprofiled. The search for what to
-    evict contains the computation of costs.
+    A baseline has one part, "baseline". Those of others add up to the median of the clock, unless
+    what is profiled is more than that: then nothing is left that is unprofiled. The profile is in
+    wall time; of another clock each part has the same share. The search for what to evict contains
+    the computation of costs.
     """
     summary = entry["summary"]
     if summary == "error" or "gpu_time" not in summary:
@@ -58,16 +59,25 @@ def profile(entry: Mapping[str, Any]) -> dict[str, float] | None:
     def median(metric: str) -> float:
         return float(summary[metric]["median"]) if metric in summary else 0.0
 
-    cost = median("cost_time")
+    height = median(clock)
     if entry["type"] == "baseline":
-        return {"baseline": median("gpu_time")}
+        return {"baseline": height}
+    wall = median("time")
+    scale = height / wall if wall else 1.0
+    cost = median("cost_time")
     parts = {
-        "base": median("base_compute_time"),
-        "rematerialization": median("remat_compute_time"),
-        "eviction loop": max(median("search_time") - cost, 0.0),
-        "cost compute": cost,
+        "base": median("base_compute_time") * scale,
+        "rematerialization": median("remat_compute_time") * scale,
+        "eviction loop": max(median("search_time") - cost, 0.0) * scale,
+        "cost compute": cost * scale,
     }
-    return parts | {"unprofiled": max(median("gpu_time") - sum(parts.values()), 0.0)}
+    return parts | {"unprofiled": max(height - sum(parts.values()), 0.0)}
+
+
+def _slowdown(entry: Mapping[str, Any], clock: str) -> float | None:
+    is_cpu = clock == "cpu_time" and entry["type"] != "simrd"
+    found: float | None = entry["cpu_slowdown" if is_cpu else "slowdown"]
+    return found
 
 
 def _own(entry: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -106,14 +116,22 @@ def _key(budget: Any) -> float:
     return float(budget) if isinstance(budget, int) else math.inf
 
 
-def budget_panels(models: Models) -> list[dict[str, Any]]:
-    """What `budget_grid` draws: the commands of kind "fixed", a panel for each workload."""
+def budget_panels(models: Models, clock: str = "gpu_time") -> list[dict[str, Any]]:
+    """What `budget_grid` draws: the commands of kind "fixed", a panel for each workload.
+
+    Parameters
+    ----------
+    models
+        Of each model, its commands.
+    clock
+        The metric that slow-downs are of: "gpu_time", or "cpu_time".
+    """
     panels = []
     for model, listed in models.items():
         for workload in _workloads(listed, "fixed"):
             same = [entry for entry in listed if _workload(entry) == workload]
             plain = next((e for e in same if e["type"] == "baseline"), None)
-            parts = None if plain is None else profile(plain)
+            parts = None if plain is None else profile(plain, clock)
             unit = None if parts is None else sum(parts.values())
             found = [entry for entry in same if entry["kind"] == "fixed"]
             found.sort(key=lambda entry: -_key(entry["specific_params"]["memory_budget"]))
@@ -125,7 +143,7 @@ def budget_panels(models: Models) -> list[dict[str, Any]]:
             bars = [_bar("baseline", parts, unit)] if plain is not None else []
             for entry in found:
                 budget = entry["specific_params"]["memory_budget"]
-                bar = _bar(_budget_text(budget), profile(entry), unit)
+                bar = _bar(_budget_text(budget), profile(entry, clock), unit)
                 bars.append(bar | {"simulated": simulated.get(budget) if unit else None})
             panels.append(
                 {"title": _title(model, workload), "bars": bars, "is_relative": unit is not None}
@@ -199,8 +217,11 @@ def _stack(ax: Any, bars: Sequence[Mapping[str, Any]]) -> None:
     ax.grid(axis="x", visible=False)
 
 
-def ratio_panels(models: Models) -> list[dict[str, Any]]:
-    """What `ratio_grid` draws: a panel for each model that has commands of kind "ratio"."""
+def ratio_panels(models: Models, clock: str = "gpu_time") -> list[dict[str, Any]]:
+    """What `ratio_grid` draws: a panel for each model that has commands of kind "ratio".
+
+    Parameters as of `budget_panels`.
+    """
     panels = []
     for model, listed in models.items():
         workloads = _workloads(listed, "ratio")
@@ -213,14 +234,14 @@ def ratio_panels(models: Models) -> list[dict[str, Any]]:
                 else _title(model, workload).partition("\n")[2].replace("\n", " ")
             )
             for kind, word in (("ratio", "DTR"), ("", "simulated")):
-                curves += _ratio_curves(same, kind, f"{name} {word}".strip())
+                curves += _ratio_curves(same, kind, f"{name} {word}".strip(), clock)
         if curves:
             title = _title(model, workloads[0]) if len(workloads) == 1 else model
             panels.append({"title": title, "curves": curves})
     return panels
 
 
-def _ratio_curves(same: list[Any], kind: str, label: str) -> list[dict[str, Any]]:
+def _ratio_curves(same: list[Any], kind: str, label: str, clock: str) -> list[dict[str, Any]]:
     wanted = "dtr" if kind else "simrd"
     found = [e for e in same if e["type"] == wanted and e["kind"] == kind]
     found = [entry for entry in found if "ratio" in entry["specific_params"]]
@@ -233,7 +254,7 @@ def _ratio_curves(same: list[Any], kind: str, label: str) -> list[dict[str, Any]
             {
                 "label": label if len(heuristics) == 1 else f"{label}, {heuristic}",
                 "ratios": [entry["specific_params"]["ratio"] for entry in own],
-                "values": [entry["slowdown"] for entry in own],
+                "values": [_slowdown(entry, clock) for entry in own],
                 "failed": [entry["summary"] == "error" for entry in own],
                 "is_simulated": wanted == "simrd",
             }
