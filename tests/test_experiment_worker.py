@@ -140,23 +140,21 @@ def test_devices_are_checked():
 
 @pytest.mark.slow
 def test_models_train_under_budgets_in_processes(tmp_path):
-    """The real worker: `rotor.models.workloads` under `rotor.dtr`, and a replay of its log."""
-    extra = {"batch_size": 4, "extra_params": {"depth": 3}}
+    """The real worker: `rotor.models.workloads` under `rotor.dtr`."""
+    extra = {"batch_size": 16, "extra_params": {"depth": 4}}
     settings = {
         "default": {"use_sampling": False, "ignore_small_tensors": False},
         "treelstm": [
-            {"type": "dtr", "kind": "ratio", "ratio": [0.6, 1.0], **extra},
-            {"type": "simrd", "ratio": [1.0], **extra},
+            {"type": "dtr", "kind": "ratio", "ratio": [0.7, 1.0], **extra},
         ],
     }
-    top = {"models": ["treelstm"], "set_seed": True, "device": "cpu", "save_logs": True}
+    top = {"models": ["treelstm"], "set_seed": True, "device": "cpu"}
     config = configuration.parse(json.dumps(top | {"dtr_settings": settings}), "test")
     runs.run(config, tmp_path, formats=())
     data = json.loads((tmp_path / "data/test.json").read_text())
-    small, large, simulated = data["results"]["treelstm"]
+    small, large = data["results"]["treelstm"]
     assert small["losses_equal"]
     assert large["losses_equal"]
     budget = small["specific_params"]["memory_budget"]
     assert small["summary"]["total_mem"]["max"] <= budget / 1e6
     assert small["summary"]["evictions"]["max"] > 0
-    assert simulated["summary"] != "error"
