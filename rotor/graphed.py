@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -524,17 +525,12 @@ class GraphCheckpointable(Checkpointable):
         return output
 
     def _search_pieces(self, key: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        source, old = self._profile, self._pieces.pop(key, None)
-
-        def cost(lowered: Any, device: torch.device, primals: Sequence[Any]) -> Any:
-            return price(source, lowered, device, primals)
-
         cancel_running()
-        if old is None:
+        old = self._pieces.pop(key, None)
+        captures = old.captures if old else None
+        if captures is None:
             options = {"effort": "fast"} | self._options
-            captures = Captures(self._reasons[key][0], cost, options)
-        else:
-            captures = old.captures
+            captures = Captures(self._reasons[key][0], partial(price, self._profile), options)
         with progress(1, "capturing the parts of the model") as update:
             found = discover(self.module, args, kwargs, captures, update)
         if found is not None:
