@@ -8,7 +8,9 @@ Rematerialization", ICLR 2021.
 
 from __future__ import annotations
 
-from rotor.dtr.runtime import Session, Stats, budget, current
+from rotor.dtr.context import budget, current
+from rotor.dtr.recall import Observer, Stats
+from rotor.dtr.runtime import Session
 from rotor.errors import BudgetError
 
-__all__ = ["BudgetError", "Session", "Stats", "budget", "current"]
+__all__ = ["BudgetError", "Observer", "Session", "Stats", "budget", "current"]

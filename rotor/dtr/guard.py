@@ -33,7 +33,7 @@ class Guarded(Protocol):
     def pin(self, tensor: torch.Tensor) -> None:
         """Have a tensor's bytes in memory for good."""
 
-    def protect(self, tensor: torch.Tensor) -> None:
+    def give_up(self, tensor: torch.Tensor) -> None:
         """A tensor is about to be written to."""
 
 
@@ -82,7 +82,7 @@ class Guard(TorchFunctionMode):
             for tensor in tensors_of((args, kwargs)):
                 self._session.pin(tensor)
             if func in _WRITTEN:
-                self._session.protect(args[0])
+                self._session.give_up(args[0])
         elif func in _READ:
             self._session.materialize(args[0])
         return func(*args, **kwargs) if kwargs else func(*args)

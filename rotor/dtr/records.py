@@ -76,14 +76,19 @@ class Record:
         The settings that it ran under.
     generator, state
         The random number generator, and its state before.
+    needs, counted_bytes
+        What it takes, which may become known later; the part of its workspace that the book
+        knows.
     """
 
     __slots__ = (
         "args",
+        "counted_bytes",
         "flags",
         "generator",
         "grad_enabled",
         "kwargs",
+        "needs",
         "operator",
         "origins",
         "outputs",
@@ -101,6 +106,8 @@ class Record:
         flags: Flags,
         generator: torch.Generator | None,
         state: torch.Tensor | None,
+        needs: Needs,
+        counted_bytes: int,
     ) -> None:
         self.operator = operator
         self.args = args
@@ -111,6 +118,8 @@ class Record:
         self.flags = flags
         self.generator = generator
         self.state = state
+        self.needs = needs
+        self.counted_bytes = counted_bytes
 
     def run(self, storage_of: Callable[[int], torch.UntypedStorage]) -> list[torch.Tensor]:
         """Run it on these storages of its nodes, as it ran first.
@@ -147,6 +156,27 @@ class Record:
                 write_flags(flags)
             _torch.set_grad_enabled(now)
         return tensors_of(results)
+
+
+class Needs:
+    """What an operator takes on arguments of one layout.
+
+    Attributes
+    ----------
+    made_bytes
+        The storages that it makes.
+    workspace_bytes
+        The most that it has in use beside them.
+    is_measured
+        False while these are guesses.
+    """
+
+    __slots__ = ("is_measured", "made_bytes", "workspace_bytes")
+
+    def __init__(self, made_bytes: int, workspace_bytes: int, is_measured: bool) -> None:
+        self.made_bytes = made_bytes
+        self.workspace_bytes = workspace_bytes
+        self.is_measured = is_measured
 
 
 def tensors_of(results: Any) -> list[torch.Tensor]:

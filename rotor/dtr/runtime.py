@@ -2,102 +2,35 @@
 
 from __future__ import annotations
 
-import math
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
 
 import torch
 
-from rotor import _core, _dispatch, _torch, memory
+from rotor import _dispatch, _torch, memory
 from rotor.dtr.operators import Operator
+from rotor.dtr.recall import Recall, Stats
 from rotor.dtr.records import Record, pattern, read_flags, tensors_of
 from rotor.dtr.signatures import guess, known_needs, run_measured
-from rotor.dtr.storages import StorageRef, bytes_of
-from rotor.errors import BudgetError, MemoryLimitWarning
-from rotor.units import parse_bytes
+from rotor.dtr.storages import StorageRef
+from rotor.errors import MemoryLimitWarning
 
-_NAMED = 5
 _SMALL_BYTES = 256
+_LONGEST_CHAIN = 64
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBER_BYTES = 16
 
 
-@dataclass(frozen=True)
-class Stats:
-    """What a session has done since it began, or since `Session.reset_profile`.
-
-    Attributes
-    ----------
-    budget_bytes
-        The budget, ``None`` for none.
-    peak_bytes
-        The most that was in use, above the level on entry, as the runtime counts it: storages
-        and the workspaces that operators were measured to take.
-    operations
-        Operators of the program that ran, those that only make views left out.
-    evictions, rematerializations
-        Storages whose bytes were freed to make room, and operators that ran again.
-    overflows
-        How often the budget was passed (``strict=False``).
-    base_ns, remat_ns
-        Time in the program's operators, and in those that ran again.
-    search_ns, cost_ns
-        Time spent choosing what to evict, and the part of it that is not the eviction itself.
-    """
-
-    budget_bytes: int | None
-    peak_bytes: int
-    operations: int
-    evictions: int
-    rematerializations: int
-    overflows: int
-    base_ns: int
-    remat_ns: int
-    search_ns: int
-    cost_ns: int
-
-
-class Session(_dispatch.DispatchMode):
+class Session(Recall, _dispatch.DispatchMode):
     """A program that runs under a budget; `budget` makes and enters one."""
 
-    def __init__(
-        self,
-        limit: int | None,
-        *,
-        heuristic: str,
-        seed: int,
-        strict: bool,
-        sample: bool,
-        ignore_small: bool,
-        storage_swap: bool | None,
-        device: torch.device,
-    ) -> None:
-        super().__init__()
-        self.device = device
-        self.limit = limit
-        self._strict = strict
-        self._bytes = bytes_of(storage_swap)
-        self._book = _core.Recorder(
-            heuristic,
-            -1 if limit is None else limit,
-            seed=seed,
-            sample=sample,
-            ignore_small=ignore_small,
-        )
-        self._table: dict[int, StorageRef] = {}
+    def __init__(self, limit: int | None, *, device: torch.device, **settings: Any) -> None:
+        super().__init__(limit, device=device, **settings)
         self._operators: dict[Any, Operator] = {}
         self._needs = known_needs(device)
-        self._lock = threading.RLock()
-        self._is_cpu = device.type == "cpu"
-        self._is_open = True
-        self._is_leaving = False
-        self._overflows = 0
-        self._search_ns = 0
-        self._cost_ns = 0
+        self._warned_chain = False
+        self._generator_bytes: dict[torch.device, int] = {}
 
     # -- figures
 
@@ -118,6 +51,10 @@ class Session(_dispatch.DispatchMode):
             cost_ns=self._cost_ns,
         )
 
+    def counters(self) -> dict[str, int]:
+        """The figures of the book: bytes, nodes, records, times; for tests and reports."""
+        return self._book.counters()
+
     def reset_profile(self) -> None:
         """Begin counts, times and the peak anew."""
         self._book.reset()
@@ -130,6 +67,8 @@ class Session(_dispatch.DispatchMode):
             del self._table[ref.key]
         if self._is_open:
             self._book.dead(ref.node)
+            if self.observer is not None:
+                self.observer.released(ref.node)
 
     def _size(self, storage: torch.UntypedStorage) -> int:
         if storage.device != self.device:
@@ -144,6 +83,8 @@ class Session(_dispatch.DispatchMode):
         ref = StorageRef(storage, self._gone)
         ref.node = self._book.source(self._size(storage), is_foreign, ref)
         self._table[ref.key] = ref
+        if self.observer is not None:
+            self.observer.constant(ref.node, storage.nbytes())
         return ref
 
     def _ref_of(self, tensor: torch.Tensor) -> StorageRef:
@@ -154,127 +95,23 @@ class Session(_dispatch.DispatchMode):
             ref = self._adopt(storage, tensor.dim() > 0 or tensor.nbytes > _NUMBER_BYTES)
         return ref
 
-    # -- making room, running again
-
-    def _make_room(self, nbytes: int, least: int) -> None:
-        """Evict until `nbytes` fit, or, where nothing is left to evict, at least `least`."""
-        make_room = self._book.make_room
-        start = perf_counter_ns()
-        taking = 0
-        found = make_room(nbytes)
-        while found:
-            now = perf_counter_ns()
-            self._bytes.take(found[0])
-            taking += perf_counter_ns() - now
-            found = make_room(nbytes)
-        if found is None:
-            if taking:
-                took = perf_counter_ns() - start
-                self._search_ns += took
-                self._cost_ns += took - taking
-            return
-        current = self._book.counters()["current_bytes"]
-        assert self.limit is not None
-        if current + least <= self.limit:
-            return
-        if self._strict and not self._is_leaving:
-            raise self._no_room(current, least)
-        if self._overflows == 0 and not self._is_leaving:
-            warnings.warn(str(self._no_room(current, least)), MemoryLimitWarning, stacklevel=4)
-        self._overflows += 1
-
-    def _no_room(self, current: int, nbytes: int) -> BudgetError:
-        described = [(self._book.describe(node), node) for node in self._book.nodes()]
-        kept = sorted(
-            (entry[0], entry[2], entry[4]) for entry, _ in described if entry[1] and entry[0]
-        )
-        named = ", ".join(
-            f"{size} bytes ({'in use now' if locks else 'an input, parameter, gradient or pinned'})"
-            for size, _, locks in reversed(kept[-_NAMED:])
-        )
-        minimum = current + nbytes
-        return BudgetError(
-            f"the budget of {self.limit} bytes is too small: the next operation needs {nbytes} "
-            f"bytes beside {current} that cannot be evicted ({len(kept)} storages, the largest "
-            f"{named}); a budget of {minimum} bytes gets past this operation",
-            minimum,
-        )
-
-    def _storage(self, node: int) -> torch.UntypedStorage:
-        storage: torch.UntypedStorage | None = self._book.storage(node)
-        assert storage is not None
-        return storage
-
-    def _replay(self, record: Record) -> None:
-        book = self._book
-        nbytes, _ = book.wanted()
-        copied: dict[int, torch.UntypedStorage] = {}
-        if self._bytes.copies:
-            nbytes *= 2
-        self._make_room(nbytes, nbytes)
-        _, wanted = book.wanted()  # Making room may have evicted an output that was there.
-        reused = {record.origins[k] for k, _, _, may_reuse in wanted if may_reuse}
-
-        def storage_of(node: int) -> torch.UntypedStorage:
-            if node not in record.origins or node in reused:
-                return self._storage(node)
-            if node not in copied:
-                storage = self._storage(node)
-                copied[node] = torch.UntypedStorage(storage.nbytes(), device=storage.device)
-                copied[node].copy_(storage)
-            return copied[node]
-
-        start = perf_counter_ns()
-        results = record.run(storage_of)
-        if not self._is_cpu:
-            torch.cuda.synchronize(self.device)
-        took = perf_counter_ns() - start
-        for k, node, is_live, _ in wanted:
-            index, origin = record.outputs[k], record.origins[k]
-            made = results[index].untyped_storage() if index >= 0 else storage_of(origin)
-            if not is_live:
-                book.hold(node, made)
-                continue
-            storage = self._storage(node)
-            if self._bytes.views and storage.nbytes() != made.nbytes():
-                raise RuntimeError(
-                    f"{record.operator.name} made a storage of {made.nbytes()} bytes where it "
-                    f"made {storage.nbytes()} before: rotor cannot run this program again"
-                )
-            self._bytes.give(storage, made)
-        book.replayed(took)
-
-    def _catch_up(self) -> None:
-        """Run again what the inputs of the operation that has begun need."""
-        record = self._book.next()
-        while record is not None:
-            self._replay(record)
-            record = self._book.next()
-
-    def _restore(self, nodes: list[int]) -> None:
-        """Bring nodes back into memory for good."""
-        book = self._book
-        for node in nodes:
-            storage = self._storage(node)
-            try:
-                book.begin([node])
-                self._catch_up()
-            finally:
-                book.abort()
-            book.pin(node)
-            del storage
-
-    def _protect(self, node: int) -> None:
-        """Before a source is written to: what was computed from it must not need it again."""
-        if self._book.describe(node)[5] > 0:
-            self._restore(self._book.dependents(node))
-
     # -- operators
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operator of the program."""
+        if _dispatch.in_function_modes():
+            with _dispatch.without_functions():
+                return self.__torch_dispatch__(func, types, args, kwargs)
+        if types and not all(kind in _PLAIN for kind in types):
+            if any(issubclass(kind, _dispatch.FakeTensor) for kind in types):
+                raise RuntimeError(
+                    "torch.compile within rotor.dtr.budget: compiled kernels would read what is "
+                    "evicted. Leave the function uncompiled, or compile it and use "
+                    "rotor.Checkpointable"
+                )
+            return NotImplemented
         operator = self._operators.get(func)
         if operator is None:
             operator = self._operators[func] = Operator(func)
@@ -303,12 +140,20 @@ class Session(_dispatch.DispatchMode):
             _flatten(value, tensors, signature)
         refs = {}
         node_of = {}
-        read_bytes = 0
+        if not self._is_cpu and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "CUDA graphs cannot be captured within rotor.dtr.budget: what they read may be "
+                "evicted. Capture before entering the context"
+            )
+        is_recording = _dispatch.graph_task() < 0 or torch.is_grad_enabled()
         for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                is_recording = False
+                node_of[id(tensor)] = -1
+                continue
             ref = self._ref_of(tensor)
             refs[ref.node] = ref
             node_of[id(tensor)] = ref.node
-        is_recording = _dispatch.graph_task() < 0 or torch.is_grad_enabled()
         written = self._written(operator, args, kwargs, node_of)
         hidden: set[int] = set()
         replay_args = args
@@ -318,7 +163,19 @@ class Session(_dispatch.DispatchMode):
                 self._protect(node)
             written = [node for node in written if node not in hidden]
             replay_args = (*args[:3], None, None, *args[5:])
+        if operator.is_reshaping:
+            written = []
+            is_recording = False
+            for node in refs:
+                self._restore([node])
+                self._protect(node)
         for node in written:
+            if not torch.is_grad_enabled():
+                # What optimizers and initialisations write to lives long: a version for every step
+                # would keep all that it was computed from.
+                self._restore([node])
+            elif book.describe(node)[6] >= _LONGEST_CHAIN:
+                self._end_chain(node)
             if book.describe(node)[2]:
                 is_recording = False
                 self._protect(node)
@@ -336,12 +193,14 @@ class Session(_dispatch.DispatchMode):
             book.begin(nodes)
             self._catch_up()
             if operator.is_random:
-                generator, state = self._random_state(kwargs)
-                kept_bytes = state.nbytes if generator.device == self.device else 0
+                generator = self._generator(kwargs)
+                kept_bytes = self._state_bytes(generator)
             least = needs.made_bytes + (needs.workspace_bytes if needs.is_measured else 0)
             self._make_room(
                 needs.made_bytes + needs.workspace_bytes + kept_bytes, least + kept_bytes
             )
+            if generator is not None:
+                state = generator.get_state()
             if needs.is_measured or not self._is_cpu or _torch.profiler_in_use():
                 start = perf_counter_ns()
                 results = operator.call(*args, **kwargs)
@@ -355,6 +214,15 @@ class Session(_dispatch.DispatchMode):
             book.abort()
             raise
         made, indices, places = self._new_storages(results)
+        if operator.is_reshaping:
+            self._see_sizes(refs)
+        if any(tensor.layout is not torch.strided for tensor in tensors_of(results)):
+            # What lies in tensors of other layouts cannot be evicted or computed again.
+            is_recording = False
+            for node in refs:
+                self._pin(node)
+        if any(storage.device != self.device for storage in made):
+            is_recording = False
         sizes = [self._size(storage) for storage in made]
         origins = [-1] * len(made)
         sources = [node for node in written if not book.describe(node)[2]]
@@ -379,6 +247,8 @@ class Session(_dispatch.DispatchMode):
                 read_flags(),
                 generator,
                 state,
+                needs,
+                needs.workspace_bytes if needs.is_measured else 0,
             )
         else:
             kept_bytes = 0
@@ -395,7 +265,35 @@ class Session(_dispatch.DispatchMode):
         for ref, number in zip(places, numbers, strict=True):
             ref.node = number
             self._table[ref.key] = ref
+        if self.observer is not None:
+            new = list(zip(numbers, sizes, origins, strict=True))
+            self.observer.operation(
+                operator.name,
+                took,
+                nodes,
+                [(number, size) for number, size, origin in new if origin < 0],
+                [(origin, number) for number, _, origin in new if origin >= 0],
+                record is not None,
+            )
         return results
+
+    def _end_chain(self, node: int) -> None:
+        if not self._warned_chain:
+            self._warned_chain = True
+            warnings.warn(
+                f"a tensor was written to in place {_LONGEST_CHAIN} times: computing it again "
+                "would repeat every write, so it stays in memory. Collect the parts in a list and "
+                "use torch.stack or torch.cat to let it be evicted",
+                MemoryLimitWarning,
+                stacklevel=5,
+            )
+        self._restore([node])
+
+    def _see_sizes(self, refs: dict[int, StorageRef]) -> None:
+        for node, ref in refs.items():
+            storage = ref()
+            if storage is not None and storage.device == self.device:
+                self._book.resized(node, self._size(storage))
 
     def _written(
         self, operator: Operator, args: Any, kwargs: dict[str, Any], node_of: dict[int, int]
@@ -410,6 +308,7 @@ class Session(_dispatch.DispatchMode):
                 value = args[where] if where < len(args) else None
             for tensor in tensors_of(value):
                 found[node_of[id(tensor)]] = None
+        found.pop(-1, None)
         return list(found)
 
     def _new_storages(
@@ -418,6 +317,10 @@ class Session(_dispatch.DispatchMode):
         made, indices, places = [], [], []
         seen = set()
         for index, tensor in enumerate(tensors_of(results)):
+            if tensor.layout is not torch.strided:
+                for part in _torch.strided_parts(tensor):
+                    self._see_fresh(part)
+                continue
             storage = tensor.untyped_storage()
             key = _dispatch.storage_key(storage)
             if key in self._table or key in seen:
@@ -428,19 +331,26 @@ class Session(_dispatch.DispatchMode):
             places.append(StorageRef(storage, self._gone))
         return made, indices, places
 
-    def _random_state(self, kwargs: dict[str, Any]) -> tuple[torch.Generator, torch.Tensor]:
-        generator = kwargs.get("generator")
-        if generator is None:
-            generator = (
-                torch.default_generator
-                if self._is_cpu
-                else torch.cuda.default_generators[self.device.index or 0]
-            )
-        return generator, generator.get_state()
+    def _generator(self, kwargs: dict[str, Any]) -> torch.Generator:
+        generator: torch.Generator | None = kwargs.get("generator")
+        if generator is not None:
+            return generator
+        if self._is_cpu:
+            return torch.default_generator
+        return torch.cuda.default_generators[self.device.index or 0]
+
+    def _state_bytes(self, generator: torch.Generator) -> int:
+        """Bytes that a copy of a generator's state takes; states are tensors of the CPU."""
+        if not self._is_cpu:
+            return 0
+        found = self._generator_bytes.get(generator.device)
+        if found is None:
+            found = self._generator_bytes[generator.device] = generator.get_state().nbytes
+        return found
 
     # -- the end
 
-    def close(self) -> None:
+    def close(self, *, warn: bool = True) -> None:
         """Bring back what is evicted and still in use, and forget everything."""
         if not self._is_open:
             return
@@ -448,11 +358,13 @@ class Session(_dispatch.DispatchMode):
         self._is_leaving = True
         overflows = self._overflows
         try:
-            self._restore(book.evicted())
+            # Bringing one back may evict another that is not pinned yet.
+            while nodes := book.evicted():
+                self._restore(nodes)
         finally:
             self._is_open = False
             self._table.clear()
-        if self._overflows > overflows:
+        if warn and self._overflows > overflows:
             warnings.warn(
                 "leaving the context brought back everything that was evicted and is still in "
                 f"use: {book.counters()['current_bytes']} bytes above the level on entry, over "
@@ -480,58 +392,3 @@ def _flatten(value: Any, tensors: list[torch.Tensor], signature: list[Any]) -> N
         signature.append(torch.Generator)
     else:
         signature.append(value)
-
-
-_current: list[Session] = []
-
-
-def current() -> Session | None:
-    """The session that the program is in, ``None`` outside."""
-    return _current[-1] if _current else None
-
-
-def _bytes_of_limit(limit: int | str | float | None) -> int | None:
-    if limit is None or (isinstance(limit, float) and math.isinf(limit) and limit > 0):
-        return None
-    return parse_bytes(limit)
-
-
-@contextmanager
-def budget(
-    limit: int | str | float | None,
-    *,
-    heuristic: str = "DTREqClass",
-    seed: int = 0,
-    strict: bool = True,
-    sample: bool = False,
-    ignore_small: bool = False,
-    guard: bool = True,
-    record_log: Callable[..., object] | None = None,
-    storage_swap: bool | None = None,
-    device: torch.device | str | None = None,
-) -> Iterator[Session]:
-    """Run a program with at most so much memory above the level on entry."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    found = torch.device(device)
-    if str(found) == "cuda":
-        found = torch.device("cuda", torch.cuda.current_device())
-    if _current:
-        raise RuntimeError("budgets do not nest: leave the one before, or change its limit")
-    session = Session(
-        _bytes_of_limit(limit),
-        heuristic=heuristic,
-        seed=seed,
-        strict=strict,
-        sample=sample,
-        ignore_small=ignore_small,
-        storage_swap=storage_swap,
-        device=found,
-    )
-    _current.append(session)
-    try:
-        with session:
-            yield session
-    finally:
-        _current.remove(session)
-        session.close()

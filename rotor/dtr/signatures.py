@@ -9,29 +9,7 @@ import torch
 
 from rotor import _dispatch, _torch
 from rotor.dtr.operators import Operator
-from rotor.dtr.records import tensors_of
-
-
-class Needs:
-    """What an operator takes on arguments of one layout.
-
-    Attributes
-    ----------
-    made_bytes
-        The storages that it makes.
-    workspace_bytes
-        The most that it has in use beside them.
-    is_measured
-        False while these are guesses.
-    """
-
-    __slots__ = ("is_measured", "made_bytes", "workspace_bytes")
-
-    def __init__(self, made_bytes: int, workspace_bytes: int, is_measured: bool) -> None:
-        self.made_bytes = made_bytes
-        self.workspace_bytes = workspace_bytes
-        self.is_measured = is_measured
-
+from rotor.dtr.records import Needs, tensors_of
 
 _needs: dict[str, dict[Any, Needs]] = {}
 
@@ -53,6 +31,8 @@ def guess(operator: Operator, args: Any, kwargs: dict[str, Any], read_bytes: int
     made = 0
     seen = set()
     for tensor in tensors_of(results):
+        if tensor.layout is not torch.strided:
+            return Needs(read_bytes, read_bytes, False)
         storage = tensor.untyped_storage()
         if _dispatch.storage_key(storage) not in seen:
             seen.add(_dispatch.storage_key(storage))
@@ -62,6 +42,8 @@ def guess(operator: Operator, args: Any, kwargs: dict[str, Any], read_bytes: int
 
 def _on_meta(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise NotImplementedError
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     if isinstance(value, list | tuple):
         return type(value)([_on_meta(item) for item in value])

@@ -1,0 +1,189 @@
+"""Entering and leaving a budget."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import BinaryIO
+
+import torch
+
+from rotor.dtr.guard import guarded
+from rotor.dtr.log import ProgramLog
+from rotor.dtr.recall import Observer
+from rotor.dtr.runtime import Session
+from rotor.simrd.log_writer import LogWriter
+from rotor.units import parse_bytes
+
+_current: list[Session] = []
+
+
+def current() -> Session | None:
+    """The session that the program is in, ``None`` outside."""
+    return _current[-1] if _current else None
+
+
+def _bytes_of_limit(limit: int | str | float | None) -> int | None:
+    if limit is None or (isinstance(limit, float) and math.isinf(limit) and limit > 0):
+        return None
+    return parse_bytes(limit)
+
+
+@contextmanager
+def budget(
+    limit: int | str | float | None,
+    *,
+    heuristic: str = "DTREqClass",
+    seed: int = 0,
+    strict: bool = True,
+    sample: bool = False,
+    ignore_small: bool = False,
+    guard: bool = True,
+    record_log: Observer | str | os.PathLike[str] | BinaryIO | None = None,
+    storage_swap: bool | None = None,
+    device: torch.device | str | None = None,
+) -> Iterator[Session]:
+    """Run a program with at most so much memory above the level on entry.
+
+    Every operator within the context is watched. Results that can be computed again are evicted
+    when memory gets short, and computed again when they are read; values, gradients, buffers and
+    random numbers are those of the plain program, bit for bit.
+
+    Parameters
+    ----------
+    limit
+        Bytes, or text such as ``"2GiB"``, that may be allocated on the device above what was
+        allocated on entry; ``None`` or infinity: no limit.
+    heuristic
+        What to evict first, by the names of `rotor.simrd.heuristics`.
+    seed
+        Of heuristics that draw, and of `sample`.
+    strict
+        Raise `BudgetError` before an operator that cannot be made to fit; otherwise warn, count
+        (``stats.overflows``) and go on.
+    sample
+        Look at about 2 sqrt(n) of n candidates only.
+    ignore_small
+        Never evict what is below 1 % of the mean size.
+    guard
+        Watch reads that no operator makes, such as ``tensor.numpy()``.
+    record_log
+        Where to write a log that `rotor.simrd` replays: a path (``.gz``: compressed) or a file open
+        in binary mode. Or an `Observer`, which is told of all that happens.
+    storage_swap
+        Whether storages exchange their bytes (PyTorch 2.13), or are resized and copied; the
+        default is what this PyTorch can do.
+    device
+        Whose memory is limited; CUDA where it is in use, else the CPU.
+
+    Yields
+    ------
+    Session
+        With figures in `Session.stats`.
+
+    Raises
+    ------
+    BudgetError
+        The program cannot go on in the budget; it says what would do.
+    RuntimeError
+        There is a budget already, or a function is being compiled.
+
+    Warns
+    -----
+    MemoryLimitWarning
+        The budget could not be kept, or cannot be promised.
+
+    Notes
+    -----
+    What is evicted and still in use when the context is left is brought back. Functions that were
+    compiled by ``torch.compile`` before run as they were written within the context.
+
+    References
+    ----------
+    Kirisame et al., Dynamic Tensor Rematerialization, ICLR 2021.
+
+    Examples
+    --------
+    >>> with rotor.dtr.budget("500MiB") as session:  # doctest: +SKIP
+    ...     loss = model(x).sum()
+    ...     loss.backward()
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "rotor.dtr.budget cannot be entered in a function that is compiled: compile less, or "
+            "use rotor.Checkpointable, whose graph engine plans compiled models"
+        )
+    if device is None:
+        device = "cuda" if torch.cuda.is_initialized() else "cpu"
+    found = torch.device(device)
+    if str(found) == "cuda":
+        found = torch.device("cuda", torch.cuda.current_device())
+    if _current:
+        raise RuntimeError("budgets do not nest: leave the one before, or change its limit")
+    session = Session(
+        _bytes_of_limit(limit),
+        heuristic=heuristic,
+        seed=seed,
+        strict=strict,
+        sample=sample,
+        ignore_small=ignore_small,
+        storage_swap=storage_swap,
+        device=found,
+        observer=None,
+    )
+    observer, log = _observer_of(record_log, session)
+    session.observer = observer
+    _current.append(session)
+    failed = True
+    try:
+        with _eager(), guarded(session) if guard else nullcontext(), session:
+            yield session
+        failed = False
+    finally:
+        _current.remove(session)
+        if session.observer is observer:
+            session.observer = None
+        try:
+            session.close(warn=not failed)
+        finally:
+            if log is not None:
+                log.close()
+
+
+def _observer_of(
+    record_log: Observer | str | os.PathLike[str] | BinaryIO | None, session: Session
+) -> tuple[Observer | None, ProgramLog | None]:
+    """Whom to tell, and the log to close in the end."""
+    if record_log is None or hasattr(record_log, "operation"):
+        return record_log, None  # type: ignore[return-value]
+    log = ProgramLog(LogWriter(record_log), session.bytes_of)
+    return log, log
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Compiled functions run as they were written: their kernels would read what is evicted."""
+    if "torch._dynamo" in sys.modules:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def running(session: Session) -> Iterator[None]:
+    """Enter a session that may be entered again; it is not closed in the end."""
+    if _current:
+        raise RuntimeError(
+            "a budget holds already, and they do not nest: wrap the outermost model only, and do "
+            "not use it within rotor.dtr.budget"
+        )
+    _current.append(session)
+    try:
+        with _eager(), guarded(session), session:
+            yield
+    finally:
+        _current.remove(session)

@@ -1,0 +1,293 @@
+"""Making room, and bringing back what was evicted."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Protocol
+
+import torch
+
+from rotor import _core, _dispatch, _torch
+from rotor.dtr.records import Record
+from rotor.dtr.storages import StorageRef, bytes_of
+from rotor.errors import BudgetError, MemoryLimitWarning
+
+_NAMED = 5
+
+
+def _scraps(limit: int) -> int:
+    """Room for what no operator makes: numbers that PyTorch turns into tensors and keeps."""
+    return min(4096, limit // 256)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a session has done since it began, or since `Session.reset_profile`.
+
+    Attributes
+    ----------
+    budget_bytes
+        The budget, ``None`` for none.
+    peak_bytes
+        The most that was in use, above the level on entry, as the runtime counts it: storages
+        and the workspaces that operators were measured to take.
+    operations
+        Operators of the program that ran, those that only make views left out.
+    evictions, rematerializations
+        Storages whose bytes were freed to make room, and operators that ran again.
+    overflows
+        How often the budget was passed (``strict=False``).
+    base_ns, remat_ns
+        Time in the program's operators, and in those that ran again.
+    search_ns, cost_ns
+        Time spent choosing what to evict, and the part of it that is not the eviction itself.
+    """
+
+    budget_bytes: int | None
+    peak_bytes: int
+    operations: int
+    evictions: int
+    rematerializations: int
+    overflows: int
+    base_ns: int
+    remat_ns: int
+    search_ns: int
+    cost_ns: int
+
+
+class Observer(Protocol):
+    """Told of everything that happens to storages in a session, by their numbers.
+
+    A number may be given out again after `released`. What a written storage is afterwards has a new
+    number; the old one is released without a call.
+    """
+
+    def constant(self, node: int, nbytes: int) -> None:
+        """A storage was seen that no operator made."""
+
+    def operation(
+        self,
+        name: str,
+        cost_ns: int,
+        inputs: list[int],
+        outputs: list[tuple[int, int]],
+        written: list[tuple[int, int]],
+        is_recorded: bool,
+    ) -> None:
+        """An operator ran: (number, bytes) of what it made, (old, new) number of what it wrote to.
+
+        Without a record the outputs stay in memory: they are constants from now on.
+        """
+
+    def released(self, node: int) -> None:
+        """The program dropped a storage."""
+
+    def pinned(self, node: int) -> None:
+        """A storage stays in memory from now on."""
+
+    def evicted(self, node: int) -> None:
+        """A storage lost its bytes to make room."""
+
+
+class Recall:
+    """The book of a session, and the storages in it."""
+
+    def __init__(
+        self,
+        limit: int | None,
+        *,
+        heuristic: str,
+        seed: int,
+        strict: bool,
+        sample: bool,
+        ignore_small: bool,
+        storage_swap: bool | None,
+        device: torch.device,
+        observer: Observer | None,
+    ) -> None:
+        super().__init__()
+        self.device = device
+        self.observer = observer
+        self.limit = limit
+        self._strict = strict
+        self._bytes = bytes_of(storage_swap)
+        self._book = _core.Recorder(
+            heuristic,
+            -1 if limit is None else limit - _scraps(limit),
+            seed=seed,
+            sample=sample,
+            ignore_small=ignore_small,
+        )
+        self._table: dict[int, StorageRef] = {}
+        self._lock = threading.RLock()
+        self._is_cpu = device.type == "cpu"
+        self._is_open = True
+        self._is_leaving = False
+        self._overflows = 0
+        self._search_ns = 0
+        self._cost_ns = 0
+
+    def _make_room(self, nbytes: int, least: int) -> None:
+        """Evict until `nbytes` fit, or, where nothing is left to evict, at least `least`."""
+        make_room = self._book.make_room
+        start = perf_counter_ns()
+        taking = 0
+        found = make_room(nbytes)
+        while found:
+            now = perf_counter_ns()
+            self._bytes.take(found[0])
+            if self.observer is not None:
+                self.observer.evicted(found[1])
+            taking += perf_counter_ns() - now
+            found = make_room(nbytes)
+        if found is None:
+            if taking:
+                took = perf_counter_ns() - start
+                self._search_ns += took
+                self._cost_ns += took - taking
+            return
+        assert self.limit is not None
+        current = self._book.counters()["current_bytes"] + _scraps(self.limit)
+        if current + least <= self.limit:
+            return
+        if self._strict and not self._is_leaving:
+            raise self._no_room(current, least)
+        if self._overflows == 0 and not self._is_leaving:
+            warnings.warn(str(self._no_room(current, least)), MemoryLimitWarning, stacklevel=4)
+        self._overflows += 1
+
+    def _no_room(self, current: int, nbytes: int) -> BudgetError:
+        described = [(self._book.describe(node), node) for node in self._book.nodes()]
+        kept = sorted(
+            (entry[0], entry[2], entry[4]) for entry, _ in described if entry[1] and entry[0]
+        )
+        named = ", ".join(
+            f"{size} bytes ({'in use now' if locks else 'an input, parameter, gradient or pinned'})"
+            for size, _, locks in reversed(kept[-_NAMED:])
+        )
+        minimum = current + nbytes
+        return BudgetError(
+            f"the budget of {self.limit} bytes is too small: the next operation needs {nbytes} "
+            f"bytes beside {current} that cannot be evicted ({len(kept)} storages, the largest "
+            f"{named}); a budget of {minimum} bytes gets past this operation",
+            minimum,
+        )
+
+    def _storage(self, node: int) -> torch.UntypedStorage:
+        storage: torch.UntypedStorage | None = self._book.storage(node)
+        assert storage is not None
+        return storage
+
+    def _replay(self, record: Record) -> None:
+        book = self._book
+        nbytes, _ = book.wanted()
+        copied: dict[int, torch.UntypedStorage] = {}
+        needs = record.needs
+        if self._bytes.copies:
+            nbytes *= 2
+        if record.state is not None and self._is_cpu:
+            nbytes += record.state.nbytes  # The generator's state of now, to be set again.
+        unknown = needs.workspace_bytes - record.counted_bytes
+        self._make_room(nbytes + unknown, nbytes + (unknown if needs.is_measured else 0))
+        _, wanted = book.wanted()  # Making room may have evicted an output that was there.
+        reused = {record.origins[k] for k, _, _, may_reuse in wanted if may_reuse}
+
+        def storage_of(node: int) -> torch.UntypedStorage:
+            if node not in record.origins or node in reused:
+                return self._storage(node)
+            if node not in copied:
+                storage = self._storage(node)
+                copied[node] = torch.UntypedStorage(storage.nbytes(), device=storage.device)
+                copied[node].copy_(storage)
+            return copied[node]
+
+        start = perf_counter_ns()
+        results = record.run(storage_of)
+        if not self._is_cpu:
+            torch.cuda.synchronize(self.device)
+        took = perf_counter_ns() - start
+        for k, node, is_live, _ in wanted:
+            index, origin = record.outputs[k], record.origins[k]
+            made = results[index].untyped_storage() if index >= 0 else storage_of(origin)
+            if not is_live:
+                book.hold(node, made)
+                continue
+            storage = self._storage(node)
+            if self._bytes.views and storage.nbytes() != made.nbytes():
+                raise RuntimeError(
+                    f"{record.operator.name} made a storage of {made.nbytes()} bytes where it "
+                    f"made {storage.nbytes()} before: rotor cannot run this program again"
+                )
+            self._bytes.give(storage, made)
+        book.replayed(took)
+
+    def _catch_up(self) -> None:
+        """Run again what the inputs of the operation that has begun need."""
+        record = self._book.next()
+        while record is not None:
+            self._replay(record)
+            record = self._book.next()
+
+    def _restore(self, nodes: list[int]) -> None:
+        """Bring nodes back into memory for good."""
+        book = self._book
+        for node in nodes:
+            storage = self._storage(node)
+            try:
+                book.begin([node])
+                self._catch_up()
+            finally:
+                book.abort()
+            self._pin(node)
+            del storage
+
+    def _pin(self, node: int) -> None:
+        self._book.pin(node)
+        if self.observer is not None:
+            self.observer.pinned(node)
+
+    def bytes_of(self, node: int) -> int:
+        """Bytes of the storage of a number that an observer was told."""
+        return self._book.describe(node)[0]
+
+    def materialize(self, tensor: torch.Tensor) -> None:
+        """Have the bytes of a tensor in memory, until the next operator runs."""
+        self._bring(tensor, False)
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Have the bytes of a tensor in memory for as long as the session lasts."""
+        self._bring(tensor, True)
+
+    def give_up(self, tensor: torch.Tensor) -> None:
+        """Before a tensor is written to by no operator: it stays, and nothing is computed from it."""
+        self._bring(tensor, True)
+        for part in _torch.strided_parts(tensor):
+            with self._lock, _dispatch.without_functions(), _dispatch.without_modes():
+                ref = self._table.get(_dispatch.storage_key(part.untyped_storage()))
+                if ref is not None and self._is_open:
+                    self._protect(ref.node)
+
+    def _bring(self, tensor: torch.Tensor, pin: bool) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"expected a tensor, got {type(tensor).__name__}")
+        for part in _torch.strided_parts(tensor):
+            with self._lock, _dispatch.without_functions():
+                ref = self._table.get(_dispatch.storage_key(part.untyped_storage()))
+                if ref is None or not self._is_open:
+                    continue
+                with _dispatch.without_modes():
+                    self._book.begin([ref.node])
+                    try:
+                        self._catch_up()
+                    finally:
+                        self._book.abort()
+                if pin:
+                    self._pin(ref.node)
+
+    def _protect(self, node: int) -> None:
+        """Before a source is written to: what was computed from it must not need it again."""
+        if self._book.describe(node)[5] > 0:
+            self._restore(self._book.dependents(node))
