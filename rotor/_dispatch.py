@@ -119,7 +119,34 @@ def dlpack_after(prepare: Callable[[torch.Tensor], None]) -> Iterator[None]:
             home.to_dlpack = export
 
 
-DispatchMode = _python_dispatch.TorchDispatchMode
+class DispatchMode(_python_dispatch.TorchDispatchMode):
+    """A mode whose handler is called without the wrapper that keeps dynamo out of it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+_FLAGS = tuple(
+    getattr(torch._C, name)
+    for name in (
+        "_get_deterministic_algorithms",
+        "_get_deterministic_algorithms_warn_only",
+        "_get_float32_matmul_precision",
+        "_get_mkldnn_enabled",
+        "_get_cudnn_enabled",
+        "_get_cudnn_benchmark",
+        "_get_cudnn_deterministic",
+        "_get_cudnn_allow_tf32",
+        "_get_cublas_allow_fp16_reduced_precision_reduction",
+        "_get_cublas_allow_bf16_reduced_precision_reduction",
+    )
+)
+
+
+def backend_flags() -> tuple[Any, ...]:
+    """The settings of PyTorch's backends that change what kernels compute."""
+    return tuple([read() for read in _FLAGS])
 
 
 batch_norm_without_statistics = torch.ops.aten._native_batch_norm_legit.no_stats

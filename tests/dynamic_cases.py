@@ -1,4 +1,4 @@
-"""Small eager programs for the dynamic runtime, each a model and a loss; and what they leave behind."""
+"""Small eager programs for the dynamic runtime: models, losses, and what a step leaves behind."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class Record:
             return spec.on(storage_of(spec.node))
 
         now = torch.is_grad_enabled()
-        flags = read_flags() if self.flags is not None else None
+        flags = _dispatch.backend_flags() if self.flags is not None else None
         state = None
         try:
             _torch.set_grad_enabled(self.grad_enabled)
@@ -188,24 +188,8 @@ def tensors_of(results: Any) -> list[torch.Tensor]:
     return []
 
 
-def read_flags() -> Flags:
-    """The settings of PyTorch's backends that change what kernels compute."""
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.backends.mkldnn.enabled,
-        torch.backends.cudnn.enabled,
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.deterministic,
-        torch.backends.cudnn.allow_tf32,
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-    )
-
-
 def write_flags(flags: Flags) -> None:
-    """Set what `read_flags` read."""
+    """Set what `backend_flags` read."""
     torch.use_deterministic_algorithms(flags[0], warn_only=flags[1])
     torch.set_float32_matmul_precision(flags[2])
     torch.backends.mkldnn.enabled = flags[3]

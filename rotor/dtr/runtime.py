@@ -11,7 +11,7 @@ import torch
 from rotor import _dispatch, _torch, memory
 from rotor.dtr.operators import Operator
 from rotor.dtr.recall import Recall, Stats
-from rotor.dtr.records import Record, pattern, read_flags, tensors_of
+from rotor.dtr.records import Record, pattern, tensors_of
 from rotor.dtr.signatures import guess, known_needs, run_measured
 from rotor.dtr.storages import StorageRef
 from rotor.errors import MemoryLimitWarning
@@ -244,7 +244,7 @@ class Session(Recall, _dispatch.DispatchMode):
                 indices,
                 origins,
                 torch.is_grad_enabled(),
-                read_flags(),
+                _dispatch.backend_flags(),
                 generator,
                 state,
                 needs,

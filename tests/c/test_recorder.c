@@ -1,0 +1,302 @@
+/*
+ * The book of a running program on random programs: what it says is in memory, its sums against
+ * recounts, operations run again only on inputs that are there, and nothing left in the end. And
+ * storages that leave the engine.
+ */
+#include <stdlib.h>
+
+#include "recorder.h"
+#include "testing.h"
+
+static uint32_t draw(uint32_t *state) {
+    *state = *state * 1664525u + 1013904223u;
+    return *state >> 8;
+}
+
+static rotor_recorder_options_t options_of(const char *name, int64_t budget) {
+    return (rotor_recorder_options_t){
+        .budget = budget,
+        .eviction = {.heuristic = rotor_find_heuristic(name), .rebuild_every = 16},
+    };
+}
+
+/* What in-memory nodes take, recounted. */
+static int64_t recount(const rotor_recorder_t *book) {
+    int64_t bytes = 0;
+    for (int32_t k = 0; k < book->node_count; k++) {
+        const rotor_node_t *node = &book->nodes[k];
+        if (node->state != 0 && rotor_recorder_is_material(book, k) &&
+            (node->state & ROTOR_NODE_FOREIGN) == 0) {
+            bytes += node->bytes;
+        }
+    }
+    return bytes;
+}
+
+static int make_room(rotor_recorder_t *book, int64_t bytes) {
+    int32_t node;
+    int ret;
+    do {
+        ret = rotor_recorder_make_room(book, bytes, &node);
+    } while (ret == ROTOR_OK && node >= 0);
+    return ret;
+}
+
+/* Runs again what the operation that has begun needs. */
+static int catch_up(rotor_recorder_t *book) {
+    int32_t op;
+    int ret;
+    while ((ret = rotor_recorder_next(book, &op)) == ROTOR_OK && op != ROTOR_NEW_OPERATION) {
+        const rotor_record_t *record = &book->records[op];
+        for (int32_t k = 0; k < record->input_count; k++) {
+            CHECK(rotor_recorder_is_material(book, record->items[k]));
+            CHECK(book->eviction.candidates[record->items[k]].locks > 0);
+        }
+        if ((ret = make_room(book, rotor_recorder_replay_bytes(book, op))) != ROTOR_OK ||
+            (ret = rotor_recorder_replayed(book, record->cost_ns)) != ROTOR_OK) {
+            break;
+        }
+    }
+    book->event_count = 0;
+    return ret;
+}
+
+static int operate(rotor_recorder_t *book, const int32_t *inputs, int64_t count, int64_t bytes,
+                   int32_t origin, int32_t *node) {
+    int32_t op;
+    int ret = rotor_recorder_begin(book, inputs, count);
+    if (ret == ROTOR_OK) {
+        ret = catch_up(book);
+    }
+    if (ret == ROTOR_OK) {
+        ret = make_room(book, origin < 0 ? bytes : 0);
+    }
+    if (ret == ROTOR_OK) {
+        ret = rotor_recorder_finish(book, count, &bytes, &origin, 1, 5, 0, 0, node, &op);
+    }
+    book->event_count = 0;
+    return ret;
+}
+
+/* A chain forward, and its nodes dropped from the end with two reads each. */
+static int run_chain(rotor_recorder_t *book, int32_t length) {
+    int32_t nodes[64];
+    int32_t result;
+    int ret = rotor_recorder_source(book, 10, false, &nodes[0]);
+
+    for (int32_t k = 1; ret == ROTOR_OK && k < length; k++) {
+        bool writes = k % 5 == 0;
+        ret = operate(book, &nodes[k - 1], 1, 10, writes ? nodes[k - 1] : -1, &nodes[k]);
+        if (writes) {
+            nodes[k - 1] = -1;
+        }
+    }
+    for (int32_t k = length - 1; ret == ROTOR_OK && k >= 0; k--) {
+        if (nodes[k] < 0) {
+            continue;
+        }
+        ret = operate(book, &nodes[k], 1, 10, -1, &result);
+        if (ret == ROTOR_OK) {
+            ret = rotor_recorder_dead(book, result);
+        }
+        if (ret == ROTOR_OK) {
+            ret = rotor_recorder_dead(book, nodes[k]);
+        }
+        book->event_count = 0;
+    }
+    return ret;
+}
+
+static void test_a_chain_in_little_memory(void) {
+    rotor_recorder_options_t options = options_of("DTREqClass", 60);
+    rotor_recorder_t book;
+    rotor_recorder_init(&book, &options);
+    CHECK(run_chain(&book, 40) == ROTOR_OK);
+    CHECK(book.peak_bytes <= 60 && book.replays > 0 && book.evictions > 0);
+    CHECK(book.live_nodes == 0 && book.live_records == 0 && book.current_bytes == 0);
+    int64_t footprint = rotor_recorder_footprint(&book);
+    for (int k = 0; k < 60; k++) {
+        CHECK(run_chain(&book, 40) == ROTOR_OK);
+    }
+    CHECK(book.peak_bytes <= 60 && book.live_nodes == 0);
+    CHECK(rotor_recorder_footprint(&book) < 8 * footprint + 65536);
+    rotor_recorder_free(&book);
+}
+
+static void test_running_out_of_memory(void) {
+    for (int64_t n = 1;; n++) {
+        rotor_recorder_options_t options = options_of("DTREqClass", 60);
+        rotor_recorder_t book;
+        rotor_recorder_init(&book, &options);
+        rotor_testing_fail_after(n);
+        int ret = run_chain(&book, 20);
+        rotor_testing_fail_after(0);
+        CHECK(ret == ROTOR_OK || ret == ROTOR_ERR_NO_MEMORY);
+        rotor_recorder_free(&book);
+        if (ret == ROTOR_OK) {
+            CHECK(n > 10);
+            return;
+        }
+    }
+}
+
+static void test_no_room(void) {
+    rotor_recorder_options_t options = options_of("LRU", 25);
+    rotor_recorder_t book;
+    int32_t source, node, found;
+    rotor_recorder_init(&book, &options);
+    CHECK(rotor_recorder_source(&book, 10, false, &source) == ROTOR_OK);
+    CHECK(operate(&book, &source, 1, 10, -1, &node) == ROTOR_OK);
+    CHECK(rotor_recorder_begin(&book, &node, 1) == ROTOR_OK);
+    CHECK(rotor_recorder_make_room(&book, 10, &found) == ROTOR_OK && found == -2);
+    CHECK(rotor_recorder_make_room(&book, 5, &found) == ROTOR_OK && found == -1);
+    CHECK(rotor_recorder_abort(&book) == ROTOR_OK && book.frame_count == 0);
+    CHECK(rotor_recorder_make_room(&book, 10, &found) == ROTOR_OK && found == node);
+    CHECK(rotor_recorder_evicted(&book) == ROTOR_OK && book.work_count == 1);
+    rotor_recorder_free(&book);
+}
+
+static void test_pinning_cuts_a_node_off(void) {
+    rotor_recorder_options_t options = options_of("DTR", ROTOR_UNLIMITED);
+    rotor_recorder_t book;
+    int32_t source, a, b;
+    rotor_recorder_init(&book, &options);
+    CHECK(rotor_recorder_source(&book, 10, true, &source) == ROTOR_OK);
+    CHECK(book.current_bytes == 0);
+    CHECK(operate(&book, &source, 1, 7, -1, &a) == ROTOR_OK);
+    CHECK(operate(&book, &a, 1, 9, -1, &b) == ROTOR_OK);
+    CHECK(rotor_recorder_dependents(&book, source) == ROTOR_OK && book.work_count == 2);
+    CHECK(rotor_recorder_pin(&book, a) == ROTOR_OK && book.nodes[a].op == -1);
+    CHECK(rotor_recorder_dependents(&book, source) == ROTOR_OK && book.work_count == 0);
+    CHECK(book.live_records == 1 && book.nodes[source].needed == 0);
+    CHECK(rotor_recorder_pin(&book, b) == ROTOR_OK && book.live_records == 0);
+    CHECK(rotor_recorder_dead(&book, source) == ROTOR_OK && book.current_bytes == 6);
+    CHECK(rotor_recorder_dead(&book, a) == ROTOR_OK && rotor_recorder_dead(&book, b) == ROTOR_OK);
+    CHECK(book.live_nodes == 0 && book.current_bytes == -10);
+    rotor_recorder_free(&book);
+}
+
+enum { MOST = 40 };
+
+static void random_program(const char *heuristic, uint32_t seed) {
+    rotor_recorder_options_t options = options_of(heuristic, 400);
+    rotor_recorder_t book;
+    int32_t live[MOST];
+    int64_t count = 1;
+    rotor_recorder_init(&book, &options);
+    CHECK(rotor_recorder_source(&book, 20, false, &live[0]) == ROTOR_OK);
+    for (int step = 0; step < 600; step++) {
+        int32_t inputs[2];
+        int64_t wanted = 1 + (draw(&seed) % 2 != 0 && count > 1);
+        int64_t first = draw(&seed) % (uint32_t)count;
+        inputs[0] = live[first];
+        inputs[1] = live[(first + 1) % count];
+        int32_t origin = -1;
+        if (draw(&seed) % 6 == 0 && (book.nodes[inputs[0]].state & ROTOR_NODE_SOURCE) == 0) {
+            origin = inputs[0];
+        }
+        int32_t node;
+        CHECK(operate(&book, inputs, wanted, 5 + draw(&seed) % 20, origin, &node) == ROTOR_OK);
+        if (origin >= 0) {
+            live[first] = node;
+        } else {
+            live[count++] = node;
+        }
+        while (count > 1 && (count == MOST || draw(&seed) % 3 == 0)) {
+            int64_t gone = draw(&seed) % (uint32_t)count;
+            const rotor_node_t *node_gone = &book.nodes[live[gone]];
+            if ((node_gone->state & ROTOR_NODE_SOURCE) != 0 && node_gone->needed > 0) {
+                continue; /* the owner keeps it */
+            }
+            CHECK(rotor_recorder_dead(&book, live[gone]) == ROTOR_OK);
+            live[gone] = live[--count];
+            book.event_count = 0;
+        }
+        CHECK(recount(&book) == book.current_bytes);
+        CHECK(book.frame_count == 0 && book.pending_count == 0);
+    }
+    while (count > 1) {
+        int64_t gone =
+            (book.nodes[live[count - 1]].state & ROTOR_NODE_SOURCE) != 0 ? count - 2 : count - 1;
+        CHECK(rotor_recorder_dead(&book, live[gone]) == ROTOR_OK);
+        live[gone] = live[--count];
+    }
+    CHECK(rotor_recorder_dead(&book, live[0]) == ROTOR_OK);
+    CHECK(book.live_nodes == 0 && book.live_records == 0 && book.current_bytes == 0);
+    CHECK(book.eviction.removed_count == book.eviction.count);
+    CHECK(book.eviction.total_compute_ns == 0 && book.eviction.locked_bytes == 0);
+    rotor_recorder_free(&book);
+}
+
+static void test_random_programs(void) {
+    static const char *const names[] = {"DTREqClass", "DTR", "MSPS", "LRU", "DTRUnopt"};
+    for (int k = 0; k < 5; k++) {
+        for (uint32_t seed = 1; seed <= 3; seed++) {
+            random_program(names[k], seed);
+        }
+    }
+}
+
+/* Storages come, go out, come back and are removed; regions agree with walks, classes are exact. */
+static void test_removal_from_the_engine(void) {
+    static const char *const names[] = {"DTR", "DTREqClass"};
+    uint32_t seed = 7;
+    for (int which = 0; which < 2; which++) {
+        rotor_eviction_options_t options = {.heuristic = rotor_find_heuristic(names[which]),
+                                            .rebuild_every = 1,
+                                            .skip_unmade = true};
+        rotor_eviction_t engine;
+        int32_t known[32];
+        int32_t count = 0;
+        int32_t chosen;
+        rotor_eviction_init(&engine, &options);
+        for (int step = 0; step < 500; step++) {
+            if (count < 32) {
+                int32_t storage;
+                CHECK(rotor_eviction_add(&engine, 10, &storage) == ROTOR_OK);
+                CHECK(rotor_eviction_compute(&engine, storage, 1 + draw(&seed) % 9) == ROTOR_OK);
+                for (int k = 0; k < 2 && count > 0; k++) {
+                    CHECK(rotor_eviction_depend(&engine, storage,
+                                                known[draw(&seed) % (uint32_t)count]) == ROTOR_OK);
+                }
+                CHECK(rotor_eviction_materialize(&engine, &storage, 1) == ROTOR_OK);
+                known[count++] = storage;
+            }
+            int32_t at = (int32_t)(draw(&seed) % (uint32_t)count);
+            if (rotor_eviction_is(&engine, known[at], ROTOR_MATERIAL)) {
+                CHECK(rotor_eviction_evict(&engine, known[at]) == ROTOR_OK);
+            } else if (draw(&seed) % 2 == 0) {
+                CHECK(rotor_eviction_materialize(&engine, &known[at], 1) == ROTOR_OK);
+            }
+            if (draw(&seed) % 3 == 0) {
+                at = (int32_t)(draw(&seed) % (uint32_t)count);
+                CHECK(rotor_eviction_remove(&engine, known[at]) == ROTOR_OK);
+                known[at] = known[--count];
+            }
+            CHECK(rotor_eviction_choose(&engine, step, &chosen) == ROTOR_OK);
+            CHECK(chosen < 0 || !rotor_eviction_is(&engine, chosen, ROTOR_REMOVED));
+            for (int32_t k = 0; which == 0 && k < count; k++) {
+                if (rotor_eviction_is(&engine, known[k], ROTOR_MATERIAL)) {
+                    for (int way = 0; way < 2; way++) {
+                        CHECK(engine.candidates[known[k]].around_ns[way] ==
+                              rotor_eviction_around(&engine, known[k], (enum rotor_direction)way));
+                    }
+                }
+            }
+        }
+        CHECK(engine.count <= 33 && engine.neighbour_count < 20000);
+        CHECK(engine.classes.count < 4096);
+        rotor_eviction_free(&engine);
+    }
+}
+
+static const test_case_t cases[] = {
+    {"a_chain_in_little_memory", test_a_chain_in_little_memory},
+    {"running_out_of_memory", test_running_out_of_memory},
+    {"no_room", test_no_room},
+    {"pinning_cuts_a_node_off", test_pinning_cuts_a_node_off},
+    {"random_programs", test_random_programs},
+    {"removal_from_the_engine", test_removal_from_the_engine},
+};
+
+TEST_MAIN(cases)
