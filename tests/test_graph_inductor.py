@@ -414,7 +414,7 @@ def test_dropout_and_norm_equal_the_unplanned_run(caplog):
 
 @slow
 @needs_compiler
-@pytest.mark.parametrize("fraction", [0.75, 0.6])
+@pytest.mark.parametrize("fraction", [0.8, 0.7])
 def test_convolutions_keep_their_limit(fraction):
     model, x = Convolutions(), torch.randn(4, 3, 16, 16)
     target = torch.randint(5, (4,))
@@ -433,7 +433,7 @@ def test_convolutions_keep_their_limit(fraction):
 def test_attention_equals_the_unplanned_run(dropout):
     model, x = Attention(dropout), torch.randn(4, 12, 16)
     _, limited, expected, found = both(
-        model, x, 0.75, steps=4, loss_fn=F.mse_loss, targets=(torch.zeros(4, 12, 16),)
+        model, x, 0.93, steps=4, loss_fn=F.mse_loss, targets=(torch.zeros(4, 12, 16),)
     )
     assert limited._planned().recomputed > 0
     assert keeps_or_says(limited)
