@@ -363,7 +363,6 @@ int rotor_recorder_replayed(rotor_recorder_t *self, int64_t cost_ns) {
             }
         }
         count_bytes(self, self->nodes[node].bytes);
-        rotor_eviction_touch(&self->eviction, node, self->clock);
         if (!node_is(self, node, ROTOR_NODE_LIVE)) {
             link_temporary(self, node);
         }
@@ -489,8 +488,10 @@ static int finish_record(rotor_recorder_t *self, int64_t inputs, const int64_t *
             ret = rotor_eviction_materialize(&self->eviction, &node, 1);
         }
         if (ret == ROTOR_OK && origin >= 0) {
+            /* The lock of the new operation is given back below. */
             self->nodes[origin].state &= (uint8_t)~ROTOR_NODE_LIVE;
             ret = leave_memory(self, origin);
+            rotor_eviction_lock(&self->eviction, origin);
         }
         if (ret != ROTOR_OK) {
             return ret;
@@ -516,20 +517,20 @@ int rotor_recorder_finish(rotor_recorder_t *self, int64_t recorded, const int64_
     self->clock += rotor_max(cost_ns, 1);
     self->base_ns += cost_ns;
     self->operations++;
-    if ((ret = pop_frame(self)) != ROTOR_OK || count == 0) {
-        return ret;
+    if (recorded < 0 || count == 0) {
+        ret = pop_frame(self);
+        return ret == ROTOR_OK ? finish_sources(self, bytes, origins, count, nodes) : ret;
     }
-    if (recorded < 0) {
-        return finish_sources(self, bytes, origins, count, nodes);
+    if ((ret = new_record(self, recorded, count, op)) == ROTOR_OK) {
+        self->records[*op].cost_ns = cost_ns;
+        self->records[*op].workspace_bytes = workspace_bytes;
+        self->records[*op].kept_bytes = kept_bytes;
+        count_bytes(self, kept_bytes);
+        ret = finish_record(self, recorded, bytes, origins, count, cost_ns, nodes, *op);
     }
-    if ((ret = new_record(self, recorded, count, op)) != ROTOR_OK) {
-        return ret;
-    }
-    self->records[*op].cost_ns = cost_ns;
-    self->records[*op].workspace_bytes = workspace_bytes;
-    self->records[*op].kept_bytes = kept_bytes;
-    count_bytes(self, kept_bytes);
-    return finish_record(self, recorded, bytes, origins, count, cost_ns, nodes, *op);
+    /* The outputs are candidates before the inputs are again, as in the published runtime. */
+    int status = pop_frame(self);
+    return ret == ROTOR_OK ? status : ret;
 }
 
 /* The program. */
