@@ -90,7 +90,8 @@ class Checkpointable(TransparentModule):
         Bytes that the loss needs beside the gradient of the output; by default 4 times the
         output, its gradient included, is set aside until the first step has been metered.
     engine
-        "auto", "chain" or "graph".
+        "auto", "chain", "graph", or "dynamic": nothing is planned, the model runs as it is, what it
+        computes is evicted when memory gets short, and computed again.
     loss_fn
         ``loss_fn(output, *targets)``: the loss becomes part of the plan, and
         ``model(x, targets=(t,))`` returns it.
@@ -149,8 +150,10 @@ class Checkpointable(TransparentModule):
         # Only the operations of a graph can be priced without being run.
         is_timed = isinstance(profile, str) and profile == "measured"
         is_chain = engine == "chain" or (engine != "graph" and is_sequential and is_timed)
-        if backend == "inductor" and engine != "chain":
-            from rotor.graphed_inductor import InductorCheckpointable as Chosen
+        if engine == "dynamic":
+            from rotor.dynamic import DynamicCheckpointable as Chosen
+        elif backend == "inductor" and engine != "chain":
+            from rotor.graphed_inductor import InductorCheckpointable as Chosen  # type: ignore[assignment]
         elif is_chain:
             from rotor.chained import ChainCheckpointable as Chosen  # type: ignore[assignment]
         else:
@@ -177,15 +180,13 @@ class Checkpointable(TransparentModule):
             raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
         if engine not in ENGINES:
             raise ValueError(f"unknown engine {engine!r}, expected one of {', '.join(ENGINES)}")
-        if engine == "dynamic":
-            raise ValueError('engine="dynamic" is not part of this release: use engine="auto"')
         if backend not in BACKENDS:
             raise ValueError(f"unknown backend {backend!r}, expected one of {', '.join(BACKENDS)}")
         if backend == "inductor":
-            if engine == "chain":
+            if engine in ("chain", "dynamic"):
                 raise ValueError(
-                    'backend="inductor" compiles captured graphs, and engine="chain" has none: use '
-                    'engine="graph"'
+                    f'backend="inductor" compiles captured graphs, and engine="{engine}" has none: '
+                    'use engine="graph"'
                 )
             _inductor.check()
         limit = None if mem_limit is None else parse_bytes(mem_limit)

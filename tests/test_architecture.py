@@ -63,13 +63,21 @@ LAYERS = [
             "rotor.graph.pieces",
             "rotor.graph.pieced",
             "rotor.graph.loading",
+            "rotor.nested",
+            "rotor.dynamic_plan",
         ],
     ),
     ("reports", ["rotor.report", "rotor.graph.drawing"]),
     ("experiments", ["rotor.experiments"]),
     (
         "wrapper",
-        ["rotor.checkpointable", "rotor.chained", "rotor.graphed", "rotor.graphed_inductor"],
+        [
+            "rotor.checkpointable",
+            "rotor.chained",
+            "rotor.dynamic",
+            "rotor.graphed",
+            "rotor.graphed_inductor",
+        ],
     ),
     (
         "on the wrapper",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rotor.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from rotor.dynamic_plan import DynamicPlan
     from rotor.graph.engine import BlockPlan, GraphPlan
     from rotor.graph.inductor import Attempt
     from rotor.graph.pieced import PiecesPlan
@@ -139,6 +140,51 @@ def block_report(plan: BlockPlan) -> Text:
         ["blocks checkpointed", str(len(plan.blocks))],
     ]
     return table([["plan", ""], *lines])
+
+
+def dynamic_report(plan: DynamicPlan) -> Text:
+    """The figures of a model whose memory is decided while it runs, and of its last step."""
+    measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
+    lines = [["limit", format_bytes(plan.limit_bytes)], ["peak, measured", measured]]
+    if plan.latest:
+        step = plan.last
+        stats = step.stats
+        lines += [
+            ["peak, counted", format_bytes(stats.peak_bytes)],
+            ["room for the loss", format_bytes(step.room_bytes)],
+            ["operations", str(stats.operations)],
+            ["evictions", str(stats.evictions)],
+            ["operations run again", str(stats.rematerializations)],
+            ["in operations", format_seconds(stats.base_ns / 1e9)],
+            ["in running again", format_seconds(stats.remat_ns / 1e9)],
+            ["in choosing", format_seconds(stats.search_ns / 1e9)],
+        ]
+        if stats.overflows:
+            lines.append(["times over the limit", str(stats.overflows)])
+    lines.append(["set aside after metering", format_bytes(plan.reserve_bytes)])
+    lines.append(["steps", str(plan.steps)])
+    return table([["no plan: decided while it runs", ""], *lines])
+
+
+def dynamic_table(plan: DynamicPlan) -> Text:
+    """One line for each of the last steps."""
+    rows = [["step", "peak", "operations", "evictions", "run again", "base", "again", "choosing"]]
+    first = plan.steps - len(plan.latest)
+    for number, step in enumerate(plan.latest, start=first + 1):
+        stats = step.stats
+        rows.append(
+            [
+                str(number),
+                format_bytes(stats.peak_bytes),
+                str(stats.operations),
+                str(stats.evictions),
+                str(stats.rematerializations),
+                format_seconds(stats.base_ns / 1e9),
+                format_seconds(stats.remat_ns / 1e9),
+                format_seconds(stats.search_ns / 1e9),
+            ]
+        )
+    return table(rows)
 
 
 def pieces_report(plan: PiecesPlan) -> Text:

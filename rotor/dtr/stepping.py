@@ -1,0 +1,130 @@
+"""A session that is left and entered again: forward and backward of a model, the loss outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rotor import _dispatch
+from rotor.dtr.context import running
+from rotor.dtr.runtime import Session
+from rotor.dtr.storages import StorageRef
+
+__all__ = ["StepSession"]
+
+
+class StepSession(Session):
+    """A session whose program pauses. What was evicted stays so, and what is known is kept.
+
+    Parameters
+    ----------
+    limit
+        Bytes above the level at the beginning.
+    device
+        The device whose memory counts.
+    before_write
+        Called before the bytes change of a storage that is not computed by the program; a copy
+        that it makes, it returns, so that it counts.
+    **settings
+        As for `Session`.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        *,
+        device: torch.device,
+        before_write: Callable[[torch.UntypedStorage], torch.UntypedStorage | None],
+        **settings: Any,
+    ) -> None:
+        super().__init__(limit, device=device, **settings)
+        self._before_write = before_write
+        self._foreign: dict[int, StorageRef] = {}
+
+    # -- what a session does on its own, and what is noted of it
+
+    def _adopt(self, storage: torch.UntypedStorage, is_foreign: bool) -> StorageRef:
+        ref = super()._adopt(storage, is_foreign)
+        if is_foreign:
+            self._foreign[ref.key] = ref
+        return ref
+
+    def _protect(self, node: int) -> None:
+        copied = self._before_write(self._storage(node))
+        if copied is not None:
+            self._adopt(copied, False)
+        super()._protect(node)
+
+    # -- pausing
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Operators are watched while it lasts.
+
+        Raises
+        ------
+        RuntimeError
+            A budget holds already: they do not nest.
+        """
+        with running(self):
+            yield
+
+    def aim(self, wished: int) -> None:
+        """Keep within so many bytes where that is possible, and within the limit in any case."""
+        self._book.limit(max(wished, 0))
+
+    def leave_room(self, nbytes: int) -> int:
+        """Evict until `nbytes` are left of the limit; how many are missing then."""
+        assert self.limit is not None
+        with _dispatch.without_modes():
+            self._make_room(nbytes, 0)
+        return max(self.current_bytes + nbytes - self.limit, 0)
+
+    @property
+    def current_bytes(self) -> int:
+        """What is in memory now, above the level at the beginning."""
+        return int(self._book.counters()["current_bytes"])
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that was made outside for as long as it lives."""
+        self._see_fresh(tensor)
+
+    # -- storages while the session is paused
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether the storage of a tensor was made in this session."""
+        key = _dispatch.storage_key(tensor.untyped_storage())
+        ref = self._table.get(key)
+        return ref is not None and self._foreign.get(key) is not ref
+
+    def protect(self, storage: torch.UntypedStorage) -> None:
+        """Before a storage is written to: compute what depends on it, and keep that in memory."""
+        ref = self._table.get(_dispatch.storage_key(storage))
+        if ref is not None and self._is_open:
+            with self._lock, _dispatch.without_modes():
+                super()._protect(ref.node)
+
+    def has_lost(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether something was evicted that was computed from these tensors, written to since.
+
+        What was not evicted is kept in memory from now on.
+        """
+        for tensor in tensors:
+            ref = self._table.get(_dispatch.storage_key(tensor.untyped_storage()))
+            if ref is None:
+                continue
+            nodes = self._book.dependents(ref.node)
+            if not all(self._book.describe(node)[1] for node in nodes):
+                return True
+            with _dispatch.without_modes():
+                self._restore(nodes)
+        return False
+
+    def close(self, *, warn: bool = True) -> None:
+        """Bring back what is evicted and still in use, and forget everything."""
+        with _dispatch.without_modes():
+            super().close(warn=warn)
+        self._foreign.clear()

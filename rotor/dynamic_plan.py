@@ -1,0 +1,184 @@
+"""What is known of steps whose memory is decided while they run."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor import dtr
+from rotor.dtr.recall import Stats
+from rotor.metering import StepBytes
+from rotor.nested import NestedStep
+from rotor.timelines import Timeline
+
+_LOSS_FACTOR = 4
+_REMEMBERED = 20
+_SETTINGS = inspect.signature(dtr.budget).parameters
+OPTIONS = frozenset({"heuristic", "seed", "strict", "sample", "ignore_small", "storage_swap"})
+_DEFAULTS = {name: _SETTINGS[name].default for name in OPTIONS}
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What one step did.
+
+    Attributes
+    ----------
+    stats
+        Of its session.
+    output_bytes
+        Of the model's outputs.
+    room_bytes
+        What was left of the limit for the loss.
+    """
+
+    stats: Stats
+    output_bytes: int
+    room_bytes: int
+
+
+@dataclass
+class DynamicPlan:
+    """What is known of the steps that run under one limit on one device.
+
+    Attributes
+    ----------
+    device
+        Where they run.
+    limit_bytes
+        The limit of a step.
+    reason
+        Why nothing is planned; empty where that was asked for.
+    options
+        Settings of the session.
+    reserve_bytes
+        Set aside because a metered step needed more than the runtime knew.
+    measured_bytes, measured_timeline, meterings
+        The peak of the step metered last, its live bytes over time, and how many were metered.
+    loss_bytes, held_bytes, loss_output_bytes
+        What the caller's loss was measured to need at most, and to hold when the model's backward
+        began, for outputs of that size; ``None``: not metered yet.
+    assumed_loss_bytes
+        What the caller said that the loss needs beside the gradient of the output; 0: nothing.
+    output_bytes
+        Of the outputs in the step that is metered.
+    steps, latest
+        How many steps ended, and figures of the last ones.
+    """
+
+    device: torch.device
+    limit_bytes: int
+    reason: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    reserve_bytes: int = 0
+    assumed_loss_bytes: int = 0
+    measured_bytes: int | None = None
+    measured_timeline: Timeline | None = field(default=None, repr=False)
+    meterings: int = 0
+    loss_bytes: int | None = None
+    held_bytes: int = 0
+    loss_output_bytes: int = 0
+    output_bytes: int = 0
+    steps: int = 0
+    latest: deque[StepFigures] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    outdated: bool = field(default=False, repr=False)
+
+    @property
+    def last(self) -> StepFigures:
+        """Figures of the last step; ValueError: there is none."""
+        if not self.latest:
+            raise ValueError(
+                "nothing is known before a step has run: train one, or measure(sample)"
+            )
+        return self.latest[-1]
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Nothing is predicted: the model's peak in the last step, as the runtime counted it."""
+        return self.last.stats.peak_bytes
+
+    @property
+    def makespan(self) -> float:
+        """Nothing is predicted: seconds in operations of the last step, and in choosing."""
+        stats = self.last.stats
+        return (stats.base_ns + stats.remat_ns + stats.search_ns) / 1e9
+
+    def room_for_loss(self, output_bytes: int) -> int:
+        """Bytes to leave for the loss and the gradient of the output; with what is set aside."""
+        return self.reserve_bytes + self._loss(output_bytes)
+
+    def _loss(self, output_bytes: int) -> int:
+        if self.loss_bytes is not None and output_bytes <= self.loss_output_bytes:
+            return self.loss_bytes
+        if self.assumed_loss_bytes:
+            return self.assumed_loss_bytes + output_bytes
+        return max(_LOSS_FACTOR * output_bytes, self._scaled(self.loss_bytes or 0, output_bytes))
+
+    def held_by_loss(self, output_bytes: int) -> int:
+        """Bytes that the loss holds while the model's backward runs."""
+        if self.loss_bytes is not None and output_bytes <= self.loss_output_bytes:
+            return self.held_bytes
+        return self._loss(output_bytes)
+
+    def _scaled(self, nbytes: int, output_bytes: int) -> int:
+        known = self.loss_output_bytes
+        return -(-nbytes * output_bytes // known) if known else 0
+
+    def learn(self, step: StepBytes) -> int:
+        """Note a metered step; bytes that it was over the limit, negative where it was not."""
+        self.measured_bytes = step.peak_bytes
+        self.measured_timeline = step.timeline
+        self.meterings += 1
+        output_bytes = self.output_bytes
+        starts = {segment.name: segment.start_bytes for segment in step.segments}
+        held = max(starts["backward"] - starts["loss"], 0)
+        if not step.output_held:
+            # The runtime sees that the output has gone; what came in its place, it does not see.
+            held += output_bytes
+        if output_bytes >= self.loss_output_bytes:
+            self.loss_output_bytes = output_bytes
+            self.loss_bytes, self.held_bytes = step.loss_bytes, held
+        else:
+            self.loss_bytes = max(self.loss_bytes or 0, step.loss_bytes)
+            self.held_bytes = max(self.held_bytes, held)
+        return step.peak_bytes - self.limit_bytes
+
+    def step(self, module: nn.Module, *, is_trial: bool = False) -> NestedStep:
+        """A step of a module, about to begin; of a trial nothing is left in the end."""
+
+        def began(step: NestedStep) -> None:
+            held = self.held_by_loss(step.output_bytes)
+            step.session.aim(self.limit_bytes - self.reserve_bytes - held)
+
+        def ended(step: NestedStep) -> None:
+            self.steps += 1
+            room = self.room_for_loss(step.output_bytes)
+            self.latest.append(StepFigures(step.session.stats, step.output_bytes, room))
+
+        step = NestedStep(
+            module,
+            self.limit_bytes,
+            self.device,
+            backward_began=began,
+            ended=ended,
+            is_trial=is_trial,
+            observer=None,
+            **(_DEFAULTS | self.options),
+        )
+        step.session.aim(self.limit_bytes - self.reserve_bytes)
+        return step
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raise TypeError for an option that `rotor.dtr.budget` does not take."""
+    for name in options:
+        if name not in OPTIONS:
+            raise TypeError(
+                f"unknown option {name!r}, expected one of {', '.join(sorted(OPTIONS))} of "
+                "rotor.dtr.budget"
+            )

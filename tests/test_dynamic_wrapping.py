@@ -1,0 +1,303 @@
+"""`Checkpointable(engine="dynamic")`: what models take and return, and what the wrapper tells."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import random
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from limited_models import Perceptron, both, limited, same, small_pair
+from rotor.models import treelstm
+from torch import nn
+
+import rotor
+from rotor import dtr, memory
+from rotor.errors import MemoryLimitWarning
+
+
+@pytest.fixture
+def pair() -> tuple[Perceptron, Any, torch.Tensor, int]:
+    """A model, a copy under a limit that makes it evict, an input, and that limit."""
+    return small_pair()
+
+
+# -- what a model may take and return
+
+
+@dataclass
+class Answer:
+    logits: torch.Tensor
+    hidden: tuple[torch.Tensor, ...]
+    note: str = "kept"
+
+
+class Many(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 32)
+        self.body = Perceptron()
+        self.side: torch.Tensor | None = None
+        self.losses: list[torch.Tensor] = []
+
+    def forward(self, tokens: torch.Tensor, *, options: dict[str, Any], kind: str) -> Any:
+        y = self.embed(tokens) + options["bias"]
+        h = self.body(y)
+        self.side = h.square().mean()
+        self.losses = [h.abs().mean()]
+        if kind == "dict":
+            return {"logits": h, "again": h, "part": h[:4], "tokens": tokens, "count": 3}
+        if kind == "object":
+            return Answer(h * 2, (h, y), "seen")
+        if kind == "identity":
+            return h, options["bias"], self.body.norm.weight, h.detach(), h.argmax(1)
+        return h.sum(), None
+
+
+@pytest.mark.parametrize("kind", ["dict", "object", "identity", "tuple"])
+def test_arguments_and_outputs_of_many_kinds(kind):
+    torch.manual_seed(0)
+    model = Many()
+    chk = limited(copy.deepcopy(model), 200_000)
+    tokens = torch.randint(0, 20, (64,))
+
+    def act(m: nn.Module) -> list[torch.Tensor]:
+        bias = torch.zeros(32, requires_grad=True)
+        out = m(tokens, options={"bias": bias}, kind=kind)
+        if kind == "dict":
+            assert out["logits"] is out["again"]
+            assert out["tokens"] is tokens
+            assert out["count"] == 3
+            loss = out["logits"].sum() + out["part"].square().sum()
+        elif kind == "object":
+            assert type(out) is Answer
+            assert out.note == "seen"
+            loss = out.logits.square().sum() + out.hidden[1].sum()
+        elif kind == "identity":
+            assert out[1] is bias
+            assert out[2] is m.body.norm.weight
+            assert not out[3].requires_grad
+            loss = out[0].sum() + out[1].sum() + out[2].square().sum() + out[3][0, 0] + out[4][0]
+        else:
+            assert out[1] is None
+            loss = out[0]
+        loss = loss + m.side * 2 + m.losses[0]
+        loss.backward()
+        return [loss.detach(), bias.grad]
+
+    for seed in range(2):
+        both(model, chk, act, seed)
+    assert chk._latest.last.stats.evictions > 0
+
+
+def test_outputs_may_be_unused_or_dropped():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.first(x), self.second(x)
+
+    model = Two()
+    chk = limited(copy.deepcopy(model))
+    x = torch.randn(4, 8)
+    both(model, chk, lambda m: [m(x)[0].sum().backward() or x])
+    assert chk.second.weight.grad is None
+
+
+def test_outputs_may_be_written_to_where_the_plain_model_allows_it(pair):
+    model, chk, x, _ = pair
+
+    def act(m: nn.Module) -> list[torch.Tensor]:
+        y = m(x)
+        y.mul_(2).add_(1)
+        y.square().sum().backward()
+        return [y.detach()]
+
+    both(model, chk, act)
+
+
+def test_state_carried_from_step_to_step():
+    class Stateful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRUCell(32, 32)
+            self.state: torch.Tensor | None = None
+            self.register_buffer("average", torch.zeros(32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.zeros_like(x[0]) if self.state is None else self.state
+            outputs = []
+            for step in x:
+                h = self.cell(step, h)
+                outputs.append(h)
+            self.state = h.detach()
+            self.average = self.average * 0.9 + h.detach().mean(0)
+            return torch.stack(outputs)
+
+    torch.manual_seed(0)
+    model = Stateful()
+    chk = limited(copy.deepcopy(model), 120_000)
+    x = torch.randn(12, 16, 32)
+
+    def act(m: nn.Module) -> list[torch.Tensor]:
+        for _ in range(3):
+            m(x).square().mean().backward()
+        return [m.state, m.average]
+
+    both(model, chk, act)
+    assert chk._latest.last.stats.evictions > 0
+
+
+def test_under_autocast(pair):
+    model, chk, x, _ = pair
+
+    def act(m: nn.Module) -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = [m(x + k).float().square().mean() for k in range(2)]
+        for loss in losses:
+            loss.backward()
+        return losses
+
+    with pytest.warns(MemoryLimitWarning, match="each keeps its own limit"):
+        both(model, chk, act)
+
+
+def test_without_training_or_gradients_the_plain_model_runs(pair):
+    model, chk, x, _ = pair
+    model.eval()
+    chk.eval()
+    both(model, chk, lambda m: [m(x).detach()])
+    chk.train()
+    model.train()
+    with torch.no_grad():
+        both(model, chk, lambda m: [m(x)])
+    assert chk._latest is None
+    for m in (model, chk):
+        m.requires_grad_(False)
+    both(model, chk, lambda m: [m(x)])
+    assert not chk(x).requires_grad
+
+
+# -- the wrapper
+
+
+def test_samples_are_measured_without_a_trace():
+    torch.manual_seed(0)
+    model = Perceptron()
+    x = torch.randn(64, 32)
+    before = [b.clone() for b in model.buffers()]
+    state = torch.get_rng_state()
+    chk = rotor.Checkpointable(model, x, "200 KB", engine="dynamic")
+    assert same(before, list(model.buffers()))
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+    assert 0 < chk.get_expected_memory() <= 200_000
+    assert chk.get_expected_makespan() > 0
+    with pytest.raises(rotor.InfeasibleError):
+        rotor.Checkpointable(model, x, "40 KB", engine="dynamic")
+    carrying = Many()
+    chk = limited(carrying)
+    options = {"bias": torch.zeros(32)}
+    chk.measure(torch.randint(0, 20, (8,)), options=options, kind="dict")
+    assert carrying.side is None
+    assert carrying.losses == []
+
+
+def test_limits_reports_and_what_is_not_known(pair):
+    _, chk, x, _ = pair
+    with pytest.raises(ValueError, match="no plan was made"):
+        chk.report()
+    chk.compute_sequence("1 MB")
+    chk(x).sum().backward()
+    chk(x).sum().backward()
+    text = chk.report()
+    assert "976.6 KiB" in text
+    assert "evictions" in text
+    assert len(chk.display().splitlines()) == 4
+    with pytest.raises(ValueError, match="what a limit costs is not known"):
+        chk.curve()
+    with pytest.raises(ValueError, match="give the limit once"):
+        chk.compute_sequence(1000, mem_limit=1000)
+    with pytest.raises(TypeError, match="unknown option 'effort'"):
+        chk.compute_sequence(effort="fast")
+    with pytest.raises(ValueError, match="makes none"):
+        chk.report("page.html")
+
+
+def test_wrong_settings_are_refused():
+    model = Perceptron()
+    with pytest.raises(TypeError, match="unknown option 'effort'"):
+        rotor.Checkpointable(model, engine="dynamic", effort="fast")
+    with pytest.raises(ValueError, match="preserve_rng_state"):
+        rotor.Checkpointable(model, engine="dynamic", preserve_rng_state=False)
+    with pytest.raises(ValueError, match="profile= is for graphs"):
+        rotor.Checkpointable(model, engine="dynamic", profile="somewhere.json")
+    with pytest.raises(ValueError, match='engine="graph"'):
+        rotor.Checkpointable(model, engine="dynamic", backend="inductor")
+
+
+def test_budgets_do_not_nest(pair):
+    _, chk, x, _ = pair
+    with dtr.budget(None), pytest.raises(RuntimeError, match="wrap the outermost model only"):
+        chk(x)
+    outer = limited(nn.Sequential(chk))
+    with pytest.raises(RuntimeError, match="wrap the outermost model only"):
+        outer(x)
+    assert dtr.current() is None
+
+
+def test_copies_and_pickles(pair):
+    model, chk, x, limit = pair
+    chk(x).sum().backward()
+    chk.zero_grad()
+    model.load_state_dict(chk.state_dict())
+    y = chk(x)
+    for twin in (copy.deepcopy(chk), pickle.loads(pickle.dumps(chk))):
+        assert twin.mem_limit == limit
+        assert type(twin) is type(chk)
+        reference = copy.deepcopy(model)
+        reference.load_state_dict(twin.state_dict())
+        both(reference, twin, lambda m: [m(x).sum().backward() or x])
+    del y
+
+
+def test_many_steps_leave_nothing_behind(pair):
+    _, chk, x, _ = pair
+    optimizer = torch.optim.SGD(chk.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        chk(x).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(5):
+        step()
+    gc.collect()
+    objects = len(gc.get_objects())
+    with memory.meter("cpu", existing=[p.grad for p in chk.parameters()]) as meter:
+        for _ in range(20):
+            step()
+    gc.collect()
+    assert meter.end_bytes < 2000
+    assert len(gc.get_objects()) < objects + 200
+
+
+def test_trees_of_every_shape_share_a_limit():
+    torch.manual_seed(0)
+    model = treelstm.TreeLSTM(treelstm.ChildSumCell(32, 32))
+    chk = limited(copy.deepcopy(model), "600 KB")
+    draw = random.Random(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(6):
+            tree = treelstm.random_parse_tree(draw.randint(4, 24), seed)
+            x = torch.randn(len(tree), 8, 32)
+            both(model, chk, lambda m, x=x, tree=tree: [m(x, tree).sum().backward() or x], seed)
+    assert chk._latest.steps == 6
