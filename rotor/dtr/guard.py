@@ -57,6 +57,11 @@ _SHARED = frozenset(
     + [torch.Tensor.__cuda_array_interface__.__get__]
 )
 
+# They read elements of lists without operators, and tensors with them.
+_COLLECTING = frozenset(
+    _functions("tensor as_tensor asarray", torch) + _functions("new_tensor", torch.Tensor)
+)
+
 # They write with code of their own.
 _WRITTEN = frozenset(_functions("apply_ map_ map2_", torch.Tensor))
 
@@ -83,9 +88,20 @@ class Guard(TorchFunctionMode):
                 self._session.pin(tensor)
             if func in _WRITTEN:
                 self._session.give_up(args[0])
+        elif func in _COLLECTING:
+            for tensor in _listed([value for value in args if isinstance(value, list | tuple)]):
+                self._session.pin(tensor)
         elif func in _READ:
             self._session.materialize(args[0])
         return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def _listed(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _listed(value)
 
 
 @contextmanager

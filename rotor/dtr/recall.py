@@ -262,7 +262,7 @@ class Recall:
         self._bring(tensor, True)
 
     def give_up(self, tensor: torch.Tensor) -> None:
-        """Before a tensor is written to by no operator: it stays, and nothing is computed from it."""
+        """Before no operator writes to a tensor: it stays, and nothing is computed from it."""
         self._bring(tensor, True)
         for part in _torch.strided_parts(tensor):
             with self._lock, _dispatch.without_functions(), _dispatch.without_modes():
