@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import autograd
+from torch import autograd, overrides
 from torch.utils import _python_dispatch
 
 from rotor import _torch
@@ -68,6 +68,12 @@ def without_modes() -> Any:
 
 
 FakeTensor = torch._subclasses.FakeTensor
+
+
+def innermost_modes() -> tuple[Any, Any]:
+    """What was entered last and is on, of the modes over operators and of those over functions."""
+    functions = overrides._get_current_function_mode_stack()
+    return _python_dispatch._get_current_dispatch_mode(), functions[-1] if functions else None
 
 
 def in_function_modes() -> bool:
@@ -168,6 +174,8 @@ _torch.check(
         "_C._is_torch_function_mode_enabled",
         "_C.DisableTorchFunction",
         "autograd._engine_run_backward",
+        "overrides._get_current_function_mode_stack",
+        "utils._python_dispatch._get_current_dispatch_mode",
         "_C._construct_storage_from_data_pointer",
         "_C._len_torch_dispatch_stack",
         "_conj",

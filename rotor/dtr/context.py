@@ -134,8 +134,7 @@ def budget(
         device=found,
         observer=None,
     )
-    observer, log = _observer_of(record_log, session)
-    session.observer = observer
+    session.observer = _observer_of(record_log, session)
     _current.append(session)
     failed = True
     try:
@@ -144,23 +143,20 @@ def budget(
         failed = False
     finally:
         _current.remove(session)
-        if session.observer is observer:
-            session.observer = None
+        last, session.observer = session.observer, None
         try:
             session.close(warn=not failed)
         finally:
-            if log is not None:
-                log.close()
+            if isinstance(last, ProgramLog) and last is not record_log:
+                last.close()
 
 
 def _observer_of(
     record_log: Observer | str | os.PathLike[str] | BinaryIO | None, session: Session
-) -> tuple[Observer | None, ProgramLog | None]:
-    """Whom to tell, and the log to close in the end."""
+) -> Observer | None:
     if record_log is None or hasattr(record_log, "operation"):
-        return record_log, None  # type: ignore[return-value]
-    log = ProgramLog(LogWriter(record_log), session.bytes_of)
-    return log, log
+        return record_log  # type: ignore[return-value]
+    return ProgramLog(LogWriter(record_log), session.bytes_of)
 
 
 @contextmanager

@@ -253,6 +253,23 @@ class Recall:
         """Bytes of the storage of a number that an observer was told."""
         return self._book.describe(node)[0]
 
+    def set_limit(self, limit: int | None) -> None:
+        """Keep another limit from the next operator on, bytes above the level on entry."""
+        self.limit = limit
+        self._book.limit(-1 if limit is None else max(limit - _scraps(limit), 0))
+
+    def reference(self, tensor: torch.Tensor) -> StorageRef | None:
+        """The session's reference to the storage of a tensor, ``None`` where it has seen none."""
+        with _dispatch.without_functions():
+            return self._table.get(_dispatch.storage_key(tensor.untyped_storage()))
+
+    def pin_all(self) -> None:
+        """Have everything that the program holds in memory for as long as the session lasts."""
+        with self._lock, _dispatch.without_functions(), _dispatch.without_modes():
+            for ref in list(self._table.values()):
+                if ref() is not None:
+                    self._restore([ref.node])
+
     def materialize(self, tensor: torch.Tensor) -> None:
         """Have the bytes of a tensor in memory, until the next operator runs."""
         self._bring(tensor, False)

@@ -95,6 +95,12 @@ class Session(Recall, _dispatch.DispatchMode):
             ref = self._adopt(storage, tensor.dim() > 0 or tensor.nbytes > _NUMBER_BYTES)
         return ref
 
+    def manage(self, tensor: torch.Tensor) -> None:
+        """Count a tensor among the sources, before an operator reads it."""
+        with self._lock, _dispatch.without_functions():
+            for part in _torch.strided_parts(tensor):
+                self._ref_of(part)
+
     # -- operators
 
     def __torch_dispatch__(

@@ -1,0 +1,493 @@
+"""The functions of the published prototype, on PyTorch as it is.
+
+There, tensors became managed one by one by ``tensor.checkpoint()`` and a budget was set for the
+device. Here `set_memory_budget` begins to watch the whole program, as `rotor.dtr.budget` does,
+until `unset_memory_budget`; what operators make is managed by itself, and the functions on tensors
+say what holds for single ones. They work within ``with rotor.dtr.budget(...)`` too.
+
+The prototype is that of Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021. What it got
+wrong is not repeated: classes of neighbours count once, products of bytes and time do not overflow,
+a budget that cannot be kept is an error instead of an endless loop, shapes are read without
+computing anything, random numbers and running statistics are those of one run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import warnings
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from rotor import _dispatch, _torch, memory
+from rotor.dtr.context import budget, current
+from rotor.dtr.guard import Guard
+from rotor.dtr.log import ProgramLog
+from rotor.dtr.recall import Stats
+from rotor.dtr.runtime import Session
+from rotor.dtr.storages import StorageRef
+from rotor.simrd.log_writer import LogWriter
+from rotor.units import parse_bytes
+
+__all__ = [
+    "annotate_log",
+    "base_compute_time",
+    "checkpoint",
+    "clear_checkpointpool",
+    "compute_time",
+    "cost_time",
+    "decheckpoint",
+    "is_checkpoint",
+    "loop_time",
+    "new_log",
+    "pin",
+    "remat_compute_time",
+    "reset_profile",
+    "search_time",
+    "set_memory_budget",
+    "toggle_ignore_small_tensors",
+    "toggle_log",
+    "toggle_sampling",
+    "try_checkpoint",
+    "unset_memory_budget",
+]
+
+
+class _Global:
+    """What the functions have set."""
+
+    def __init__(self) -> None:
+        self.context: AbstractContextManager[Session] | None = None
+        self.session: Session | None = None
+        self.level_bytes = 0
+        self.sample = True
+        self.ignore_small = True
+        self.log: ProgramLog | None = None
+        self.logged: Session | None = None
+        self.ordinary: dict[int, StorageRef] = {}
+        self.given: dict[int, StorageRef] = {}
+        self.last: Session | None = None
+
+
+_state = _Global()
+
+
+def _session(what: str) -> Session:
+    session = current()
+    if session is None:
+        raise RuntimeError(
+            f"{what} needs a budget: call rotor.dtr.set_memory_budget(bytes) first (None for no "
+            "limit), or stay within rotor.dtr.budget(bytes)"
+        )
+    _state.last = session
+    return session
+
+
+# -- the budget
+
+
+def set_memory_budget(
+    nbytes: int | str | float | None, *, device: torch.device | str | None = None
+) -> None:
+    """Keep all that is allocated on the device within a budget, from now on.
+
+    Parameters
+    ----------
+    nbytes
+        Bytes, or text such as ``"2GiB"``, for **everything** on the device, models and inputs
+        included, as published; ``None`` or infinity: no limit, but all is watched (for logs).
+    device
+        As for `budget`. On the CPU, whose allocator keeps no count, the level is that of the
+        tensors that Python knows.
+
+    Raises
+    ------
+    ValueError
+        No budget, or less than what is allocated already.
+    RuntimeError
+        The program is within ``with rotor.dtr.budget(...)``.
+
+    Notes
+    -----
+    It holds in the thread that calls. Called again, it changes the budget; what is evicted stays
+    so.
+    """
+    if current() is not None and current() is not _state.session:
+        raise RuntimeError(
+            "this is within rotor.dtr.budget, which has its own limit (above the level on entry): "
+            "leave it, or give it the limit that you want"
+        )
+    limit = None if nbytes is None or nbytes == float("inf") else parse_bytes(nbytes)
+    session = _state.session
+    if session is None:
+        _begin(limit, device)
+        return
+    if device is not None and torch.device(device).type != session.device.type:
+        raise RuntimeError(
+            f"the budget is one of {session.device}: call rotor.dtr.unset_memory_budget() before "
+            f"one of {device}"
+        )
+    session.set_limit(None if limit is None else _above(limit, _state.level_bytes))
+
+
+def _begin(limit: int | None, device: torch.device | str | None) -> None:
+    found = torch.device(
+        device or ("cuda" if torch.cuda.is_initialized() else "cpu")  # as `budget` chooses
+    )
+    level_bytes = _level(found)
+    context = budget(
+        None if limit is None else _above(limit, level_bytes),
+        sample=_state.sample,
+        ignore_small=_state.ignore_small,
+        device=found,
+    )
+    session = context.__enter__()
+    _state.context, _state.session, _state.level_bytes = context, session, level_bytes
+    _state.last = session
+    _state.ordinary.clear()
+    _state.given.clear()
+
+
+def _above(limit: int, level_bytes: int) -> int:
+    if limit <= level_bytes:
+        raise ValueError(
+            f"a budget of {limit} bytes is not above the {level_bytes} bytes that are allocated "
+            "already: budgets count everything on the device (rotor.dtr.budget counts above that)"
+        )
+    return limit - level_bytes
+
+
+def _level(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    gc.collect()
+    tensors = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Objects that warn when they are looked at.
+        for item in gc.get_objects():
+            if issubclass(type(item), torch.Tensor):
+                tensors += [part for part in _torch.strided_parts(item) if part.device == device]
+    return memory.storage_bytes(tensors)
+
+
+def unset_memory_budget() -> None:
+    """End what `set_memory_budget` began; what is evicted and in use is brought back.
+
+    Times can still be asked for. A log ends. Without a budget nothing happens.
+
+    Raises
+    ------
+    RuntimeError
+        Modes of PyTorch that were entered after the budget are still on.
+    """
+    context, session = _state.context, _state.session
+    if context is None or session is None:
+        return
+    operators, functions = _dispatch.innermost_modes()
+    if operators is not session or not isinstance(functions, Guard):
+        raise RuntimeError(
+            "modes of PyTorch were entered after set_memory_budget and are still on: leave them "
+            "before unset_memory_budget()"
+        )
+    _state.context = _state.session = None
+    _state.ordinary.clear()
+    _state.given.clear()
+    try:
+        context.__exit__(None, None, None)
+    finally:
+        if _state.logged is session:
+            _end_log()
+
+
+@atexit.register
+def _at_exit() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        unset_memory_budget()
+
+
+def toggle_sampling(is_on: bool) -> None:
+    """Look at about 2 sqrt(n) of n candidates for eviction only; on at first, as published.
+
+    Raises
+    ------
+    TypeError
+        It is no bool.
+    RuntimeError
+        A budget is set, and begun with the other setting.
+    """
+    _set_option("sample", is_on, "toggle_sampling")
+
+
+def toggle_ignore_small_tensors(is_on: bool) -> None:
+    """Never evict what is below 1 % of the mean size; on at first, as published.
+
+    Raises
+    ------
+    TypeError
+        It is no bool.
+    RuntimeError
+        A budget is set, and begun with the other setting.
+    """
+    _set_option("ignore_small", is_on, "toggle_ignore_small_tensors")
+
+
+def _set_option(name: str, is_on: bool, function: str) -> None:
+    if not isinstance(is_on, bool):
+        raise TypeError(f"{function} takes True or False, got {is_on!r}")
+    if _state.session is not None and getattr(_state, name) != is_on:
+        raise RuntimeError(
+            f"{function}({is_on}) must come before set_memory_budget: call unset_memory_budget() "
+            "first"
+        )
+    setattr(_state, name, is_on)
+
+
+# -- tensors
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"expected a tensor, got {type(tensor).__name__}")
+    return list(_torch.strided_parts(tensor))
+
+
+def is_checkpoint(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is managed: made under a budget, or given to `checkpoint`.
+
+    A tensor and its views share this. Without a budget none is.
+    """
+    parts = _parts(tensor)
+    session = current()
+    if session is None:
+        return False
+    for part in parts:
+        ref = session.reference(part)
+        if ref is None or _state.ordinary.get(ref.key) is ref:
+            return False
+    return True
+
+
+def checkpoint(tensor: torch.Tensor) -> torch.Tensor:
+    """Have a tensor managed as a source: it stays in memory, and others are computed from it.
+
+    Returns
+    -------
+    torch.Tensor
+        The tensor itself.
+
+    Raises
+    ------
+    TypeError
+        It is no tensor.
+    ValueError
+        It was given before: `try_checkpoint` accepts that.
+    RuntimeError
+        There is no budget.
+    """
+    session = _session("rotor.dtr.checkpoint")
+    parts = _parts(tensor)
+    for part in parts:
+        ref = session.reference(part)
+        if ref is not None and _state.given.get(ref.key) is ref:
+            raise ValueError(
+                "the tensor is a source already: rotor.dtr.try_checkpoint accepts that"
+            )
+    try_checkpoint(tensor)
+    session.pin(tensor)
+    for part in parts:
+        _note(_state.given, session.reference(part))
+    return tensor
+
+
+def try_checkpoint(tensor: torch.Tensor) -> torch.Tensor:
+    """Have a tensor managed; one that is already stays as it is, with what computes it."""
+    session = _session("rotor.dtr.try_checkpoint")
+    for part in _parts(tensor):
+        session.manage(part)
+        ref = session.reference(part)
+        if ref is not None:
+            _state.ordinary.pop(ref.key, None)
+    return tensor
+
+
+def _note(refs: dict[int, StorageRef], ref: StorageRef | None) -> None:
+    if ref is not None:
+        refs[ref.key] = ref
+    if len(refs) & (len(refs) - 1):
+        return
+    for key in [key for key, known in refs.items() if known() is None]:
+        del refs[key]
+
+
+def decheckpoint(tensor: torch.Tensor) -> torch.Tensor:
+    """Have a tensor ordinary again: in memory for good. One that is not managed stays as it is.
+
+    Returns
+    -------
+    torch.Tensor
+        The tensor itself; its values are there for whatever reads them, outside PyTorch too.
+    """
+    parts = _parts(tensor)
+    session = current()
+    if session is not None and is_checkpoint(tensor):
+        session.pin(tensor)
+        for part in parts:
+            ref = session.reference(part)
+            _note(_state.ordinary, ref)
+            if ref is not None:
+                _state.given.pop(ref.key, None)
+    return tensor
+
+
+def pin(tensor: torch.Tensor) -> torch.Tensor:
+    """Compute a tensor again if need be, and keep it in memory for good.
+
+    For what reads tensors unseen: other threads, extensions off PyTorch's dispatcher. Without a
+    budget nothing happens.
+    """
+    _parts(tensor)
+    session = current()
+    if session is not None:
+        session.pin(tensor)
+    return tensor
+
+
+def clear_checkpointpool() -> None:
+    """Compute again whatever is evicted and in use, and keep all that is in use for good.
+
+    Raises
+    ------
+    RuntimeError
+        There is no budget.
+    BudgetError
+        It does not fit.
+    """
+    _session("rotor.dtr.clear_checkpointpool").pin_all()
+
+
+# -- logs
+
+
+def new_log(path: str | os.PathLike[str] | Any) -> None:
+    """Write a log of the program from now on; one that was begun before ends.
+
+    What is in memory already is a constant of it. It ends with the budget, or a new log.
+
+    Parameters
+    ----------
+    path
+        Of the file (``.gz``: compressed), or a file open in binary mode.
+
+    Raises
+    ------
+    RuntimeError
+        There is no budget, or its context writes a log already (``record_log``).
+    """
+    session = _session("rotor.dtr.new_log")
+    if session.observer is not None and session.observer is not _state.log:
+        raise RuntimeError("the context writes a log already: leave record_log= out")
+    writer = LogWriter(path)
+    _end_log()
+    _state.log, _state.logged = ProgramLog(writer, session.bytes_of), session
+    session.observer = _state.log
+
+
+def _end_log() -> None:
+    log, session = _state.log, _state.logged
+    _state.log = _state.logged = None
+    if session is not None and session.observer is log:
+        session.observer = None
+    if log is not None:
+        log.close()
+
+
+def _log(what: str) -> ProgramLog:
+    session = _session(what)
+    log = session.observer
+    if not isinstance(log, ProgramLog):
+        raise RuntimeError(f"{what} needs a log: call rotor.dtr.new_log(path) first")
+    return log
+
+
+def annotate_log(text: str) -> None:
+    """Write a note to the log. After ``"START"`` what is in memory is a constant.
+
+    Raises
+    ------
+    RuntimeError
+        There is no log, or no budget.
+    """
+    _log("rotor.dtr.annotate_log").annotate(text)
+
+
+def toggle_log(is_on: bool) -> None:
+    """Stop writing the log for a while, or go on: what was made in between is a constant then.
+
+    Raises
+    ------
+    RuntimeError
+        There is no log, or no budget.
+    TypeError
+        It is no bool.
+    """
+    if not isinstance(is_on, bool):
+        raise TypeError(f"toggle_log takes True or False, got {is_on!r}")
+    _log("rotor.dtr.toggle_log").is_on = is_on
+
+
+# -- times
+
+
+def _stats() -> Stats:
+    session = current() or _state.last
+    if session is None:
+        _session("the profile")
+    assert session is not None
+    return session.stats
+
+
+def reset_profile() -> None:
+    """Begin all times anew.
+
+    Raises
+    ------
+    RuntimeError
+        There is no budget.
+    """
+    _session("rotor.dtr.reset_profile").reset_profile()
+
+
+def base_compute_time() -> int:
+    """Time in the program's operators, ns; of the budget that holds, or else held last."""
+    return _stats().base_ns
+
+
+def remat_compute_time() -> int:
+    """Time in operators that ran again, ns."""
+    return _stats().remat_ns
+
+
+def compute_time() -> int:
+    """Time in all operators, ns."""
+    stats = _stats()
+    return stats.base_ns + stats.remat_ns
+
+
+def search_time() -> int:
+    """Time of making room: choosing what to evict, and evicting it, ns."""
+    return _stats().search_ns
+
+
+def cost_time() -> int:
+    """The part of `search_time` that went into choosing, ns."""
+    return _stats().cost_ns
+
+
+def loop_time() -> int:
+    """The rest of `search_time`, ns."""
+    stats = _stats()
+    return stats.search_ns - stats.cost_ns
