@@ -251,6 +251,19 @@ def test_every_instruction_is_whole_when_storages_die_in_between(monkeypatch):
     assert log.baseline.max_memory <= 4 * 400
 
 
+def test_operations_may_drop_what_they_are_given():
+    x = torch.ones(100)
+
+    def run():
+        y = torch.zeros(50)
+        y.set_(x.exp())
+        return copy.deepcopy(y)
+
+    lines, file = logged(run)
+    assert any("aten::set_" in line for line in lines)
+    assert simrd.simulate(simrd.parse(file.getvalue())).status == "ok"
+
+
 def test_observers_are_taken_as_they_are():
     class Count:
         operations = 0

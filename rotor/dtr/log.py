@@ -40,12 +40,14 @@ class ProgramLog:
         self._backward = -1
         self._lock = threading.Lock()
         self._left: list[str] = []
+        self._dead: set[int] = set()  # since the last operation
         self.is_on = True
 
     # -- what a session tells
 
     def constant(self, node: int, nbytes: int) -> None:
         """A storage was seen that no operator made."""
+        self._dead.discard(node)
         if self.is_on:
             with self._lock:
                 self._declare(node, nbytes)
@@ -68,10 +70,12 @@ class ProgramLog:
             for old, new in written:
                 if old in self._names:
                     self._names[new] = self._names.pop(old)
+        self._dead.clear()
         self._drain()
 
     def released(self, node: int) -> None:
         """The program dropped a storage; at any moment, also while something else is written."""
+        self._dead.add(node)
         name = self._names.pop(node, None)
         if name is not None:
             self._left.append(name)
@@ -138,6 +142,8 @@ class ProgramLog:
         if task > self._backward:
             self._backward = task
             self._writer.annotate(BACKWARD)
+        # An operation may drop the storages of its arguments (`Tensor.set_`).
+        inputs = [node for node in inputs if node in self._names or node not in self._dead]
         for before, after in written:
             if before not in self._names:
                 self._declare(before, self._bytes_of(after))
