@@ -21,6 +21,7 @@ from rotor.errors import (
 if TYPE_CHECKING:
     from rotor.checkpointable import Checkpointable
     from rotor.executor import CheckpointOptim
+    from rotor.fitting import LargestBatch, largest_batch
     from rotor.rockmate import Rockmate
 
 __version__ = "0.1.0"
@@ -32,16 +33,20 @@ __all__ = [
     "Checkpointable",
     "InfeasibleError",
     "InvalidSequenceError",
+    "LargestBatch",
     "MalformedLogError",
     "MemoryLimitWarning",
     "Rockmate",
     "__version__",
+    "largest_batch",
 ]
 
 _LAZY = {
     "Checkpointable": "rotor.checkpointable",
     "CheckpointOptim": "rotor.executor",
+    "LargestBatch": "rotor.fitting",
     "Rockmate": "rotor.rockmate",
+    "largest_batch": "rotor.fitting",
 }
 _MODEL_FAMILIES = ("densenet", "gpt", "inception", "resnet", "vgg")
 _SUBMODULES = (

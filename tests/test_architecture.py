@@ -38,11 +38,15 @@ LAYERS = [
     ("simulator", ["rotor.simrd"]),
     ("graphs", ["rotor.graph"]),
     ("private PyTorch names", ["rotor._torch", "rotor._inductor", "rotor._dispatch"]),
-    ("values and probes", ["rotor.values", "rotor.memory", "rotor.timing", "rotor.transparent"]),
+    (
+        "values and probes",
+        ["rotor.values", "rotor.memory", "rotor.timing", "rotor.transparent", "rotor.environment"],
+    ),
     (
         "execution",
         ["rotor.stages", "rotor.recompute", "rotor.executor", "rotor.metering", "rotor.blocks"],
     ),
+    ("batches", ["rotor.batches"]),
     ("dynamic", ["rotor.dtr"]),
     ("inspection", ["rotor.inspection"]),
     (
@@ -85,6 +89,9 @@ LAYERS = [
             "rotor.graph.building",
             "rotor.graph.planfiles",
             "rotor.graph.rkgb",
+            "rotor.factories",
+            "rotor.fits",
+            "rotor.fitting",
             "rotor.rkgb",
             "rotor.rockmate",
         ],

@@ -251,7 +251,7 @@ def test_an_interruption_is_said_and_exits_with_130(log, monkeypatch, capsys):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rotor.cli.simulate", interrupted)
+    monkeypatch.setattr("rotor.commands.simulate.simulate", interrupted)
     code, _, err = run(capsys, "simulate", log)
     assert code == 130
     assert err.startswith("rotor: interrupted")

@@ -1,17 +1,25 @@
-"""Commands of the command line that have a file of their own, and what all commands share."""
+"""Commands of the command line, a file each, and what all of them share."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
-__all__ = ["columns", "number", "say"]
+__all__ = ["add_output", "columns", "give", "number", "say", "tell", "write_json"]
 
 
 def say(text: str = "") -> None:
     """Write a line to stdout."""
     sys.stdout.write(f"{text}\n")
+
+
+def tell(arguments: argparse.Namespace, text: str) -> None:
+    """Write a line on progress to stderr; nothing with ``--quiet``."""
+    if not arguments.quiet:
+        sys.stderr.write(f"rotor: {text}\n")
 
 
 def number(text: str) -> float:
@@ -30,3 +38,34 @@ def columns(rows: list[list[str]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+def add_output(sub: argparse.ArgumentParser) -> None:
+    """Add the options that every command has: ``--json``, ``--quiet``, ``--debug``."""
+    group = sub.add_argument_group("output")
+    group.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the results as JSON, to stdout instead of the text where no file is given",
+    )
+    group.add_argument("--quiet", action="store_true", help="say nothing of progress on stderr")
+    group.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def write_json(data: Any, target: str) -> None:
+    """Write JSON to a file, or to stdout where `target` is "-"."""
+    text = json.dumps(data, allow_nan=False, indent=1)
+    if target == "-":
+        say(text)
+    else:
+        Path(target).write_text(text + "\n", encoding="utf-8")
+
+
+def give(arguments: argparse.Namespace, data: Any, text: str) -> None:
+    """Write results: JSON where it was asked for, and text unless stdout has the JSON."""
+    if arguments.json is not None:
+        write_json(data, arguments.json)
+    if arguments.json != "-":
+        say(text)

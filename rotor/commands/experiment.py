@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rotor import experiments
-from rotor.commands import columns, number, say
+from rotor.commands import add_output, columns, give, number, say, write_json
 from rotor.experiments.cells import usable_cpus
 
 __all__ = ["add"]
@@ -128,11 +128,13 @@ def add(commands: Any) -> None:
             kind.add_argument(
                 "--seed", type=int, metavar="N", help="of random heuristics (default: 0)"
             )
+        add_output(kind)
         kind.set_defaults(command=_experiment, experiment=name)
     _add_run(kinds)
     listing = kinds.add_parser(
         "list", help="list the experiments, and the configurations that `run` knows by name"
     )
+    add_output(listing)
     listing.set_defaults(command=_list)
 
 
@@ -173,6 +175,7 @@ def _add_run(kinds: Any) -> None:
         metavar="URL",
         help="post the summary there at the very end, as JSON (default: $ROTOR_WEBHOOK)",
     )
+    add_output(kind)
     kind.set_defaults(command=_run)
 
 
@@ -213,7 +216,7 @@ def _experiment(arguments: argparse.Namespace) -> int:
         formats=tuple(arguments.formats),
         fresh=arguments.fresh,
     )
-    _tell(output)
+    _tell(arguments, output)
     return 0
 
 
@@ -240,20 +243,25 @@ def _run(arguments: argparse.Namespace) -> int:
     except runs.RunError as error:
         sys.stderr.write(f"rotor: {' '.join(str(error).split())}\n")
         return 1
-    _tell(output)
+    _tell(arguments, output)
     return 0
 
 
-def _tell(output: Any) -> None:
-    say(output.text)
-    say()
-    for path in output.files:
-        say(str(path))
+def _tell(arguments: argparse.Namespace, output: Any) -> None:
+    files = [str(path) for path in output.files]
+    give(arguments, {"summary": output.text, "files": files}, "\n".join([output.text, "", *files]))
 
 
-def _list(_: argparse.Namespace) -> int:
+def _list(arguments: argparse.Namespace) -> int:
     from rotor.experiments import configuration
 
+    if arguments.json is not None:
+        shipped = {name: configuration.load(name) for name in configuration.shipped()}
+        described = {name: config.description for name, config in shipped.items()}
+        data = {"experiments": _DESCRIBED, "configurations": described}
+        write_json(data, arguments.json)
+    if arguments.json == "-":
+        return 0
     rows = [["rotor experiment", "question"]]
     rows += [[name, text] for name, text in _DESCRIBED.items()]
     say(columns(rows))

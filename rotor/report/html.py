@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rotor.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from rotor.algorithms.sequence import Sequence as Schedule
+    from rotor.chain import Chain
     from rotor.graph.engine import GraphPlan
     from rotor.graph.graph import Graph
     from rotor.graph.program import Program
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from rotor.plan import Plan
     from rotor.timelines import PredictedTimeline, Timeline
 
-__all__ = ["chain_page", "graph_page", "plan_page"]
+__all__ = ["chain_page", "graph_page", "plan_page", "sequence_page"]
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _MOST_RECOMPUTED = 25
@@ -119,14 +121,48 @@ def chain_page(plan: Plan, stages: Sequence[Sequence[str]]) -> str:
     return _page("training step", rows, [("Stages", stages)], data)
 
 
+def sequence_page(
+    sequence: Schedule,
+    figures: Sequence[tuple[str, str]],
+    stages: Sequence[Sequence[str]],
+    limit_bytes: int | None = None,
+) -> str:
+    """A page on a schedule of a chain: figures, timeline, operations, stages.
+
+    Parameters
+    ----------
+    sequence
+        The schedule, with its chain.
+    figures
+        What is known of it, by name.
+    stages
+        A table of the stages, its head first.
+    limit_bytes
+        A line in the timeline.
+    """
+    assert sequence.chain is not None
+    names = sequence.chain.names or [str(i) for i in range(len(sequence.chain))]
+    data = _sequence_data(sequence, sequence.chain, names, 0)
+    data |= {"limit": limit_bytes, "measured": None, "own": 0, "traced": None}
+    return _page("training step", figures, [("Stages", stages)], data)
+
+
 def _chain_data(plan: Plan) -> dict[str, Any]:
+    names = [measure.name for measure in plan.inspection.measures]
+    data = _sequence_data(plan.sequence, plan.chain, names, plan.inspection.loss_ns or 0)
+    figures = {"measured": plan.measured_bytes, "own": plan.own_bytes}
+    return data | {"limit": plan.limit_bytes, **figures}
+
+
+def _sequence_data(
+    sequence: Schedule, chain: Chain, names: Sequence[str], loss_ns: int
+) -> dict[str, Any]:
     """Operations of a sequence as those of a graph: each is shown once, with how often it runs."""
-    chain, resident = plan.chain, plan.chain.x_bytes[0]
-    ops = list(plan.sequence)
+    resident = chain.x_bytes[0]
+    ops = list(sequence)
     distinct = sorted(set(ops), key=ops.index)
     numbers = {op: index for index, op in enumerate(distinct)}
-    forwards = plan.sequence.count_forwards()
-    loss_ns = plan.inspection.loss_ns or 0
+    forwards = sequence.count_forwards()
     rows, storages = [], []
     for index, op in enumerate(distinct):
         phase = {"L": 1, "B": 2}.get(op.kind, 0)
@@ -138,14 +174,14 @@ def _chain_data(plan: Plan) -> dict[str, Any]:
         else:
             seconds = loss_ns / 1e9 if phase == 1 else chain.backward_time[op.stage]
             kind, made = _PHASES[phase], chain.grad_bytes[op.stage]
-        module = "" if phase == 1 else plan.inspection.measures[op.stage].name
+        module = "" if phase == 1 else names[op.stage]
         runs = ops.count(op)
         cost = round(seconds * 1e9)
         rows.append(
             [str(op), module, phase, cost, 0, [], [index], 0, runs, kind, module.replace(" ", "")]
         )
         storages.append([made, 0, index, kind if phase == 0 else ""])
-    timeline = plan.sequence.timeline
+    timeline = sequence.timeline
     before = [resident, *timeline.live_bytes.tolist()[:-1]]
     return {
         "ops": rows,
@@ -155,9 +191,6 @@ def _chain_data(plan: Plan) -> dict[str, Any]:
         "before": [level - resident for level in before],
         "peak": (timeline.peak_bytes - resident).tolist(),
         "boundary": next(k for k, op in enumerate(ops) if op.kind == "L"),
-        "limit": plan.limit_bytes,
-        "measured": plan.measured_bytes,
-        "own": plan.own_bytes,
     }
 
 

@@ -1,0 +1,148 @@
+"""``rotor curve``: step time against memory, before training."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rotor.algorithms.curve import Curve
+from rotor.commands import add_output, give, tell
+from rotor.commands.model import Subject, add_model, examples, limit_of, wrapped
+from rotor.report.text import table
+from rotor.units import format_bytes, format_seconds
+
+__all__ = ["add", "curve_text"]
+
+_ROOM = 2
+_POINTS = 16
+
+
+def add(commands: Any) -> None:
+    """Add ``curve`` to the commands of a parser."""
+    sub = commands.add_parser(
+        "curve",
+        help="step time against memory, before training",
+        usage="%(prog)s FACTORY --input SHAPE [--limit BYTES] [--plot FILE] [options]",
+        description="Measure a model and say what a step takes under every limit, from the least "
+        "memory possible to no recomputation, with plain PyTorch's peak, a limit, and what this "
+        "machine has free.",
+        epilog=examples(
+            "curve resnet18 --input 32,3,224,224",
+            "curve train.py:make_model --input 8,512 --dtype int64 --high 1000 --limit 2GiB",
+            "curve gpt2 --input 2,256 --dtype int64 --high 50257 --plot curve.png --json",
+        ),
+    )
+    add_model(sub)
+    sub.add_argument("--limit", metavar="BYTES", help='mark a limit, such as 700MiB or "8 GB"')
+    sub.add_argument(
+        "--points",
+        type=int,
+        default=_POINTS,
+        metavar="N",
+        help="rows of the table at most; of a graph, limits that are planned (default: 16)",
+    )
+    sub.add_argument("--plot", metavar="FILE", help="draw it, to .png, .pdf or .svg: rotor[plot]")
+    sub.add_argument(
+        "--no-plain", action="store_true", help="do not run a plain step to see its peak"
+    )
+    add_output(sub)
+    sub.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    limit = limit_of(arguments.limit)
+    if arguments.points < 2:
+        raise ValueError(f"--points {arguments.points}: expected 2 or more")
+    if arguments.plot is not None:
+        _check_plot(arguments.plot)
+    from rotor import factories, memory
+
+    subject = Subject(arguments)
+    subject.check()
+    model = wrapped(subject, arguments, effort="fast")
+    is_chain = factories.takes_one(subject.model, arguments.engine)
+    found: Curve = model.curve() if is_chain else model.curve(arguments.points)  # type: ignore[call-arg]
+    free = memory.free_bytes(subject.device)
+    plain = None
+    if not arguments.no_plain:
+        if int(found.bytes[-1]) * _ROOM <= free:
+            plain = factories.plain_peak(subject.model, subject.sample, one=subject.is_one)
+        else:
+            tell(arguments, "plain PyTorch was not run: it might need more than is free")
+    if arguments.plot is not None:
+        _plot(found, arguments.plot, subject.name, plain, limit, free)
+        tell(arguments, f"{arguments.plot} has the picture")
+    data = subject.described() | {
+        "curve": found.to_dict(),
+        "minimum_bytes": found.minimum_bytes,
+        "plain_bytes": plain,
+        "limit_bytes": limit,
+        "limit_seconds": _at(found, limit),
+        "free_bytes": free,
+    }
+    give(arguments, data, curve_text(found, arguments.points, plain, limit, free))
+    return 0
+
+
+def _at(curve: Curve, limit: int | None) -> float | None:
+    return None if limit is None or limit < curve.minimum_bytes else curve.at(limit)
+
+
+def curve_text(
+    curve: Curve,
+    points: int,
+    plain: int | None = None,
+    limit: int | None = None,
+    free: int | None = None,
+) -> str:
+    """A table of a curve, at most so many of its points, with marks among them."""
+    count = len(curve.bytes)
+    most = min(points, count)
+    chosen = sorted({round(k * (count - 1) / max(most - 1, 1)) for k in range(most)})
+    fastest = float(curve.seconds[-1])
+    lines = [(int(curve.bytes[k]), float(curve.seconds[k]), "") for k in chosen]
+    marks = [(plain, "plain PyTorch's peak"), (limit, "the limit"), (free, "free on this machine")]
+    for size, name in marks:
+        if size is not None:
+            lines.append((size, _at(curve, size) or 0.0, name))
+    rows = [["memory of a step", "time", "recomputation", ""]]
+    for size, seconds, name in sorted(lines):
+        least = "nothing fits" if size < curve.minimum_bytes else ""
+        slower = f"{seconds / fastest - 1:+.1%}" if fastest and not least else "-"
+        time = "-" if least else format_seconds(seconds)
+        rows.append(
+            [format_bytes(size), time, slower, ", ".join(part for part in (name, least) if part)]
+        )
+    return table(rows)
+
+
+def _check_plot(path: str) -> None:
+    if Path(path).suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"--plot {path!r}: expected a name that ends in .png, .pdf or .svg")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "--plot needs matplotlib: install it with `pip install rotor[plot]`"
+        ) from error
+
+
+def _plot(
+    curve: Curve, path: str, name: str, plain: int | None, limit: int | None, free: int
+) -> None:
+    axes = curve.plot()
+    unit, size = axes.get_xlabel(), 2**20
+    assert "MiB" in unit, unit
+    right = max(int(curve.bytes[-1]), plain or 0, limit or 0)
+    if plain is not None:
+        axes.axvline(plain / size, color="tab:gray", linestyle=":", label="plain PyTorch")
+    if limit is not None:
+        axes.axvline(limit / size, color="tab:red", linestyle="--", label="limit")
+    if free <= 2 * right:
+        axes.axvline(free / size, color="tab:green", linestyle="-.", label="free here")
+    else:
+        axes.plot([], [], " ", label=f"free here: {free / size:.0f} MiB")
+    axes.set_title(name)
+    axes.legend()
+    axes.figure.savefig(path)

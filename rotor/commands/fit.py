@@ -1,0 +1,66 @@
+"""``rotor fit``: the largest batch under a limit, and the one of best throughput."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rotor.commands import add_output, give
+from rotor.commands.model import Subject, add_model, examples, limit_of
+
+__all__ = ["add"]
+
+
+def add(commands: Any) -> None:
+    """Add ``fit`` to the commands of a parser."""
+    sub = commands.add_parser(
+        "fit",
+        help="the largest batch under a limit, and the one of best throughput",
+        usage="%(prog)s FACTORY --input SHAPE [--limit BYTES] [options]",
+        description="Find the largest batch whose training step fits in a limit, and the one of "
+        "best throughput, beside plain PyTorch's. Sizes are planned; the answers are run. The "
+        "first size of the inputs is the batch, and what is given there is only where their other "
+        "sizes are read from.",
+        epilog=examples(
+            "fit resnet18 --input 8,3,224,224 --limit 2GiB",
+            "fit train.py:make_model --input 8,512 --dtype int64 --high 1000 --multiple-of 8",
+        ),
+    )
+    add_model(sub)
+    sub.add_argument(
+        "--limit", metavar="BYTES", help="of a step (default: 90 %% of what the device has free)"
+    )
+    sub.add_argument(
+        "--multiple-of", type=int, default=1, metavar="N", help="look at multiples of N only"
+    )
+    sub.add_argument(
+        "--max-batch", type=int, default=65536, metavar="N", help="look no further (65536)"
+    )
+    sub.add_argument(
+        "--points", type=int, default=5, metavar="N", help="sizes to run with rotor at most (5)"
+    )
+    sub.add_argument("--table", action="store_true", help="show every size that was looked at")
+    add_output(sub)
+    sub.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    limit = limit_of(arguments.limit)
+    from rotor.fitting import largest_batch
+
+    subject = Subject(arguments)
+    subject.check()
+    options = {} if arguments.effort is None else {"effort": arguments.effort}
+    found = largest_batch(
+        subject.model,
+        subject.sample,
+        limit,
+        engine=arguments.engine,
+        multiple_of=arguments.multiple_of,
+        max_batch=arguments.max_batch,
+        points=arguments.points,
+        **options,
+    )
+    text = f"{found}\n\n{found.display()}" if arguments.table else str(found)
+    give(arguments, subject.described() | found.to_dict(), text)
+    return 0

@@ -1,0 +1,112 @@
+"""``rotor measure``: what the stages or operations of a model cost."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rotor.chain import Chain
+from rotor.commands import add_output, give, tell
+from rotor.commands.model import Subject, add_model, examples, wrapped
+from rotor.report.text import table
+from rotor.units import format_bytes, format_seconds
+
+__all__ = ["add", "chain_text", "graph_text"]
+
+_MOST = 25
+
+
+def add(commands: Any) -> None:
+    """Add ``measure`` to the commands of a parser."""
+    sub = commands.add_parser(
+        "measure",
+        help="times and bytes of a model's stages or operations",
+        usage="%(prog)s FACTORY --input SHAPE [options]",
+        description="Measure a model's stages, or its operations, one by one.",
+        epilog=examples(
+            "measure resnet18 --input 8,3,224,224",
+            "measure gpt2 --input 4,256 --dtype int64 --high 50257 --arg layers=4 --out gpt.json",
+            "measure train.py:make_model --input 32,128 --engine graph --profile here.json",
+        ),
+    )
+    add_model(sub)
+    sub.add_argument(
+        "--all", action="store_true", help=f"show all operations, not the {_MOST} longest"
+    )
+    sub.add_argument(
+        "--out",
+        metavar="FILE",
+        help="save the chain or the graph, as JSON; `rotor report` reads it",
+    )
+    sub.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="save what was measured on this machine so far, to plan for it elsewhere; of graphs",
+    )
+    add_output(sub)
+    sub.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    subject = Subject(arguments)
+    subject.check()
+    if arguments.profile is not None and subject.is_one:
+        raise ValueError("--profile is of operations, not of stages: give --engine graph too")
+    from rotor import factories
+
+    found = factories.cost_model(wrapped(subject, arguments))
+    if isinstance(found, Chain):
+        text = chain_text(found)
+    else:
+        text = graph_text(found, len(found) if arguments.all else _MOST)
+    if arguments.out is not None:
+        found.to_json(arguments.out)
+        tell(arguments, f"{arguments.out} has the measurements")
+    if arguments.profile is not None:
+        from rotor.graph import save_profile
+
+        save_profile(arguments.profile, str(subject.device))
+        tell(arguments, f"{arguments.profile} has the profile")
+    give(arguments, subject.described() | {"measured": found.to_dict()}, text)
+    return 0
+
+
+def chain_text(chain: Chain) -> str:
+    """A table of the stages of a chain."""
+    rows = [["stage", "forward", "backward", "output", "kept by Fe", "temporary", "gradients"]]
+    for i in range(len(chain)):
+        rows.append(
+            [
+                chain.names[i] if chain.names else str(i),
+                format_seconds(chain.forward_time[i]),
+                format_seconds(chain.backward_time[i]),
+                format_bytes(chain.x_bytes[i + 1]),
+                format_bytes(chain.xbar_bytes[i]),
+                format_bytes(max(chain.forward_tmp_bytes[i], chain.backward_tmp_bytes[i])),
+                format_bytes(chain.pgrad_bytes[i]),
+            ]
+        )
+    kept = format_bytes(sum(chain.xbar_bytes))
+    return f"{table(rows)}\n{len(chain)} stages, {format_seconds(chain.ideal_time)}, {kept} kept"
+
+
+def graph_text(graph: Any, most: int) -> str:
+    """A table of the operations of a graph that take longest."""
+    order = sorted(range(len(graph)), key=lambda k: (-graph.operations[k].cost_ns, k))
+    chosen = order[:most] if most < len(graph) else range(len(graph))
+    rows = [["operation", "phase", "module", "time", "makes", "workspace"]]
+    for operation in (graph.operations[k] for k in chosen):
+        rows.append(
+            [
+                operation.name,
+                operation.phase,
+                operation.module,
+                format_seconds(operation.cost_ns / 1e9),
+                format_bytes(sum(graph.storages[s].bytes for s in operation.outputs)),
+                format_bytes(operation.workspace_bytes),
+            ]
+        )
+    left = len(graph) - len(rows) + 1
+    shown = f"; {left} shorter ones not shown (--all)" if left > 0 else ""
+    total = format_seconds(graph.total_time)
+    return f"{table(rows)}\n{len(graph)} operations, {total}{shown}"

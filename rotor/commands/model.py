@@ -1,0 +1,155 @@
+"""What commands on a model share: how it is named, its input, its engine."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from typing import TYPE_CHECKING, Any
+
+from rotor.units import parse_bytes
+
+if TYPE_CHECKING:
+    from rotor.checkpointable import Checkpointable
+
+__all__ = ["Subject", "add_model", "examples", "limit_of", "wrapped"]
+
+
+def examples(*lines: str) -> str:
+    """Examples of a command line, for the end of its help."""
+    return "\n".join(["examples:", *[f"  rotor {line}" for line in lines]])
+
+
+def add_model(sub: argparse.ArgumentParser) -> None:
+    """Add what names a model and its input, and the engine."""
+    sub.formatter_class = argparse.RawDescriptionHelpFormatter
+    sub.add_argument(
+        "factory",
+        metavar="FACTORY",
+        help="package.module:callable, path/file.py:callable, or a name of rotor.models; the "
+        "callable gives a module, or a module and a sample of its input",
+    )
+    group = sub.add_argument_group("model")
+    group.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="SHAPE",
+        help="shape of an input, such as 32,3,224,224, or NAME=8,128 for a keyword argument; once "
+        "for each",
+    )
+    group.add_argument(
+        "--dtype",
+        action="append",
+        default=[],
+        metavar="TYPE",
+        help="of the inputs: one for all, or one for each (default: float32)",
+    )
+    group.add_argument(
+        "--high",
+        action="append",
+        default=[],
+        type=int,
+        metavar="N",
+        help="inputs of whole numbers are drawn from 0 to N - 1",
+    )
+    group.add_argument(
+        "--arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="keyword argument for the callable, such as layers=4; once for each",
+    )
+    group.add_argument(
+        "--device", default=None, help="where the model goes (default: cuda where there is one)"
+    )
+    group.add_argument(
+        "--engine",
+        default="auto",
+        choices=("auto", "chain", "graph"),
+        help="what plans (default: auto: chain for an nn.Sequential, else graph)",
+    )
+    group.add_argument(
+        "--effort",
+        choices=("fast", "default"),
+        help="of planning a graph (default: fast where many plans are made, else default)",
+    )
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of parameters and inputs (default: 0)"
+    )
+    sub.set_defaults(announce=True)
+
+
+def limit_of(text: str | None) -> int | None:
+    """The limit of a command line in bytes; ValueError: it cannot be read."""
+    return None if text is None else parse_bytes(text, name="--limit")
+
+
+class Subject:
+    """The model of a command line and its sample, on its device.
+
+    Attributes
+    ----------
+    model, sample
+        The model, and a sample as the constructor of `rotor.Checkpointable` takes it.
+    device
+        Where they are.
+    name
+        What the command line called it.
+    inputs
+        The shapes, for people; empty where the callable gave the sample.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        from rotor import factories
+
+        given = factories.inputs(arguments.input, arguments.dtype, arguments.high)
+        if not given and (arguments.dtype or arguments.high):
+            raise ValueError("--dtype and --high are of inputs: give --input too")
+        self.name: str = arguments.factory
+        self.device = factories.device_of(arguments.device)
+        factories.seed(arguments.seed)
+        made = factories.make(self.name, dict(_argument(text) for text in arguments.arg))
+        sample = made.sample
+        if given:
+            sample = factories.draw(given, self.device, arguments.seed)
+        if sample is None:
+            raise ValueError(
+                f"{self.name} gave a model without a sample: give --input, such as "
+                "--input 32,3,224,224"
+            )
+        self.inputs = [str(one) for one in given]
+        self.model = made.model.to(self.device)
+        self.sample = factories.to_device(sample, self.device)
+        self.is_one = factories.takes_one(self.model, arguments.engine)
+
+    def check(self) -> None:
+        """Raise ValueError where the model does not run on its sample."""
+        from rotor import factories
+
+        factories.check_forward(self.model, self.sample, one=self.is_one)
+
+    def described(self) -> dict[str, Any]:
+        """As plain data, for JSON."""
+        return {"model": self.name, "inputs": self.inputs, "device": str(self.device)}
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator or not name.isidentifier():
+        raise ValueError(f"--arg {text!r}: expected NAME=VALUE, such as layers=4")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def wrapped(
+    subject: Subject, arguments: argparse.Namespace, limit: int | None = None, effort: str = ""
+) -> Checkpointable:
+    """The model in a `rotor.Checkpointable`, measured on its sample."""
+    from rotor import factories
+
+    chosen = arguments.effort or effort
+    return factories.measured(
+        subject.model, subject.sample, limit, engine=arguments.engine, effort=chosen
+    )

@@ -1,0 +1,71 @@
+"""``rotor plan``: the plan of a model under a limit, as text, as a file, as a page."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rotor.chain import write_json
+from rotor.commands import add_output, give, tell
+from rotor.commands.model import Subject, add_model, examples, limit_of, wrapped
+
+__all__ = ["add"]
+
+
+def add(commands: Any) -> None:
+    """Add ``plan`` to the commands of a parser."""
+    sub = commands.add_parser(
+        "plan",
+        help="what is kept, dropped and recomputed under a limit",
+        usage="%(prog)s FACTORY --input SHAPE [--limit BYTES] [--out FILE] [--html FILE]",
+        description="Measure a model and plan its training step under a limit, by default 90 %% of "
+        "what the device has free.",
+        epilog=examples(
+            "plan resnet18 --input 8,3,224,224 --limit 400MiB",
+            "plan train.py:make_model --input 8,128 --engine graph --limit 1GiB --out plan.json",
+            "plan resnet50 --input 8,3,224,224 --limit 1GiB --html plan.html --table",
+        ),
+    )
+    add_model(sub)
+    sub.add_argument("--limit", metavar="BYTES", help='of a step, such as 700MiB or "8 GB"')
+    sub.add_argument(
+        "--out",
+        metavar="FILE",
+        help="save the plan as JSON, for `rotor report`; that of a graph for load_program too",
+    )
+    sub.add_argument("--html", metavar="FILE", help="write a page, to a .html file")
+    sub.add_argument(
+        "--table", action="store_true", help="show each stage or operation and what becomes of it"
+    )
+    add_output(sub)
+    sub.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    limit = limit_of(arguments.limit)
+    if arguments.html is not None and not arguments.html.lower().endswith((".html", ".htm")):
+        raise ValueError(f"--html {arguments.html!r}: expected a name that ends in .html")
+    subject = Subject(arguments)
+    subject.check()
+    model = wrapped(subject, arguments, limit)
+    schedule = model.compute_sequence()
+    if schedule is None:
+        raise ValueError(
+            "the model runs in parts, without a single plan to be saved: `rotor curve` and "
+            "`rotor fit` work"
+        )
+    figures = {
+        "limit_bytes": model.mem_limit,
+        "predicted_bytes": model.get_expected_memory(),
+        "seconds": model.get_expected_makespan(),
+        **subject.described(),
+    }
+    data = schedule.to_dict() | {"plan": figures}
+    if arguments.out is not None:
+        write_json(data, arguments.out)
+        tell(arguments, f"{arguments.out} has the plan")
+    text = model.report(arguments.html)
+    if arguments.html is not None:
+        tell(arguments, f"{arguments.html} has the page")
+    give(arguments, data, f"{text}\n\n{model.display()}" if arguments.table else text)
+    return 0

@@ -1,0 +1,201 @@
+"""``rotor report``: what a saved plan does, as text or as a page."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rotor.algorithms.curve import Curve
+from rotor.algorithms.sequence import Sequence
+from rotor.chain import Chain, read_json
+from rotor.commands import add_output, give, tell
+from rotor.commands.curve import curve_text
+from rotor.commands.measure import chain_text, graph_text
+from rotor.graph import Graph, Program, render, summarise
+from rotor.report.html import sequence_page
+from rotor.report.text import table
+from rotor.units import format_bytes, format_seconds
+
+__all__ = ["add"]
+
+_PROGRAM, _SEQUENCE, _GRAPH = "rotor.program", "rotor.sequence", "rotor.graph"
+_CHAIN, _CURVE = "rotor.chain", "rotor.curve"
+_FORMATS = (_PROGRAM, _SEQUENCE, _GRAPH, _CHAIN, _CURVE)
+
+
+def add(commands: Any) -> None:
+    """Add ``report`` to the commands of a parser."""
+    sub = commands.add_parser(
+        "report",
+        help="a saved plan as text or as a page",
+        usage="%(prog)s PLAN.json [--html FILE] [options]",
+        description="Say what a file holds: a plan (`rotor plan --out`), a chain or a graph "
+        "(`rotor measure --out`), a curve. Nothing is run; PyTorch is not needed.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n  rotor report plan.json\n  rotor report plan.json --html plan.html",
+    )
+    sub.add_argument("plan", metavar="PLAN.json", help="what another command has saved")
+    sub.add_argument("--html", metavar="FILE", help="write a page, to a .html file")
+    add_output(sub)
+    sub.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    page = arguments.html
+    if page is not None and not page.lower().endswith((".html", ".htm")):
+        raise ValueError(f"--html {page!r}: expected a name that ends in .html")
+    try:
+        data = read_json(Path(arguments.plan))
+    except UnicodeDecodeError:
+        raise ValueError(f"{arguments.plan} is no text, expected JSON") from None
+    except ValueError as error:
+        raise ValueError(f"{arguments.plan}: {error}") from None
+    kind = data.get("format") if isinstance(data, dict) else None
+    if kind not in _FORMATS:
+        raise ValueError(
+            f"{arguments.plan} holds {kind!r}, expected a file of `rotor plan --out` or `rotor "
+            f"measure --out`: {', '.join(_FORMATS)}"
+        )
+    shown = {
+        _PROGRAM: _program,
+        _SEQUENCE: _sequence,
+        _GRAPH: _graph,
+        _CHAIN: _chain,
+        _CURVE: _curve,
+    }[kind]
+    figures, text = shown(data, page)
+    if page is not None:
+        tell(arguments, f"{page} has the page")
+    give(arguments, {"file": arguments.plan, "kind": kind, **figures}, text)
+    return 0
+
+
+def _known(data: dict[str, Any]) -> dict[str, Any]:
+    """What `rotor plan` adds to a schedule."""
+    known = data.pop("plan", None)
+    known = known if isinstance(known, dict) else {}
+    return {
+        name: known.get(name)
+        for name in ("model", "inputs", "device", "limit_bytes", "predicted_bytes")
+    }
+
+
+def _head(known: dict[str, Any]) -> list[list[str]]:
+    rows = [["plan", ""]]
+    for name in ("model", "device"):
+        if known[name]:
+            rows.append([name, str(known[name])])
+    if known["inputs"]:
+        rows.append(["inputs", "; ".join(map(str, known["inputs"]))])
+    for name, key in (("limit", "limit_bytes"), ("peak, predicted", "predicted_bytes")):
+        if isinstance(known[key], int):
+            rows.append([name, format_bytes(known[key])])
+    return rows
+
+
+def _program(data: dict[str, Any], page: str | None) -> tuple[dict[str, Any], str]:
+    known = _known(data)
+    program = Program.from_dict(data)
+    summary = summarise(program)
+    limit = known["limit_bytes"] if isinstance(known["limit_bytes"], int) else None
+    if page is not None:
+        render(program.graph, page, program=program, limit_bytes=limit)
+    again = int((program.runs > 1).sum())
+    rows = _head(known)
+    rows += [
+        ["peak of the program", format_bytes(program.peak_bytes)],
+        ["step, predicted", format_seconds(program.makespan)],
+        ["recomputation", f"{program.slowdown - 1:+.1%}"],
+        ["operations run again", f"{again} of {len(program.graph)}"],
+    ]
+    fates = {
+        fate: sum(
+            storage.bytes
+            for storage, one in zip(program.graph.storages, summary.storages, strict=True)
+            if one.fate == fate
+        )
+        for fate in ("kept", "dropped", "recomputed")
+    }
+    rows += [[f"{fate} after the forward", format_bytes(size)] for fate, size in fates.items()]
+    figures = known | {
+        "peak_bytes": program.peak_bytes,
+        "seconds": program.makespan,
+        "slowdown": program.slowdown,
+        "operations": len(program.graph),
+        "operations_again": again,
+        **{f"{fate}_bytes": size for fate, size in fates.items()},
+    }
+    return figures, table(rows)
+
+
+def _sequence(data: dict[str, Any], page: str | None) -> tuple[dict[str, Any], str]:
+    known = _known(data)
+    sequence = Sequence.from_dict(data)
+    chain = sequence.chain
+    if chain is None:
+        raise ValueError("the sequence was saved without its chain, so nothing is known of it")
+    peak = sequence.peak_bytes - chain.x_bytes[0]
+    forwards = sequence.count_forwards()
+    again = sum(count > 1 for count in forwards.values())
+    ideal = chain.ideal_time
+    slower = sequence.makespan / ideal if ideal else 1.0
+    rows = _head(known)
+    rows += [
+        ["peak of the schedule", format_bytes(peak)],
+        ["step, predicted", format_seconds(sequence.makespan)],
+        ["recomputation", f"{slower - 1:+.1%}"],
+        ["stages recomputed", f"{again} of {len(chain)}"],
+    ]
+    stages = [["stage", "forward", "backward", "output", "kept by Fe", "runs"]]
+    for i in range(len(chain)):
+        stages.append(
+            [
+                chain.names[i] if chain.names else str(i),
+                format_seconds(chain.forward_time[i]),
+                format_seconds(chain.backward_time[i]),
+                format_bytes(chain.x_bytes[i + 1]),
+                format_bytes(chain.xbar_bytes[i]),
+                str(forwards[i]),
+            ]
+        )
+    if page is not None:
+        limit = known["limit_bytes"] if isinstance(known["limit_bytes"], int) else None
+        Path(page).write_text(
+            sequence_page(sequence, [(a, b) for a, b in rows[1:]], stages, limit), encoding="utf-8"
+        )
+    figures = known | {
+        "peak_bytes": peak,
+        "seconds": sequence.makespan,
+        "slowdown": slower,
+        "stages": len(chain),
+        "stages_again": again,
+        "operations": str(sequence),
+    }
+    return figures, f"{table(rows)}\n\n{table(stages)}\n\n{sequence}"
+
+
+def _graph(data: dict[str, Any], page: str | None) -> tuple[dict[str, Any], str]:
+    graph = Graph.from_dict(data)
+    if page is not None:
+        render(graph, page)
+    figures = {"operations": len(graph), "seconds": graph.total_time}
+    return figures, graph_text(graph, 25)
+
+
+def _no_page(page: str | None, what: str) -> None:
+    if page is not None:
+        raise ValueError(f"--html is for plans and graphs, and this is a {what}")
+
+
+def _chain(data: dict[str, Any], page: str | None) -> tuple[dict[str, Any], str]:
+    _no_page(page, "chain")
+    chain = Chain.from_dict(data)
+    return {"stages": len(chain), "seconds": chain.ideal_time}, chain_text(chain)
+
+
+def _curve(data: dict[str, Any], page: str | None) -> tuple[dict[str, Any], str]:
+    _no_page(page, "curve")
+    curve = Curve.from_dict(data)
+    figures = {"points": len(curve.bytes), "minimum_bytes": curve.minimum_bytes}
+    return figures, curve_text(curve, len(curve.bytes))

@@ -1,0 +1,186 @@
+"""What `rotor.largest_batch` finds. Needs no PyTorch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from rotor.chain import write_json
+from rotor.report.text import table
+from rotor.units import format_bytes, format_seconds
+
+__all__ = ["BatchFit", "LargestBatch", "TriedBatch"]
+
+FORMAT = "rotor.fit"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFit:
+    """A batch size that ran within the limit; bytes are above the level at which a step begins.
+
+    Attributes
+    ----------
+    batch
+        Samples in a step.
+    predicted_bytes
+        Peak of a step as planned; of plain PyTorch, as read from smaller batches.
+    measured_bytes
+        Peak of a step that was run.
+    seconds
+        Of a step that was run, a median; on the clock of `rotor.timing.Clock`.
+    """
+
+    batch: int
+    predicted_bytes: int
+    measured_bytes: int
+    seconds: float
+
+    @property
+    def samples_per_second(self) -> float:
+        """Throughput."""
+        return self.batch / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, for JSON."""
+        return {
+            "batch": self.batch,
+            "predicted_bytes": self.predicted_bytes,
+            "measured_bytes": self.measured_bytes,
+            "seconds": self.seconds,
+            "samples_per_second": self.samples_per_second,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TriedBatch:
+    """A batch size that was looked at.
+
+    Attributes
+    ----------
+    batch
+        Samples in a step.
+    runs
+        What would run it: "rotor" or "plain".
+    fits
+        Whether it stays within the limit.
+    least_bytes
+        The least limit in which rotor can plan it; of plain PyTorch, the one that it needs.
+    measured_bytes, seconds
+        Of a step that was run, ``None`` where none was.
+    """
+
+    batch: int
+    runs: str
+    fits: bool
+    least_bytes: int | None
+    measured_bytes: int | None = None
+    seconds: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, for JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """What `largest_batch` found.
+
+    Attributes
+    ----------
+    limit_bytes
+        The limit.
+    engine
+        What plans: "chain" or "graph".
+    device
+        Where it ran.
+    multiple_of
+        The step between the batch sizes that were looked at.
+    largest
+        The largest batch that fits, as it ran.
+    best
+        The batch of highest throughput among those that ran with rotor or plain.
+    best_runs
+        What runs `best`: "rotor" or "plain".
+    plain
+        The largest batch that plain PyTorch fits, as it ran; ``None`` where the smallest does not.
+    table
+        Every size that was looked at, ascending; the size after `largest` is in it and does not
+        fit, unless the search ended at ``max_batch``.
+    """
+
+    limit_bytes: int
+    engine: str
+    device: str
+    multiple_of: int
+    largest: BatchFit
+    best: BatchFit
+    best_runs: str
+    plain: BatchFit | None
+    table: tuple[TriedBatch, ...] = field(repr=False)
+
+    @property
+    def refused(self) -> TriedBatch | None:
+        """The next size up, which does not fit; ``None`` where the search ended before it."""
+        size = self.largest.batch + self.multiple_of
+        return next((t for t in self.table if t.batch == size and t.runs == "rotor"), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, for JSON."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "limit_bytes": self.limit_bytes,
+            "engine": self.engine,
+            "device": self.device,
+            "multiple_of": self.multiple_of,
+            "largest": self.largest.to_dict(),
+            "best": {"runs": self.best_runs, **self.best.to_dict()},
+            "plain": None if self.plain is None else self.plain.to_dict(),
+            "table": [tried.to_dict() for tried in self.table],
+        }
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """As JSON text; also written to `path` when one is given."""
+        return write_json(self.to_dict(), path)
+
+    def __str__(self) -> str:
+        rows = [["", "batch", "peak", "step", "samples/s"]]
+        named = [
+            ("plain PyTorch, largest", self.plain),
+            ("rotor, largest", self.largest),
+            (f"best throughput ({self.best_runs})", self.best),
+        ]
+        for name, fit in named:
+            if fit is None:
+                rows.append([name, "none", "-", "-", "-"])
+                continue
+            peak, seconds = format_bytes(fit.measured_bytes), format_seconds(fit.seconds)
+            rows.append([name, str(fit.batch), peak, seconds, f"{fit.samples_per_second:.4g}"])
+        text = f"limit {format_bytes(self.limit_bytes)} on {self.device}, engine {self.engine}\n"
+        text += str(table(rows))
+        refused = self.refused
+        if refused is None:
+            return f"{text}\nthe search ended at batch {self.largest.batch}"
+        needs = refused.least_bytes
+        reason = "does not fit" if needs is None else f"needs at least {format_bytes(needs)}"
+        return f"{text}\nbatch {refused.batch} {reason}"
+
+    def display(self) -> str:
+        """A table of every size that was looked at."""
+        rows = [["batch", "runs", "fits", "least", "measured", "step", "samples/s"]]
+        for tried in self.table:
+            ran = tried.seconds is not None
+            rows.append(
+                [
+                    str(tried.batch),
+                    tried.runs,
+                    "yes" if tried.fits else "no",
+                    "-" if tried.least_bytes is None else format_bytes(tried.least_bytes),
+                    "-" if tried.measured_bytes is None else format_bytes(tried.measured_bytes),
+                    "-" if tried.seconds is None else format_seconds(tried.seconds),
+                    f"{tried.batch / tried.seconds:.4g}" if ran and tried.seconds else "-",
+                ]
+            )
+        return table(rows)

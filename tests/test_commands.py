@@ -1,0 +1,303 @@
+"""Commands on models: figures, files, JSON; errors in one line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import rotor
+from rotor.algorithms.curve import Curve
+from rotor.cli import main
+from rotor.commands.curve import curve_text
+from rotor.graph import Graph, Profile, Program
+
+FACTORY = """
+import torch
+from torch import nn
+
+
+class Gated(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.table = nn.Embedding(50, width)
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, ids, scale=None):
+        x = self.table(ids)
+        x = torch.tanh(self.first(x)) * torch.sigmoid(self.second(x))
+        return x if scale is None else x * scale.unsqueeze(-1)
+
+
+def gated(width=16):
+    return Gated(width)
+
+
+def chain(depth=6, width=32):
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)]
+    return nn.Sequential(*layers)
+
+
+def with_sample():
+    return chain(), torch.randn(64, 32)
+
+
+def number():
+    return 3
+
+
+def fails():
+    raise KeyError("weights")
+
+
+class Odd(nn.Module):
+    def forward(self, x):
+        raise AssertionError("never" if self.training else "odd")
+
+
+def odd():
+    return Odd(), torch.randn(2)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "net.py").write_text(FACTORY, encoding="utf-8")
+    yield tmp_path
+    sys.modules.pop("rotor_factory_net", None)
+
+
+def run(capsys, *arguments: object) -> tuple[int, str, str]:
+    code = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def data_of(capsys, *arguments: object) -> dict:
+    code, out, err = run(capsys, *arguments, "--json", "--quiet")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+CHAIN = ("net.py:with_sample",)
+GRAPH = ("net.py:gated", "--input", "16,8", "--dtype", "int64", "--high", 50)
+
+
+def test_info(capsys):
+    data = data_of(capsys, "info")
+    assert data["versions"]["rotor"] == rotor.__version__
+    assert data["devices"][0]["name"] == "cpu"
+    assert data["devices"][0]["free_bytes"] > 0
+    assert set(data["extras"]) == {"progress", "plot", "draw", "ilp"}
+    assert isinstance(data["storage_swap"], bool)
+    code, out, _ = run(capsys, "info")
+    assert code == 0
+    assert "limit of control group" in out
+
+
+def test_info_without_torch(capsys, monkeypatch):
+    for name in [name for name in sys.modules if name == "torch"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    data = data_of(capsys, "info")
+    assert (data["versions"]["torch"], data["storage_swap"]) == (None, None)
+
+
+def test_measuring_a_chain(capsys):
+    code, out, err = run(capsys, "measure", *CHAIN, "--out", "chain.json")
+    assert code == 0
+    assert "chain.json has the measurements" in err
+    assert "12 stages" in out.splitlines()[-1]
+    chain = rotor.Chain.from_json(Path("chain.json"))
+    assert chain.x_bytes == [64 * 32 * 4] * 13
+    again = data_of(capsys, "report", "chain.json")
+    assert (again["kind"], again["stages"]) == ("rotor.chain", 12)
+
+
+def test_measuring_a_graph(capsys):
+    data = data_of(capsys, "measure", *GRAPH, "--out", "graph.json", "--profile", "profile.json")
+    graph = Graph.from_dict(data["measured"])
+    assert data["inputs"] == ["16,8 int64"]
+    assert graph == Graph.load("graph.json")
+    assert Profile.load("profile.json").entries
+    code, out, _ = run(capsys, "report", "graph.json", "--html", "graph.html")
+    assert code == 0
+    assert f"{len(graph)} operations" in out
+    assert "<html" in Path("graph.html").read_text(encoding="utf-8")
+
+
+def test_planning_a_chain_and_reporting_it(capsys):
+    least = data_of(capsys, "curve", *CHAIN)["minimum_bytes"]
+    files = ("--out", "plan.json", "--html", "plan.html")
+    code, out, err = run(capsys, "plan", *CHAIN, "--limit", least, *files, "--table")
+    assert code == 0
+    assert "plan.html has the page" in err
+    assert "kept by Fe" in out
+    data = data_of(capsys, "report", "plan.json", "--html", "again.html")
+    assert data["limit_bytes"] == least
+    assert data["predicted_bytes"] <= least
+    assert data["peak_bytes"] <= data["predicted_bytes"]
+    assert data["stages_again"] > 0
+    assert data["slowdown"] > 1
+    assert "B_0" in data["operations"]
+    assert '"program"' in Path("again.html").read_text(encoding="utf-8")
+
+
+def test_a_saved_program_is_run_by_the_model(capsys):
+    data = data_of(capsys, "plan", *GRAPH, "--limit", "1 MB", "--out", "plan.json")
+    program = Program.from_json(Path("plan.json"))
+    assert data["plan"]["limit_bytes"] == 1_000_000
+    report = data_of(capsys, "report", "plan.json", "--html", "plan.html")
+    assert report["peak_bytes"] == program.peak_bytes
+    assert report["operations"] == len(program.graph)
+    from rotor import factories
+
+    made = factories.make("net.py:gated")
+    sample = factories.draw(factories.inputs(["16,8"], ["int64"], [50]), factories.device_of("cpu"))
+    model = rotor.Checkpointable(made.model, mem_limit="1 MB")
+    model.measure(sample)
+    assert model.load_program("plan.json").peak_bytes == program.peak_bytes
+
+
+def test_the_curve_of_a_chain(capsys):
+    data = data_of(capsys, "curve", *CHAIN, "--limit", "1 GiB", "--plot", "curve.png")
+    curve = Curve.from_dict(data["curve"])
+    assert data["minimum_bytes"] == curve.minimum_bytes
+    assert data["limit_bytes"] == 2**30
+    assert data["limit_seconds"] == curve.seconds[-1]
+    assert 64 * 32 * 4 * 6 < data["plain_bytes"] <= curve.bytes[-1] < data["free_bytes"]
+    assert Path("curve.png").read_bytes().startswith(b"\x89PNG")
+    Path("curve.json").write_text(json.dumps(data["curve"]), encoding="utf-8")
+    assert data_of(capsys, "report", "curve.json")["points"] == len(curve.bytes)
+
+
+def test_the_curve_of_a_graph(capsys):
+    code, out, _ = run(capsys, "curve", *GRAPH, "--arg", "width=8", "--points", 3, "--limit", 99)
+    assert code == 0
+    rows = out.splitlines()
+    assert rows[2].split()[:2] == ["99", "B"]
+    assert rows[2].endswith("the limit, nothing fits")
+    assert sum("plain PyTorch's peak" in row for row in rows) == 1
+    assert "free on this machine" in rows[-1]
+
+
+def test_curves_are_thinned_and_marked():
+    curve = Curve([10 * k for k in range(1, 101)], [1 / k for k in range(1, 101)])
+    text = curve_text(curve, 5, plain=905, limit=7)
+    rows = text.splitlines()[2:]
+    assert len(rows) == 7
+    assert "nothing fits" in rows[0]
+    assert "+0.0%" in rows[-1]
+
+
+def test_fitting(capsys):
+    options = ("--limit", "200 KB", "--multiple-of", 16, "--points", 1)
+    data = data_of(capsys, "fit", *CHAIN, *options)
+    assert data["largest"]["batch"] % 16 == 0
+    assert data["largest"]["measured_bytes"] <= 200_000
+    assert data["format"] == "rotor.fit"
+    code, out, err = run(capsys, "fit", "net.py:chain", "--input", "2,32", *options, "--table")
+    assert code == 0
+    assert "rotor, largest" in out
+    assert "least" in out
+    assert "batch 32, rotor: least" in err
+
+
+def test_models_of_rotor_by_name_and_inputs_by_name(capsys):
+    named = ("--input", "ids=4,8", "--input", "scale=4,8", "--dtype", "int64", "--dtype", "float32")
+    data = data_of(capsys, "measure", "net.py:gated", *named, "--high", 50)
+    assert data["inputs"] == ["ids=4,8 int64", "scale=4,8 float32"]
+    data = data_of(capsys, "measure", "resnet20", "--input", "2x3x32x32")
+    assert data["model"] == "resnet20"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("curve", "missing.py:f", "--input", 3), "there is no file missing.py"),
+        (("curve", "net.py", "--input", 3), "names no callable"),
+        (("curve", "net.py:none", "--input", 3), "no callable 'none'; it has Gated, Odd, chain"),
+        (("curve", "no.such:f", "--input", 3), "there is no module 'no.such'"),
+        (("curve", "resnet17", "--input", 3), "rotor.models has no callable 'resnet17'"),
+        (("measure", "net.py:number"), "gave int, expected an nn.Module"),
+        (("measure", "net.py:fails"), "calling net.py:fails failed: KeyError: 'weights'"),
+        (("measure", "net.py:odd"), "does not run on this input: AssertionError: odd"),
+        (("measure", "net.py:chain"), "without a sample: give --input"),
+        (("measure", "net.py:chain", "--arg", "depth"), "expected NAME=VALUE"),
+        (("measure", "net.py:chain", "--dtype", "int8"), "give --input too"),
+        (("measure", "net.py:chain", "--input", "2,33"), "does not run on this input"),
+        (("measure", "net.py:chain", "--input", "2,-3"), "is no shape"),
+        (("measure", "net.py:chain", "--input", "2", "--dtype", "real"), "no dtype 'real'"),
+        (("measure", "net.py:gated", "--input", "2", "--dtype", "int64"), "--high"),
+        (("measure", "net.py:chain", "--input", "2,32", "--device", "tpu"), "--device 'tpu'"),
+        (("measure", "net.py:chain", "--input", "2,32", "--device", "cuda:9"), "0 CUDA devices"),
+        (("measure", *CHAIN, "--profile", "p.json"), "give --engine graph too"),
+        (("plan", *CHAIN, "--limit", "1 XB"), "--limit = '1 XB' cannot be read"),
+        (("plan", *CHAIN, "--limit", "1 KB"), "the least that one fits in is"),
+        (("plan", *CHAIN, "--html", "plan.txt"), "ends in .html"),
+        (("plan", *CHAIN, "--out", "no/folder/plan.json"), "No such file or directory"),
+        (("curve", *CHAIN, "--plot", "curve.doc"), "ends in .png"),
+        (("curve", *CHAIN, "--points", "1"), "expected 2 or more"),
+        (("fit", *CHAIN, "--limit", "1 KB"), "does not fit in 1000 B"),
+        (("fit", *CHAIN, "--limit", "900 TB"), "free: the answer is verified by a run"),
+        (("report", "missing.json"), "missing.json: No such file or directory"),
+        (("report", "net.py"), "net.py: malformed JSON"),
+        (("report", "other.json"), "holds 'else', expected a file of"),
+        (("report", "old.json"), "version 9 is unknown"),
+    ],
+)
+def test_errors_of_the_user_are_one_line_and_exit_with_2(arguments, words, capsys):
+    Path("other.json").write_text('{"format": "else"}', encoding="utf-8")
+    Path("old.json").write_text('{"format": "rotor.program", "version": 9}', encoding="utf-8")
+    code, out, err = run(capsys, *arguments, "--quiet")
+    assert (code, out) == (2, "")
+    assert words in err
+    assert len(err.splitlines()) == 1
+    assert "Traceback" not in err
+
+
+def test_failures_exit_with_1_and_tracebacks_are_shown_on_demand(capsys, monkeypatch):
+    def fails():
+        raise RuntimeError("the probe is gone")
+
+    monkeypatch.setattr("rotor.environment.describe", fails)
+    code, out, err = run(capsys, "info")
+    assert (code, out) == (1, "")
+    assert err == "rotor: failed: RuntimeError: the probe is gone (--debug shows where)\n"
+    code, _, err = run(capsys, "info", "--debug")
+    assert code == 1
+    assert "Traceback" in err
+    code, _, err = run(capsys, "report", "missing.json", "--debug")
+    assert code == 2
+    assert "Traceback" in err
+
+
+def test_json_goes_to_a_file_beside_the_text(capsys):
+    code, out, _ = run(capsys, "info", "--json", "info.json")
+    assert code == 0
+    assert "C compiler" in out
+    assert json.loads(Path("info.json").read_text(encoding="utf-8"))["cpus"] >= 1
+    assert {h["name"] for h in data_of(capsys, "heuristics")["heuristics"]} >= {"DTR", "LRU"}
+    assert "quick" in str(data_of(capsys, "experiment", "list")["configurations"])
+
+
+@pytest.mark.parametrize("command", ["info", "measure", "curve", "plan", "fit", "report"])
+def test_help_has_the_options_all_commands_share(command, capsys):
+    code, out, _ = run(capsys, command, "--help")
+    assert code == 0
+    for option in ("--json", "--quiet", "--debug"):
+        assert option in out
+    assert command == "info" or f"rotor {command} " in out.split("examples:")[1]
+
+
+def test_a_logger_is_left_as_it_was(capsys):
+    import logging
+
+    logger = logging.getLogger("rotor")
+    before = (list(logger.handlers), logger.level)
+    run(capsys, "measure", *CHAIN)
+    assert (list(logger.handlers), logger.level) == before
