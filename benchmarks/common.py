@@ -179,3 +179,43 @@ def equal_states(a: nn.Module, b: nn.Module) -> bool:
     """Whether all parameters and buffers are bit-equal."""
     left, right = a.state_dict(), b.state_dict()
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks of a model: the members of its lists and sequences, else its children.
+
+    Parameters
+    ----------
+    model
+        Any module.
+
+    Returns
+    -------
+    list of (str, Module)
+        Disjoint modules by path, none inside another; those without children or parameters are
+        left out.
+    """
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(path: str, module: nn.Module) -> bool:
+        """Whether blocks were found inside."""
+        children = list(module.named_children())
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            members = [(f"{path}.{name}".lstrip("."), child) for name, child in children]
+            chosen = [item for item in members if any(True for _ in item[1].parameters())]
+            if len(chosen) > 1:
+                found.extend(chosen)
+                return True
+        inside = [visit(f"{path}.{name}".lstrip("."), child) for name, child in children]
+        return any(inside)
+
+    if not visit("", model):
+        found = [
+            (name, child)
+            for name, child in model.named_children()
+            if any(True for _ in child.parameters())
+        ]
+    unique: dict[int, tuple[str, nn.Module]] = {}
+    for path, module in found:
+        unique.setdefault(id(module), (path, module))
+    return list(unique.values())

@@ -26,6 +26,7 @@ from common import (
     cross_entropy,
     equal_gradients,
     equal_states,
+    find_blocks,
     interleaved_times,
     keep_freed_memory,
     step_peak_bytes,
@@ -38,7 +39,6 @@ from torch.utils.checkpoint import checkpoint
 
 import rotor
 from rotor import memory
-from rotor.blocks import find_blocks
 from rotor.report.text import table
 
 FRACTIONS = [0.9, 0.7, 0.5, 0.4]

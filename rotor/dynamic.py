@@ -82,6 +82,21 @@ class DynamicSteps(Checkpointable):
         step = plan.step(module, is_trial=is_trial)
         return step, step.forward(call, (args, kwargs, tuple(targets)), plan.room_for_loss)
 
+    def _try_dynamically(
+        self, plan: DynamicPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """Run a forward and a backward of which nothing is left; gradients of outputs are ones."""
+        _, output = self._run_dynamically(plan, args, targets, kwargs, is_trial=True)
+        outputs = [t for t in tensors_within(output) if t.requires_grad]
+        if not outputs:
+            raise ValueError(
+                "nothing in this step needs a gradient: call the plain model, chk.module"
+            )
+        inputs = [*self.module.parameters(), *tensors_of((args, kwargs))]
+        needed = [t for t in inputs if t.requires_grad]
+        given = [torch.ones_like(t) for t in outputs]
+        torch.autograd.grad(outputs, needed, given, allow_unused=True)
+
     def _learn_dynamically(self, plan: DynamicPlan, step: StepBytes) -> None:
         knew_loss = plan.loss_bytes is not None or step.loss_bytes <= plan.room_for_loss(
             plan.output_bytes
@@ -162,16 +177,7 @@ class DynamicCheckpointable(DynamicSteps):
         cancel_running()
         try:
             with torch.enable_grad():
-                _, output = self._run_dynamically(plan, args, targets, kwargs, is_trial=True)
-                outputs = [t for t in tensors_within(output) if t.requires_grad]
-                if not outputs:
-                    raise ValueError(
-                        "nothing in this step needs a gradient: call the plain model, chk.module"
-                    )
-                inputs = [*self.module.parameters(), *tensors_of((args, kwargs))]
-                needed = [t for t in inputs if t.requires_grad]
-                given = [torch.ones_like(t) for t in outputs]
-                torch.autograd.grad(outputs, needed, given, allow_unused=True)
+                self._try_dynamically(plan, args, targets, kwargs)
         finally:
             for module, training in flags:
                 module.training = training

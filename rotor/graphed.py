@@ -14,15 +14,15 @@ import torch
 
 from rotor import _torch
 from rotor.algorithms.curve import Curve
-from rotor.blocks import checkpointed_blocks, find_blocks
-from rotor.checkpointable import METERED_STEPS, Checkpointable
+from rotor.checkpointable import METERED_STEPS
+from rotor.dynamic import DynamicSteps
+from rotor.dynamic_plan import DynamicPlan
 from rotor.errors import CaptureError, InfeasibleError
 from rotor.graph import planner
 from rotor.graph.calls import check_arguments, described, run_once, takes_targets
 from rotor.graph.capture import Capture, NothingToPlan, Unplanned, fresh
 from rotor.graph.drawing import write_plan
 from rotor.graph.engine import (
-    BlockPlan,
     CapturedStep,
     GraphPlan,
     build_graph,
@@ -39,7 +39,8 @@ from rotor.graph.recorded import MEASURED, price, source_of
 from rotor.metering import StepBytes, cancel_running
 from rotor.progress import progress
 from rotor.report.text import (
-    block_report,
+    dynamic_report,
+    dynamic_table,
     graph_report,
     operation_table,
     pieces_report,
@@ -57,17 +58,18 @@ def _call(module: Any, loss_fn: Any, args: Any, kwargs: Any, targets: Any) -> An
     return output if loss_fn is None else loss_fn(output, *targets)
 
 
-AnyPlan = GraphPlan | PiecesPlan | BlockPlan
+AnyPlan = GraphPlan | PiecesPlan | DynamicPlan
+_HOPELESS = 4
 
 
-class GraphCheckpointable(Checkpointable):
+class GraphCheckpointable(DynamicSteps):
     """What `Checkpointable` makes of a module that is no ``nn.Sequential``.
 
     The first training forward of each signature captures forward, loss (``loss_fn=``) and backward
     as one graph, measures its operations and plans them; `graph` is the cost model, `program` the
     plan. Where no single graph can be captured, ``engine="auto"`` warns, captures the largest
-    children that can be and plans them together; where there are none, it checkpoints the model's
-    blocks. ``engine="graph"`` raises.
+    children that can be and plans them together; where there are none, or their plan cannot keep
+    the limit, the dynamic engine runs the model. ``engine="graph"`` raises.
     """
 
     _steps: dict[Any, CapturedStep]
@@ -141,8 +143,7 @@ class GraphCheckpointable(Checkpointable):
         Returns
         -------
         CapturedStep or None
-            ``None`` where there is no single graph: a warning has said why, and the blocks of the
-            model will be checkpointed.
+            ``None`` where there is no single graph: a warning has said why, and what runs instead.
 
         Raises
         ------
@@ -243,11 +244,9 @@ class GraphCheckpointable(Checkpointable):
     def display(self) -> str:
         """A table of the operations and how often each runs; ValueError: no plan."""
         plan = self._planned()
-        return (
-            pieces_table(plan)
-            if isinstance(plan, PiecesPlan)
-            else operation_table(self._graph_plan())
-        )
+        if isinstance(plan, DynamicPlan):
+            return dynamic_table(plan)
+        return pieces_table(plan) if isinstance(plan, PiecesPlan) else operation_table(plan)
 
     def _write_page(self, path: Path) -> None:
         write_plan(self._graph_plan(), path)
@@ -256,7 +255,7 @@ class GraphCheckpointable(Checkpointable):
         plan = self._planned()
         if isinstance(plan, PiecesPlan):
             return pieces_report(plan)
-        return graph_report(plan) if isinstance(plan, GraphPlan) else block_report(plan)
+        return graph_report(plan) if isinstance(plan, GraphPlan) else dynamic_report(plan)
 
     def load_program(self, source: Program | str | os.PathLike[str]) -> Program:
         """Have the following steps run a program that was saved, instead of planning one.
@@ -369,13 +368,20 @@ class GraphCheckpointable(Checkpointable):
             limit = self._limit_on(device)
             plan = make_pieces_plan(device, reason, self._pieces[key], limit, reserve_bytes)
         elif key in self._reasons:
-            device, reason = self._reasons[key]
-            plan = BlockPlan(device, reason, find_blocks(self.module), self._limit_on(device))
+            plan = self._dynamic_plan(key)
         else:
             plan = self._make_program(key, reserve_bytes)
         self._plans[key] = plan
         self.__dict__.update(_latest=plan, _latest_key=key)
         return plan
+
+    def _dynamic_plan(self, key: Any) -> DynamicPlan:
+        device, reason = self._reasons[key]
+        for plan in self._plans.values():
+            if isinstance(plan, DynamicPlan) and plan.device == device:
+                return plan
+        limit = self._limit_on(device)
+        return DynamicPlan(device, limit, reason, assumed_loss_bytes=self.loss_tmp_memory_usage)
 
     def _make_program(self, key: Any, reserve_bytes: int) -> GraphPlan:
         step = self._steps[key]
@@ -438,6 +444,8 @@ class GraphCheckpointable(Checkpointable):
             )
         key = self._key(args, targets, kwargs)
         plan = self._plans.get(key)
+        if isinstance(plan, PiecesPlan) and plan.is_over:
+            plan = self._without_pieces(key, plan, args, targets, kwargs)
         if isinstance(plan, PiecesPlan) and plan.pieces.wants_search:
             self._search_pieces(key, args, kwargs)
             del self._plans[key]
@@ -453,6 +461,8 @@ class GraphCheckpointable(Checkpointable):
                     return self._with_loss(self.module.forward(*args, **kwargs), targets)
             plan = self._replanned(key)
         self.__dict__.update(_latest=plan, _latest_key=key)
+        if isinstance(plan, DynamicPlan):
+            return self._step_dynamically(plan, args, targets, kwargs)
         if self._pending is not None and self._pending() is not None:
             self._warn_pending(plan.limit_bytes)
         if isinstance(plan, GraphPlan):
@@ -465,12 +475,16 @@ class GraphCheckpointable(Checkpointable):
                 plan = self._make(key)
         if isinstance(plan, PiecesPlan):
             return self._step_by_pieces(plan, args, targets, kwargs)
-        assert isinstance(plan, BlockPlan)
-        return self._step_by_blocks(plan, args, targets, kwargs)
+        assert isinstance(plan, DynamicPlan)
+        return self._step_dynamically(plan, args, targets, kwargs)
 
     def _capture_or_warn(
         self, key: Any, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
+        if len(self._reasons) >= _HOPELESS and not (self._steps or self._pieces):
+            # The model differs from call to call: looking again takes longer than a step.
+            self._reasons[key] = next(reversed(self._reasons.values()))
+            return
         try:
             self._captured(key, args, targets, kwargs)
         except CaptureError as error:
@@ -487,10 +501,31 @@ class GraphCheckpointable(Checkpointable):
             return
         self._warn_once(
             "capture",
-            "no single graph of the model could be captured, so its memory is not planned: its "
-            "blocks are checkpointed instead, and peaks above the limit are reported, not "
-            f"prevented. The reason:\n{error}",
+            "no single graph of the model could be captured, so its memory is not planned: the "
+            "dynamic engine runs it, which evicts and recomputes while a step runs. The reason:\n"
+            f"{error}",
         )
+
+    def _without_pieces(
+        self, key: Any, plan: PiecesPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
+    ) -> PiecesPlan | DynamicPlan:
+        """The dynamic engine's plan where that keeps the limit, which the pieces do not."""
+        plan.is_over = False
+        dynamic = self._dynamic_plan(key)
+        cancel_running()
+        try:
+            self._try_dynamically(dynamic, args, targets, kwargs)
+        except InfeasibleError:
+            self._warn_once("over", plan.told_over())
+            return plan
+        self._warn_once(
+            "over",
+            f"{plan.told_over()}. The dynamic engine keeps the limit: from now on it runs the "
+            "model, evicts and recomputes while a step runs, and nothing is planned",
+        )
+        del self._pieces[key]
+        self._plans[key] = dynamic
+        return dynamic
 
     def _step(
         self, key: Any, plan: GraphPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
@@ -555,36 +590,17 @@ class GraphCheckpointable(Checkpointable):
         plan.outdated = could_do_better
         over = step.peak_bytes > plan.limit_bytes
         if over and (not could_do_better or plan.meterings >= METERED_STEPS):
-            self._warn_once("over", plan.told_over())
-
-    def _step_by_blocks(
-        self, plan: BlockPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        meter = self._start_meter(plan)
-        with checkpointed_blocks(plan.blocks):
-            output = self.module.forward(*args, **kwargs)
-        if meter is not None:
-            meter.forward_done(tensors_within(output))
-        return self._with_loss(output, targets)
+            plan.is_over = True
 
     def _learn(self, plan: Any, step: StepBytes) -> None:
         if isinstance(plan, GraphPlan):
             super()._learn(plan, step)
             return
-        plan.measured_timeline = step.timeline
-        if isinstance(plan, PiecesPlan):
-            self._learn_pieces(plan, step)
+        if isinstance(plan, DynamicPlan):
+            self._learn_dynamically(plan, step)
             return
-        plan.measured_bytes = step.peak_bytes
-        plan.meterings += 1
-        if step.peak_bytes > plan.limit_bytes:
-            self._warn_once(
-                "blocks",
-                f"the limit of {plan.limit_bytes} bytes was not kept: the step needed "
-                f"{step.peak_bytes} bytes. No graph of the model could be captured, so only its "
-                f"blocks are checkpointed: a limit of {step.peak_bytes} bytes, or a smaller batch, "
-                "would do",
-            )
+        plan.measured_timeline = step.timeline
+        self._learn_pieces(plan, step)
 
     def _learn_loss(self, key: Any, plan: GraphPlan, step: StepBytes) -> bool:
         learned = max(step.loss_bytes - plan.step.tangent_bytes, 0)

@@ -119,7 +119,7 @@ class NestedStep:
         found: list[torch.Tensor] = []
         kept: list[torch.Tensor] = []
         try:
-            with self.session.running():
+            with self.session.running(), _OwnCasts():
                 output = call(*value)
             found = list(_returned(output))
             kept = [tensor for tensor in self._attributes() if self.session.made(tensor)]
@@ -326,6 +326,16 @@ class _Node(Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         return None, *ctx.step.backward(gradients, ctx.needs_input_grad[1:])
+
+
+class _OwnCasts:
+    """Weights that autocast has cast are not shared between the forward and what is around it."""
+
+    def __enter__(self) -> None:
+        torch.clear_autocast_cache()
+
+    def __exit__(self, *_: object) -> None:
+        torch.clear_autocast_cache()
 
 
 class _Undo:

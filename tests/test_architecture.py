@@ -44,7 +44,7 @@ LAYERS = [
     ),
     (
         "execution",
-        ["rotor.stages", "rotor.recompute", "rotor.executor", "rotor.metering", "rotor.blocks"],
+        ["rotor.stages", "rotor.recompute", "rotor.executor", "rotor.metering", "rotor.replacing"],
     ),
     ("batches", ["rotor.batches"]),
     ("dynamic", ["rotor.dtr"]),

@@ -422,7 +422,7 @@ def test_changed_python_values_are_planned_again():
     assert len(chk._latest.step.capture.graphs) == 2
 
 
-def test_ever_changing_python_values_end_in_blocks():
+def test_ever_changing_python_values_end_in_the_dynamic_engine():
     class Model(Dense):
         calls = 0
 
@@ -559,23 +559,32 @@ def test_a_model_without_a_graph_raises_when_one_is_asked_for():
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_blocks_are_checkpointed_where_there_is_no_graph(sample):
+def test_the_dynamic_engine_runs_where_there_is_no_graph(sample):
     torch.manual_seed(0)
     model, x = Recurrent(), torch.randn(4, 6, 8)
     plain = copy.deepcopy(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        chk = rotor.Checkpointable(model, x if sample else None, "30KB")
+        chk = rotor.Checkpointable(model, x if sample else None, "150KB")
         for seed in range(3):
             expected = step(plain, plain, (x,), seed=seed)
             assert expected.differences(step(model, chk, (x,), seed=seed)) == []
     assert model.parts[0][1].num_batches_tracked == 3
     texts = [str(w.message) for w in caught if w.category is rotor.MemoryLimitWarning]
-    assert sum("LSTM" in t and "y = self.rnn(x)" in t for t in texts) == 1
-    assert sum("limit of 30000 bytes was not kept" in t for t in texts) == 1
+    assert len(texts) == 1
+    assert "the dynamic engine runs it" in texts[0]
+    assert "LSTM" in texts[0]
+    assert "y = self.rnn(x)" in texts[0]
     assert "no graph was captured" in chk.report()
+    assert len(chk.display().splitlines()) == 5
+    assert chk._latest.measured_bytes <= 150_000
     with pytest.raises(ValueError, match="runs without a graph"):
         _ = chk.graph
+    with pytest.raises(ValueError, match="runs without a graph"):
+        chk.curve()
+    chk.compute_sequence("1KB")
+    with pytest.raises(rotor.InfeasibleError, match="the forward does not fit"):
+        chk(x)
 
 
 def test_a_graph_break_is_named():

@@ -17,12 +17,12 @@ from torch.nn import functional as F
 
 import rotor
 from rotor import memory
-from rotor.blocks import Replaced
+from rotor.dynamic_plan import DynamicPlan
 from rotor.errors import InfeasibleError
 from rotor.graph.assembly import Bases, Option, choose, least_bytes, simulate, undominated
-from rotor.graph.engine import BlockPlan
 from rotor.graph.pieced import PiecesPlan
 from rotor.graph.probing import described_call, unchanged, weigh
+from rotor.replacing import Replaced
 
 quiet = pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
 
@@ -348,21 +348,48 @@ def test_reports_and_curves():
     assert chk.get_expected_memory() == curve.bytes[0]
 
 
-def test_a_limit_that_the_rest_of_the_model_breaks_is_reported():
-    model, x = Recurrent(), pictures()
+def limit_of_the_parts_alone(model, x):
+    """A wrapped model under a limit that leaves nothing for what lies between its parts."""
     with pytest.warns(rotor.MemoryLimitWarning, match="no single graph"):
         chk = rotor.Checkpointable(model, x, "1GiB")
-    alone = chk._latest
-    from rotor.graph.pieced import _zero
-
-    least = least_bytes(alone.pieces.options(), _zero(alone.pieces.bases))
+    pieces = chk._latest.pieces
+    nothing = (0,) * len(pieces.bases.forward)
+    least = least_bytes(pieces.options(), Bases(nothing, nothing, (*nothing, 0)))
     chk.compute_sequence(least)
+    return chk, least
+
+
+def test_the_dynamic_engine_takes_over_where_the_rest_of_the_model_breaks_the_limit():
+    torch.manual_seed(0)
+    model, x = Recurrent(), pictures()
+    plain = copy.deepcopy(model)
+    chk, limit = limit_of_the_parts_alone(model, x)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(4):
+        for seed in range(4):
+            expected = step(plain, plain, (x,), seed=seed)
+            assert expected.differences(step(model, chk, (x,), seed=seed)) == []
+    (text,) = [str(w.message) for w in caught]
+    assert f"limit of {limit} bytes was not kept" in text
+    assert "The dynamic engine keeps the limit" in text
+    assert isinstance(chk._latest, DynamicPlan)
+    assert chk._latest.measured_bytes <= limit
+
+
+def test_a_limit_that_nothing_keeps_is_reported(monkeypatch):
+    model, x = Recurrent(), pictures()
+    chk, limit = limit_of_the_parts_alone(model, x)
+
+    def infeasible(*_):
+        raise InfeasibleError("too small", 1)
+
+    monkeypatch.setattr(chk, "_try_dynamically", infeasible)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
             step(model, chk, (x,))
     (text,) = [str(w.message) for w in caught]
-    assert f"limit of {least} bytes was not kept" in text
+    assert f"limit of {limit} bytes was not kept" in text
     assert f"a limit of {chk._latest.least_bytes} bytes" in text
 
 
@@ -424,7 +451,7 @@ def test_parts_whose_inputs_are_changed_in_place_run_plain():
     model, x = Changes(), rows()
     model.blocks[2] = Halves()
     plain = copy.deepcopy(model)
-    chk = rotor.Checkpointable(model, mem_limit=peak_of(copy.deepcopy(model), x) // 2)
+    chk = rotor.Checkpointable(model, mem_limit=peak_of(copy.deepcopy(model), x) * 9 // 10)
     for seed in range(3):
         expected = step(plain, plain, (x,), seed=seed)
         assert expected.differences(step(model, chk, (x,), seed=seed)) == []
@@ -472,7 +499,7 @@ def test_a_second_shape_and_changed_values():
 
 
 @quiet
-def test_gradients_inside_of_the_forward_end_in_blocks():
+def test_gradients_inside_of_the_forward_end_in_the_dynamic_engine():
     class Penalty(Breaks):
         def forward(self, x):
             x = x.detach().requires_grad_()
@@ -484,7 +511,7 @@ def test_gradients_inside_of_the_forward_end_in_blocks():
     plain = copy.deepcopy(model)
     chk = rotor.Checkpointable(model, mem_limit="1GiB")
     assert step(plain, plain, (x,)).differences(step(model, chk, (x,))) == []
-    assert isinstance(chk._latest, BlockPlan)
+    assert isinstance(chk._latest, DynamicPlan)
 
 
 # -- probing

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from rotor import memory
 from rotor.errors import InfeasibleError
@@ -22,7 +21,6 @@ from rotor.graph.program import Program, simulate
 from rotor.timelines import PredictedTimeline, Timeline
 
 __all__ = [
-    "BlockPlan",
     "CapturedStep",
     "GraphPlan",
     "build_graph",
@@ -184,39 +182,6 @@ class GraphPlan:
         """Have the next step run this plan; it is compiled now where it was not before."""
         self.emitted.prepare()
         self.step.captured.emitted = self.emitted
-
-
-@dataclass
-class BlockPlan:
-    """Checkpointing by blocks, where no graph could be captured; nothing is predicted.
-
-    Attributes
-    ----------
-    reason
-        Why there is no graph.
-    blocks
-        The modules that are checkpointed, by path.
-    """
-
-    device: torch.device
-    reason: str
-    blocks: list[tuple[str, nn.Module]]
-    limit_bytes: int
-    reserve_bytes: int = 0
-    measured_bytes: int | None = None
-    measured_timeline: Timeline | None = field(default=None, repr=False)
-    meterings: int = 0
-    outdated: bool = field(default=False, repr=False)
-
-    @property
-    def predicted_bytes(self) -> int:
-        """Nothing was predicted."""
-        raise ValueError(f"no peak is predicted for a model without a graph: {self.reason}")
-
-    @property
-    def makespan(self) -> float:
-        """Nothing was predicted."""
-        raise ValueError(f"no time is predicted for a model without a graph: {self.reason}")
 
 
 def check_options(options: dict[str, Any]) -> None:

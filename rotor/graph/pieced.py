@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from rotor.algorithms.curve import Curve
-from rotor.blocks import Replaced
 from rotor.errors import CaptureError, InfeasibleError
 from rotor.graph.assembly import Bases, Simulation, choose, least_bytes, simulate
 from rotor.graph.capture import Unplanned
@@ -21,6 +20,7 @@ from rotor.graph.emit import Emitted
 from rotor.graph.pieces import Kind, Pieces, Site
 from rotor.graph.probing import described_call
 from rotor.metering import StepBytes, StepMeter
+from rotor.replacing import Replaced
 from rotor.timelines import Timeline
 from rotor.values import tensors_within
 
@@ -54,6 +54,8 @@ class PiecesPlan:
         The least limit that could be kept, as far as is known.
     existing_bytes
         Of the gradients that existed in the metered step.
+    is_over
+        A metered step needed more than the limit, and no choice would change it.
     """
 
     device: torch.device
@@ -68,6 +70,7 @@ class PiecesPlan:
     measured_timeline: Timeline | None = field(default=None, repr=False)
     meterings: int = 0
     existing_bytes: int = 0
+    is_over: bool = field(default=False, repr=False)
     outdated: bool = field(default=False, repr=False)
 
     @property

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from rotor import _torch, memory
-from rotor.blocks import Replaced
 from rotor.errors import CaptureError, InfeasibleError
 from rotor.graph import planner
 from rotor.graph.assembly import Bases, Option, undominated
@@ -37,6 +36,7 @@ from rotor.graph.probing import (
 )
 from rotor.graph.profile import Cost
 from rotor.graph.program import Program
+from rotor.replacing import Replaced
 from rotor.values import tensors_of, tensors_within
 
 __all__ = ["Captures", "Kind", "Pieces", "Site", "discover"]

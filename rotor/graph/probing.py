@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rotor import _torch, memory
-from rotor.blocks import Replaced
+from rotor.replacing import Replaced
 from rotor.values import tensors_of, tensors_within
 
 __all__ = ["Call", "NeedsBackward", "Saves", "described_call", "unchanged", "weigh"]

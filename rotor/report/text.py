@@ -9,7 +9,7 @@ from rotor.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rotor.dynamic_plan import DynamicPlan
-    from rotor.graph.engine import BlockPlan, GraphPlan
+    from rotor.graph.engine import GraphPlan
     from rotor.graph.inductor import Attempt
     from rotor.graph.pieced import PiecesPlan
     from rotor.plan import Plan
@@ -130,22 +130,14 @@ def attempt_table(attempts: Sequence[Attempt], backend: str) -> Text:
     return table(rows)
 
 
-def block_report(plan: BlockPlan) -> Text:
-    """The figures of a model that runs by blocks."""
-    measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
-    lines = [
-        ["limit", format_bytes(plan.limit_bytes)],
-        ["peak, predicted", "none: no graph was captured"],
-        ["peak, measured", measured],
-        ["blocks checkpointed", str(len(plan.blocks))],
-    ]
-    return table([["plan", ""], *lines])
-
-
 def dynamic_report(plan: DynamicPlan) -> Text:
     """The figures of a model whose memory is decided while it runs, and of its last step."""
     measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
-    lines = [["limit", format_bytes(plan.limit_bytes)], ["peak, measured", measured]]
+    lines = [
+        ["limit", format_bytes(plan.limit_bytes)],
+        ["peak, predicted", "none: no graph was captured" if plan.reason else "none"],
+        ["peak, measured", measured],
+    ]
     if plan.latest:
         step = plan.last
         stats = step.stats

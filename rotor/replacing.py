@@ -1,0 +1,57 @@
+"""Modules that run something else as their forward for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+from torch import nn
+
+__all__ = ["Replaced"]
+
+
+class Replaced:
+    """While it lasts, modules run something else as their forward.
+
+    Parameters
+    ----------
+    modules
+        Different modules.
+    make
+        Called with a module and its forward; gives what runs instead.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], make: Callable[[nn.Module, Any], Callable[..., Any]]
+    ) -> None:
+        self._own = [(m, m.__dict__.get("forward")) for m in modules]
+        self._new = {id(m): (m, make(m, m.forward), own) for m, own in self._own}
+
+    def __enter__(self) -> Self:
+        for module, replacement, _ in self._new.values():
+            module.__dict__["forward"] = replacement
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, own in self._own:
+            _restore(module, own)
+
+    @contextmanager
+    def paused(self, module: nn.Module | None = None) -> Iterator[None]:
+        """While it lasts, one of the modules, or all, are as they were."""
+        those = list(self._new.values()) if module is None else [self._new[id(module)]]
+        for one, _, own in those:
+            _restore(one, own)
+        try:
+            yield
+        finally:
+            for one, replacement, _ in those:
+                one.__dict__["forward"] = replacement
+
+
+def _restore(module: nn.Module, forward: Any) -> None:
+    if forward is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward
