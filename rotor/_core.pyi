@@ -336,3 +336,67 @@ class Recorder:
     def counters(self) -> dict[str, int]: ...
     def reset(self) -> None: ...
     def limit(self, budget: int, /) -> None: ...
+
+@final
+class StorageRef:
+    def __new__(
+        cls, storage: Any, gone: Callable[[StorageRef], object], key: int, /
+    ) -> StorageRef: ...
+    def __call__(self) -> Any: ...
+    @property
+    def key(self) -> int: ...
+    node: int
+
+@final
+class Needs:
+    made_bytes: int
+    workspace_bytes: int
+    is_measured: bool
+    def __new__(cls, made_bytes: int, workspace_bytes: int, is_measured: bool) -> Needs: ...
+
+@final
+class Kernel:
+    def __new__(
+        cls,
+        operator: object,
+        call: Callable[..., Any],
+        written: tuple[int, ...],
+        is_view: bool,
+        is_simple: bool,
+        sizes_by_value: bool,
+    ) -> Kernel: ...
+    @property
+    def operator(self) -> Any: ...
+
+@final
+class Handler:
+    observer: Any
+    is_open: bool
+    watches_writes: bool
+    def __new__(
+        cls,
+        recorder: Recorder,
+        parts: tuple[Any, ...],
+        table: dict[int, StorageRef],
+        needs: dict[Any, Needs],
+        device: object,
+        block_bytes: int,
+        small_bytes: int,
+        longest_chain: int,
+        has_views: bool,
+    ) -> Handler: ...
+    @property
+    def kernels(self) -> dict[Any, Kernel]: ...
+    def run(
+        self,
+        session: object,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        /,
+    ) -> Any: ...
+    def signature(
+        self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], /
+    ) -> bytes | None: ...
+    def gone(self, ref: StorageRef, /) -> None: ...

@@ -155,6 +155,31 @@ def backend_flags() -> tuple[Any, ...]:
     return tuple([read() for read in _FLAGS])
 
 
+def direct_call(function: Any) -> Any:
+    """What an operator calls, without its wrapper in Python."""
+    return getattr(function, "_op", function)
+
+
+def handler_parts(device: torch.device) -> tuple[Any, ...]:
+    """What PyTorch is to `rotor._core.Handler` (csrc/python/bind_dtr_handler.h)."""
+    return (
+        torch.Tensor,
+        (torch.Tensor, torch.nn.Parameter),
+        torch.strided,
+        torch._C._is_torch_function_mode_enabled,
+        torch._C._current_graph_task_id,
+        torch.is_grad_enabled,
+        torch.device("cpu"),
+        tuple(
+            kind
+            for kind in vars(torch).values()
+            if isinstance(kind, torch.dtype) and kind.is_complex
+        ),
+        _FLAGS,
+        "_cdata",
+    )
+
+
 batch_norm_without_statistics = torch.ops.aten._native_batch_norm_legit.no_stats
 
 

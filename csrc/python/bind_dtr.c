@@ -31,7 +31,7 @@ int rotor_recorder_discard(recorder_object_t *self, PyObject **slot) {
     return 0;
 }
 
-static void let_go(recorder_object_t *self) {
+void rotor_recorder_let_go(recorder_object_t *self) {
     while (self->garbage_count > 0) {
         PyObject *object = self->garbage[--self->garbage_count];
         self->garbage[self->garbage_count] = NULL;
@@ -50,7 +50,7 @@ PyObject *rotor_recorder_storage_of(recorder_object_t *self, int64_t node) {
 }
 
 /* Follows what the book says that it forgot, needs, locked. */
-static int settle(recorder_object_t *self) {
+int rotor_recorder_settle(recorder_object_t *self) {
     rotor_recorder_t *book = &self->book;
     int ret = 0;
 
@@ -98,7 +98,7 @@ static int settle(recorder_object_t *self) {
     return ret;
 }
 
-static int release_guards(recorder_object_t *self) {
+int rotor_recorder_release_guards(recorder_object_t *self) {
     int ret = 0;
     while (self->guard_count > 0 && ret == 0) {
         ret = rotor_recorder_discard(self, &self->guards[--self->guard_count]);
@@ -109,18 +109,18 @@ static int release_guards(recorder_object_t *self) {
 /* Ends every call: NULL with an exception on failure. */
 PyObject *rotor_recorder_answer(recorder_object_t *self, PyTypeObject *type, int status,
                                 PyObject *result) {
-    if (settle(self) != 0 || status != ROTOR_OK || result == NULL) {
+    if (rotor_recorder_settle(self) != 0 || status != ROTOR_OK || result == NULL) {
         Py_CLEAR(result);
         if (status != ROTOR_OK) {
             (void)rotor_raise_status(PyType_GetModule(type), status);
         }
     }
-    let_go(self);
+    rotor_recorder_let_go(self);
     return result;
 }
 
 /* Room for the objects of one more node and one more operation. */
-static int reserve(recorder_object_t *self, int64_t more) {
+int rotor_recorder_reserve(recorder_object_t *self, int64_t more) {
     int64_t nodes = self->book.node_count + more;
     return grow(&self->places, &self->place_capacity, nodes) == 0 &&
                    grow(&self->held, &self->held_capacity, nodes) == 0 &&
@@ -163,7 +163,7 @@ static PyObject *recorder_source(METHOD_ARGUMENTS) {
     int64_t bytes;
     int32_t node = -1;
     if (rotor_recorder_expect("source", count, 3, names) != 0 ||
-        rotor_recorder_read_int64(args[0], &bytes) != 0 || reserve(self, 1) != 0) {
+        rotor_recorder_read_int64(args[0], &bytes) != 0 || rotor_recorder_reserve(self, 1) != 0) {
         return NULL;
     }
     int status = rotor_recorder_source(&self->book, bytes, args[1] == Py_True, &node);
@@ -320,11 +320,36 @@ static PyObject *recorder_make_room(METHOD_ARGUMENTS) {
             }
             return rotor_recorder_answer(self, type, status, result);
         }
-        if (settle(self) != 0) {
+        if (rotor_recorder_settle(self) != 0) {
             return NULL;
         }
-        let_go(self);
+        rotor_recorder_let_go(self);
     }
+}
+
+int rotor_recorder_complete(recorder_object_t *self, const rotor_completion_t *done) {
+    int32_t op = -1;
+    int status = rotor_recorder_finish(&self->book, done->recorded, done->bytes, done->origins,
+                                       done->count, done->cost_ns, done->workspace_bytes,
+                                       done->kept_bytes, done->nodes, &op);
+    if (status != ROTOR_OK || rotor_recorder_release_guards(self) != 0 ||
+        rotor_recorder_settle(self) != 0) {
+        return status;
+    }
+    for (int64_t k = 0; k < done->count; k++) {
+        /* An origin's storage is the new version's. */
+        if (done->origins[k] >= 0 &&
+            rotor_recorder_discard(self, &self->places[done->origins[k]]) != 0) {
+            return status;
+        }
+    }
+    for (int64_t k = 0; k < done->count; k++) {
+        self->places[done->nodes[k]] = Py_NewRef(done->places[k]);
+    }
+    if (op >= 0) {
+        self->records[op] = Py_NewRef(done->record);
+    }
+    return status;
 }
 
 PyDoc_STRVAR(finish_doc,
@@ -341,7 +366,6 @@ static PyObject *recorder_finish(METHOD_ARGUMENTS) {
     int64_t *all_bytes = bytes;
     int32_t *all_origins = origins;
     int32_t *all_nodes = nodes;
-    int32_t op = -1;
     PyObject *result = NULL;
 
     if (rotor_recorder_expect("finish", count, 8, names) != 0 ||
@@ -358,7 +382,7 @@ static PyObject *recorder_finish(METHOD_ARGUMENTS) {
         return NULL;
     }
     Py_ssize_t length = PyList_GET_SIZE(args[1]);
-    if (reserve(self, length) != 0) {
+    if (rotor_recorder_reserve(self, length) != 0) {
         return NULL;
     }
     if (self->book.frame_count != 1 || recorded > self->book.input_count) {
@@ -382,22 +406,19 @@ static PyObject *recorder_finish(METHOD_ARGUMENTS) {
         }
         all_origins[k] = (int32_t)origin;
     }
-    int status = rotor_recorder_finish(&self->book, recorded, all_bytes, all_origins, length, cost,
-                                       workspace, kept, all_nodes, &op);
-    if (status == ROTOR_OK && release_guards(self) == 0 && settle(self) == 0) {
-        for (Py_ssize_t k = 0; k < length; k++) {
-            /* An origin's storage is the new version's. */
-            if (all_origins[k] >= 0 &&
-                rotor_recorder_discard(self, &self->places[all_origins[k]]) != 0) {
-                goto out;
-            }
-        }
-        for (Py_ssize_t k = 0; k < length; k++) {
-            self->places[all_nodes[k]] = Py_NewRef(PyList_GET_ITEM(args[6], k));
-        }
-        if (op >= 0) {
-            self->records[op] = Py_NewRef(args[7]);
-        }
+    int status = rotor_recorder_complete(self, &(rotor_completion_t){
+                                                   .recorded = recorded,
+                                                   .bytes = all_bytes,
+                                                   .origins = all_origins,
+                                                   .places = PySequence_Fast_ITEMS(args[6]),
+                                                   .count = length,
+                                                   .cost_ns = cost,
+                                                   .workspace_bytes = workspace,
+                                                   .kept_bytes = kept,
+                                                   .record = args[7],
+                                                   .nodes = all_nodes,
+                                               });
+    if (status == ROTOR_OK && !PyErr_Occurred()) {
         result = rotor_recorder_node_list(all_nodes, length);
     }
     result = rotor_recorder_answer(self, type, status, result);
@@ -419,7 +440,7 @@ static PyObject *recorder_abort(METHOD_ARGUMENTS) {
         return NULL;
     }
     int status = rotor_recorder_abort(&self->book);
-    return release_guards(self) != 0
+    return rotor_recorder_release_guards(self) != 0
                ? NULL
                : rotor_recorder_answer(self, type, status, Py_NewRef(Py_None));
 }
@@ -493,7 +514,7 @@ static int recorder_clear(PyObject *object) {
     while (self->guard_count > 0) {
         Py_CLEAR(self->guards[--self->guard_count]);
     }
-    let_go(self);
+    rotor_recorder_let_go(self);
     return 0;
 }
 
@@ -546,6 +567,11 @@ int rotor_add_dtr(PyObject *module) {
         Py_XDECREF(method);
     }
     PyType_Modified(type);
+    if (ret == 0 && rotor_add_dtr_types(module) == 0) {
+        ret = rotor_add_dtr_handler(module, type);
+    } else {
+        ret = -1;
+    }
     Py_DECREF(type);
     return ret;
 }

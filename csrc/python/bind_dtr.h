@@ -52,6 +52,49 @@ int rotor_recorder_discard(recorder_object_t *self, PyObject **slot);
 PyObject *rotor_recorder_answer(recorder_object_t *self, PyTypeObject *type, int status,
                                 PyObject *result);
 
+/* The steps of that, for calls that change the book more than once. */
+int rotor_recorder_settle(recorder_object_t *self);
+void rotor_recorder_let_go(recorder_object_t *self);
+int rotor_recorder_release_guards(recorder_object_t *self);
+/* Room for the objects of so many more nodes and one more operation. */
+int rotor_recorder_reserve(recorder_object_t *self, int64_t more);
+
+/* How a new operation ended (rotor_recorder_finish); `nodes` is written to. */
+typedef struct {
+    int64_t recorded;
+    const int64_t *bytes;
+    const int32_t *origins;
+    PyObject *const *places;
+    int64_t count;
+    int64_t cost_ns;
+    int64_t workspace_bytes;
+    int64_t kept_bytes;
+    PyObject *record;
+    int32_t *nodes;
+} rotor_completion_t;
+
+/* A status, or ROTOR_OK with an exception set. There is room for the objects. */
+int rotor_recorder_complete(recorder_object_t *self, const rotor_completion_t *done);
+
+/* A weak reference to a storage, with the numbers that the runtime keeps of it. */
+typedef struct {
+    PyWeakReference reference;
+    PyObject *key; /* in the table of storages */
+    int64_t node;
+} rotor_ref_object_t;
+
+/* What an operator takes on arguments of one layout. */
+typedef struct {
+    PyObject_HEAD int64_t made_bytes;
+    int64_t workspace_bytes;
+    char is_measured;
+} rotor_needs_object_t;
+
+/* A new reference to a storage; `gone` is called with it when the storage dies. */
+PyObject *rotor_ref_new(PyTypeObject *type, PyObject *storage, PyObject *gone, PyObject *key);
+int rotor_add_dtr_types(PyObject *module);
+int rotor_add_dtr_handler(PyObject *module, PyTypeObject *recorder);
+
 /* Figures, and what can be asked without changing anything. */
 extern PyMethodDef rotor_recorder_queries[];
 

@@ -20,6 +20,10 @@ typedef struct {
     PyTypeObject *table_type;
     PyTypeObject *log_type;
     PyTypeObject *candidate_type;
+    PyTypeObject *ref_type;   /* of storages */
+    PyTypeObject *needs_type; /* of operators */
+    PyTypeObject *recorder_type;
+    PyTypeObject *kernel_type;
 } rotor_state_t;
 
 extern struct PyModuleDef rotor_module_def;

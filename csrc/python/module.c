@@ -191,6 +191,10 @@ static int traverse(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->table_type);
     Py_VISIT(state->log_type);
     Py_VISIT(state->candidate_type);
+    Py_VISIT(state->ref_type);
+    Py_VISIT(state->needs_type);
+    Py_VISIT(state->recorder_type);
+    Py_VISIT(state->kernel_type);
     return 0;
 }
 
@@ -203,6 +207,10 @@ static int clear(PyObject *module) {
     Py_CLEAR(state->table_type);
     Py_CLEAR(state->log_type);
     Py_CLEAR(state->candidate_type);
+    Py_CLEAR(state->ref_type);
+    Py_CLEAR(state->needs_type);
+    Py_CLEAR(state->recorder_type);
+    Py_CLEAR(state->kernel_type);
     return 0;
 }
 

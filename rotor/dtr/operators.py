@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rotor import _dispatch
+from rotor import _core, _dispatch
 
 aten = torch.ops.aten
 
@@ -33,6 +33,10 @@ _RESHAPING = {
 }
 
 
+# Floating-point arguments say how many elements they make.
+_SIZED_BY_FLOATS = {"aten::arange", "aten::range", "aten::linspace", "aten::logspace"}
+
+
 class Operator:
     """What one overload does with its arguments.
 
@@ -56,6 +60,8 @@ class Operator:
         Replaces or resizes storages.
     varies
         The sizes of its results depend on the elements that it reads.
+    kernel
+        All this for the handler in C.
     """
 
     __slots__ = (
@@ -64,6 +70,7 @@ class Operator:
         "is_random",
         "is_reshaping",
         "is_view",
+        "kernel",
         "name",
         "replay",
         "training",
@@ -96,6 +103,18 @@ class Operator:
         self.replay: Callable[..., Any] = call
         if self.training >= 0 and self.written:
             self.replay = _without_statistics
+        is_plain = not (
+            self.is_random or self.is_view or self.varies or self.is_reshaping or self.training >= 0
+        )
+        self.kernel = _core.Kernel(
+            self,
+            _dispatch.direct_call(call),
+            tuple(where for where in self.written if isinstance(where, int)),
+            is_view=self.is_view and not self.is_fresh,
+            is_simple=is_plain and all(isinstance(where, int) for where in self.written),
+            sizes_by_value=self.name in _SIZED_BY_FLOATS
+            or any("scale_factors" in argument.name for argument in schema.arguments),
+        )
 
 
 def _without_statistics(

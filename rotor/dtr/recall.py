@@ -10,11 +10,14 @@ from typing import Protocol
 
 import torch
 
-from rotor import _core, _dispatch, _torch
+from rotor import _core, _dispatch, _torch, memory
 from rotor.dtr.records import Record
+from rotor.dtr.signatures import known_needs
 from rotor.dtr.storages import StorageRef, bytes_of
 from rotor.errors import BudgetError, MemoryLimitWarning
 
+SMALL_BYTES = 256
+LONGEST_CHAIN = 64
 _NAMED = 5
 
 
@@ -110,7 +113,6 @@ class Recall:
     ) -> None:
         super().__init__()
         self.device = device
-        self.observer = observer
         self.limit = limit
         self._strict = strict
         self._bytes = bytes_of(storage_swap)
@@ -122,6 +124,19 @@ class Recall:
             ignore_small=ignore_small,
         )
         self._table: dict[int, StorageRef] = {}
+        self._needs = known_needs(device)
+        self._handler = _core.Handler(
+            self._book,
+            _dispatch.handler_parts(device),
+            self._table,
+            self._needs,
+            device,
+            block_bytes=memory.rounded_bytes(1, device),
+            small_bytes=SMALL_BYTES,
+            longest_chain=LONGEST_CHAIN,
+            has_views=self._bytes.views,
+        )
+        self._handler.observer = observer
         self._lock = threading.RLock()
         self._is_cpu = device.type == "cpu"
         self._is_open = True
@@ -129,6 +144,16 @@ class Recall:
         self._overflows = 0
         self._search_ns = 0
         self._cost_ns = 0
+
+    @property
+    def observer(self) -> Observer | None:
+        """Who is told of everything that happens."""
+        observer: Observer | None = self._handler.observer
+        return observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self._handler.observer = observer
 
     def _make_room(self, nbytes: int, least: int) -> None:
         """Evict until `nbytes` fit, or, where nothing is left to evict, at least `least`."""
@@ -228,7 +253,7 @@ class Recall:
         """Run again what the inputs of the operation that has begun need."""
         record = self._book.next()
         while record is not None:
-            self._replay(record)
+            self._replay(Record(*record) if type(record) is tuple else record)
             record = self._book.next()
 
     def _restore(self, nodes: list[int]) -> None:

@@ -7,43 +7,50 @@ from typing import Any
 
 import torch
 
-from rotor import _dispatch, _torch
+from rotor import _core, _dispatch, _torch
 from rotor.dtr.operators import Operator
 
 Flags = tuple[Any, ...]
+Needs = _core.Needs
 
 
-class Spec:
-    """A tensor argument: which node it lies on, and how.
+# A tensor argument, by which node it lies on, and how; it keeps neither tensor nor storage. The
+# handler in C makes such tuples too: (node, shape, stride, offset, dtype, device, bits); `bits`
+# says whether it is lazily conjugated and negated, ``None`` for neither.
+Spec = tuple[Any, ...]
 
-    It keeps neither tensor nor storage.
-    """
 
-    __slots__ = ("bits", "device", "dtype", "node", "offset", "shape", "stride")
+def spec_of(tensor: torch.Tensor, node: int) -> Spec:
+    """What to know of a tensor argument."""
+    conjugate, negative = tensor.is_conj(), tensor.is_neg()
+    return (
+        node,
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.dtype,
+        tensor.device,
+        (conjugate, negative) if conjugate or negative else None,
+    )
 
-    def __init__(self, tensor: torch.Tensor, node: int) -> None:
-        self.node = node
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
-        self.dtype = tensor.dtype
-        self.device = tensor.device
-        conjugate, negative = tensor.is_conj(), tensor.is_neg()
-        self.bits = (conjugate, negative) if conjugate or negative else None
 
-    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor, on a storage."""
-        tensor = torch.empty(0, dtype=self.dtype, device=self.device)
-        tensor.set_(storage, self.offset, self.shape, self.stride)
-        if self.bits is not None:
-            tensor = _dispatch.unconjugated(tensor, *self.bits)
-        return tensor
+def tensor_on(storage: torch.UntypedStorage, spec: Spec) -> torch.Tensor:
+    """The tensor again, on a storage."""
+    _, shape, stride, offset, dtype, device, bits = spec
+    tensor = torch.empty(0, dtype=dtype, device=device)
+    tensor.set_(storage, offset, shape, stride)
+    if bits is not None:
+        tensor = _dispatch.unconjugated(tensor, *bits)
+    return tensor
 
 
 def pattern(value: Any, nodes: dict[int, int]) -> Any:
-    """An argument with a `Spec` in the place of each tensor; nodes by the tensor's ``id``."""
+    """An argument with a `Spec` in the place of each tensor; nodes by the tensor's ``id``.
+
+    Tuples become lists: a tuple is a `Spec`.
+    """
     if isinstance(value, torch.Tensor):
-        return Spec(value, nodes[id(value)])
+        return spec_of(value, nodes[id(value)])
     if isinstance(value, list | tuple):
         return [pattern(item, nodes) for item in value]
     return value
@@ -51,7 +58,7 @@ def pattern(value: Any, nodes: dict[int, int]) -> Any:
 
 def filled(value: Any, tensor_of: Callable[[Spec], torch.Tensor]) -> Any:
     """The argument with tensors again."""
-    if isinstance(value, Spec):
+    if isinstance(value, tuple):
         return tensor_of(value)
     if isinstance(value, list):
         return [filled(item, tensor_of) for item in value]
@@ -131,7 +138,7 @@ class Record:
         """
 
         def tensor_of(spec: Spec) -> torch.Tensor:
-            return spec.on(storage_of(spec.node))
+            return tensor_on(storage_of(spec[0]), spec)
 
         now = torch.is_grad_enabled()
         flags = _dispatch.backend_flags() if self.flags is not None else None
@@ -156,27 +163,6 @@ class Record:
                 write_flags(flags)
             _torch.set_grad_enabled(now)
         return tensors_of(results)
-
-
-class Needs:
-    """What an operator takes on arguments of one layout.
-
-    Attributes
-    ----------
-    made_bytes
-        The storages that it makes.
-    workspace_bytes
-        The most that it has in use beside them.
-    is_measured
-        False while these are guesses.
-    """
-
-    __slots__ = ("is_measured", "made_bytes", "workspace_bytes")
-
-    def __init__(self, made_bytes: int, workspace_bytes: int, is_measured: bool) -> None:
-        self.made_bytes = made_bytes
-        self.workspace_bytes = workspace_bytes
-        self.is_measured = is_measured
 
 
 def tensors_of(results: Any) -> list[torch.Tensor]:

@@ -4,22 +4,47 @@ from __future__ import annotations
 
 import warnings
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from rotor import _dispatch, _torch, memory
 from rotor.dtr.operators import Operator
-from rotor.dtr.recall import Recall, Stats
-from rotor.dtr.records import Record, pattern, tensors_of
-from rotor.dtr.signatures import guess, known_needs, run_measured
-from rotor.dtr.storages import StorageRef
+from rotor.dtr.recall import LONGEST_CHAIN, SMALL_BYTES, Recall, Stats
+from rotor.dtr.records import Needs, Record, pattern, tensors_of
+from rotor.dtr.signatures import guess, remember, run_measured
+from rotor.dtr.storages import StorageRef, reference
 from rotor.errors import MemoryLimitWarning
 
-_SMALL_BYTES = 256
-_LONGEST_CHAIN = 64
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBER_BYTES = 16
+
+
+class Call(NamedTuple):
+    """An operator and its arguments, as they were before it ran.
+
+    Attributes
+    ----------
+    operator, args, kwargs
+        What to repeat.
+    node_of
+        The nodes of tensors, by their ``id``.
+    nodes, recorded
+        The nodes that it began with, of which the first so many are what it is computed from.
+    refs
+        Their storages.
+    written
+        The nodes that it writes to.
+    """
+
+    operator: Operator
+    args: Any
+    kwargs: dict[str, Any]
+    node_of: dict[int, int]
+    nodes: list[int]
+    recorded: int
+    refs: dict[int, StorageRef]
+    written: list[int]
 
 
 class Session(Recall, _dispatch.DispatchMode):
@@ -27,8 +52,7 @@ class Session(Recall, _dispatch.DispatchMode):
 
     def __init__(self, limit: int | None, *, device: torch.device, **settings: Any) -> None:
         super().__init__(limit, device=device, **settings)
-        self._operators: dict[Any, Operator] = {}
-        self._needs = known_needs(device)
+        self._handler.watches_writes = type(self)._protect is not Recall._protect
         self._warned_chain = False
         self._generator_bytes: dict[torch.device, int] = {}
 
@@ -62,14 +86,6 @@ class Session(Recall, _dispatch.DispatchMode):
 
     # -- storages
 
-    def _gone(self, ref: StorageRef) -> None:
-        if self._table.get(ref.key) is ref:
-            del self._table[ref.key]
-        if self._is_open:
-            self._book.dead(ref.node)
-            if self.observer is not None:
-                self.observer.released(ref.node)
-
     def _size(self, storage: torch.UntypedStorage) -> int:
         if storage.device != self.device:
             return 0
@@ -80,7 +96,7 @@ class Session(Recall, _dispatch.DispatchMode):
         )
 
     def _adopt(self, storage: torch.UntypedStorage, is_foreign: bool) -> StorageRef:
-        ref = StorageRef(storage, self._gone)
+        ref = reference(storage, self._handler.gone)
         ref.node = self._book.source(self._size(storage), is_foreign, ref)
         self._table[ref.key] = ref
         if self.observer is not None:
@@ -107,6 +123,11 @@ class Session(Recall, _dispatch.DispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operator of the program."""
+        with self._lock:
+            return self._handler.run(self, func, types, args, kwargs)
+
+    def _handle(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
+        """Run an operator that the handler in C leaves to Python."""
         if _dispatch.in_function_modes():
             with _dispatch.without_functions():
                 return self.__torch_dispatch__(func, types, args, kwargs)
@@ -118,18 +139,17 @@ class Session(Recall, _dispatch.DispatchMode):
                     "rotor.Checkpointable"
                 )
             return NotImplemented
-        operator = self._operators.get(func)
-        if operator is None:
-            operator = self._operators[func] = Operator(func)
+        kernel = self._handler.kernels.get(func)
+        if kernel is None:
+            kernel = self._handler.kernels[func] = Operator(func).kernel
+        operator = kernel.operator
         if kwargs is None:
             kwargs = {}
         if operator.is_view and self._bytes.views:
             if operator.is_fresh:
-                with self._lock:
-                    self._see_fresh(args[0])
+                self._see_fresh(args[0])
             return func(*args, **kwargs)
-        with self._lock:
-            return self._run(operator, args, kwargs)
+        return self._run(operator, args, kwargs)
 
     def _see_fresh(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -138,28 +158,15 @@ class Session(Recall, _dispatch.DispatchMode):
 
     def _run(self, operator: Operator, args: Any, kwargs: dict[str, Any]) -> Any:
         book = self._book
-        signature: list[Any] = [operator.call]
-        tensors: list[torch.Tensor] = []
-        _flatten(args, tensors, signature)
-        for name, value in kwargs.items():
-            signature.append(name)
-            _flatten(value, tensors, signature)
-        refs = {}
-        node_of = {}
         if not self._is_cpu and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "CUDA graphs cannot be captured within rotor.dtr.budget: what they read may be "
                 "evicted. Capture before entering the context"
             )
         is_recording = _dispatch.graph_task() < 0 or torch.is_grad_enabled()
-        for tensor in tensors:
-            if tensor.layout is not torch.strided:
-                is_recording = False
-                node_of[id(tensor)] = -1
-                continue
-            ref = self._ref_of(tensor)
-            refs[ref.node] = ref
-            node_of[id(tensor)] = ref.node
+        refs, node_of = self._refs(args, kwargs)
+        if -1 in node_of.values():
+            is_recording = False
         written = self._written(operator, args, kwargs, node_of)
         hidden: set[int] = set()
         replay_args = args
@@ -180,7 +187,7 @@ class Session(Recall, _dispatch.DispatchMode):
                 # What optimizers and initialisations write to lives long: a version for every step
                 # would keep all that it was computed from.
                 self._restore([node])
-            elif book.describe(node)[6] >= _LONGEST_CHAIN:
+            elif book.describe(node)[6] >= LONGEST_CHAIN:
                 self._end_chain(node)
             if book.describe(node)[2]:
                 is_recording = False
@@ -189,10 +196,7 @@ class Session(Recall, _dispatch.DispatchMode):
         recorded = len(nodes)
         nodes.extend(hidden)
 
-        needs = self._needs.get(key := tuple(signature))
-        if needs is None:
-            read_bytes = sum(ref_bytes(ref) for ref in refs.values())
-            needs = self._needs[key] = guess(operator, args, kwargs, read_bytes)
+        needs = self._needs_of(operator, args, kwargs, refs)
         generator = state = None
         kept_bytes = 0
         try:
@@ -219,6 +223,68 @@ class Session(Recall, _dispatch.DispatchMode):
         except BaseException:
             book.abort()
             raise
+        call = Call(operator, replay_args, kwargs, node_of, nodes, recorded, refs, written)
+        self._complete(
+            call, results, needs, is_recording, took, peak, (generator, state, kept_bytes)
+        )
+        return results
+
+    def _refs(self, args: Any, kwargs: Any) -> tuple[dict[int, StorageRef], dict[int, int]]:
+        """The storages of the tensors among arguments by node, and the nodes by ``id``."""
+        refs = {}
+        node_of = {}
+        for tensor in tensors_of((args, tuple(kwargs.values()))):
+            if tensor.layout is not torch.strided:
+                node_of[id(tensor)] = -1
+                continue
+            ref = self._ref_of(tensor)
+            refs[ref.node] = ref
+            node_of[id(tensor)] = ref.node
+        return refs, node_of
+
+    def _needs_of(
+        self, operator: Operator, args: Any, kwargs: Any, refs: dict[int, StorageRef]
+    ) -> Needs:
+        key = self._handler.signature(operator.kernel, args, kwargs)
+        needs = self._needs.get(key)
+        if needs is None:
+            needs = guess(operator, args, kwargs, sum(ref_bytes(ref) for ref in refs.values()))
+            if key is not None:
+                remember(self._needs, key, needs)
+        return needs
+
+    def _complete_odd(
+        self,
+        operator: Operator,
+        args: Any,
+        kwargs: dict[str, Any] | None,
+        results: Any,
+        took: int,
+        is_recording: bool,
+    ) -> None:
+        """Take in results that the handler in C does not know how to."""
+        kwargs = kwargs or {}
+        refs, node_of = self._refs(args, kwargs)
+        nodes = list(refs)
+        needs = self._needs_of(operator, args, kwargs, refs)
+        written = self._written(operator, args, kwargs, node_of)
+        call = Call(operator, args, kwargs, node_of, nodes, len(nodes), refs, written)
+        self._complete(call, results, needs, is_recording, took, -1, (None, None, 0))
+
+    def _complete(
+        self,
+        call: Call,
+        results: Any,
+        needs: Needs,
+        is_recording: bool,
+        took: int,
+        peak: int,
+        random: tuple[torch.Generator | None, torch.Tensor | None, int],
+    ) -> None:
+        """Take in what an operator made: new storages, new versions, and how to repeat it."""
+        book = self._book
+        operator, refs = call.operator, call.refs
+        generator, state, kept_bytes = random
         made, indices, places = self._new_storages(results)
         if operator.is_reshaping:
             self._see_sizes(refs)
@@ -231,7 +297,7 @@ class Session(Recall, _dispatch.DispatchMode):
             is_recording = False
         sizes = [self._size(storage) for storage in made]
         origins = [-1] * len(made)
-        sources = [node for node in written if not book.describe(node)[2]]
+        sources = [node for node in call.written if not book.describe(node)[2]]
         for node in sources:
             sizes.append(book.describe(node)[0])
             indices.append(-1)
@@ -242,11 +308,11 @@ class Session(Recall, _dispatch.DispatchMode):
             needs.workspace_bytes = max(peak - needs.made_bytes, 0)
             needs.is_measured = True
         record = None
-        if is_recording and places and max(sizes) > _SMALL_BYTES:
+        if is_recording and places and max(sizes) > SMALL_BYTES:
             record = Record(
                 operator,
-                [pattern(value, node_of) for value in replay_args],
-                {name: pattern(value, node_of) for name, value in kwargs.items()},
+                [pattern(value, call.node_of) for value in call.args],
+                {name: pattern(value, call.node_of) for name, value in call.kwargs.items()},
                 indices,
                 origins,
                 torch.is_grad_enabled(),
@@ -259,7 +325,7 @@ class Session(Recall, _dispatch.DispatchMode):
         else:
             kept_bytes = 0
         numbers = book.finish(
-            recorded if record is not None else -1,
+            call.recorded if record is not None else -1,
             sizes,
             origins,
             took,
@@ -276,18 +342,17 @@ class Session(Recall, _dispatch.DispatchMode):
             self.observer.operation(
                 operator.name,
                 took,
-                nodes,
+                call.nodes,
                 [(number, size) for number, size, origin in new if origin < 0],
                 [(origin, number) for number, _, origin in new if origin >= 0],
                 record is not None,
             )
-        return results
 
     def _end_chain(self, node: int) -> None:
         if not self._warned_chain:
             self._warned_chain = True
             warnings.warn(
-                f"a tensor was written to in place {_LONGEST_CHAIN} times: computing it again "
+                f"a tensor was written to in place {LONGEST_CHAIN} times: computing it again "
                 "would repeat every write, so it stays in memory. Collect the parts in a list and "
                 "use torch.stack or torch.cat to let it be evicted",
                 MemoryLimitWarning,
@@ -334,7 +399,7 @@ class Session(Recall, _dispatch.DispatchMode):
             seen.add(key)
             made.append(storage)
             indices.append(index)
-            places.append(StorageRef(storage, self._gone))
+            places.append(reference(storage, self._handler.gone))
         return made, indices, places
 
     def _generator(self, kwargs: dict[str, Any]) -> torch.Generator:
@@ -368,7 +433,7 @@ class Session(Recall, _dispatch.DispatchMode):
             while nodes := book.evicted():
                 self._restore(nodes)
         finally:
-            self._is_open = False
+            self._is_open = self._handler.is_open = False
             self._table.clear()
         if warn and self._overflows > overflows:
             warnings.warn(
@@ -384,17 +449,3 @@ def ref_bytes(ref: StorageRef) -> int:
     """Bytes of the storage of a reference, 0 where it is gone."""
     storage = ref()
     return 0 if storage is None else storage.nbytes()
-
-
-def _flatten(value: Any, tensors: list[torch.Tensor], signature: list[Any]) -> None:
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        signature.append((value.shape, value.stride(), value.dtype))
-    elif isinstance(value, list | tuple):
-        signature.append(len(value))
-        for item in value:
-            _flatten(item, tensors, signature)
-    elif isinstance(value, torch.Generator):
-        signature.append(torch.Generator)
-    else:
-        signature.append(value)

@@ -11,12 +11,20 @@ from rotor import _dispatch, _torch
 from rotor.dtr.operators import Operator
 from rotor.dtr.records import Needs, tensors_of
 
+_MOST_KNOWN = 1 << 16
 _needs: dict[str, dict[Any, Needs]] = {}
 
 
 def known_needs(device: torch.device) -> dict[Any, Needs]:
     """What is known in this process of the operators on a device, by signature."""
     return _needs.setdefault(f"{device} {torch.get_num_threads()}", {})
+
+
+def remember(known: dict[Any, Needs], key: bytes, needs: Needs) -> None:
+    """Note the needs of a signature; what is known is forgotten where it grows without end."""
+    if len(known) >= _MOST_KNOWN:
+        known.clear()
+    known[key] = needs
 
 
 def guess(operator: Operator, args: Any, kwargs: dict[str, Any], read_bytes: int) -> Needs:

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-from rotor import _dispatch
+from rotor import _core, _dispatch
+
+StorageRef = _core.StorageRef
 
 
-class StorageRef(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage that outlives its tensors in Python, with its numbers."""
-
-    __slots__ = ("key", "node")
-
-    key: int
-    node: int
-
-    def __new__(
-        cls, storage: torch.UntypedStorage, gone: Callable[[StorageRef], None]
-    ) -> StorageRef:
-        """Refer to a storage; `gone` is called when it dies."""
-        return super().__new__(cls, storage, gone)
-
-    def __init__(self, storage: torch.UntypedStorage, gone: Callable[[StorageRef], None]) -> None:
-        super().__init__(storage, gone)  # type: ignore[call-arg]
-        self.key = _dispatch.storage_key(storage)
-        self.node = -1
+def reference(storage: torch.UntypedStorage, gone: Callable[[StorageRef], None]) -> StorageRef:
+    """Refer to a storage weakly; `gone` is called when it dies."""
+    return StorageRef(storage, gone, _dispatch.storage_key(storage))
 
 
 class Bytes(Protocol):

@@ -1,0 +1,493 @@
+#include "bind_dtr_handler.h"
+
+#include "probe.h"
+#include "vector.h"
+
+/* What an operator made, and how it ended. */
+typedef struct {
+    PyObject *places; /* a list of references: made, then written */
+    PyObject *indices;
+    PyObject *origin_list;
+    int64_t *bytes;
+    int32_t *origins;
+    int32_t *nodes;
+    int64_t count;
+    int64_t capacity;
+    int64_t largest;
+} made_t;
+
+typedef struct {
+    PyObject *session;
+    const rotor_kernel_t *kernel;
+    PyObject *args;
+    PyObject *kwargs; /* NULL for none */
+    const rotor_needs_object_t *needs;
+    bool is_recording;
+    bool grad_enabled;
+} run_t;
+
+static int call_is_true(PyObject *function) {
+    PyObject *answer = PyObject_CallNoArgs(function);
+    int is_true = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
+    return is_true;
+}
+
+static void free_made(made_t *made) {
+    Py_CLEAR(made->places);
+    Py_CLEAR(made->indices);
+    Py_CLEAR(made->origin_list);
+    PyMem_Free(made->bytes);
+    PyMem_Free(made->origins);
+    PyMem_Free(made->nodes);
+    *made = (made_t){.places = NULL};
+}
+
+static int add_made(made_t *made, PyObject *ref, int64_t bytes, int32_t index, int32_t origin) {
+    if (made->count == made->capacity) {
+        int64_t capacity = 2 * made->capacity + 4;
+        int64_t *all_bytes = PyMem_Realloc(made->bytes, (size_t)capacity * sizeof(*all_bytes));
+        made->bytes = all_bytes == NULL ? made->bytes : all_bytes;
+        int32_t *origins = PyMem_Realloc(made->origins, (size_t)capacity * sizeof(*origins));
+        made->origins = origins == NULL ? made->origins : origins;
+        int32_t *nodes = PyMem_Realloc(made->nodes, (size_t)capacity * sizeof(*nodes));
+        made->nodes = nodes == NULL ? made->nodes : nodes;
+        if (all_bytes == NULL || origins == NULL || nodes == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        made->capacity = capacity;
+    }
+    PyObject *number = PyLong_FromLong(index);
+    PyObject *from = PyLong_FromLong(origin);
+    int ret = number == NULL || from == NULL || PyList_Append(made->indices, number) != 0 ||
+                      PyList_Append(made->origin_list, from) != 0 ||
+                      PyList_Append(made->places, ref) != 0
+                  ? -1
+                  : 0;
+    Py_XDECREF(number);
+    Py_XDECREF(from);
+    made->bytes[made->count] = bytes;
+    made->origins[made->count++] = origin;
+    made->largest = rotor_max(made->largest, bytes);
+    return ret;
+}
+
+/* Whether the results are what the handler can take in: strided, on the device that counts. */
+static enum rotor_reading are_plain(rotor_handler_t *self, PyObject *value) {
+    if (PyList_Check(value) || PyTuple_Check(value)) {
+        for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(value); k++) {
+            enum rotor_reading found = are_plain(self, PySequence_Fast_GET_ITEM(value, k));
+            if (found != READ_OK) {
+                return found;
+            }
+        }
+        return READ_OK;
+    }
+    if (!PyObject_TypeCheck(value, (PyTypeObject *)self->parts[PART_TENSOR_TYPE])) {
+        return READ_OK;
+    }
+    enum rotor_reading found = rotor_handler_is_strided(self, value);
+    if (found != READ_OK) {
+        return found;
+    }
+    PyObject *where =
+        PyObject_GetAttr(value, self->names[self->is_cpu ? NAME_is_cpu : NAME_device]);
+    int is_here = where == NULL  ? -1
+                  : self->is_cpu ? where == Py_True
+                                 : PyObject_RichCompareBool(where, self->device, Py_EQ);
+    Py_XDECREF(where);
+    return is_here < 0 ? READ_ERROR : is_here ? READ_OK : READ_SLOW;
+}
+
+static int take_storage(rotor_handler_t *self, PyObject *tensor, int32_t index, made_t *made) {
+    PyObject *storage = PyObject_CallMethodNoArgs(tensor, self->names[NAME_untyped_storage]);
+    PyObject *key = storage == NULL ? NULL : PyObject_GetAttr(storage, self->parts[PART_KEY_NAME]);
+    PyObject *nbytes = NULL, *gone = NULL, *ref = NULL;
+    int ret = -1;
+    if (key == NULL) {
+        goto out;
+    }
+    if (PyDict_GetItemWithError(self->table, key) != NULL) {
+        ret = 0;
+        goto out;
+    }
+    if (PyErr_Occurred() ||
+        (nbytes = PyObject_CallMethodNoArgs(storage, self->names[NAME_nbytes])) == NULL ||
+        (gone = PyObject_GetAttrString((PyObject *)self, "gone")) == NULL ||
+        (ref = rotor_ref_new(self->ref_type, storage, gone, key)) == NULL) {
+        goto out;
+    }
+    int64_t bytes = PyLong_AsLongLong(nbytes);
+    if (bytes < 0 || PyDict_SetItem(self->table, key, ref) != 0) {
+        goto out;
+    }
+    bytes = (bytes + self->block_bytes - 1) / self->block_bytes * self->block_bytes;
+    ret = add_made(made, ref, bytes, index, -1);
+out:
+    Py_XDECREF(storage);
+    Py_XDECREF(key);
+    Py_XDECREF(nbytes);
+    Py_XDECREF(gone);
+    Py_XDECREF(ref);
+    return ret;
+}
+
+static int take_storages(rotor_handler_t *self, PyObject *value, int32_t *index, made_t *made) {
+    if (PyList_Check(value) || PyTuple_Check(value)) {
+        for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(value); k++) {
+            if (take_storages(self, PySequence_Fast_GET_ITEM(value, k), index, made) != 0) {
+                return -1;
+            }
+        }
+        return 0;
+    }
+    if (!PyObject_TypeCheck(value, (PyTypeObject *)self->parts[PART_TENSOR_TYPE])) {
+        return 0;
+    }
+    return take_storage(self, value, (*index)++, made);
+}
+
+/* The written inputs: READ_SLOW where that takes more than a new version. */
+static enum rotor_reading look_at_written(rotor_handler_t *self, run_t *run) {
+    const rotor_recorder_t *book = &self->recorder->book;
+    for (int64_t k = 0; k < self->input_count; k++) {
+        if (!self->inputs[k].is_written) {
+            continue;
+        }
+        const rotor_node_t *node = &book->nodes[((rotor_ref_object_t *)self->inputs[k].ref)->node];
+        if ((node->state & ROTOR_NODE_SOURCE) != 0) {
+            if (node->needed > 0 || self->watches_writes) {
+                return READ_SLOW;
+            }
+            run->is_recording = false;
+        } else if (!run->grad_enabled || node->version >= self->longest_chain) {
+            return READ_SLOW;
+        }
+    }
+    return READ_OK;
+}
+
+/* A new version of each input that is written to and not a source. */
+static int take_written(rotor_handler_t *self, made_t *made) {
+    const rotor_recorder_t *book = &self->recorder->book;
+    int64_t first = made->count;
+    for (int64_t k = 0; k < self->input_count; k++) {
+        rotor_ref_object_t *ref = (rotor_ref_object_t *)self->inputs[k].ref;
+        if (!self->inputs[k].is_written ||
+            (book->nodes[ref->node].state & ROTOR_NODE_SOURCE) != 0) {
+            continue;
+        }
+        bool is_known = false;
+        for (int64_t i = first; i < made->count; i++) {
+            is_known |= made->origins[i] == ref->node;
+        }
+        if (!is_known && add_made(made, (PyObject *)ref, book->nodes[ref->node].bytes, -1,
+                                  (int32_t)ref->node) != 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The backends' settings, the same object as long as they are the same. */
+static PyObject *flags_of(rotor_handler_t *self) {
+    PyObject *readers = self->parts[PART_FLAGS];
+    Py_ssize_t count = PyTuple_GET_SIZE(readers);
+    PyObject *flags = NULL;
+    for (Py_ssize_t k = 0; k < count; k++) {
+        PyObject *value = PyObject_CallNoArgs(PyTuple_GET_ITEM(readers, k));
+        int is_same = value == NULL ? -1 : 0;
+        if (is_same == 0 && flags == NULL && self->flags != NULL) {
+            PyObject *last = PyTuple_GET_ITEM(self->flags, k);
+            is_same = last == value ? 1 : PyObject_RichCompareBool(last, value, Py_EQ);
+        }
+        if (is_same < 0) {
+            Py_XDECREF(value);
+            Py_XDECREF(flags);
+            return NULL;
+        }
+        if (is_same == 1) {
+            Py_DECREF(value);
+            continue;
+        }
+        if (flags == NULL) {
+            flags = PyTuple_New(count);
+            for (Py_ssize_t i = 0; flags != NULL && i < k; i++) {
+                PyTuple_SET_ITEM(flags, i, Py_NewRef(PyTuple_GET_ITEM(self->flags, i)));
+            }
+            if (flags == NULL) {
+                Py_DECREF(value);
+                return NULL;
+            }
+        }
+        PyTuple_SET_ITEM(flags, k, value);
+    }
+    if (flags != NULL) {
+        Py_XSETREF(self->flags, flags);
+    }
+    return Py_NewRef(self->flags);
+}
+
+/* What Python makes a `Record` of when the operation has to run again. */
+static PyObject *record_of(rotor_handler_t *self, const run_t *run, const made_t *made) {
+    int64_t at = 0;
+    PyObject *flags = flags_of(self);
+    PyObject *args = flags == NULL ? NULL : rotor_handler_pattern(self, run->args, &at);
+    PyObject *kwargs = args == NULL ? NULL : PyDict_New();
+    PyObject *counted =
+        kwargs == NULL
+            ? NULL
+            : PyLong_FromLongLong(run->needs->is_measured ? run->needs->workspace_bytes : 0);
+    PyObject *record = NULL;
+    if (counted == NULL) {
+        goto out;
+    }
+    if (run->kwargs != NULL) {
+        Py_ssize_t position = 0;
+        PyObject *name, *value;
+        while (PyDict_Next(run->kwargs, &position, &name, &value)) {
+            PyObject *item = rotor_handler_pattern(self, value, &at);
+            int ret = item == NULL ? -1 : PyDict_SetItem(kwargs, name, item);
+            Py_XDECREF(item);
+            if (ret != 0) {
+                goto out;
+            }
+        }
+    }
+    record = PyTuple_Pack(11, run->kernel->operator_, args, kwargs, made->indices,
+                          made->origin_list, run->grad_enabled ? Py_True : Py_False, flags,
+                          Py_None, Py_None, (PyObject *)run->needs, counted);
+out:
+    Py_XDECREF(flags);
+    Py_XDECREF(args);
+    Py_XDECREF(kwargs);
+    Py_XDECREF(counted);
+    return record;
+}
+
+static int raise_status(rotor_handler_t *self, int status) {
+    if (status != ROTOR_OK) {
+        (void)rotor_raise_status(PyType_GetModule(Py_TYPE(self)), status);
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Whatever happened to it, the operation that began has ended. Keeps the exception. */
+static void abort_operation(rotor_handler_t *self) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    (void)rotor_recorder_abort(&self->recorder->book);
+    (void)rotor_recorder_release_guards(self->recorder);
+    (void)rotor_recorder_settle(self->recorder);
+    rotor_recorder_let_go(self->recorder);
+    if (type != NULL) {
+        PyErr_Restore(type, value, traceback);
+    }
+}
+
+/* Has the inputs in memory and room for the rest. */
+static int prepare(rotor_handler_t *self, const run_t *run) {
+    rotor_recorder_t *book = &self->recorder->book;
+    int status = rotor_recorder_begin(book, self->nodes, self->node_count);
+    if (raise_status(self, status) != 0 || rotor_recorder_settle(self->recorder) != 0) {
+        return -1;
+    }
+    if (book->pending_count > 0) {
+        PyObject *done = PyObject_CallMethodNoArgs(run->session, self->names[NAME__catch_up]);
+        Py_XDECREF(done);
+        if (done == NULL) {
+            return -1;
+        }
+    }
+    const rotor_needs_object_t *needs = run->needs;
+    int64_t bytes = needs->made_bytes + needs->workspace_bytes;
+    if (book->options.budget != ROTOR_UNLIMITED &&
+        book->current_bytes > book->options.budget - bytes) {
+        PyObject *wished = PyLong_FromLongLong(bytes);
+        PyObject *least = PyLong_FromLongLong(needs->is_measured ? bytes : needs->made_bytes);
+        PyObject *done =
+            wished == NULL || least == NULL
+                ? NULL
+                : PyObject_CallMethodObjArgs(run->session, self->names[NAME__make_room], wished,
+                                             least, NULL);
+        Py_XDECREF(wished);
+        Py_XDECREF(least);
+        Py_XDECREF(done);
+        if (done == NULL) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int complete(rotor_handler_t *self, const run_t *run, PyObject *results, int64_t took) {
+    made_t made = {
+        .places = PyList_New(0), .indices = PyList_New(0), .origin_list = PyList_New(0)};
+    int32_t index = 0;
+    int ret = -1;
+    PyObject *record = NULL;
+
+    if (made.places == NULL || made.indices == NULL || made.origin_list == NULL ||
+        take_storages(self, results, &index, &made) != 0 || take_written(self, &made) != 0) {
+        goto out;
+    }
+    bool is_recorded = run->is_recording && made.count > 0 && made.largest > self->small_bytes;
+    if (is_recorded && (record = record_of(self, run, &made)) == NULL) {
+        goto out;
+    }
+    if (rotor_recorder_reserve(self->recorder, made.count) != 0) {
+        goto out;
+    }
+    int status = rotor_recorder_complete(
+        self->recorder,
+        &(rotor_completion_t){
+            .recorded = is_recorded ? self->node_count : -1,
+            .bytes = made.bytes,
+            .origins = made.origins,
+            .places = PySequence_Fast_ITEMS(made.places),
+            .count = made.count,
+            .cost_ns = took,
+            .workspace_bytes = run->needs->is_measured ? run->needs->workspace_bytes : 0,
+            .record = record,
+            .nodes = made.nodes,
+        });
+    if (raise_status(self, status) != 0 || rotor_recorder_settle(self->recorder) != 0) {
+        goto out;
+    }
+    for (int64_t k = 0; k < made.count; k++) {
+        ((rotor_ref_object_t *)PyList_GET_ITEM(made.places, k))->node = made.nodes[k];
+    }
+    ret = 0;
+out:
+    Py_XDECREF(record);
+    free_made(&made);
+    return ret;
+}
+
+/* *results is set where the operator has run. */
+static enum rotor_reading run_operator(rotor_handler_t *self, run_t *run, PyObject **results) {
+    int in_backward;
+    enum rotor_reading found = rotor_handler_read(self, run->kernel, run->args, run->kwargs);
+    if (found != READ_OK) {
+        return found;
+    }
+    PyObject *key = PyBytes_FromStringAndSize(
+        (const char *)self->key, (Py_ssize_t)(self->key_count * (int64_t)sizeof(*self->key)));
+    PyObject *needs = key == NULL ? NULL : PyDict_GetItemWithError(self->needs, key);
+    Py_XDECREF(key);
+    if (needs == NULL) {
+        return PyErr_Occurred() ? READ_ERROR : READ_SLOW;
+    }
+    if (Py_TYPE(needs) != self->needs_type ||
+        (self->is_cpu && !((rotor_needs_object_t *)needs)->is_measured)) {
+        return READ_SLOW;
+    }
+    run->needs = (rotor_needs_object_t *)needs;
+    int is_enabled = call_is_true(self->parts[PART_GRAD_ENABLED]);
+    if (is_enabled < 0) {
+        return READ_ERROR;
+    }
+    run->grad_enabled = run->is_recording = is_enabled;
+    if (!is_enabled) {
+        PyObject *task = PyObject_CallNoArgs(self->parts[PART_GRAPH_TASK]);
+        in_backward = task != NULL && PyLong_AsLong(task) >= 0;
+        Py_XDECREF(task);
+        if (PyErr_Occurred()) {
+            return READ_ERROR;
+        }
+        run->is_recording = !in_backward;
+    }
+    if ((found = rotor_handler_find(self, run->session)) != READ_OK ||
+        (found = look_at_written(self, run)) != READ_OK) {
+        return found;
+    }
+    Py_INCREF(needs);
+    if (prepare(self, run) != 0) {
+        goto fail;
+    }
+    int64_t start = rotor_clock_ns();
+    PyObject *made = PyObject_Call(run->kernel->call, run->args, run->kwargs);
+    int64_t took = rotor_clock_ns() - start;
+    if (made == NULL) {
+        goto fail;
+    }
+    found = are_plain(self, made);
+    if (found == READ_SLOW) {
+        PyObject *done =
+            PyObject_CallMethod(run->session, "_complete_odd", "OOOOLO", run->kernel->operator_,
+                                run->args, run->kwargs == NULL ? Py_None : run->kwargs, made,
+                                (long long)took, run->is_recording ? Py_True : Py_False);
+        Py_XDECREF(done);
+        found = done == NULL ? READ_ERROR : READ_OK;
+    } else if (found == READ_OK && complete(self, run, made, took) != 0) {
+        found = READ_ERROR;
+    }
+    if (found == READ_ERROR) {
+        Py_DECREF(made);
+        goto fail;
+    }
+    Py_DECREF(needs);
+    *results = made;
+    return READ_OK;
+fail:
+    abort_operation(self);
+    Py_DECREF(needs);
+    return READ_ERROR;
+}
+
+static bool are_known_types(rotor_handler_t *self, PyObject *types) {
+    PyObject *plain = self->parts[PART_PLAIN_TYPES];
+    if (!PyTuple_Check(types) && !PyList_Check(types)) {
+        return false;
+    }
+    for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(types); k++) {
+        bool is_plain = false;
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(plain); i++) {
+            is_plain |= PyTuple_GET_ITEM(plain, i) == PySequence_Fast_GET_ITEM(types, k);
+        }
+        if (!is_plain) {
+            return false;
+        }
+    }
+    return true;
+}
+
+PyObject *rotor_handler_run(rotor_handler_t *self, PyObject *const *args) {
+    PyObject *session = args[0], *func = args[1], *types = args[2];
+    PyObject *kwargs = args[4] == Py_None || PyDict_GET_SIZE(args[4]) == 0 ? NULL : args[4];
+    PyObject *results = NULL;
+    enum rotor_reading found = READ_SLOW;
+    PyObject *kernel = PyDict_GetItemWithError(self->kernels, func);
+    if (kernel == NULL && PyErr_Occurred()) {
+        return NULL;
+    }
+    if (kernel != NULL && are_known_types(self, types)) {
+        int in_functions = call_is_true(self->parts[PART_IN_FUNCTIONS]);
+        if (in_functions < 0) {
+            return NULL;
+        }
+        run_t run = {.session = session,
+                     .kernel = (rotor_kernel_t *)kernel,
+                     .args = args[3],
+                     .kwargs = kwargs};
+        if (in_functions == 0 && run.kernel->is_view && self->has_views) {
+            return PyObject_Call(run.kernel->call, run.args, kwargs);
+        }
+        if (in_functions == 0 && run.kernel->is_simple && self->observer == Py_None &&
+            !self->is_busy) {
+            self->is_busy = true;
+            Py_INCREF(kernel);
+            found = run_operator(self, &run, &results);
+            rotor_handler_clear(self);
+            self->is_busy = false;
+            rotor_recorder_let_go(self->recorder);
+            Py_DECREF(kernel);
+        }
+    }
+    if (found != READ_SLOW) {
+        return results;
+    }
+    return PyObject_CallMethodObjArgs(session, self->names[NAME__handle], func, types, args[3],
+                                      args[4], NULL);
+}

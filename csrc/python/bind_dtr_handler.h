@@ -1,0 +1,111 @@
+/* What handles the operators of a program: shared by the files that read arguments and run them. */
+#ifndef ROTOR_BIND_DTR_HANDLER_H
+#define ROTOR_BIND_DTR_HANDLER_H
+
+#include "bind_dtr.h"
+
+/* The names of Python that the handler asks tensors, storages and sessions for. */
+#define HANDLER_NAMES(name)                                                                       \
+    name(shape) name(stride) name(dtype) name(layout) name(device) name(is_cpu) name(is_neg)      \
+        name(is_conj) name(storage_offset) name(untyped_storage) name(nbytes) name(_ref_of)       \
+            name(_catch_up) name(_make_room) name(_handle) name(_complete_odd)
+
+enum {
+#define AS_ENUM(name) NAME_##name,
+    HANDLER_NAMES(AS_ENUM)
+#undef AS_ENUM
+        NAME_COUNT
+};
+
+/* What PyTorch is to the handler: `rotor._dispatch.handler_parts`, in this order. */
+enum {
+    PART_TENSOR_TYPE,
+    PART_PLAIN_TYPES,
+    PART_STRIDED,
+    PART_IN_FUNCTIONS,
+    PART_GRAPH_TASK,
+    PART_GRAD_ENABLED,
+    PART_CPU,
+    PART_COMPLEX,
+    PART_FLAGS,
+    PART_KEY_NAME,
+    PART_COUNT
+};
+
+/* What an operator does, as far as the handler runs it. */
+typedef struct {
+    PyObject_HEAD PyObject *operator_; /* rotor.dtr.operators.Operator */
+    PyObject *call;
+    PyObject *written; /* a tuple of positions */
+    char is_view;
+    char is_simple;
+    char sizes_by_value; /* floats say how large its results are */
+} rotor_kernel_t;
+
+/* A tensor among the arguments. */
+typedef struct {
+    PyObject *tensor; /* borrowed: the arguments hold it */
+    PyObject *shape;
+    PyObject *stride;
+    PyObject *dtype;
+    PyObject *ref;
+    bool is_written;
+    bool is_cpu;
+} rotor_input_t;
+
+typedef struct {
+    PyObject_HEAD recorder_object_t *recorder;
+    PyTypeObject *ref_type;
+    PyTypeObject *needs_type;
+    PyTypeObject *kernel_type;
+    PyObject *parts[PART_COUNT];
+    PyObject *names[NAME_COUNT];
+    PyObject *table; /* of storages: key to StorageRef */
+    PyObject *needs; /* of operators, by signature */
+    PyObject *kernels;
+    PyObject *observer; /* None, or whoever has to be told: then Python handles operators */
+    PyObject *device;   /* whose memory counts */
+    PyObject *flags;    /* of the backends, as they were last */
+    int64_t block_bytes;
+    int64_t small_bytes;
+    int32_t longest_chain;
+    char is_cpu;
+    char is_open;
+    char has_views;
+    char watches_writes; /* Python wants to hear of every write to a source */
+    bool is_busy;
+    /* of the operator that runs */
+    int64_t *key;
+    int64_t key_count;
+    int64_t key_capacity;
+    rotor_input_t *inputs;
+    int64_t input_count;
+    int64_t input_capacity;
+    int32_t *nodes; /* distinct */
+    int64_t node_count;
+    int64_t node_capacity;
+    int32_t *marks; /* by node: the round that saw it last */
+    int64_t mark_capacity;
+    int32_t round;
+} rotor_handler_t;
+
+enum rotor_reading { READ_OK, READ_SLOW, READ_ERROR };
+
+/* Appends the arguments to key and inputs. */
+enum rotor_reading rotor_handler_read(rotor_handler_t *self, const rotor_kernel_t *kernel,
+                                      PyObject *args, PyObject *kwargs);
+/* Whether the tensor may be handled: strided. */
+enum rotor_reading rotor_handler_is_strided(rotor_handler_t *self, PyObject *tensor);
+/* The references of the inputs, and their distinct nodes. */
+enum rotor_reading rotor_handler_find(rotor_handler_t *self, PyObject *session);
+/* Forgets what was read. */
+void rotor_handler_clear(rotor_handler_t *self);
+/* The arguments with a tuple in the place of each tensor, to fill in when they are used again. */
+PyObject *rotor_handler_pattern(rotor_handler_t *self, PyObject *args, int64_t *at);
+/* (node, shape, stride, offset, dtype, device, bits) of a tensor. */
+PyObject *rotor_handler_spec(rotor_handler_t *self, const rotor_input_t *input);
+
+/* Runs one operator: session, func, types, args, kwargs. */
+PyObject *rotor_handler_run(rotor_handler_t *self, PyObject *const *args);
+
+#endif

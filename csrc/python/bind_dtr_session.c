@@ -1,0 +1,328 @@
+/* The types Handler and Kernel: what Python sees of bind_dtr_handler.c. */
+#include "bind_dtr_handler.h"
+
+#include <structmember.h>
+
+#include "core.h"
+
+/* Kernel */
+
+static PyObject *kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"operator",  "call",           "written", "is_view",
+                            "is_simple", "sizes_by_value", NULL};
+    PyObject *operator_, *call, *written;
+    int is_view, is_simple, sizes_by_value;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO!ppp", names, &operator_, &call,
+                                     &PyTuple_Type, &written, &is_view, &is_simple,
+                                     &sizes_by_value)) {
+        return NULL;
+    }
+    rotor_kernel_t *self = (rotor_kernel_t *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->operator_ = Py_NewRef(operator_);
+        self->call = Py_NewRef(call);
+        self->written = Py_NewRef(written);
+        self->is_view = is_view != 0;
+        self->is_simple = is_simple != 0;
+        self->sizes_by_value = sizes_by_value != 0;
+    }
+    return (PyObject *)self;
+}
+
+static PyMemberDef kernel_members[] = {
+    {"operator", T_OBJECT, offsetof(rotor_kernel_t, operator_), READONLY, "What Python knows."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static int kernel_traverse(PyObject *object, visitproc visit, void *arg) {
+    rotor_kernel_t *self = (rotor_kernel_t *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->operator_);
+    Py_VISIT(self->call);
+    Py_VISIT(self->written);
+    return 0;
+}
+
+static int kernel_clear(PyObject *object) {
+    rotor_kernel_t *self = (rotor_kernel_t *)object;
+    Py_CLEAR(self->operator_);
+    Py_CLEAR(self->call);
+    Py_CLEAR(self->written);
+    return 0;
+}
+
+static void kernel_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    (void)kernel_clear(object);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+PyDoc_STRVAR(kernel_doc,
+             "Kernel(operator, call, written, is_view, is_simple, sizes_by_value)\n--\n\n"
+             "What an operator does, as far as a Handler runs it.");
+
+static PyType_Slot kernel_slots[] = {
+    {Py_tp_new, kernel_new},
+    {Py_tp_dealloc, kernel_dealloc},
+    {Py_tp_traverse, kernel_traverse},
+    {Py_tp_clear, kernel_clear},
+    {Py_tp_members, kernel_members},
+    {Py_tp_doc, (void *)kernel_doc},
+    {0, NULL},
+};
+
+static PyType_Spec kernel_spec = {
+    .name = "rotor._core.Kernel",
+    .basicsize = sizeof(rotor_kernel_t),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = kernel_slots,
+};
+
+/* Handler */
+
+PyDoc_STRVAR(run_doc, "run($self, session, func, types, args, kwargs, /)\n--\n\n"
+                      "Run one operator of the program; what is unusual goes to session._handle.");
+
+static PyObject *handler_run(METHOD_ARGUMENTS) {
+    (void)type;
+    if (rotor_recorder_expect("run", count, 5, names) != 0) {
+        return NULL;
+    }
+    if (!PyTuple_Check(args[3]) || (args[4] != Py_None && !PyDict_Check(args[4]))) {
+        PyErr_SetString(PyExc_TypeError, "args must be a tuple, kwargs a dictionary or None");
+        return NULL;
+    }
+    return rotor_handler_run((rotor_handler_t *)object, args);
+}
+
+PyDoc_STRVAR(signature_doc, "signature($self, kernel, args, kwargs, /)\n--\n\n"
+                            "The key of an operator on arguments of one layout, or None where "
+                            "there is none; floating-point numbers are not part of it.");
+
+static PyObject *handler_signature(METHOD_ARGUMENTS) {
+    rotor_handler_t *self = (rotor_handler_t *)object;
+    (void)type;
+    if (rotor_recorder_expect("signature", count, 3, names) != 0) {
+        return NULL;
+    }
+    if (self->is_busy || Py_TYPE(args[0]) != self->kernel_type || !PyTuple_Check(args[1]) ||
+        !PyDict_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "signature() takes a Kernel, a tuple and a dictionary");
+        return NULL;
+    }
+    self->is_busy = true;
+    enum rotor_reading found =
+        rotor_handler_read(self, (rotor_kernel_t *)args[0], args[1], args[2]);
+    PyObject *key = NULL;
+    if (found == READ_OK) {
+        key = PyBytes_FromStringAndSize((const char *)self->key, (Py_ssize_t)self->key_count * 8);
+    } else if (found == READ_SLOW) {
+        key = Py_NewRef(Py_None);
+    }
+    rotor_handler_clear(self);
+    self->is_busy = false;
+    return key;
+}
+
+PyDoc_STRVAR(gone_doc, "gone($self, ref, /)\n--\n\nA storage died.");
+
+static PyObject *handler_gone(PyObject *object, PyObject *const *args, Py_ssize_t count) {
+    rotor_handler_t *self = (rotor_handler_t *)object;
+    if (count != 1 || Py_TYPE(args[0]) != self->ref_type) {
+        PyErr_SetString(PyExc_TypeError, "gone() takes a StorageRef");
+        return NULL;
+    }
+    rotor_ref_object_t *ref = (rotor_ref_object_t *)args[0];
+    if (PyDict_GetItemWithError(self->table, ref->key) == (PyObject *)ref) {
+        Py_INCREF(ref);
+        int ret = PyDict_DelItem(self->table, ref->key);
+        Py_DECREF(ref);
+        if (ret != 0) {
+            return NULL;
+        }
+    }
+    const rotor_recorder_t *book = &self->recorder->book;
+    if (!self->is_open || ref->node < 0 || ref->node >= book->node_count ||
+        book->nodes[ref->node].state == 0) {
+        Py_RETURN_NONE;
+    }
+    int status = rotor_recorder_dead(&self->recorder->book, (int32_t)ref->node);
+    if (rotor_recorder_settle(self->recorder) != 0 || status != ROTOR_OK) {
+        if (status != ROTOR_OK) {
+            (void)rotor_raise_status(PyType_GetModule(Py_TYPE(self)), status);
+        }
+        return NULL;
+    }
+    rotor_recorder_let_go(self->recorder);
+    if (self->observer != Py_None) {
+        PyObject *told =
+            PyObject_CallMethod(self->observer, "released", "L", (long long)ref->node);
+        Py_XDECREF(told);
+        if (told == NULL) {
+            return NULL;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef handler_methods[] = {
+    {"run", (PyCFunction)(void (*)(void))handler_run, METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
+     run_doc},
+    {"signature", (PyCFunction)(void (*)(void))handler_signature,
+     METH_METHOD | METH_FASTCALL | METH_KEYWORDS, signature_doc},
+    {"gone", (PyCFunction)(void (*)(void))handler_gone, METH_FASTCALL, gone_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef handler_members[] = {
+    {"observer", T_OBJECT, offsetof(rotor_handler_t, observer), 0, "Told of everything."},
+    {"is_open", T_BOOL, offsetof(rotor_handler_t, is_open), 0, "Whether deaths count."},
+    {"watches_writes", T_BOOL, offsetof(rotor_handler_t, watches_writes), 0,
+     "Whether Python handles what writes to sources."},
+    {"kernels", T_OBJECT, offsetof(rotor_handler_t, kernels), READONLY, "By operator."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyObject *handler_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *keywords[] = {"recorder",  "parts",       "table",       "needs",
+                               "device",    "block_bytes", "small_bytes", "longest_chain",
+                               "has_views", NULL};
+#define AS_TEXT(name) #name,
+    static const char *const texts[] = {HANDLER_NAMES(AS_TEXT)};
+#undef AS_TEXT
+    rotor_state_t *state = rotor_state(PyType_GetModule(type));
+    PyObject *recorder, *parts, *table, *needs, *device;
+    long long block_bytes, small_bytes;
+    int longest_chain, has_views;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!OLLip", keywords, state->recorder_type,
+                                     &recorder, &PyTuple_Type, &parts, &PyDict_Type, &table,
+                                     &PyDict_Type, &needs, &device, &block_bytes, &small_bytes,
+                                     &longest_chain, &has_views)) {
+        return NULL;
+    }
+    if (PyTuple_GET_SIZE(parts) != PART_COUNT || block_bytes < 1) {
+        PyErr_Format(PyExc_ValueError, "parts must have %d entries, block_bytes be positive",
+                     PART_COUNT);
+        return NULL;
+    }
+    rotor_handler_t *self = (rotor_handler_t *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->recorder = (recorder_object_t *)Py_NewRef(recorder);
+    self->ref_type = (PyTypeObject *)Py_NewRef(state->ref_type);
+    self->needs_type = (PyTypeObject *)Py_NewRef(state->needs_type);
+    self->kernel_type = (PyTypeObject *)Py_NewRef(state->kernel_type);
+    for (int k = 0; k < PART_COUNT; k++) {
+        self->parts[k] = Py_NewRef(PyTuple_GET_ITEM(parts, k));
+    }
+    self->table = Py_NewRef(table);
+    self->needs = Py_NewRef(needs);
+    self->device = Py_NewRef(device);
+    self->observer = Py_NewRef(Py_None);
+    self->kernels = PyDict_New();
+    self->is_cpu = PyObject_RichCompareBool(device, self->parts[PART_CPU], Py_EQ) == 1;
+    self->is_open = true;
+    self->has_views = has_views != 0;
+    self->block_bytes = block_bytes;
+    self->small_bytes = small_bytes;
+    self->longest_chain = longest_chain;
+    bool is_complete = self->kernels != NULL;
+    for (int k = 0; k < NAME_COUNT && is_complete; k++) {
+        self->names[k] = PyUnicode_InternFromString(texts[k]);
+        is_complete = self->names[k] != NULL;
+    }
+    if (!is_complete || PyErr_Occurred()) {
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
+}
+
+static int handler_traverse(PyObject *object, visitproc visit, void *arg) {
+    rotor_handler_t *self = (rotor_handler_t *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->recorder);
+    Py_VISIT(self->ref_type);
+    Py_VISIT(self->needs_type);
+    Py_VISIT(self->kernel_type);
+    for (int k = 0; k < PART_COUNT; k++) {
+        Py_VISIT(self->parts[k]);
+    }
+    Py_VISIT(self->table);
+    Py_VISIT(self->needs);
+    Py_VISIT(self->kernels);
+    Py_VISIT(self->observer);
+    Py_VISIT(self->device);
+    Py_VISIT(self->flags);
+    return 0;
+}
+
+static int handler_clear(PyObject *object) {
+    rotor_handler_t *self = (rotor_handler_t *)object;
+    self->is_open = false;
+    /* The table and the book stay: callbacks of storages may come until the end. */
+    Py_CLEAR(self->kernels);
+    Py_CLEAR(self->observer);
+    Py_CLEAR(self->flags);
+    return 0;
+}
+
+static void handler_dealloc(PyObject *object) {
+    rotor_handler_t *self = (rotor_handler_t *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    (void)handler_clear(object);
+    rotor_handler_clear(self);
+    Py_CLEAR(self->table);
+    Py_CLEAR(self->recorder);
+    Py_CLEAR(self->ref_type);
+    Py_CLEAR(self->needs_type);
+    Py_CLEAR(self->kernel_type);
+    for (int k = 0; k < PART_COUNT; k++) {
+        Py_CLEAR(self->parts[k]);
+    }
+    for (int k = 0; k < NAME_COUNT; k++) {
+        Py_CLEAR(self->names[k]);
+    }
+    Py_CLEAR(self->needs);
+    Py_CLEAR(self->device);
+    rotor_free(self->key);
+    rotor_free(self->inputs);
+    rotor_free(self->nodes);
+    rotor_free(self->marks);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+PyDoc_STRVAR(handler_doc, "Handler(recorder, parts, table, needs, device, block_bytes, "
+                          "small_bytes, longest_chain, has_views)\n--\n\n"
+                          "Runs the operators of a program under a budget.");
+
+static PyType_Slot handler_slots[] = {
+    {Py_tp_new, handler_new},           {Py_tp_dealloc, handler_dealloc},
+    {Py_tp_traverse, handler_traverse}, {Py_tp_clear, handler_clear},
+    {Py_tp_methods, handler_methods},   {Py_tp_members, handler_members},
+    {Py_tp_doc, (void *)handler_doc},   {0, NULL},
+};
+
+static PyType_Spec handler_spec = {
+    .name = "rotor._core.Handler",
+    .basicsize = sizeof(rotor_handler_t),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = handler_slots,
+};
+
+int rotor_add_dtr_handler(PyObject *module, PyTypeObject *recorder) {
+    rotor_state_t *state = rotor_state(module);
+    state->recorder_type = (PyTypeObject *)Py_NewRef(recorder);
+    state->kernel_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &kernel_spec, NULL);
+    PyObject *handler = PyType_FromModuleAndSpec(module, &handler_spec, NULL);
+    int ret = state->kernel_type == NULL || handler == NULL ||
+                      PyModule_AddType(module, state->kernel_type) != 0
+                  ? -1
+                  : PyModule_AddType(module, (PyTypeObject *)handler);
+    Py_XDECREF(handler);
+    return ret;
+}
