@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -301,3 +304,20 @@ def test_a_logger_is_left_as_it_was(capsys):
     before = (list(logger.handlers), logger.level)
     run(capsys, "measure", *CHAIN)
     assert (list(logger.handlers), logger.level) == before
+
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/command-line.md"
+
+
+def test_the_commands_of_the_page_run(capsys):
+    text = PAGE.read_text(encoding="utf-8")
+    code = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert code is not None
+    Path("net.py").write_text(code[1], encoding="utf-8")
+    lines = re.findall(r"^\$ rotor (.*)$", text, re.MULTILINE)
+    assert {shlex.split(line)[0] for line in lines} >= {"info", "curve", "fit", "measure", "plan"}
+    for line in lines:
+        status, out, err = run(capsys, *shlex.split(line))
+        assert status == 0, f"{line}: {err}"
+        assert out or "--json" in line
+    assert {"curve.png", "plan.html", "again.html", "here.json", "info.json"} <= set(os.listdir())
