@@ -12,6 +12,7 @@ SCRIPTS = (
     "planner.py",
     "truth.py",
     "against_segments.py",
+    "largest_batch.py",
     "simulator.py",
     "demo.py",
 )
