@@ -169,8 +169,13 @@ def _level(device: torch.device) -> int:
         warnings.simplefilter("ignore")  # Objects that warn when they are looked at.
         for item in gc.get_objects():
             if issubclass(type(item), torch.Tensor):
-                tensors += [part for part in _torch.strided_parts(item) if part.device == device]
+                tensors += [part for part in _torch.strided_parts(item) if _is_on(part, device)]
     return memory.storage_bytes(tensors)
+
+
+def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether its memory is there; that of fake tensors is nowhere."""
+    return tensor.device == device and tensor.untyped_storage().device == device
 
 
 def unset_memory_budget() -> None:
