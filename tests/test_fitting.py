@@ -267,3 +267,19 @@ def test_throughput():
 def test_the_examples_of_the_docstrings():
     results = doctest.testmod(fitting)
     assert (results.failed, results.attempted > 2) == (0, True)
+
+
+def test_a_model_that_cannot_be_planned_is_refused_with_the_reason():
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return x * self.weight if x.sum().item() > 0 else x - self.weight
+
+    with (
+        pytest.warns(rotor.MemoryLimitWarning, match="no single graph"),
+        pytest.raises(ValueError, match="no part of the model can be planned"),
+    ):
+        largest_batch(Branching(), torch.randn(4, 4), "1 MB")
