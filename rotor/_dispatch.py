@@ -150,6 +150,9 @@ _FLAGS = tuple(
 )
 
 
+_CPU_FLAGS = 4
+
+
 def backend_flags() -> tuple[Any, ...]:
     """The settings of PyTorch's backends that change what kernels compute."""
     return tuple([read() for read in _FLAGS])
@@ -177,6 +180,9 @@ def handler_parts(device: torch.device) -> tuple[Any, ...]:
         ),
         _FLAGS,
         "_cdata",
+        _CPU_FLAGS,
+        (torch.dtype, torch.layout, torch.device, torch.memory_format),
+        getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
     )
 
 

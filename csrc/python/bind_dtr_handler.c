@@ -1,19 +1,26 @@
 #include "bind_dtr_handler.h"
 
+#include <string.h>
+
 #include "probe.h"
 #include "vector.h"
 
-/* What an operator made, and how it ended. */
+enum { FEW = 8 };
+
+/* What an operator made or wrote to. */
 typedef struct {
-    PyObject *places; /* a list of references: made, then written */
-    PyObject *indices;
-    PyObject *origin_list;
+    PyObject **places; /* references */
     int64_t *bytes;
-    int32_t *origins;
+    int32_t *origins; /* -1 for what is new */
+    int32_t *indices; /* among the results, -1 for what was written to */
     int32_t *nodes;
     int64_t count;
     int64_t capacity;
     int64_t largest;
+    PyObject *few_places[FEW];
+    int64_t few_bytes[FEW];
+    int32_t few_numbers[3 * FEW];
+    void *blocks[3]; /* where there are more than a few */
 } made_t;
 
 typedef struct {
@@ -33,44 +40,80 @@ static int call_is_true(PyObject *function) {
     return is_true;
 }
 
+static void init_made(made_t *made) {
+    made->places = made->few_places;
+    made->bytes = made->few_bytes;
+    made->origins = made->few_numbers;
+    made->indices = made->few_numbers + FEW;
+    made->nodes = made->few_numbers + 2 * FEW;
+    made->count = made->largest = 0;
+    made->capacity = FEW;
+    made->blocks[0] = made->blocks[1] = made->blocks[2] = NULL;
+}
+
 static void free_made(made_t *made) {
-    Py_CLEAR(made->places);
-    Py_CLEAR(made->indices);
-    Py_CLEAR(made->origin_list);
-    PyMem_Free(made->bytes);
-    PyMem_Free(made->origins);
-    PyMem_Free(made->nodes);
-    *made = (made_t){.places = NULL};
+    for (int64_t k = 0; k < made->count; k++) {
+        Py_DECREF(made->places[k]);
+    }
+    for (int k = 0; k < 3; k++) {
+        PyMem_Free(made->blocks[k]);
+    }
+}
+
+static int grow_made(made_t *made) {
+    size_t count = (size_t)made->count;
+    size_t capacity = 4 * count;
+    void *blocks[3] = {PyMem_Calloc(capacity, sizeof(*made->places)),
+                       PyMem_Calloc(capacity, sizeof(*made->bytes)),
+                       PyMem_Calloc(3 * capacity, sizeof(*made->origins))};
+    if (blocks[0] == NULL || blocks[1] == NULL || blocks[2] == NULL) {
+        for (int k = 0; k < 3; k++) {
+            PyMem_Free(blocks[k]);
+        }
+        PyErr_NoMemory();
+        return -1;
+    }
+    int32_t *numbers = blocks[2];
+    memcpy(blocks[0], made->places, count * sizeof(*made->places));
+    memcpy(blocks[1], made->bytes, count * sizeof(*made->bytes));
+    memcpy(numbers, made->origins, count * sizeof(*numbers));
+    memcpy(numbers + capacity, made->indices, count * sizeof(*numbers));
+    made->places = blocks[0];
+    made->bytes = blocks[1];
+    made->origins = numbers;
+    made->indices = numbers + capacity;
+    made->nodes = numbers + 2 * capacity;
+    made->capacity = (int64_t)capacity;
+    for (int k = 0; k < 3; k++) {
+        PyMem_Free(made->blocks[k]);
+        made->blocks[k] = blocks[k];
+    }
+    return 0;
 }
 
 static int add_made(made_t *made, PyObject *ref, int64_t bytes, int32_t index, int32_t origin) {
-    if (made->count == made->capacity) {
-        int64_t capacity = 2 * made->capacity + 4;
-        int64_t *all_bytes = PyMem_Realloc(made->bytes, (size_t)capacity * sizeof(*all_bytes));
-        made->bytes = all_bytes == NULL ? made->bytes : all_bytes;
-        int32_t *origins = PyMem_Realloc(made->origins, (size_t)capacity * sizeof(*origins));
-        made->origins = origins == NULL ? made->origins : origins;
-        int32_t *nodes = PyMem_Realloc(made->nodes, (size_t)capacity * sizeof(*nodes));
-        made->nodes = nodes == NULL ? made->nodes : nodes;
-        if (all_bytes == NULL || origins == NULL || nodes == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        made->capacity = capacity;
+    if (made->count == made->capacity && grow_made(made) != 0) {
+        return -1;
     }
-    PyObject *number = PyLong_FromLong(index);
-    PyObject *from = PyLong_FromLong(origin);
-    int ret = number == NULL || from == NULL || PyList_Append(made->indices, number) != 0 ||
-                      PyList_Append(made->origin_list, from) != 0 ||
-                      PyList_Append(made->places, ref) != 0
-                  ? -1
-                  : 0;
-    Py_XDECREF(number);
-    Py_XDECREF(from);
+    made->places[made->count] = Py_NewRef(ref);
     made->bytes[made->count] = bytes;
+    made->indices[made->count] = index;
     made->origins[made->count++] = origin;
     made->largest = rotor_max(made->largest, bytes);
-    return ret;
+    return 0;
+}
+
+static PyObject *numbers_of(const int32_t *numbers, int64_t count) {
+    PyObject *tuple = PyTuple_New((Py_ssize_t)count);
+    for (int64_t k = 0; tuple != NULL && k < count; k++) {
+        PyObject *number = PyLong_FromLong(numbers[k]);
+        if (number == NULL) {
+            Py_CLEAR(tuple);
+        } else {
+            PyTuple_SET_ITEM(tuple, (Py_ssize_t)k, number);
+        }
+    }
+    return tuple;
 }
 
 /* Whether the results are what the handler can take in: strided, on the device that counts. */
@@ -87,23 +130,13 @@ static enum rotor_reading are_plain(rotor_handler_t *self, PyObject *value) {
     if (!PyObject_TypeCheck(value, (PyTypeObject *)self->parts[PART_TENSOR_TYPE])) {
         return READ_OK;
     }
-    enum rotor_reading found = rotor_handler_is_strided(self, value);
-    if (found != READ_OK) {
-        return found;
-    }
-    PyObject *where =
-        PyObject_GetAttr(value, self->names[self->is_cpu ? NAME_is_cpu : NAME_device]);
-    int is_here = where == NULL  ? -1
-                  : self->is_cpu ? where == Py_True
-                                 : PyObject_RichCompareBool(where, self->device, Py_EQ);
-    Py_XDECREF(where);
-    return is_here < 0 ? READ_ERROR : is_here ? READ_OK : READ_SLOW;
+    return rotor_handler_is_plain(self, value);
 }
 
 static int take_storage(rotor_handler_t *self, PyObject *tensor, int32_t index, made_t *made) {
     PyObject *storage = PyObject_CallMethodNoArgs(tensor, self->names[NAME_untyped_storage]);
     PyObject *key = storage == NULL ? NULL : PyObject_GetAttr(storage, self->parts[PART_KEY_NAME]);
-    PyObject *nbytes = NULL, *gone = NULL, *ref = NULL;
+    PyObject *nbytes = NULL, *ref = NULL;
     int ret = -1;
     if (key == NULL) {
         goto out;
@@ -114,8 +147,7 @@ static int take_storage(rotor_handler_t *self, PyObject *tensor, int32_t index, 
     }
     if (PyErr_Occurred() ||
         (nbytes = PyObject_CallMethodNoArgs(storage, self->names[NAME_nbytes])) == NULL ||
-        (gone = PyObject_GetAttrString((PyObject *)self, "gone")) == NULL ||
-        (ref = rotor_ref_new(self->ref_type, storage, gone, key)) == NULL) {
+        (ref = rotor_ref_new(self->ref_type, storage, self->gone, key)) == NULL) {
         goto out;
     }
     int64_t bytes = PyLong_AsLongLong(nbytes);
@@ -128,7 +160,6 @@ out:
     Py_XDECREF(storage);
     Py_XDECREF(key);
     Py_XDECREF(nbytes);
-    Py_XDECREF(gone);
     Py_XDECREF(ref);
     return ret;
 }
@@ -194,8 +225,9 @@ static int take_written(rotor_handler_t *self, made_t *made) {
 static PyObject *flags_of(rotor_handler_t *self) {
     PyObject *readers = self->parts[PART_FLAGS];
     Py_ssize_t count = PyTuple_GET_SIZE(readers);
+    Py_ssize_t watched = self->flags != NULL && self->is_cpu ? self->cpu_flags : count;
     PyObject *flags = NULL;
-    for (Py_ssize_t k = 0; k < count; k++) {
+    for (Py_ssize_t k = 0; k < watched; k++) {
         PyObject *value = PyObject_CallNoArgs(PyTuple_GET_ITEM(readers, k));
         int is_same = value == NULL ? -1 : 0;
         if (is_same == 0 && flags == NULL && self->flags != NULL) {
@@ -224,6 +256,9 @@ static PyObject *flags_of(rotor_handler_t *self) {
         PyTuple_SET_ITEM(flags, k, value);
     }
     if (flags != NULL) {
+        for (Py_ssize_t k = watched; k < count; k++) {
+            PyTuple_SET_ITEM(flags, k, Py_NewRef(PyTuple_GET_ITEM(self->flags, k)));
+        }
         Py_XSETREF(self->flags, flags);
     }
     return Py_NewRef(self->flags);
@@ -234,13 +269,13 @@ static PyObject *record_of(rotor_handler_t *self, const run_t *run, const made_t
     int64_t at = 0;
     PyObject *flags = flags_of(self);
     PyObject *args = flags == NULL ? NULL : rotor_handler_pattern(self, run->args, &at);
-    PyObject *kwargs = args == NULL ? NULL : PyDict_New();
+    PyObject *kwargs = run->kwargs == NULL ? Py_NewRef(Py_None) : PyDict_New();
     PyObject *counted =
-        kwargs == NULL
-            ? NULL
-            : PyLong_FromLongLong(run->needs->is_measured ? run->needs->workspace_bytes : 0);
+        PyLong_FromLongLong(run->needs->is_measured ? run->needs->workspace_bytes : 0);
+    PyObject *indices = numbers_of(made->indices, made->count);
+    PyObject *origins = numbers_of(made->origins, made->count);
     PyObject *record = NULL;
-    if (counted == NULL) {
+    if (args == NULL || kwargs == NULL || counted == NULL || indices == NULL || origins == NULL) {
         goto out;
     }
     if (run->kwargs != NULL) {
@@ -255,14 +290,16 @@ static PyObject *record_of(rotor_handler_t *self, const run_t *run, const made_t
             }
         }
     }
-    record = PyTuple_Pack(11, run->kernel->operator_, args, kwargs, made->indices,
-                          made->origin_list, run->grad_enabled ? Py_True : Py_False, flags,
-                          Py_None, Py_None, (PyObject *)run->needs, counted);
+    record = PyTuple_Pack(11, run->kernel->operator_, args, kwargs, indices, origins,
+                          run->grad_enabled ? Py_True : Py_False, flags, Py_None, Py_None,
+                          (PyObject *)run->needs, counted);
 out:
     Py_XDECREF(flags);
     Py_XDECREF(args);
     Py_XDECREF(kwargs);
     Py_XDECREF(counted);
+    Py_XDECREF(indices);
+    Py_XDECREF(origins);
     return record;
 }
 
@@ -322,14 +359,13 @@ static int prepare(rotor_handler_t *self, const run_t *run) {
 }
 
 static int complete(rotor_handler_t *self, const run_t *run, PyObject *results, int64_t took) {
-    made_t made = {
-        .places = PyList_New(0), .indices = PyList_New(0), .origin_list = PyList_New(0)};
+    made_t made;
     int32_t index = 0;
     int ret = -1;
     PyObject *record = NULL;
 
-    if (made.places == NULL || made.indices == NULL || made.origin_list == NULL ||
-        take_storages(self, results, &index, &made) != 0 || take_written(self, &made) != 0) {
+    init_made(&made);
+    if (take_storages(self, results, &index, &made) != 0 || take_written(self, &made) != 0) {
         goto out;
     }
     bool is_recorded = run->is_recording && made.count > 0 && made.largest > self->small_bytes;
@@ -345,7 +381,7 @@ static int complete(rotor_handler_t *self, const run_t *run, PyObject *results, 
             .recorded = is_recorded ? self->node_count : -1,
             .bytes = made.bytes,
             .origins = made.origins,
-            .places = PySequence_Fast_ITEMS(made.places),
+            .places = made.places,
             .count = made.count,
             .cost_ns = took,
             .workspace_bytes = run->needs->is_measured ? run->needs->workspace_bytes : 0,
@@ -356,7 +392,7 @@ static int complete(rotor_handler_t *self, const run_t *run, PyObject *results, 
         goto out;
     }
     for (int64_t k = 0; k < made.count; k++) {
-        ((rotor_ref_object_t *)PyList_GET_ITEM(made.places, k))->node = made.nodes[k];
+        ((rotor_ref_object_t *)made.places[k])->node = made.nodes[k];
     }
     ret = 0;
 out:

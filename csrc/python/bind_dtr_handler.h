@@ -29,6 +29,9 @@ enum {
     PART_COMPLEX,
     PART_FLAGS,
     PART_KEY_NAME,
+    PART_CPU_FLAGS, /* how many of the flags matter to the CPU */
+    PART_SETTING_TYPES,
+    PART_EXCHANGE, /* DLPack's capsule, or None */
     PART_COUNT
 };
 
@@ -42,15 +45,40 @@ typedef struct {
     char sizes_by_value; /* floats say how large its results are */
 } rotor_kernel_t;
 
+/* DLPack 1: a tensor as C sees it, and the table of functions that a capsule holds. */
+typedef struct {
+    void *data;
+    int32_t device_type;
+    int32_t device_index;
+    int32_t dims;
+    uint8_t dtype_code;
+    uint8_t dtype_bits;
+    uint16_t dtype_lanes;
+    int64_t *shape;
+    int64_t *strides;
+    uint64_t byte_offset;
+} rotor_dl_tensor_t;
+
+typedef struct {
+    uint32_t major;
+    uint32_t minor;
+    void *previous;
+    void (*unused[3])(void);
+    int (*view)(void *tensor, rotor_dl_tensor_t *out); /* borrows; -1 with an exception */
+    void (*current_stream)(void);
+} rotor_dl_exchange_t;
+
+enum { ROTOR_DL_CPU = 1, ROTOR_DL_CUDA = 2, ROTOR_DL_COMPLEX = 5 };
+
 /* A tensor among the arguments. */
 typedef struct {
     PyObject *tensor; /* borrowed: the arguments hold it */
-    PyObject *shape;
-    PyObject *stride;
-    PyObject *dtype;
     PyObject *ref;
+    int64_t first; /* of its sizes and strides in the key */
+    int32_t dims;
     bool is_written;
     bool is_cpu;
+    bool is_complex;
 } rotor_input_t;
 
 typedef struct {
@@ -66,6 +94,11 @@ typedef struct {
     PyObject *observer; /* None, or whoever has to be told: then Python handles operators */
     PyObject *device;   /* whose memory counts */
     PyObject *flags;    /* of the backends, as they were last */
+    PyObject *gone;     /* the method */
+    const rotor_dl_exchange_t *exchange; /* NULL: attributes are read */
+    int32_t device_type;                 /* of DLPack */
+    int32_t device_index;
+    int32_t cpu_flags;
     int64_t block_bytes;
     int64_t small_bytes;
     int32_t longest_chain;
@@ -94,8 +127,8 @@ enum rotor_reading { READ_OK, READ_SLOW, READ_ERROR };
 /* Appends the arguments to key and inputs. */
 enum rotor_reading rotor_handler_read(rotor_handler_t *self, const rotor_kernel_t *kernel,
                                       PyObject *args, PyObject *kwargs);
-/* Whether the tensor may be handled: strided. */
-enum rotor_reading rotor_handler_is_strided(rotor_handler_t *self, PyObject *tensor);
+/* Whether a result may be handled: strided, on the device that counts. */
+enum rotor_reading rotor_handler_is_plain(rotor_handler_t *self, PyObject *tensor);
 /* The references of the inputs, and their distinct nodes. */
 enum rotor_reading rotor_handler_find(rotor_handler_t *self, PyObject *session);
 /* Forgets what was read. */

@@ -23,9 +23,22 @@ static int append(rotor_handler_t *self, int64_t value) {
     return 0;
 }
 
+static int append_all(rotor_handler_t *self, const int64_t *values, int64_t count) {
+    if (ROTOR_RESERVE(self->key, self->key_count, self->key_capacity, count) != ROTOR_OK) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (int64_t k = 0; k < count; k++) {
+        self->key[self->key_count++] = values[k];
+    }
+    return 0;
+}
+
 static int append_sizes(rotor_handler_t *self, PyObject *sizes) {
-    if (!PyTuple_Check(sizes)) {
-        PyErr_SetString(PyExc_TypeError, "the sizes of a tensor must be a tuple");
+    if (sizes == NULL || !PyTuple_Check(sizes)) {
+        if (sizes != NULL) {
+            PyErr_SetString(PyExc_TypeError, "the sizes of a tensor must be a tuple");
+        }
         return -1;
     }
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(sizes); k++) {
@@ -37,46 +50,117 @@ static int append_sizes(rotor_handler_t *self, PyObject *sizes) {
     return 0;
 }
 
-enum rotor_reading rotor_handler_is_strided(rotor_handler_t *self, PyObject *tensor) {
+static enum rotor_reading is_strided(rotor_handler_t *self, PyObject *tensor) {
     PyObject *layout = get(self, tensor, NAME_layout);
     if (layout == NULL) {
         return READ_ERROR;
     }
-    bool is_strided = layout == self->parts[PART_STRIDED];
+    bool is = layout == self->parts[PART_STRIDED];
     Py_DECREF(layout);
-    return is_strided ? READ_OK : READ_SLOW;
+    return is ? READ_OK : READ_SLOW;
 }
 
-static enum rotor_reading read_tensor(rotor_handler_t *self, PyObject *tensor, bool is_written) {
-    enum rotor_reading found = rotor_handler_is_strided(self, tensor);
+/* Without DLPack, or where it has no word for the tensor. */
+static enum rotor_reading read_attributes(rotor_handler_t *self, rotor_input_t *input) {
+    enum rotor_reading found = is_strided(self, input->tensor);
     if (found != READ_OK) {
         return found;
     }
+    PyObject *shape = get(self, input->tensor, NAME_shape);
+    PyObject *stride = shape == NULL ? NULL : ask(self, input->tensor, NAME_stride);
+    PyObject *dtype = stride == NULL ? NULL : get(self, input->tensor, NAME_dtype);
+    PyObject *is_cpu = dtype == NULL ? NULL : get(self, input->tensor, NAME_is_cpu);
+    int is_complex = is_cpu == NULL ? -1 : PySequence_Contains(self->parts[PART_COMPLEX], dtype);
+    if (is_complex >= 0) {
+        input->is_cpu = is_cpu == Py_True;
+        input->is_complex = is_complex;
+        input->dims = (int32_t)PyTuple_GET_SIZE(shape);
+    }
+    found = is_complex < 0 || append(self, TAG_TENSOR | (int64_t)input->dims << 8) != 0 ||
+                    append(self, (int64_t)(intptr_t)dtype | input->is_cpu) != 0
+                ? READ_ERROR
+                : READ_OK;
+    input->first = self->key_count;
+    if (found == READ_OK && (append_sizes(self, shape) != 0 || append_sizes(self, stride) != 0)) {
+        found = READ_ERROR;
+    }
+    Py_XDECREF(shape);
+    Py_XDECREF(stride);
+    Py_XDECREF(dtype);
+    Py_XDECREF(is_cpu);
+    return found;
+}
+
+static enum rotor_reading read_tensor(rotor_handler_t *self, PyObject *tensor, bool is_written) {
+    rotor_dl_tensor_t view;
     if (ROTOR_RESERVE(self->inputs, self->input_count, self->input_capacity, 1) != ROTOR_OK) {
         PyErr_NoMemory();
         return READ_ERROR;
     }
     rotor_input_t *input = &self->inputs[self->input_count++];
     *input = (rotor_input_t){.tensor = tensor, .is_written = is_written};
-    input->shape = get(self, tensor, NAME_shape);
-    input->stride = input->shape == NULL ? NULL : ask(self, tensor, NAME_stride);
-    input->dtype = input->stride == NULL ? NULL : get(self, tensor, NAME_dtype);
-    PyObject *is_cpu = input->dtype == NULL ? NULL : get(self, tensor, NAME_is_cpu);
-    if (is_cpu == NULL) {
+    if (self->exchange == NULL) {
+        return read_attributes(self, input);
+    }
+    if (self->exchange->view(tensor, &view) != 0) {
+        PyErr_Clear();
+        return read_attributes(self, input);
+    }
+    if (view.dims > 0 && view.strides == NULL) {
+        return read_attributes(self, input);
+    }
+    input->dims = view.dims;
+    input->is_cpu = view.device_type == ROTOR_DL_CPU;
+    input->is_complex = view.dtype_code == ROTOR_DL_COMPLEX;
+    int64_t head[2] = {TAG_TENSOR | (int64_t)view.dims << 8,
+                       (int64_t)view.dtype_code | (int64_t)view.dtype_bits << 8 |
+                           (int64_t)view.dtype_lanes << 16 | (int64_t)view.device_type << 32};
+    if (append_all(self, head, 2) != 0) {
         return READ_ERROR;
     }
-    input->is_cpu = is_cpu == Py_True;
-    Py_DECREF(is_cpu);
-    return append(self, TAG_TENSOR | (int64_t)PyTuple_GET_SIZE(input->shape) << 8) == 0 &&
-                   append(self, (int64_t)(intptr_t)input->dtype | input->is_cpu) == 0 &&
-                   append_sizes(self, input->shape) == 0 && append_sizes(self, input->stride) == 0
+    input->first = self->key_count;
+    return append_all(self, view.shape, view.dims) == 0 &&
+                   append_all(self, view.strides, view.dims) == 0
                ? READ_OK
                : READ_ERROR;
+}
+
+enum rotor_reading rotor_handler_is_plain(rotor_handler_t *self, PyObject *tensor) {
+    rotor_dl_tensor_t view;
+    if (self->exchange != NULL && self->device_type != 0) {
+        if (self->exchange->view(tensor, &view) == 0) {
+            return view.device_type == self->device_type &&
+                           (self->is_cpu || view.device_index == self->device_index)
+                       ? READ_OK
+                       : READ_SLOW;
+        }
+        PyErr_Clear();
+    }
+    enum rotor_reading found = is_strided(self, tensor);
+    if (found != READ_OK) {
+        return found;
+    }
+    PyObject *where = get(self, tensor, self->is_cpu ? NAME_is_cpu : NAME_device);
+    int is_here = where == NULL  ? -1
+                  : self->is_cpu ? where == Py_True
+                                 : PyObject_RichCompareBool(where, self->device, Py_EQ);
+    Py_XDECREF(where);
+    return is_here < 0 ? READ_ERROR : is_here ? READ_OK : READ_SLOW;
 }
 
 static bool is_tensor(rotor_handler_t *self, PyObject *value) {
     PyTypeObject *tensor_type = (PyTypeObject *)self->parts[PART_TENSOR_TYPE];
     return Py_TYPE(value) == tensor_type || PyType_IsSubtype(Py_TYPE(value), tensor_type);
+}
+
+static bool is_setting(rotor_handler_t *self, const PyTypeObject *type) {
+    PyObject *types = self->parts[PART_SETTING_TYPES];
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(types); k++) {
+        if (PyTuple_GET_ITEM(types, k) == (const PyObject *)type) {
+            return true;
+        }
+    }
+    return false;
 }
 
 static enum rotor_reading read_value(rotor_handler_t *self, const rotor_kernel_t *kernel,
@@ -115,14 +199,11 @@ static enum rotor_reading read_value(rotor_handler_t *self, const rotor_kernel_t
         }
         return READ_OK;
     } else {
-        /* Settings: data types, layouts, devices, names; generators and other numbers by type. */
+        /* Settings such as data types count by value; generators, complex numbers by type. */
         Py_hash_t hash = 0;
-        if (!PyComplex_Check(value) && type->tp_hash != NULL &&
-            type->tp_hash != PyObject_HashNotImplemented) {
-            hash = PyObject_Hash(value);
-            if (hash == -1) {
-                PyErr_Clear();
-            }
+        if ((type == &PyUnicode_Type || is_setting(self, type)) &&
+            (hash = PyObject_Hash(value)) == -1) {
+            return READ_ERROR;
         }
         status = append(self, TAG_VALUE) == 0 && append(self, (int64_t)(intptr_t)type) == 0
                      ? append(self, (int64_t)hash)
@@ -166,9 +247,6 @@ enum rotor_reading rotor_handler_read(rotor_handler_t *self, const rotor_kernel_
 void rotor_handler_clear(rotor_handler_t *self) {
     while (self->input_count > 0) {
         rotor_input_t *input = &self->inputs[--self->input_count];
-        Py_XDECREF(input->shape);
-        Py_XDECREF(input->stride);
-        Py_XDECREF(input->dtype);
         Py_XDECREF(input->ref);
     }
     self->key_count = self->node_count = 0;
@@ -181,9 +259,7 @@ static PyObject *adopt(rotor_handler_t *self, PyObject *storage, PyObject *key) 
     PyObject *nbytes = ask(self, storage, NAME_nbytes);
     int64_t bytes = nbytes == NULL ? -1 : PyLong_AsLongLong(nbytes);
     Py_XDECREF(nbytes);
-    PyObject *gone = bytes < 0 ? NULL : PyObject_GetAttrString((PyObject *)self, "gone");
-    PyObject *ref = gone == NULL ? NULL : rotor_ref_new(self->ref_type, storage, gone, key);
-    Py_XDECREF(gone);
+    PyObject *ref = bytes < 0 ? NULL : rotor_ref_new(self->ref_type, storage, self->gone, key);
     if (ref == NULL || rotor_recorder_reserve(recorder, 1) != 0 ||
         PyDict_SetItem(self->table, key, ref) != 0) {
         Py_XDECREF(ref);
@@ -209,7 +285,7 @@ static PyObject *ref_of(rotor_handler_t *self, PyObject *session, const rotor_in
     if (ref != NULL) {
         Py_INCREF(ref);
     } else if (key != NULL && !PyErr_Occurred()) {
-        if (PyTuple_GET_SIZE(input->shape) == 0 && self->is_cpu && input->is_cpu) {
+        if (input->dims == 0 && self->is_cpu && input->is_cpu) {
             ref = adopt(self, storage, key);
         } else {
             ref = PyObject_CallMethodOneArg(session, self->names[NAME__ref_of], input->tensor);
@@ -261,15 +337,11 @@ enum rotor_reading rotor_handler_find(rotor_handler_t *self, PyObject *session) 
 }
 
 static PyObject *bits_of(rotor_handler_t *self, const rotor_input_t *input) {
-    PyObject *conjugate = Py_NewRef(Py_False);
-    PyObject *negative = ask(self, input->tensor, NAME_is_neg);
-    int is_complex =
-        negative == NULL ? -1 : PySequence_Contains(self->parts[PART_COMPLEX], input->dtype);
-    if (is_complex == 1) {
-        Py_SETREF(conjugate, ask(self, input->tensor, NAME_is_conj));
-    }
+    PyObject *conjugate =
+        input->is_complex ? ask(self, input->tensor, NAME_is_conj) : Py_NewRef(Py_False);
+    PyObject *negative = conjugate == NULL ? NULL : ask(self, input->tensor, NAME_is_neg);
     PyObject *result = NULL;
-    if (conjugate != NULL && is_complex >= 0) {
+    if (negative != NULL) {
         result = conjugate == Py_False && negative == Py_False
                      ? Py_NewRef(Py_None)
                      : PyTuple_Pack(2, conjugate, negative);
@@ -279,28 +351,45 @@ static PyObject *bits_of(rotor_handler_t *self, const rotor_input_t *input) {
     return result;
 }
 
-PyObject *rotor_handler_spec(rotor_handler_t *self, const rotor_input_t *input) {
-    PyObject *spec = PyTuple_New(7);
-    PyObject *node = PyLong_FromLongLong(((rotor_ref_object_t *)input->ref)->node);
-    PyObject *offset = ask(self, input->tensor, NAME_storage_offset);
-    PyObject *device =
-        input->is_cpu ? Py_NewRef(self->parts[PART_CPU]) : get(self, input->tensor, NAME_device);
-    PyObject *bits = offset == NULL ? NULL : bits_of(self, input);
-    if (spec == NULL || node == NULL || offset == NULL || device == NULL || bits == NULL) {
-        Py_XDECREF(spec);
-        Py_XDECREF(node);
-        Py_XDECREF(offset);
-        Py_XDECREF(device);
-        Py_XDECREF(bits);
-        return NULL;
+static PyObject *sizes_of(const int64_t *values, int64_t count) {
+    PyObject *sizes = PyTuple_New((Py_ssize_t)count);
+    for (int64_t k = 0; sizes != NULL && k < count; k++) {
+        PyObject *size = PyLong_FromLongLong(values[k]);
+        if (size == NULL) {
+            Py_CLEAR(sizes);
+        } else {
+            PyTuple_SET_ITEM(sizes, (Py_ssize_t)k, size);
+        }
     }
-    PyTuple_SET_ITEM(spec, 0, node);
-    PyTuple_SET_ITEM(spec, 1, Py_NewRef(input->shape));
-    PyTuple_SET_ITEM(spec, 2, Py_NewRef(input->stride));
-    PyTuple_SET_ITEM(spec, 3, offset);
-    PyTuple_SET_ITEM(spec, 4, Py_NewRef(input->dtype));
-    PyTuple_SET_ITEM(spec, 5, device);
-    PyTuple_SET_ITEM(spec, 6, bits);
+    return sizes;
+}
+
+PyObject *rotor_handler_spec(rotor_handler_t *self, const rotor_input_t *input) {
+    const int64_t *sizes = self->key + input->first;
+    PyObject *items[7] = {
+        PyLong_FromLongLong(((rotor_ref_object_t *)input->ref)->node),
+        sizes_of(sizes, input->dims),
+        sizes_of(sizes + input->dims, input->dims),
+        ask(self, input->tensor, NAME_storage_offset),
+        get(self, input->tensor, NAME_dtype),
+        input->is_cpu ? Py_NewRef(self->parts[PART_CPU]) : get(self, input->tensor, NAME_device),
+        bits_of(self, input),
+    };
+    PyObject *spec = PyTuple_New(7);
+    bool is_complete = spec != NULL;
+    for (int k = 0; k < 7; k++) {
+        is_complete = is_complete && items[k] != NULL;
+    }
+    for (int k = 0; k < 7; k++) {
+        if (is_complete) {
+            PyTuple_SET_ITEM(spec, k, items[k]);
+        } else {
+            Py_XDECREF(items[k]);
+        }
+    }
+    if (!is_complete) {
+        Py_CLEAR(spec);
+    }
     return spec;
 }
 

@@ -185,6 +185,32 @@ static PyMemberDef handler_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
+/* DLPack's view of tensors, and its name of the device. */
+static int find_device(rotor_handler_t *self) {
+    PyObject *capsule = self->parts[PART_EXCHANGE];
+    if (capsule != Py_None) {
+        const rotor_dl_exchange_t *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+        if (exchange == NULL) {
+            return -1;
+        }
+        self->exchange = exchange->major == 1 && exchange->view != NULL ? exchange : NULL;
+    }
+    if (self->is_cpu) {
+        self->device_type = ROTOR_DL_CPU;
+        return 0;
+    }
+    PyObject *kind = PyObject_GetAttrString(self->device, "type");
+    PyObject *index = PyObject_GetAttrString(self->device, "index");
+    if (kind != NULL && index != NULL && PyUnicode_Check(kind) && PyLong_Check(index) &&
+        PyUnicode_CompareWithASCIIString(kind, "cuda") == 0) {
+        self->device_type = ROTOR_DL_CUDA;
+        self->device_index = (int32_t)PyLong_AsLong(index);
+    }
+    Py_XDECREF(kind);
+    Py_XDECREF(index);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 static PyObject *handler_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *keywords[] = {"recorder",  "parts",       "table",       "needs",
                                "device",    "block_bytes", "small_bytes", "longest_chain",
@@ -229,7 +255,9 @@ static PyObject *handler_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     self->block_bytes = block_bytes;
     self->small_bytes = small_bytes;
     self->longest_chain = longest_chain;
-    bool is_complete = self->kernels != NULL;
+    self->gone = PyObject_GetAttrString((PyObject *)self, "gone");
+    self->cpu_flags = (int32_t)PyLong_AsLong(self->parts[PART_CPU_FLAGS]);
+    bool is_complete = self->kernels != NULL && self->gone != NULL && find_device(self) == 0;
     for (int k = 0; k < NAME_COUNT && is_complete; k++) {
         self->names[k] = PyUnicode_InternFromString(texts[k]);
         is_complete = self->names[k] != NULL;
@@ -256,6 +284,7 @@ static int handler_traverse(PyObject *object, visitproc visit, void *arg) {
     Py_VISIT(self->observer);
     Py_VISIT(self->device);
     Py_VISIT(self->flags);
+    Py_VISIT(self->gone);
     return 0;
 }
 
@@ -266,6 +295,7 @@ static int handler_clear(PyObject *object) {
     Py_CLEAR(self->kernels);
     Py_CLEAR(self->observer);
     Py_CLEAR(self->flags);
+    Py_CLEAR(self->gone);
     return 0;
 }
 

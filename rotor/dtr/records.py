@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -106,9 +106,9 @@ class Record:
         self,
         operator: Operator,
         args: list[Any],
-        kwargs: dict[str, Any],
-        outputs: list[int],
-        origins: list[int],
+        kwargs: dict[str, Any] | None,
+        outputs: Sequence[int],
+        origins: Sequence[int],
         grad_enabled: bool,
         flags: Flags,
         generator: torch.Generator | None,
@@ -118,7 +118,7 @@ class Record:
     ) -> None:
         self.operator = operator
         self.args = args
-        self.kwargs = kwargs
+        self.kwargs = kwargs or {}
         self.outputs = outputs
         self.origins = origins
         self.grad_enabled = grad_enabled
