@@ -6,7 +6,6 @@ import logging
 import os
 import warnings
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
@@ -232,13 +231,13 @@ class Checkpointable(TransparentModule):
     def _check_model(self, model: nn.Module) -> None:
         """Raise where the engine cannot plan such a model."""
 
-    @abstractmethod
     def _begin(self) -> None:
         """Set what the engine keeps of its own."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _measure_sample(self, sample: Any) -> None:
         """Measure on the sample that the constructor was given."""
+        raise NotImplementedError
 
     def _check_options(self, options: dict[str, Any]) -> None:
         if options:
@@ -254,17 +253,17 @@ class Checkpointable(TransparentModule):
         """Predicted seconds of a step, forward and backward; ValueError: no plan."""
         return float(self._planned().makespan)
 
-    @abstractmethod
     def compute_sequence(self, custom_mem_limit_bytes: int | str | None = None) -> Any:
         """Plan the following steps, under the limit given here or before."""
+        raise NotImplementedError
 
-    @abstractmethod
     def curve(self) -> Curve:
         """Step time against limit: every limit at once, the model's input not counted."""
+        raise NotImplementedError
 
-    @abstractmethod
     def display(self) -> str:
         """A table of the parts of the model and what the plan does with them."""
+        raise NotImplementedError
 
     def report(self, path: str | os.PathLike[str] | None = None) -> str:
         """Limit, predicted and measured peak, and time, as text.
@@ -289,11 +288,11 @@ class Checkpointable(TransparentModule):
             self._write_page(page)
         return text
 
-    @abstractmethod
-    def _report(self) -> str: ...
+    def _report(self) -> str:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _write_page(self, path: Path) -> None: ...
+    def _write_page(self, path: Path) -> None:
+        raise NotImplementedError
 
     def plot_timeline(self, ax: Any = None) -> Any:
         """Draw the live bytes of a step with matplotlib: predicted, measured, and the limit.
@@ -348,9 +347,9 @@ class Checkpointable(TransparentModule):
         assert self.mem_limit is not None
         return self.mem_limit
 
-    @abstractmethod
     def _make(self, key: Any, reserve_bytes: int = 0) -> StepPlan:
         """Plan what was measured under `key`."""
+        raise NotImplementedError
 
     def _replanned(self, key: Any) -> Any:
         """A plan that knows what the last metered step taught; the old one where none fits."""
@@ -449,13 +448,13 @@ class Checkpointable(TransparentModule):
             plan.reserve_bytes = max(plan.reserve_bytes, step.peak_bytes - explained)
             plan.outdated = True
 
-    @abstractmethod
     def _learn_loss(self, key: Any, plan: Any, step: StepBytes) -> bool:
         """Note what the caller's loss needed; whether the plan did not know."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _repriced(self, key: Any, plan: Any) -> int:
         """What the plan is predicted to need, now that the loss is known."""
+        raise NotImplementedError
 
 
 def set_verbosity(verbosity: int) -> None:

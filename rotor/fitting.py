@@ -38,7 +38,6 @@ _GROWTH = 8
 _SECANTS = 8
 _NEAR = 1.15
 _STEP_SECONDS = 2.0
-_WRAPPED: Any = Checkpointable
 
 
 def largest_batch(
@@ -273,7 +272,7 @@ class _Search:
 
     def _planned(self, size: int) -> tuple[Checkpointable, int, bool]:
         (args, kwargs, targets), loss_fn = self._loss(size)
-        model: Any = _WRAPPED(
+        model: Any = Checkpointable(
             self.model, mem_limit=self.limit, engine=self.engine, loss_fn=loss_fn, **self.options
         )
         is_graph = isinstance(model, GraphCheckpointable)
