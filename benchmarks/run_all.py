@@ -12,8 +12,15 @@ SCRIPTS = (
     "planner.py",
     "truth.py",
     "against_segments.py",
+    "graph_truth.py",
+    "graph_curve.py",
+    "graph_overhead.py",
+    "inductor.py",
     "largest_batch.py",
     "simulator.py",
+    "dtr_table.py",
+    "dtr_overhead.py",
+    "dtr_simulator.py",
     "demo.py",
 )
 
