@@ -1,8 +1,10 @@
 """Programs under `rotor.dtr.budget`: peak and time against the plain program, bit for bit.
 
-For each program of the tests and shares of its plain peak: the allocator's peak as a share of the
-budget, the time as a multiple of the plain one (medians of runs in turn), and operators run again.
-"least" is the smallest share, in steps of 5 %, at which the program finishes.
+For each program and shares of its plain peak: the allocator's peak as a share of the budget, the
+CPU time as a multiple of the plain one (medians of runs in turn, one thread), and operators run
+again. "least" is the smallest share, in steps of 5 %, at which the program finishes. The programs
+are those of the tests at the sizes below, at which an operator takes tens of microseconds or more;
+name some of them to see only those.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from dynamic_cases import CASES, Case, Plain, gpt, resnet, step
+from dynamic_cases import CASES, Case, Plain, gpt, lstm_cell, resnet, step, treelstm
 
 from rotor import dtr
 from rotor.errors import BudgetError
@@ -26,8 +28,10 @@ from rotor.errors import BudgetError
 SHARES = (0.8, 0.6, 0.4)
 ROUNDS = 5
 LARGER = {
-    "resnet": Case("resnet", lambda: resnet(batch=16, size=64)),
-    "gpt": Case("gpt", lambda: gpt(batch=8, length=48)),
+    "resnet": ("batch 16, 64 x 64", lambda: resnet(batch=16, size=64)),
+    "gpt": ("width 256, 2 x 256 tokens", lambda: gpt(batch=2, length=256, width=256)),
+    "lstm_cell": ("width 512, batch 64, 20 steps", lambda: lstm_cell(20, 64, 512)),
+    "treelstm": ("width 256, batch 64, 40 nodes", lambda: treelstm(40, 64, 256)),
 }
 
 
@@ -36,15 +40,15 @@ def seconds(plain: Plain, limits: list[int | None]) -> list[float]:
     times: list[list[float]] = [[] for _ in range(len(limits) + 1)]
     for _ in range(ROUNDS):
         model = copy.deepcopy(plain.model)
-        start = time.perf_counter()
+        start = time.process_time()
         step(model, plain.loss)
-        times[0].append(time.perf_counter() - start)
+        times[0].append(time.process_time() - start)
         for k, limit in enumerate(limits):
             model = copy.deepcopy(plain.model)
-            start = time.perf_counter()
+            start = time.process_time()
             with dtr.budget(limit):
                 step(model, plain.loss)
-            times[k + 1].append(time.perf_counter() - start)
+            times[k + 1].append(time.process_time() - start)
     return [statistics.median(row) for row in times]
 
 
@@ -65,8 +69,10 @@ def main() -> None:
         f"{'program':12}{'share':>7}{'budget kB':>11}{'peak/budget':>13}{'time':>7}{'again':>7}"
         f"{'equal':>7}"
     )
-    for name, small in CASES.items():
-        plain = Plain(LARGER.get(name, small))
+    for name in sys.argv[1:] or CASES:
+        size, make = LARGER.get(name, ("as in the tests", CASES[name].make))
+        print(f"{name}: {size}", flush=True)
+        plain = Plain(Case(name, make))
         least = next(k / 20 for k in range(1, 21) if runs(plain, k / 20))
         shares = [1.0, *(s for s in SHARES if s > least), least]
         limits = [int(plain.peak_bytes * share) for share in shares]

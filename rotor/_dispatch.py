@@ -170,6 +170,7 @@ def handler_parts(device: torch.device) -> tuple[Any, ...]:
         (torch.Tensor, torch.nn.Parameter),
         torch.strided,
         torch._C._is_torch_function_mode_enabled,
+        torch._C.DisableTorchFunction,
         torch._C._current_graph_task_id,
         torch.is_grad_enabled,
         torch.device("cpu"),

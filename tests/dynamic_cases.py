@@ -103,8 +103,8 @@ class _Gpt(nn.Module):
         return self.head(y)
 
 
-def gpt(batch: int = 4, length: int = 48) -> tuple[nn.Module, Loss]:
-    model = _Gpt(200, length, 64, 4)
+def gpt(batch: int = 4, length: int = 48, width: int = 64) -> tuple[nn.Module, Loss]:
+    model = _Gpt(200, length, width, 4)
     x = torch.randint(0, 200, (batch, length))
     target = torch.randint(0, 200, (batch * length,))
     return model, lambda m: F.cross_entropy(m(x).flatten(0, 1), target)
@@ -122,9 +122,9 @@ class _CellLoop(nn.Module):
         return h
 
 
-def lstm_cell(steps: int = 40, batch: int = 16) -> tuple[nn.Module, Loss]:
-    x = torch.randn(steps, batch, 32)
-    return _CellLoop(32), lambda m: m(x).square().mean()
+def lstm_cell(steps: int = 40, batch: int = 16, width: int = 32) -> tuple[nn.Module, Loss]:
+    x = torch.randn(steps, batch, width)
+    return _CellLoop(width), lambda m: m(x).square().mean()
 
 
 class _Recurrent(nn.Module):
@@ -172,10 +172,10 @@ class _ChildSum(nn.Module):
         return o.sigmoid() * c.tanh(), c
 
 
-def treelstm(nodes: int = 40, batch: int = 16) -> tuple[nn.Module, Loss]:
-    x = torch.randn(batch, 32)
+def treelstm(nodes: int = 40, batch: int = 16, width: int = 32) -> tuple[nn.Module, Loss]:
+    x = torch.randn(batch, width)
     tree = random_tree(nodes, 3)
-    return _ChildSum(32), lambda m: m(tree, x)[0].square().mean()
+    return _ChildSum(width), lambda m: m(tree, x)[0].square().mean()
 
 
 class _Unet(nn.Module):

@@ -489,41 +489,73 @@ static bool are_known_types(rotor_handler_t *self, PyObject *types) {
     return true;
 }
 
-PyObject *rotor_handler_run(rotor_handler_t *self, PyObject *const *args) {
-    PyObject *session = args[0], *func = args[1], *types = args[2];
+static PyObject *run(rotor_handler_t *self, PyObject *const *args, PyObject *kernel) {
     PyObject *kwargs = args[4] == Py_None || PyDict_GET_SIZE(args[4]) == 0 ? NULL : args[4];
     PyObject *results = NULL;
     enum rotor_reading found = READ_SLOW;
-    PyObject *kernel = PyDict_GetItemWithError(self->kernels, func);
+    run_t of = {
+        .session = args[0], .kernel = (rotor_kernel_t *)kernel, .args = args[3], .kwargs = kwargs};
+    if (of.kernel->is_view && self->has_views) {
+        return PyObject_Call(of.kernel->call, of.args, kwargs);
+    }
+    if (of.kernel->is_simple && self->observer == Py_None && !self->is_busy) {
+        self->is_busy = true;
+        found = run_operator(self, &of, &results);
+        rotor_handler_clear(self);
+        self->is_busy = false;
+        rotor_recorder_let_go(self->recorder);
+    }
+    return found != READ_SLOW
+               ? results
+               : PyObject_CallMethodObjArgs(args[0], self->names[NAME__handle], args[1], args[2],
+                                            args[3], args[4], NULL);
+}
+
+/* The same where no mode sees the functions of PyTorch that the handler uses. */
+static PyObject *run_without_functions(rotor_handler_t *self, PyObject *const *args,
+                                       PyObject *kernel) {
+    PyObject *context = PyObject_CallNoArgs(self->parts[PART_WITHOUT_FUNCTIONS]);
+    PyObject *entered =
+        context == NULL ? NULL : PyObject_CallMethodNoArgs(context, self->names[NAME___enter__]);
+    if (entered == NULL) {
+        Py_XDECREF(context);
+        return NULL;
+    }
+    Py_DECREF(entered);
+    PyObject *results = run(self, args, kernel);
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *left = PyObject_CallMethodObjArgs(context, self->names[NAME___exit__], Py_None,
+                                                Py_None, Py_None, NULL);
+    Py_DECREF(context);
+    if (left == NULL) {
+        Py_CLEAR(results);
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(traceback);
+        return NULL;
+    }
+    Py_DECREF(left);
+    PyErr_Restore(type, value, traceback);
+    return results;
+}
+
+PyObject *rotor_handler_run(rotor_handler_t *self, PyObject *const *args) {
+    PyObject *kernel = PyDict_GetItemWithError(self->kernels, args[1]);
     if (kernel == NULL && PyErr_Occurred()) {
         return NULL;
     }
-    if (kernel != NULL && are_known_types(self, types)) {
-        int in_functions = call_is_true(self->parts[PART_IN_FUNCTIONS]);
-        if (in_functions < 0) {
-            return NULL;
-        }
-        run_t run = {.session = session,
-                     .kernel = (rotor_kernel_t *)kernel,
-                     .args = args[3],
-                     .kwargs = kwargs};
-        if (in_functions == 0 && run.kernel->is_view && self->has_views) {
-            return PyObject_Call(run.kernel->call, run.args, kwargs);
-        }
-        if (in_functions == 0 && run.kernel->is_simple && self->observer == Py_None &&
-            !self->is_busy) {
-            self->is_busy = true;
-            Py_INCREF(kernel);
-            found = run_operator(self, &run, &results);
-            rotor_handler_clear(self);
-            self->is_busy = false;
-            rotor_recorder_let_go(self->recorder);
-            Py_DECREF(kernel);
-        }
+    if (kernel == NULL || !are_known_types(self, args[2])) {
+        return PyObject_CallMethodObjArgs(args[0], self->names[NAME__handle], args[1], args[2],
+                                          args[3], args[4], NULL);
     }
-    if (found != READ_SLOW) {
-        return results;
+    int in_functions = call_is_true(self->parts[PART_IN_FUNCTIONS]);
+    if (in_functions < 0) {
+        return NULL;
     }
-    return PyObject_CallMethodObjArgs(session, self->names[NAME__handle], func, types, args[3],
-                                      args[4], NULL);
+    Py_INCREF(kernel);
+    PyObject *results =
+        in_functions ? run_without_functions(self, args, kernel) : run(self, args, kernel);
+    Py_DECREF(kernel);
+    return results;
 }

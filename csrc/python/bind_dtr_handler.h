@@ -8,7 +8,8 @@
 #define HANDLER_NAMES(name)                                                                       \
     name(shape) name(stride) name(dtype) name(layout) name(device) name(is_cpu) name(is_neg)      \
         name(is_conj) name(storage_offset) name(untyped_storage) name(nbytes) name(_ref_of)       \
-            name(_catch_up) name(_make_room) name(_handle) name(_complete_odd)
+            name(_catch_up) name(_make_room) name(_handle) name(_complete_odd) name(__enter__)    \
+                name(__exit__)
 
 enum {
 #define AS_ENUM(name) NAME_##name,
@@ -23,6 +24,7 @@ enum {
     PART_PLAIN_TYPES,
     PART_STRIDED,
     PART_IN_FUNCTIONS,
+    PART_WITHOUT_FUNCTIONS,
     PART_GRAPH_TASK,
     PART_GRAD_ENABLED,
     PART_CPU,
