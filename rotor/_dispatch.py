@@ -183,6 +183,7 @@ def handler_parts(device: torch.device) -> tuple[Any, ...]:
         "_cdata",
         _CPU_FLAGS,
         (torch.dtype, torch.layout, torch.device, torch.memory_format),
+        None if device.type == "cpu" else torch.cuda.is_current_stream_capturing,
         getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
     )
 

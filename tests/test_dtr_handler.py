@@ -11,7 +11,7 @@ import torch
 from dynamic_cases import CASES, Plain
 
 from rotor import _core, _dispatch, dtr
-from rotor.dtr import signatures
+from rotor.dtr import runtime, signatures
 from rotor.dtr.operators import Operator
 
 aten = torch.ops.aten
@@ -173,3 +173,30 @@ def test_arguments_are_checked():
         _core.Handler(session._book, (), {}, {}, torch.device("cpu"), 1, 256, 64, True)
     with pytest.raises(TypeError):
         _core.StorageRef(torch.ones(1).untyped_storage(), print)
+
+
+def test_while_a_cuda_graph_is_captured_python_decides(monkeypatch):
+    parts = _dispatch.handler_parts
+    asked = []
+    seen = []
+
+    def capturing() -> bool:
+        asked.append(True)
+        return len(asked) > 3
+
+    monkeypatch.setattr(
+        _dispatch, "handler_parts", lambda device: (*parts(device)[:-2], capturing, None)
+    )
+    monkeypatch.setattr(
+        runtime.Session, "_handle", lambda self, func, types, args, kwargs: seen.append(func)
+    )
+    x = torch.ones(100)
+    mul = aten.mul.Tensor
+    with dtr.budget(None, guard=False) as session:
+        kernel = session._handler.kernels[mul] = Operator(mul).kernel
+        session._ref_of(x)
+        key = session._handler.signature(kernel, (x, x), {})
+        session._needs[key] = _core.Needs(400, 0, True)
+        found = [mul(x, x) for _ in range(5)]
+    assert [value is None for value in found] == [False] * 3 + [True] * 2
+    assert seen == [mul] * 2

@@ -498,7 +498,12 @@ static PyObject *run(rotor_handler_t *self, PyObject *const *args, PyObject *ker
     if (of.kernel->is_view && self->has_views) {
         return PyObject_Call(of.kernel->call, of.args, kwargs);
     }
-    if (of.kernel->is_simple && self->observer == Py_None && !self->is_busy) {
+    int is_capturing =
+        self->parts[PART_CAPTURING] == Py_None ? 0 : call_is_true(self->parts[PART_CAPTURING]);
+    if (is_capturing < 0) {
+        return NULL;
+    }
+    if (of.kernel->is_simple && self->observer == Py_None && !self->is_busy && !is_capturing) {
         self->is_busy = true;
         found = run_operator(self, &of, &results);
         rotor_handler_clear(self);

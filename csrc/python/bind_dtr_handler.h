@@ -33,7 +33,8 @@ enum {
     PART_KEY_NAME,
     PART_CPU_FLAGS, /* how many of the flags matter to the CPU */
     PART_SETTING_TYPES,
-    PART_EXCHANGE, /* DLPack's capsule, or None */
+    PART_CAPTURING, /* whether a CUDA graph is being captured; None on the CPU */
+    PART_EXCHANGE,  /* DLPack's capsule, or None */
     PART_COUNT
 };
 
