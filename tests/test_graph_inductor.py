@@ -299,7 +299,8 @@ def check(seed):
     start = copy.deepcopy(model.state_dict())
     planned_call.set_program(in_order(planned_call.lowered))
     reference = step(model, planned_call, args, kwargs, seed=seed)
-    if not {"dropout", "noise"} & set(model.kinds):
+    # Statistics of a few numbers make rounding large.
+    if not {"dropout", "noise", "batch_norm"} & set(model.kinds):
         eager = step(twin, twin, args, kwargs, seed=seed)
         eager.rng = reference.rng
         # Gradients that are zero but for rounding are compared with 1e-3.
