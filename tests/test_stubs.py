@@ -29,6 +29,19 @@ def methods_of(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
     return {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
 
 
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    """Those that may be set."""
+    return {
+        item.target.id
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+
+
+def is_data(member: Any) -> bool:
+    return inspect.isgetsetdescriptor(member) or inspect.ismemberdescriptor(member)
+
+
 def is_property(node: ast.FunctionDef) -> bool:
     return any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
 
@@ -80,11 +93,14 @@ def test_functions(name):
 def test_classes(name):
     cls, node = getattr(_core, name), CLASSES[name]
     stubbed = methods_of(node)
-    assert public(vars(cls)) == public(stubbed)
+    assert public(vars(cls)) == public(stubbed) | attributes_of(node)
     assert inspect.getdoc(cls)
+    for attribute in attributes_of(node):
+        assert is_data(vars(cls)[attribute])
+        assert inspect.getdoc(vars(cls)[attribute])
     for method_name in public(stubbed):
         member, stub = vars(cls)[method_name], stubbed[method_name]
-        assert inspect.isgetsetdescriptor(member) == is_property(stub)
+        assert is_data(member) == is_property(stub)
         assert inspect.getdoc(member)
         if not is_property(stub):
             assert real_parameters(member) == parameters(stub)
