@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchvision_standins import import_torchvision
 
 __all__ = [
     "CLASSES",
@@ -32,12 +33,6 @@ __all__ = [
     "transcribed",
     "whisper_inputs",
 ]
-
-_libraries: list[torch.library.Library] = []
-_STAND_INS = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-)
 
 BATCH = 4
 CLASSES = 10
@@ -70,21 +65,11 @@ class Sample:
 
 def prepare(package: str) -> None:
     """Import a package; ImportError where it, or something that it needs, is absent."""
-    if not _libraries and package != "torch":
-        try:
-            importlib.import_module("torchvision")
-        except ModuleNotFoundError:
-            if package == "torchvision":
-                raise
-        except RuntimeError:
-            import sys
-
-            for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
-                del sys.modules[name]
-            library = torch.library.Library("torchvision", "FRAGMENT")
-            for definition in _STAND_INS:
-                library.define(definition)
-            _libraries.append(library)
+    try:
+        import_torchvision()
+    except ModuleNotFoundError:
+        if package == "torchvision":
+            raise
     importlib.import_module(package)
 
 

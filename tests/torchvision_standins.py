@@ -22,14 +22,13 @@ _DEFINITIONS = (
 _libraries: list[torch.library.Library] = []
 
 
-def import_torchvision_models() -> ModuleType:
-    """Return ``torchvision.models``; skip the calling module where torchvision is absent."""
+def import_torchvision() -> None:
+    """Import torchvision, with stand-ins where needed; ModuleNotFoundError where it is absent."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return importlib.import_module("torchvision.models")
-        except ModuleNotFoundError as error:
-            pytest.skip(f"comparison with torchvision: {error}", allow_module_level=True)
+            importlib.import_module("torchvision.models")
+            return
         except RuntimeError as error:
             if "torchvision::" not in str(error) or _libraries:
                 raise
@@ -39,4 +38,13 @@ def import_torchvision_models() -> ModuleType:
         _libraries.append(library)
         for definition in _DEFINITIONS:
             library.define(definition)
-        return importlib.import_module("torchvision.models")
+        importlib.import_module("torchvision.models")
+
+
+def import_torchvision_models() -> ModuleType:
+    """Return ``torchvision.models``; skip the calling module where torchvision is absent."""
+    try:
+        import_torchvision()
+    except ModuleNotFoundError as error:
+        pytest.skip(f"comparison with torchvision: {error}", allow_module_level=True)
+    return sys.modules["torchvision.models"]
