@@ -21,7 +21,7 @@ def test_twenty_thousand_operators_leave_no_references():
     x = torch.randn(64, 8, requires_grad=True)
     w = torch.randn(8, 8)
     number = 123456789.25
-    parts: list[Any] = [x, w, torch.float32, torch.strided, torch.Tensor, number, None]
+    parts: list[Any] = [x, w, torch.float32, torch.strided, torch.Tensor, number]
 
     def work(count: int) -> None:
         for _ in range(count):
@@ -49,9 +49,7 @@ def test_twenty_thousand_operators_leave_no_references():
         assert session.counters()["current_bytes"] == counters["current_bytes"]
         # One lost in each round would be 2,520; other code of the process makes some, too.
         assert len(gc.get_objects()) <= objects + 1_000
-    changes = [abs(b - a) for a, b in zip(before, after, strict=True)]
-    assert max(changes[:-1]) <= 1_000
-    assert changes[-1] < 20_000  # Of None: other objects go meanwhile that hold thousands.
+    assert all(abs(b - a) <= 1_000 for a, b in zip(before, after, strict=True))
 
 
 def test_sessions_are_let_go():
