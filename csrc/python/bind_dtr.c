@@ -452,22 +452,31 @@ static PyMethodDef recorder_methods[] = {
 };
 
 static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"heuristic", "budget", "seed", "sample", "ignore_small", NULL};
+    static char *names[] = {
+        "heuristic",         "budget", "seed", "sample", "ignore_small", "rebuild_every",
+        "mixes_temporaries", NULL};
     const char *heuristic;
     long long budget;
     unsigned long long seed = 0;
+    long long rebuild_every = 16;
     int sample = 0;
     int ignore_small = 0;
+    int mixes_temporaries = 0;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sL|Kpp", names, &heuristic, &budget, &seed,
-                                     &sample, &ignore_small)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sL|KppLp", names, &heuristic, &budget, &seed,
+                                     &sample, &ignore_small, &rebuild_every, &mixes_temporaries)) {
         return NULL;
+    }
+    if (rebuild_every < 0) {
+        return PyErr_Format(PyExc_ValueError, "rebuild_every must not be negative, got %lld",
+                            rebuild_every);
     }
     rotor_recorder_options_t options = {
         .budget = budget < 0 ? ROTOR_UNLIMITED : budget,
+        .mixes_temporaries = mixes_temporaries != 0,
         .eviction = {.heuristic = rotor_find_heuristic(heuristic),
                      .seed = seed,
-                     .rebuild_every = 16,
+                     .rebuild_every = rebuild_every,
                      .sample = sample != 0,
                      .ignore_small = ignore_small != 0},
     };
@@ -534,7 +543,8 @@ static void recorder_dealloc(PyObject *object) {
 }
 
 PyDoc_STRVAR(recorder_doc,
-             "Recorder(heuristic, budget, seed=0, sample=False, ignore_small=False)\n--\n\n"
+             "Recorder(heuristic, budget, seed=0, sample=False, ignore_small=False, "
+             "rebuild_every=16, mixes_temporaries=False)\n--\n\n"
              "The book of a program that runs under a budget (csrc/rotor/recorder.h).");
 
 static PyType_Slot recorder_slots[] = {

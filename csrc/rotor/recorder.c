@@ -374,6 +374,15 @@ int rotor_recorder_replayed(rotor_recorder_t *self, int64_t cost_ns) {
 
 /* Room. */
 
+/* The oldest temporary that may go; -1 for none. */
+static int32_t free_temporary(const rotor_recorder_t *self) {
+    int32_t node = self->options.mixes_temporaries ? -1 : self->first_temporary;
+    while (node >= 0 && self->eviction.candidates[node].locks != 0) {
+        node = self->nodes[node].next;
+    }
+    return node;
+}
+
 int rotor_recorder_make_room(rotor_recorder_t *self, int64_t bytes, int32_t *node) {
     int ret;
 
@@ -382,23 +391,18 @@ int rotor_recorder_make_room(rotor_recorder_t *self, int64_t bytes, int32_t *nod
         self->current_bytes <= self->options.budget - bytes) {
         return ROTOR_OK;
     }
-    for (*node = self->first_temporary; *node >= 0; *node = self->nodes[*node].next) {
-        if (self->eviction.candidates[*node].locks == 0) {
-            break;
-        }
+    *node = free_temporary(self);
+    if (*node < 0 &&
+        (ret = rotor_eviction_choose(&self->eviction, self->clock, node)) != ROTOR_OK) {
+        return ret;
     }
-    if (*node >= 0) {
-        if ((ret = tell(self, ROTOR_DROPPED, *node)) != ROTOR_OK) {
-            return ret;
-        }
-    } else {
-        if ((ret = rotor_eviction_choose(&self->eviction, self->clock, node)) != ROTOR_OK) {
-            return ret;
-        }
-        if (*node < 0) {
-            *node = -2;
-            return ROTOR_OK;
-        }
+    if (*node < 0) {
+        *node = -2;
+        return ROTOR_OK;
+    }
+    if (node_is(self, *node, ROTOR_NODE_TEMPORARY) &&
+        (ret = tell(self, ROTOR_DROPPED, *node)) != ROTOR_OK) {
+        return ret;
     }
     self->evictions++;
     ret = leave_memory(self, *node);

@@ -8,7 +8,8 @@
  * remembered with its inputs for as long as one of its outputs is. A node is remembered while the
  * program holds its storage (it is live) or a remembered operation reads it (it is needed). One that
  * is not live any more leaves memory at once; when it is computed again, as an input of something
- * else, it stays as a temporary, and temporaries are the first to be evicted, oldest first.
+ * else, it stays as a temporary, and temporaries are the first to be evicted, oldest first
+ * (unless the options mix them with the rest).
  *
  * An operation of the program:
  *     begin(inputs)                 locks them
@@ -87,7 +88,8 @@ typedef struct {
 
 typedef struct {
     rotor_eviction_options_t eviction;
-    int64_t budget; /* bytes, or ROTOR_UNLIMITED */
+    int64_t budget;         /* bytes, or ROTOR_UNLIMITED */
+    bool mixes_temporaries; /* they are evicted when the heuristic says so, not first */
 } rotor_recorder_options_t;
 
 typedef struct {

@@ -123,6 +123,36 @@ static void test_a_chain_in_little_memory(void) {
     rotor_recorder_free(&book);
 }
 
+/* Temporaries are as good as anything else where the options say so. */
+static void test_temporaries_may_be_mixed_with_the_rest(void) {
+    int64_t temporary[2];
+    for (int mixed = 0; mixed < 2; mixed++) {
+        rotor_recorder_options_t options = options_of("LRU", 40);
+        options.mixes_temporaries = mixed != 0;
+        rotor_recorder_t book;
+        int32_t source, early, dropped, late, other, chosen;
+        rotor_recorder_init(&book, &options);
+        CHECK(rotor_recorder_source(&book, 0, false, &source) == ROTOR_OK);
+        CHECK(operate(&book, &source, 1, 10, -1, &dropped) == ROTOR_OK);
+        CHECK(operate(&book, &dropped, 1, 10, -1, &late) == ROTOR_OK);
+        CHECK(rotor_recorder_dead(&book, dropped) == ROTOR_OK);
+        CHECK(operate(&book, &source, 1, 10, -1, &early) == ROTOR_OK);
+        CHECK(operate(&book, &source, 1, 10, -1, &other) == ROTOR_OK); /* Time passes. */
+        CHECK(rotor_recorder_dead(&book, other) == ROTOR_OK);
+        /* Makes `late` go, and computes it again by way of `dropped`. */
+        CHECK(rotor_recorder_make_room(&book, 30, &chosen) == ROTOR_OK && chosen == late);
+        CHECK(operate(&book, &late, 1, 10, -1, &other) == ROTOR_OK);
+        CHECK(rotor_recorder_is_material(&book, dropped) && book.replays == 2);
+        CHECK(rotor_recorder_make_room(&book, 10, &chosen) == ROTOR_OK);
+        CHECK(chosen == (mixed ? early : dropped));
+        temporary[mixed] = book.event_count;
+        book.event_count = 0;
+        rotor_recorder_free(&book);
+    }
+    /* That a temporary goes is told. */
+    CHECK(temporary[0] == 1 && temporary[1] == 0);
+}
+
 static void test_running_out_of_memory(void) {
     for (int64_t n = 1;; n++) {
         rotor_recorder_options_t options = options_of("DTREqClass", 60);
@@ -292,6 +322,7 @@ static void test_removal_from_the_engine(void) {
 
 static const test_case_t cases[] = {
     {"a_chain_in_little_memory", test_a_chain_in_little_memory},
+    {"temporaries_may_be_mixed_with_the_rest", test_temporaries_may_be_mixed_with_the_rest},
     {"running_out_of_memory", test_running_out_of_memory},
     {"no_room", test_no_room},
     {"pinning_cuts_a_node_off", test_pinning_cuts_a_node_off},
