@@ -6,7 +6,6 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ import torch
 
 from rotor import _torch
 from rotor.algorithms.curve import Curve
-from rotor.checkpointable import METERED_STEPS
-from rotor.dynamic import DynamicSteps
 from rotor.dynamic_plan import DynamicPlan
 from rotor.errors import CaptureError, InfeasibleError
 from rotor.graph import planner
@@ -32,10 +29,10 @@ from rotor.graph.engine import (
 )
 from rotor.graph.graph import Graph
 from rotor.graph.loading import loaded_plan
-from rotor.graph.pieced import PiecesPlan, PiecesStep, learn, make_pieces_plan, pieces_curve
-from rotor.graph.pieces import Captures, Pieces, discover
+from rotor.graph.pieced import PiecesPlan, make_pieces_plan, pieces_curve
 from rotor.graph.program import Program
 from rotor.graph.recorded import MEASURED, price, source_of
+from rotor.graphed_pieces import PiecesSteps
 from rotor.metering import StepBytes, cancel_running
 from rotor.progress import progress
 from rotor.report.text import (
@@ -62,7 +59,7 @@ AnyPlan = GraphPlan | PiecesPlan | DynamicPlan
 _HOPELESS = 4
 
 
-class GraphCheckpointable(DynamicSteps):
+class GraphCheckpointable(PiecesSteps):
     """What `Checkpointable` makes of a module that is no ``nn.Sequential``.
 
     The first training forward of each signature captures forward, loss (``loss_fn=``) and backward
@@ -75,11 +72,9 @@ class GraphCheckpointable(DynamicSteps):
     _steps: dict[Any, CapturedStep]
     _plans: dict[Any, AnyPlan]
     _latest: AnyPlan | None
-    _pieces: dict[Any, Pieces]
     _pending: weakref.ref[torch.Tensor] | None
     _structure: Structure
     _learned_loss: dict[Any, int]
-    _profile: Any
     _unplanned: set[Any]
 
     def _begin(self) -> None:
@@ -375,14 +370,6 @@ class GraphCheckpointable(DynamicSteps):
         self.__dict__.update(_latest=plan, _latest_key=key)
         return plan
 
-    def _dynamic_plan(self, key: Any) -> DynamicPlan:
-        device, reason = self._reasons[key]
-        for plan in self._plans.values():
-            if isinstance(plan, DynamicPlan) and plan.device == device:
-                return plan
-        limit = self._limit_on(device)
-        return DynamicPlan(device, limit, reason, assumed_loss_bytes=self.loss_tmp_memory_usage)
-
     def _make_program(self, key: Any, reserve_bytes: int) -> GraphPlan:
         step = self._steps[key]
         limit = self._limit_on(step.device)
@@ -506,27 +493,6 @@ class GraphCheckpointable(DynamicSteps):
             f"{error}",
         )
 
-    def _without_pieces(
-        self, key: Any, plan: PiecesPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
-    ) -> PiecesPlan | DynamicPlan:
-        """The dynamic engine's plan where that keeps the limit, which the pieces do not."""
-        plan.is_over = False
-        dynamic = self._dynamic_plan(key)
-        cancel_running()
-        try:
-            self._try_dynamically(dynamic, args, targets, kwargs)
-        except InfeasibleError:
-            self._warn_once("over", plan.told_over())
-            return plan
-        self._warn_once(
-            "over",
-            f"{plan.told_over()}. The dynamic engine keeps the limit: from now on it runs the "
-            "model, evicts and recomputes while a step runs, and nothing is planned",
-        )
-        del self._pieces[key]
-        self._plans[key] = dynamic
-        return dynamic
-
     def _step(
         self, key: Any, plan: GraphPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
@@ -558,39 +524,6 @@ class GraphCheckpointable(DynamicSteps):
             if meter is not None:
                 meter.forward_done(tensors)
         return output
-
-    def _search_pieces(self, key: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        cancel_running()
-        old = self._pieces.pop(key, None)
-        captures = old.captures if old else None
-        if captures is None:
-            options = {"effort": "fast"} | self._options
-            captures = Captures(self._reasons[key][0], partial(price, self._profile), options)
-        with progress(1, "capturing the parts of the model") as update:
-            found = discover(self.module, args, kwargs, captures, update)
-        if found is not None:
-            self._pieces[key] = found if old is None else found.with_earlier(old)
-
-    def _step_by_pieces(
-        self, plan: PiecesPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        meter = self._start_meter(plan)
-        with PiecesStep(plan, meter) as pieces:
-            output = self.module.forward(*args, **kwargs)
-        self.__dict__["_pending"] = pieces.token
-        if meter is not None:
-            plan.existing_bytes = sum(
-                p.grad.nbytes for p in self.module.parameters() if p.grad is not None
-            )
-            meter.forward_done(tensors_within(output))
-        return self._with_loss(output, targets)
-
-    def _learn_pieces(self, plan: PiecesPlan, step: StepBytes) -> None:
-        could_do_better = learn(plan, step)
-        plan.outdated = could_do_better
-        over = step.peak_bytes > plan.limit_bytes
-        if over and (not could_do_better or plan.meterings >= METERED_STEPS):
-            plan.is_over = True
 
     def _learn(self, plan: Any, step: StepBytes) -> None:
         if isinstance(plan, GraphPlan):

@@ -71,7 +71,7 @@ LAYERS = [
             "rotor.dynamic_plan",
         ],
     ),
-    ("reports", ["rotor.report", "rotor.graph.drawing"]),
+    ("reports", ["rotor.report", "rotor.graph.drawing", "rotor.tracing"]),
     ("experiments", ["rotor.experiments"]),
     (
         "wrapper",
@@ -79,6 +79,7 @@ LAYERS = [
             "rotor.checkpointable",
             "rotor.chained",
             "rotor.dynamic",
+            "rotor.graphed_pieces",
             "rotor.graphed",
             "rotor.graphed_inductor",
         ],
