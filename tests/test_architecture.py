@@ -40,7 +40,14 @@ LAYERS = [
     ("private PyTorch names", ["rotor._torch", "rotor._inductor", "rotor._dispatch"]),
     (
         "values and probes",
-        ["rotor.values", "rotor.memory", "rotor.timing", "rotor.transparent", "rotor.environment"],
+        [
+            "rotor.values",
+            "rotor.memory",
+            "rotor.timing",
+            "rotor.transparent",
+            "rotor.environment",
+            "rotor.distributed",
+        ],
     ),
     (
         "execution",

@@ -1,0 +1,210 @@
+"""Decisions that several processes make together: the same plan on every rank.
+
+Plans rest on measured times, and times differ between processes. Where a schedule holds collective
+operations (parameters gathered by FSDP2), different plans would wait for each other for ever; where
+it does not, as under DistributedDataParallel, different plans are only hard to follow. Here ranks
+show each other what they have measured, and one of them decides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+
+__all__ = ["RankError", "Ranks", "agree", "digest"]
+
+T = TypeVar("T")
+
+
+class RankError(RuntimeError):
+    """Another rank cannot go on, or the ranks do not fit together; raised on all of them."""
+
+
+_hosts: dict[int, Any] = {}
+"""The groups of the host, by the identity of the group that they stand for."""
+
+
+def _host_group(group: Any) -> Any:
+    """A group of the same ranks whose collectives take tensors of the CPU."""
+    if "cpu:gloo" in str(distributed.get_backend_config(group)):
+        return group
+    if id(group) not in _hosts:
+        _hosts[id(group)] = distributed.new_group(
+            distributed.get_process_group_ranks(group),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        weakref.finalize(group, _hosts.pop, id(group), None)
+    return _hosts[id(group)]
+
+
+class Ranks:
+    """The processes of a group, as those who decide together.
+
+    Every method is a collective operation: each rank of the group has to call it, in the same
+    order as the others. They work on the host, with gloo, whatever the group's own backend is.
+
+    Parameters
+    ----------
+    group
+        A process group; the default one without it.
+
+    Attributes
+    ----------
+    rank, size
+        This process's number in the group, and how many there are.
+
+    Raises
+    ------
+    RuntimeError
+        No process group was initialised, or this process does not belong to the group.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        if not (distributed.is_available() and distributed.is_initialized()):
+            raise RuntimeError(
+                "ranks can only agree in a process group: call "
+                "torch.distributed.init_process_group() first"
+            )
+        group = distributed.group.WORLD if group is None else group
+        self.rank = distributed.get_rank(group)
+        self.size = distributed.get_world_size(group)
+        if self.rank < 0:
+            raise RuntimeError("this process does not belong to the process group")
+        self._group = _host_group(group)
+        self._first = distributed.get_global_rank(self._group, 0)
+
+    def exchange(self, value: T) -> list[T]:
+        """What every rank gave, in the order of ranks; pickled."""
+        found: list[Any] = [None] * self.size
+        distributed.all_gather_object(found, value, group=self._group)
+        return found
+
+    def exchange_ints(self, *numbers: int) -> list[tuple[int, ...]]:
+        """The int64 numbers of every rank, in the order of ranks: cheaper than `exchange`."""
+        given = torch.tensor(numbers, dtype=torch.int64)
+        found = [torch.empty_like(given) for _ in range(self.size)]
+        distributed.all_gather(found, given, group=self._group)
+        return [tuple(numbers.tolist()) for numbers in found]
+
+    def broadcast(self, value: T | None) -> T:
+        """What the first rank gave."""
+        cell: list[Any] = [value]
+        distributed.broadcast_object_list(
+            cell, src=self._first, group=self._group, device=torch.device("cpu")
+        )
+        found: T = cell[0]
+        return found
+
+    def decide(self, decision: Callable[[], T]) -> T:
+        """What `decision` returns on the first rank, which alone calls it.
+
+        Raises
+        ------
+        Exception
+            What it raises there is raised on every rank.
+        """
+        outcome: tuple[T | None, Exception | None] | None = None
+        if self.rank == 0:
+            try:
+                outcome = decision(), None
+            except Exception as error:
+                outcome = None, error
+        value, failure = self.broadcast(outcome)
+        if failure is not None:
+            raise failure
+        return value  # type: ignore[return-value]
+
+    def all_well(self, error: Exception | None) -> None:
+        """Raise on every rank where one of them has an error.
+
+        Raises
+        ------
+        Exception
+            `error`, on a rank that has one.
+        RankError
+            On the others; it names the rank and its error.
+        """
+        told = None if error is None else f"{type(error).__name__}: {error}"
+        found = self.exchange(told)
+        if error is not None:
+            raise error
+        for rank, message in enumerate(found):
+            if message is not None:
+                raise RankError(f"rank {rank} of {self.size} cannot go on: {message}")
+
+    def all_same(self, value: T, what: str, cure: str) -> T:
+        """The value that all ranks have.
+
+        Parameters
+        ----------
+        value
+            Compared by ``==``.
+        what, cure
+            For the message: what it is, in the plural, and what to do.
+
+        Raises
+        ------
+        RankError
+            They differ; names two ranks and what they have.
+        """
+        found = self.exchange(value)
+        for rank, other in enumerate(found):
+            if other != found[0]:
+                raise RankError(
+                    f"the {what} differ between ranks: rank 0 has {found[0]}, rank {rank} has "
+                    f"{other}. {cure}"
+                )
+        return value
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "process groups cannot be pickled or copied: make the model anew in the other process"
+        )
+
+
+def digest(value: Any) -> int:
+    """A number, the same in every process, that stands for a value with a faithful ``repr``."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "little")
+
+
+def agree(
+    value: T,
+    group: Any = None,
+    *,
+    merge: Callable[[list[Any]], Any] | None = None,
+    plan: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Plan from what every rank knows, once, and give the plan to all of them.
+
+    A collective operation over `group`.
+
+    Parameters
+    ----------
+    value
+        What this rank measured; anything that can be pickled.
+    group
+        A process group; the default one without it.
+    merge
+        Makes one value of the list of all ranks', in their order; by default the first rank's is
+        taken.
+    plan
+        Makes the plan from the merged value; called on the first rank only. What it raises there,
+        an `InfeasibleError` say, is raised on every rank.
+
+    Returns
+    -------
+    The plan, or the merged value where there is no `plan`.
+
+    Examples
+    --------
+    ``agree(measured_ns, group, merge=max)`` gives every rank the largest time.
+    """
+    ranks = Ranks(group)
+    merged = ranks.broadcast(value) if merge is None else merge(ranks.exchange(value))
+    return merged if plan is None else ranks.decide(lambda: plan(merged))
