@@ -184,6 +184,25 @@ def aot_backend(
     )
 
 
+def in_ddp() -> bool:
+    """Whether the forward of a DistributedDataParallel is running."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel._get_active_ddp_module() is not None
+
+
+@contextmanager
+def one_graph() -> Iterator[None]:
+    """A context in which dynamo does not cut graphs at the buckets of DistributedDataParallel."""
+    if not in_ddp():
+        yield
+        return
+    from torch._dynamo import config
+
+    with config.patch(optimize_ddp=False):
+        yield
+
+
 @contextmanager
 def capturing() -> Iterator[None]:
     """A context in which captured code may log: its loggers are silent, ``print`` comes later.
@@ -291,6 +310,16 @@ def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
 
+def record_cuda_history(enabled: bool) -> None:
+    """Begin or end to record what CUDA's allocator does, with stacks of Python."""
+    torch.cuda.memory._record_memory_history("all" if enabled else None, stacks="python")
+
+
+def dump_cuda_snapshot(path: Path) -> None:
+    """Write the state of CUDA's allocator, and what was recorded, to a file."""
+    torch.cuda.memory._dump_snapshot(str(path))
+
+
 # -- what is needed
 
 SUPPORTED = "PyTorch 2.11 to 2.13"
@@ -320,6 +349,8 @@ _REQUIRED = (
     "autograd.Variable._execution_engine.run_backward",
     "autograd.profiler.KinetoStepTracker._step_dict",
     "autograd.profiler._is_profiler_enabled",
+    "cuda.memory._dump_snapshot",
+    "cuda.memory._record_memory_history",
     "utils._pytree.tree_flatten",
     "utils._pytree.tree_unflatten",
 )

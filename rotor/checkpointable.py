@@ -21,6 +21,7 @@ from rotor.metering import StepBytes, StepMeter
 from rotor.report.plot import plot_timeline
 from rotor.stages import Structure, refuse_sharded
 from rotor.timelines import Timeline
+from rotor.tracing import is_trace, write_plan_trace
 from rotor.transparent import TransparentModule
 from rotor.units import format_bytes, parse_bytes
 from rotor.values import tensors_of
@@ -265,27 +266,47 @@ class Checkpointable(TransparentModule):
         """A table of the parts of the model and what the plan does with them."""
         raise NotImplementedError
 
-    def report(self, path: str | os.PathLike[str] | None = None) -> str:
+    def report(self, path: str | os.PathLike[str] | None = None, *, snapshot: bool = False) -> str:
         """Limit, predicted and measured peak, and time, as text.
 
         Parameters
         ----------
         path
-            Write a page to this file too: HTML that needs nothing else, with the live bytes over
-            time, predicted and measured, and what is kept, dropped and recomputed.
+            Write this file too. ``.html``: a page that needs nothing else, with the live bytes over
+            time, predicted and measured, and what is kept, dropped and recomputed. ``.json`` or
+            ``.json.gz``: the same as a trace, which https://ui.perfetto.dev and chrome://tracing
+            open.
+        snapshot
+            Save the snapshot of CUDA's allocator beside that file, ending in ``.pickle``, for
+            https://pytorch.org/memory_viz. It holds what was recorded:
+            `rotor.memory.record_history`.
 
         Raises
         ------
         ValueError
-            There is no plan; the path does not end in .html; a page is wanted of a model that runs
-            without a graph.
+            There is no plan; the path ends otherwise; a page is wanted of a model that runs without
+            a graph; a trace is, and no step was metered.
+        RuntimeError
+            A snapshot is wanted, and there is no CUDA.
         """
         text = self._report()
-        if path is not None:
-            page = Path(path)
-            if page.suffix.lower() not in (".html", ".htm"):
-                raise ValueError(f"a report is written as a page, to a .html file, not {page.name}")
-            self._write_page(page)
+        if path is None:
+            if snapshot:
+                raise ValueError("snapshot=True saves a file beside the report: give it a path")
+            return text
+        file = Path(path)
+        is_page = file.suffix.lower() in (".html", ".htm")
+        if not is_page and not is_trace(file):
+            raise ValueError(
+                "a report is written as a page, to a .html file, or as a trace, to a .json or "
+                f".json.gz file, not {file.name}"
+            )
+        if snapshot:
+            memory.save_snapshot(file.with_name(file.name.split(".")[0] + ".pickle"))
+        if is_page:
+            self._write_page(file)
+        else:
+            write_plan_trace(self._planned(), file)
         return text
 
     def _report(self) -> str:

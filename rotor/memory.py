@@ -7,11 +7,14 @@ kernel takes from elsewhere is seen by neither, and resident set size is no meas
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -27,7 +30,9 @@ __all__ = [
     "Segment",
     "free_bytes",
     "meter",
+    "record_history",
     "rounded_bytes",
+    "save_snapshot",
     "storage_bytes",
 ]
 
@@ -464,6 +469,58 @@ def meter(
     if device.type == "cpu":
         return _CpuMeter(device, list(existing), timeline)
     return _CudaMeter(device)
+
+
+@contextmanager
+def record_history(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
+    """Record what CUDA's allocator does, with the lines of code that asked for it.
+
+    Around a training step it tells where each byte came from, beside what a plan predicts.
+
+    Parameters
+    ----------
+    path
+        Where to save the snapshot in the end, also after an error such as out of memory: a
+        ``.pickle`` file for https://pytorch.org/memory_viz. Without one, use
+        ``report(path, snapshot=True)`` inside.
+
+    Raises
+    ------
+    RuntimeError
+        PyTorch sees no CUDA device.
+    """
+    _check_cuda()
+    _torch.record_cuda_history(True)
+    try:
+        yield
+    finally:
+        try:
+            if path is not None:
+                save_snapshot(path)
+        finally:
+            _torch.record_cuda_history(False)
+
+
+def save_snapshot(path: str | os.PathLike[str]) -> Path:
+    """Save the state of CUDA's allocator, and the history that was recorded; gives the path.
+
+    Raises
+    ------
+    RuntimeError
+        PyTorch sees no CUDA device.
+    """
+    _check_cuda()
+    path = Path(path)
+    _torch.dump_cuda_snapshot(path)
+    return path
+
+
+def _check_cuda() -> None:
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "snapshots are those of CUDA's allocator, and PyTorch sees no CUDA device here: on the "
+            'CPU, report("trace.json") has the bytes of the last metered step over time'
+        )
 
 
 def _checked(device: torch.device | str) -> torch.device:

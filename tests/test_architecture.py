@@ -63,6 +63,7 @@ LAYERS = [
             "rotor.graph.rewrite",
             "rotor.graph.lowering",
             "rotor.graph.emit",
+            "rotor.graph.early",
             "rotor.graph.inductor",
             "rotor.graph.capture",
             "rotor.graph.profile",
@@ -130,7 +131,7 @@ C_LAYERS = [
     ["envelope", "log", "log_reader", "log_fields", "log_instructions"],
     ["frontier", "persistent", "persistent_kernel", "floating", "revolve"],
     ["eviction", "regions", "neighbourhoods"],
-    ["replay", "replay_tensors", "recorder", "recorder_queries"],
+    ["replay", "replay_tensors", "recorder", "recorder_keeping", "recorder_queries"],
     [
         "planner",
         "planner_private",

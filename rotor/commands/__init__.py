@@ -8,7 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["add_output", "columns", "give", "number", "say", "tell", "write_json"]
+__all__ = [
+    "add_output",
+    "add_trace",
+    "check_pages",
+    "columns",
+    "give",
+    "number",
+    "say",
+    "tell",
+    "write_json",
+]
 
 
 def say(text: str = "") -> None:
@@ -52,6 +62,24 @@ def add_output(sub: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--quiet", action="store_true", help="say nothing of progress on stderr")
     group.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def add_trace(sub: argparse.ArgumentParser) -> None:
+    """Add ``--trace``."""
+    sub.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write a trace, to a .json or .json.gz file, for ui.perfetto.dev or chrome://tracing",
+    )
+
+
+def check_pages(arguments: argparse.Namespace) -> None:
+    """Raise ValueError where ``--html`` or ``--trace`` name files that end otherwise."""
+    page, trace = arguments.html, arguments.trace
+    if page is not None and not page.lower().endswith((".html", ".htm")):
+        raise ValueError(f"--html {page!r}: expected a name that ends in .html")
+    if trace is not None and not trace.lower().endswith((".json", ".json.gz")):
+        raise ValueError(f"--trace {trace!r}: expected a name that ends in .json or .json.gz")
 
 
 def write_json(data: Any, target: str) -> None:

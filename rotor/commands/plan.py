@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from rotor.chain import write_json
-from rotor.commands import add_output, give, tell
+from rotor.commands import add_output, add_trace, check_pages, give, tell
 from rotor.commands.model import Subject, add_model, examples, limit_of, wrapped
 
 __all__ = ["add"]
@@ -17,7 +17,8 @@ def add(commands: Any) -> None:
     sub = commands.add_parser(
         "plan",
         help="what is kept, dropped and recomputed under a limit",
-        usage="%(prog)s FACTORY --input SHAPE [--limit BYTES] [--out FILE] [--html FILE]",
+        usage="%(prog)s FACTORY --input SHAPE [--limit BYTES] [--out FILE] [--html FILE] "
+        "[--trace FILE]",
         description="Measure a model and plan its training step under a limit, by default 90 %% of "
         "what the device has free.",
         epilog=examples(
@@ -34,6 +35,7 @@ def add(commands: Any) -> None:
         help="save the plan as JSON, for `rotor report`; that of a graph for load_program too",
     )
     sub.add_argument("--html", metavar="FILE", help="write a page, to a .html file")
+    add_trace(sub)
     sub.add_argument(
         "--table", action="store_true", help="show each stage or operation and what becomes of it"
     )
@@ -43,8 +45,7 @@ def add(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     limit = limit_of(arguments.limit)
-    if arguments.html is not None and not arguments.html.lower().endswith((".html", ".htm")):
-        raise ValueError(f"--html {arguments.html!r}: expected a name that ends in .html")
+    check_pages(arguments)
     subject = Subject(arguments)
     subject.check()
     model = wrapped(subject, arguments, limit)
@@ -67,5 +68,8 @@ def _run(arguments: argparse.Namespace) -> int:
     text = model.report(arguments.html)
     if arguments.html is not None:
         tell(arguments, f"{arguments.html} has the page")
+    if arguments.trace is not None:
+        model.report(arguments.trace)
+        tell(arguments, f"{arguments.trace} has the trace")
     give(arguments, data, f"{text}\n\n{model.display()}" if arguments.table else text)
     return 0

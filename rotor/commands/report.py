@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence
 from rotor.chain import Chain, read_json
-from rotor.commands import add_output, give, tell
+from rotor.commands import add_output, add_trace, check_pages, give, tell
 from rotor.commands.curve import curve_text
 from rotor.commands.measure import chain_text, graph_text
 from rotor.graph import Graph, Program, render, summarise
 from rotor.report.html import sequence_page
 from rotor.report.text import table
+from rotor.tracing import write_program_trace, write_sequence_trace
 from rotor.units import format_bytes, format_seconds
 
 __all__ = ["add"]
@@ -24,27 +25,34 @@ _CHAIN, _CURVE = "rotor.chain", "rotor.curve"
 _FORMATS = (_PROGRAM, _SEQUENCE, _GRAPH, _CHAIN, _CURVE)
 
 
+class _Files(NamedTuple):
+    """What is to be written beside the text."""
+
+    page: str | None
+    trace: str | None
+
+
 def add(commands: Any) -> None:
     """Add ``report`` to the commands of a parser."""
     sub = commands.add_parser(
         "report",
         help="a saved plan as text or as a page",
-        usage="%(prog)s PLAN.json [--html FILE] [options]",
+        usage="%(prog)s PLAN.json [--html FILE] [--trace FILE] [options]",
         description="Say what a file holds: a plan (`rotor plan --out`), a chain or a graph "
         "(`rotor measure --out`), a curve. Nothing is run; PyTorch is not needed.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="examples:\n  rotor report plan.json\n  rotor report plan.json --html plan.html",
+        epilog="examples:\n  rotor report plan.json\n  rotor report plan.json --html plan.html\n"
+        "  rotor report plan.json --trace trace.json",
     )
     sub.add_argument("plan", metavar="PLAN.json", help="what another command has saved")
     sub.add_argument("--html", metavar="FILE", help="write a page, to a .html file")
+    add_trace(sub)
     add_output(sub)
     sub.set_defaults(command=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    page = arguments.html
-    if page is not None and not page.lower().endswith((".html", ".htm")):
-        raise ValueError(f"--html {page!r}: expected a name that ends in .html")
+    check_pages(arguments)
     try:
         data = read_json(Path(arguments.plan))
     except UnicodeDecodeError:
@@ -64,9 +72,11 @@ def _run(arguments: argparse.Namespace) -> int:
         _CHAIN: _chain,
         _CURVE: _curve,
     }[kind]
-    figures, text = shown(data, page)
-    if page is not None:
-        tell(arguments, f"{page} has the page")
+    figures, text = shown(data, _Files(arguments.html, arguments.trace))
+    if arguments.html is not None:
+        tell(arguments, f"{arguments.html} has the page")
+    if arguments.trace is not None:
+        tell(arguments, f"{arguments.trace} has the trace")
     give(arguments, {"file": arguments.plan, "kind": kind, **figures}, text)
     return 0
 
@@ -94,13 +104,15 @@ def _head(known: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _program(data: dict[str, Any], page: str | None) -> tuple[dict[str, Any], str]:
+def _program(data: dict[str, Any], files: _Files) -> tuple[dict[str, Any], str]:
     known = _known(data)
     program = Program.from_dict(data)
     summary = summarise(program)
     limit = known["limit_bytes"] if isinstance(known["limit_bytes"], int) else None
-    if page is not None:
-        render(program.graph, page, program=program, limit_bytes=limit)
+    if files.page is not None:
+        render(program.graph, files.page, program=program, limit_bytes=limit)
+    if files.trace is not None:
+        write_program_trace(program, files.trace, limit)
     again = int((program.runs > 1).sum())
     rows = _head(known)
     rows += [
@@ -129,7 +141,7 @@ def _program(data: dict[str, Any], page: str | None) -> tuple[dict[str, Any], st
     return figures, table(rows)
 
 
-def _sequence(data: dict[str, Any], page: str | None) -> tuple[dict[str, Any], str]:
+def _sequence(data: dict[str, Any], files: _Files) -> tuple[dict[str, Any], str]:
     known = _known(data)
     sequence = Sequence.from_dict(data)
     chain = sequence.chain
@@ -159,9 +171,11 @@ def _sequence(data: dict[str, Any], page: str | None) -> tuple[dict[str, Any], s
                 str(forwards[i]),
             ]
         )
-    if page is not None:
-        limit = known["limit_bytes"] if isinstance(known["limit_bytes"], int) else None
-        Path(page).write_text(
+    limit = known["limit_bytes"] if isinstance(known["limit_bytes"], int) else None
+    if files.trace is not None:
+        write_sequence_trace(sequence, files.trace, limit)
+    if files.page is not None:
+        Path(files.page).write_text(
             sequence_page(sequence, [(a, b) for a, b in rows[1:]], stages, limit), encoding="utf-8"
         )
     figures = known | {
@@ -175,27 +189,34 @@ def _sequence(data: dict[str, Any], page: str | None) -> tuple[dict[str, Any], s
     return figures, f"{table(rows)}\n\n{table(stages)}\n\n{sequence}"
 
 
-def _graph(data: dict[str, Any], page: str | None) -> tuple[dict[str, Any], str]:
+def _graph(data: dict[str, Any], files: _Files) -> tuple[dict[str, Any], str]:
+    _no_trace(files, "graph")
     graph = Graph.from_dict(data)
-    if page is not None:
-        render(graph, page)
+    if files.page is not None:
+        render(graph, files.page)
     figures = {"operations": len(graph), "seconds": graph.total_time}
     return figures, graph_text(graph, 25)
 
 
-def _no_page(page: str | None, what: str) -> None:
-    if page is not None:
+def _no_trace(files: _Files, what: str) -> None:
+    if files.trace is not None:
+        raise ValueError(f"--trace is for plans, and this is a {what}")
+
+
+def _no_page(files: _Files, what: str) -> None:
+    if files.page is not None:
         raise ValueError(f"--html is for plans and graphs, and this is a {what}")
+    _no_trace(files, what)
 
 
-def _chain(data: dict[str, Any], page: str | None) -> tuple[dict[str, Any], str]:
-    _no_page(page, "chain")
+def _chain(data: dict[str, Any], files: _Files) -> tuple[dict[str, Any], str]:
+    _no_page(files, "chain")
     chain = Chain.from_dict(data)
     return {"stages": len(chain), "seconds": chain.ideal_time}, chain_text(chain)
 
 
-def _curve(data: dict[str, Any], page: str | None) -> tuple[dict[str, Any], str]:
-    _no_page(page, "curve")
+def _curve(data: dict[str, Any], files: _Files) -> tuple[dict[str, Any], str]:
+    _no_page(files, "curve")
     curve = Curve.from_dict(data)
     figures = {"points": len(curve.bytes), "minimum_bytes": curve.minimum_bytes}
     return figures, curve_text(curve, len(curve.bytes))

@@ -1,0 +1,311 @@
+"""Plans and metered steps in the Trace Event Format, which Perfetto and chrome://tracing read.
+
+The format is described in "Trace Event Format" of the Chromium project: a JSON object with a list
+of events; "X" is a complete event with a duration, "C" a sample of a counter, "M" names a process
+or a thread; times are in microseconds.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rotor.algorithms.sequence import Sequence as Schedule
+    from rotor.graph.engine import GraphPlan
+    from rotor.graph.program import Program
+    from rotor.graph.summaries import Summary
+    from rotor.plan import Plan
+    from rotor.timelines import PredictedTimeline, Timeline
+
+__all__ = [
+    "SUFFIXES",
+    "chain_trace",
+    "graph_trace",
+    "measured_trace",
+    "program_trace",
+    "sequence_trace",
+    "write_trace",
+]
+
+FORMAT = "rotor.trace"
+VERSION = 1
+SUFFIXES = (".json", ".json.gz")
+"""How the name of a trace ends."""
+
+PLAN, MEASURED = 1, 2
+"""The processes in a trace: what is predicted, and what a meter saw."""
+
+_PHASES = ("forward", "loss", "backward")
+_THREAD = 1
+_LIVE, _LIMIT = "live bytes", "limit"
+_COLORS = {
+    "kept": "good",
+    "checkpoint": "good",
+    "dropped": "grey",
+    "recomputed": "bad",
+    "loss": "thread_state_iowait",
+    "backward": "thread_state_runnable",
+}
+"""Names of the colours that chrome://tracing has; Perfetto chooses its own."""
+
+Event = dict[str, Any]
+
+
+def write_trace(trace: dict[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Write a trace as JSON, compressed where the name ends in ``.gz``; gives the path."""
+    path = Path(path)
+    data = (json.dumps(trace, separators=(",", ":")) + "\n").encode()
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix.lower() == ".gz" else data)
+    return path
+
+
+def chain_trace(plan: Plan) -> dict[str, Any]:
+    """The trace of a chain's plan and of its last metered step."""
+    names = [measure.name for measure in plan.inspection.measures]
+    runs = _sequence_runs(plan.sequence, names, plan.inspection.loss_ns or 0)
+    return _of_plan(plan, runs)
+
+
+def graph_trace(plan: GraphPlan, places: Sequence[str], summary: Summary) -> dict[str, Any]:
+    """The trace of a captured model's plan and of its last metered step.
+
+    Parameters
+    ----------
+    plan
+        The plan.
+    places, summary
+        The module that each operation is shown in, and the summary of its program.
+    """
+    return _of_plan(plan, _program_runs(plan.program, places, summary))
+
+
+def measured_trace(plan: Any) -> dict[str, Any]:
+    """The trace of the last metered step, for plans that predict no single run.
+
+    Raises
+    ------
+    ValueError
+        No step was metered, or only its peak is known.
+    """
+    if plan.measured_timeline is None:
+        raise ValueError(
+            "there is nothing to trace: no run is predicted, and no step was metered over time; "
+            "train a step on the CPU first"
+        )
+    return _trace(_measured_events(plan.measured_timeline, plan.limit_bytes), _figures(plan))
+
+
+def program_trace(
+    program: Program, places: Sequence[str], summary: Summary, limit_bytes: int | None = None
+) -> dict[str, Any]:
+    """The trace of a program of a graph; the other arguments are those of `graph_trace`."""
+    events = _plan_events(_program_runs(program, places, summary), 0, limit_bytes)
+    return _trace(events, {"limit_bytes": limit_bytes, "predicted_bytes": program.peak_bytes})
+
+
+def sequence_trace(sequence: Schedule, limit_bytes: int | None = None) -> dict[str, Any]:
+    """The trace of a schedule of a chain, which it has; the chain's input is not counted."""
+    assert sequence.chain is not None
+    names = sequence.chain.names or [str(i) for i in range(len(sequence.chain))]
+    events = _plan_events(_sequence_runs(sequence, names, 0), 0, limit_bytes)
+    peak = sequence.peak_bytes - sequence.chain.x_bytes[0]
+    return _trace(events, {"limit_bytes": limit_bytes, "predicted_bytes": peak})
+
+
+@dataclass
+class _Run:
+    """One run of an operation."""
+
+    name: str
+    path: tuple[str, ...]
+    fate: str
+    phase: str
+    cost_ns: int
+    before_bytes: int
+    peak_bytes: int
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+def _figures(plan: Any) -> dict[str, Any]:
+    return {
+        "limit_bytes": plan.limit_bytes,
+        "measured_bytes": plan.measured_bytes,
+        "device": str(plan.device),
+    }
+
+
+def _of_plan(plan: Plan | GraphPlan, runs: Iterable[_Run]) -> dict[str, Any]:
+    events = _plan_events(runs, plan.own_bytes, plan.limit_bytes)
+    if plan.measured_timeline is not None:
+        events += _compared_events(plan.measured_timeline, plan.predicted_timeline)
+        events += _measured_events(plan.measured_timeline, plan.limit_bytes)
+    known = {"predicted_bytes": plan.predicted_bytes, "own_bytes": plan.own_bytes}
+    return _trace(events, _figures(plan) | known)
+
+
+def _program_runs(program: Program, places: Sequence[str], summary: Summary) -> list[_Run]:
+    graph, timeline = program.graph, program.timeline()
+    seen = [0] * len(graph)
+    runs = []
+    now = 0
+    levels = zip(timeline.before_bytes.tolist(), timeline.peak_bytes.tolist(), strict=True)
+    for number, (before, peak) in zip(program.ops.tolist(), levels, strict=True):
+        op = graph.operations[number]
+        now = max(now, _PHASES.index(op.phase))
+        seen[number] += 1
+        fate = summary.operations[number]
+        if seen[number] > 1:
+            fate = "recomputed"
+        elif fate == "recomputed":
+            fate = "dropped" if op.phase == "forward" else op.phase
+        path = (_PHASES[now], *(places[number].split(".") if places[number] else ()))
+        figures = {
+            "module": op.module,
+            "run": seen[number],
+            "makes_bytes": sum(graph.storages[s].bytes for s in op.outputs),
+            "workspace_bytes": op.workspace_bytes,
+        }
+        runs.append(_Run(op.name, path, fate, op.phase, op.cost_ns, before, peak, figures))
+    return runs
+
+
+def _sequence_runs(sequence: Schedule, names: Sequence[str], loss_ns: int) -> list[_Run]:
+    chain = sequence.chain
+    assert chain is not None
+    resident, timeline = chain.x_bytes[0], sequence.timeline
+    before = [resident, *timeline.live_bytes.tolist()]
+    first = {"Fe": "kept", "Fck": "checkpoint", "Fn": "dropped"}
+    seen = [0] * len(chain)
+    runs = []
+    now = 0
+    for k, op in enumerate(sequence):
+        phase = {"L": "loss", "B": "backward"}.get(op.kind, "forward")
+        now = max(now, _PHASES.index(phase))
+        fate, cost = phase, loss_ns
+        figures: dict[str, Any] = {}
+        if phase != "loss":
+            seconds = chain.backward_time if phase == "backward" else chain.forward_time
+            cost = round(seconds[op.stage] * 1e9)
+            figures = {"stage": names[op.stage]}
+        if phase == "forward":
+            seen[op.stage] += 1
+            fate = "recomputed" if seen[op.stage] > 1 else first[op.kind]
+            made = chain.xbar_bytes[op.stage] if op.kind == "Fe" else chain.x_bytes[op.stage + 1]
+            figures |= {"run": seen[op.stage], "makes_bytes": made}
+        peak = int(timeline.peak_bytes[k]) - resident
+        path = (_PHASES[now],)
+        runs.append(_Run(str(op), path, fate, phase, cost, before[k] - resident, peak, figures))
+    return runs
+
+
+def _plan_events(runs: Iterable[_Run], own_bytes: int, limit_bytes: int | None) -> list[Event]:
+    events = _named(PLAN, "plan", "operations")
+    opened: list[Event] = []
+    now = 0
+
+    def close(depth: int) -> None:
+        while len(opened) > depth:
+            event = opened.pop()
+            event["dur"] = (now - round(event["ts"] * 1000)) / 1000
+
+    path: tuple[str, ...] = ()
+    level = own_bytes
+    for run in runs:
+        common = 0
+        while common < min(len(path), len(run.path)) and path[common] == run.path[common]:
+            common += 1
+        close(common)
+        path = run.path
+        for name in path[common:]:
+            group = "phase" if not opened else "module"
+            opened.append(_slice(name, group, now, 0, PLAN))
+            events.append(opened[-1])
+        # What takes no time is shown for a nanosecond: its bytes would be hidden by the next.
+        length = max(run.cost_ns, 1)
+        level = run.peak_bytes + own_bytes
+        known = {"live_before_bytes": run.before_bytes + own_bytes, "live_bytes": level}
+        categories = run.phase if run.fate == run.phase else f"{run.phase},{run.fate}"
+        slices = _slice(run.name, categories, now, length, PLAN, run.figures | known)
+        slices["cname"] = _COLORS[run.fate]
+        events += [slices, _counter(_LIVE, "predicted", now, level, PLAN)]
+        now += length
+    close(0)
+    events.append(_counter(_LIVE, "predicted", now, level, PLAN))
+    if limit_bytes is not None:
+        events += [_counter(_LIMIT, _LIMIT, at, limit_bytes, PLAN) for at in (0, now)]
+    return events
+
+
+def _compared_events(measured: Timeline, predicted: PredictedTimeline) -> list[Event]:
+    """What was measured, on the clock of the prediction."""
+    moments = (measured.on_clock_of(predicted) * 1e9).round().astype(int).tolist()
+    levels = measured.live_bytes.tolist()
+    return [
+        _counter("live bytes, measured", "measured", at, level, PLAN)
+        for at, level in zip(moments, levels, strict=True)
+    ]
+
+
+def _measured_events(measured: Timeline, limit_bytes: int) -> list[Event]:
+    """What was measured, on its own clock."""
+    events = _named(MEASURED, "measured step", "phases")
+    moments = (measured.seconds * 1e9).round().astype(int).tolist()
+    marks = {name: round(seconds * 1e9) for name, seconds in measured.marks}
+    end = moments[-1]
+    backward = min(marks.get("backward", end), end)
+    bounds = [0, min(marks.get("loss", backward), backward), backward, end]
+    for name, begin, until in zip(_PHASES, bounds[:-1], bounds[1:], strict=True):
+        if until > begin:
+            events.append(_slice(name, "phase", begin, until - begin, MEASURED))
+    for at, level in zip(moments, measured.live_bytes.tolist(), strict=True):
+        events.append(_counter(_LIVE, "measured", at, level, MEASURED))
+    return events + [_counter(_LIMIT, _LIMIT, at, limit_bytes, MEASURED) for at in (0, end)]
+
+
+def _named(process: int, name: str, thread: str) -> list[Event]:
+    return [
+        {"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}},
+        {"name": "process_sort_index", "ph": "M", "pid": process, "args": {"sort_index": process}},
+        {
+            "name": "thread_name",
+            "ph": "M",
+            "pid": process,
+            "tid": _THREAD,
+            "args": {"name": thread},
+        },
+    ]
+
+
+def _slice(
+    name: str,
+    category: str,
+    begin_ns: int,
+    length_ns: int,
+    process: int,
+    figures: dict[str, Any] | None = None,
+) -> Event:
+    event: Event = {"name": name, "cat": category, "ph": "X", "ts": begin_ns / 1000}
+    event |= {"dur": length_ns / 1000, "pid": process, "tid": _THREAD}
+    return event | {"args": figures} if figures else event
+
+
+def _counter(name: str, series: str, at_ns: int, level: int, process: int) -> Event:
+    return {"name": name, "ph": "C", "ts": at_ns / 1000, "pid": process, "args": {series: level}}
+
+
+def _trace(events: list[Event], figures: dict[str, Any]) -> dict[str, Any]:
+    """The file: first what has no time, then all in the order of time, what encloses first."""
+    known = {name: value for name, value in figures.items() if value is not None}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "displayTimeUnit": "ns",
+        "otherData": known,
+        "traceEvents": sorted(events, key=lambda event: event.get("ts", -1.0)),
+    }
