@@ -37,7 +37,10 @@ LAYERS = [
     ("algorithms", ["rotor.algorithms"]),
     ("simulator", ["rotor.simrd"]),
     ("graphs", ["rotor.graph"]),
-    ("private PyTorch names", ["rotor._torch", "rotor._inductor", "rotor._dispatch"]),
+    (
+        "private PyTorch names",
+        ["rotor._torch", "rotor._inductor", "rotor._dispatch", "rotor._fsdp"],
+    ),
     (
         "values and probes",
         [
@@ -51,7 +54,14 @@ LAYERS = [
     ),
     (
         "execution",
-        ["rotor.stages", "rotor.recompute", "rotor.executor", "rotor.metering", "rotor.replacing"],
+        [
+            "rotor.stages",
+            "rotor.recompute",
+            "rotor.executor",
+            "rotor.sharded",
+            "rotor.metering",
+            "rotor.replacing",
+        ],
     ),
     ("batches", ["rotor.batches"]),
     ("dynamic", ["rotor.dtr"]),
@@ -60,6 +70,7 @@ LAYERS = [
         "plans",
         [
             "rotor.plan",
+            "rotor.together",
             "rotor.graph.rewrite",
             "rotor.graph.lowering",
             "rotor.graph.emit",
@@ -156,6 +167,7 @@ PRIVATE_FILES = (
     "rotor/_torch.py",
     "rotor/_inductor.py",
     "rotor/_dispatch.py",
+    "rotor/_fsdp.py",
     SHARES_MODULES,
 )
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import warnings
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from dynamic_cases import CASES, Plain, results, same, step, treelstm
 from torch import nn
 from torch.nn import functional as F
 
-from rotor import _dispatch, dtr, memory
+from rotor import _core, _dispatch, dtr, memory
 from rotor.errors import BudgetError, MemoryLimitWarning
 
 SWAPS = [False, *([True] if _dispatch.has_storage_swap() else [])]
@@ -293,6 +294,42 @@ def test_long_chains_of_writes_stay_in_memory():
         y, session = program()
     assert torch.equal(y, expected)
     assert session.stats.rematerializations < 100
+
+
+def read_in_turn(count: int, rounds: int) -> torch.Tensor:
+    base = torch.eye(128) / 2
+    made = [base @ (base * k) for k in range(count)]
+    total = torch.zeros(())
+    for _ in range(rounds):
+        for value in made:
+            total = total + value.sum()
+    return total
+
+
+def test_thrashing_is_found_and_what_is_computed_most_stays(monkeypatch):
+    expected = read_in_turn(16, 40)
+    limit = 12 * 128 * 128 * 4
+    with (
+        pytest.warns(MemoryLimitWarning, match=r"thrashing: while 128 operations") as found,
+        dtr.budget(limit) as session,
+    ):
+        value = read_in_turn(16, 40)
+    assert torch.equal(value, expected)
+    assert sum("thrashing" in str(warning.message) for warning in found) == 1
+    assert f"budget of {limit} bytes" in str(found[0].message)
+    enough = int(re.search(r"With (\d+) bytes", str(found[0].message)).group(1))
+    assert session.stats.thrashes >= 1
+    assert session.stats.peak_bytes <= limit
+
+    monkeypatch.setattr(_core, "Recorder", partial(_core.Recorder, never_keep=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with dtr.budget(limit) as other:
+            assert torch.equal(read_in_turn(16, 40), expected)
+    assert session.stats.rematerializations < 0.75 * other.stats.rematerializations
+    with dtr.budget(enough) as last:
+        read_in_turn(16, 40)
+    assert last.stats.rematerializations == 0
 
 
 def test_sparse_gradients_are_never_evicted():

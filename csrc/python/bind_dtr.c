@@ -275,8 +275,10 @@ static PyObject *recorder_wanted(METHOD_ARGUMENTS) {
                : Py_BuildValue("LN", (long long)rotor_recorder_replay_bytes(book, op), list);
 }
 
-PyDoc_STRVAR(replayed_doc, "replayed($self, cost_ns, /)\n--\n\n"
-                           "The operation that next() gave has run, and its outputs are placed.");
+PyDoc_STRVAR(replayed_doc,
+             "replayed($self, cost_ns, /)\n--\n\n"
+             "The operation that next() gave has run, and its outputs are placed; how "
+             "often thrashing was found until now.");
 
 static PyObject *recorder_replayed(METHOD_ARGUMENTS) {
     recorder_object_t *self = rotor_as_recorder(object);
@@ -285,8 +287,8 @@ static PyObject *recorder_replayed(METHOD_ARGUMENTS) {
         rotor_recorder_read_int64(args[0], &cost) != 0 || replaying(self) < 0) {
         return NULL;
     }
-    return rotor_recorder_answer(self, type, rotor_recorder_replayed(&self->book, cost),
-                                 Py_NewRef(Py_None));
+    int status = rotor_recorder_replayed(&self->book, cost);
+    return rotor_recorder_answer(self, type, status, PyLong_FromLongLong(self->book.thrashes));
 }
 
 PyDoc_STRVAR(make_room_doc,
@@ -453,8 +455,8 @@ static PyMethodDef recorder_methods[] = {
 
 static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {
-        "heuristic",         "budget", "seed", "sample", "ignore_small", "rebuild_every",
-        "mixes_temporaries", NULL};
+        "heuristic",         "budget",     "seed", "sample", "ignore_small", "rebuild_every",
+        "mixes_temporaries", "never_keep", NULL};
     const char *heuristic;
     long long budget;
     unsigned long long seed = 0;
@@ -462,9 +464,11 @@ static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     int sample = 0;
     int ignore_small = 0;
     int mixes_temporaries = 0;
+    int never_keep = 0;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sL|KppLp", names, &heuristic, &budget, &seed,
-                                     &sample, &ignore_small, &rebuild_every, &mixes_temporaries)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sL|KppLpp", names, &heuristic, &budget, &seed,
+                                     &sample, &ignore_small, &rebuild_every, &mixes_temporaries,
+                                     &never_keep)) {
         return NULL;
     }
     if (rebuild_every < 0) {
@@ -474,6 +478,7 @@ static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     rotor_recorder_options_t options = {
         .budget = budget < 0 ? ROTOR_UNLIMITED : budget,
         .mixes_temporaries = mixes_temporaries != 0,
+        .never_keep = never_keep != 0,
         .eviction = {.heuristic = rotor_find_heuristic(heuristic),
                      .seed = seed,
                      .rebuild_every = rebuild_every,
@@ -544,7 +549,7 @@ static void recorder_dealloc(PyObject *object) {
 
 PyDoc_STRVAR(recorder_doc,
              "Recorder(heuristic, budget, seed=0, sample=False, ignore_small=False, "
-             "rebuild_every=16, mixes_temporaries=False)\n--\n\n"
+             "rebuild_every=16, mixes_temporaries=False, never_keep=False)\n--\n\n"
              "The book of a program that runs under a budget (csrc/rotor/recorder.h).");
 
 static PyType_Slot recorder_slots[] = {
@@ -577,7 +582,8 @@ int rotor_add_dtr(PyObject *module) {
         Py_XDECREF(method);
     }
     PyType_Modified(type);
-    if (ret == 0 && rotor_add_dtr_types(module) == 0) {
+    if (ret == 0 && PyModule_AddIntConstant(module, "OFTEN", ROTOR_OFTEN) == 0 &&
+        rotor_add_dtr_types(module) == 0) {
         ret = rotor_add_dtr_handler(module, type);
     } else {
         ret = -1;

@@ -176,13 +176,19 @@ static PyObject *recorder_counters(METHOD_ARGUMENTS) {
         return NULL;
     }
     return Py_BuildValue(
-        "{sLsLsLsLsLsLsLsLsLsLsLsL}", "current_bytes", (long long)book->current_bytes,
-        "peak_bytes", (long long)book->peak_bytes, "operations", (long long)book->operations,
-        "evictions", (long long)book->evictions, "rematerializations", (long long)book->replays,
-        "base_ns", (long long)book->base_ns, "remat_ns", (long long)book->replay_ns, "nodes",
-        (long long)book->live_nodes, "records", (long long)book->live_records, "footprint_bytes",
+        "{sLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsL}", "current_bytes",
+        (long long)book->current_bytes, "peak_bytes", (long long)book->peak_bytes, "operations",
+        (long long)book->operations, "evictions", (long long)book->evictions, "rematerializations",
+        (long long)book->replays, "base_ns", (long long)book->base_ns, "remat_ns",
+        (long long)book->replay_ns, "nodes", (long long)book->live_nodes, "records",
+        (long long)book->live_records, "footprint_bytes",
         (long long)rotor_recorder_footprint(book), "clock_ns", (long long)book->clock,
-        "locked_bytes", (long long)book->eviction.locked_bytes);
+        "locked_bytes", (long long)book->eviction.locked_bytes, "held_peak_bytes",
+        (long long)book->held_peak_bytes, "kept_bytes", (long long)book->node_bytes_kept,
+        "thrashes", (long long)book->thrashes, "worst_operations",
+        (long long)book->worst.operations, "worst_base_ns", (long long)book->worst.base_ns,
+        "worst_repeats", (long long)book->worst.repeats, "worst_repeat_ns",
+        (long long)book->worst.repeat_ns);
 }
 
 PyDoc_STRVAR(reset_doc, "reset($self, /)\n--\n\nCounts and times begin at zero again.");
@@ -197,6 +203,7 @@ static PyObject *recorder_reset(METHOD_ARGUMENTS) {
     book->operations = book->evictions = book->replays = 0;
     book->base_ns = book->replay_ns = 0;
     book->peak_bytes = book->current_bytes;
+    book->held_peak_bytes = book->held_bytes;
     Py_RETURN_NONE;
 }
 

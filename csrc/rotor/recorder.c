@@ -78,6 +78,11 @@ static void count_bytes(rotor_recorder_t *self, int64_t bytes) {
     self->peak_bytes = rotor_max(self->peak_bytes, self->current_bytes);
 }
 
+static void hold_bytes(rotor_recorder_t *self, int64_t bytes) {
+    self->held_bytes += bytes;
+    self->held_peak_bytes = rotor_max(self->held_peak_bytes, self->held_bytes);
+}
+
 void rotor_recorder_reach(rotor_recorder_t *self, int64_t bytes) {
     self->peak_bytes = rotor_max(self->peak_bytes, self->current_bytes + bytes);
 }
@@ -86,6 +91,7 @@ void rotor_recorder_reach(rotor_recorder_t *self, int64_t bytes) {
 
 static int forget_node(rotor_recorder_t *self, int32_t node) {
     int ret;
+    rotor_recorder_unmark_kept(self, node);
     if (node_is(self, node, ROTOR_NODE_TEMPORARY)) {
         unlink_temporary(self, node);
         self->current_bytes -= self->nodes[node].bytes;
@@ -103,7 +109,7 @@ static int forget_node(rotor_recorder_t *self, int32_t node) {
 
 static bool is_unused(const rotor_recorder_t *self, int32_t node) {
     return self->nodes[node].needed == 0 && !node_is(self, node, ROTOR_NODE_LIVE) &&
-           self->eviction.candidates[node].locks == 0;
+           self->eviction.candidates[node].locks == (int32_t)node_is(self, node, ROTOR_NODE_KEPT);
 }
 
 /* One output of an operation is not remembered any more. */
@@ -175,6 +181,9 @@ static int new_node(rotor_recorder_t *self, int64_t bytes, uint8_t state, int32_
     self->nodes[*node] = (rotor_node_t){
         .bytes = bytes, .op = -1, .state = (uint8_t)(state | ROTOR_NODE_USED | ROTOR_NODE_LIVE)};
     self->live_nodes++;
+    if ((state & ROTOR_NODE_FOREIGN) == 0) {
+        hold_bytes(self, bytes);
+    }
     return ROTOR_OK;
 }
 
@@ -197,6 +206,7 @@ int rotor_recorder_source(rotor_recorder_t *self, int64_t bytes, bool is_foreign
 
 void rotor_recorder_resized(rotor_recorder_t *self, int32_t node, int64_t bytes) {
     count_bytes(self, bytes - self->nodes[node].bytes);
+    hold_bytes(self, bytes - self->nodes[node].bytes);
     self->nodes[node].bytes = bytes;
 }
 
@@ -331,6 +341,7 @@ int64_t rotor_recorder_replay_bytes(const rotor_recorder_t *self, int32_t op) {
 }
 
 static int leave_memory(rotor_recorder_t *self, int32_t node) {
+    rotor_recorder_unmark_kept(self, node);
     if (node_is(self, node, ROTOR_NODE_TEMPORARY)) {
         unlink_temporary(self, node);
     }
@@ -368,6 +379,7 @@ int rotor_recorder_replayed(rotor_recorder_t *self, int64_t cost_ns) {
         }
         ret = rotor_eviction_materialize(&self->eviction, &node, 1);
     }
+    rotor_recorder_count_replay(self, op, cost_ns);
     int status = pop_frame(self);
     return ret == ROTOR_OK ? status : ret;
 }
@@ -396,7 +408,7 @@ int rotor_recorder_make_room(rotor_recorder_t *self, int64_t bytes, int32_t *nod
         (ret = rotor_eviction_choose(&self->eviction, self->clock, node)) != ROTOR_OK) {
         return ret;
     }
-    if (*node < 0) {
+    if (*node < 0 && (*node = rotor_recorder_give_up(self)) < 0) {
         *node = -2;
         return ROTOR_OK;
     }
@@ -444,6 +456,7 @@ static int finish_sources(rotor_recorder_t *self, const int64_t *bytes, const in
         int ret = new_source(self, size, 0, &nodes[k]);
         if (ret == ROTOR_OK && origin >= 0) {
             self->nodes[origin].state &= (uint8_t)~ROTOR_NODE_LIVE;
+            self->held_bytes -= size;
             ret = leave_memory(self, origin);
         }
         if (ret != ROTOR_OK) {
@@ -494,6 +507,7 @@ static int finish_record(rotor_recorder_t *self, int64_t inputs, const int64_t *
         if (ret == ROTOR_OK && origin >= 0) {
             /* The lock of the new operation is given back below. */
             self->nodes[origin].state &= (uint8_t)~ROTOR_NODE_LIVE;
+            self->held_bytes -= size;
             ret = leave_memory(self, origin);
             rotor_eviction_lock(&self->eviction, origin);
         }
@@ -518,9 +532,11 @@ int rotor_recorder_finish(rotor_recorder_t *self, int64_t recorded, const int64_
         total += origins[k] < 0 ? bytes[k] : 0;
     }
     rotor_recorder_reach(self, total);
+    self->held_peak_bytes = rotor_max(self->held_peak_bytes, self->held_bytes + total);
     self->clock += rotor_max(cost_ns, 1);
     self->base_ns += cost_ns;
     self->operations++;
+    rotor_recorder_count_operation(self, cost_ns);
     if (recorded < 0 || count == 0) {
         ret = pop_frame(self);
         return ret == ROTOR_OK ? finish_sources(self, bytes, origins, count, nodes) : ret;
@@ -543,6 +559,7 @@ int rotor_recorder_dead(rotor_recorder_t *self, int32_t node) {
     int ret = ROTOR_OK;
 
     self->nodes[node].state &= (uint8_t)~ROTOR_NODE_LIVE;
+    self->held_bytes -= self->nodes[node].bytes;
     if (node_is(self, node, ROTOR_NODE_SOURCE)) {
         self->current_bytes -= self->nodes[node].bytes;
     } else if (rotor_recorder_is_material(self, node)) {
@@ -553,7 +570,8 @@ int rotor_recorder_dead(rotor_recorder_t *self, int32_t node) {
 
 int rotor_recorder_pin(rotor_recorder_t *self, int32_t node) {
     int32_t again;
-    int32_t locks = self->eviction.candidates[node].locks;
+    int32_t locks =
+        self->eviction.candidates[node].locks - (int32_t)node_is(self, node, ROTOR_NODE_KEPT);
     int64_t last_access = self->eviction.candidates[node].last_access;
     int ret = ROTOR_OK;
 
@@ -561,6 +579,7 @@ int rotor_recorder_pin(rotor_recorder_t *self, int32_t node) {
         return ROTOR_OK;
     }
     self->work_count = 0;
+    rotor_recorder_unmark_kept(self, node);
     self->nodes[node].state |= ROTOR_NODE_SOURCE;
     if ((ret = leave_record(self, node)) != ROTOR_OK || (ret = forget_work(self)) != ROTOR_OK ||
         (ret = rotor_eviction_remove(&self->eviction, node)) != ROTOR_OK ||

@@ -24,6 +24,11 @@
  * leaves memory, and stays remembered where an operation needs it. Sources take no new version:
  * before one is written to, dependents() says which live nodes were computed from it: pin them.
  *
+ * Thrashing: where repeating what was repeated often before takes more time than the program itself,
+ * what the program holds of it stays in memory (kept), in half of the budget, and in half of the rest
+ * each time that this is found again. Kept nodes are evicted when nothing else is left; from then on
+ * no more are kept than the others.
+ *
  * Numbers of nodes and operations are given out anew when they are forgotten; the owner hears of it
  * from `events`, which it empties after each call.
  */
@@ -40,8 +45,13 @@ enum rotor_node_state {
     ROTOR_NODE_USED = 1,
     ROTOR_NODE_LIVE = 2,
     ROTOR_NODE_SOURCE = 4,
-    ROTOR_NODE_FOREIGN = 8,  /* was in memory before the book began */
-    ROTOR_NODE_TEMPORARY = 16
+    ROTOR_NODE_FOREIGN = 8, /* was in memory before the book began */
+    ROTOR_NODE_TEMPORARY = 16,
+    ROTOR_NODE_KEPT = 32 /* because it was computed again too often; has a lock for that */
+};
+
+enum {
+    ROTOR_OFTEN = 8 /* what has run again so often is repeated */
 };
 
 typedef struct {
@@ -55,23 +65,24 @@ typedef struct {
 } rotor_node_t;
 
 typedef struct {
-    int32_t *items; /* inputs, outputs (-1: forgotten), origins (-1: none) */
+    int32_t *items;      /* inputs, outputs (-1: forgotten), origins (-1: none) */
     int32_t input_count; /* -1 for an unused number */
     int32_t output_count;
     int32_t remembered; /* outputs that are */
     int64_t cost_ns;
     int64_t workspace_bytes;
     int64_t kept_bytes; /* that the record itself takes */
+    int64_t replays;
 } rotor_record_t;
 
 /* What the owner has to know; number: of a node, or an operation. */
 enum rotor_recorder_event_kind {
     ROTOR_FORGOT_OPERATION,
     ROTOR_FORGOT_NODE,
-    ROTOR_NEEDED,  /* a source: must be kept in memory from now on */
+    ROTOR_NEEDED, /* a source: must be kept in memory from now on */
     ROTOR_UNNEEDED,
-    ROTOR_LOCKED,  /* must be kept in memory until the operation has finished */
-    ROTOR_DROPPED  /* a temporary, or the origin of a replayed write: free its memory */
+    ROTOR_LOCKED, /* must be kept in memory until the operation has finished */
+    ROTOR_DROPPED /* a temporary, or the origin of a replayed write: free its memory */
 };
 
 typedef struct {
@@ -86,10 +97,20 @@ typedef struct {
     int32_t last_pending;
 } rotor_frame_t;
 
+/* What happened in a stretch of the program. */
+typedef struct {
+    int64_t operations;
+    int64_t base_ns;
+    int64_t replays;
+    int64_t repeats; /* those of operations that had run again ROTOR_OFTEN times before */
+    int64_t repeat_ns;
+} rotor_stretch_t;
+
 typedef struct {
     rotor_eviction_options_t eviction;
     int64_t budget;         /* bytes, or ROTOR_UNLIMITED */
     bool mixes_temporaries; /* they are evicted when the heuristic says so, not first */
+    bool never_keep;        /* thrashing is found, and nothing done */
 } rotor_recorder_options_t;
 
 typedef struct {
@@ -120,7 +141,7 @@ typedef struct {
     int64_t work_capacity;
     int32_t first_temporary;
     int32_t last_temporary;
-    int64_t clock; /* ns of operations run; begins at 1 */
+    int64_t clock;         /* ns of operations run; begins at 1 */
     int64_t current_bytes; /* in memory above the level at the beginning */
     int64_t peak_bytes;
     int64_t live_nodes; /* remembered */
@@ -130,6 +151,14 @@ typedef struct {
     int64_t replays;
     int64_t base_ns;
     int64_t replay_ns;
+    int64_t held_bytes;      /* of what the program holds, in memory or not */
+    int64_t held_peak_bytes; /* with what operations take: the peak without any eviction */
+    int64_t node_bytes_kept; /* of nodes that are ROTOR_NODE_KEPT */
+    int64_t most_kept_bytes;
+    bool had_to_give_up;     /* a kept node was evicted */
+    int64_t thrashes;        /* how often thrashing was found */
+    rotor_stretch_t stretch; /* the current one */
+    rotor_stretch_t worst;   /* the last one that thrashed */
 } rotor_recorder_t;
 
 void rotor_recorder_init(rotor_recorder_t *self, const rotor_recorder_options_t *options);
@@ -175,6 +204,15 @@ int rotor_recorder_dependents(rotor_recorder_t *self, int32_t node);
 int rotor_recorder_evicted(rotor_recorder_t *self);
 /* The size of a source changed. */
 void rotor_recorder_resized(rotor_recorder_t *self, int32_t node, int64_t bytes);
+
+/* Thrashing (recorder_keeping.c). An operation of the program took so long. */
+void rotor_recorder_count_operation(rotor_recorder_t *self, int64_t cost_ns);
+/* This one ran again: its outputs may be kept from now on. */
+void rotor_recorder_count_replay(rotor_recorder_t *self, int32_t op, int64_t cost_ns);
+/* The kept node to give up first, -1 for none. */
+int32_t rotor_recorder_give_up(rotor_recorder_t *self);
+/* A kept node leaves memory, with all its locks, or is forgotten. */
+void rotor_recorder_unmark_kept(rotor_recorder_t *self, int32_t node);
 
 static inline bool rotor_recorder_is_material(const rotor_recorder_t *self, int32_t node) {
     return rotor_eviction_is(&self->eviction, node, ROTOR_MATERIAL);

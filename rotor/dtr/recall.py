@@ -19,11 +19,12 @@ from rotor.errors import BudgetError, MemoryLimitWarning
 SMALL_BYTES = 256
 LONGEST_CHAIN = 64
 _NAMED = 5
+_MOST_SCRAPS = 4096
 
 
 def _scraps(limit: int) -> int:
     """Room for what no operator makes: numbers that PyTorch turns into tensors and keeps."""
-    return min(4096, limit // 256)
+    return min(_MOST_SCRAPS, limit // 256)
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Stats:
         Storages whose bytes were freed to make room, and operators that ran again.
     overflows
         How often the budget was passed (``strict=False``).
+    thrashes
+        How often it was found that computing the same again and again took longer than the program.
     base_ns, remat_ns
         Time in the program's operators, and in those that ran again.
     search_ns, cost_ns
@@ -55,6 +58,7 @@ class Stats:
     evictions: int
     rematerializations: int
     overflows: int
+    thrashes: int
     base_ns: int
     remat_ns: int
     search_ns: int
@@ -142,6 +146,7 @@ class Recall:
         self._is_open = True
         self._is_leaving = False
         self._overflows = 0
+        self._thrashes = 0
         self._search_ns = 0
         self._cost_ns = 0
 
@@ -247,7 +252,25 @@ class Recall:
                     f"made {storage.nbytes()} before: rotor cannot run this program again"
                 )
             self._bytes.give(storage, made)
-        book.replayed(took)
+        thrashes = book.replayed(took)
+        if thrashes > self._thrashes:
+            self._see_thrashing(thrashes)
+
+    def _see_thrashing(self, thrashes: int) -> None:
+        if self._thrashes == 0:
+            found = self._book.counters()
+            warnings.warn(
+                f"thrashing: while {found['worst_operations']} operations of the program took "
+                f"{found['worst_base_ns'] / 1e9:.3g} s, {found['worst_repeats']} operations that "
+                f"had run again {_core.OFTEN} times and more ran once more, for "
+                f"{found['worst_repeat_ns'] / 1e9:.3g} s. What they make stays in memory from now "
+                f"on as far as the budget of {self.limit} bytes allows. With "
+                f"{found['held_peak_bytes'] + _MOST_SCRAPS} bytes nothing would have "
+                "been computed again until now",
+                MemoryLimitWarning,
+                stacklevel=2,
+            )
+        self._thrashes = thrashes
 
     def _catch_up(self) -> None:
         """Run again what the inputs of the operation that has begun need."""

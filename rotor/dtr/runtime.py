@@ -69,6 +69,7 @@ class Session(Recall, _dispatch.DispatchMode):
             evictions=counters["evictions"],
             rematerializations=counters["rematerializations"],
             overflows=self._overflows,
+            thrashes=counters["thrashes"],
             base_ns=counters["base_ns"],
             remat_ns=counters["remat_ns"],
             search_ns=self._search_ns,

@@ -320,6 +320,48 @@ static void test_removal_from_the_engine(void) {
     }
 }
 
+/* Values that are dear to compute, read in turn; how often something ran again. */
+static int64_t read_in_turn(bool never_keep, int64_t *thrashes) {
+    enum { VALUES = 10, ROUNDS = 200 };
+    rotor_recorder_options_t options = options_of("LRU", 80);
+    rotor_recorder_t book;
+    int32_t source, values[VALUES], node, op;
+    int32_t origin = -1;
+    int64_t bytes = 10;
+    options.never_keep = never_keep;
+    rotor_recorder_init(&book, &options);
+    CHECK(rotor_recorder_source(&book, 0, false, &source) == ROTOR_OK);
+    for (int k = 0; k < VALUES * (ROUNDS + 1); k++) {
+        bool is_new = k < VALUES;
+        CHECK(rotor_recorder_begin(&book, is_new ? &source : &values[k % VALUES], 1) == ROTOR_OK);
+        CHECK(catch_up(&book) == ROTOR_OK && make_room(&book, is_new ? bytes : 0) == ROTOR_OK);
+        CHECK(rotor_recorder_finish(&book, is_new ? 1 : -1, &bytes, &origin, is_new,
+                                    is_new ? 100 : 1, 0, 0, is_new ? &values[k] : &node,
+                                    &op) == ROTOR_OK);
+        CHECK(recount(&book) == book.current_bytes && book.current_bytes <= 80);
+        book.event_count = 0;
+    }
+    CHECK(book.held_bytes == 100 && book.held_peak_bytes == 100);
+    *thrashes = book.thrashes;
+    int64_t replays = book.replays;
+    for (int k = 0; k < VALUES; k++) {
+        CHECK(rotor_recorder_dead(&book, values[k]) == ROTOR_OK);
+    }
+    CHECK(rotor_recorder_dead(&book, source) == ROTOR_OK);
+    CHECK(book.held_bytes == 0 && book.node_bytes_kept == 0 && book.live_nodes == 0);
+    CHECK(book.eviction.locked_bytes == 0);
+    rotor_recorder_free(&book);
+    return replays;
+}
+
+static void test_thrashing_is_found(void) {
+    int64_t thrashes;
+    int64_t kept = read_in_turn(false, &thrashes);
+    CHECK(thrashes > 0);
+    int64_t never = read_in_turn(true, &thrashes);
+    CHECK(thrashes > 0 && never >= 10 * 190 && kept < never / 2);
+}
+
 static const test_case_t cases[] = {
     {"a_chain_in_little_memory", test_a_chain_in_little_memory},
     {"temporaries_may_be_mixed_with_the_rest", test_temporaries_may_be_mixed_with_the_rest},
@@ -327,6 +369,7 @@ static const test_case_t cases[] = {
     {"no_room", test_no_room},
     {"pinning_cuts_a_node_off", test_pinning_cuts_a_node_off},
     {"random_programs", test_random_programs},
+    {"thrashing_is_found", test_thrashing_is_found},
     {"removal_from_the_engine", test_removal_from_the_engine},
 };
 
