@@ -1,6 +1,10 @@
 """Sphinx settings; built by `make docs` with warnings as errors and without network."""
 
+import sys
 from importlib import metadata
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "extensions"))
 
 project = "rotor"
 author = "the rotor developers"
@@ -13,6 +17,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.mathjax",
     "numpydoc",
+    "tutorial_pages",
 ]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 autosummary_generate = False

@@ -25,7 +25,11 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
-    *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts),
+    *sorted(
+        page
+        for page in (ROOT / "docs").rglob("*.md")
+        if "_build" not in page.parts and not page.match("docs/tutorials/[0-9]*")  # made by Sphinx
+    ),
 ]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
