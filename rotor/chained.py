@@ -5,26 +5,31 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from rotor import _fsdp, memory, together
 from rotor.algorithms import Persistent
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence as Schedule
 from rotor.algorithms.utils import DynamicAlgorithm, checked_slots
 from rotor.chain import Chain
 from rotor.checkpointable import Checkpointable, DefaultSlots
+from rotor.distributed import RankError, Ranks
 from rotor.executor import Run, run_chain
-from rotor.inspection import Inspection, measure
+from rotor.inspection import Inspection, Measuring, measure
 from rotor.metering import StepBytes, cancel_running
 from rotor.plan import Plan, loss_reserve, make_plan, own_bytes
 from rotor.progress import progress
 from rotor.report.html import chain_page
 from rotor.report.text import plan_report, stage_rows, stage_table
-from rotor.stages import Structure, find_stages, refuse_sharded
+from rotor.sharded import ShardedRun, Sharding, find_sharding
+from rotor.stages import Structure, find_stages
 from rotor.units import format_bytes, parse_bytes
 from rotor.values import tensors_of
 
@@ -49,6 +54,8 @@ class ChainCheckpointable(Checkpointable):
     _structure: Structure
     _learned_loss: dict[Any, int]
     _profile: Any
+    _sharding: Sharding | None
+    _ranks: Ranks | None
 
     def _begin(self) -> None:
         if self._profile != "measured":
@@ -56,14 +63,60 @@ class ChainCheckpointable(Checkpointable):
                 "the stages of a chain are always measured here: profile= is for graphs, give "
                 'engine="graph"'
             )
+        self.__dict__.update(_algorithm=Persistent(), _ranks=None, _digests={})
+        self._look()
+
+    def _look(self) -> None:
+        """Find the stages, and what shards them; nothing is measured any more."""
         stages = find_stages(self.module)
+        sharding = find_sharding(self.module, self)
+        if sharding is not None:
+            stages = sharding.stages(stages)
         self.__dict__.update(
             names=[stage.name for stage in stages],
             functions=list(stages),
             inspection_values=None,
-            _algorithm=Persistent(),
+            _structure=Structure(self.module),
+            _sharding=sharding,
+            _ranks=self._ranks if sharding is None else sharding.ranks,
             _inspections={},
+            _plans={},
+            _latest_key=None,
+            _is_unit=_fsdp.is_unit(self),
         )
+
+    def _check_sharded(self, model: nn.Module) -> None:
+        del model
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._sharding is not None:
+            raise TypeError(
+                "a model sharded by fully_shard cannot be pickled or copied: save its state_dict() "
+                "with torch.distributed.checkpoint, and shard and wrap a new model"
+            )
+        return super().__getstate__() | {"_ranks": None}
+
+    def share_plans(self, group: Any = None) -> None:
+        """Have the processes of a group measure together and run one plan.
+
+        Replicas of a model, under DistributedDataParallel for instance, get the same result from
+        different plans; with this they also run the same schedule, under the least limit of all. A
+        model sharded by ``fully_shard`` does so by itself. Each process of the group has to call
+        this, and from then on has to measure, plan and train in step with the others. A copy of the
+        model plans for itself again.
+
+        Parameters
+        ----------
+        group
+            A process group; the default one without it.
+
+        Raises
+        ------
+        RuntimeError
+            There is no process group.
+        """
+        self.__dict__["_ranks"] = Ranks(group)
+        self._look()
 
     def _measure_sample(self, sample: Any) -> None:
         self.measure(sample)
@@ -99,7 +152,12 @@ class ChainCheckpointable(Checkpointable):
             self.module.train()
         try:
             with torch.enable_grad():
-                key = self._key(custom_input, targets)
+                self._check_structure()
+                if self._sharding is not None:
+                    self._sharding.prepare()
+                    if self._sharding.root is not None:
+                        custom_input = self._sharding.root.cast_inputs(custom_input)
+                key = self._key_of_all(self._key(custom_input, targets))[0]
                 self._inspections.pop(key[0], None)
                 for plan_key in [k for k in self._plans if k[0] == key[0]]:
                     del self._plans[plan_key]
@@ -198,6 +256,7 @@ class ChainCheckpointable(Checkpointable):
             curve = self._algorithm.curve(chain, progress=update)
         most, least = (
             own_bytes(inspection, [count] * len(chain), rng=self.preserve_rng_state)
+            + self._beside_bytes(inspection)
             for count in (3, 1)
         )
         limits = curve.bytes - chain.x_bytes[0] + most
@@ -224,7 +283,9 @@ class ChainCheckpointable(Checkpointable):
         if not tensors:
             raise ValueError("the input holds no tensor, expected a tensor or a tuple with tensors")
         kind = tensors[0].device.type
-        required, absent = self._structure.parameter_flags()
+        if self._sharding is not None:
+            self._sharding.prepare()
+        required, absent = (self._sharding or self._structure).parameter_flags()
         measured = (
             tuple([(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]),
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
@@ -234,14 +295,61 @@ class ChainCheckpointable(Checkpointable):
         )
         return measured, absent
 
+    def _key_of_all(self, key: Any) -> tuple[Any, bool]:
+        """The key of a step of all ranks, and whether one of them has something to learn.
+
+        Raises
+        ------
+        RankError
+            The ranks do not have the same parameters without gradients.
+        """
+        if self._ranks is None:
+            return key, False
+        if key not in self._digests:
+            self._digests[key] = tuple(map(together.key_digest, key))
+        mine = self._digests[key]
+        is_behind = not self._inspections or any(p.outdated for p in self._plans.values())
+        found = self._ranks.exchange_ints(*mine, is_behind)
+        if any(other[1] != mine[1] for other in found):
+            raise RankError(
+                "which parameters have gradients, or are reduced, differs between ranks: set "
+                "gradients to None, and set_requires_gradient_sync(), on all of them alike"
+            )
+        return ((key[0], tuple(other[0] for other in found)), key[1]), any(o[2] for o in found)
+
     def _inspect(self, key: Any, arg: Any, targets: Sequence[Any]) -> Inspection:
-        stages = find_stages(self.module)
-        refuse_sharded(self.module)
-        self._check_devices(arg)
+        stages, sharding, ranks = find_stages(self.module), self._sharding, self._ranks
         loss_fn = self.loss_fn if targets else None
-        cancel_running()
-        with progress(len(stages), "measuring the stages") as update:
-            inspection = measure(stages, arg, loss_fn=loss_fn, targets=targets, progress=update)
+        problem: Exception | None = None
+        try:
+            self._check_devices(arg)
+            cancel_running()
+            memory.meter(tensors_of(arg)[0].device).start().stop()
+        except Exception as error:
+            problem = error
+        if ranks is not None:
+            ranks.all_well(problem)
+        elif problem is not None and not isinstance(problem, memory.MeterBusyError):
+            raise problem
+        measuring_class: type[Measuring] = Measuring
+        around: AbstractContextManager[None] = nullcontext()
+        if sharding is not None:
+            stages = sharding.stages(stages)
+            measuring_class = together.ShardedMeasuring
+            around = together.measuring(sharding, stages)
+        with around, progress(len(stages), "measuring the stages") as update:
+            inspection = measure(
+                stages,
+                arg,
+                loss_fn=loss_fn,
+                targets=targets,
+                progress=update,
+                measuring_class=measuring_class,
+            )
+        if ranks is not None:
+            inspection = together.joined(ranks, inspection)
+        if sharding is not None:
+            inspection = together.with_closing(sharding, inspection)
         merged = [stage.name for stage in inspection.stages if len(stage.names) > 1]
         if merged:
             logger.info("merged because they cannot be cut apart: %s", ", ".join(merged))
@@ -256,12 +364,21 @@ class ChainCheckpointable(Checkpointable):
     def _chain(self, key: Any) -> Chain:
         inspection = self._inspections[key[0]]
         # A parameter that several stages share gets its gradient in the last of them.
-        lacking = self._structure.lacking_gradient(key[1])
+        lacking = (self._sharding or self._structure).lacking_gradient(key[1])
         missing = []
         for stage in reversed(inspection.stages):
             ids = [id(parameter) for parameter in stage.parameters()]
             missing.append([i in lacking for i in ids])
             lacking.difference_update(ids)
+        missing.reverse()
+        gradients = None
+        if self._sharding is not None:
+            gradients = [
+                sum(self._sharding.gradient_bytes(stage, m.pgrad_bytes, absent))
+                for stage, m, absent in zip(
+                    inspection.stages, inspection.measures, missing, strict=True
+                )
+            ]
         loss_tmp = self._learned_loss.get(key[0])
         if loss_tmp is None:
             loss_tmp = loss_reserve(inspection, self.loss_tmp_memory_usage)
@@ -269,8 +386,14 @@ class ChainCheckpointable(Checkpointable):
             loss_tmp_bytes=loss_tmp,
             hold_output=inspection.loss_peak_bytes is None,
             rng=self.preserve_rng_state,
-            missing=missing[::-1],
+            missing=missing,
+            gradients=gradients,
         )
+
+    def _beside_bytes(self, inspection: Inspection) -> int:
+        if self._sharding is None:
+            return 0
+        return self._sharding.own_bytes(inspection.stages, inspection.device)
 
     def _make(self, key: Any, reserve_bytes: int = 0) -> Plan:
         inspection = self._inspections[key[0]]
@@ -278,16 +401,37 @@ class ChainCheckpointable(Checkpointable):
         options = dict(self._options)
         if not isinstance(self.mem_slots, DefaultSlots):
             options.setdefault("mem_slots", self.mem_slots)
-        with progress(1, "computing the schedule") as update:
-            plan = make_plan(
-                inspection,
-                self._chain(key),
+        if self._ranks is not None:
+            self._share_loss(key[0])
+        chain = self._chain(key)
+        plain_tail = self._sharding is None
+
+        def plan_under(limit_bytes: int, reserved: int) -> Plan:
+            with progress(1, "computing the schedule") as update:
+                return make_plan(
+                    inspection,
+                    chain,
+                    limit_bytes,
+                    self._algorithm,
+                    reserve_bytes=reserved,
+                    rng=self.preserve_rng_state,
+                    options=options,
+                    progress=update,
+                    beside_bytes=self._beside_bytes(inspection),
+                    plain_tail=plain_tail,
+                )
+
+        if self._ranks is None:
+            plan = plan_under(limit, reserve_bytes)
+        else:
+            plan = together.plan_once(
+                self._ranks,
+                plan_under,
                 limit,
-                self._algorithm,
-                reserve_bytes=reserve_bytes,
-                rng=self.preserve_rng_state,
-                options=options,
-                progress=update,
+                reserve_bytes,
+                chain,
+                inspection,
+                plain_tail=plain_tail,
             )
         logger.info(
             "planned %d stages: predicted peak %s of %s, %.4g s a step, %d stages recomputed",
@@ -300,6 +444,15 @@ class ChainCheckpointable(Checkpointable):
         self._plans[key] = plan
         self.__dict__.update(_latest=plan, _latest_key=key)
         return plan
+
+    def _share_loss(self, measured: Any) -> None:
+        """Take what the loss was seen to need on any rank."""
+        assert self._ranks is not None
+        learned = self._learned_loss.get(measured)
+        found = self._ranks.exchange_ints(learned is not None, learned or 0)
+        known = [size for is_known, size in found if is_known]
+        if known:
+            self._learned_loss[measured] = max(known)
 
     # -- running
 
@@ -318,27 +471,24 @@ class ChainCheckpointable(Checkpointable):
         """
         if not self._checked_call(targets):
             return self._with_loss(self.module.forward(inputs), targets)
-        if not self._structure.is_current():
-            self._forget()
-        key = self._key(inputs, targets)
+        self._check_structure()
+        key, is_one_behind = self._key_of_all(self._key(inputs, targets))
         plan = self._plans.get(key)
-        if plan is None or plan.outdated:
-            if key[0] not in self._inspections:
-                self._inspect(key[0], inputs, targets)
+        wants_measure = key[0] not in self._inspections
+        wants_plan = plan is None or plan.outdated
+        if self._ranks is not None and (is_one_behind or wants_plan):
+            wanted = self._ranks.exchange_ints(wants_measure, wants_plan)
+            wants_measure, wants_plan = (any(column) for column in zip(*wanted, strict=True))
+        if wants_measure and wants_plan:
+            self._inspect(key[0], inputs, targets)
+        if plan is None or wants_plan:
             plan = self._replanned(key)
         self.__dict__["_latest"] = plan
         return self._step(plan, inputs, targets)
 
-    def _forget(self) -> None:
-        stages = find_stages(self.module)
-        self.__dict__.update(
-            _structure=Structure(self.module),
-            _inspections={},
-            _plans={},
-            _latest_key=None,
-            names=[stage.name for stage in stages],
-            functions=list(stages),
-        )
+    def _check_structure(self) -> None:
+        if not self._structure.is_current() or _fsdp.is_unit(self) != self._is_unit:
+            self._look()
 
     def _step(self, plan: Plan, inputs: Any, targets: Sequence[Any]) -> Any:
         self._note_pending(plan)
@@ -350,6 +500,7 @@ class ChainCheckpointable(Checkpointable):
             preserve_rng_state=self.preserve_rng_state,
             flags=plan.inspection.flags,
             started=self._started,
+            run_class=Run if self._sharding is None else ShardedRun,
         )
         if meter is not None:
             meter.forward_done(output)
@@ -363,12 +514,22 @@ class ChainCheckpointable(Checkpointable):
         if pending is not None and not pending.is_done():
             self._warn_pending(plan.limit_bytes)
 
+    def _learn(self, plan: Any, step: StepBytes) -> None:
+        if self._sharding is not None:
+            # What the model's own unit gathers is there before the forward begins.
+            base = self._sharding.base_bytes(plan.device)
+            step = replace(step, peak_bytes=step.peak_bytes + base)
+        super()._learn(plan, step)
+
     def _learn_loss(self, key: Any, plan: Plan, step: StepBytes) -> bool:
         captured = plan.inspection.loss_peak_bytes is not None
         # Another step may hold the output longer than this one did.
         released = 0 if step.output_held else plan.inspection.output_bytes
         learned = step.loss_bytes + released - plan.inspection.output_grad_bytes
         if captured or learned == plan.chain.loss_tmp_bytes:
+            return False
+        if self._ranks is not None and plan.meterings > 1 and learned < plan.chain.loss_tmp_bytes:
+            # Another rank's loss needs more.
             return False
         self._learned_loss[key[0]] = learned
         return True

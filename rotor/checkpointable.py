@@ -19,7 +19,7 @@ from rotor.algorithms.utils import checked_slots
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.metering import StepBytes, StepMeter
 from rotor.report.plot import plot_timeline
-from rotor.stages import Structure, refuse_sharded
+from rotor.stages import Structure, refuse_replicated, refuse_sharded
 from rotor.timelines import Timeline
 from rotor.tracing import is_trace, write_plan_trace
 from rotor.transparent import TransparentModule
@@ -196,7 +196,8 @@ class Checkpointable(TransparentModule):
             loss_tmp_memory_usage = parse_bytes(loss_tmp_memory_usage, name="loss_tmp_memory_usage")
         self._check_model(model)
         self._check_options(options)
-        refuse_sharded(model)
+        self._check_sharded(model)
+        refuse_replicated(model)
         super().__init__(model)
         self.__dict__.update(
             mem_limit=limit,
@@ -231,6 +232,11 @@ class Checkpointable(TransparentModule):
 
     def _check_model(self, model: nn.Module) -> None:
         """Raise where the engine cannot plan such a model."""
+
+    def _check_sharded(self, model: nn.Module) -> None:
+        """Raise where the model is sharded and the engine cannot run that."""
+        engine = self.__dict__.get("engine")
+        refuse_sharded(model, "operations" if engine == "dynamic" else "a graph")
 
     def _begin(self) -> None:
         """Set what the engine keeps of its own."""
@@ -394,6 +400,7 @@ class Checkpointable(TransparentModule):
             raise ValueError("targets are for a loss: give Checkpointable(..., loss_fn=) too")
         if not (self.module.training and torch.is_grad_enabled()):
             return False
+        self._check_sharded(self.module)
         if _torch.in_functorch():
             raise RuntimeError(
                 "torch.func transforms (grad, vmap, functional_call inside them) cannot go through "

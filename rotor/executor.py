@@ -409,6 +409,7 @@ def run_chain(
     preserve_rng_state: bool = True,
     flags: Sequence[Flags] | None = None,
     started: Callable[[Run], None] | None = None,
+    run_class: type[Run] = Run,
 ) -> Any:
     """Run the forward of a chain so that its backward follows the schedule.
 
@@ -424,6 +425,8 @@ def run_chain(
         Which tensors of each activation require gradients; ``None``: all that could.
     started
         Called with the run state, where there is one.
+    run_class
+        What runs the stages before the tail.
 
     Returns
     -------
@@ -431,7 +434,7 @@ def run_chain(
     """
     y = arg
     if schedule.tail > 0:
-        run = Run(stages, schedule, arg, preserve_rng_state=preserve_rng_state, flags=flags)
+        run = run_class(stages, schedule, arg, preserve_rng_state=preserve_rng_state, flags=flags)
         if started is not None:
             started(run)
         run.forward()

@@ -33,7 +33,7 @@ from rotor.values import (
     versions,
 )
 
-__all__ = ["Chain", "Inspection", "StageMeasure", "measure"]
+__all__ = ["Chain", "Inspection", "Measuring", "StageMeasure", "measure"]
 
 Progress = Callable[[int, int], object]
 RNG_BYTES = 5056
@@ -137,6 +137,7 @@ class Inspection:
         hold_output: bool,
         missing: Sequence[Sequence[bool]],
         rng: bool = True,
+        gradients: Sequence[int] | None = None,
     ) -> Chain:
         """The cost model of these stages.
 
@@ -151,6 +152,8 @@ class Inspection:
         rng
             Whether random states are preserved: on the CPU one is held while a stage runs that
             will be recomputed, and two when it has run.
+        gradients
+            Bytes of the gradients that each stage leaves, where they are not those of `missing`.
         """
         measures = self.measures
         state = RNG_BYTES if rng and self.device.type == "cpu" else 0
@@ -166,7 +169,8 @@ class Inspection:
                 state + max(state, m.forward_nograd_tmp_bytes) for m in measures
             ],
             grad_bytes=grads,
-            pgrad_bytes=[
+            pgrad_bytes=gradients
+            or [
                 sum(size for size, absent in zip(m.pgrad_bytes, absents, strict=True) if absent)
                 for m, absents in zip(measures, missing, strict=True)
             ],
@@ -285,8 +289,18 @@ def _bytes(tensors: Sequence[torch.Tensor | None], device: torch.device) -> int:
     return memory.storage_bytes(t for t in tensors if t is not None and t.device == device)
 
 
-class _Measuring:
-    """One pass over the stages, from the input to the output."""
+class Measuring:
+    """One pass over the stages, from the input to the output.
+
+    Parameters
+    ----------
+    stages, arg
+        The stages and the input of the first.
+    hold_output
+        Whether the caller holds the output.
+    """
+
+    run_class = Run
 
     def __init__(self, stages: list[Stage], arg: Any, *, hold_output: bool) -> None:
         n = len(stages)
@@ -298,7 +312,7 @@ class _Measuring:
         self.stages = stages
         self.hold_output = hold_output
         schedule = Schedule([Operation(kind, i) for kind, i in order], n, plain_tail=False)
-        self.run = Run(stages, schedule, arg, preserve_rng_state=False)
+        self.run = self.run_class(stages, schedule, arg, preserve_rng_state=False)
         self.device = self.run.device
         self.rng = RngTracker(self.device)
         self.last_input: Any = None
@@ -378,18 +392,20 @@ class _Measuring:
         run = self.run
         mark = mark or _no_mark
         run.x[i] = x
+        self.before(i)
         mark("Fe")
         with torch.no_grad():
             run.do(FE, i)
         held = self._give_gradient(i, mark)
         arriving = _bytes(run.gradient or [], self.device)
         mark("B")
-        found = self._back(i)
+        found = self.back(i)
         mark("rest")
         gradient = _bytes(run.gradient or [], self.device)
-        parameters = tuple(_bytes([g], self.device) for g in found)
+        parameters = self.gradient_bytes(i, found)
         run.gradient = None
         del held, found
+        self.before(i)
         mark("Fn")
         self._forward(i, x)
         mark("end")
@@ -413,7 +429,20 @@ class _Measuring:
         run.x[i + 1] = None
         return y if last else None
 
-    def _back(self, i: int) -> Sequence[torch.Tensor | None]:
+    def before(self, i: int) -> None:
+        """What has to be there before stage i runs, and is not counted as its own."""
+
+    def gradient_bytes(self, i: int, found: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+        """The bytes of what `back` returned, one for each parameter."""
+        del i
+        return tuple(_bytes([g], self.device) for g in found)
+
+    def is_enough(self, count: int, is_stable: bool, spent_ns: int) -> bool:
+        """Whether the times of a stage are known, after so many rounds."""
+        return count >= _MIN_REPEATS and (is_stable or spent_ns > _SECONDS_PER_STAGE * 1e9)
+
+    def back(self, i: int) -> Sequence[torch.Tensor | None]:
+        """B of stage i: the gradients of its parameters."""
         with autocast_off(self.device.type):
             return self.run.back(i, True, [True] * len(self.run.parameters[i]))
 
@@ -425,6 +454,7 @@ class _Measuring:
         spent = 0
         for count in range(1, _MAX_REPEATS + 1):
             run.x[i] = x
+            self.before(i)
             clock.start()
             self._forward(i, x)
             samples[0].append(clock.stop())
@@ -435,14 +465,13 @@ class _Measuring:
             samples[1].append(clock.stop())
             held = self._give_gradient(i, _no_mark)
             clock.start()
-            self._back(i)
+            self.back(i)
             samples[2].append(clock.stop())
             run.gradient = None
             del held
             spent += sum(s[-1] for s in samples)
             medians = [timing.stable_median(s, _TOLERANCE) for s in samples]
-            enough = all(stable for _, stable in medians)
-            if count >= _MIN_REPEATS and (enough or spent > _SECONDS_PER_STAGE * 1e9):
+            if self.is_enough(count, all(stable for _, stable in medians), spent):
                 break
         return medians[0][0], medians[1][0], medians[2][0]
 
@@ -484,6 +513,7 @@ def measure(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     targets: Sequence[Any] = (),
     progress: Progress | None = None,
+    measuring_class: type[Measuring] = Measuring,
 ) -> Inspection:
     """Measure every stage of a model on a sample of its input.
 
@@ -498,6 +528,8 @@ def measure(
         held by nobody else.
     progress
         Called as ``progress(done, total)`` after each stage.
+    measuring_class
+        How a stage is measured.
 
     Raises
     ------
@@ -521,7 +553,7 @@ def measure(
         ) from error
     with _undisturbed(stages, device):
         merged = _frozen_prefix(merge_stages(stages, arg), arg)
-        measuring = _Measuring(merged, arg, hold_output=loss_fn is None)
+        measuring = measuring_class(merged, arg, hold_output=loss_fn is None)
         measures = []
         for i in range(len(merged)):
             measures.append(measuring.stage(i))

@@ -126,6 +126,8 @@ def make_plan(
     rng: bool = True,
     options: dict[str, Any] | None = None,
     progress: Progress | None = None,
+    beside_bytes: int = 0,
+    plain_tail: bool = True,
 ) -> Plan:
     """The best schedule of the algorithm under a limit.
 
@@ -143,6 +145,10 @@ def make_plan(
         Whether random states are preserved.
     progress
         Called as ``progress(done, total)`` during a long computation.
+    beside_bytes
+        Kept beside all that the chain and the executor need, by collectives for instance.
+    plain_tail
+        Whether plain autograd may run the last stages.
 
     Raises
     ------
@@ -167,8 +173,8 @@ def make_plan(
                 "the largest stage into several",
                 least,
             ) from error
-        schedule = Schedule(sequence, n)
-        kept = own_bytes(inspection, schedule.runs, rng=rng)
+        schedule = Schedule(sequence, n, plain_tail=plain_tail)
+        kept = own_bytes(inspection, schedule.runs, rng=rng) + beside_bytes
         return Plan(
             inspection, chain, sequence, schedule, limit_bytes, kept, reserve_bytes=reserve_bytes
         )
@@ -176,7 +182,7 @@ def make_plan(
     def fits(plan: Plan) -> bool:
         return plan.predicted_bytes + reserve_bytes <= limit_bytes
 
-    fewest, most = (own_bytes(inspection, [count] * n, rng=rng) for count in (1, 3))
+    fewest, most = (own_bytes(inspection, [count] * n, rng=rng) + beside_bytes for count in (1, 3))
     found: Plan | None = None
     refusal: InfeasibleError | None = None
     # What the executor keeps depends on the schedule, and the schedule on what is left for it.

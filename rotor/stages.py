@@ -6,13 +6,12 @@ only views its input belongs to the module before it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
-from rotor import _torch
+from rotor import _fsdp, _torch
 
 
 class Stage:
@@ -132,24 +131,53 @@ def find_stages(model: nn.Module) -> list[Stage]:
     return stages
 
 
-def refuse_sharded(model: nn.Module) -> None:
-    """Raise when a module has FSDP2 state, whose gradients nested autograd would get wrong.
+def refuse_sharded(model: nn.Module, planned_as: str = "a graph") -> None:
+    """Raise when FSDP swaps parameters of the model while it runs.
+
+    Parameters
+    ----------
+    model
+        The model.
+    planned_as
+        What it would be planned as.
 
     Raises
     ------
     RuntimeError
         Names the module.
     """
-    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    if sharded is None:
+    if not _fsdp.is_loaded():
         return
-    for name, module in model.named_modules():
-        if isinstance(module, sharded):
-            where = f"stage {name}" if name else "the model"
+    modules = dict(model.named_modules())
+    managed = _fsdp.managed(modules.values()) or [False] * len(modules)
+    for (name, module), is_managed in zip(modules.items(), managed, strict=True):
+        if is_managed or _fsdp.is_unit(module):
+            where = f"module {name}" if name else "the model"
             raise RuntimeError(
                 f"{where} is sharded by fully_shard (FSDP2): its parameters are swapped while it "
-                "runs, and recomputing it here would silently lose gradients. Use "
-                "DistributedDataParallel instead"
+                f"runs, and planned as {planned_as} it would silently lose gradients. Make the "
+                "model an nn.Sequential of its blocks, each of them sharded, which is planned as a "
+                "chain (docs/fsdp.md), or wrap such a Sequential inside the model; or use "
+                "DistributedDataParallel"
+            )
+
+
+def refuse_replicated(model: nn.Module) -> None:
+    """Raise where a part of the model is a DistributedDataParallel, which has to be outside.
+
+    Raises
+    ------
+    TypeError
+        Names the module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            kind = type(module).__name__
+            where = f"module {name}" if name else "the model"
+            raise TypeError(
+                f"{where} is a {kind}: what it does with gradients would be lost, or done twice, "
+                "where they are computed under a plan. Wrap the other way round: "
+                f"{kind}(rotor.Checkpointable(model))"
             )
 
 
@@ -171,11 +199,19 @@ class Structure:
             for children in map(_torch.child_slots, self._modules)
         ]
         self._parameters = [slot for m in self._modules for slot in _torch.parameter_slots(m)]
+        self._managed = _fsdp.managed(self._modules)
+
+    @property
+    def parameters(self) -> list[_torch.Slot]:
+        """Where parameters stand: (the dictionary of their module, their name)."""
+        return self._parameters
 
     def is_current(self) -> bool:
-        """Whether the model has the modules it had, of the types that they had."""
-        return [type(module) for module in self._modules] == self._types and all(
-            tuple(children.values()) == then for children, then in self._children
+        """Whether the model has the modules it had, of the types that they had, sharded alike."""
+        return (
+            [type(module) for module in self._modules] == self._types
+            and all(tuple(children.values()) == then for children, then in self._children)
+            and _fsdp.managed(self._modules) == self._managed
         )
 
     def training_flags(self) -> tuple[bool, ...]:

@@ -8,6 +8,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from rotor import _fsdp
+
 _SHARED = frozenset(vars(nn.Module())) - {"training"}
 
 
@@ -116,8 +118,10 @@ class TransparentModule(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The wrapped module and those in it."""
-        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+        """The wrapped module and those in it; FSDP2 finds a sharded wrapper in its place."""
+        stands_in = _fsdp.is_unit(self)
+        for name, module in self.module.named_modules(memo, prefix, remove_duplicate):
+            yield name, self if stands_in and module is self.module else module
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Apply `fn` to the wrapped module and those in it."""

@@ -130,18 +130,18 @@ def ranks_agree(rank: int) -> list[str]:
     return [] if all(torch.equal(mine, other) for other in others) else ["gradients of the ranks"]
 
 
-def sharded_stage_is_refused(rank: int) -> list[str]:
+def sharded_graph_is_refused(rank: int) -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model = make_model()
     fully_shard(model[3], mesh=init_device_mesh("cpu", (PROCESSES,)))
     try:
-        rotor.Checkpointable(model)
+        rotor.Checkpointable(model, engine="graph")
     except RuntimeError as error:
         message = str(error)
-        return [] if "stage 3" in message and "fully_shard" in message else [message]
-    return ["a sharded stage was accepted"]
+        return [] if "module 3" in message and "fully_shard" in message else [message]
+    return ["a sharded module was accepted"]
 
 
 SCENARIOS: dict[str, Callable[[int], list[str]]] = {
@@ -149,7 +149,7 @@ SCENARIOS: dict[str, Callable[[int], list[str]]] = {
     "no_sync": lambda rank: compare(rank, silent=1),
     "find_unused_parameters": lambda rank: compare(rank, unused=True),
     "ranks agree": ranks_agree,
-    "a sharded stage is refused": sharded_stage_is_refused,
+    "a sharded graph is refused": sharded_graph_is_refused,
 }
 
 

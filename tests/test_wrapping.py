@@ -188,7 +188,8 @@ def test_functional_call_is_refused_when_recomputing():
         default_loss(y).backward()
 
 
-def test_sharding_is_refused_also_after_wrapping(monkeypatch):
+@pytest.mark.parametrize("engine", ["graph", "dynamic"])
+def test_sharding_is_refused_also_after_wrapping(monkeypatch, engine):
     import torch.distributed.fsdp
 
     class Sharded(nn.Linear):
@@ -197,10 +198,10 @@ def test_sharding_is_refused_also_after_wrapping(monkeypatch):
     monkeypatch.setattr(torch.distributed.fsdp, "FSDPModule", Sharded, raising=False)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     x = torch.randn(2, 4)
-    chk = rotor.Checkpointable(model, x, "1MiB")
+    chk = rotor.Checkpointable(model, x, "1MiB", engine=engine)
     chk(x).sum().backward()
     model[2].__class__ = Sharded
-    with pytest.raises(RuntimeError, match="stage 2 is sharded by fully_shard"):
+    with pytest.raises(RuntimeError, match="module 2 is sharded by fully_shard"):
         chk(x)
-    with pytest.raises(RuntimeError, match="stage 2 is sharded by fully_shard"):
-        rotor.Checkpointable(model)
+    with pytest.raises(RuntimeError, match="module 2 is sharded by fully_shard"):
+        rotor.Checkpointable(model, engine=engine)
