@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rotor.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from rotor.algorithms.sequence import Operation
     from rotor.algorithms.sequence import Sequence as Schedule
     from rotor.chain import Chain
     from rotor.graph.engine import GraphPlan
@@ -25,6 +26,8 @@ __all__ = ["chain_page", "graph_page", "plan_page", "sequence_page"]
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _MOST_RECOMPUTED = 25
 _PHASES = ("forward", "loss", "backward")
+_SCRIPTS = ("page_data.js", "page_timeline.js", "page_graph.js", "page_table.js")
+_TEXT = frozenset({"operation", "module", "phase", "stage", "how"})
 
 
 def graph_page(
@@ -160,7 +163,11 @@ def _sequence_data(
     """Operations of a sequence as those of a graph: each is shown once, with how often it runs."""
     resident = chain.x_bytes[0]
     ops = list(sequence)
-    distinct = sorted(set(ops), key=ops.index)
+    order = {"L": 1, "B": 2}
+    distinct = sorted(
+        set(ops),
+        key=lambda op: (order.get(op.kind, 0), op.stage * (op.kind != "B"), ops.index(op)),
+    )
     numbers = {op: index for index, op in enumerate(distinct)}
     forwards = sequence.count_forwards()
     rows, storages = [], []
@@ -191,7 +198,22 @@ def _sequence_data(
         "before": [level - resident for level in before],
         "peak": (timeline.peak_bytes - resident).tolist(),
         "boundary": next(k for k, op in enumerate(ops) if op.kind == "L"),
+        "kinds": _run_kinds(ops),
+        "lanes": [op.stage for op in distinct],
     }
+
+
+def _run_kinds(ops: Sequence[Operation]) -> list[str]:
+    """What each run of a schedule is for: the first forward of a stage keeps or drops."""
+    seen: set[int] = set()
+    kinds = []
+    for op in ops:
+        kind = {"L": "loss", "B": "backward", "Fe": "kept"}.get(op.kind, "dropped")
+        if kind in ("kept", "dropped"):
+            kind = "recomputed" if op.stage in seen else kind
+            seen.add(op.stage)
+        kinds.append(kind)
+    return kinds
 
 
 def _traced(
@@ -286,20 +308,26 @@ def _data(
     return data
 
 
-def _rows(rows: Sequence[Sequence[str]], head: bool = False) -> str:
-    lines = []
-    for number, row in enumerate(rows):
-        tag = "th" if head and number == 0 else "td"
-        cells = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
-        lines.append(f"<tr>{cells}</tr>")
-    return "\n".join(lines)
+def _figures(rows: Sequence[tuple[str, str]]) -> str:
+    cells = [
+        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
+        for name, value in rows
+    ]
+    return "\n".join(['<dl class="figures">', *cells, "</dl>"])
 
 
 def _table(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
     if not rows:
         return []
-    table = f'<table class="again">\n{_rows(rows, head=True)}\n</table>'
-    return [f"<h2>{title}</h2>", table]
+    kinds = ["" if name in _TEXT else ' class="number"' for name in rows[0]]
+    lines = []
+    for number, row in enumerate(rows):
+        tag = "td" if number else "th"
+        cells = zip(kinds, row, strict=True)
+        text = "".join(f"<{tag}{kind}>{html.escape(cell)}</{tag}>" for kind, cell in cells)
+        lines.append(f"<tr>{text}</tr>")
+    table = ['<div class="scroll"><table class="rows">', *lines, "</table></div>"]
+    return [f"<h2>{html.escape(title)}</h2>", *table]
 
 
 def _page(
@@ -310,7 +338,8 @@ def _page(
 ) -> str:
     files = resources.files("rotor.report")
     style = (files / "page.css").read_text(encoding="utf-8")
-    script = (files / "page.js").read_text(encoding="utf-8")
+    scripts = [(files / name).read_text(encoding="utf-8") for name in _SCRIPTS]
+    script = "\n".join(['"use strict";', "(function () {", *scripts, "})();"])
     # "</" would end the element, "<!--" would change how it is read.
     plain = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     parts = [
@@ -321,14 +350,18 @@ def _page(
         f"<title>rotor: {html.escape(title)}</title>",
         f"<style>\n{style}</style></head><body>",
         f"<h1>{html.escape(title)}</h1>",
-        f'<table class="figures">\n{_rows(rows)}\n</table>',
+        _figures(rows),
     ]
+    own_table = "lanes" not in data
     if data["planned"]:
-        parts += ["<h2>Live bytes</h2>", '<div id="timeline"></div>']
+        parts.append("<h2>Live bytes and schedule</h2>")
+        parts.append('<div id="timeline-tools" class="tools"></div><div id="timeline"></div>')
     parts += [
         "<h2>Operations</h2>",
-        '<div id="tools"></div><div id="graph"></div><div id="details"></div>',
+        '<div id="tools" class="tools"></div><div id="graph"></div><div id="details"></div>',
         *[line for name, table in tables for line in _table(name, table)],
+        *(['<h2>Table</h2><div id="table-tools" class="tools"></div>'] if own_table else []),
+        *(['<div id="table"></div>'] if own_table else []),
         "<noscript>The timeline and the graph are drawn by a script in this page.</noscript>",
         f'<script type="application/json" id="data">{plain}</script>',
         f"<script>\n{script}</script></body></html>",
