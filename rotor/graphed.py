@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rotor.graph import planner
 from rotor.graph.calls import check_arguments, described, run_once, takes_targets
 from rotor.graph.capture import Capture, NothingToPlan, Unplanned, fresh
 from rotor.graph.drawing import write_plan
+from rotor.graph.early import owners_of
 from rotor.graph.engine import (
     CapturedStep,
     GraphPlan,
@@ -339,6 +341,7 @@ class GraphCheckpointable(PiecesSteps):
         loss_captured: bool,
     ) -> CapturedStep:
         source, lowered = self._profile, found.captured.lowered
+        owners = owners_of(lowered, found.primals, self._structure.parameters)
         try:
             with progress(1, "measuring the operations") as update:
                 costs = price(source, lowered, device, found.primals, progress=update)
@@ -347,7 +350,9 @@ class GraphCheckpointable(PiecesSteps):
             found.primals.clear()
             found.__traceback__ = None
         planned_for = "" if source == MEASURED else source.device
-        step = CapturedStep(capture, found.captured, costs, device, loss_captured, planned_for)
+        step = CapturedStep(
+            capture, found.captured, costs, device, loss_captured, planned_for, owners
+        )
         self._steps[key] = step
         return step
 
@@ -499,9 +504,11 @@ class GraphCheckpointable(PiecesSteps):
         capture = plan.step.capture
         plan.install()
         loss_fn = self.loss_fn if targets else None
+        early = plan.install_early() if _torch.in_ddp() else None
         meter = self._start_meter(plan)
         try:
-            output = capture(self.module, loss_fn, args, kwargs, tuple(targets))
+            with early or nullcontext():
+                output = capture(self.module, loss_fn, args, kwargs, tuple(targets))
         except Unplanned as reached:
             # A Python value that the code depends on has changed: this is another graph.
             if meter is not None:

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
+import ddp_graphs
 import pytest
 import torch
 import torch.distributed as dist
@@ -150,6 +151,7 @@ SCENARIOS: dict[str, Callable[[int], list[str]]] = {
     "find_unused_parameters": lambda rank: compare(rank, unused=True),
     "ranks agree": ranks_agree,
     "a sharded graph is refused": sharded_graph_is_refused,
+    **ddp_graphs.scenarios(),
 }
 
 

@@ -18,6 +18,7 @@ from torch import fx
 
 from rotor import _inductor, _torch
 from rotor.errors import CaptureError
+from rotor.graph.early import Delivery
 from rotor.graph.emit import StepCode, saved_primals
 from rotor.graph.inductor import draw_once
 from rotor.graph.lowering import Lowered, lower
@@ -131,10 +132,11 @@ class Capture:
         """
         self.ran = None
         try:
-            if self.graphs:
-                return self._call(*args, **kwargs)
-            with _torch.capturing():
-                return self._call(*args, **kwargs)
+            with _torch.one_graph():
+                if self.graphs:
+                    return self._call(*args, **kwargs)
+                with _torch.capturing():
+                    return self._call(*args, **kwargs)
         except (Unplanned, NothingToPlan):
             raise
         except _torch.CAPTURE_ERRORS as error:
@@ -188,13 +190,17 @@ class Capture:
         absent = token.absent
         run = token.backward_of_program
         del token
-        gradients = run(args)
+        withheld: frozenset[int] = frozenset()
         if absent and captured.reached is not None:
             # As in plain PyTorch, what reaches only outputs without a gradient gets none.
-            return tuple(
-                None if tangents <= absent else gradient
-                for gradient, tangents in zip(gradients, captured.reached, strict=True)
+            withheld = frozenset(
+                index for index, tangents in enumerate(captured.reached) if tangents <= absent
             )
+        if isinstance(run, Delivery):
+            run.withheld = withheld
+        gradients = run(args)
+        if withheld:
+            return tuple(None if i in withheld else g for i, g in enumerate(gradients))
         return gradients
 
     def forget_programs(self) -> None:

@@ -177,6 +177,15 @@ class _Writer:
         if names:
             self.lines.append(" = ".join([*names, "None"]))
 
+    def hand_out(self, indices: Sequence[int]) -> None:
+        """Give gradients away, and stop."""
+        nodes = [self.lowered.gradients[index] for index in indices]
+        for index, node in zip(indices, nodes, strict=True):
+            given = self.argument(node)
+            self.lines.append(f"given[{index}] = {given}")
+        self.drop(sorted({s for node in nodes for s in self.lowered.values[node].storages}))
+        self.lines.append("yield")
+
     def run(self, index: int, kept: set[int], replay: str | None) -> None:
         """One execution of a task; `kept` are the storages it makes that are used."""
         task = self.lowered.tasks[index]
@@ -269,7 +278,9 @@ def deaths(lowered: Lowered, ops: Sequence[int]) -> tuple[list[set[int]], list[s
     return kept, dying
 
 
-def emit(lowered: Lowered, ops: Sequence[int]) -> Emitted:
+def emit(
+    lowered: Lowered, ops: Sequence[int], groups: Sequence[tuple[int, Sequence[int]]] = ()
+) -> Emitted:
     """The functions that run a program.
 
     Parameters
@@ -278,6 +289,10 @@ def emit(lowered: Lowered, ops: Sequence[int]) -> Emitted:
         The joint graph's operations.
     ops
         Their indices in the order in which they run, with repeats; the loss once.
+    groups
+        Positions in the backward and the gradients that are handed out after them. Then
+        the backward is a generator, and takes a dictionary for the gradients too: it
+        stops before the first run, and after each group.
     """
     ops = [int(index) for index in ops]
     boundary = ops.index(lowered.loss)
@@ -338,11 +353,16 @@ def emit(lowered: Lowered, ops: Sequence[int]) -> Emitted:
     for index, storage in enumerate(lowered.tasks[lowered.loss].made.values()):
         tail.define(tail.variable(lowered.loss, (index,)), [storage])
     tail.drop(sorted(set(lowered.tasks[lowered.loss].made.values()) - kept[boundary]))
-    write(tail, boundary + 1, len(ops))
-    gradients = [tail.argument(node) for node in lowered.gradients]
+    reached = boundary + 1
+    for position, indices in groups:
+        write(tail, reached, position + 1)
+        reached = position + 1
+        tail.hand_out(indices)
+    write(tail, reached, len(ops))
+    gradients = [] if groups else [tail.argument(node) for node in lowered.gradients]
     tangents = [tail.variable(lowered.loss, (i,)) for i in range(len(lowered.tangents))]
     backward = [
-        "def backward(args):",
+        "def backward(args, given):" if groups else "def backward(args):",
         _unpack([*saved, "token", *tangents], "args"),
         "    args.clear()",
         "    kept = token.kept",
@@ -351,6 +371,7 @@ def emit(lowered: Lowered, ops: Sequence[int]) -> Emitted:
         "    if not keeps_graph():",
         "        kept.clear()",
         "    kept = checks = token = None",
+        *(["    yield"] if groups else []),
         *(f"    {line}" for line in tail.lines),
         f"    return ({', '.join(gradients)}{',' if gradients else ''})",
     ]

@@ -12,6 +12,7 @@ from rotor import memory
 from rotor.errors import InfeasibleError
 from rotor.graph import planner
 from rotor.graph.capture import Capture, Captured
+from rotor.graph.early import EarlyCode, EarlyStep, Owners
 from rotor.graph.emit import StepCode, emit
 from rotor.graph.graph import Graph, Operation
 from rotor.graph.inductor import Inductor
@@ -49,6 +50,8 @@ class CapturedStep:
         Whether the loss is among the operations.
     planned_for
         The type of the device that the costs are of, where that is another.
+    owners
+        Which primals are which parameters, where only parameters need gradients.
     inductor
         What compiles its programs; ``None`` where they are emitted as Python.
     """
@@ -59,6 +62,7 @@ class CapturedStep:
     device: torch.device
     loss_captured: bool
     planned_for: str = ""
+    owners: Owners | None = field(default=None, repr=False)
     inductor: Inductor | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -144,6 +148,7 @@ class GraphPlan:
     measured_timeline: Timeline | None = field(default=None, repr=False)
     meterings: int = 0
     outdated: bool = field(default=False, repr=False)
+    _early: EarlyCode | None = field(default=None, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -182,6 +187,17 @@ class GraphPlan:
         """Have the next step run this plan; it is compiled now where it was not before."""
         self.emitted.prepare()
         self.step.captured.emitted = self.emitted
+
+    def install_early(self) -> EarlyStep | None:
+        """Have the next step give gradients early; ``None`` where its backward cannot be cut."""
+        step = self.step
+        if step.owners is None or step.inductor is not None:
+            return None
+        if self._early is None:
+            self._early = EarlyCode.of(step.lowered, self.program.ops.tolist())
+        early = EarlyStep(self._early, step.owners, step.device, len(step.lowered.gradients))
+        step.captured.emitted = early
+        return early
 
 
 def check_options(options: dict[str, Any]) -> None:
