@@ -65,7 +65,9 @@ function timeline() {
   function ticks(low, high, count, bases) {
     const raw = (high - low) / count, unit = Math.pow(bases, Math.floor(Math.log(raw) / Math.log(bases) + 1e-9));
     const steps = bases === 10 ? [1, 2, 5, 10] : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1024];
-    const step = unit * steps.find((s) => s * unit >= raw * 0.999);
+    let chosen = steps.findIndex((s) => s * unit >= raw * 0.999);
+    while (chosen > 0 && steps[chosen] * unit > (high - low) / 2) chosen -= 1;
+    const step = unit * steps[chosen];
     const found = [];
     for (let at = Math.ceil(low / step - 1e-9) * step; at <= high * (1 + 1e-12); at += step) found.push(at);
     return found;
