@@ -4,6 +4,8 @@ VENV ?= .venv
 # A CPU build where the index has one; any torch >= 2.11 will do.
 TORCH ?= torch==2.13.0
 TORCHVISION ?= torchvision==0.28.*
+# They ask for torch, which is there; what else they need is in the extra "test".
+FRAMEWORKS ?= "accelerate>=1.1" "lightning>=2.4" "pytorch-lightning>=2.4" "torchmetrics>=1.5"
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -38,7 +40,7 @@ $(VENV)/.built: $(VENV)/.torch setup.py pyproject.toml $(wildcard csrc/*/*.c) $(
 
 $(VENV)/.test: $(VENV)/.built
 	$(PIP) --no-build-isolation --editable ".[test]"
-	$(PIP) --no-deps "$(TORCHVISION)"
+	$(PIP) --no-deps "$(TORCHVISION)" $(FRAMEWORKS)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.test

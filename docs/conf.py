@@ -27,6 +27,8 @@ default_role = "py:obj"
 myst_enable_extensions = ["deflist", "colon_fence"]
 myst_heading_anchors = 4
 
+# The pages are the same where a framework is absent.
+autodoc_mock_imports = ["transformers", "lightning", "pytorch_lightning"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autodoc_default_options = {"members": True, "show-inheritance": True}

@@ -14,7 +14,14 @@ from rotor import _core, cache
 
 __all__ = ["EXTRAS", "describe"]
 
-EXTRAS = {"progress": "rich", "plot": "matplotlib", "draw": "graphviz", "ilp": "scipy"}
+EXTRAS = {
+    "progress": "rich",
+    "plot": "matplotlib",
+    "draw": "graphviz",
+    "ilp": "scipy",
+    "transformers": "transformers",
+    "lightning": "lightning",
+}
 """What `pip install rotor[...]` brings, by the module that tells."""
 
 

@@ -116,6 +116,7 @@ LAYERS = [
             "rotor.rockmate",
         ],
     ),
+    ("integrations", ["rotor.integrations"]),
     ("models", ["rotor.models"]),
     ("public names", ["rotor"]),
     ("training experiments", ["rotor.experiments.worker"]),

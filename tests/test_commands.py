@@ -96,7 +96,7 @@ def test_info(capsys):
     assert data["versions"]["rotor"] == rotor.__version__
     assert data["devices"][0]["name"] == "cpu"
     assert data["devices"][0]["free_bytes"] > 0
-    assert set(data["extras"]) == {"progress", "plot", "draw", "ilp"}
+    assert set(data["extras"]) == {"progress", "plot", "draw", "ilp", "transformers", "lightning"}
     assert isinstance(data["storage_swap"], bool)
     code, out, _ = run(capsys, "info")
     assert code == 0

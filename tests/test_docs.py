@@ -11,12 +11,14 @@ import re
 import sys
 import types
 import warnings
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from random_chains import realistic_chain
+from torchvision_standins import import_torchvision
 
 import rotor
 
@@ -43,6 +45,7 @@ def without_code(text: str) -> str:
     return re.sub(r"`[^`\n]*`", "", text)
 
 
+FRAMEWORKS = {"hugging-face": "accelerate", "lightning": "lightning"}
 WITH_CODE = [page for page in PAGES if FENCE.search(page.read_text(encoding="utf-8"))]
 
 
@@ -59,6 +62,10 @@ def test_code_runs(page, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     torch.manual_seed(0)
     # What is captured looks its globals up in the module that it names.
+    if page.stem in FRAMEWORKS:
+        with suppress(ModuleNotFoundError):
+            import_torchvision()
+        pytest.importorskip(FRAMEWORKS[page.stem])
     module = types.ModuleType("page_of_the_docs")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     namespace = vars(module)
@@ -71,6 +78,8 @@ def test_code_runs(page, tmp_path, monkeypatch):
         line = text.count("\n", 0, block.start(1))
         code = compile("\n" * line + block[1], str(page), "exec")
         with warnings.catch_warnings():
+            if page.stem in FRAMEWORKS:
+                warnings.simplefilter("ignore")
             warnings.simplefilter("error", rotor.MemoryLimitWarning)
             exec(code, namespace)
 

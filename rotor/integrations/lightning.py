@@ -1,0 +1,174 @@
+"""A memory limit for the ``Trainer`` of Lightning, as a callback."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from rotor.checkpointable import Checkpointable
+from rotor.errors import MemoryLimitWarning
+from rotor.integrations.planned import PlannedForward
+
+__all__ = ["RotorCallback"]
+
+# The same code under two names; a Trainer takes the callbacks of either.
+_NAMES = ("lightning.pytorch", "pytorch_lightning")
+_SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
+
+
+def _callback() -> Any:
+    """The class of callbacks: of the package that is in use already, else of one that is there."""
+    for name in sorted(_NAMES, key=lambda name: name not in sys.modules):
+        try:
+            return importlib.import_module(name).Callback
+        except ModuleNotFoundError:
+            continue
+    raise ImportError(
+        "rotor.integrations.lightning needs Lightning: install it with "
+        "`pip install rotor[lightning]`"
+    )
+
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
+else:
+    Callback = _callback()
+
+
+class RotorCallback(Callback):
+    """Trains the model inside of a ``LightningModule`` in a given number of bytes.
+
+    ``Trainer(..., callbacks=[RotorCallback(mem_limit="8GiB")])`` is all: while ``fit`` lasts, the
+    forward of one module in the ``LightningModule`` is planned. Module, names and checkpoints stay
+    what they are; validation runs the plain module.
+
+    Parameters
+    ----------
+    mem_limit
+        The most that one forward, loss and backward may have allocated on the model's device above
+        the level at which the module's forward began: bytes, or text such as "8GiB". ``None``:
+        90 % of what is free when the first step begins.
+    module
+        The dotted name of the module in the ``LightningModule``; "" is the ``LightningModule``'s
+        own ``forward``. By default the only child that has parameters.
+    all_gradients
+        Whether the loss is computed from what the module returns, as usual. False: the module
+        computes the loss, and returns it as ``loss``, or first in a tuple; then it is part of the
+        plan, and the limit holds from the first step, else from the second.
+    **options
+        Of `rotor.Checkpointable`, such as ``engine`` or ``effort``.
+
+    Attributes
+    ----------
+    model
+        The `rotor.Checkpointable` that plans; ``None`` before ``fit``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Those of `rotor.Checkpointable`; when ``fit`` begins, also where there is no such module,
+        several children have parameters and none is named, or the strategy shards the model.
+
+    Warns
+    -----
+    MemoryLimitWarning
+        At the end, where ``training_step`` never called the module.
+    """
+
+    def __init__(
+        self,
+        mem_limit: int | str | None = None,
+        *,
+        module: str | None = None,
+        all_gradients: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.model: Checkpointable | None = None
+        self._planned: PlannedForward | None = None
+        self._settings = {"mem_limit": mem_limit, **options}
+        self._name = module
+        self._all_gradients = all_gradients
+
+    def report(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Limit, predicted and measured peak, and time: `rotor.Checkpointable.report`.
+
+        Raises
+        ------
+        ValueError
+            No step was trained yet; those of `rotor.Checkpointable.report`.
+        """
+        if self.model is None:
+            raise ValueError("no plan was made: give this callback to a Trainer, and call fit")
+        return self.model.report(path)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Called when ``fit`` begins."""
+        strategy = type(trainer.strategy).__name__
+        if strategy in _SHARDING:
+            raise ValueError(
+                f"a limit does not go with {strategy}, which shards the model: use the strategy "
+                '"ddp", or fully_shard in a loop of your own'
+            )
+        found = _found(pl_module, self._name)
+        if self.model is None or self.model.module is not found:
+            has_loss = None if self._all_gradients else _always
+            self._planned = PlannedForward(found, has_loss=has_loss, **self._settings)
+            self.model = self._planned.model
+        assert self._planned is not None
+        self._planned.install()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Called when ``fit`` ends: the plain module again."""
+        self._remove()
+        if self._planned is not None and not self._planned.ran and trainer.global_step:
+            warnings.warn(
+                f"training_step never called {self._shown(pl_module)}, so nothing was limited: "
+                "give RotorCallback(module=) the name of what it calls",
+                MemoryLimitWarning,
+                stacklevel=2,
+            )
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Called when ``fit`` fails or is interrupted: the plain module again."""
+        self._remove()
+
+    def _remove(self) -> None:
+        if self._planned is not None:
+            self._planned.remove()
+
+    def _shown(self, pl_module: nn.Module) -> str:
+        assert self.model is not None
+        names = [name for name, part in pl_module.named_modules() if part is self.model.module]
+        return f"self.{names[0]}" if names and names[0] else "self(...)"
+
+
+def _always(_: Any) -> bool:
+    return True
+
+
+def _found(pl_module: nn.Module, name: str | None) -> nn.Module:
+    """The module to plan."""
+    if name is not None:
+        try:
+            return pl_module.get_submodule(name)
+        except AttributeError as error:
+            raise ValueError(f"RotorCallback(module={name!r}): {error}") from None
+    children = [
+        child
+        for child, part in pl_module.named_children()
+        if next(part.parameters(), None) is not None
+    ]
+    if len(children) == 1:
+        return pl_module.get_submodule(children[0])
+    shown = ", ".join(map(repr, children)) or "none"
+    raise ValueError(
+        f"which module of {type(pl_module).__name__} is the model? The children with parameters "
+        f'are: {shown}. Give RotorCallback(module=) the name of one, or "" for the forward of '
+        f"{type(pl_module).__name__} itself"
+    )

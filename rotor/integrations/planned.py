@@ -1,0 +1,201 @@
+"""A module whose training forward runs under a limit, and that stays the module it is.
+
+Frameworks hold a model in many places: an optimizer, a saver, an evaluation loop, wrappers of
+their own. So nothing is wrapped here. While training lasts, the module has a ``forward`` of its
+own, which calls `rotor.Checkpointable`; class, keys, attributes and methods stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import Function
+
+from rotor.checkpointable import Checkpointable
+
+__all__ = ["PlannedForward"]
+
+_SLOT = "_rotor_planned"
+_MANY_SHAPES = 8
+
+
+class PlannedForward:
+    """Has the training forward of a module run by `rotor.Checkpointable`.
+
+    Parameters
+    ----------
+    module
+        Any module; it must not have a ``forward`` of its own instance already.
+    has_loss
+        Tells from the keyword arguments of a call whether the output holds the loss: as ``loss``,
+        or first in a tuple. Then only the loss has a gradient, it is part of the plan, and the
+        limit holds from the first step; a backward from another output is an error. Without it,
+        the loss is outside of the module.
+    **settings
+        Of `rotor.Checkpointable`, such as ``mem_limit``.
+
+    Attributes
+    ----------
+    active
+        Whether calls are planned; the plain module runs otherwise.
+    ran
+        Whether a call was planned.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Those of `rotor.Checkpointable`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        has_loss: Callable[[Mapping[str, Any]], bool] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.active = False
+        self.ran = False
+        self._module = module
+        self._has_loss = has_loss
+        self._settings = settings
+        self._warned = False
+        self._model: Checkpointable | None = None
+        self._model = self.model
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is made before the copy of its module is whole; it wraps that when it first runs.
+        return self.__dict__ | {"_model": None}
+
+    @property
+    def model(self) -> Checkpointable:
+        """The `rotor.Checkpointable` that plans."""
+        if self._model is None:
+            loss_fn = None if self._has_loss is None else _loss_alone
+            self._model = Checkpointable(self._module, loss_fn=loss_fn, **self._settings)
+        return self._model
+
+    def install(self) -> None:
+        """Have the module's training forwards planned from now on.
+
+        Raises
+        ------
+        RuntimeError
+            Something else has replaced the forward of this instance.
+        """
+        slots = self._module.__dict__
+        if slots.get(_SLOT) is not self:
+            if "forward" in slots:
+                raise RuntimeError(
+                    f"the forward of {type(self._module).__name__} has been replaced already, "
+                    "by rotor or by mixed precision, offloading or the like: install the limit "
+                    "first"
+                )
+            slots[_SLOT] = self
+            function = _forward_like(type(self._module).forward)
+            slots["forward"] = types.MethodType(function, self._module)
+        self.active = True
+
+    def remove(self) -> None:
+        """Run the plain module from now on."""
+        self.active = False
+        slots = self._module.__dict__
+        function = getattr(slots.get("forward"), "__func__", None)
+        # What others have put around our forward stays, and finds it inactive.
+        if slots.get(_SLOT) is self and getattr(function, "_is_of_rotor", False):
+            del slots["forward"], slots[_SLOT]
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output, planned where it trains."""
+        module = self._module
+        forward = module.__dict__.pop("forward")
+        try:
+            if not (self.active and module.training and torch.is_grad_enabled()):
+                return module.forward(*args, **kwargs)
+            self.ran = True
+            if self._has_loss is None or not self._has_loss(kwargs):
+                return self.model.forward(*args, **kwargs)
+            return _guarded(self.model.forward(*args, targets=(None,), **kwargs))
+        finally:
+            module.__dict__["forward"] = forward
+            self._warn_of_shapes()
+
+    def _warn_of_shapes(self) -> None:
+        count = len(self.model._plans)
+        if count > _MANY_SHAPES and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"batches of {count} different shapes were planned, one after the other: pad them "
+                "to a few lengths, which takes less time than planning for each",
+                stacklevel=4,
+            )
+
+
+def _forward_like(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function in the place of a module's ``forward``, with its signature."""
+
+    @functools.wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[_SLOT].run(*args, **kwargs)
+
+    vars(forward)["_is_of_rotor"] = True
+    return forward
+
+
+def _loss_alone(output: Any, *_: Any) -> Any:
+    """An output in which the loss alone has a gradient."""
+    if isinstance(output, Mapping):
+        made: Any = type(output)
+        return made(**{k: v if k == "loss" else _detached(v) for k, v in output.items()})
+    if isinstance(output, tuple | list):
+        return (output[0], *[_detached(value) for value in output[1:]])
+    return output
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, tuple | list):
+        return tuple([_detached(part) for part in value])
+    return value
+
+
+def _guarded(output: Any) -> Any:
+    """The same output; a backward from anything in it but the loss is an error."""
+    token = torch.empty(0, requires_grad=True)
+
+    def guarded(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value if value.requires_grad else _NoGradient.apply(value, token)
+        if isinstance(value, tuple | list):
+            return tuple([guarded(part) for part in value])
+        return value
+
+    if isinstance(output, Mapping):
+        made: Any = type(output)
+        return made(**{k: v if k == "loss" else guarded(v) for k, v in output.items()})
+    if isinstance(output, tuple):
+        return (output[0], *[guarded(value) for value in output[1:]])
+    return output
+
+
+class _NoGradient(Function):
+    """Gives a tensor on; a backward through it says that its gradient was not planned."""
+
+    @staticmethod
+    def forward(_: Any, value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(_: Any, *__: Any) -> Any:
+        raise RuntimeError(
+            "this step was planned for the loss that the model returns, and a backward comes from "
+            "another of its outputs: where the loss is computed from the outputs, give "
+            "RotorCallback(all_gradients=True)"
+        )

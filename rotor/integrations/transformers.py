@@ -1,0 +1,151 @@
+"""A memory limit for the ``Trainer`` of Hugging Face Transformers, as a callback."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from rotor.checkpointable import Checkpointable
+from rotor.errors import MemoryLimitWarning
+from rotor.integrations.planned import PlannedForward
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        "rotor.integrations.transformers needs Transformers and Accelerate: install them with "
+        "`pip install rotor[transformers]`"
+    ) from error
+
+__all__ = ["RotorCallback"]
+
+
+class RotorCallback(TrainerCallback):
+    """Trains the model of a ``Trainer`` in a given number of bytes.
+
+    ``Trainer(..., callbacks=[RotorCallback(mem_limit="8GiB")])`` is all. The model stays the model
+    it is: it is saved, loaded, evaluated and generated with as before. Where batches have labels,
+    the model's own loss is part of the plan, and the limit holds from the first step.
+
+    Parameters
+    ----------
+    mem_limit
+        The most that one forward and backward may have allocated on the model's device above the
+        level at which the forward began: bytes, or text such as "8GiB". ``None``: 90 % of what is
+        free when the first step begins.
+    all_gradients
+        Whether a loss of yours is computed from outputs of the model other than ``loss``, though
+        batches have labels. Then every output has a gradient; memory for it, and for a loss of
+        which nothing is known, is set aside.
+    **options
+        Of `rotor.Checkpointable`, such as ``engine`` or ``effort``.
+
+    Attributes
+    ----------
+    model
+        The `rotor.Checkpointable` that plans; ``None`` before the ``Trainer`` is made.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Those of `rotor.Checkpointable`; when the ``Trainer`` is made, also where an argument of it
+        does not go with a limit: gradient checkpointing, ``torch_compile``, FSDP, DeepSpeed,
+        several GPUs in one process.
+    """
+
+    def __init__(
+        self,
+        mem_limit: int | str | None = None,
+        *,
+        all_gradients: bool = False,
+        **options: Any,
+    ) -> None:
+        self.model: Checkpointable | None = None
+        self._planned: PlannedForward | None = None
+        self._settings = {"mem_limit": mem_limit, **options}
+        self._all_gradients = all_gradients
+
+    def report(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Limit, predicted and measured peak, and time: `rotor.Checkpointable.report`.
+
+        Raises
+        ------
+        ValueError
+            No step was trained yet; those of `rotor.Checkpointable.report`.
+        """
+        if self.model is None:
+            raise ValueError("no plan was made: give this callback to a Trainer, and train")
+        return self.model.report(path)
+
+    def on_init_end(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
+    ) -> None:
+        """Called when the ``Trainer`` has been made."""
+        if model is not None:
+            self._install(args, model)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
+    ) -> None:
+        """Called before the first step."""
+        if model is not None:
+            self._install(args, model)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Called after the last step: the plain model again."""
+        if self._planned is None:
+            return
+        self._planned.remove()
+        if not self._planned.ran and state.global_step:
+            warnings.warn(
+                "the Trainer never called the forward of its model, so nothing was limited",
+                MemoryLimitWarning,
+                stacklevel=2,
+            )
+
+    def _install(self, args: Any, model: nn.Module) -> None:
+        _check(args, model)
+        if self.model is None or self.model.module is not model:
+            if self._planned is not None:
+                self._planned.remove()
+            has_loss = None if self._all_gradients else _has_labels
+            self._planned = PlannedForward(model, has_loss=has_loss, **self._settings)
+            self.model = self._planned.model
+        assert self._planned is not None
+        try:
+            self._planned.install()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{error}. Give RotorCallback to Trainer(callbacks=[...]) rather than to "
+                "add_callback, and a model that has no other hooks in the place of its forward"
+            ) from None
+
+
+def _has_labels(arguments: Mapping[str, Any]) -> bool:
+    """Whether a model that is called so computes its loss."""
+    return any(
+        value is not None and ("label" in name or name in ("start_positions", "end_positions"))
+        for name, value in arguments.items()
+    )
+
+
+def _check(args: Any, model: nn.Module) -> None:
+    refused = {
+        "gradient_checkpointing=True recomputes whole layers already: leave it out, the limit "
+        "decides what is recomputed": args.gradient_checkpointing
+        or any(getattr(module, "gradient_checkpointing", False) for module in model.modules()),
+        "torch_compile=True compiles the model as a whole: leave it out, and give RotorCallback "
+        'backend="inductor" for compiled kernels': args.torch_compile,
+        "fsdp shards the model, which is not planned: use DistributedDataParallel (torchrun), or "
+        "fully_shard in a loop of your own": args.fsdp,
+        "deepspeed has an engine of its own, which is not planned: leave it out": args.deepspeed,
+        f"the Trainer would use {args.n_gpu} GPUs in one process (DataParallel): start a process "
+        "for each with torchrun, or set CUDA_VISIBLE_DEVICES to one": args.n_gpu > 1,
+    }
+    for reason, is_so in refused.items():
+        if is_so:
+            raise ValueError(f"a limit does not go with these arguments: {reason}")

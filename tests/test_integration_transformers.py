@@ -1,0 +1,258 @@
+"""The Trainer of Transformers under a limit: the same training, in fewer bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torchvision_standins import import_torchvision
+
+from rotor import memory
+
+with contextlib.suppress(ModuleNotFoundError):
+    # Transformers imports torchvision where it is there.
+    import_torchvision()
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+from transformers import (  # noqa: E402
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from rotor.integrations.transformers import RotorCallback  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
+
+LIMIT = 800_000
+WORDS, LENGTH = 120, 32
+
+
+def make_model(layers: int = 1) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=WORDS,
+        n_positions=LENGTH,
+        n_embd=32,
+        n_layer=layers,
+        n_head=2,
+        bos_token_id=1,
+        eos_token_id=2,
+        loss_type="ForCausalLM",
+    )
+    return GPT2LMHeadModel(config)
+
+
+def texts(count: int = 64) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(WORDS, (count, LENGTH), generator=generator)
+    return [{"input_ids": line, "labels": line} for line in ids]
+
+
+class Metered(TrainerCallback):
+    """Meters the last training step, optimizer not included."""
+
+    def __init__(self, last: int) -> None:
+        self.last, self.peak_bytes = last, 0
+
+    def on_init_end(self, args, state, control, **_):
+        self.meter = None
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == self.last - 1:
+            self.meter = memory.meter("cpu").start()
+
+    def on_pre_optimizer_step(self, args, state, control, **_):
+        if self.meter is not None:
+            self.meter.stop()
+            self.peak_bytes, self.meter = self.meter.peak_bytes, None
+
+
+def train(model, folder: Path, *callbacks, steps=2, resume=None, kind=Trainer, **arguments):
+    settings = {
+        "per_device_train_batch_size": 8,
+        "max_steps": steps,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "seed": 3,
+        **arguments,
+    }
+    loss = settings.pop("compute_loss_func", None)
+    trainer = kind(
+        model=model,
+        args=TrainingArguments(output_dir=str(folder), **settings),
+        train_dataset=texts(),
+        eval_dataset=texts(8),
+        callbacks=list(callbacks),
+        compute_loss_func=loss,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def losses(trainer) -> list[float]:
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def same_weights(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_training_is_the_same_in_fewer_bytes(tmp_path):
+    plain, model = make_model(), make_model()
+    usual = Metered(4)
+    arguments = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    first = train(plain, tmp_path / "plain", usual, steps=4, **arguments)
+    limit, metered = RotorCallback(LIMIT, effort="fast"), Metered(4)
+    second = train(model, tmp_path / "rotor", limit, metered, steps=4, **arguments, **saving)
+
+    assert losses(first) == losses(second)
+    evaluated = [
+        [h["eval_loss"] for h in t.state.log_history if "eval_loss" in h] for t in (first, second)
+    ]
+    assert len(evaluated[0]) == 2
+    assert evaluated[0] == evaluated[1]
+    assert same_weights(plain, model)
+
+    # With accumulation a step of the Trainer is two of ours; gradients stay in between.
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert 0 < metered.peak_bytes <= LIMIT + gradients < usual.peak_bytes
+    plans = limit.model._plans.values()
+    assert all(plan.measured_bytes <= LIMIT for plan in plans)
+    assert all(plan.meterings == 1 and plan.recomputed > 0 for plan in plans)
+    assert "limit" in limit.report()
+
+    # The model is what it was: a class, its keys, its methods.
+    assert "forward" not in vars(model)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.save_pretrained(tmp_path / "saved")
+    assert same_weights(GPT2LMHeadModel.from_pretrained(tmp_path / "saved"), plain)
+
+    # Resumed from the checkpoint of step 2, it ends where it ended.
+    resumed = make_model()
+    again = RotorCallback(LIMIT, effort="fast")
+    checkpoint = tmp_path / "rotor" / "checkpoint-2"
+    train(resumed, tmp_path / "again", again, steps=4, resume=str(checkpoint), **arguments)
+    assert same_weights(resumed, plain)
+
+
+def test_bf16_and_generation(tmp_path):
+    class Generates(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **_):
+            was, model_ = model.training, model.eval()
+            found.append(model_.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=3))
+            model.train(was)
+
+    plain, model = make_model(), make_model()
+    limit, ids = RotorCallback(LIMIT, effort="fast"), []
+    for candidate, callbacks in ((plain, []), (model, [limit])):
+        found = []
+        trainer = train(candidate, tmp_path, *callbacks, Generates(), bf16=True)
+        ids.append((losses(trainer), found))
+    assert ids[0][0] == pytest.approx(ids[1][0], rel=1e-3)
+    assert [one.shape for one in ids[0][1]] == [one.shape for one in ids[1][1]]
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=3e-4)
+    assert limit.model._latest.measured_bytes <= LIMIT
+    assert not limit._planned.active
+
+
+class FromLogits(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = outputs.loss + outputs.logits.square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_losses_of_ones_own(tmp_path):
+    plain, model = make_model(), make_model()
+    limit = RotorCallback("1 MB", all_gradients=True, effort="fast")
+    assert losses(train(plain, tmp_path, kind=FromLogits)) == losses(
+        train(model, tmp_path, limit, kind=FromLogits)
+    )
+    assert same_weights(plain, model)
+
+    def outside(outputs, labels, num_items_in_batch=None):
+        return nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+
+    # The Trainer keeps the labels for itself, so the model returns no loss.
+    plain, model = make_model(), make_model()
+    limit = RotorCallback("1 MB", effort="fast")
+    train(plain, tmp_path, compute_loss_func=outside)
+    train(model, tmp_path, limit, compute_loss_func=outside)
+    assert same_weights(plain, model)
+    assert limit.model._latest.measured_bytes <= 1_000_000
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"gradient_checkpointing": True}, "gradient_checkpointing=True"),
+        ({"torch_compile": True}, 'backend="inductor"'),
+    ],
+)
+def test_arguments_that_do_not_go_with_a_limit(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        train(make_model(), tmp_path, RotorCallback(LIMIT), **arguments)
+
+
+def test_a_model_that_checkpoints_by_itself_is_refused(tmp_path):
+    model = make_model()
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]),
+        train_dataset=texts(),
+        callbacks=[RotorCallback(LIMIT)],
+    )
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient_checkpointing=True"):
+        trainer.train()
+
+
+def test_the_callback_comes_before_mixed_precision(tmp_path):
+    def made(limit, **arguments):
+        trainer = Trainer(
+            model=make_model(),
+            args=TrainingArguments(
+                output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=1, **arguments
+            ),
+            train_dataset=texts(),
+        )
+        trainer.add_callback(limit)
+        return trainer
+
+    with pytest.raises(RuntimeError, match=r"Trainer\(callbacks=\[...\]\)"):
+        made(RotorCallback(LIMIT), bf16=True).train()
+    limit = RotorCallback(LIMIT, effort="fast")
+    with pytest.raises(ValueError, match="give this callback to a Trainer"):
+        limit.report()
+    made(limit, disable_tqdm=True).train()
+    assert limit.model._latest.measured_bytes <= LIMIT
+
+
+def test_wrong_limits_are_told_when_the_trainer_is_made(tmp_path):
+    with pytest.raises(ValueError, match="a lot"):
+        train(make_model(), tmp_path, RotorCallback("a lot"))
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "rotor.integrations.transformers")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install rotor\[transformers\]"):
+        importlib.import_module("rotor.integrations.transformers")
