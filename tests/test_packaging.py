@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -17,38 +20,6 @@ ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = shutil.ignore_patterns(
     ".*", "build", "dist", "_build", "__pycache__", "*.egg-info", "*.so", "*.pyc"
 )
-
-SCRIPT = """
-import sys
-from pathlib import Path
-
-target = Path(sys.argv[1]).resolve()
-import rotor
-import rotor.models
-from rotor import _core, algorithms
-
-for module in (rotor, rotor.models, rotor.models.resnet, _core, algorithms):
-    assert Path(module.__file__).resolve().is_relative_to(target), module.__file__
-assert "models" not in sys.modules
-
-n = 6
-chain = rotor.Chain([1.0] * n, [2.0] * n, [10] * (n + 1), [30] * n, [0] * n, [0] * n)
-everything = algorithms.NoCheckpoint().curve(chain).minimum_bytes
-sequence = algorithms.Persistent().solve(chain, everything // 2)
-assert sequence.peak_bytes <= everything // 2
-assert sequence.makespan > chain.ideal_time
-
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-model = rotor.Checkpointable(
-    nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(16, 4), "1 MB"
-)
-model(torch.randn(16, 4)).sum().backward()
-assert model[0].weight.grad is not None
-assert len(rotor.resnet.resnet18()) > 5
-"""
 
 
 def run(*command: str, cwd: Path, environment: dict[str, str] | None = None) -> str:
@@ -109,7 +80,7 @@ def files_under(folder: str, *suffixes: str) -> set[str]:
 
 def test_the_sdist_has_every_source(unpacked):
     expected = {"setup.py", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "Makefile"}
-    expected |= {"CONTRIBUTING.md"}
+    expected |= {"CONTRIBUTING.md", "CITATION.cff"}
     expected |= files_under("csrc", ".c", ".h")
     expected |= files_under("rotor", ".py", ".pyi", ".typed", ".css", ".js", ".json")
     expected |= files_under("models", ".py")
@@ -152,19 +123,73 @@ def test_the_version_is_one(wheel):
     import rotor
 
     assert wheel.name.split("-")[1] == rotor.__version__
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {rotor.__version__}\n" in citation
+    assert f"\n## {rotor.__version__} " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_an_installed_wheel_works_from_another_folder(wheel, tmp_path):
-    target = tmp_path / "target"
-    elsewhere = tmp_path / "elsewhere"
+def test_an_installed_wheel_works_without_a_compiler(wheel, tmp_path):
+    """In a fresh environment, which sees the packages that rotor needs but not the source."""
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    run(
-        *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
-        *("--no-deps", "--no-index", "--target", str(target), str(wheel)),
-        cwd=elsewhere,
-    )
-    run(
-        *(sys.executable, "-c", SCRIPT, str(target)),
-        cwd=elsewhere,
-        environment={"PYTHONPATH": str(target), "OMP_NUM_THREADS": "1"},
-    )
+    run(sys.executable, "-m", "venv", "--without-pip", str(home), cwd=tmp_path)
+    python = home / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check")
+    options = ("--quiet", "--no-deps", "--no-index", "--only-binary=:all:")
+    alone = {"PATH": str(home / "bin"), "CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}
+    run(*pip, "install", *options, str(wheel), cwd=elsewhere, environment=alone)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
+    assert (packages / "rotor").is_dir()
+    # A plain folder: links that editable installs leave in it are not followed.
+    (packages / "needed.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    script = str(ROOT / "tests" / "installed.py")
+    alone |= {"OMP_NUM_THREADS": "1"}
+    run(str(python), script, str(home), cwd=elsewhere, environment=alone)
+    version = run(str(home / "bin" / "rotor"), "--version", cwd=elsewhere, environment=alone)
+    assert version.split() == ["rotor", wheel.name.split("-")[1]]
+
+
+def loaded(path: Path):
+    yaml = pytest.importorskip("yaml")
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def test_the_citation_has_what_its_format_asks_for():
+    citation = loaded(ROOT / "CITATION.cff")
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["license"] == "BSD-3-Clause"
+    for work in citation["references"]:
+        assert {"type", "title", "authors", "year"} <= set(work), work["title"]
+        assert isinstance(work["year"], int)
+        assert all({"family-names", "given-names"} == set(author) for author in work["authors"])
+    links = {work.get("url", "") for work in citation["references"]}
+    assert {"https://hal.science/hal-02352969", "https://arxiv.org/abs/2006.09616"} <= links
+
+
+def test_workflows_run_the_words_of_the_makefile():
+    ci = loaded(ROOT / ".github" / "workflows" / "ci.yml")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    words = set()
+    for job in ci["jobs"].values():
+        words |= {step["run"].split()[1] for step in job["steps"] if "run" in step}
+    assert words == {"test", "lint", "docs"}
+    assert all(f"\n{word}:" in makefile for word in words)
+    publish = loaded(ROOT / ".github" / "workflows" / "publish.yml")["jobs"]
+    assert publish["publish"]["needs"] == ["sdist", "wheels"]
+    assert publish["publish"]["permissions"] == {"id-token": "write"}
+
+
+def test_wheels_are_built_for_the_versions_that_are_named():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        settings = tomllib.load(file)
+    named = {
+        text.rpartition(" ")[2].replace(".", "")
+        for text in settings["project"]["classifiers"]
+        if re.fullmatch(r"Programming Language :: Python :: 3\.\d+", text)
+    }
+    built = {
+        name.removeprefix("cp").removesuffix("-*")
+        for name in settings["tool"]["cibuildwheel"]["build"]
+    }
+    assert built == named
