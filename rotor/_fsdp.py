@@ -76,12 +76,6 @@ class ShardedParameter:
         return found
 
     @property
-    def local(self) -> torch.Tensor:
-        """The part of it on this rank, whose version changes with its values."""
-        found: torch.Tensor = self._param.sharded_param._local_tensor
-        return found
-
-    @property
     def slots(self) -> list[_torch.Slot]:
         """Where it stands in its modules: (the dictionary of the module, its name)."""
         info = self._param._module_info
@@ -109,7 +103,9 @@ class ShardedParameter:
     @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's shard of the gradient."""
-        return self.local.numel() * int(self._param.orig_dtype.itemsize)
+        return int(self._param.sharded_param._local_tensor.numel()) * int(
+            self._param.orig_dtype.itemsize
+        )
 
     def whole_gradient(self) -> torch.Tensor | None:
         """The gradient that has not been reduced yet, where there is one."""

@@ -35,6 +35,8 @@ from rotor.values import tensors_of
 
 logger = logging.getLogger("rotor")
 
+_FAILED = 2
+
 
 class ChainCheckpointable(Checkpointable):
     """What `Checkpointable` makes of an ``nn.Sequential``.
@@ -157,7 +159,7 @@ class ChainCheckpointable(Checkpointable):
                     self._sharding.prepare()
                     if self._sharding.root is not None:
                         custom_input = self._sharding.root.cast_inputs(custom_input)
-                key = self._key_of_all(self._key(custom_input, targets))[0]
+                key = self._key_of_all(custom_input, targets)[0]
                 self._inspections.pop(key[0], None)
                 for plan_key in [k for k in self._plans if k[0] == key[0]]:
                     del self._plans[plan_key]
@@ -264,7 +266,7 @@ class ChainCheckpointable(Checkpointable):
             limits[-1] += least - most
         useful = limits < limits[-1]
         useful[-1] = True
-        return Curve(limits[useful], curve.seconds[useful])
+        return self._marked(Curve(limits[useful], curve.seconds[useful]), inspection.device)
 
     def display(self) -> str:
         """A table of the stages and what the schedule does with them; ValueError: no plan."""
@@ -295,21 +297,30 @@ class ChainCheckpointable(Checkpointable):
         )
         return measured, absent
 
-    def _key_of_all(self, key: Any) -> tuple[Any, bool]:
+    def _key_of_all(self, arg: Any, targets: Sequence[Any]) -> tuple[Any, bool]:
         """The key of a step of all ranks, and whether one of them has something to learn.
 
         Raises
         ------
         RankError
-            The ranks do not have the same parameters without gradients.
+            Another rank has no valid input; or the ranks do not have the same parameters without
+            gradients.
         """
         if self._ranks is None:
-            return key, False
+            return self._key(arg, targets), False
+        try:
+            key = self._key(arg, targets)
+        except Exception:
+            self._ranks.exchange_ints(0, 0, _FAILED)
+            raise
         if key not in self._digests:
             self._digests[key] = tuple(map(together.key_digest, key))
         mine = self._digests[key]
         is_behind = not self._inspections or any(p.outdated for p in self._plans.values())
         found = self._ranks.exchange_ints(*mine, is_behind)
+        for rank, other in enumerate(found):
+            if other[2] == _FAILED:
+                raise RankError(f"rank {rank} cannot go on: the error that it raised says why")
         if any(other[1] != mine[1] for other in found):
             raise RankError(
                 "which parameters have gradients, or are reduced, differs between ranks: set "
@@ -397,6 +408,7 @@ class ChainCheckpointable(Checkpointable):
 
     def _make(self, key: Any, reserve_bytes: int = 0) -> Plan:
         inspection = self._inspections[key[0]]
+        is_given = self.mem_limit is not None
         limit = self._limit_on(inspection.device)
         options = dict(self._options)
         if not isinstance(self.mem_slots, DefaultSlots):
@@ -433,6 +445,8 @@ class ChainCheckpointable(Checkpointable):
                 inspection,
                 plain_tail=plain_tail,
             )
+            if not is_given:
+                self.__dict__["mem_limit"] = plan.limit_bytes
         logger.info(
             "planned %d stages: predicted peak %s of %s, %.4g s a step, %d stages recomputed",
             len(plan.chain),
@@ -472,7 +486,7 @@ class ChainCheckpointable(Checkpointable):
         if not self._checked_call(targets):
             return self._with_loss(self.module.forward(inputs), targets)
         self._check_structure()
-        key, is_one_behind = self._key_of_all(self._key(inputs, targets))
+        key, is_one_behind = self._key_of_all(inputs, targets)
         plan = self._plans.get(key)
         wants_measure = key[0] not in self._inspections
         wants_plan = plan is None or plan.outdated
@@ -517,8 +531,13 @@ class ChainCheckpointable(Checkpointable):
     def _learn(self, plan: Any, step: StepBytes) -> None:
         if self._sharding is not None:
             # What the model's own unit gathers is there before the forward begins.
-            base = self._sharding.base_bytes(plan.device)
-            step = replace(step, peak_bytes=step.peak_bytes + base)
+            peak = step.peak_bytes + self._sharding.base_bytes(plan.device)
+            peak = min(peak, plan.earlier_bytes or peak)
+            step = replace(step, peak_bytes=peak)
+            if peak > plan.limit_bytes and plan.earlier_bytes is None:
+                # On the CPU, what threads of gloo give back is not seen: another step may tell.
+                plan.earlier_bytes = peak
+                return
         super()._learn(plan, step)
 
     def _learn_loss(self, key: Any, plan: Plan, step: StepBytes) -> bool:

@@ -301,6 +301,7 @@ class Measuring:
     """
 
     run_class = Run
+    metered_rounds = 1
 
     def __init__(self, stages: list[Stage], arg: Any, *, hold_output: bool) -> None:
         n = len(stages)
@@ -324,27 +325,26 @@ class Measuring:
         flags, uses_rng = self._probe(i)
         with _copied_buffers(stage):
             self._round(i, kept)
-            with memory.meter(self.device) as meter:
-                output_bytes, arriving, gradient, parameters = self._round(i, kept, meter.mark)
+            metered = [self._metered_round(i, kept) for _ in range(self.metered_rounds)]
             forward, record, backward = self._times(i, kept)
             self._forward(i, kept)
         self.run.x[i] = None
         self.last_input = kept if i == len(self.stages) - 1 else None
-        segments = {s.name: s for s in meter.segments}
-        fe, back, fn = segments["Fe"], segments["B"], segments["Fn"]
-        # A saved tensor may be dropped at the very start of B: its peak counts from what Fe kept.
-        level = fe.end_bytes + arriving
-        xbar = fe.end_bytes - fe.start_bytes
+        output_bytes, gradient, parameters, *_ = metered[0]
+        xbar, forward_tmp, nograd_tmp, peak = (
+            max(0, min(column))
+            for column in zip(*(figures for *_, figures in metered), strict=True)
+        )
         return StageMeasure(
             name=stage.name,
             forward_ns=forward,
             record_ns=record,
             backward_ns=backward,
             output_bytes=output_bytes,
-            xbar_bytes=max(xbar, 0),
-            forward_tmp_bytes=max(fe.peak_bytes - fe.end_bytes, 0),
-            forward_nograd_tmp_bytes=max(fn.peak_bytes - fn.start_bytes - output_bytes, 0),
-            backward_peak_bytes=max(back.peak_bytes - level, 0),
+            xbar_bytes=xbar,
+            forward_tmp_bytes=forward_tmp,
+            forward_nograd_tmp_bytes=nograd_tmp,
+            backward_peak_bytes=peak,
             grad_bytes=gradient,
             pgrad_bytes=parameters,
             flags=flags,
@@ -353,6 +353,24 @@ class Measuring:
                 [slots[name] for slots, name in stage.mutable_buffers or ()], self.device
             ),
         )
+
+    def _metered_round(
+        self, i: int, x: Any
+    ) -> tuple[int, int, tuple[int, ...], tuple[int, int, int, int]]:
+        """Sizes of output, the input's gradient, the parameters'; xbar, and the peaks above it."""
+        with memory.meter(self.device) as meter:
+            output_bytes, arriving, gradient, parameters = self._round(i, x, meter.mark)
+        segments = {s.name: s for s in meter.segments}
+        fe, back, fn = segments["Fe"], segments["B"], segments["Fn"]
+        # A saved tensor may be dropped at the very start of B: its peak counts from what Fe kept.
+        level = fe.end_bytes + arriving
+        figures = (
+            fe.end_bytes - fe.start_bytes,
+            fe.peak_bytes - fe.end_bytes,
+            fn.peak_bytes - fn.start_bytes - output_bytes,
+            back.peak_bytes - level,
+        )
+        return output_bytes, gradient, parameters, figures
 
     def _probe(self, i: int) -> tuple[Flags, bool]:
         """Which outputs require gradients, and whether random numbers are drawn."""
@@ -530,6 +548,11 @@ def measure(
         Called as ``progress(done, total)`` after each stage.
     measuring_class
         How a stage is measured.
+
+    Returns
+    -------
+    Inspection
+        What was measured of each stage, and of the loss.
 
     Raises
     ------

@@ -41,6 +41,8 @@ class Plan:
         Set aside because a step was seen to need more than predicted.
     measured_bytes, measured_timeline
         Peak of the last metered step, and its live bytes over time; ``None`` before one.
+    earlier_bytes
+        Peak of a step that went over, and that another one has to confirm.
     """
 
     inspection: Inspection
@@ -52,6 +54,7 @@ class Plan:
     reserve_bytes: int = 0
     measured_bytes: int | None = None
     measured_timeline: Timeline | None = field(default=None, repr=False)
+    earlier_bytes: int | None = field(default=None, repr=False)
     meterings: int = 0
     outdated: bool = field(default=False, repr=False)
 

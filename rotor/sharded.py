@@ -49,12 +49,12 @@ class ShardedStage(Stage):
         self._sharding = sharding
         own = set(self.modules())
         self.units = [unit for unit in sharding.units if own.issuperset(unit.modules)]
-        self._owners = [sharding.owner(slot) for slot in self._parameters]
+        self._owners = [sharding.owner(slot) for slot in self._parameter_slots]
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that require a gradient now, sharded ones as shards, once each."""
         found: dict[int, nn.Parameter] = {}
-        for owner, (slots, name) in zip(self._owners, self._parameters, strict=True):
+        for owner, (slots, name) in zip(self._owners, self._parameter_slots, strict=True):
             parameter = slots.get(name) if owner is None else owner.shard
             if parameter is not None and parameter.requires_grad:
                 found[id(parameter)] = parameter
@@ -68,8 +68,8 @@ class ShardedStage(Stage):
     def standing(self) -> list[Any]:
         """The shards of the parameters, which stay what they are while whole ones come and go."""
         return [
-            slots.get(name) if owner is None else owner.local
-            for owner, (slots, name) in zip(self._owners, self._parameters, strict=True)
+            slots.get(name) if owner is None else owner.shard
+            for owner, (slots, name) in zip(self._owners, self._parameter_slots, strict=True)
         ]
 
     def merged_with(self, following: Stage) -> Stage:

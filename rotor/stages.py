@@ -33,16 +33,16 @@ class Stage:
         looked: then every buffer is taken for one.
     """
 
-    __slots__ = ("_parameters", "buffers", "functions", "mutable_buffers", "names")
+    __slots__ = ("_parameter_slots", "buffers", "functions", "mutable_buffers", "names")
 
     def __init__(self, names: list[str], functions: list[Callable[[Any], Any]]) -> None:
         self.names = names
         self.functions = functions
-        self._parameters: list[_torch.Slot] = []
+        self._parameter_slots: list[_torch.Slot] = []
         self.buffers: list[_torch.Slot] = []
         self.mutable_buffers: list[_torch.Slot] | None = None
         for module in self.modules():
-            self._parameters += _torch.parameter_slots(module)
+            self._parameter_slots += _torch.parameter_slots(module)
             self.buffers += _torch.buffer_slots(module)
 
     @property
@@ -69,7 +69,7 @@ class Stage:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that require a gradient now, once each."""
         found = {}
-        for slots, name in self._parameters:
+        for slots, name in self._parameter_slots:
             parameter = slots.get(name)
             if parameter is not None and parameter.requires_grad:
                 found[id(parameter)] = parameter
@@ -77,7 +77,7 @@ class Stage:
 
     def standing(self) -> list[Any]:
         """Whatever stands where the parameters stood when the stage was made."""
-        return [slots.get(name) for slots, name in self._parameters]
+        return [slots.get(name) for slots, name in self._parameter_slots]
 
     def merged_with(self, following: Stage) -> Stage:
         """One stage of this and the one after it."""

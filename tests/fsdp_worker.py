@@ -1,0 +1,471 @@
+"""One of the processes of test_fsdp.py: does every scenario and writes what differed to a file."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import rotor
+from rotor import memory
+
+PROCESSES = 2
+SECONDS = 150
+WIDTH = 32
+BLOCKS = 4
+STEPS = 20
+
+
+class Block(nn.Module):
+    """A residual block with a random part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(8, WIDTH), *[Block() for _ in range(BLOCKS)], nn.Linear(WIDTH, 4)
+    )
+
+
+def batch(step: int, rows: int = 256) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + step)
+    return torch.randn(rows, 8, generator=generator)
+
+
+def shard(model: Any, *, root: bool, **options: Any) -> Any:
+    """Every block; with a root the ends of the model belong to it."""
+    options["mesh"] = init_device_mesh("cpu", (PROCESSES,))
+    for k in range(1, BLOCKS + 1) if root else range(BLOCKS + 2):
+        fully_shard(model[k], **options)
+    if root:
+        fully_shard(model, **options)
+    return model
+
+
+def tighten(model: rotor.Checkpointable) -> int:
+    """Put a measured model under the least limit; returns it."""
+    try:
+        model.compute_sequence(mem_limit=1)
+    except rotor.InfeasibleError as error:
+        sequence = model.compute_sequence(mem_limit=error.minimum_bytes)
+        if max(sequence.count_forwards().values()) < 2:
+            raise AssertionError("the limit makes nothing recompute") from None
+        return error.minimum_bytes
+    raise AssertionError("a limit of one byte was accepted")
+
+
+def run(
+    model: Any,
+    steps: int,
+    *,
+    parts: int = 1,
+    loss: Callable[[Any], torch.Tensor] = lambda y: y.float().square().mean(),
+    metered: bool = False,
+) -> tuple[list[float], int]:
+    """Steps of gradient descent: their losses, and the lowest peak of the metered ones.
+
+    The lowest: threads of gloo now and then give back buffers, which the meter does not see.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(5 + dist.get_rank())
+    losses, peaks = [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        batches = [batch(10 * step + part) for part in range(parts)]
+        meter = memory.meter("cpu").start() if metered else None
+        total = 0.0
+        for part, x in enumerate(batches):
+            if parts > 1:
+                model.set_requires_gradient_sync(part == parts - 1)
+            value = loss(model(x))
+            value.backward()
+            total += value.item()
+        if meter is not None:
+            meter.stop()
+            peaks.append(meter.peak_bytes)
+        losses.append(total)
+        if step < steps - 1:
+            optimizer.step()
+    return losses, min(peaks, default=0)
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def differences(a: nn.Module, b: nn.Module, tolerance: float = 0.0) -> list[str]:
+    """The names of parameters and gradients that are not equal, by default bit by bit."""
+
+    def same(s: Any, t: Any) -> bool:
+        return torch.allclose(local(s), local(t), rtol=tolerance, atol=tolerance)
+
+    found = []
+    for (name, p), (_, q) in zip(a.named_parameters(), b.named_parameters(), strict=True):
+        if not same(p, q):
+            found.append(name)
+        if (p.grad is None) != (q.grad is None):
+            found.append(f"{name}.grad is there on one side")
+        elif p.grad is not None and not same(p.grad, q.grad):
+            found.append(f"{name}.grad")
+    return found
+
+
+def on_all(value: Any) -> list[Any]:
+    found: list[Any] = [None] * PROCESSES
+    dist.all_gather_object(found, value)
+    return found
+
+
+def same_plans(model: rotor.Checkpointable) -> list[str]:
+    found = on_all((str(model._latest.sequence), model._latest.limit_bytes))
+    return [] if found[0] == found[1] else [f"plans {found}"]
+
+
+def compare(
+    plain: Any, planned: Any, steps: int, tolerance: float = 0.0, **options: Any
+) -> list[str]:
+    """Trains both: what differs in losses, parameters, gradients, and in the plans of the ranks."""
+    losses = [run(model, steps, **options)[0] for model in (plain, planned)]
+    found = differences(plain, planned, tolerance) + same_plans(planned)
+    if any(abs(a - b) > tolerance for a, b in zip(*losses, strict=True)):
+        found.append(f"losses {losses}")
+    return found
+
+
+def orders(*, root: bool, reshard: bool, shard_first: bool) -> list[str]:
+    """Both are trained, by the plain and by the planned model; the limit is kept."""
+    plain = shard(make_model(), root=root, reshard_after_forward=reshard)
+    model = make_model()
+    if shard_first:
+        planned = rotor.Checkpointable(
+            shard(model, root=root, reshard_after_forward=reshard), batch(0), "1GB"
+        )
+    else:
+        planned = rotor.Checkpointable(model)
+        shard(planned, root=root, reshard_after_forward=reshard)
+        planned.measure(batch(0))
+    if any(p.grad is not None for p in planned.parameters()):
+        return ["measuring left gradients"]
+    limit = tighten(planned)
+    found = compare(plain, planned, STEPS)
+    plain_peak = run(plain, 3, metered=True)[1]
+    peak = run(planned, 4, metered=True)[1]
+    if peak > limit:
+        found.append(f"peak {peak}, limit {limit}, predicted {planned._latest.predicted_bytes}")
+    if peak > 0.8 * plain_peak:
+        found.append(f"peak {peak}, plain {plain_peak}")
+    return found
+
+
+def first_step_measures() -> list[str]:
+    """Without a sample, inside of the forward of a sharded root, which goes on afterwards."""
+    plain, planned = shard(make_model(), root=True), rotor.Checkpointable(make_model())
+    shard(planned, root=True)
+    found = compare(plain, planned, 3)
+    tighten(planned)
+    return found + compare(plain, planned, 3)
+
+
+def inside_of_a_sharded_model() -> list[str]:
+    """The wrapped chain is a part; the root is around it, and the sample has to wait."""
+
+    class Around(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(self.first(x))
+
+    def make(wrap: bool) -> Any:
+        inner: Any = make_model()
+        if wrap:
+            inner = rotor.Checkpointable(inner)
+        model = Around(inner)
+        for k in range(1, BLOCKS + 1):
+            fully_shard(inner[k], mesh=init_device_mesh("cpu", (PROCESSES,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (PROCESSES,)))
+        return model
+
+    plain, planned = make(False), make(True)
+    found = refused(lambda: planned.inner.measure(batch(0)), RuntimeError, "Give no sample")
+    losses = [run(model, 2)[0] for model in (plain, planned)]
+    tighten(planned.inner)
+    losses += [run(model, 3)[0] for model in (plain, planned)]
+    if losses[0] != losses[1] or losses[2] != losses[3]:
+        found.append(f"losses {losses}")
+    return found + differences(plain, planned) + same_plans(planned.inner)
+
+
+def mixed_precision() -> list[str]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = []
+    for root in (True, False):
+        plain = shard(make_model(), root=root, mp_policy=policy)
+        planned = rotor.Checkpointable(shard(make_model(), root=root, mp_policy=policy))
+        planned.measure(batch(0))
+        limit = tighten(planned)
+        found += compare(plain, planned, 3)
+        peak = run(planned, 4, metered=True)[1]
+        if peak > limit:
+            found.append(f"peak {peak}, limit {limit}")
+    return found
+
+
+def accumulation() -> list[str]:
+    """Gradients of two backwards out of three are not reduced, but kept whole."""
+    found = []
+    for root in (True, False):
+        plain = shard(make_model(), root=root)
+        planned = rotor.Checkpointable(shard(make_model(), root=root))
+        if not root:
+            # Set on every block: there is no root to ask.
+            for model in (plain, planned):
+                model.__dict__["set_requires_gradient_sync"] = lambda on, m=model: [
+                    part.set_requires_gradient_sync(on) for part in m
+                ]
+        planned.measure(batch(0))
+        tighten(planned)
+        planned.compute_sequence(mem_limit=planned.mem_limit + 200_000)
+        found += compare(plain, planned, 2, parts=3)
+    return found
+
+
+def sharded_after_planning() -> list[str]:
+    plain, planned = make_model(), rotor.Checkpointable(make_model(), batch(0), "1GB")
+    planned(batch(0)).sum().backward()
+    if planned._sharding is not None:
+        return ["nothing is sharded yet"]
+    for parameter in planned.parameters():
+        parameter.grad = None
+    for model in (plain, planned):
+        shard(model, root=False)
+    found = compare(plain, planned, 2)
+    tighten(planned)
+    return found + compare(plain, planned, 3)
+
+
+def unusual_stages() -> list[str]:
+    """A block that is used twice, one with a sharded child, frozen ones, one without FSDP2."""
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+
+    def make(root: bool) -> nn.Sequential:
+        model = make_model()
+        model = nn.Sequential(model[0], model[1], model[2], model[1], model[3], model[4], model[5])
+        model[4].requires_grad_(False)
+        fully_shard(model[2].up, mesh=mesh)
+        for k in (1, 2, 4):
+            fully_shard(model[k], mesh=mesh)
+        fully_shard(nn.Sequential.__getitem__(model, 5), mesh=mesh)
+        if root:
+            fully_shard(model, mesh=mesh)
+        return model
+
+    found = []
+    for root in (True, False):
+        plain, planned = make(root), rotor.Checkpointable(make(root))
+        planned.measure(batch(0))
+        tighten(planned)
+        # The uses of a block are added up in another order.
+        found += [f"root {root}: {name}" for name in compare(plain, planned, 3, tolerance=1e-6)]
+    return found
+
+
+def captured_loss() -> list[str]:
+    def loss_of(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (y - target).square().mean()
+
+    plain = shard(make_model(), root=True)
+    planned = rotor.Checkpointable(shard(make_model(), root=True), loss_fn=loss_of)
+    target = torch.ones(256, 4)
+    planned.measure(batch(0), targets=(target,))
+    limit = tighten(planned)
+    peaks = []
+    for step in range(4):
+        torch.manual_seed(step)
+        loss_of(plain(batch(step)), target).backward()
+        torch.manual_seed(step)
+        x = batch(step)
+        with memory.meter("cpu") as meter:
+            planned(x, targets=(target,)).backward()
+        peaks.append(meter.peak_bytes)
+    found = differences(plain, planned) + same_plans(planned)
+    return found + ([f"peaks {peaks}, limit {limit}"] if min(peaks[1:]) > limit else [])
+
+
+def ranks_that_differ() -> list[str]:
+    """Batches of other sizes, limits, and no batch at all on one rank."""
+    rank = dist.get_rank()
+    plain, planned = (shard(make_model(), root=True) for _ in range(2))
+    planned = rotor.Checkpointable(planned)
+    planned.measure(batch(0))
+    limit = tighten(planned)
+    planned.compute_sequence(mem_limit=limit + (1 - rank) * 50_000)
+    found = same_plans(planned)
+    if planned._latest.limit_bytes != limit:
+        found.append("the least limit does not hold")
+    planned.mem_limit = 2 * limit
+    for model in (plain, planned):
+        torch.manual_seed(3)
+        model(batch(0)).sum().backward()
+        model(batch(1, rows=256 + 32 * rank)).sum().backward()
+    found += differences(plain, planned) + same_plans(planned)
+    nothing = {} if rank else batch(0)
+    kind, words = (ValueError, "no tensor") if rank else (rotor.distributed.RankError, "rank 1")
+    found += refused(lambda: planned(nothing), kind, words)
+    plain.reset_iter_state()
+    planned.module.reset_iter_state()
+    return found
+
+
+def evaluation() -> list[str]:
+    plain, planned = shard(make_model(), root=True), rotor.Checkpointable(make_model(), batch(0))
+    shard(planned, root=True)
+    with torch.no_grad():
+        same = torch.equal(plain.eval()(batch(0)), planned.eval()(batch(0)))
+    return [] if same else ["outputs of the evaluation"]
+
+
+def replicas_share_plans() -> list[str]:
+    plain = make_model()
+    planned = rotor.Checkpointable(copy.deepcopy(plain))
+    planned.share_plans()
+    planned.measure(batch(0))
+    tighten(planned)
+    copied = pickle.loads(pickle.dumps(planned))
+    if copied._ranks is not None:
+        return ["a copy belongs to the ranks"]
+    models = [DistributedDataParallel(model) for model in (plain, planned)]
+    losses = [run(model, 4)[0] for model in models]
+    found = differences(plain, planned) + same_plans(planned)
+    return found if losses[0] == losses[1] else [*found, f"losses {losses}"]
+
+
+def refused(call: Callable[[], Any], kind: type[Exception], words: str) -> list[str]:
+    try:
+        call()
+    except kind as error:
+        return [] if words in str(error) else [f"expected {words!r}: {error}"]
+    except Exception as error:
+        return [f"expected {kind.__name__}, not {type(error).__name__}: {error}"]
+    return [f"nothing was refused, expected {words!r}"]
+
+
+def refusals() -> list[str]:
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    found = []
+    for engine in ("graph", "dynamic"):
+        model = shard(make_model(), root=True)
+        found += refused(
+            lambda m=model, e=engine: rotor.Checkpointable(m, engine=e), RuntimeError, "fully_shard"
+        )
+        later = rotor.Checkpointable(make_model(), engine=engine)
+        fully_shard(later, mesh=mesh)
+        found += refused(lambda m=later: m.forward(batch(0)), RuntimeError, "fully_shard")
+    model = make_model()
+    fully_shard([model[1], model[2]], mesh=mesh)
+    found += refused(lambda: rotor.Checkpointable(model), RuntimeError, "several stages")
+    model = make_model()
+    model[1] = FullyShardedDataParallel(model[1], device_id=torch.device("cpu"))
+    found += refused(lambda: rotor.Checkpointable(model), RuntimeError, "use fully_shard")
+    planned = rotor.Checkpointable(shard(make_model(), root=False), batch(0), "1GB")
+    found += refused(lambda: pickle.dumps(planned), TypeError, "state_dict")
+    found += refused(lambda: copy.deepcopy(planned), TypeError, "state_dict")
+    tighten(planned)
+    loss = planned(batch(0)).sum()
+    loss.backward(retain_graph=True)
+    found += refused(loss.backward, RuntimeError, "second backward")
+    loss = planned(batch(0)).sum()
+    found += refused(lambda: loss.backward(create_graph=True), RuntimeError, "create_graph")
+    return found
+
+
+def optimizer_between() -> list[str]:
+    """Parameters that change between forward and recomputation are noticed."""
+    model = shard(make_model(), root=False, reshard_after_forward=True)
+    planned = rotor.Checkpointable(model, batch(0), "1GB")
+    optimizer = torch.optim.AdamW(planned.parameters(), lr=0.1)
+    tighten(planned)
+    planned(batch(0)).sum().backward()
+    loss = planned(batch(0)).sum()
+    optimizer.step()
+    return refused(loss.backward, RuntimeError, "changed or replaced")
+
+
+SCENARIOS: dict[str, Callable[[], list[str]]] = {
+    f"{'shard, wrap' if first else 'wrap, shard'}{', root' if root else ''}"
+    f"{', reshard' if reshard else ''}": lambda first=first, root=root, reshard=reshard: orders(
+        shard_first=first, root=root, reshard=reshard
+    )
+    for first, root, reshard in product((True, False), repeat=3)
+} | {
+    "first step measures": first_step_measures,
+    "inside of a sharded model": inside_of_a_sharded_model,
+    "mixed precision": mixed_precision,
+    "accumulation": accumulation,
+    "sharded after planning": sharded_after_planning,
+    "unusual stages": unusual_stages,
+    "captured loss": captured_loss,
+    "ranks that differ": ranks_that_differ,
+    "evaluation": evaluation,
+    "replicas share plans": replicas_share_plans,
+    "refusals": refusals,
+    "optimizer between": optimizer_between,
+}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def work(rank: int, folder: Path, names: list[str]) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=PROCESSES,
+        timeout=timedelta(seconds=30),
+    )
+    found: dict[str, list[str]] = {}
+    for name in names or SCENARIOS:
+        began = time.process_time()
+        with quiet():
+            found[name] = SCENARIOS[name]()
+        sys.stderr.write(f"{name}: {time.process_time() - began:.1f} s\n")
+    dist.barrier()
+    dist.destroy_process_group()
+    (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
