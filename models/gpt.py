@@ -215,6 +215,11 @@ def gpt(size: str | GPTSettings = "gpt2", **changes: Unpack[GPTChanges]) -> GPT:
     **changes
         Fields of `GPTSettings` to set otherwise.
 
+    Returns
+    -------
+    GPT
+        The model, an ``nn.Sequential``, with weights drawn from PyTorch's generator.
+
     Raises
     ------
     ValueError

@@ -39,6 +39,11 @@ def complete_tree(depth: int) -> Tree:
     depth
         Edges from the root to each leaf, 0 or more.
 
+    Returns
+    -------
+    Tree
+        The children of each node, by number.
+
     Raises
     ------
     ValueError
@@ -69,6 +74,11 @@ def random_parse_tree(words: int, seed: int) -> Tree:
         Number of words, which are the nodes; 1 or more.
     seed
         The same seed gives the same tree.
+
+    Returns
+    -------
+    Tree
+        The children of each node, by number.
 
     Raises
     ------
@@ -132,6 +142,11 @@ class BinaryCell(nn.Module):
         children
             Their states: none, or two.
 
+        Returns
+        -------
+        State
+            Hidden and cell state, [batch, mem_dim] each.
+
         Raises
         ------
         ValueError
@@ -183,6 +198,11 @@ class ChildSumCell(nn.Module):
             The node's input, [batch, in_dim].
         children
             Their states.
+
+        Returns
+        -------
+        State
+            Hidden and cell state, [batch, mem_dim] each.
         """
         gates = self.gates_of_input(x)
         if not children:
@@ -229,6 +249,11 @@ class TreeLSTM(nn.Module):
             [nodes, batch, in_dim]
         tree
             The same for the whole batch.
+
+        Returns
+        -------
+        torch.Tensor
+            [batch, mem_dim], or with classes [batch, classes].
 
         Raises
         ------

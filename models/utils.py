@@ -142,6 +142,11 @@ def on_first(module: _ModuleT) -> _ModuleT:
     ----------
     module
         A module of one input.
+
+    Returns
+    -------
+    nn.Module
+        `module`, changed.
     """
     return _mix_in(module, _OnFirst)
 
@@ -156,6 +161,11 @@ def branch_off(module: _ModuleT) -> _ModuleT:
     ----------
     module
         A module of one input; it must not change it.
+
+    Returns
+    -------
+    nn.Module
+        `module`, changed.
     """
     return _mix_in(module, _BranchOff)
 

@@ -137,6 +137,11 @@ def build(
     **params
         Any of `parameters`, in its type.
 
+    Returns
+    -------
+    Training
+        What makes batches and does steps.
+
     Raises
     ------
     ValueError

@@ -43,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     ----------
     argv
         The arguments, without the program's name; those of the process by default.
+
+    Returns
+    -------
+    int
+        The exit code: 0, 1 or 2 (docs/command-line.md).
     """
     parser = _parser()
     try:

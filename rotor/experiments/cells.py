@@ -135,6 +135,11 @@ def run_cells(
     description
         Of the progress bar.
 
+    Returns
+    -------
+    list of dict
+        What each cell gave, in the order of `cells`.
+
     Raises
     ------
     ValueError

@@ -301,6 +301,11 @@ def parse(
         Of the configuration.
     models
         Known workloads, and the parameters of each; None to take any.
+
+    Raises
+    ------
+    ValueError
+        The text is no configuration; the message begins with the path of what is wrong.
     """
     try:
         data = json.loads(text, object_pairs_hook=_without_twins, parse_constant=_constant)

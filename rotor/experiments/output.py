@@ -35,6 +35,10 @@ class Output:
         Of the experiment.
     formats
         Of figures: "pdf", "png", "svg"; none for no figures.
+    files
+        What was written so far.
+    text
+        The summary.
     """
 
     directory: Path
@@ -57,7 +61,10 @@ class Output:
         return found
 
     def json(self, config: dict[str, Any], results: Any, suffix: str = "") -> None:
-        """Write ``data/<name><suffix>.json``: what was asked, and what came of it."""
+        """Write ``data/<name><suffix>.json``: what was asked, `config`, and what came, `results`.
+
+        `suffix` tells files of one experiment apart.
+        """
         data = {
             "format": f"rotor.experiment.{self.name}",
             "version": VERSION,
@@ -68,7 +75,10 @@ class Output:
         self._write(Path("data", f"{self.name}{suffix}.json"), text + "\n")
 
     def csv(self, columns: Sequence[str], rows: Iterable[Sequence[Any]], suffix: str = "") -> None:
-        """Write ``data/<name><suffix>.csv``; None is an empty field."""
+        """Write ``data/<name><suffix>.csv``: `columns`, then `rows`; None is an empty field.
+
+        `suffix` tells files of one experiment apart.
+        """
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
         writer.writerow(columns)

@@ -117,6 +117,11 @@ def ask(
     environment
         Added to this process's.
 
+    Returns
+    -------
+    Answer
+        What the worker told, and how often it was tried again.
+
     Raises
     ------
     Failure

@@ -44,6 +44,11 @@ def main(workloads: Any = None, dtr: Any = None) -> int:
     ----------
     workloads, dtr
         What serves as `rotor.models.workloads` and `rotor.dtr`; these by default.
+
+    Returns
+    -------
+    int
+        The exit code.
     """
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

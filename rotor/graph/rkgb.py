@@ -89,6 +89,11 @@ def make_all_graphs(model: nn.Module, sample: Any) -> Result:
         A sample of its input: a tensor, a tuple for several arguments, a dictionary for keyword
         arguments.
 
+    Returns
+    -------
+    Result
+        The views of the graph that rk-GB has, from raw to partitioned.
+
     Raises
     ------
     CaptureError

@@ -104,6 +104,11 @@ class Interactive:
             Of each output, -1 for a storage of its own, else the position among `inputs` of the
             tensor that it is a view of; its own by default.
 
+        Returns
+        -------
+        list of str
+            Names of the outputs, one for each of `bytes`.
+
         Raises
         ------
         RuntimeError

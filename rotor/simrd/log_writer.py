@@ -103,6 +103,12 @@ class LogWriter:
         aliases
             Of each result, -1 for a storage of its own, else the index in `args` of the tensor
             that it is a view of.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Lengths differ, or a name, size or index is of another type or out of range; nothing is
+            written then.
         """
         args, results = _names(args, "args"), _names(results, "results")
         sizes = [_integer(size, "bytes", 0, _LARGEST) for size in bytes]
@@ -119,7 +125,19 @@ class LogWriter:
         self._written()
 
     def mutate(self, name: str, args: Sequence[str], mutated: Sequence[int], time_ns: int) -> None:
-        """An operation that writes to some of its arguments: `mutated` are their indices."""
+        """An operation that writes to some of its arguments.
+
+        Parameters
+        ----------
+        name
+            Of the operation.
+        args
+            Names of tensors that it reads.
+        mutated
+            Indices in `args` of those that it writes to.
+        time_ns
+            Its time, ns.
+        """
         self._core.mutate(name, args, mutated, time_ns)
         self._written()
 

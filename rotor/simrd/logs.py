@@ -318,6 +318,11 @@ def parse(
         into memory and keeps them (the published default), "preallocate" sums up their bytes in
         `Log.output_bytes`, "leave" does nothing.
 
+    Returns
+    -------
+    Log
+        The log, read once, to be simulated as often as one likes.
+
     Raises
     ------
     MalformedLogError

@@ -207,6 +207,8 @@ class Result:
     events
         With ``trace=True``: ``clock``, ``kind`` (a number of `EVENT_KINDS`), ``index`` (a tensor
         for "compute", "pending", "pressure", else a storage), ``bytes``, and ``memory`` after it.
+    rerun
+        Runs the simulation again for `largest_locked`; None in a result that was loaded.
     """
 
     log: str
