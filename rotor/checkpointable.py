@@ -265,8 +265,24 @@ class Checkpointable(TransparentModule):
         raise NotImplementedError
 
     def curve(self) -> Curve:
-        """Step time against limit: every limit at once, the model's input not counted."""
+        """Step time against limit: every limit at once, the model's input not counted.
+
+        Its picture, `Curve.plot`, marks where nothing is recomputed, as in plain PyTorch, the
+        limit, and what the device has free.
+        """
         raise NotImplementedError
+
+    def _marked(self, curve: Curve, device: torch.device) -> Curve:
+        """A curve of this model, with what its picture marks."""
+        is_here = isinstance(self._profile, str)
+        free = memory.free_bytes(device) if is_here else self._profile.free_bytes
+        marks = [
+            ("nothing recomputed, as plain PyTorch", int(curve.bytes[-1])),
+            ("limit", self.mem_limit),
+            (f"free on {device if is_here else 'that machine'}", free),
+        ]
+        curve.marks = tuple([(name, size) for name, size in marks if size is not None])
+        return curve
 
     def display(self) -> str:
         """A table of the parts of the model and what the plan does with them."""

@@ -20,6 +20,8 @@ from rotor.chained import ChainCheckpointable
 from rotor.checkpointable import Checkpointable
 from rotor.graph.building import step_graph
 from rotor.graph.graph import Graph
+from rotor.graph.program import simulate
+from rotor.graph.recorded import Profile
 from rotor.graphed import GraphCheckpointable
 from rotor.stages import is_plain_sequential
 
@@ -162,6 +164,11 @@ def make(name: str, arguments: Mapping[str, Any] | None = None) -> Made:
     arguments
         Keyword arguments for it.
 
+    Returns
+    -------
+    Made
+        The module, and the sample where the factory gave one.
+
     Raises
     ------
     ValueError
@@ -261,6 +268,15 @@ def inputs(
 def draw(given: Sequence[Input], device: torch.device, seed: int = 0) -> Any:
     """A sample as the constructor of `rotor.Checkpointable` takes it.
 
+    Parameters
+    ----------
+    given
+        Inputs as `inputs` read them.
+    device
+        Where they are made.
+    seed
+        Of their values.
+
     Raises
     ------
     ValueError
@@ -357,7 +373,13 @@ def seed(number: int) -> None:
 
 
 def measured(
-    model: nn.Module, sample: Any, limit: int | None, *, engine: str = "auto", effort: str = ""
+    model: nn.Module,
+    sample: Any,
+    limit: int | None,
+    *,
+    engine: str = "auto",
+    effort: str = "",
+    profile: Profile | None = None,
 ) -> Checkpointable:
     """A model wrapped and measured on a sample, not planned yet.
 
@@ -367,6 +389,8 @@ def measured(
         As for `rotor.Checkpointable`.
     effort
         Of planning, where the engine is that of graphs; by default its own.
+    profile
+        Of the machine to plan for, where it is not this one.
 
     Raises
     ------
@@ -374,11 +398,29 @@ def measured(
         The model cannot be measured on the sample.
     """
     is_chain = engine == "chain" or takes_one(model, engine)
-    options = {"effort": effort} if effort and not is_chain else {}
+    options: dict[str, Any] = {"effort": effort} if effort and not is_chain else {}
+    if profile is not None:
+        options["profile"] = profile
     wrapped: Any = Checkpointable
     wrapper: Checkpointable = wrapped(model, mem_limit=limit, engine=engine, **options)
     wrapper._measure_sample(sample)
     return wrapper
+
+
+def profile_of(path: str, engine: str) -> Profile:
+    """The profile in a file; ValueError: it holds none, or the engine plans without one."""
+    if engine == "chain":
+        raise ValueError("--profile is of operations, and --engine chain measures stages here")
+    return Profile.load(Path(path))
+
+
+def planned_peak(wrapper: Checkpointable) -> int | None:
+    """Peak of a step that recomputes nothing, by the simulator; ``None`` without a single graph."""
+    try:
+        graph = cost_model(wrapper)
+    except ValueError:
+        return None
+    return simulate(graph, range(len(graph))).peak_bytes if isinstance(graph, Graph) else None
 
 
 def cost_model(wrapper: Checkpointable) -> Chain | Graph:

@@ -229,14 +229,15 @@ class GraphCheckpointable(PiecesSteps):
         """
         key = self._measured_key()
         if key in self._pieces:
-            return pieces_curve(self._pieces[key], points)
+            return self._marked(pieces_curve(self._pieces[key], points), self._reasons[key][0])
         if key not in self._steps:
             raise ValueError(f"the model runs without a graph: {self._reasons[key][1]}")
         step = self._steps[key]
         graph = build_graph(step.lowered, step.costs, self._loss_bytes(key))
         with progress(points, "computing the curve") as update:
             found = planner.curve(graph, points, progress=update, **self._options)
-        return Curve(found.bytes + step.most_own_bytes, found.seconds)
+        curve = Curve(found.bytes + step.most_own_bytes, found.seconds)
+        return self._marked(curve, step.device)
 
     def display(self) -> str:
         """A table of the operations and how often each runs; ValueError: no plan."""

@@ -122,7 +122,7 @@ def test_measuring_a_chain(capsys):
 
 
 def test_measuring_a_graph(capsys):
-    data = data_of(capsys, "measure", *GRAPH, "--out", "graph.json", "--profile", "profile.json")
+    data = data_of(capsys, "measure", *GRAPH, "--out", "graph.json", "--save", "profile.json")
     graph = Graph.from_dict(data["measured"])
     assert data["inputs"] == ["16,8 int64"]
     assert graph == Graph.load("graph.json")
@@ -131,6 +131,47 @@ def test_measuring_a_graph(capsys):
     assert code == 0
     assert f"{len(graph)} operations" in out
     assert "<html" in Path("graph.html").read_text(encoding="utf-8")
+
+
+def test_planning_for_the_machine_of_a_profile(capsys, monkeypatch):
+    run(capsys, "measure", *GRAPH, "--save", "there.json")
+    profile = json.loads(Path("there.json").read_text(encoding="utf-8"))
+    # As another machine would have recorded it: half as fast, with little memory.
+    doubled = {key: [2 * row[0], *row[1:]] for key, row in profile["entries"].items()}
+    told = profile | {"entries": doubled, "free_bytes": 1_000_000}
+    told["environment"] = "('2.99', 'An accelerator', 4)"
+    Path("there.json").write_text(json.dumps(told), encoding="utf-8")
+
+    here = Graph.from_dict(data_of(capsys, "measure", *GRAPH)["measured"])
+
+    def runs(*_, **__):
+        raise AssertionError("something was run")
+
+    monkeypatch.setattr("rotor.factories.check_forward", runs)
+    monkeypatch.setattr("rotor.factories.plain_peak", runs)
+    monkeypatch.setattr("rotor.graph.profile._measure", runs)
+    there = Graph.from_dict(
+        data_of(capsys, "measure", *GRAPH, "--profile", "there.json")["measured"]
+    )
+    assert there.total_time == pytest.approx(2 * here.total_time)
+    data = data_of(capsys, "curve", *GRAPH, "--profile", "there.json", "--points", 4)
+    assert data["free_bytes"] == 1_000_000
+    assert data["profile"].startswith("An accelerator, PyTorch 2.99, 4 threads")
+    assert data["minimum_bytes"] < data["plain_bytes"]
+    assert data["curve"]["seconds"][-1] == pytest.approx(there.total_time)
+    code, out, _ = run(capsys, "curve", *GRAPH, "--profile", "there.json", "--points", 4)
+    assert code == 0
+    assert out.startswith("for An accelerator")
+    assert "free on that machine" in out
+    # Another shape is estimated by the speeds that were saved.
+    other = ("net.py:gated", "--input", "48,8", "--dtype", "int64", "--high", 50)
+    assert (
+        data_of(capsys, "plan", *other, "--profile", "there.json")["plan"]["limit_bytes"] == 900_000
+    )
+    del told["free_bytes"]
+    Path("there.json").write_text(json.dumps(told), encoding="utf-8")
+    code, _, err = run(capsys, "plan", *GRAPH, "--profile", "there.json", "--quiet")
+    assert (code, "give --limit" in err) == (2, True)
 
 
 def test_planning_a_chain_and_reporting_it(capsys):
@@ -184,13 +225,14 @@ def test_the_curve_of_a_graph(capsys):
     rows = out.splitlines()
     assert rows[2].split()[:2] == ["99", "B"]
     assert rows[2].endswith("the limit, nothing fits")
-    assert sum("plain PyTorch's peak" in row for row in rows) == 1
+    assert sum("plain PyTorch" in row for row in rows) == 1
     assert "free on this machine" in rows[-1]
 
 
 def test_curves_are_thinned_and_marked():
     curve = Curve([10 * k for k in range(1, 101)], [1 / k for k in range(1, 101)])
-    text = curve_text(curve, 5, plain=905, limit=7)
+    curve.marks = (("plain", 905), ("the limit", 7))
+    text = curve_text(curve, 5)
     rows = text.splitlines()[2:]
     assert len(rows) == 7
     assert "nothing fits" in rows[0]
@@ -238,7 +280,11 @@ def test_models_of_rotor_by_name_and_inputs_by_name(capsys):
         (("measure", "net.py:gated", "--input", "2", "--dtype", "int64"), "--high"),
         (("measure", "net.py:chain", "--input", "2,32", "--device", "tpu"), "--device 'tpu'"),
         (("measure", "net.py:chain", "--input", "2,32", "--device", "cuda:9"), "0 CUDA devices"),
-        (("measure", *CHAIN, "--profile", "p.json"), "give --engine graph too"),
+        (("measure", *CHAIN, "--save", "p.json"), "give --engine graph too"),
+        (("measure", *CHAIN, "--profile", "p.json"), "p.json: No such file or directory"),
+        (("curve", *CHAIN, "--profile", "other.json"), "rotor.profile"),
+        (("plan", *CHAIN, "--profile", "p.json", "--engine", "chain"), "measures stages here"),
+        (("measure", *GRAPH, "--save", "a.json", "--profile", "b.json"), "give one of them"),
         (("plan", *CHAIN, "--limit", "1 XB"), "--limit = '1 XB' cannot be read"),
         (("plan", *CHAIN, "--limit", "1 KB"), "the least that one fits in is"),
         (("plan", *CHAIN, "--html", "plan.txt"), "ends in .html"),
@@ -320,4 +366,4 @@ def test_the_commands_of_the_page_run(capsys):
         status, out, err = run(capsys, *shlex.split(line))
         assert status == 0, f"{line}: {err}"
         assert out or "--json" in line
-    assert {"curve.png", "plan.html", "again.html", "here.json", "info.json"} <= set(os.listdir())
+    assert {"curve.png", "plan.html", "again.html", "there.json", "info.json"} <= set(os.listdir())

@@ -140,6 +140,19 @@ def test_plots() -> None:
     assert len(ax.get_lines()) == 2
 
 
+def test_plots_marks() -> None:
+    pytest.importorskip("matplotlib")
+    curve = Curve([1 << 20, 3 << 20], [2.0, 1.0])
+    curve.marks = (("plain", 4 << 20), ("the limit", 2 << 20), ("free", 1 << 30))
+    ax = curve.plot()
+    plain, limit = ax.get_lines()[1:3]
+    assert (plain.get_xdata()[0], limit.get_xdata()[0]) == (4.0, 2.0)
+    assert plain.get_linestyle() != limit.get_linestyle()
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    # What is far to the right would press the curve together.
+    assert labels == ["plain", "the limit", "free: 1 GiB"]
+
+
 def test_plot_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install rotor\[plot\]"):

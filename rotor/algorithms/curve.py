@@ -11,10 +11,13 @@ import numpy.typing as npt
 
 from rotor.chain import check_header, read_json, write_json
 from rotor.errors import InfeasibleError
-from rotor.units import parse_bytes
+from rotor.units import format_bytes, parse_bytes
 
 FORMAT = "rotor.curve"
 VERSION = 1
+
+_STYLES = (":", "--", "-.")
+_FAR = 2
 
 
 class Curve:
@@ -28,6 +31,11 @@ class Curve:
         Budgets, strictly ascending, [k] with k >= 1.
     seconds
         Time of one step within each of them, strictly descending, [k].
+
+    Attributes
+    ----------
+    marks
+        Names and bytes of what `plot` marks beside the points, such as a limit; not part of JSON.
 
     Raises
     ------
@@ -49,6 +57,7 @@ class Curve:
             raise ValueError("the seconds of a curve must be finite")
         if np.any(np.diff(self.bytes) <= 0) or np.any(np.diff(self.seconds) >= 0):
             raise ValueError("the points of a curve must have ascending bytes, descending seconds")
+        self.marks: tuple[tuple[str, int], ...] = ()
         self.bytes.flags.writeable = False
         self.seconds.flags.writeable = False
 
@@ -85,7 +94,9 @@ class Curve:
         return float(self.seconds[index])
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the curve with matplotlib.
+        """Draw the curve with matplotlib, and its `marks` as lines.
+
+        A mark that lies far to the right of the curve stands in the legend alone.
 
         Parameters
         ----------
@@ -113,6 +124,15 @@ class Curve:
         ax.step(self.bytes / 2**20, self.seconds * 1e3, where="post")
         ax.set_xlabel("memory limit (MiB)")
         ax.set_ylabel("time of one step (ms)")
+        near = _FAR * int(self.bytes[-1])
+        for index, (name, size) in enumerate(self.marks):
+            if size <= near:
+                style = _STYLES[index % len(_STYLES)]
+                ax.axvline(size / 2**20, color=f"C{index + 1}", linestyle=style, label=name)
+            else:
+                ax.plot([], [], " ", label=f"{name}: {format_bytes(size)}")
+        if self.marks:
+            ax.legend()
         return ax
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rotor.algorithms.curve import Curve
 from rotor.commands import add_output, give, tell
-from rotor.commands.model import Subject, add_model, examples, limit_of, wrapped
+from rotor.commands.model import Subject, add_model, add_profile, examples, limit_of, wrapped
 from rotor.report.text import table
 from rotor.units import format_bytes, format_seconds
 
@@ -30,10 +30,12 @@ def add(commands: Any) -> None:
         epilog=examples(
             "curve resnet18 --input 32,3,224,224",
             "curve train.py:make_model --input 8,512 --dtype int64 --high 1000 --limit 2GiB",
+            "curve train.py:make_model --input 32,128 --profile gpu.json",
             "curve gpt2 --input 2,256 --dtype int64 --high 50257 --plot curve.png --json",
         ),
     )
     add_model(sub)
+    add_profile(sub)
     sub.add_argument("--limit", metavar="BYTES", help='mark a limit, such as 700MiB or "8 GB"')
     sub.add_argument(
         "--points",
@@ -61,17 +63,25 @@ def _run(arguments: argparse.Namespace) -> int:
     subject = Subject(arguments)
     subject.check()
     model = wrapped(subject, arguments, effort="fast")
-    is_chain = factories.takes_one(subject.model, arguments.engine)
+    is_chain = factories.takes_one(subject.model, subject.engine)
     found: Curve = model.curve() if is_chain else model.curve(arguments.points)  # type: ignore[call-arg]
-    free = memory.free_bytes(subject.device)
-    plain = None
-    if not arguments.no_plain:
-        if int(found.bytes[-1]) * _ROOM <= free:
-            plain = factories.plain_peak(subject.model, subject.sample, one=subject.is_one)
-        else:
-            tell(arguments, "plain PyTorch was not run: it might need more than is free")
+    plain, where = None, "this machine"
+    if subject.profile is not None:
+        free, where = subject.profile.free_bytes, "that machine"
+        plain = factories.planned_peak(model)
+    else:
+        free = memory.free_bytes(subject.device)
+        if not arguments.no_plain:
+            if int(found.bytes[-1]) * _ROOM <= free:
+                plain = factories.plain_peak(subject.model, subject.sample, one=subject.is_one)
+            else:
+                tell(arguments, "plain PyTorch was not run: it might need more than is free")
+    marks = [("plain PyTorch", plain), ("the limit", limit), (f"free on {where}", free)]
+    found.marks = tuple([(name, size) for name, size in marks if size is not None])
     if arguments.plot is not None:
-        _plot(found, arguments.plot, subject.name, plain, limit, free)
+        axes = found.plot()
+        axes.set_title(subject.name)
+        axes.figure.savefig(arguments.plot)
         tell(arguments, f"{arguments.plot} has the picture")
     data = subject.described() | {
         "curve": found.to_dict(),
@@ -81,7 +91,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "limit_seconds": _at(found, limit),
         "free_bytes": free,
     }
-    give(arguments, data, curve_text(found, arguments.points, plain, limit, free))
+    give(arguments, data, subject.heading() + curve_text(found, arguments.points))
     return 0
 
 
@@ -89,23 +99,14 @@ def _at(curve: Curve, limit: int | None) -> float | None:
     return None if limit is None or limit < curve.minimum_bytes else curve.at(limit)
 
 
-def curve_text(
-    curve: Curve,
-    points: int,
-    plain: int | None = None,
-    limit: int | None = None,
-    free: int | None = None,
-) -> str:
-    """A table of a curve, at most so many of its points, with marks among them."""
+def curve_text(curve: Curve, points: int) -> str:
+    """A table of a curve, at most so many of its points, with its marks among them."""
     count = len(curve.bytes)
     most = min(points, count)
     chosen = sorted({round(k * (count - 1) / max(most - 1, 1)) for k in range(most)})
     fastest = float(curve.seconds[-1])
     lines = [(int(curve.bytes[k]), float(curve.seconds[k]), "") for k in chosen]
-    marks = [(plain, "plain PyTorch's peak"), (limit, "the limit"), (free, "free on this machine")]
-    for size, name in marks:
-        if size is not None:
-            lines.append((size, _at(curve, size) or 0.0, name))
+    lines += [(size, _at(curve, size) or 0.0, name) for name, size in curve.marks]
     rows = [["memory of a step", "time", "recomputation", ""]]
     for size, seconds, name in sorted(lines):
         least = "nothing fits" if size < curve.minimum_bytes else ""
@@ -126,23 +127,3 @@ def _check_plot(path: str) -> None:
         raise ImportError(
             "--plot needs matplotlib: install it with `pip install rotor[plot]`"
         ) from error
-
-
-def _plot(
-    curve: Curve, path: str, name: str, plain: int | None, limit: int | None, free: int
-) -> None:
-    axes = curve.plot()
-    unit, size = axes.get_xlabel(), 2**20
-    assert "MiB" in unit, unit
-    right = max(int(curve.bytes[-1]), plain or 0, limit or 0)
-    if plain is not None:
-        axes.axvline(plain / size, color="tab:gray", linestyle=":", label="plain PyTorch")
-    if limit is not None:
-        axes.axvline(limit / size, color="tab:red", linestyle="--", label="limit")
-    if free <= 2 * right:
-        axes.axvline(free / size, color="tab:green", linestyle="-.", label="free here")
-    else:
-        axes.plot([], [], " ", label=f"free here: {free / size:.0f} MiB")
-    axes.set_title(name)
-    axes.legend()
-    axes.figure.savefig(path)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rotor.chain import Chain
 from rotor.commands import add_output, give, tell
-from rotor.commands.model import Subject, add_model, examples, wrapped
+from rotor.commands.model import Subject, add_model, add_profile, examples, wrapped
 from rotor.report.text import table
 from rotor.units import format_bytes, format_seconds
 
@@ -26,10 +26,11 @@ def add(commands: Any) -> None:
         epilog=examples(
             "measure resnet18 --input 8,3,224,224",
             "measure gpt2 --input 4,256 --dtype int64 --high 50257 --arg layers=4 --out gpt.json",
-            "measure train.py:make_model --input 32,128 --engine graph --profile here.json",
+            "measure train.py:make_model --input 32,128 --engine graph --save here.json",
         ),
     )
     add_model(sub)
+    add_profile(sub)
     sub.add_argument(
         "--all", action="store_true", help=f"show all operations, not the {_MOST} longest"
     )
@@ -39,19 +40,22 @@ def add(commands: Any) -> None:
         help="save the chain or the graph, as JSON; `rotor report` reads it",
     )
     sub.add_argument(
-        "--profile",
+        "--save",
         metavar="FILE",
-        help="save what was measured on this machine so far, to plan for it elsewhere; of graphs",
+        help="save what was measured on this machine so far, and its speeds, to plan for it "
+        "elsewhere with --profile; of graphs",
     )
     add_output(sub)
     sub.set_defaults(command=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.save is not None and arguments.profile is not None:
+        raise ValueError("--save is of this machine, and --profile of another: give one of them")
     subject = Subject(arguments)
+    if arguments.save is not None and subject.is_one:
+        raise ValueError("--save is of operations, not of stages: give --engine graph too")
     subject.check()
-    if arguments.profile is not None and subject.is_one:
-        raise ValueError("--profile is of operations, not of stages: give --engine graph too")
     from rotor import factories
 
     found = factories.cost_model(wrapped(subject, arguments))
@@ -62,12 +66,14 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         found.to_json(arguments.out)
         tell(arguments, f"{arguments.out} has the measurements")
-    if arguments.profile is not None:
-        from rotor.graph import save_profile
+    if arguments.save is not None:
+        from rotor.graph import Machine, save_profile
 
-        save_profile(arguments.profile, str(subject.device))
-        tell(arguments, f"{arguments.profile} has the profile")
-    give(arguments, subject.described() | {"measured": found.to_dict()}, text)
+        device = str(subject.device)
+        save_profile(arguments.save, device, machine=Machine.measure(device))
+        tell(arguments, f"{arguments.save} has the profile")
+    data = subject.described() | {"measured": found.to_dict()}
+    give(arguments, data, subject.heading() + text)
     return 0
 
 

@@ -11,7 +11,7 @@ from rotor.units import parse_bytes
 if TYPE_CHECKING:
     from rotor.checkpointable import Checkpointable
 
-__all__ = ["Subject", "add_model", "examples", "limit_of", "wrapped"]
+__all__ = ["Subject", "add_model", "add_profile", "examples", "limit_of", "wrapped"]
 
 
 def examples(*lines: str) -> str:
@@ -79,6 +79,16 @@ def add_model(sub: argparse.ArgumentParser) -> None:
     sub.set_defaults(announce=True)
 
 
+def add_profile(sub: argparse.ArgumentParser) -> None:
+    """Add the option that plans for another machine."""
+    sub.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="plan for the machine on which `rotor measure --save FILE` recorded it: nothing is "
+        "measured here",
+    )
+
+
 def limit_of(text: str | None) -> int | None:
     """The limit of a command line in bytes; ValueError: it cannot be read."""
     return None if text is None else parse_bytes(text, name="--limit")
@@ -97,11 +107,18 @@ class Subject:
         What the command line called it.
     inputs
         The shapes, for people; empty where the callable gave the sample.
+    engine
+        What plans: that of graphs where there is a profile.
+    profile
+        Of the machine that is planned for, a `rotor.graph.Profile`; ``None``: this one.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         from rotor import factories
 
+        path = getattr(arguments, "profile", None)
+        self.profile = None if path is None else factories.profile_of(path, arguments.engine)
+        self.engine: str = arguments.engine if path is None else "graph"
         given = factories.inputs(arguments.input, arguments.dtype, arguments.high)
         if not given and (arguments.dtype or arguments.high):
             raise ValueError("--dtype and --high are of inputs: give --input too")
@@ -120,17 +137,24 @@ class Subject:
         self.inputs = [str(one) for one in given]
         self.model = made.model.to(self.device)
         self.sample = factories.to_device(sample, self.device)
-        self.is_one = factories.takes_one(self.model, arguments.engine)
+        self.is_one = factories.takes_one(self.model, self.engine)
 
     def check(self) -> None:
-        """Raise ValueError where the model does not run on its sample."""
+        """Raise ValueError where the model does not run on its sample; not for other machines."""
         from rotor import factories
 
+        if self.profile is not None:
+            return
         factories.check_forward(self.model, self.sample, one=self.is_one)
 
     def described(self) -> dict[str, Any]:
         """As plain data, for JSON."""
-        return {"model": self.name, "inputs": self.inputs, "device": str(self.device)}
+        found = {"model": self.name, "inputs": self.inputs, "device": str(self.device)}
+        return found if self.profile is None else found | {"profile": str(self.profile)}
+
+    def heading(self) -> str:
+        """A line on the machine that is planned for, where it is not this one."""
+        return "" if self.profile is None else f"for {self.profile}\n"
 
 
 def _argument(text: str) -> tuple[str, Any]:
@@ -151,5 +175,10 @@ def wrapped(
 
     chosen = arguments.effort or effort
     return factories.measured(
-        subject.model, subject.sample, limit, engine=arguments.engine, effort=chosen
+        subject.model,
+        subject.sample,
+        limit,
+        engine=subject.engine,
+        effort=chosen,
+        profile=subject.profile,
     )

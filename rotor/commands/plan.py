@@ -7,7 +7,7 @@ from typing import Any
 
 from rotor.chain import write_json
 from rotor.commands import add_output, add_trace, check_pages, give, tell
-from rotor.commands.model import Subject, add_model, examples, limit_of, wrapped
+from rotor.commands.model import Subject, add_model, add_profile, examples, limit_of, wrapped
 
 __all__ = ["add"]
 
@@ -28,6 +28,7 @@ def add(commands: Any) -> None:
         ),
     )
     add_model(sub)
+    add_profile(sub)
     sub.add_argument("--limit", metavar="BYTES", help='of a step, such as 700MiB or "8 GB"')
     sub.add_argument(
         "--out",
@@ -48,6 +49,11 @@ def _run(arguments: argparse.Namespace) -> int:
     check_pages(arguments)
     subject = Subject(arguments)
     subject.check()
+    if limit is None and subject.profile is not None:
+        free = subject.profile.free_bytes
+        if free is None:
+            raise ValueError("the profile does not say what is free on that machine: give --limit")
+        limit = free * 9 // 10
     model = wrapped(subject, arguments, limit)
     schedule = model.compute_sequence()
     if schedule is None:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from rotor import memory
 from rotor.errors import InfeasibleError
 from rotor.graph import planner
 from rotor.graph.capture import Capture, Captured
 from rotor.graph.early import EarlyCode, EarlyStep, Owners
 from rotor.graph.emit import StepCode, emit
+from rotor.graph.estimate import rounded_as
 from rotor.graph.graph import Graph, Operation
 from rotor.graph.inductor import Inductor
 from rotor.graph.lowering import Lowered
@@ -299,7 +299,7 @@ def own_bytes(device: torch.device, replayed: int) -> int:
     """Scalars of the caller, and states of the random generator: one per operation that draws the
     same numbers again, and the current one.
     """
-    own = _SCALARS * memory.rounded_bytes(8, device)
+    own = _SCALARS * rounded_as(device.type, 8)
     if device.type == "cpu" and replayed:
         own += _STATE_BYTES * (replayed + 1)
     return own

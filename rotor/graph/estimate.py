@@ -98,6 +98,11 @@ class Machine:
     low_precision_flops_per_second: float | None = None
     device: str = "cpu"
 
+    @property
+    def free_bytes(self) -> int | None:
+        """``None``: five figures say nothing of how much memory there is."""
+        return None
+
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"name must be text, got {self.name!r}")

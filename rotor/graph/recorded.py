@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from rotor import cache
+from rotor import cache, memory
 from rotor.chain import check_header, read_json, write_json
 from rotor.graph.estimate import Machine, estimate, estimated, made_bytes
 from rotor.graph.lowering import Lowered
@@ -41,11 +41,14 @@ class Profile:
         By operation: nanoseconds, bytes of workspace, and the bytes of each storage it makes.
     machine
         Estimates the operations that the profile lacks; without one they are an error.
+    free_bytes
+        What the device had free when the profile was recorded; ``None`` where nobody noted it.
     """
 
     environment: str
     entries: Mapping[str, list[int]] = field(repr=False)
     machine: Machine | None = None
+    free_bytes: int | None = None
 
     @classmethod
     def recorded(
@@ -61,7 +64,8 @@ class Profile:
             Its speeds (`Machine.measure`), for operations that were not measured.
         """
         environment = environment_of(torch.device(device))
-        return cls(environment, cache.load("profile", environment), machine)
+        entries = cache.load("profile", environment)
+        return cls(environment, entries, machine, memory.free_bytes(device))
 
     @property
     def device(self) -> str:
@@ -84,6 +88,7 @@ class Profile:
             "environment": self.environment,
             "entries": dict(self.entries),
             "machine": None if self.machine is None else self.machine.to_dict(),
+            "free_bytes": self.free_bytes,
         }
 
     @classmethod
@@ -103,7 +108,12 @@ class Profile:
             )
         given = fields.get("machine")
         machine = None if given is None else Machine.from_dict(given)
-        found = cls(str(environment), entries, machine)
+        free = fields.get("free_bytes")
+        if free is not None and (type(free) is not int or free < 0):
+            raise ValueError(
+                f"malformed profile: free_bytes is {free!r}, expected a whole number or null"
+            )
+        found = cls(str(environment), entries, machine, free)
         try:
             found._described()
         except (ValueError, SyntaxError, TypeError) as error:
