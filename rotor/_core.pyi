@@ -365,6 +365,7 @@ class Kernel:
         cls,
         operator: object,
         call: Callable[..., Any],
+        in_place: Callable[..., Any] | None,
         written: tuple[int, ...],
         is_view: bool,
         is_simple: bool,
@@ -404,4 +405,5 @@ class Handler:
     def signature(
         self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> bytes | None: ...
+    def catch_up(self, session: object, /) -> None: ...
     def gone(self, ref: StorageRef, /) -> None: ...

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,6 +50,11 @@ class BelowAutograd:
 
     def __exit__(self, *_: object) -> None:
         del self._guards
+
+
+def _below_autograd() -> Any:
+    """An object: operators do not see autograd or autocast as long as it lives."""
+    return (torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast())
 
 
 def unconjugated(tensor: torch.Tensor, conjugate: bool, negative: bool) -> torch.Tensor:
@@ -163,6 +170,83 @@ def direct_call(function: Any) -> Any:
     return getattr(function, "_op", function)
 
 
+# Nodes of autograd that run no sum. One that is seen meanwhile is the engine's, which adds up what
+# reaches a tensor from several sides.
+_NODES = """
+    Add Addbmm Addmm Addmv AdaptiveAvgPool2D Alias AsStrided AvgPool2D Baddbmm Bmm Cat Clone
+    ConstantPadNd Convolution Cos Div Dot Embedding Exp Expand Gather Gelu Index IndexSelect
+    LeakyRelu LogSoftmax MaskedFill MaxPool2DWithIndices Mean Mm Mul Mv NativeBatchNorm
+    NativeDropout NativeLayerNorm Neg NllLoss Permute Relu Repeat ReshapeAlias Select Sigmoid
+    Silu Sin Slice Softmax Split SplitWithSizes Squeeze Stack Sub Sum T Tanh ToCopy Transpose
+    Unbind UnsafeSplit UnsafeView Unsqueeze View
+"""
+_WITHOUT_SUMS = frozenset(f"{name}Backward{k}" for name in _NODES.split() for k in (0, 1))
+
+
+class _Owners(DispatchMode):
+    """Notes who holds the first argument of each sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.add.Tensor:
+            # One reference is that of the call itself.
+            self.seen.append((sys.getrefcount(args[0]) - 1, *_owners(args[0])))
+        return func(*args, **(kwargs or {}))
+
+
+def _owners(tensor: Any) -> tuple[int, int]:
+    """How many hold a tensor, and how many its storage."""
+    return tensor._use_count(), torch._C._storage_Use_Count(storage_key(tensor.untyped_storage()))
+
+
+@cache
+def _sole_owners() -> tuple[int, int, int] | None:
+    """References to the first term of the engine's sums where nobody else holds it.
+
+    In Python, to the tensor and to the storage; ``None`` where that cannot be told.
+    """
+    if not hasattr(torch.Tensor, "_use_count") or not hasattr(torch._C, "_storage_Use_Count"):
+        return None
+    kept: list[Any] = []
+    with torch.inference_mode(False), torch.enable_grad(), _Owners() as alone:
+        x = torch.ones(4, requires_grad=True)
+        torch.stack([x * 1, x * 2, x * 3, x * 4]).sum().backward()
+    with torch.inference_mode(False), torch.enable_grad(), _Owners() as shared:
+        x = torch.ones(4, requires_grad=True)
+        parts: list[Any] = [x * 1, x * 2]
+        for part in parts:
+            part.grad_fn.register_hook(lambda made, _: kept.append(made))
+        torch.stack(parts).sum().backward()
+    if len(alone.seen) != 3 or len(set(alone.seen)) != 1 or len(shared.seen) != 1:
+        return None
+    return alone.seen[0] if shared.seen[0] > alone.seen[0] else None
+
+
+def sole_owners() -> tuple[int, int, int] | None:
+    """The same, in a place where it can be found out."""
+    return None if dispatch_modes() or graph_task() >= 0 or in_functorch() else _sole_owners()
+
+
+def is_engines(tensor: torch.Tensor) -> bool:
+    """Whether the first term of a sum in a backward is held by autograd's engine only.
+
+    Without a mode the engine adds to such a term in place; with one it makes a new tensor.
+    """
+    owners = _sole_owners()
+    node: Any = torch._C._current_autograd_node()
+    return (
+        owners is not None
+        and node is not None
+        and node.name() in _WITHOUT_SUMS
+        and _owners(tensor) == owners[1:]
+    )
+
+
 def handler_parts(device: torch.device) -> tuple[Any, ...]:
     """What PyTorch is to `rotor._core.Handler` (csrc/python/bind_dtr_handler.h)."""
     return (
@@ -183,6 +267,12 @@ def handler_parts(device: torch.device) -> tuple[Any, ...]:
         "_cdata",
         _CPU_FLAGS,
         (torch.dtype, torch.layout, torch.device, torch.memory_format),
+        torch.empty,
+        _torch.set_grad_enabled,
+        _below_autograd,
+        unconjugated,
+        is_engines,
+        -1 if (owners := sole_owners()) is None else owners[0],
         None if device.type == "cpu" else torch.cuda.is_current_stream_capturing,
         getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
     )

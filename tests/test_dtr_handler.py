@@ -10,7 +10,7 @@ import pytest
 import torch
 from dynamic_cases import CASES, Plain
 
-from rotor import _core, _dispatch, dtr
+from rotor import _core, _dispatch, dtr, memory
 from rotor.dtr import runtime, signatures
 from rotor.dtr.operators import Operator
 
@@ -80,6 +80,71 @@ def test_without_dlpack_attributes_are_read(name, monkeypatch):
     assert equal
     assert peak_bytes <= limit
     assert stats.rematerializations > 0
+
+
+def shared_weight(weight: torch.Tensor, keep: Any = None) -> torch.Tensor:
+    parts = [torch.tanh(weight * k) for k in (1.0, 2.0, 3.0, 4.0)]
+    if keep is not None:
+        for part in parts:
+            part.grad_fn.next_functions[0][0].register_hook(lambda made, _: keep.append(made[0]))
+    torch.stack(parts).sum().backward()
+    gradient, weight.grad = weight.grad, None
+    assert gradient is not None
+    return gradient
+
+
+def test_gradients_add_up_in_place_as_without_a_mode():
+    weight = torch.linspace(-1, 1, 50_000).requires_grad_()
+    with memory.meter("cpu") as plain:
+        expected = shared_weight(weight)
+    with dtr.budget(None) as session:
+        shared_weight(weight)
+    with memory.meter("cpu") as meter, dtr.budget(None) as session:
+        found = shared_weight(weight)
+        assert session.stats.peak_bytes < plain.peak_bytes + 4096
+    assert torch.equal(found, expected)
+    assert meter.peak_bytes < plain.peak_bytes + 4096
+
+
+def test_gradients_that_somebody_keeps_do_not_change():
+    weight = torch.linspace(-1, 1, 50_000).requires_grad_()
+    first: list[torch.Tensor] = []
+    expected = shared_weight(weight, first)
+    copies = [value.clone() for value in first]
+    for _ in range(2):
+        kept: list[torch.Tensor] = []
+        with dtr.budget(None):
+            found = shared_weight(weight, kept)
+        assert torch.equal(found, expected)
+        assert len(kept) == 4
+        assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
+
+
+def test_only_the_engines_own_sums_are_made_in_place():
+    assert _dispatch.sole_owners() is not None
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            half = gradient * 0.5
+            return (half + gradient) * half
+
+    weight = torch.linspace(-1, 1, 50_000).requires_grad_()
+
+    def program() -> torch.Tensor:
+        Twice.apply(weight * 2).sin().sum().backward()
+        gradient, weight.grad = weight.grad, None
+        assert gradient is not None
+        return gradient
+
+    expected = program()
+    for _ in range(2):
+        with dtr.budget(None):
+            assert torch.equal(program(), expected)
 
 
 def key_of(function: Any, *args: Any, **kwargs: Any) -> bytes | None:
@@ -170,6 +235,8 @@ def test_arguments_are_checked():
             handler.signature(aten.mul.Tensor, (), {})
         with pytest.raises(TypeError, match="StorageRef"):
             handler.gone(3)
+        with pytest.raises(RuntimeError, match="no operation has begun"):
+            handler.catch_up(session)
     with pytest.raises(ValueError, match="entries"):
         _core.Handler(session._book, (), {}, {}, torch.device("cpu"), 1, 256, 64, True)
     with pytest.raises(TypeError):

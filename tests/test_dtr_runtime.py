@@ -199,10 +199,12 @@ def test_without_strictness_overflows_are_counted():
     model = copy.deepcopy(expected.model)
     with (
         pytest.warns(MemoryLimitWarning, match="too small"),
+        pytest.warns(MemoryLimitWarning, match="thrashing"),
         dtr.budget(200_000, strict=False) as session,
     ):
         value = step(model, expected.loss)
     assert session.stats.overflows > 0
+    assert session.stats.thrashes > 0
     assert same(expected.results, results(model, value))
 
 

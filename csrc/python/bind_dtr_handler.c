@@ -221,8 +221,7 @@ static int take_written(rotor_handler_t *self, made_t *made) {
     return 0;
 }
 
-/* The backends' settings, the same object as long as they are the same. */
-static PyObject *flags_of(rotor_handler_t *self) {
+PyObject *rotor_handler_flags(rotor_handler_t *self) {
     PyObject *readers = self->parts[PART_FLAGS];
     Py_ssize_t count = PyTuple_GET_SIZE(readers);
     Py_ssize_t watched = self->flags != NULL && self->is_cpu ? self->cpu_flags : count;
@@ -267,7 +266,7 @@ static PyObject *flags_of(rotor_handler_t *self) {
 /* What Python makes a `Record` of when the operation has to run again. */
 static PyObject *record_of(rotor_handler_t *self, const run_t *run, const made_t *made) {
     int64_t at = 0;
-    PyObject *flags = flags_of(self);
+    PyObject *flags = rotor_handler_flags(self);
     PyObject *args = flags == NULL ? NULL : rotor_handler_pattern(self, run->args, &at);
     PyObject *kwargs = run->kwargs == NULL ? Py_NewRef(Py_None) : PyDict_New();
     PyObject *counted =
@@ -323,6 +322,25 @@ static void abort_operation(rotor_handler_t *self) {
     }
 }
 
+int rotor_handler_make_room(rotor_handler_t *self, PyObject *session, int64_t bytes,
+                            int64_t least) {
+    const rotor_recorder_t *book = &self->recorder->book;
+    if (book->options.budget == ROTOR_UNLIMITED ||
+        book->current_bytes <= book->options.budget - bytes) {
+        return 0;
+    }
+    PyObject *wished = PyLong_FromLongLong(bytes);
+    PyObject *needed = PyLong_FromLongLong(least);
+    PyObject *done = wished == NULL || needed == NULL
+                         ? NULL
+                         : PyObject_CallMethodObjArgs(session, self->names[NAME__make_room],
+                                                      wished, needed, NULL);
+    Py_XDECREF(wished);
+    Py_XDECREF(needed);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
 /* Has the inputs in memory and room for the rest. */
 static int prepare(rotor_handler_t *self, const run_t *run) {
     rotor_recorder_t *book = &self->recorder->book;
@@ -330,32 +348,13 @@ static int prepare(rotor_handler_t *self, const run_t *run) {
     if (raise_status(self, status) != 0 || rotor_recorder_settle(self->recorder) != 0) {
         return -1;
     }
-    if (book->pending_count > 0) {
-        PyObject *done = PyObject_CallMethodNoArgs(run->session, self->names[NAME__catch_up]);
-        Py_XDECREF(done);
-        if (done == NULL) {
-            return -1;
-        }
+    if (book->pending_count > 0 && rotor_handler_catch_up(self, run->session) != 0) {
+        return -1;
     }
     const rotor_needs_object_t *needs = run->needs;
     int64_t bytes = needs->made_bytes + needs->workspace_bytes;
-    if (book->options.budget != ROTOR_UNLIMITED &&
-        book->current_bytes > book->options.budget - bytes) {
-        PyObject *wished = PyLong_FromLongLong(bytes);
-        PyObject *least = PyLong_FromLongLong(needs->is_measured ? bytes : needs->made_bytes);
-        PyObject *done =
-            wished == NULL || least == NULL
-                ? NULL
-                : PyObject_CallMethodObjArgs(run->session, self->names[NAME__make_room], wished,
-                                             least, NULL);
-        Py_XDECREF(wished);
-        Py_XDECREF(least);
-        Py_XDECREF(done);
-        if (done == NULL) {
-            return -1;
-        }
-    }
-    return 0;
+    return rotor_handler_make_room(self, run->session, bytes,
+                                   needs->is_measured ? bytes : needs->made_bytes);
 }
 
 static int complete(rotor_handler_t *self, const run_t *run, PyObject *results, int64_t took) {
@@ -401,9 +400,39 @@ out:
     return ret;
 }
 
+/* Smaller sums are not worth the question. */
+#define LEAST_IN_PLACE_BYTES 4096
+
+/* Whether this is a sum of autograd's engine whose first term nobody else holds: without a mode the
+ * engine adds to it in place. -1 with an exception. */
+static int is_accumulating(rotor_handler_t *self, const run_t *run) {
+    const rotor_input_t *terms = self->inputs;
+    if (run->kernel->in_place == Py_None || run->kwargs != NULL || self->input_count != 2 ||
+        PyTuple_GET_SIZE(run->args) != 2 || terms[0].dims != terms[1].dims ||
+        Py_REFCNT(terms[0].tensor) != self->sole_references) {
+        return 0;
+    }
+    /* Data type, device, sizes and strides stand together in the key. */
+    size_t words = (size_t)(1 + 2 * terms[0].dims);
+    const rotor_node_t *node =
+        &self->recorder->book.nodes[((rotor_ref_object_t *)terms[0].ref)->node];
+    if (memcmp(self->key + terms[0].first - 1, self->key + terms[1].first - 1,
+               words * sizeof(*self->key)) != 0 ||
+        (node->state & ROTOR_NODE_SOURCE) == 0 || (node->state & ROTOR_NODE_FOREIGN) != 0 ||
+        node->needed > 0 || node->bytes < LEAST_IN_PLACE_BYTES) {
+        return 0;
+    }
+    PyObject *answer = PyObject_CallOneArg(self->parts[PART_IS_ENGINES], terms[0].tensor);
+    int is_true = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
+    return is_true;
+}
+
 /* *results is set where the operator has run. */
 static enum rotor_reading run_operator(rotor_handler_t *self, run_t *run, PyObject **results) {
-    int in_backward;
+    static const rotor_needs_object_t nothing = {.is_measured = true};
+    PyObject *call = run->kernel->call;
+    int in_backward = 0;
     enum rotor_reading found = rotor_handler_read(self, run->kernel, run->args, run->kwargs);
     if (found != READ_OK) {
         return found;
@@ -438,12 +467,22 @@ static enum rotor_reading run_operator(rotor_handler_t *self, run_t *run, PyObje
         (found = look_at_written(self, run)) != READ_OK) {
         return found;
     }
+    if (in_backward) {
+        int is_in_place = is_accumulating(self, run);
+        if (is_in_place < 0) {
+            return READ_ERROR;
+        }
+        if (is_in_place) {
+            call = run->kernel->in_place;
+            run->needs = &nothing;
+        }
+    }
     Py_INCREF(needs);
     if (prepare(self, run) != 0) {
         goto fail;
     }
     int64_t start = rotor_clock_ns();
-    PyObject *made = PyObject_Call(run->kernel->call, run->args, run->kwargs);
+    PyObject *made = PyObject_Call(call, run->args, run->kwargs);
     int64_t took = rotor_clock_ns() - start;
     if (made == NULL) {
         goto fail;

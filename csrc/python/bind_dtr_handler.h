@@ -5,11 +5,12 @@
 #include "bind_dtr.h"
 
 /* The names of Python that the handler asks tensors, storages and sessions for. */
-#define HANDLER_NAMES(name)                                                                       \
-    name(shape) name(stride) name(dtype) name(layout) name(device) name(is_cpu) name(is_neg)      \
-        name(is_conj) name(storage_offset) name(untyped_storage) name(nbytes) name(_ref_of)       \
-            name(_catch_up) name(_make_room) name(_handle) name(_complete_odd) name(__enter__)    \
-                name(__exit__)
+#define HANDLER_NAMES(entry)                                                                      \
+    entry(shape) entry(stride) entry(dtype) entry(layout) entry(device) entry(is_cpu)             \
+        entry(is_neg) entry(is_conj) entry(storage_offset) entry(untyped_storage) entry(nbytes)   \
+            entry(_ref_of) entry(_make_room) entry(_handle) entry(_complete_odd) entry(_replay)   \
+                entry(_see_thrashing) entry(_swap_data_ptr_) entry(set_) entry(kernel)            \
+                    entry(name) entry(__enter__) entry(__exit__)
 
 enum {
 #define AS_ENUM(name) NAME_##name,
@@ -33,8 +34,14 @@ enum {
     PART_KEY_NAME,
     PART_CPU_FLAGS, /* how many of the flags matter to the CPU */
     PART_SETTING_TYPES,
-    PART_CAPTURING, /* whether a CUDA graph is being captured; None on the CPU */
-    PART_EXCHANGE,  /* DLPack's capsule, or None */
+    PART_EMPTY,
+    PART_SET_GRAD_ENABLED,
+    PART_BELOW_AUTOGRAD, /* makes an object: below autograd and autocast while it lives */
+    PART_UNCONJUGATED,
+    PART_IS_ENGINES,      /* whether only autograd's engine holds the first term of a sum */
+    PART_SOLE_REFERENCES, /* to such a term, in Python; -1: never */
+    PART_CAPTURING,       /* whether a CUDA graph is being captured; None on the CPU */
+    PART_EXCHANGE,        /* DLPack's capsule, or None */
     PART_COUNT
 };
 
@@ -42,7 +49,8 @@ enum {
 typedef struct {
     PyObject_HEAD PyObject *operator_; /* rotor.dtr.operators.Operator */
     PyObject *call;
-    PyObject *written; /* a tuple of positions */
+    PyObject *in_place; /* of a sum, or None */
+    PyObject *written;  /* a tuple of positions */
     char is_view;
     char is_simple;
     char sizes_by_value; /* floats say how large its results are */
@@ -98,6 +106,8 @@ typedef struct {
     PyObject *device;   /* whose memory counts */
     PyObject *flags;    /* of the backends, as they were last */
     PyObject *gone;     /* the method */
+    PyObject *zero;
+    PyObject *dtype_and_device;          /* names */
     const rotor_dl_exchange_t *exchange; /* NULL: attributes are read */
     int32_t device_type;                 /* of DLPack */
     int32_t device_index;
@@ -105,6 +115,7 @@ typedef struct {
     int64_t block_bytes;
     int64_t small_bytes;
     int32_t longest_chain;
+    int32_t sole_references;
     char is_cpu;
     char is_open;
     char has_views;
@@ -140,6 +151,14 @@ void rotor_handler_clear(rotor_handler_t *self);
 PyObject *rotor_handler_pattern(rotor_handler_t *self, PyObject *args, int64_t *at);
 /* (node, shape, stride, offset, dtype, device, bits) of a tensor. */
 PyObject *rotor_handler_spec(rotor_handler_t *self, const rotor_input_t *input);
+
+/* The backends' settings, the same object as long as they are the same. */
+PyObject *rotor_handler_flags(rotor_handler_t *self);
+/* Evicts until so many bytes fit, at least `least`. */
+int rotor_handler_make_room(rotor_handler_t *self, PyObject *session, int64_t bytes,
+                            int64_t least);
+/* Runs again what the operation that has begun needs. */
+int rotor_handler_catch_up(rotor_handler_t *self, PyObject *session);
 
 /* Runs one operator: session, func, types, args, kwargs. */
 PyObject *rotor_handler_run(rotor_handler_t *self, PyObject *const *args);

@@ -8,11 +8,11 @@
 /* Kernel */
 
 static PyObject *kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"operator",  "call",           "written", "is_view",
-                            "is_simple", "sizes_by_value", NULL};
-    PyObject *operator_, *call, *written;
+    static char *names[] = {"operator", "call",      "in_place",       "written",
+                            "is_view",  "is_simple", "sizes_by_value", NULL};
+    PyObject *operator_, *call, *in_place, *written;
     int is_view, is_simple, sizes_by_value;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO!ppp", names, &operator_, &call,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO!ppp", names, &operator_, &call, &in_place,
                                      &PyTuple_Type, &written, &is_view, &is_simple,
                                      &sizes_by_value)) {
         return NULL;
@@ -21,6 +21,7 @@ static PyObject *kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (self != NULL) {
         self->operator_ = Py_NewRef(operator_);
         self->call = Py_NewRef(call);
+        self->in_place = Py_NewRef(in_place);
         self->written = Py_NewRef(written);
         self->is_view = is_view != 0;
         self->is_simple = is_simple != 0;
@@ -39,6 +40,7 @@ static int kernel_traverse(PyObject *object, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->operator_);
     Py_VISIT(self->call);
+    Py_VISIT(self->in_place);
     Py_VISIT(self->written);
     return 0;
 }
@@ -47,6 +49,7 @@ static int kernel_clear(PyObject *object) {
     rotor_kernel_t *self = (rotor_kernel_t *)object;
     Py_CLEAR(self->operator_);
     Py_CLEAR(self->call);
+    Py_CLEAR(self->in_place);
     Py_CLEAR(self->written);
     return 0;
 }
@@ -59,9 +62,10 @@ static void kernel_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-PyDoc_STRVAR(kernel_doc,
-             "Kernel(operator, call, written, is_view, is_simple, sizes_by_value)\n--\n\n"
-             "What an operator does, as far as a Handler runs it.");
+PyDoc_STRVAR(
+    kernel_doc,
+    "Kernel(operator, call, in_place, written, is_view, is_simple, sizes_by_value)\n--\n\n"
+    "What an operator does, as far as a Handler runs it.");
 
 static PyType_Slot kernel_slots[] = {
     {Py_tp_new, kernel_new},
@@ -126,6 +130,19 @@ static PyObject *handler_signature(METHOD_ARGUMENTS) {
     return key;
 }
 
+PyDoc_STRVAR(catch_up_doc, "catch_up($self, session, /)\n--\n\n"
+                           "Run again what the operation that has begun needs; what is unusual "
+                           "goes to session._replay.");
+
+static PyObject *handler_catch_up(METHOD_ARGUMENTS) {
+    (void)type;
+    if (rotor_recorder_expect("catch_up", count, 1, names) != 0 ||
+        rotor_handler_catch_up((rotor_handler_t *)object, args[0]) != 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(gone_doc, "gone($self, ref, /)\n--\n\nA storage died.");
 
 static PyObject *handler_gone(PyObject *object, PyObject *const *args, Py_ssize_t count) {
@@ -172,6 +189,8 @@ static PyMethodDef handler_methods[] = {
      run_doc},
     {"signature", (PyCFunction)(void (*)(void))handler_signature,
      METH_METHOD | METH_FASTCALL | METH_KEYWORDS, signature_doc},
+    {"catch_up", (PyCFunction)(void (*)(void))handler_catch_up,
+     METH_METHOD | METH_FASTCALL | METH_KEYWORDS, catch_up_doc},
     {"gone", (PyCFunction)(void (*)(void))handler_gone, METH_FASTCALL, gone_doc},
     {NULL, NULL, 0, NULL},
 };
@@ -256,8 +275,12 @@ static PyObject *handler_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     self->small_bytes = small_bytes;
     self->longest_chain = longest_chain;
     self->gone = PyObject_GetAttrString((PyObject *)self, "gone");
+    self->zero = PyLong_FromLong(0);
+    self->dtype_and_device = Py_BuildValue("(ss)", "dtype", "device");
     self->cpu_flags = (int32_t)PyLong_AsLong(self->parts[PART_CPU_FLAGS]);
-    bool is_complete = self->kernels != NULL && self->gone != NULL && find_device(self) == 0;
+    self->sole_references = (int32_t)PyLong_AsLong(self->parts[PART_SOLE_REFERENCES]);
+    bool is_complete = self->kernels != NULL && self->gone != NULL && self->zero != NULL &&
+                       self->dtype_and_device != NULL && find_device(self) == 0;
     for (int k = 0; k < NAME_COUNT && is_complete; k++) {
         self->names[k] = PyUnicode_InternFromString(texts[k]);
         is_complete = self->names[k] != NULL;
@@ -318,6 +341,8 @@ static void handler_dealloc(PyObject *object) {
     }
     Py_CLEAR(self->needs);
     Py_CLEAR(self->device);
+    Py_CLEAR(self->zero);
+    Py_CLEAR(self->dtype_and_device);
     rotor_free(self->key);
     rotor_free(self->inputs);
     rotor_free(self->nodes);

@@ -109,6 +109,7 @@ class Operator:
         self.kernel = _core.Kernel(
             self,
             _dispatch.direct_call(call),
+            _dispatch.direct_call(aten.add_.Tensor) if call is aten.add.Tensor else None,
             tuple(where for where in self.written if isinstance(where, int)),
             is_view=self.is_view and not self.is_fresh,
             is_simple=is_plain and all(isinstance(where, int) for where in self.written),

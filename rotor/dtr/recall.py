@@ -6,7 +6,7 @@ import threading
 import warnings
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -84,9 +84,22 @@ class Observer(Protocol):
         written: list[tuple[int, int]],
         is_recorded: bool,
     ) -> None:
-        """An operator ran: (number, bytes) of what it made, (old, new) number of what it wrote to.
+        """An operator ran.
 
-        Without a record the outputs stay in memory: they are constants from now on.
+        Parameters
+        ----------
+        name
+            Of the operator.
+        cost_ns
+            Its time, ns.
+        inputs
+            Numbers of the storages that it read.
+        outputs
+            (number, bytes) of what it made.
+        written
+            (old, new) number of what it wrote to.
+        is_recorded
+            Without a record the outputs stay in memory: they are constants from now on.
         """
 
     def released(self, node: int) -> None:
@@ -211,7 +224,9 @@ class Recall:
         assert storage is not None
         return storage
 
-    def _replay(self, record: Record) -> None:
+    def _replay(self, found: Record | tuple[Any, ...]) -> None:
+        """Run an operation again that the handler in C leaves to Python."""
+        record = Record(*found) if isinstance(found, tuple) else found
         book = self._book
         nbytes, _ = book.wanted()
         copied: dict[int, torch.UntypedStorage] = {}
@@ -252,13 +267,12 @@ class Recall:
                     f"made {storage.nbytes()} before: rotor cannot run this program again"
                 )
             self._bytes.give(storage, made)
-        thrashes = book.replayed(took)
-        if thrashes > self._thrashes:
-            self._see_thrashing(thrashes)
+        if book.replayed(took) > self._thrashes:
+            self._see_thrashing()
 
-    def _see_thrashing(self, thrashes: int) -> None:
+    def _see_thrashing(self) -> None:
+        found = self._book.counters()
         if self._thrashes == 0:
-            found = self._book.counters()
             warnings.warn(
                 f"thrashing: while {found['worst_operations']} operations of the program took "
                 f"{found['worst_base_ns'] / 1e9:.3g} s, {found['worst_repeats']} operations that "
@@ -270,14 +284,11 @@ class Recall:
                 MemoryLimitWarning,
                 stacklevel=2,
             )
-        self._thrashes = thrashes
+        self._thrashes = found["thrashes"]
 
     def _catch_up(self) -> None:
         """Run again what the inputs of the operation that has begun need."""
-        record = self._book.next()
-        while record is not None:
-            self._replay(Record(*record) if type(record) is tuple else record)
-            record = self._book.next()
+        self._handler.catch_up(self)
 
     def _restore(self, nodes: list[int]) -> None:
         """Bring nodes back into memory for good."""

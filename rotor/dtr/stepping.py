@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from rotor import _dispatch
 from rotor.dtr.context import running
+from rotor.dtr.records import Needs
 from rotor.dtr.runtime import Session
 from rotor.dtr.storages import StorageRef
+from rotor.memory import Segment
 
-__all__ = ["StepSession"]
+__all__ = ["StepSession", "Unknown", "learn_needs"]
+
+Unknown = list[tuple[Needs, int]]
+"""Operators whose needs had to be guessed, and the bytes of the generator's state before each."""
+
+_READY, _RAN = "ready", "ran "
 
 
 class StepSession(Session):
@@ -43,6 +51,8 @@ class StepSession(Session):
         super().__init__(limit, device=device, **settings)
         self._before_write = before_write
         self._foreign: dict[int, StorageRef] = {}
+        self._mark: Callable[[str], None] | None = None
+        self._unknown: Unknown = []
 
     # -- what a session does on its own, and what is noted of it
 
@@ -57,6 +67,26 @@ class StepSession(Session):
         if copied is not None:
             self._adopt(copied, False)
         super()._protect(node)
+
+    # -- operators whose needs are not known, under a meter, which keeps others from measuring them
+
+    def mark_unknown(self, mark: Callable[[str], None]) -> Unknown:
+        """Have a meter's parts begin before and after such operators; for `learn_needs`."""
+        if self._is_cpu:
+            self._mark = mark
+        return self._unknown
+
+    def _make_room(self, nbytes: int, least: int) -> None:
+        super()._make_room(nbytes, least)
+        if self._mark is not None:
+            self._mark(_READY)
+
+    def _complete(self, call: Any, results: Any, needs: Needs, *rest: Any) -> None:
+        super()._complete(call, results, needs, *rest)
+        if self._mark is not None and not needs.is_measured:
+            self._mark(f"{_RAN}{len(self._unknown)}")
+            _, state, _ = rest[-1]
+            self._unknown.append((needs, 0 if state is None else state.nbytes))
 
     # -- pausing
 
@@ -128,3 +158,26 @@ class StepSession(Session):
         with _dispatch.without_modes():
             super().close(warn=warn)
         self._foreign.clear()
+        self._mark = None
+
+
+def learn_needs(unknown: Unknown, segments: Iterable[Segment]) -> None:
+    """Note what operators took while a meter ran.
+
+    Parameters
+    ----------
+    unknown
+        From `StepSession.mark_unknown`.
+    segments
+        The parts that were metered; others are passed over.
+    """
+    for before, after in pairwise(segments):
+        if before.name != _READY or not after.name.startswith(_RAN):
+            continue
+        needs, state_bytes = unknown[int(after.name.removeprefix(_RAN))]
+        start = before.start_bytes + state_bytes
+        made = max(after.start_bytes - start, 0)
+        workspace = max(before.peak_bytes - start - made, 0)
+        if needs.is_measured:
+            made, workspace = max(made, needs.made_bytes), max(workspace, needs.workspace_bytes)
+        needs.made_bytes, needs.workspace_bytes, needs.is_measured = made, workspace, True
