@@ -14,7 +14,7 @@ from rotor.algorithms.curve import Curve
 from rotor.checkpointable import METERED_STEPS, Checkpointable
 from rotor.dynamic_plan import DynamicPlan, check_options
 from rotor.graph.calls import takes_targets
-from rotor.metering import StepBytes, cancel_running
+from rotor.metering import StepBytes, StepMeter, cancel_running
 from rotor.nested import NestedStep
 from rotor.report.text import dynamic_report, dynamic_table
 from rotor.stages import refuse_sharded
@@ -40,12 +40,11 @@ class DynamicSteps(Checkpointable):
         pending = self._pending() if self._pending is not None else None
         if isinstance(pending, NestedStep) and not pending.is_done:
             self._warn_pending(plan.limit_bytes)
-        # The runtime looks at operators that it does not know: a meter keeps it from that.
-        meter = self._start_meter(plan) if plan.steps else None
+        meter = self._start_meter(plan)
         if meter is None:
             cancel_running()
         try:
-            step, output = self._run_dynamically(plan, args, targets, kwargs)
+            step, output = self._run_dynamically(plan, args, targets, kwargs, meter=meter)
         except BaseException:
             if meter is not None:
                 meter.cancel()
@@ -71,6 +70,7 @@ class DynamicSteps(Checkpointable):
         targets: Sequence[Any],
         kwargs: dict[str, Any],
         *,
+        meter: StepMeter | None = None,
         is_trial: bool = False,
     ) -> tuple[NestedStep, Any]:
         module, loss_fn = self.module, self.loss_fn
@@ -80,6 +80,7 @@ class DynamicSteps(Checkpointable):
             return output if not targets or loss_fn is None else loss_fn(output, *targets)
 
         step = plan.step(module, is_trial=is_trial)
+        plan.unknown = [] if meter is None else step.session.mark_unknown(meter.mark)
         return step, step.forward(call, (args, kwargs, tuple(targets)), plan.room_for_loss)
 
     def _try_dynamically(
@@ -113,7 +114,8 @@ class DynamicSteps(Checkpointable):
                 "managed",
             )
             return
-        if knew_loss:
+        # What guesses about operators have cost is known now.
+        if knew_loss and not plan.unknown:
             plan.reserve_bytes += over
         plan.measured_bytes = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,12 +12,14 @@ from torch import nn
 
 from rotor import dtr
 from rotor.dtr.recall import Stats
+from rotor.dtr.stepping import Unknown, learn_needs
 from rotor.metering import StepBytes
 from rotor.nested import NestedStep
 from rotor.timelines import Timeline
 
 _LOSS_FACTOR = 4
 _REMEMBERED = 20
+_STEP_MARKS = ("loss", "backward")
 _SETTINGS = inspect.signature(dtr.budget).parameters
 OPTIONS = frozenset({"heuristic", "seed", "strict", "sample", "ignore_small", "storage_swap"})
 _DEFAULTS = {name: _SETTINGS[name].default for name in OPTIONS}
@@ -67,6 +69,8 @@ class DynamicPlan:
         What the caller said that the loss needs beside the gradient of the output; 0: nothing.
     output_bytes
         Of the outputs in the step that is metered.
+    unknown
+        Operators of that step whose needs had to be guessed.
     steps, latest
         How many steps ended, and figures of the last ones.
     """
@@ -84,6 +88,7 @@ class DynamicPlan:
     held_bytes: int = 0
     loss_output_bytes: int = 0
     output_bytes: int = 0
+    unknown: Unknown = field(default_factory=list, repr=False)
     steps: int = 0
     latest: deque[StepFigures] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     outdated: bool = field(default=False, repr=False)
@@ -132,8 +137,9 @@ class DynamicPlan:
     def learn(self, step: StepBytes) -> int:
         """Note a metered step; bytes that it was over the limit, negative where it was not."""
         self.measured_bytes = step.peak_bytes
-        self.measured_timeline = step.timeline
+        self.measured_timeline = _without_parts(step.timeline)
         self.meterings += 1
+        learn_needs(self.unknown, step.segments)
         output_bytes = self.output_bytes
         starts = {segment.name: segment.start_bytes for segment in step.segments}
         held = max(starts["backward"] - starts["loss"], 0)
@@ -172,6 +178,13 @@ class DynamicPlan:
         )
         step.session.aim(self.limit_bytes - self.reserve_bytes)
         return step
+
+
+def _without_parts(timeline: Timeline | None) -> Timeline | None:
+    """Without the marks of single operators."""
+    if timeline is None:
+        return None
+    return replace(timeline, marks=tuple(m for m in timeline.marks if m[0] in _STEP_MARKS))
 
 
 def check_options(options: dict[str, Any]) -> None:
