@@ -8,7 +8,7 @@ language models of Zaremba et al. (arXiv:1409.2329), where the whole recurrence 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -94,22 +94,18 @@ class GRU(_Recurrent):
 
 
 class _Encoder(nn.Module):
-    """Embedding, dropout, a recurrent layer of PyTorch, dropout, decoder."""
+    """Embedding, dropout, a subclass's recurrent layers of PyTorch, dropout, decoder."""
+
+    _layers: ClassVar[type[nn.LSTM | nn.GRU]]
 
     def __init__(
-        self,
-        layer: type[nn.LSTM | nn.GRU],
-        vocab_size: int,
-        in_dim: int,
-        mem_dim: int,
-        layers: int,
-        dropout: float,
+        self, vocab_size: int, in_dim: int, mem_dim: int, layers: int = 2, dropout: float = 0.2
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab_size, in_dim)
         self.dropout = nn.Dropout(dropout)
         between = dropout if layers > 1 else 0.0
-        self.recur = layer(in_dim, mem_dim, num_layers=layers, dropout=between)
+        self.recur = self._layers(in_dim, mem_dim, num_layers=layers, dropout=between)
         self.decode = nn.Linear(mem_dim, vocab_size)
         nn.init.uniform_(self.embed.weight, -0.1, 0.1)
         nn.init.uniform_(self.decode.weight, -0.1, 0.1)
@@ -136,10 +132,7 @@ class LSTMEncoder(_Encoder):
         Probability of the dropouts: of embeddings, between layers and before the decoder.
     """
 
-    def __init__(
-        self, vocab_size: int, in_dim: int, mem_dim: int, layers: int = 2, dropout: float = 0.2
-    ) -> None:
-        super().__init__(nn.LSTM, vocab_size, in_dim, mem_dim, layers, dropout)
+    _layers = nn.LSTM
 
 
 class GRUEncoder(_Encoder):
@@ -157,7 +150,4 @@ class GRUEncoder(_Encoder):
         Probability of the dropouts: of embeddings, between layers and before the decoder.
     """
 
-    def __init__(
-        self, vocab_size: int, in_dim: int, mem_dim: int, layers: int = 2, dropout: float = 0.2
-    ) -> None:
-        super().__init__(nn.GRU, vocab_size, in_dim, mem_dim, layers, dropout)
+    _layers = nn.GRU

@@ -8,7 +8,6 @@ dropout are operations of their own; `LayeredTransformer` has the same shape fro
 from __future__ import annotations
 
 import math
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +102,16 @@ class TransformerLayer(nn.Module):
 class _LanguageModel(nn.Module):
     """Embedding, positions, a subclass's layers, decoder."""
 
-    def __init__(self, vocab_size: int, width: int, longest: int, dropout: float) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        width: int = 512,
+        heads: int = 8,
+        hidden: int = 2048,
+        layers: int = 6,
+        longest: int = 512,
+        dropout: float = 0.1,
+    ) -> None:
         super().__init__()
         self.width = width
         self.embed = nn.Embedding(vocab_size, width)
@@ -113,16 +121,23 @@ class _LanguageModel(nn.Module):
         nn.init.uniform_(self.embed.weight, -0.1, 0.1)
         nn.init.uniform_(self.decode.weight, -0.1, 0.1)
         nn.init.zeros_(self.decode.bias)
+        self.layers = nn.ModuleList(
+            self._make_layer(width, heads, hidden, dropout) for _ in range(layers)
+        )
+
+    @staticmethod
+    def _make_layer(width: int, heads: int, hidden: int, dropout: float) -> nn.Module:
+        """A layer that is called with [batch, time, width] and a mask."""
+        raise NotImplementedError
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return log-probabilities of the next token after each."""
         time = tokens.shape[1]
         mask = torch.full((time, time), -math.inf, device=tokens.device).triu(1)
         x = self.dropout(self.position(self.embed(tokens) * math.sqrt(self.width)))
-        return F.log_softmax(self.decode(self._layers(x, mask)), dim=-1)
-
-    def _layers(self, x: Tensor, mask: Tensor) -> Tensor:
-        raise NotImplementedError
+        for layer in self.layers:
+            x = layer(x, mask)
+        return F.log_softmax(self.decode(x), dim=-1)
 
 
 class Transformer(_LanguageModel):
@@ -142,25 +157,9 @@ class Transformer(_LanguageModel):
         Probability of all dropouts.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        width: int = 512,
-        heads: int = 8,
-        hidden: int = 2048,
-        layers: int = 6,
-        longest: int = 512,
-        dropout: float = 0.1,
-    ) -> None:
-        super().__init__(vocab_size, width, longest, dropout)
-        self.layers = nn.ModuleList(
-            TransformerLayer(width, heads, hidden, dropout) for _ in range(layers)
-        )
-
-    def _layers(self, x: Tensor, mask: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, mask)
-        return x
+    @staticmethod
+    def _make_layer(width: int, heads: int, hidden: int, dropout: float) -> nn.Module:
+        return TransformerLayer(width, heads, hidden, dropout)
 
 
 class LayeredTransformer(_LanguageModel):
@@ -180,23 +179,6 @@ class LayeredTransformer(_LanguageModel):
         Probability of all dropouts.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        width: int = 512,
-        heads: int = 8,
-        hidden: int = 2048,
-        layers: int = 6,
-        longest: int = 512,
-        dropout: float = 0.1,
-    ) -> None:
-        super().__init__(vocab_size, width, longest, dropout)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, heads, hidden, dropout, batch_first=True)
-            for _ in range(layers)
-        )
-
-    def _layers(self, x: Tensor, mask: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = cast(Tensor, layer(x, src_mask=mask))
-        return x
+    @staticmethod
+    def _make_layer(width: int, heads: int, hidden: int, dropout: float) -> nn.Module:
+        return nn.TransformerEncoderLayer(width, heads, hidden, dropout, batch_first=True)
