@@ -22,7 +22,7 @@ C_TESTS := $(patsubst tests/c/%.c,build/c/%,$(wildcard tests/c/test_*.c))
 SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libstdc++.so)
 
 .SECONDARY: $(C_OBJECTS)
-.PHONY: help demo test test-all test-c test-sanitized lint docs bench gpu clean
+.PHONY: help demo test test-all test-c test-sanitized lint docs bench gpu regressions clean
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -83,11 +83,14 @@ lint: $(VENV)/.dev ## ruff, mypy
 docs: $(VENV)/.dev ## the documentation, warnings are errors
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
-bench: $(VENV)/.dev ## every benchmark, in one run
-	$(BIN)/python benchmarks/run_all.py
+bench: $(VENV)/.dev ## every benchmark; a page and a JSON file in benchmarks/results (BENCH=--quick)
+	$(BIN)/python benchmarks/run_all.py $(BENCH)
 
-gpu: $(VENV)/.test ## the tests that need CUDA
-	$(BIN)/python -m pytest tests/gpu
+gpu: $(VENV)/.test ## the tests and benchmarks that need CUDA, in ten minutes, written as by bench
+	$(BIN)/python benchmarks/run_all.py --gpu
+
+regressions: $(VENV)/.test ## counts of solvers, planner and simulator beside the committed ones
+	$(BIN)/python benchmarks/regressions.py
 
 clean: ## what was built, not .venv
 	rm -rf build dist docs/_build *.egg-info rotor/_core*.so
