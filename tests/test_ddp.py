@@ -7,13 +7,9 @@ differed to a file.
 from __future__ import annotations
 
 import copy
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 
 import ddp_graphs
@@ -22,11 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from two_processes import PROCESSES, run_processes, work
 
 import rotor
 
-PROCESSES = 2
-SECONDS = 100
 WIDTH = 32
 
 
@@ -155,49 +150,9 @@ SCENARIOS: dict[str, Callable[[int], list[str]]] = {
 }
 
 
-def work(rank: int, folder: Path) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=PROCESSES,
-        timeout=timedelta(seconds=SECONDS // 2),
-    )
-    found = {name: scenario(rank) for name, scenario in SCENARIOS.items()}
-    dist.barrier()
-    dist.destroy_process_group()
-    (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-
-
-def run_processes(folder: Path) -> list[dict[str, list[str]]]:
-    """What each process found; both are ended when one fails or time is up."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if sys.platform.startswith("linux"):
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(PROCESSES)
-    ]
-    try:
-        outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return run_processes(tmp_path_factory.mktemp("ddp"))
+    return run_processes(__file__, tmp_path_factory.mktemp("ddp"))
 
 
 @pytest.mark.parametrize("rank", range(PROCESSES))
@@ -207,4 +162,4 @@ def test_ddp(found, scenario, rank):
 
 
 if __name__ == "__main__":
-    work(int(sys.argv[1]), Path(sys.argv[2]))
+    work(int(sys.argv[1]), Path(sys.argv[2]), SCENARIOS)
