@@ -334,6 +334,43 @@ def test_thrashing_is_found_and_what_is_computed_most_stays(monkeypatch):
     assert last.stats.rematerializations == 0
 
 
+SELECTIONS = {
+    "nonzero": lambda x, mask: mask.nonzero().sum(1),
+    "masked_select": lambda x, mask: x.masked_select(mask),
+    "mask": lambda x, mask: x[mask],
+    "two masks": lambda x, mask: torch.stack([x, x])[mask.new_ones(2), mask.nonzero()[:2, 0]],
+    "unique": lambda x, mask: torch.unique(x * mask, return_inverse=True, return_counts=True)[0],
+    "repeat": lambda x, mask: torch.repeat_interleave(x, mask.long() * 2),
+    "bincount": lambda x, mask: torch.bincount(mask.cumsum(0) % 999),
+}
+
+
+def select_more_and_more(select):
+    x = torch.linspace(0, 1, 20_000)
+    kept, found = [], []
+    for k in range(8):
+        kept.append(x + k)
+        mask = x < 0.02 + k * 0.12
+        found.append(select(x, mask).double().sum())
+    return torch.stack([*found, *(value.sum() for value in kept)])
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_results_that_grow_with_their_elements_keep_the_budget(name):
+    select = SELECTIONS[name]
+    expected = select_more_and_more(select)
+    with memory.meter("cpu") as meter:
+        select_more_and_more(select)
+    limit = int(meter.peak_bytes * 0.75)
+    with dtr.budget(limit):
+        assert torch.equal(select_more_and_more(select), expected)
+    with memory.meter("cpu") as meter, dtr.budget(limit) as session:
+        found = select_more_and_more(select)
+    assert torch.equal(found, expected)
+    assert session.stats.evictions > 0
+    assert meter.peak_bytes <= limit
+
+
 def test_sparse_gradients_are_never_evicted():
     def program() -> torch.Tensor:
         torch.manual_seed(0)

@@ -12,7 +12,13 @@ from rotor import _dispatch, _torch, memory
 from rotor.dtr.operators import Operator
 from rotor.dtr.recall import LONGEST_CHAIN, SMALL_BYTES, Recall, Stats
 from rotor.dtr.records import Needs, Record, pattern, tensors_of
-from rotor.dtr.signatures import guess, remember, run_measured
+from rotor.dtr.signatures import (
+    guess,
+    remember,
+    run_measured,
+    varies_by_elements,
+    varying_bytes,
+)
 from rotor.dtr.storages import StorageRef, reference
 from rotor.errors import MemoryLimitWarning
 
@@ -197,6 +203,7 @@ class Session(Recall, _dispatch.DispatchMode):
         recorded = len(nodes)
         nodes.extend(hidden)
 
+        varies = operator.varies and varies_by_elements(operator, args)
         needs = self._needs_of(operator, args, kwargs, refs)
         generator = state = None
         kept_bytes = 0
@@ -206,13 +213,16 @@ class Session(Recall, _dispatch.DispatchMode):
             if operator.is_random:
                 generator = self._generator(kwargs)
                 kept_bytes = self._state_bytes(generator)
+            if varies:
+                needs = self._varying_needs(operator, args, needs)
             least = needs.made_bytes + (needs.workspace_bytes if needs.is_measured else 0)
             self._make_room(
                 needs.made_bytes + needs.workspace_bytes + kept_bytes, least + kept_bytes
             )
             if generator is not None:
                 state = generator.get_state()
-            if needs.is_measured or not self._is_cpu or _torch.profiler_in_use():
+            watches = self._is_cpu and (varies or not needs.is_measured)
+            if not watches or _torch.profiler_in_use():
                 start = perf_counter_ns()
                 results = operator.call(*args, **kwargs)
                 took = perf_counter_ns() - start
@@ -228,7 +238,33 @@ class Session(Recall, _dispatch.DispatchMode):
         self._complete(
             call, results, needs, is_recording, took, peak, (generator, state, kept_bytes)
         )
+        if varies and peak >= 0:
+            self._note_varying(operator, args, kwargs, needs)
         return results
+
+    def _varying_needs(self, operator: Operator, args: Any, known: Needs) -> Needs:
+        """What an operator takes whose results depend on elements: what is known is of others."""
+        found = varying_bytes(operator, args, exactly=False)
+        current = self._book.counters()["current_bytes"]
+        if found is not None and self.limit is not None and current + 2 * found > self.limit:
+            found = varying_bytes(operator, args, exactly=True)
+        made = known.made_bytes if found is None else found
+        workspace = known.workspace_bytes
+        if operator.name == "aten::index" and known.is_measured and made > known.made_bytes > 0:
+            # The positions that masks stand for; others take as much as their arguments.
+            workspace = -(-workspace * made // known.made_bytes)
+        return Needs(made, workspace, known.is_measured)
+
+    def _note_varying(
+        self, operator: Operator, args: Any, kwargs: dict[str, Any], needs: Needs
+    ) -> None:
+        """Remember the largest run; where more was made than foreseen, make room after it."""
+        key = self._handler.signature(operator.kernel, args, kwargs)
+        if key is not None:
+            known = self._needs.get(key)
+            if known is None or not known.is_measured or known.made_bytes < needs.made_bytes:
+                remember(self._needs, key, needs)
+        self._make_room(0, 0)
 
     def _refs(self, args: Any, kwargs: Any) -> tuple[dict[int, StorageRef], dict[int, int]]:
         """The storages of the tensors among arguments by node, and the nodes by ``id``."""
