@@ -8,6 +8,7 @@ of the rows that `largest_batch` ran.
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 
 import torch
@@ -107,6 +108,7 @@ def main() -> None:
         ["", "limit", "rotor", "by trial", "plain", "by trial", "peak / limit", "sizes planned"]
     ]
     rates = [["", "plain, largest", "rotor, largest", "ratio", "best", "batch", "ratio to plain"]]
+    times = [["", "usual", "timed=False, points=1", "batch", "batch"]]
     for name, model, make, plain_size in cases(device):
         if arguments.only not in name:
             continue
@@ -114,7 +116,21 @@ def main() -> None:
         for parameter in model.parameters():
             parameter.grad = None
         x, target = make(4)
+        began = time.monotonic()
         found = rotor.largest_batch(model, x, limit, loss_fn=cross_entropy, targets=(target,))
+        middle = time.monotonic()
+        quick = rotor.largest_batch(
+            model, x, limit, loss_fn=cross_entropy, targets=(target,), timed=False, points=1
+        )
+        times.append(
+            [
+                name,
+                f"{middle - began:.3g} s",
+                f"{time.monotonic() - middle:.3g} s",
+                str(found.largest.batch),
+                str(quick.largest.batch),
+            ]
+        )
         size = found.largest.batch
         true = by_trial(lambda k: fits_planned(model, make(k), limit), size)  # noqa: B023
         plain = 0 if found.plain is None else found.plain.batch
@@ -149,6 +165,9 @@ def main() -> None:
     print()
     print("throughput, samples a second")
     print(table(rates))
+    print()
+    print("wall time of largest_batch")
+    print(table(times))
 
 
 if __name__ == "__main__":

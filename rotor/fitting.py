@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.fits import BatchFit, LargestBatch, TriedBatch
 from rotor.graphed import GraphCheckpointable
 from rotor.stages import refuse_sharded
-from rotor.timing import measure_ns
+from rotor.timing import measure_ns, single_runs
 from rotor.units import format_bytes, parse_bytes
 
 __all__ = ["BatchFit", "LargestBatch", "TriedBatch", "largest_batch"]
@@ -51,6 +52,7 @@ def largest_batch(
     multiple_of: int = 1,
     max_batch: int = MAX_BATCH,
     points: int = 5,
+    timed: bool = True,
     **options: Any,
 ) -> LargestBatch:
     """Find the largest batch whose training step fits, and the one of best throughput.
@@ -88,6 +90,10 @@ def largest_batch(
     points
         How many sizes are run with rotor at most, the largest among them, to find the best
         throughput.
+    timed
+        Whether stages and operations are timed until their times are stable. False: each is run
+        once, which takes a fraction of the time, and tells what fits as well; plans are then made
+        from rough times, so that steps may be a little slower. Throughput is measured either way.
     **options
         Of `Checkpointable`. Graphs are planned with ``effort="fast"`` where nothing is given.
 
@@ -123,6 +129,11 @@ def largest_batch(
             'engine="dynamic" plans nothing, so no batch can be foreseen: use "auto", "chain" or '
             '"graph"'
         )
+    if options.get("profile", "measured") != "measured":
+        raise ValueError(
+            "the answer is verified by runs, so it is one for this machine: leave profile= out, "
+            "and ask for the curve of another machine"
+        )
     refuse_sharded(model)
     for name, value in (("multiple_of", multiple_of), ("max_batch", max_batch), ("points", points)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -142,6 +153,7 @@ def largest_batch(
         search = _Search(
             model, batches, device, limit, loss_fn, engine, multiple_of, max_batch, options
         )
+        search.timed = timed
         return search.run(points)
 
 
@@ -200,6 +212,7 @@ class _Search:
         self.plans: dict[int, Checkpointable] = {}
         self.line = _Line()
         self.warned = False
+        self.timed = True
 
     # -- batches and steps
 
@@ -279,7 +292,8 @@ class _Search:
         self.engine_name = "graph" if is_graph else "chain"
         may_choose = is_graph and "effort" not in self.options
         fast = {"effort": "fast"} if may_choose else {}
-        model.measure(*args, targets=targets, **kwargs)
+        with nullcontext() if self.timed else single_runs():
+            model.measure(*args, targets=targets, **kwargs)
         try:
             model.compute_sequence(1, **fast)
         except InfeasibleError as error:

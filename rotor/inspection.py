@@ -457,6 +457,8 @@ class Measuring:
 
     def is_enough(self, count: int, is_stable: bool, spent_ns: int) -> bool:
         """Whether the times of a stage are known, after so many rounds."""
+        if timing.is_single():
+            return True
         return count >= _MIN_REPEATS and (is_stable or spent_ns > _SECONDS_PER_STAGE * 1e9)
 
     def back(self, i: int) -> Sequence[torch.Tensor | None]:
@@ -517,7 +519,8 @@ class Measuring:
             once(meter.mark)
         segments = {s.name: s for s in meter.segments}
         peak = segments["loss"].peak_bytes - segments["output"].start_bytes
-        return peak, timing.stable_median([once() for _ in range(_MIN_REPEATS)], _TOLERANCE)[0]
+        repeats = 1 if timing.is_single() else _MIN_REPEATS
+        return peak, timing.stable_median([once() for _ in range(repeats)], _TOLERANCE)[0]
 
 
 def _no_mark(name: str) -> None:

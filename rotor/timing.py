@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from statistics import median
 from typing import Any
 
@@ -16,10 +18,11 @@ import torch
 
 from rotor import _core
 
-__all__ = ["Clock", "measure_ns", "stable_median"]
+__all__ = ["Clock", "is_single", "measure_ns", "single_runs", "stable_median"]
 
 _NS_PER_MS = 1_000_000
 _FEWEST = 3
+_single: ContextVar[bool] = ContextVar("single", default=False)
 
 
 class Clock:
@@ -79,6 +82,21 @@ class Clock:
             elapsed_ms: float = begin.elapsed_time(end)
             return round(elapsed_ms * _NS_PER_MS)
         return stop_ns - start_ns
+
+
+@contextmanager
+def single_runs() -> Iterator[None]:
+    """Inside, one run without a warm-up tells a time: for sizes, where times hardly matter."""
+    token = _single.set(True)
+    try:
+        yield
+    finally:
+        _single.reset(token)
+
+
+def is_single() -> bool:
+    """Whether one run tells a time now, which then is too rough to be kept."""
+    return _single.get()
 
 
 def stable_median(samples: Sequence[int], rel_tolerance: float) -> tuple[int, bool]:
@@ -157,6 +175,10 @@ def measure_ns(
             f"expected 1 <= min_repeats <= max_repeats, got {min_repeats} and {max_repeats}"
         )
     clock = Clock(device)
+    if is_single():
+        clock.start()
+        call()
+        return clock.stop()
     deadline = time.monotonic() + max_seconds
     call()
     samples: list[int] = []

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import rotor
-from rotor import batches, fitting, memory
+from rotor import batches, fitting, memory, timing
 from rotor.fitting import BatchFit, LargestBatch, largest_batch
 
 cross_entropy = nn.functional.cross_entropy
@@ -184,6 +184,35 @@ def test_the_search_ends_where_it_is_told():
     assert got.plain.batch == 20
 
 
+def test_without_timing_the_answer_is_the_same(monkeypatch):
+    monkeypatch.setattr(fitting, "_STEP_SECONDS", 0.01)
+    options = {"loss_fn": cross_entropy, "multiple_of": 16, "points": 1, "targets": (labels(8),)}
+    usual = largest_batch(mlp(), torch.randn(8, 32), 60_000, **options)
+    quick = largest_batch(mlp(), torch.randn(8, 32), 60_000, timed=False, **options)
+    assert quick.largest.batch == usual.largest.batch
+    assert quick.largest.measured_bytes <= 60_000 < quick.refused.least_bytes
+    assert quick.largest.seconds > 0
+
+    # Rough times of operations are not for later plans.
+    kept = []
+    monkeypatch.setattr("rotor.cache.store", lambda *row: kept.append(row))
+    monkeypatch.setattr("rotor.cache.load", lambda *_: {})
+    sample = {"x": torch.randn(8, 16)}
+    quick = largest_batch(Gated(), sample, 80_000, timed=False, max_batch=16, **options)
+    assert quick.engine == "graph"
+    assert quick.largest.batch == 16
+    assert not kept
+
+
+def test_one_run_is_all_without_timing():
+    calls = []
+    with timing.single_runs():
+        timing.measure_ns(lambda: calls.append(1), "cpu")
+    assert len(calls) == 1
+    timing.measure_ns(lambda: calls.append(1), "cpu")
+    assert len(calls) > 5
+
+
 def test_where_a_measured_peak_is_over_the_next_size_down_is_taken(limit, monkeypatch):
     true_peak = fitting.step_bytes
     calls = []
@@ -223,6 +252,7 @@ def test_out_of_memory_is_a_size_that_does_not_fit(monkeypatch):
         ({"engine": "dynamic"}, ValueError, "plans nothing"),
         ({"multiple_of": 0}, ValueError, "multiple_of = 0"),
         ({"points": True}, ValueError, "points = True"),
+        ({"profile": "there.json"}, ValueError, "leave profile= out"),
         ({"max_batch": 4, "multiple_of": 8}, ValueError, "below multiple_of"),
         ({"mem_limit": "900 TB"}, ValueError, "free: the answer is verified by a run"),
         ({"mem_limit": "1 XB"}, ValueError, "cannot be read"),

@@ -23,6 +23,7 @@ def add(commands: Any) -> None:
         "sizes are read from.",
         epilog=examples(
             "fit resnet18 --input 8,3,224,224 --limit 2GiB",
+            "fit resnet50 --input 8,3,224,224 --limit 8GiB --untimed --points 1",
             "fit train.py:make_model --input 8,512 --dtype int64 --high 1000 --multiple-of 8",
         ),
     )
@@ -38,6 +39,12 @@ def add(commands: Any) -> None:
     )
     sub.add_argument(
         "--points", type=int, default=5, metavar="N", help="sizes to run with rotor at most (5)"
+    )
+    sub.add_argument(
+        "--untimed",
+        action="store_true",
+        help="run stages and operations once instead of timing them: faster, and what fits is the "
+        "same; best with --points 1",
     )
     sub.add_argument("--table", action="store_true", help="show every size that was looked at")
     add_output(sub)
@@ -59,6 +66,7 @@ def _run(arguments: argparse.Namespace) -> int:
         multiple_of=arguments.multiple_of,
         max_batch=arguments.max_batch,
         points=arguments.points,
+        timed=not arguments.untimed,
         **options,
     )
     text = f"{found}\n\n{found.display()}" if arguments.table else str(found)

@@ -19,7 +19,7 @@ from torch import fx
 
 from rotor import _torch, cache, memory
 from rotor.graph.lowering import Lowered, Task
-from rotor.timing import measure_ns
+from rotor.timing import is_single, measure_ns
 
 __all__ = ["Cost", "cost_of_row", "environment_of", "keys_of", "profile"]
 
@@ -240,11 +240,9 @@ def profile(
         tasks = [distinct[key] for key in todo]
         fresh = _measure(tasks, arguments, lowered, device, progress)
         known.update(zip(todo, fresh, strict=True))
-        cache.store(
-            "profile",
-            environment_of(device),
-            {k: [known[k].ns, known[k].workspace_bytes, *known[k].made_bytes] for k in todo},
-        )
+        rows = {k: [known[k].ns, known[k].workspace_bytes, *known[k].made_bytes] for k in todo}
+        if not is_single():
+            cache.store("profile", environment_of(device), rows)
     no_cost = Cost(0, 0, tuple(_planned_bytes(lowered, lowered.tasks[lowered.loss])))
     return [known[key] if key else no_cost for key in keys]
 
