@@ -155,6 +155,29 @@ def test_every_shipped_configuration_is_right():
                 assert type(value) is type(known[trial.model][key]), (name, trial.model, key)
 
 
+@pytest.mark.parametrize(
+    ("name", "models", "baselines", "limited", "replays"),
+    [
+        ("get_log", 11, 0, 11, 0),
+        ("run_graphs", 8, 8, 32, 0),
+        ("large_inputs", 4, 16, 16, 0),
+        ("encoders", 3, 3, 27, 24),
+        ("quick", 4, 4, 19, 13),
+    ],
+)
+def test_shipped_configurations_unfold_to_what_was_published(
+    name, models, baselines, limited, replays
+):
+    config = configuration.load(name)
+    assert len(config.models) == models
+    types = [trial.type for trial in config.trials]
+    found = tuple(types.count(kind) for kind in ("baseline", "dtr", "simrd"))
+    assert found == (baselines, limited, replays)
+    # A sweep has as many points with a budget as without; a graph a baseline for each model.
+    assert {trial.model for trial in config.trials} == set(config.models)
+    assert all(trial.budget_bytes is None for trial in config.trials if trial.ratio is not None)
+
+
 def test_configurations_are_found_by_name_or_path(tmp_path):
     path = tmp_path / "config_mine.json"
     path.write_text(text_of(BASELINE))
