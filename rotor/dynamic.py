@@ -16,7 +16,8 @@ from rotor.dynamic_plan import DynamicPlan, check_options
 from rotor.graph.calls import takes_targets
 from rotor.metering import StepBytes, StepMeter, cancel_running
 from rotor.nested import NestedStep
-from rotor.report.text import dynamic_report, dynamic_table
+from rotor.report.html import measured_page
+from rotor.report.text import dynamic_figures, dynamic_report, dynamic_table, step_rows
 from rotor.stages import refuse_sharded
 from rotor.units import parse_bytes
 from rotor.values import tensors_of, tensors_within
@@ -262,9 +263,9 @@ class DynamicCheckpointable(DynamicSteps):
         return dynamic_report(self._planned())
 
     def _write_page(self, path: Path) -> None:
-        raise ValueError(
-            f"{path.name} was not written: pages show plans, and the dynamic engine makes none"
-        )
+        plan = self._planned()
+        text = measured_page(plan, dynamic_figures(plan), ("Last steps", step_rows(plan)))
+        path.write_text(text, encoding="utf-8")
 
     # -- running
 

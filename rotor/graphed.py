@@ -37,13 +37,18 @@ from rotor.graph.recorded import MEASURED, price, source_of
 from rotor.graphed_pieces import PiecesSteps
 from rotor.metering import StepBytes, cancel_running
 from rotor.progress import progress
+from rotor.report.html import measured_page
 from rotor.report.text import (
+    dynamic_figures,
     dynamic_report,
     dynamic_table,
     graph_report,
     operation_table,
+    part_rows,
+    pieces_figures,
     pieces_report,
     pieces_table,
+    step_rows,
 )
 from rotor.stages import Structure, refuse_sharded
 from rotor.units import format_bytes, parse_bytes
@@ -247,7 +252,15 @@ class GraphCheckpointable(PiecesSteps):
         return pieces_table(plan) if isinstance(plan, PiecesPlan) else operation_table(plan)
 
     def _write_page(self, path: Path) -> None:
-        write_plan(self._graph_plan(), path)
+        plan = self._planned()
+        if isinstance(plan, GraphPlan):
+            write_plan(plan, path)
+            return
+        if isinstance(plan, PiecesPlan):
+            text = measured_page(plan, pieces_figures(plan), ("Parts", part_rows(plan)))
+        else:
+            text = measured_page(plan, dynamic_figures(plan), ("Last steps", step_rows(plan)))
+        path.write_text(text, encoding="utf-8")
 
     def _report(self) -> str:
         plan = self._planned()

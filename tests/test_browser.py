@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import chromium
+import numpy as np
 import pytest
 from random_graphs import training_graph
 from test_graph_render import random_graph, small_graph
 
 from rotor import Chain, algorithms
 from rotor.graph import plan, render, simulate
-from rotor.report.html import sequence_page
+from rotor.report.html import measured_page, sequence_page
+from rotor.timelines import Timeline
 
 pytestmark = pytest.mark.skipif(chromium.program() is None, reason="needs Chromium")
 
@@ -170,6 +173,30 @@ def test_a_chain(browser, tmp_path):
     assert style(browser, "recomputed-line") in colors(browser, "#timeline")
     assert browser.evaluate("document.querySelector('.rows td').textContent") == "a <b>"
     assert browser.evaluate("document.getElementById('table')") is None
+
+
+def test_a_step_that_nobody_predicted(browser, tmp_path):
+    timeline = Timeline(
+        np.array([0.0, 0.001, 0.002, 0.003]),
+        np.array([0, 500, 1000, 0]),
+        np.array([0, 500, 1000, 1000]),
+        (("loss", 0.001), ("backward", 0.0015)),
+    )
+    plan = SimpleNamespace(limit_bytes=1200, measured_bytes=1000, measured_timeline=timeline)
+    path = tmp_path / "dynamic.html"
+    table = ("Last steps", [["step", "peak"], ["1", "1000 B"]])
+    path.write_text(measured_page(plan, [["steps", "1"]], table), encoding="utf-8")
+    opened(browser, path)
+    assert colors(browser, "#timeline").get(style(browser, "measured"), 0) > 100
+    assert browser.evaluate("document.querySelector('section').hidden")
+    left, top, width, _ = box(browser, "#timeline")
+    browser.mouse("mouseMoved", left + 74 + (width - 88) * 0.75, top + 60)
+    tip = browser.evaluate("document.getElementById('tip').textContent")
+    assert tip == "measured after 2.25 ms: 1000 B"
+    plan.measured_timeline = None
+    path.write_text(measured_page(plan, [["steps", "1"]], table), encoding="utf-8")
+    opened(browser, path)
+    assert browser.evaluate("document.getElementById('timeline')") is None
 
 
 def test_a_graph_without_a_program(browser, tmp_path):

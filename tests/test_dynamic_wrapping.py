@@ -227,8 +227,6 @@ def test_limits_reports_and_what_is_not_known(pair):
         chk.compute_sequence(1000, mem_limit=1000)
     with pytest.raises(TypeError, match="unknown option 'effort'"):
         chk.compute_sequence(effort="fast")
-    with pytest.raises(ValueError, match="makes none"):
-        chk.report("page.html")
 
 
 def test_wrong_settings_are_refused():

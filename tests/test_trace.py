@@ -257,9 +257,13 @@ def test_a_step_that_nobody_predicted(tmp_path):
     x = torch.randn(16, 32)
     for _ in range(2):
         chk(x).sum().backward()
+    chk.report(tmp_path / "plan.html")
     chk.report(tmp_path / "trace.json")
     trace = checked(tmp_path / "trace.json")
     plan = chk._planned()
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert '"program":[]' in page
+    assert f'"measured":{plan.measured_bytes}' in page
     assert {event["pid"] for event in trace["traceEvents"]} == {MEASURED}
     seen = counter(trace, "live bytes", MEASURED)
     assert max(level for _, level in seen) == plan.measured_bytes

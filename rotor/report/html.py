@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from rotor.plan import Plan
     from rotor.timelines import PredictedTimeline, Timeline
 
-__all__ = ["chain_page", "graph_page", "plan_page", "sequence_page"]
+__all__ = ["chain_page", "graph_page", "measured_page", "plan_page", "sequence_page"]
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _MOST_RECOMPUTED = 25
 _PHASES = ("forward", "loss", "backward")
 _SCRIPTS = ("page_data.js", "page_timeline.js", "page_graph.js", "page_table.js")
-_TEXT = frozenset({"operation", "module", "phase", "stage", "how"})
+_TEXT = frozenset({"operation", "module", "phase", "stage", "how", "part", "step"})
 
 
 def graph_page(
@@ -122,6 +122,32 @@ def chain_page(plan: Plan, stages: Sequence[Sequence[str]]) -> str:
     data = _chain_data(plan)
     data["traced"] = _traced(plan.measured_timeline, plan.predicted_timeline)
     return _page("training step", rows, [("Stages", stages)], data)
+
+
+def measured_page(
+    plan: Any, figures: Sequence[Sequence[str]], table: tuple[str, Sequence[Sequence[str]]]
+) -> str:
+    """A page on a model that runs without a single plan: figures, its last metered step, a table.
+
+    Parameters
+    ----------
+    plan
+        A plan of parts, or what is known of steps whose memory is decided while they run.
+    figures
+        What is known of it, by name.
+    table
+        A title, and a table, its head first.
+    """
+    timeline: Timeline | None = plan.measured_timeline
+    data: dict[str, Any] = {"ops": [], "storages": [], "program": [], "before": [], "peak": []}
+    data |= {"boundary": 0, "own": 0, "lanes": [], "planned": timeline is not None}
+    data |= {"limit": plan.limit_bytes, "measured": plan.measured_bytes, "traced": None}
+    if timeline is not None:
+        moments = (timeline.seconds * 1e9).round().astype(int).tolist()
+        data["traced"] = list(zip(moments, timeline.live_bytes.tolist(), strict=True))
+        data["marks"] = [round(seconds * 1e9) for _, seconds in timeline.marks]
+    rows = [(name, value) for name, value in figures]
+    return _page("training step", rows, [table], data)
 
 
 def sequence_page(
@@ -354,11 +380,14 @@ def _page(
     ]
     own_table = "lanes" not in data
     if data["planned"]:
-        parts.append("<h2>Live bytes and schedule</h2>")
+        schedule = " and schedule" if data["program"] else ""
+        parts.append(f"<h2>Live bytes{schedule}</h2>")
         parts.append('<div id="timeline-tools" class="tools"></div><div id="timeline"></div>')
     parts += [
+        "<section>" if data["ops"] else "<section hidden>",
         "<h2>Operations</h2>",
         '<div id="tools" class="tools"></div><div id="graph"></div><div id="details"></div>',
+        "</section>",
         *[line for name, table in tables for line in _table(name, table)],
         *(['<h2>Table</h2><div id="table-tools" class="tools"></div>'] if own_table else []),
         *(['<div id="table"></div>'] if own_table else []),

@@ -1,13 +1,16 @@
 // Live bytes along the program, and below, on the same axis, what runs when.
 function timeline() {
   const holder = document.getElementById("timeline");
-  if (!holder || !data.program.length) return;
-  const L = 74, R = 14, T = 12, AXIS = 26, PICTURE = 170, BOTTOM = 10;
+  if (!holder) return;
+  // Without a program there is only what was measured.
+  const isPlanned = data.program.length > 0;
+  const L = 74, R = 14, T = 12, AXIS = 26, PICTURE = isPlanned ? 170 : 0, BOTTOM = isPlanned ? 10 : 4;
   const program = data.program, starts = new Float64Array(program.length + 1);
   program.forEach((op, k) => { starts[k + 1] = starts[k] + Math.max(data.ops[op][COST], 1); });
-  const end = starts[program.length];
   const measured = data.measured === null ? [] : [].concat(data.measured);
   const traced = data.traced || [];
+  const end = isPlanned ? starts[program.length] : Math.max(traced[traced.length - 1][0], 1);
+  const marks = isPlanned ? [starts[data.boundary]] : data.marks;
   const highest = (list) => list.reduce((most, level) => Math.max(most, level), 0);
   const predictedPeak = highest(data.peak) + data.own, measuredPeak = highest(measured);
   const most = Math.max(data.limit || 0, measuredPeak, predictedPeak, highest(traced.map((at) => at[1]))) || 1;
@@ -43,13 +46,14 @@ function timeline() {
     return found.map((lane) => Math.max(lane, 0));
   }
   const tools = document.getElementById("timeline-tools");
-  const entries = [["live", "predicted, peak " + bytes(predictedPeak)]];
+  const entries = !isPlanned ? [] : [["live", "predicted, peak " + bytes(predictedPeak)]];
   if (measured.length || traced.length) entries.push(["measured", "measured, peak " + bytes(measuredPeak)]);
   if (data.limit !== null) entries.push(["limit", "limit " + bytes(data.limit)]);
-  legend(tools, [...entries, ...[...FATES, "loss", "backward"].map((name) => [name, name])]);
+  const kindsShown = isPlanned ? [...FATES, "loss", "backward"] : [];
+  legend(tools, [...entries, ...kindsShown.map((name) => [name, name])]);
   const reset = made("button", { type: "button" }, tools, "whole step");
   reset.hidden = true;
-  made("span", { class: "hint" }, tools, "drag to look closer, click for the operation");
+  made("span", { class: "hint" }, tools, "drag to look closer" + (isPlanned ? ", click for the operation" : ""));
 
   const x = (t) => L + (width - L - R) * (t - from) / (to - from);
   const timeAt = (place) => from + (place - L) / (width - L - R) * (to - from);
@@ -116,11 +120,13 @@ function timeline() {
     context.beginPath();
     context.rect(L, 0, w - L - R, h);
     context.clip();
-    steps(context, first, last, (k) => starts[k], (k) => data.peak[k] + data.own, true);
-    context.fillStyle = colors.live;
-    context.fill();
-    context.strokeStyle = colors["live-line"];
-    context.stroke();
+    if (isPlanned) {
+      steps(context, first, last, (k) => starts[k], (k) => data.peak[k] + data.own, true);
+      context.fillStyle = colors.live;
+      context.fill();
+      context.strokeStyle = colors["live-line"];
+      context.stroke();
+    }
     if (data.limit !== null) {
       context.strokeStyle = colors.limit;
       context.setLineDash([6, 4]);
@@ -135,10 +141,16 @@ function timeline() {
       context.stroke();
     }
     if (traced.length) {
+      context.lineWidth = isPlanned ? 1.25 : 2;
       steps(context, 0, traced.length, (k) => traced[Math.min(k, traced.length - 1)][0], (k) => traced[k][1], false);
       context.stroke();
+      context.lineWidth = 1;
     }
-    picture(context, w, h, first, last);
+    if (isPlanned) picture(context, w, h, first, last);
+    context.strokeStyle = colors.soft;
+    context.setLineDash([1, 3]);
+    for (const at of marks) line(context, x(at), T, x(at), h - BOTTOM);
+    context.setLineDash([]);
     context.restore();
   }
   function line(context, x1, y1, x2, y2) {
@@ -169,12 +181,6 @@ function timeline() {
         context.fillRect(a, top + (lanes[program[k]] - low) * lane, Math.max(b - a, least), Math.max(height, 1.5 * least));
       }
     }
-    if (data.boundary < program.length) {
-      context.strokeStyle = colors.soft;
-      context.setLineDash([1, 3]);
-      line(context, x(starts[data.boundary]), T, x(starts[data.boundary]), h - BOTTOM);
-      context.setLineDash([]);
-    }
   }
   const drawn = canvas(holder, "live bytes over the time of a step, and the operations that run", draw);
   const cursor = made("div", { class: "cursor" }, holder), range = made("div", { class: "range" }, holder);
@@ -192,7 +198,7 @@ function timeline() {
   };
   let pressed = null;
   holder.addEventListener("pointermove", (event) => {
-    const place = placeOf(event), t = timeAt(place), k = runAt(t), op = data.ops[program[k]];
+    const place = placeOf(event), t = timeAt(place);
     cursor.style.left = place + "px";
     cursor.style.display = "block";
     if (pressed !== null && Math.abs(place - pressed) > 4) {
@@ -200,6 +206,8 @@ function timeline() {
       range.style.left = Math.min(place, pressed) + "px";
       range.style.width = Math.abs(place - pressed) + "px";
     }
+    if (!isPlanned) { showTip(event, `measured after ${time(t)}: ${bytes(levelAt(t))}`); return; }
+    const k = runAt(t), op = data.ops[program[k]];
     showTip(event, `run ${k}: ${op[NAME]} (${kinds[k]})\nmodule: ${op[MODULE] || "(the model)"}\n` +
       `begins at ${time(starts[k])}, takes ${time(op[COST])}\nlive before: ${bytes(data.before[k] + data.own)}\n` +
       `live while it runs: ${bytes(data.peak[k] + data.own)}` +
@@ -218,7 +226,10 @@ function timeline() {
     pressed = null;
     range.style.display = "none";
     if (begin === null) return;
-    if (Math.abs(place - begin) <= 4) { choose(program[runAt(timeAt(place))], true); return; }
+    if (Math.abs(place - begin) <= 4) {
+      if (isPlanned) choose(program[runAt(timeAt(place))], true);
+      return;
+    }
     const bounds = [timeAt(Math.min(place, begin)), timeAt(Math.max(place, begin))];
     if (bounds[1] - bounds[0] < 2) return;
     [from, to] = bounds;

@@ -132,6 +132,11 @@ def attempt_table(attempts: Sequence[Attempt], backend: str) -> Text:
 
 def dynamic_report(plan: DynamicPlan) -> Text:
     """The figures of a model whose memory is decided while it runs, and of its last step."""
+    return table([["no plan: decided while it runs", ""], *dynamic_figures(plan)])
+
+
+def dynamic_figures(plan: DynamicPlan) -> list[list[str]]:
+    """The figures of that report, by name."""
     measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
     lines = [
         ["limit", format_bytes(plan.limit_bytes)],
@@ -155,11 +160,16 @@ def dynamic_report(plan: DynamicPlan) -> Text:
             lines.append(["times over the limit", str(stats.overflows)])
     lines.append(["set aside after metering", format_bytes(plan.reserve_bytes)])
     lines.append(["steps", str(plan.steps)])
-    return table([["no plan: decided while it runs", ""], *lines])
+    return lines
 
 
 def dynamic_table(plan: DynamicPlan) -> Text:
     """One line for each of the last steps."""
+    return table(step_rows(plan))
+
+
+def step_rows(plan: DynamicPlan) -> list[list[str]]:
+    """The table of the last steps, its head first."""
     rows = [["step", "peak", "operations", "evictions", "run again", "base", "again", "choosing"]]
     first = plan.steps - len(plan.latest)
     for number, step in enumerate(plan.latest, start=first + 1):
@@ -176,15 +186,20 @@ def dynamic_table(plan: DynamicPlan) -> Text:
                 format_seconds(stats.search_ns / 1e9),
             ]
         )
-    return table(rows)
+    return rows
 
 
 def pieces_report(plan: PiecesPlan) -> Text:
     """The figures of a model whose captured parts are planned together."""
+    return table([["plan", ""], *pieces_figures(plan)])
+
+
+def pieces_figures(plan: PiecesPlan) -> list[list[str]]:
+    """The figures of that report, by name."""
     measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
     known = "measured" if plan.pieces.is_measured else "estimated"
     ideal = plan.unplanned_time
-    lines = [
+    return [
         ["limit", format_bytes(plan.limit_bytes)],
         ["peak, predicted", format_bytes(plan.predicted_bytes)],
         ["peak, measured", measured],
@@ -195,11 +210,15 @@ def pieces_report(plan: PiecesPlan) -> Text:
         ["between them", f"{known}, at most {format_bytes(max(plan.pieces.bases.between))}"],
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
     ]
-    return table([["plan", ""], *lines])
 
 
 def pieces_table(plan: PiecesPlan) -> Text:
     """One line for each captured part: what it keeps, its peaks, its time."""
+    return table(part_rows(plan))
+
+
+def part_rows(plan: PiecesPlan) -> list[list[str]]:
+    """The table of the captured parts, its head first."""
     rows = [["part", "kept", "kept unplanned", "peak, forward", "peak, backward", "time", "slower"]]
     parts = zip(plan.pieces.sites, plan.pieces.options(), plan.choice, strict=True)
     for k, (site, options, number) in enumerate(parts):
@@ -217,4 +236,4 @@ def pieces_table(plan: PiecesPlan) -> Text:
                 f"{slower:+.1%}",
             ]
         )
-    return table(rows)
+    return rows
