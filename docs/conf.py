@@ -17,6 +17,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.mathjax",
     "numpydoc",
+    "short_names",
     "tutorial_pages",
 ]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
@@ -35,6 +36,16 @@ autodoc_default_options = {"members": True, "show-inheritance": True}
 numpydoc_show_class_members = False
 numpydoc_class_members_toctree = False
 add_module_names = False
+
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:obj", r"[a-z][a-z0-9_]*|rotor experiment run|pip install .*"),  # parameters, commands
+    ("py:obj", r"[A-Z_]+"),  # constants of the module
+    ("py:.*", r"(torch|nn|abc|transformers|lightning)\..*"),
+    ("py:class", r"rotor\..*\._\w+|rotor\._\w+\..*"),  # private bases
+    ("py:class", r"rotor\..*\.(CandidateAlgorithm|PiecesSteps|Recall|TransparentModule)"),
+    ("py:class", r"rotor\.dynamic\.DynamicSteps"),
+]
 
 html_theme = "furo"
 html_title = f"rotor {release}"

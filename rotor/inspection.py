@@ -65,7 +65,7 @@ class StageMeasure:
     grad_bytes
         The gradient of the stage's input.
     pgrad_bytes
-        The gradient of each parameter, in the order of `Stage.parameters`.
+        The gradient of each parameter, in the order of ``Stage.parameters``.
     flags
         Which tensors of the output require gradients.
     uses_rng
@@ -456,7 +456,7 @@ class Measuring:
         return tuple(_bytes([g], self.device) for g in found)
 
     def is_enough(self, count: int, is_stable: bool, spent_ns: int) -> bool:
-        """Whether the times of a stage are known, after so many rounds."""
+        """Whether a stage's times are known: `count` rounds in `spent_ns`, which `is_stable`."""
         if timing.is_single():
             return True
         return count >= _MIN_REPEATS and (is_stable or spent_ns > _SECONDS_PER_STAGE * 1e9)

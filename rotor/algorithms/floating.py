@@ -76,7 +76,7 @@ class Floating(DynamicAlgorithm):
 
         See Also
         --------
-        rotor.algorithms.utils.DynamicAlgorithm.solve : Parameters and errors.
+        rotor.algorithms.DynamicAlgorithm.solve : Parameters and errors.
         """
         budget = parse_budget(budget_bytes)
         slots = self.mem_slots if mem_slots is None else checked_slots(mem_slots)

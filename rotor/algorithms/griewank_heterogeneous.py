@@ -67,7 +67,7 @@ class GriewankHeterogeneous(DynamicAlgorithm):
 
         See Also
         --------
-        rotor.algorithms.utils.DynamicAlgorithm.solve : Parameters and errors.
+        rotor.algorithms.DynamicAlgorithm.solve : Parameters and errors.
         """
         budget = parse_budget(budget_bytes)
         try:

@@ -111,7 +111,7 @@ class Persistent(DynamicAlgorithm):
 
         See Also
         --------
-        rotor.algorithms.utils.DynamicAlgorithm.solve : Parameters.
+        rotor.algorithms.DynamicAlgorithm.solve : Parameters.
         """
         budget = parse_budget(budget_bytes)
         progress = _part(progress, 0, 1)

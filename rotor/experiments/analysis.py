@@ -56,7 +56,7 @@ class Outcome:
         The budget; None for no limit, for a baseline, and where a ratio could not be resolved.
     inputs
         Of each input: "status", "rows", "num_retries"; where it failed "error" and "message". Of a
-        replay, the fields of a `rotor.simrd.Result`.
+        replay, the fields of a `rotor.simrd.results.Result`.
     baseline
         The inputs of the same workload without a budget, where they were run.
     """

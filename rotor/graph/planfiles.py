@@ -48,7 +48,7 @@ def _check_engine(model: Any) -> None:
 def load_program(model: GraphCheckpointable, source: Program | str | os.PathLike[str]) -> Program:
     """Have a model run a program that was saved, instead of planning one.
 
-    The model was measured (`Checkpointable.measure`, or a step). The program must be one of the
+    The model was measured (its ``measure``, or a step). The program must be one of the
     same operations on the same storages; times may differ. Should a step need more than predicted,
     it is planned again, as any.
 

@@ -225,7 +225,7 @@ class Log:
 
     @cached_property
     def commands(self) -> NDArray[Any]:
-        """``kind`` (see `CommandKind`) and ``index``, an operation or tensor; read-only."""
+        """``kind`` (see ``CommandKind``) and ``index``, an operation or tensor; read-only."""
         pairs = np.array(memoryview(self._core.commands()).cast("q"), dtype=np.int64)
         return _frozen(pairs.view(_COMMAND))
 
