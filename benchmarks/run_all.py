@@ -40,7 +40,7 @@ class Benchmark:
     question: str
     quick: tuple[str, ...] = ()
     limit_s: float = 3600.0
-    quick_limit_s: float = 180.0
+    quick_limit_s: float = 300.0
     gpu: tuple[str, ...] | None = None
     gpu_limit_s: float = 120.0
     full: tuple[str, ...] = ()
@@ -102,6 +102,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         "largest_batch.py",
+        "sharded.py",
         "the largest batch, by planning and by trial",
         _words("--only GPT"),
         gpu=_words("--device cuda"),
@@ -179,8 +180,9 @@ def run(name: str, question: str, command: list[str], limit_s: float) -> Run:
 
 
 def tables(lines: list[str]) -> list[dict[str, Any]]:
-    """The tables in what was printed: under dashes, or in Markdown."""
+    """The tables in what was printed: under dashes, in Markdown, or columns of numbers."""
     found: list[dict[str, Any]] = []
+    done = 0
     for k, line in enumerate(lines):
         if k == 0:
             continue
@@ -190,8 +192,13 @@ def tables(lines: list[str]) -> list[dict[str, Any]]:
             spans = [match.span() for match in re.finditer("-+", line)]
             rows = _following(lines, k, lambda text: bool(text.strip()))
             cells = [[text[a:b].strip() for a, b in spans] for text in rows]
+        elif k > done and _is_row(line, lines[k - 1]) and "---" not in line:
+            count = len(_columns(line))
+            same = _following(lines, k - 1, lambda text, n=count: len(_columns(text)) == n)
+            cells = [_columns(lines[k - 1]), *map(_columns, same[1:])]
         else:
             continue
+        done = k + len(cells)
         title = lines[k - 2] if k > 1 and lines[k - 2].strip() else ""
         values = [[_value(cell) for cell in row] for row in cells[1:]]
         found.append({"title": title, "columns": cells[0], "rows": values})
@@ -203,6 +210,18 @@ def _following(lines: list[str], dashes: int, belongs: Any) -> list[str]:
     while end < len(lines) and belongs(lines[end]):
         end += 1
     return [lines[dashes - 1], *lines[dashes + 1 : end]]
+
+
+def _columns(line: str) -> list[str]:
+    return re.split(r"\s{2,}", line.strip())
+
+
+def _is_row(line: str, head: str) -> bool:
+    """Whether a line has numbers, in as many columns as names stand above."""
+    cells, names = _columns(line), _columns(head)
+    numbers = sum(isinstance(_value(cell), float) for cell in cells)
+    is_named = not any(isinstance(_value(name), float) for name in names)
+    return len(cells) == len(names) >= 3 and numbers >= 2 and is_named
 
 
 def _cells(line: str) -> list[str]:

@@ -190,6 +190,12 @@ class Unit:
         return max((int(g.reduce_scatter_max_input_buffers) for g in self._groups), default=0)
 
     @property
+    def prefetches(self) -> int:
+        """How many other units it has gathered ahead, in a forward or a backward, at most."""
+        asked = self._state._states_to_forward_prefetch, self._state._states_to_backward_prefetch
+        return 1 + len(asked[0]) + len(asked[1])
+
+    @property
     def gathered_bytes(self) -> int:
         """Bytes of its whole parameters."""
         return sum(p.gathered_bytes for p in self.parameters)

@@ -11,6 +11,7 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -354,6 +355,41 @@ class _Freed:
         self._trace.mark(self._name)
 
 
+class _Blocks:
+    """The blocks of memory that live, by address.
+
+    One that was freed unseen, in a thread without the profiler, is gone when another takes its
+    place, or a part of it.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+        self._addresses: list[int] = []
+
+    def begin(self, address: int, nbytes: int) -> int:
+        """A block is allocated; the bytes of those that stood there, and must be gone."""
+        place = bisect_left(self._addresses, address)
+        if place and self._end_of(place - 1) > address:
+            place -= 1
+        last = bisect_left(self._addresses, address + nbytes, place)
+        gone = sum(self._sizes.pop(other) for other in self._addresses[place:last])
+        self._addresses[place:last] = [address]
+        self._sizes[address] = nbytes
+        return gone
+
+    def end(self, address: int) -> int:
+        """A block is freed; its bytes, 0 where nobody saw it begin."""
+        size = self._sizes.pop(address, None)
+        if size is None:
+            return 0
+        del self._addresses[bisect_left(self._addresses, address)]
+        return size
+
+    def _end_of(self, place: int) -> int:
+        address = self._addresses[place]
+        return address + self._sizes[address]
+
+
 def _levels(
     events: Iterable[_torch.Allocation | str],
     moments: list[tuple[int, int, int]] | None = None,
@@ -364,16 +400,16 @@ def _levels(
     each of them.
     """
     segments: list[Segment] = []
-    sizes: dict[int, int] = {}
+    blocks = _Blocks()
     name: str | None = None
     level = start = peak = highest = given = 0
     for event in events:
         if isinstance(event, _torch.Allocation):
-            # A block that was freed unseen (in a thread without the profiler) is gone when its
-            # address comes again; one from before the start has no reliable size.
-            level -= sizes.pop(event.address, 0)
-            if event.nbytes > 0:
-                sizes[event.address] = event.nbytes
+            # A block from before the start has no reliable size: its end is not counted.
+            if event.nbytes <= 0:
+                level -= blocks.end(event.address)
+            else:
+                level -= blocks.begin(event.address, event.nbytes)
                 level += event.nbytes
                 given += event.nbytes
                 peak = max(peak, level)

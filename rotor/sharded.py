@@ -256,7 +256,7 @@ class Sharding:
 
         Parameters of stages that are not given back after the forward; those of the model itself;
         and where the units have a root in common, which lets collectives of one stage overlap with
-        the next, one block that is gathered ahead and one or more that are being reduced.
+        the next, one block or more that are gathered ahead, and that are being reduced.
         """
         inside = [unit for stage in stages for unit in getattr(stage, "units", ())]
         kept = {id(unit): unit for unit in inside if not unit.reshards_after_forward}
@@ -266,7 +266,8 @@ class Sharding:
         if shared:
             together = [*shared, *self.outer(stages)]
             buffers = max(unit.reduce_buffers for unit in together)
-            total += max(unit.gathered_bytes for unit in together)
+            ahead = max(unit.prefetches for unit in together)
+            total += ahead * max(unit.gathered_bytes for unit in together)
             total += buffers * max(unit.reduced_bytes for unit in together)
         elif device.type == "cpu" and inside:
             # A thread of gloo may give the buffers of a collective back a moment after it.

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +239,30 @@ def mixed_precision() -> list[str]:
     return found
 
 
+def prefetches_and_meshes() -> list[str]:
+    """Blocks that are gathered ahead on request; replicas of shards."""
+    found = []
+    for shape, asked in (((1, 2), True), ((2, 1), False)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+        models = []
+        for _ in range(2):
+            model = make_model()
+            blocks = [fully_shard(block, mesh=mesh) for block in list(model)[1:-1]]
+            for first, second in pairwise(blocks):
+                if asked:
+                    first.set_modules_to_forward_prefetch([second])
+                    second.set_modules_to_backward_prefetch([first])
+            models.append(fully_shard(model, mesh=mesh))
+        plain, planned = models[0], rotor.Checkpointable(models[1])
+        planned.measure(batch(0))
+        limit = tighten(planned)
+        found += compare(plain, planned, 3)
+        peak = run(planned, 4, metered=True)[1]
+        if peak > limit:
+            found.append(f"peak {peak}, limit {limit}")
+    return found
+
+
 def accumulation() -> list[str]:
     """Gradients of two backwards out of three are not reduced, but kept whole."""
     found = []
@@ -429,6 +453,7 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "first step measures": first_step_measures,
     "inside of a sharded model": inside_of_a_sharded_model,
     "mixed precision": mixed_precision,
+    "prefetches and meshes": prefetches_and_meshes,
     "accumulation": accumulation,
     "sharded after planning": sharded_after_planning,
     "unusual stages": unusual_stages,

@@ -257,19 +257,27 @@ def test_levels_do_not_trust_frees_of_what_was_not_allocated_before_their_eyes()
     a = _torch.Allocation
     segments, peak, level = memory._levels(
         [
-            a(1, 100),
-            a(9, -70),  # allocated before: what the profiler remembers of it may be wrong
+            a(1000, 100),
+            a(9000, -70),  # allocated before: what the profiler remembers of it may be wrong
             "rotor.mark.x",
             "a range of the user",
-            a(2, 50),
-            a(1, 30),  # its address again: the 100 bytes were freed unseen
-            a(2, -50),
+            a(2000, 50),
+            a(1000, 30),  # its address again: the 100 bytes were freed unseen
+            a(2000, -50),
             "rotor.end",
-            a(3, 1000),
+            a(3000, 1000),
         ]
     )
     assert segments == [Segment("x", 100, 150, 30)]
     assert (peak, level) == (150, 30)
+
+
+def test_blocks_that_others_overlap_were_freed_unseen():
+    a = _torch.Allocation
+    _, peak, level = memory._levels(
+        [a(1000, 100), a(1100, 100), a(1300, 50), a(1150, 170), a(1000, -100), "rotor.end"]
+    )
+    assert (peak, level) == (270, 170)
 
 
 def test_a_stale_address_of_an_earlier_session_does_not_count():
