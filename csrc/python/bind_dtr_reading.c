@@ -67,7 +67,11 @@ static enum rotor_reading read_attributes(rotor_handler_t *self, rotor_input_t *
         return found;
     }
     PyObject *shape = get(self, input->tensor, NAME_shape);
-    PyObject *stride = shape == NULL ? NULL : ask(self, input->tensor, NAME_stride);
+    if (shape == NULL) {
+        PyErr_Clear(); /* a nested tensor: Python refuses it */
+        return READ_SLOW;
+    }
+    PyObject *stride = ask(self, input->tensor, NAME_stride);
     PyObject *dtype = stride == NULL ? NULL : get(self, input->tensor, NAME_dtype);
     PyObject *is_cpu = dtype == NULL ? NULL : get(self, input->tensor, NAME_is_cpu);
     int is_complex = is_cpu == NULL ? -1 : PySequence_Contains(self->parts[PART_COMPLEX], dtype);

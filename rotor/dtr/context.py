@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -15,6 +16,7 @@ from rotor.dtr.guard import guarded
 from rotor.dtr.log import ProgramLog
 from rotor.dtr.recall import Observer
 from rotor.dtr.runtime import Session
+from rotor.errors import MemoryLimitWarning
 from rotor.simrd.log_writer import LogWriter
 from rotor.units import parse_bytes
 
@@ -162,11 +164,28 @@ def _observer_of(
 @contextmanager
 def _eager() -> Iterator[None]:
     """Compiled functions run as they were written: their kernels would read what is evicted."""
-    if "torch._dynamo" in sys.modules:
-        with torch.compiler.set_stance("force_eager"):
+    compiling = torch.compile
+
+    def leave(model: Any = None, **_: Any) -> Any:
+        """As it is written (`torch.compile`)."""
+        warnings.warn(
+            "torch.compile within rotor.dtr.budget: compiled kernels would read what is evicted, "
+            "so the function is left as it is written, after the budget too. Compile it before, "
+            "for use outside, or use rotor.Checkpointable",
+            MemoryLimitWarning,
+            stacklevel=2,
+        )
+        return (lambda function: function) if model is None else model
+
+    torch.compile = leave
+    try:
+        if "torch._dynamo" in sys.modules:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        else:
             yield
-    else:
-        yield
+    finally:
+        torch.compile = compiling
 
 
 @contextmanager

@@ -170,6 +170,7 @@ class Session(Recall, _dispatch.DispatchMode):
                 "CUDA graphs cannot be captured within rotor.dtr.budget: what they read may be "
                 "evicted. Capture before entering the context"
             )
+        _refuse_opaque((args, tuple(kwargs.values())))
         is_recording = _dispatch.graph_task() < 0 or torch.is_grad_enabled()
         refs, node_of = self._refs(args, kwargs)
         if -1 in node_of.values():
@@ -231,6 +232,7 @@ class Session(Recall, _dispatch.DispatchMode):
                 start = perf_counter_ns()
                 results, peak = run_measured(operator.call, args, kwargs)
                 took = perf_counter_ns() - start
+            _refuse_opaque(results)
         except BaseException:
             book.abort()
             raise
@@ -486,3 +488,15 @@ def ref_bytes(ref: StorageRef) -> int:
     """Bytes of the storage of a reference, 0 where it is gone."""
     storage = ref()
     return 0 if storage is None else storage.nbytes()
+
+
+def _refuse_opaque(values: Any) -> None:
+    """Tensors whose memory is no storage that can be seen are not for a budget."""
+    for tensor in tensors_of(values):
+        if tensor.is_mkldnn or (tensor.is_nested and tensor.layout is torch.strided):
+            what = "in mkldnn's layout" if tensor.is_mkldnn else "nested in the strided layout"
+            raise RuntimeError(
+                f"tensors {what} within rotor.dtr.budget: their memory cannot be counted or "
+                "evicted. Leave to_mkldnn() out, give torch.nested layout=torch.jagged, or use "
+                "them outside the budget"
+            )

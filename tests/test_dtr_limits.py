@@ -1,0 +1,66 @@
+"""What a budget refuses or leaves alone: compiling, tensors of other layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rotor import dtr
+from rotor.errors import MemoryLimitWarning
+
+
+def test_compiling_within_a_budget_leaves_functions_as_they_are_written():
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).sin()
+
+    compiling = torch.compile
+    with dtr.budget("1MiB"):
+        with pytest.warns(MemoryLimitWarning, match=r"torch\.compile within.*as it is written"):
+            assert torch.compile(function, backend="eager") is function
+        with pytest.warns(MemoryLimitWarning, match="as it is written"):
+            assert torch.compile(dynamic=True)(function) is function
+        x = torch.ones(10)
+        assert torch.equal(function(x), (x * 2).sin())
+    assert torch.compile is compiling
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_tensors_without_storages_are_refused():
+    outside = [
+        torch.ones(4, 4).to_mkldnn(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ]
+    for make in (
+        lambda: torch.ones(4, 4).to_mkldnn(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: torch.relu(outside[0]),
+        lambda: outside[1] * 2,
+    ):
+        for _ in range(2):
+            with (
+                pytest.raises(RuntimeError, match="cannot be counted or evicted"),
+                dtr.budget(None),
+            ):
+                make()
+    x = torch.ones(100)
+    with dtr.budget(None):
+        assert float((x * 2).sum()) == 200
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_sparse_and_jagged_tensors_pass():
+    def program() -> torch.Tensor:
+        kept = [torch.linspace(0, 1, 5000) + k for k in range(12)]
+        index = torch.tensor([[0, 1, 2], [2, 0, 1]])
+        coo = torch.sparse_coo_tensor(index, kept[0][:3] * 2, (3, 3))
+        csr = torch.eye(50).mul(3).to_sparse_csr()
+        jagged = torch.nested.nested_tensor([kept[0][:10], kept[1][:20]], layout=torch.jagged)
+        found = [coo @ torch.ones(3, 2), csr @ torch.ones(50, 2), (jagged * 2).values()]
+        return torch.stack([value.sum() for value in [*found, *kept]])
+
+    expected = program()
+    with dtr.budget(200_000) as session:
+        found = program()
+    assert torch.equal(found, expected)
+    assert session.stats.evictions > 0
