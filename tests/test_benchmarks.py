@@ -57,6 +57,10 @@ def test_what_is_run():
     assert [entry[2] for entry in some] == [
         ["benchmarks/demo.py", "--batch", "4", "--size", "64", "--steps", "3"]
     ]
+    for one in run_all.BENCHMARKS:
+        source = (FOLDER / one.script).read_text(encoding="utf-8")
+        given = {word for word in (*one.quick, *(one.gpu or ())) if word.startswith("--")}
+        assert all(f'add_argument("{word}"' in source for word in given), one.script
     on_device = run_all.chosen(options(gpu=True))
     assert on_device[0][2] == ["-m", "pytest", "-q", "tests/gpu"]
     assert all("--device cuda" in " ".join(command) for _, _, command, _ in on_device[1:])
@@ -75,6 +79,12 @@ limit  time / plain  equal
 | a b | 0.5 |
 | c | +3 % |
 done
+
+One solve
+profile  stages  solve s
+random       20   0.0008
+resnet       50        -
+gpt          50   0.0223
 """
 
 
@@ -86,6 +96,11 @@ def test_tables_are_read():
             "rows": [[0.9, 1.035, "yes"], [0.8, 1.076, "no"]],
         },
         {"title": "", "columns": ["model", "ratio"], "rows": [["a b", 0.5], ["c", "+3 %"]]},
+        {
+            "title": "One solve",
+            "columns": ["profile", "stages", "solve s"],
+            "rows": [["random", 20, 0.0008], ["resnet", 50, "-"], ["gpt", 50, 0.0223]],
+        },
     ]
     assert run_all.tables(["--", "nothing", "-----"]) == []
 

@@ -192,7 +192,7 @@ def test_a_step_that_nobody_predicted(browser, tmp_path):
     left, top, width, _ = box(browser, "#timeline")
     browser.mouse("mouseMoved", left + 74 + (width - 88) * 0.75, top + 60)
     tip = browser.evaluate("document.getElementById('tip').textContent")
-    assert tip == "measured after 2.25 ms: 1000 B"
+    assert tip == "measured after 1.5 ms: 1000 B"
     plan.measured_timeline = None
     path.write_text(measured_page(plan, [["steps", "1"]], table), encoding="utf-8")
     opened(browser, path)

@@ -85,7 +85,7 @@ def test_the_sdist_has_every_source(unpacked):
     expected |= files_under("rotor", ".py", ".pyi", ".typed", ".css", ".js", ".json")
     expected |= files_under("models", ".py")
     expected |= files_under("tests", ".py", ".c", ".h", ".json")
-    expected |= files_under("benchmarks", ".py")
+    expected |= files_under("benchmarks", ".py", ".json")
     expected |= files_under("docs", ".md", ".py")
     present = {p.relative_to(unpacked).as_posix() for p in unpacked.rglob("*") if p.is_file()}
     assert expected - present == set()

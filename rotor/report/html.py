@@ -144,8 +144,13 @@ def measured_page(
     data |= {"limit": plan.limit_bytes, "measured": plan.measured_bytes, "traced": None}
     if timeline is not None:
         moments = (timeline.seconds * 1e9).round().astype(int).tolist()
-        data["traced"] = list(zip(moments, timeline.live_bytes.tolist(), strict=True))
-        data["marks"] = [round(seconds * 1e9) for _, seconds in timeline.marks]
+        levels = timeline.live_bytes.tolist()
+        # What a first step does before it allocates would take most of the picture.
+        first = next((k for k, level in enumerate(levels) if level != levels[0]), 1)
+        begin = moments[first] if first < len(moments) else 0
+        known = zip(moments[first:], levels[first:], strict=True)
+        data["traced"] = [(0, levels[0]), *((moment - begin, level) for moment, level in known)]
+        data["marks"] = [max(round(seconds * 1e9) - begin, 0) for _, seconds in timeline.marks]
     rows = [(name, value) for name, value in figures]
     return _page("training step", rows, [table], data)
 
