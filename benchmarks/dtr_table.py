@@ -2,59 +2,30 @@
 
 For each program and shares of its plain peak: the allocator's peak as a share of the budget, the
 CPU time as a multiple of the plain one (medians of runs in turn, one thread), and operators run
-again. "least" is the smallest share, in steps of 5 %, at which the program finishes. The programs
-are those of the tests at the sizes below, at which an operator takes tens of microseconds or more;
-name some of them to see only those.
+again. "least" is the smallest share, in steps of 5 %, at which the program finishes. Below, where a
+model has blocks: `torch.utils.checkpoint` on them, and the runtime in a budget of the peak that
+this has. What checkpointing leaves is compared too: its recomputation updates the statistics of
+batch normalisations once more.
+
+`--ablation`: what each mechanism of the runtime is worth (`dtr_ablation.py`). Name some programs to
+see only those; `--tiny` tries the tables out on small sizes.
 """
 
 from __future__ import annotations
 
-import copy
-import math
-import statistics
-import sys
-import time
+import argparse
 import warnings
-from pathlib import Path
+from functools import partial
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from dynamic_cases import CASES, Case, Plain, gpt, lstm_cell, resnet, step, treelstm
+from dtr_ablation import ABLATED, ablation
+from dtr_cases import PROGRAMS, Plain, Program, medians, metered, parse_names, timed
 
 from rotor import dtr
 from rotor.errors import BudgetError
 
 SHARES = (0.8, 0.6, 0.4)
 ROUNDS = 5
-LARGER = {
-    "resnet": ("batch 16, 64 x 64", lambda: resnet(batch=16, size=64)),
-    "gpt": ("width 256, 2 x 256 tokens", lambda: gpt(batch=2, length=256, width=256)),
-    "lstm_cell": ("width 512, batch 64, 20 steps", lambda: lstm_cell(20, 64, 512)),
-    "treelstm": ("width 256, batch 64, 40 nodes", lambda: treelstm(40, 64, 256)),
-}
-
-
-def seconds(plain: Plain, limits: list[int | None]) -> list[float]:
-    """Medians of a plain step (first) and of one under each limit, run in turn."""
-    times: list[list[float]] = [[] for _ in range(len(limits) + 1)]
-    for _ in range(ROUNDS):
-        model = copy.deepcopy(plain.model)
-        start = time.process_time()
-        step(model, plain.loss)
-        times[0].append(time.process_time() - start)
-        for k, limit in enumerate(limits):
-            model = copy.deepcopy(plain.model)
-            start = time.process_time()
-            try:
-                with dtr.budget(limit):
-                    step(model, plain.loss)
-            except BudgetError:
-                times[k + 1].append(math.inf)
-                continue
-            times[k + 1].append(time.process_time() - start)
-    return [statistics.median(row) for row in times]
 
 
 def runs(plain: Plain, share: float) -> bool:
@@ -66,35 +37,72 @@ def runs(plain: Plain, share: float) -> bool:
     return True
 
 
+def row(label: str, share: float, plain: Plain, limit: int, slowdown: float) -> str:
+    """A step under a limit once more, as a row."""
+    start = f"{label:26}{share:6.2f}{limit / 1e3:11.0f}"
+    try:
+        equal, peak, stats = plain.under(limit)
+    except BudgetError:
+        return f"{start}  does not finish every time"
+    return (
+        f"{start}{peak / limit:13.3f}{slowdown:7.2f}{stats.rematerializations:7}"
+        f"  {'yes' if equal else 'NO'}"
+    )
+
+
+def by_shares(plain: Plain) -> None:
+    """Rows for shares of the plain peak."""
+    least = next(k / 20 for k in range(1, 21) if runs(plain, k / 20))
+    # What is evicted depends on measured times: near the least, a share may fail now and then.
+    shares = [1.0, *(s for s in SHARES if s > least and runs(plain, s)), least]
+    limits = [int(plain.peak_bytes * share) for share in shares]
+    steps = [partial(timed, plain, partial(dtr.budget, limit)) for limit in limits]
+    base, *times = medians([partial(timed, plain), *steps], ROUNDS)
+    for share, limit, took in zip(shares, limits, times, strict=True):
+        label = "budget, least" if share == least else "budget"
+        print(row(label, share, plain, limit, took / base), flush=True)
+
+
+def beside_checkpoint(program: Program, plain: Plain) -> None:
+    """Rows for `torch.utils.checkpoint`, and for the runtime at the same peaks."""
+    for contender in program.contenders:
+        limit, equal = metered(plain, contender.wrap)
+        share = limit / plain.peak_bytes
+        base, theirs, ours = medians(
+            [
+                partial(timed, plain),
+                partial(timed, plain, wrap=contender.wrap),
+                partial(timed, plain, partial(dtr.budget, limit)),
+            ],
+            ROUNDS,
+        )
+        print(f"{contender.label:26}{share:6.2f}{limit / 1e3:11.0f}{'':13}{theirs / base:7.2f}"
+              f"{'':7}  {equal}")  # fmt: skip
+        print(row("budget of this peak", share, plain, limit, ours / base), flush=True)
+
+
 def main() -> None:
-    """Print the table."""
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("programs", nargs="*", help=", ".join(PROGRAMS))
+    parser.add_argument("--ablation", action="store_true", help="leave out mechanisms in turn")
+    parser.add_argument("--tiny", action="store_true", help="small sizes")
+    arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if arguments.ablation:
+        for program in parse_names(arguments.programs, ABLATED):
+            ablation(program, program.plain(arguments.tiny))
+        return
     print(
-        f"{'program':12}{'share':>7}{'budget kB':>11}{'peak/budget':>13}{'time':>7}{'again':>7}"
-        f"{'equal':>7}"
+        f"{'':26}{'share':>6}{'budget kB':>11}{'peak/budget':>13}{'time':>7}{'again':>7}  equal",
+        flush=True,
     )
-    for name in sys.argv[1:] or CASES:
-        size, make = LARGER.get(name, ("as in the tests", CASES[name].make))
-        print(f"{name}: {size}", flush=True)
-        plain = Plain(Case(name, make))
-        least = next(k / 20 for k in range(1, 21) if runs(plain, k / 20))
-        # What is evicted depends on measured times: near the least, a share may fail now and then.
-        shares = [1.0, *(s for s in SHARES if s > least and runs(plain, s)), least]
-        limits = [int(plain.peak_bytes * share) for share in shares]
-        base, *times = seconds(plain, [*limits])
-        for share, limit, took in zip(shares, limits, times, strict=True):
-            label = "least" if share == least else ""
-            try:
-                equal, peak, stats = plain.under(limit)
-            except BudgetError:
-                print(f"{name:12}{share:7.2f}{limit / 1e3:11.0f}  does not finish every time")
-                continue
-            print(
-                f"{name:12}{share:7.2f}{limit / 1e3:11.0f}{peak / limit:13.3f}{took / base:7.2f}"
-                f"{stats.rematerializations:7}{'yes' if equal else 'NO':>7} {label}",
-                flush=True,
-            )
+    for program in parse_names(arguments.programs, list(PROGRAMS)):
+        print(f"{program.name}: {'tiny' if arguments.tiny else program.size}", flush=True)
+        plain = program.plain(arguments.tiny)
+        by_shares(plain)
+        beside_checkpoint(program, plain)
 
 
 if __name__ == "__main__":
