@@ -102,11 +102,15 @@ BENCHMARKS = (
     ),
     Benchmark(
         "largest_batch.py",
-        "sharded.py",
         "the largest batch, by planning and by trial",
         _words("--only GPT"),
         gpu=_words("--device cuda"),
         gpu_limit_s=100,
+    ),
+    Benchmark(
+        "sharded.py",
+        "a model sharded by FSDP2 on two processes",
+        _words("--blocks 2 --width 32 --length 32 --steps 2 --shares 0.8"),
     ),
     Benchmark(
         "simulator.py",
@@ -119,7 +123,7 @@ BENCHMARKS = (
     Benchmark(
         "demo.py",
         "one model, one limit, everything",
-        _words("--batch 4 --size 64 --steps 3"),
+        _words("--batch 8 --size 128 --steps 3 --fraction 0.9"),
         gpu=_words("--device cuda"),
         gpu_limit_s=60,
     ),

@@ -146,8 +146,8 @@ def measured_page(
         moments = (timeline.seconds * 1e9).round().astype(int).tolist()
         levels = timeline.live_bytes.tolist()
         # What a first step does before it allocates would take most of the picture.
-        first = next((k for k, level in enumerate(levels) if level != levels[0]), 1)
-        begin = moments[first] if first < len(moments) else 0
+        first = next((k for k, level in enumerate(levels) if level > max(levels) / 100), 0)
+        begin = moments[first]
         known = zip(moments[first:], levels[first:], strict=True)
         data["traced"] = [(0, levels[0]), *((moment - begin, level) for moment, level in known)]
         data["marks"] = [max(round(seconds * 1e9) - begin, 0) for _, seconds in timeline.marks]
