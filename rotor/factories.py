@@ -18,6 +18,7 @@ from rotor import batches
 from rotor.chain import Chain
 from rotor.chained import ChainCheckpointable
 from rotor.checkpointable import Checkpointable
+from rotor.dynamic_plan import DynamicPlan
 from rotor.graph.building import step_graph
 from rotor.graph.graph import Graph
 from rotor.graph.program import simulate
@@ -130,7 +131,7 @@ def _module(name: str) -> Any:
                 "path/file.py:callable, or a name of rotor.models"
             ) from error
         raise ValueError(f"importing {name} failed: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"importing {name} failed: {type(error).__name__}: {error}") from error
 
 
@@ -149,7 +150,7 @@ def _file(path: Path) -> Any:
         sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"running {path} failed: {type(error).__name__}: {error}") from error
     return module
 
@@ -177,7 +178,7 @@ def make(name: str, arguments: Mapping[str, Any] | None = None) -> Made:
     function = load(name)
     try:
         made = function(**(arguments or {}))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"calling {name} failed: {type(error).__name__}: {error}") from error
     sample = None
     if isinstance(made, tuple) and len(made) == 2:
@@ -412,6 +413,20 @@ def profile_of(path: str, engine: str) -> Profile:
     if engine == "chain":
         raise ValueError("--profile is of operations, and --engine chain measures stages here")
     return Profile.load(Path(path))
+
+
+def no_plan(wrapper: Checkpointable) -> str:
+    """Why there is no single plan of a wrapped model."""
+    if isinstance(wrapper._planned(), DynamicPlan):
+        return (
+            "the dynamic engine runs the model, which decides while a step runs: there is no plan "
+            "to be shown, and training within the limit works (rotor.Checkpointable, "
+            "rotor.dtr.budget)"
+        )
+    return (
+        "the model runs in parts, without a single plan to be saved: `rotor curve` and `rotor fit` "
+        "work"
+    )
 
 
 def planned_peak(wrapper: Checkpointable) -> int | None:

@@ -55,6 +55,25 @@ def fails():
     raise KeyError("weights")
 
 
+def exits():
+    raise SystemExit("no data")
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        for _ in range(int(x.sum().abs()) + 1):
+            x = self.layer(x)
+        return x
+
+
+def branches():
+    return Branches(), torch.randn(2, 4)
+
+
 class Odd(nn.Module):
     def forward(self, x):
         raise AssertionError("never" if self.training else "odd")
@@ -265,7 +284,7 @@ def test_models_of_rotor_by_name_and_inputs_by_name(capsys):
     [
         (("curve", "missing.py:f", "--input", 3), "there is no file missing.py"),
         (("curve", "net.py", "--input", 3), "names no callable"),
-        (("curve", "net.py:none", "--input", 3), "no callable 'none'; it has Gated, Odd, chain"),
+        (("curve", "net.py:none", "--input", 3), "no callable 'none'; it has Branches, Gated, Odd"),
         (("curve", "no.such:f", "--input", 3), "there is no module 'no.such'"),
         (("curve", "resnet17", "--input", 3), "rotor.models has no callable 'resnet17'"),
         (("measure", "net.py:number"), "gave int, expected an nn.Module"),
@@ -288,7 +307,13 @@ def test_models_of_rotor_by_name_and_inputs_by_name(capsys):
         (("plan", *CHAIN, "--limit", "1 XB"), "--limit = '1 XB' cannot be read"),
         (("plan", *CHAIN, "--limit", "1 KB"), "the least that one fits in is"),
         (("plan", *CHAIN, "--html", "plan.txt"), "ends in .html"),
-        (("plan", *CHAIN, "--out", "no/folder/plan.json"), "No such file or directory"),
+        (("plan", *CHAIN, "--out", "no/folder/plan.json"), "there is no folder no/folder"),
+        (("curve", *CHAIN, "--json", "no/c.json"), "--json no/c.json: there is no folder no"),
+        (("curve", *CHAIN, "--plot", "no/c.png"), "there is no folder no"),
+        (("measure", *GRAPH, "--save", "no/p.json"), "there is no folder no"),
+        (("measure", "net.py:exits"), "calling net.py:exits failed: SystemExit: no data"),
+        (("measure", "wrong.py:f"), "running wrong.py failed: SyntaxError"),
+        (("measure", "ends.py:f"), "running ends.py failed: SystemExit: 3"),
         (("curve", *CHAIN, "--plot", "curve.doc"), "ends in .png"),
         (("curve", *CHAIN, "--points", "1"), "expected 2 or more"),
         (("fit", *CHAIN, "--limit", "1 KB"), "does not fit in 1000 B"),
@@ -302,11 +327,21 @@ def test_models_of_rotor_by_name_and_inputs_by_name(capsys):
 def test_errors_of_the_user_are_one_line_and_exit_with_2(arguments, words, capsys):
     Path("other.json").write_text('{"format": "else"}', encoding="utf-8")
     Path("old.json").write_text('{"format": "rotor.program", "version": 9}', encoding="utf-8")
+    Path("wrong.py").write_text("def f(:", encoding="utf-8")
+    Path("ends.py").write_text("raise SystemExit(3)", encoding="utf-8")
     code, out, err = run(capsys, *arguments, "--quiet")
     assert (code, out) == (2, "")
     assert words in err
     assert len(err.splitlines()) == 1
     assert "Traceback" not in err
+
+
+def test_a_model_without_a_graph_is_told_apart(capsys):
+    for command, words in (("plan", "the dynamic engine runs"), ("curve", "without a graph")):
+        code, out, err = run(capsys, command, "net.py:branches", "--quiet")
+        assert (code, out) == (2, "")
+        assert words in err.splitlines()[-1]
+        assert "Traceback" not in err
 
 
 def test_failures_exit_with_1_and_tracebacks_are_shown_on_demand(capsys, monkeypatch):

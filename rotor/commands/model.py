@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rotor.units import parse_bytes
@@ -114,6 +115,7 @@ class Subject:
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
+        _check_folders(arguments)
         from rotor import factories
 
         path = getattr(arguments, "profile", None)
@@ -155,6 +157,17 @@ class Subject:
     def heading(self) -> str:
         """A line on the machine that is planned for, where it is not this one."""
         return "" if self.profile is None else f"for {self.profile}\n"
+
+
+def _check_folders(arguments: argparse.Namespace) -> None:
+    """Raise ValueError where a file is to be written to a folder that does not exist.
+
+    Before the model is measured: that may take minutes.
+    """
+    for name in ("json", "out", "html", "plot", "save"):
+        path = getattr(arguments, name, None)
+        if path is not None and path != "-" and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"--{name} {path}: there is no folder {Path(path).parent}")
 
 
 def _argument(text: str) -> tuple[str, Any]:

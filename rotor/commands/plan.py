@@ -47,6 +47,8 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     limit = limit_of(arguments.limit)
     check_pages(arguments)
+    from rotor import factories
+
     subject = Subject(arguments)
     subject.check()
     if limit is None and subject.profile is not None:
@@ -57,10 +59,7 @@ def _run(arguments: argparse.Namespace) -> int:
     model = wrapped(subject, arguments, limit)
     schedule = model.compute_sequence()
     if schedule is None:
-        raise ValueError(
-            "the model runs in parts, without a single plan to be saved: `rotor curve` and "
-            "`rotor fit` work"
-        )
+        raise ValueError(factories.no_plan(model))
     figures = {
         "limit_bytes": model.mem_limit,
         "predicted_bytes": model.get_expected_memory(),
