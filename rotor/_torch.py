@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import logging
 import os
@@ -295,6 +296,23 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def splits_backward(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether the backward that runs now leaves these parameters' gradients to another one.
+
+    So it is where the graph is kept and gradients of other tensors only were asked for.
+    """
+    if not keeps_graph():
+        return False
+    with torch.enable_grad():
+        views = [p.view_as(p) for p in parameters if p.requires_grad and p.is_leaf]
+    nodes: list[Any] = [view.grad_fn.next_functions[0][0] for view in views if view.grad_fn]
+    try:
+        return bool(nodes) and not any(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:
+        # PyTorch does not tell of leaves whose gradients torch.autograd.grad was asked for.
+        return False
+
+
 def get_generator_state(device: torch.device) -> torch.Tensor:
     """The state of a device's default generator."""
     if device.type == "cuda":
@@ -345,6 +363,7 @@ _REQUIRED = (
     "_C._profiler._ExtraFields_Allocation.ptr",
     "_C._profiler._ProfilerEvent.start_time_ns",
     "_C._set_grad_enabled",
+    "_C._will_engine_execute_node",
     "autograd.Variable._execution_engine.queue_callback",
     "autograd.Variable._execution_engine.run_backward",
     "autograd.profiler.KinetoStepTracker._step_dict",
@@ -431,6 +450,30 @@ def at_end_of_backward(
         No backward is running.
     """
     torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(done, failed))
+
+
+def in_checkpoint() -> bool:
+    """Whether what runs now belongs to a ``torch.utils.checkpoint`` that is not reentrant."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def untraced(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """A function that runs as it is where ``torch.compile`` meets it; dynamo is not imported."""
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        dynamo = sys.modules.get("torch._dynamo")
+        if dynamo is None:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(dynamo.disable(function, reason=reason))
+        return disabled[0](*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    return call
 
 
 # -- the events of the CPU's allocator, as the profiler sees them

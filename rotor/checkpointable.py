@@ -17,7 +17,7 @@ from rotor import _inductor, _torch, memory
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.utils import checked_slots
 from rotor.errors import InfeasibleError, MemoryLimitWarning
-from rotor.metering import StepBytes, StepMeter
+from rotor.metering import StepBytes, StepMeter, cancel_running
 from rotor.report.plot import plot_timeline
 from rotor.stages import Structure, refuse_replicated, refuse_sharded
 from rotor.timelines import Timeline
@@ -31,6 +31,12 @@ logger = logging.getLogger("rotor")
 ENGINES = ("auto", "chain", "graph", "dynamic")
 BACKENDS = ("fx", "inductor")
 METERED_STEPS = 3
+
+
+_NOT_COMPILED = (
+    "a model with a limit runs its own plan, which torch.compile leaves as it is: "
+    'rotor.Checkpointable(model, backend="inductor") compiles plans'
+)
 
 
 class DefaultSlots(int):
@@ -131,6 +137,7 @@ class Checkpointable(TransparentModule):
     mem_limit: int | None
     _plans: dict[Any, Any]
     _latest: Any
+    _crowded: bool
 
     def __new__(
         cls,
@@ -216,6 +223,7 @@ class Checkpointable(TransparentModule):
             _latest_key=None,
             _learned_loss={},
             _pending=None,
+            _crowded=False,
             _warned=set(),
         )
         set_verbosity(verbosity)
@@ -223,6 +231,12 @@ class Checkpointable(TransparentModule):
         if custom_input is not None:
             self._measure_sample(custom_input)
             self.compute_sequence()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "forward" in cls.__dict__:
+            # Compiled, what plans and meters a step would be part of a graph, or break it.
+            cls.forward = _torch.untraced(cls.forward, _NOT_COMPILED)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_pending": None}
@@ -260,8 +274,19 @@ class Checkpointable(TransparentModule):
         """Predicted seconds of a step, forward and backward; ValueError: no plan."""
         return float(self._planned().makespan)
 
-    def compute_sequence(self, custom_mem_limit_bytes: int | str | None = None) -> Any:
-        """Plan the following steps, under the limit given here or before."""
+    def compute_sequence(
+        self,
+        custom_mem_limit_bytes: int | str | None = None,
+        mem_slots: int | None = None,
+        *,
+        mem_limit: int | str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Plan the following steps, under the limit given here or before.
+
+        The limit is `mem_limit` or, as published, `custom_mem_limit_bytes`; `mem_slots` and
+        `options` are those of the constructor, and for chains ``algo``.
+        """
         raise NotImplementedError
 
     def curve(self) -> Curve:
@@ -306,8 +331,8 @@ class Checkpointable(TransparentModule):
         Raises
         ------
         ValueError
-            There is no plan; the path ends otherwise; a page is wanted of a model that runs without
-            a graph; a trace is, and no step was metered.
+            There is no plan; the path ends otherwise; a trace is wanted of a model that runs
+            without a plan, and no step was metered.
         RuntimeError
             A snapshot is wanted, and there is no CUDA.
         """
@@ -422,6 +447,12 @@ class Checkpointable(TransparentModule):
                 "torch.func transforms (grad, vmap, functional_call inside them) cannot go through "
                 "a plan that recomputes: apply them to the plain model, chk.module"
             )
+        if _torch.in_checkpoint() or _torch.in_backward():
+            raise RuntimeError(
+                "a model with a limit was called within torch.utils.checkpoint, or otherwise in a "
+                "backward: what a plan keeps would be computed twice. Take that checkpoint away, "
+                "the plan recomputes what it must; or leave the limit to one model, the outermost"
+            )
         return True
 
     def _with_loss(self, output: Any, targets: Sequence[Any]) -> Any:
@@ -438,10 +469,16 @@ class Checkpointable(TransparentModule):
             "a forward began while the backward of an earlier one was still to come: each "
             f"keeps its own limit's worth of memory ({format_bytes(limit_bytes)})",
         )
+        # What several steps at once need says nothing of one.
+        cancel_running()
+        self.__dict__["_crowded"] = True
 
     # -- metering the first steps of a plan
 
     def _start_meter(self, plan: StepPlan) -> StepMeter | None:
+        is_crowded, self.__dict__["_crowded"] = self._crowded, False
+        if is_crowded:
+            return None
         if plan.measured_bytes is not None or plan.meterings >= METERED_STEPS:
             return None
         myself = weakref.ref(self)

@@ -20,7 +20,7 @@ import torch
 from torch.autograd.function import Function
 
 from rotor import _torch
-from rotor.recompute import AutocastState, RngTracker, Snapshot
+from rotor.recompute import SPLIT_BACKWARD, AutocastState, RngTracker, Snapshot
 from rotor.schedule import FE, FN, Schedule
 from rotor.stages import Stage
 from rotor.values import (
@@ -358,6 +358,8 @@ class Run:
                 "first one. Call the model again before each backward; retain_graph=True works "
                 "only for the plain model (chk.module)"
             )
+        if _torch.splits_backward(p for stage in self.parameters for p in stage):
+            raise RuntimeError(SPLIT_BACKWARD)
         self.gradient = gradient
         self.autocast_differs = not self.autocast.is_current()
 

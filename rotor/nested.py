@@ -23,6 +23,7 @@ from torch.autograd.function import Function, once_differentiable
 from rotor import _dispatch, _torch
 from rotor.dtr.stepping import StepSession
 from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning
+from rotor.recompute import SPLIT_BACKWARD
 from rotor.values import tensors_of
 
 __all__ = ["NestedStep"]
@@ -219,6 +220,8 @@ class NestedStep:
         roots = [k for k, gradient in enumerate(gradients) if gradient is not None]
         if not asked or not roots:
             return [None] * len(needed)
+        if _torch.splits_backward(self._modules[0].parameters()):
+            raise RuntimeError(SPLIT_BACKWARD)
         if self._backward_began is not None:
             self._backward_began(self)
             self._backward_began = None

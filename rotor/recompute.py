@@ -20,6 +20,12 @@ from rotor.stages import Stage
 States = list[tuple[torch.Tensor, Any]]
 """The state of each generator, and the same bytes as an array."""
 
+SPLIT_BACKWARD = (
+    "a backward asked for the gradients of inputs only, and keeps the graph for those of "
+    "parameters: a plan gives both at once. In a pipeline, use a schedule with whole backwards "
+    "(GPipe, 1F1B, Interleaved1F1B), none of the zero-bubble ones"
+)
+
 
 class RngTracker:
     """Reads the states of the CPU's and the device's generators, no more often than needed."""

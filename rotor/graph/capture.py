@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from rotor import _inductor, _torch
 from rotor.errors import CaptureError
@@ -22,6 +22,7 @@ from rotor.graph.early import Delivery
 from rotor.graph.emit import StepCode, saved_primals
 from rotor.graph.inductor import draw_once
 from rotor.graph.lowering import Lowered, lower
+from rotor.recompute import SPLIT_BACKWARD
 
 __all__ = ["Capture", "Captured", "NothingToPlan", "Unplanned", "fresh"]
 
@@ -122,8 +123,8 @@ class Capture:
         )
         self._call = torch.compile(function, backend=compiler, fullgraph=True, dynamic=False)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the call; `Unplanned` where it has no program yet.
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the call on a module; `Unplanned` where it has no program yet.
 
         Raises
         ------
@@ -131,12 +132,13 @@ class Capture:
             There is no single graph of it; the message has the reason and the line of code.
         """
         self.ran = None
+        self._owner = weakref.ref(module)
         try:
             with _torch.one_graph():
                 if self.graphs:
-                    return self._call(*args, **kwargs)
+                    return self._call(module, *args, **kwargs)
                 with _torch.capturing():
-                    return self._call(*args, **kwargs)
+                    return self._call(module, *args, **kwargs)
         except (Unplanned, NothingToPlan):
             raise
         except _torch.CAPTURE_ERRORS as error:
@@ -181,6 +183,7 @@ class Capture:
         # The program may be another one when the backward of this step comes.
         token.backward_of_program = emitted.backward
         token.absent = frozenset()
+        token.owner = self._owner
         self.token = weakref.ref(token)
         return result
 
@@ -189,7 +192,10 @@ class Capture:
         token = args[captured.saved]
         absent = token.absent
         run = token.backward_of_program
+        owner = token.owner()
         del token
+        if owner is not None and _torch.splits_backward(owner.parameters()):
+            raise RuntimeError(SPLIT_BACKWARD)
         withheld: frozenset[int] = frozenset()
         if absent and captured.reached is not None:
             # As in plain PyTorch, what reaches only outputs without a gradient gets none.

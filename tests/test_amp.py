@@ -1,0 +1,105 @@
+"""Autocast and GradScaler around models with a limit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rotor
+
+WIDTH = 64
+LIMIT = 2_000_000
+ENGINES = ["chain", "graph", "dynamic"]
+
+
+class Block(nn.Module):
+    """A residual block with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide = nn.Linear(WIDTH, 4 * WIDTH)
+        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.narrow(nn.functional.gelu(self.wide(self.norm(x)))))
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, WIDTH), *(Block() for _ in range(4)), nn.Linear(WIDTH, 100))
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.float(), target)
+
+
+def train(model: nn.Module, dtype: torch.dtype, captured: bool = False) -> Any:
+    """Four scaled steps, the second with a loss of infinity: losses, scales, weights."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(256, 16, generator=generator)
+    y = torch.randint(100, (256,), generator=generator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    found, weights = [], []
+    for step in range(4):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = model(x, targets=(y,)) if captured else loss_of(model(x), y)
+        if step == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append((loss.item(), scaler.get_scale()))
+        weights.append([p.detach().clone() for p in model.parameters()])
+    return found, weights
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("captured", [False, True], ids=["loss outside", "loss_fn"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_scaled_steps(engine, captured, dtype):
+    loss_fn = loss_of if captured else None
+    model = rotor.Checkpointable(make(), mem_limit=LIMIT, engine=engine, loss_fn=loss_fn)
+    found, weights = train(model, dtype, captured)
+    if engine == "graph":
+        # A graph rounds as it was captured: with and without recomputation alike.
+        free = rotor.Checkpointable(make(), mem_limit="1 GB", engine=engine, loss_fn=loss_fn)
+        expected, wanted = train(free, dtype, captured)
+        assert model._latest.recomputed > 0 == free._latest.recomputed
+        for got, eager in zip(weights[-1], train(make(), dtype)[1][-1], strict=True):
+            assert torch.allclose(got, eager, atol=1e-3)
+    else:
+        expected, wanted = train(make(), dtype)
+    assert found == expected
+    assert all(equal(one, other) for one, other in zip(weights, wanted, strict=True))
+    # The step that overflowed was left out, and the scale halved.
+    assert equal(weights[0], weights[1])
+    assert [scale for _, scale in found] == [1024.0, 512.0, 512.0, 512.0]
+    assert model._latest.measured_bytes <= LIMIT
+
+
+def test_autocast_on_and_off_are_two_plans():
+    plain = make()
+    model = rotor.Checkpointable(copy.deepcopy(plain), mem_limit=LIMIT)
+    x = torch.randn(256, 16)
+    for enabled in (True, False, True):
+        for one in (plain, model):
+            one.zero_grad()
+            torch.manual_seed(0)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                output = one(x)
+            output.float().sum().backward()
+        assert equal([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
+    assert len({key[0] for key in model._plans}) == 2
