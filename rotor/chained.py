@@ -540,6 +540,10 @@ class ChainCheckpointable(Checkpointable):
                 return
         super()._learn(plan, step)
 
+    def _warn_over(self, plan: Any, least_bytes: int) -> None:
+        if self._ranks is None or (plan.measured_bytes or 0) > plan.limit_bytes:
+            super()._warn_over(plan, least_bytes)
+
     def _learn_loss(self, key: Any, plan: Plan, step: StepBytes) -> bool:
         captured = plan.inspection.loss_peak_bytes is not None
         # Another step may hold the output longer than this one did.
