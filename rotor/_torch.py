@@ -484,6 +484,18 @@ def profiler_enabled_here() -> bool:
     return bool(torch._C._autograd._profiler_enabled())
 
 
+def in_pipeline() -> bool:
+    """Whether this process may be sending between the stages of a pipeline.
+
+    What is being sent when a profiler ends is reported to it afterwards, in memory that is freed.
+    """
+    return (
+        "torch.distributed.pipelining" in sys.modules
+        and torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+    )
+
+
 def profiler_in_use() -> bool:
     """Whether a profiler records, or is about to, anywhere in this process: they do not nest."""
     profiler = torch.autograd.profiler

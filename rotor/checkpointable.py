@@ -477,7 +477,7 @@ class Checkpointable(TransparentModule):
 
     def _start_meter(self, plan: StepPlan) -> StepMeter | None:
         is_crowded, self.__dict__["_crowded"] = self._crowded, False
-        if is_crowded:
+        if is_crowded or _torch.in_pipeline():
             return None
         if plan.measured_bytes is not None or plan.meterings >= METERED_STEPS:
             return None
