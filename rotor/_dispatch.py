@@ -300,6 +300,7 @@ _torch.check(
         "overrides._get_current_function_mode_stack",
         "utils._python_dispatch._get_current_dispatch_mode",
         "_C._construct_storage_from_data_pointer",
+        "_C._current_autograd_node",
         "_C._len_torch_dispatch_stack",
         "_conj",
         "_neg_view",

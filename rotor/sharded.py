@@ -343,10 +343,6 @@ def find_sharding(model: nn.Module, wrapper: nn.Module | None = None) -> Shardin
     return Sharding(model, roots, units, around)
 
 
-def _is_around(module: nn.Module, model: nn.Module) -> bool:
-    return module is not model and any(part is model for part in module.modules())
-
-
 class _Entry(Function):
     """The whole chain before the boundary: its backward does every operation of the schedule."""
 

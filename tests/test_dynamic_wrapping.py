@@ -143,7 +143,7 @@ def test_state_carried_from_step_to_step():
 
     torch.manual_seed(0)
     model = Stateful()
-    chk = limited(copy.deepcopy(model), 120_000)
+    chk = limited(copy.deepcopy(model), 200_000)
     x = torch.randn(12, 16, 32)
 
     def act(m: nn.Module) -> list[torch.Tensor]:
