@@ -221,6 +221,7 @@ class NestedStep:
         if not asked or not roots:
             return [None] * len(needed)
         if _torch.splits_backward(self._modules[0].parameters()):
+            self.release()
             raise RuntimeError(SPLIT_BACKWARD)
         if self._backward_began is not None:
             self._backward_began(self)
