@@ -22,7 +22,7 @@ from typing import Self
 import psutil
 import torch
 
-from rotor import _core, _torch
+from rotor import _core, _profiler, _torch
 from rotor.timelines import Timeline, timeline_of
 
 __all__ = [
@@ -143,9 +143,9 @@ class Meter(ABC):
     Several meters cannot run on the same device at once. On the CPU a meter is a session of
     PyTorch's profiler: it sees the thread that started it and the backwards run from there, it must
     be stopped by that thread, and another profiler cannot run meanwhile. A meter that is stopped
-    inside a backward has its figures when the backward has returned; `rotor.metering` shows how to
-    stop one as soon as the backward ends. What was allocated before the start is not seen when it
-    is freed, except for the tensors that the meter was told of. On CUDA a meter resets the peak
+    inside a backward has its figures when the backward has returned; ``rotor.metering`` shows how
+    to stop one as soon as the backward ends. What was allocated before the start is not seen when
+    it is freed, except for the tensors that the meter was told of. On CUDA a meter resets the peak
     statistics of the device (``torch.cuda.max_memory_allocated``) at its start and at each mark.
     """
 
@@ -292,14 +292,14 @@ class _CpuMeter(Meter):
         self._wants_timeline = timeline
         self._existing = existing
         self._watched: list[weakref.ref[torch.UntypedStorage]] = []
-        self._trace = _torch.AllocationTrace()
+        self._trace = _profiler.AllocationTrace()
         self._thread = 0
 
     def _begin(self) -> None:
         existing, self._existing = self._existing, ()
         if _torch.in_backward():
             raise MeterBusyError("a meter of the CPU cannot be started inside a backward")
-        if _torch.profiler_in_use():
+        if _profiler.profiler_in_use():
             raise MeterBusyError("a profiler is in use, and PyTorch's profilers do not nest")
         self._thread = threading.get_ident()
         self._trace.start()
@@ -338,7 +338,7 @@ class _CpuMeter(Meter):
             marks = [
                 (event.removeprefix(_MARK), event.ns)
                 for event in events
-                if isinstance(event, _torch.Mark) and event.startswith(_MARK)
+                if isinstance(event, _profiler.Mark) and event.startswith(_MARK)
             ]
             self._timeline = timeline_of(moments, marks)
         self._state = "done"
@@ -347,7 +347,7 @@ class _CpuMeter(Meter):
 class _Freed:
     """Marks that a storage from before the start is gone."""
 
-    def __init__(self, trace: _torch.AllocationTrace, nbytes: int) -> None:
+    def __init__(self, trace: _profiler.AllocationTrace, nbytes: int) -> None:
         self._trace = trace
         self._name = f"{_FREED}{nbytes}"
 
@@ -391,7 +391,7 @@ class _Blocks:
 
 
 def _levels(
-    events: Iterable[_torch.Allocation | str],
+    events: Iterable[_profiler.Allocation | str],
     moments: list[tuple[int, int, int]] | None = None,
 ) -> tuple[list[Segment], int, int]:
     """The segments, the peak and the last level of allocations and marks.
@@ -404,7 +404,7 @@ def _levels(
     name: str | None = None
     level = start = peak = highest = given = 0
     for event in events:
-        if isinstance(event, _torch.Allocation):
+        if isinstance(event, _profiler.Allocation):
             # A block from before the start has no reliable size: its end is not counted.
             if event.nbytes <= 0:
                 level -= blocks.end(event.address)
@@ -430,12 +430,12 @@ def _levels(
 
 def _note(
     moments: list[tuple[int, int, int]] | None,
-    event: _torch.Allocation | str,
+    event: _profiler.Allocation | str,
     level: int,
     given: int,
 ) -> None:
     if moments is not None:
-        assert isinstance(event, _torch.Allocation | _torch.Mark)
+        assert isinstance(event, _profiler.Allocation | _profiler.Mark)
         moments.append((event.ns, level, given))
 
 
@@ -490,8 +490,8 @@ def meter(
         Tensors whose storages may be freed while the meter runs, such as old gradients. On the
         CPU the meter sees them go only when it was told of them; on CUDA it sees all.
     timeline
-        Keep the live bytes over time too, at most `rotor.timelines.MOST_POINTS` moments, highs and
-        lows first. On the CPU only: the counters of CUDA tell peaks, not when they were.
+        Keep the live bytes over time too, at most ``rotor.timelines.MOST_POINTS`` moments, highs
+        and lows first. On the CPU only: the counters of CUDA tell peaks, not when they were.
 
     Examples
     --------

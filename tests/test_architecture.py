@@ -39,7 +39,7 @@ LAYERS = [
     ("graphs", ["rotor.graph"]),
     (
         "private PyTorch names",
-        ["rotor._torch", "rotor._inductor", "rotor._dispatch", "rotor._fsdp"],
+        ["rotor._torch", "rotor._inductor", "rotor._dispatch", "rotor._fsdp", "rotor._profiler"],
     ),
     (
         "values and probes",
@@ -169,6 +169,7 @@ PRIVATE_FILES = (
     "rotor/_inductor.py",
     "rotor/_dispatch.py",
     "rotor/_fsdp.py",
+    "rotor/_profiler.py",
     SHARES_MODULES,
 )
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rotor import _core, _torch, memory
+from rotor import _core, _profiler, _torch, memory
 from rotor.memory import MeterBusyError, Segment, meter
 
 
@@ -254,7 +254,7 @@ def test_gradients_dropped_within_a_step_are_seen():
 
 
 def test_levels_do_not_trust_frees_of_what_was_not_allocated_before_their_eyes():
-    a = _torch.Allocation
+    a = _profiler.Allocation
     segments, peak, level = memory._levels(
         [
             a(1000, 100),
@@ -273,7 +273,7 @@ def test_levels_do_not_trust_frees_of_what_was_not_allocated_before_their_eyes()
 
 
 def test_blocks_that_others_overlap_were_freed_unseen():
-    a = _torch.Allocation
+    a = _profiler.Allocation
     _, peak, level = memory._levels(
         [a(1000, 100), a(1100, 100), a(1300, 50), a(1150, 170), a(1000, -100), "rotor.end"]
     )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rotor import _dispatch, _torch, memory
+from rotor import _dispatch, _profiler, _torch, memory
 from rotor.dtr.operators import Operator
 from rotor.dtr.recall import LONGEST_CHAIN, SMALL_BYTES, Recall, Stats
 from rotor.dtr.records import Needs, Record, pattern, tensors_of
@@ -223,7 +223,7 @@ class Session(Recall, _dispatch.DispatchMode):
             if generator is not None:
                 state = generator.get_state()
             watches = self._is_cpu and (varies or not needs.is_measured)
-            if not watches or _torch.profiler_in_use():
+            if not watches or _profiler.profiler_in_use():
                 start = perf_counter_ns()
                 results = operator.call(*args, **kwargs)
                 took = perf_counter_ns() - start

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rotor import _dispatch, _torch
+from rotor import _dispatch, _profiler
 from rotor.dtr.operators import Operator
 from rotor.dtr.records import Needs, tensors_of
 
@@ -110,7 +110,7 @@ def _on_meta(value: Any) -> Any:
 
 def run_measured(call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, int]:
     """Run an operator with the CPU's allocator watched: its results, and its peak in bytes."""
-    trace = _torch.AllocationTrace()
+    trace = _profiler.AllocationTrace()
     trace.start()
     try:
         results = call(*args, **kwargs)
@@ -118,7 +118,7 @@ def run_measured(call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
         events = trace.stop()
     level = peak = 0
     for event in events:
-        if isinstance(event, _torch.Allocation):
+        if isinstance(event, _profiler.Allocation):
             level += event.nbytes
             peak = max(peak, level)
     return results, peak
