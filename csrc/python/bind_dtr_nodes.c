@@ -46,6 +46,38 @@ static PyObject *recorder_hold(METHOD_ARGUMENTS) {
     return rotor_recorder_answer(self, type, ROTOR_OK, Py_NewRef(Py_None));
 }
 
+PyDoc_STRVAR(copied_doc, "copied($self, node, copy, /)\n--\n\n"
+                         "A live source that is needed was copied: its new number. The old one is "
+                         "the copy's.");
+
+static PyObject *recorder_copied(METHOD_ARGUMENTS) {
+    recorder_object_t *self = rotor_as_recorder(object);
+    int32_t source;
+    int32_t node = -1;
+    if (rotor_recorder_expect("copied", count, 2, names) != 0 ||
+        rotor_recorder_read_node(self, args[0], &source) != 0 ||
+        rotor_recorder_reserve(self, 1) != 0) {
+        return NULL;
+    }
+    const rotor_node_t *found = &self->book.nodes[source];
+    if ((found->state & (ROTOR_NODE_SOURCE | ROTOR_NODE_LIVE)) !=
+            (ROTOR_NODE_SOURCE | ROTOR_NODE_LIVE) ||
+        found->needed == 0) {
+        return PyErr_Format(PyExc_ValueError, "node %d is no live source that is needed",
+                            (int)source);
+    }
+    int status = rotor_recorder_copied(&self->book, source, &node);
+    if (status == ROTOR_OK) {
+        if (rotor_recorder_discard(self, &self->held[source]) != 0) {
+            return NULL;
+        }
+        self->places[node] = self->places[source];
+        self->places[source] = Py_NewRef(args[1]);
+    }
+    return rotor_recorder_answer(self, type, status,
+                                 status == ROTOR_OK ? PyLong_FromLong(node) : NULL);
+}
+
 PyDoc_STRVAR(storage_doc, "storage($self, node, /)\n--\n\nA node's storage, or None.");
 
 static PyObject *recorder_storage(METHOD_ARGUMENTS) {
@@ -176,7 +208,7 @@ static PyObject *recorder_counters(METHOD_ARGUMENTS) {
         return NULL;
     }
     return Py_BuildValue(
-        "{sLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsL}", "current_bytes",
+        "{sLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsL}", "current_bytes",
         (long long)book->current_bytes, "peak_bytes", (long long)book->peak_bytes, "operations",
         (long long)book->operations, "evictions", (long long)book->evictions, "rematerializations",
         (long long)book->replays, "base_ns", (long long)book->base_ns, "remat_ns",
@@ -185,10 +217,10 @@ static PyObject *recorder_counters(METHOD_ARGUMENTS) {
         (long long)rotor_recorder_footprint(book), "clock_ns", (long long)book->clock,
         "locked_bytes", (long long)book->eviction.locked_bytes, "held_peak_bytes",
         (long long)book->held_peak_bytes, "kept_bytes", (long long)book->node_bytes_kept,
-        "thrashes", (long long)book->thrashes, "worst_operations",
-        (long long)book->worst.operations, "worst_base_ns", (long long)book->worst.base_ns,
-        "worst_repeats", (long long)book->worst.repeats, "worst_repeat_ns",
-        (long long)book->worst.repeat_ns);
+        "copied_bytes", (long long)book->copied_bytes, "thrashes", (long long)book->thrashes,
+        "worst_operations", (long long)book->worst.operations, "worst_base_ns",
+        (long long)book->worst.base_ns, "worst_repeats", (long long)book->worst.repeats,
+        "worst_repeat_ns", (long long)book->worst.repeat_ns);
 }
 
 PyDoc_STRVAR(reset_doc, "reset($self, /)\n--\n\nCounts and times begin at zero again.");
@@ -226,5 +258,5 @@ PyMethodDef rotor_recorder_queries[] = {
     RECORDER_METHOD(storage),    RECORDER_METHOD(resized),  RECORDER_METHOD(reach),
     RECORDER_METHOD(dependents), RECORDER_METHOD(evicted),  RECORDER_METHOD(describe),
     RECORDER_METHOD(nodes),      RECORDER_METHOD(counters), RECORDER_METHOD(reset),
-    RECORDER_METHOD(limit),      {NULL, NULL, 0, NULL},
+    RECORDER_METHOD(limit),      RECORDER_METHOD(copied),   {NULL, NULL, 0, NULL},
 };

@@ -99,6 +99,10 @@ static int forget_node(rotor_recorder_t *self, int32_t node) {
             return ret;
         }
     }
+    if (node_is(self, node, ROTOR_NODE_COPY)) {
+        self->current_bytes -= self->nodes[node].bytes;
+        self->copied_bytes -= self->nodes[node].bytes;
+    }
     self->nodes[node].state = 0;
     self->live_nodes--;
     if ((ret = tell(self, ROTOR_FORGOT_NODE, node)) != ROTOR_OK) {

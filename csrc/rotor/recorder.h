@@ -22,7 +22,8 @@
  *
  * Writing in place: an output may have an origin, the input whose storage it takes over. The origin
  * leaves memory, and stays remembered where an operation needs it. Sources take no new version:
- * before one is written to, dependents() says which live nodes were computed from it: pin them.
+ * before one is written to, dependents() says which live nodes were computed from it: pin them, or
+ * copy the source and say so by copied(): operations that read it read the copy from then on.
  *
  * Thrashing: where repeating what was repeated often before takes more time than the program itself,
  * what the program holds of it stays in memory (kept), in half of the budget, and in half of the rest
@@ -47,7 +48,8 @@ enum rotor_node_state {
     ROTOR_NODE_SOURCE = 4,
     ROTOR_NODE_FOREIGN = 8, /* was in memory before the book began */
     ROTOR_NODE_TEMPORARY = 16,
-    ROTOR_NODE_KEPT = 32 /* because it was computed again too often; has a lock for that */
+    ROTOR_NODE_KEPT = 32, /* because it was computed again too often; has a lock for that */
+    ROTOR_NODE_COPY = 64  /* of a source as it was before it was written to; nobody else has it */
 };
 
 enum {
@@ -154,6 +156,7 @@ typedef struct {
     int64_t held_bytes;      /* of what the program holds, in memory or not */
     int64_t held_peak_bytes; /* with what operations take: the peak without any eviction */
     int64_t node_bytes_kept; /* of nodes that are ROTOR_NODE_KEPT */
+    int64_t copied_bytes;    /* of nodes that are ROTOR_NODE_COPY */
     int64_t most_kept_bytes;
     bool had_to_give_up;     /* a kept node was evicted */
     int64_t thrashes;        /* how often thrashing was found */
@@ -198,6 +201,9 @@ int rotor_recorder_abort(rotor_recorder_t *self);
 int rotor_recorder_dead(rotor_recorder_t *self, int32_t node);
 /* A node in memory becomes a source. */
 int rotor_recorder_pin(rotor_recorder_t *self, int32_t node);
+/* A live source that operations need was copied: *node is the program's from now on, and the old
+ * number is that of the copy, which goes when nothing needs it any more. */
+int rotor_recorder_copied(rotor_recorder_t *self, int32_t source, int32_t *node);
 /* Appends to `work` (emptied before) the live nodes that were computed from this one. */
 int rotor_recorder_dependents(rotor_recorder_t *self, int32_t node);
 /* Appends to `work` (emptied before) the live nodes that are not in memory. */

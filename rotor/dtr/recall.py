@@ -363,7 +363,55 @@ class Recall:
                 if pin:
                     self._pin(ref.node)
 
-    def _protect(self, node: int) -> None:
-        """Before a source is written to: what was computed from it must not need it again."""
-        if self._book.describe(node)[5] > 0:
+    def _protect(self, node: int) -> int:
+        """Before a source is written to: what was computed from it must not need it again.
+
+        Returns
+        -------
+        int
+            The number of the source, a new one where the old one is a copy's from now on.
+        """
+        nbytes, _, _, is_live, _, needed, _, _ = self._book.describe(node)
+        if needed == 0:
+            return node
+        if self.limit is None:  # All is in memory.
             self._restore(self._book.dependents(node))
+            return node
+        dependents = self._book.dependents(node)
+        described = [self._book.describe(dependent) for dependent in dependents]
+        copied = self._book.counters()["copied_bytes"]
+        if is_live and 0 < nbytes + copied < sum(found[0] for found in described):
+            self._make_room(nbytes, 0)
+            if self._fits(nbytes):
+                return self._copy(node)
+        self._restore(dependents)
+        return node
+
+    def _fits(self, nbytes: int) -> bool:
+        assert self.limit is not None
+        current = self._book.counters()["current_bytes"]
+        return current + nbytes + _scraps(self.limit) <= self.limit
+
+    def _drop_copies(self) -> None:
+        """Free the copies of sources: nothing will run again."""
+        if self._book.counters()["copied_bytes"] > 0:
+            for node in self._book.nodes():
+                _, is_material, is_source, is_live, *_ = self._book.describe(node)
+                if is_material and is_source and not is_live:
+                    self._book.hold(node, None)
+
+    def _copy(self, node: int) -> int:
+        """Have the records of a source read a copy of it; its new number."""
+        storage = self._storage(node)
+        start = perf_counter_ns()
+        copy = torch.UntypedStorage(storage.nbytes(), device=storage.device)
+        copy.copy_(storage)
+        took = perf_counter_ns() - start
+        ref = self._table[_dispatch.storage_key(storage)]
+        again = ref.node = self._book.copied(node, copy)
+        if self.observer is not None:
+            size = self._book.describe(again)[0]
+            self.observer.operation("rotor::copy", took, [node], [(again, size)], [], False)
+            self.observer.pinned(again)
+            self.observer.released(node)
+        return again

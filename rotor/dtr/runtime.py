@@ -178,18 +178,19 @@ class Session(Recall, _dispatch.DispatchMode):
         written = self._written(operator, args, kwargs, node_of)
         hidden: set[int] = set()
         replay_args = args
+        now: dict[int, int] = {}
         if operator.training >= 0 and args[operator.training]:
-            hidden = {node_of[id(t)] for t in args[3:5] if t is not None}
-            for node in hidden:
-                self._protect(node)
-            written = [node for node in written if node not in hidden]
+            before = {node_of[id(t)] for t in args[3:5] if t is not None}
+            now = {node: self._protect(node) for node in before}
+            written = [node for node in written if node not in before]
+            hidden = set(now.values())
             replay_args = (*args[:3], None, None, *args[5:])
         if operator.is_reshaping:
             written = []
             is_recording = False
             for node in refs:
                 self._restore([node])
-                self._protect(node)
+                now[node] = self._protect(node)
         for node in written:
             if not torch.is_grad_enabled():
                 # What optimizers and initialisations write to lives long: a version for every step
@@ -199,7 +200,11 @@ class Session(Recall, _dispatch.DispatchMode):
                 self._end_chain(node)
             if book.describe(node)[2]:
                 is_recording = False
-                self._protect(node)
+                now[node] = self._protect(node)
+        if any(node != again for node, again in now.items()):
+            refs = {ref.node: ref for ref in refs.values()}
+            node_of = {key: now.get(node, node) for key, node in node_of.items()}
+            written = [now.get(node, node) for node in written]
         nodes = [node for node in refs if node not in hidden]
         recorded = len(nodes)
         nodes.extend(hidden)
@@ -474,6 +479,7 @@ class Session(Recall, _dispatch.DispatchMode):
         finally:
             self._is_open = self._handler.is_open = False
             self._table.clear()
+            self._drop_copies()
         if warn and self._overflows > overflows:
             warnings.warn(
                 "leaving the context brought back everything that was evicted and is still in "

@@ -62,11 +62,11 @@ class StepSession(Session):
             self._foreign[ref.key] = ref
         return ref
 
-    def _protect(self, node: int) -> None:
+    def _protect(self, node: int) -> int:
         copied = self._before_write(self._storage(node))
         if copied is not None:
             self._adopt(copied, False)
-        super()._protect(node)
+        return super()._protect(node)
 
     # -- operators whose needs are not known, under a meter, which keeps others from measuring them
 

@@ -362,6 +362,45 @@ static void test_thrashing_is_found(void) {
     CHECK(thrashes > 0 && never >= 10 * 190 && kept < never / 2);
 }
 
+/* A source is written to while something evicted needs it. */
+static void test_copies_of_sources(void) {
+    for (int is_foreign = 0; is_foreign < 2; is_foreign++) {
+        rotor_recorder_options_t options = options_of("LRU", 40);
+        rotor_recorder_t book;
+        int32_t source, again, a, b, c;
+        rotor_recorder_init(&book, &options);
+        CHECK(rotor_recorder_source(&book, 5, is_foreign != 0, &source) == ROTOR_OK);
+        int64_t level = book.current_bytes;
+        CHECK(operate(&book, &source, 1, 20, -1, &a) == ROTOR_OK);
+        CHECK(operate(&book, &a, 1, 20, -1, &b) == ROTOR_OK);
+        CHECK(!is_foreign || rotor_recorder_is_material(&book, a));
+        CHECK(make_room(&book, 20) == ROTOR_OK && !rotor_recorder_is_material(&book, a));
+        int64_t before = book.current_bytes;
+        int64_t held = book.held_bytes;
+        CHECK(rotor_recorder_copied(&book, source, &again) == ROTOR_OK && again != source);
+        CHECK(book.current_bytes == before + 5 && book.copied_bytes == 5);
+        CHECK(book.held_bytes == held && book.current_bytes == recount(&book));
+        CHECK(book.nodes[again].needed == 0 && book.nodes[source].needed == 1);
+        /* What needs the copy runs again; what reads the source does not need it. */
+        CHECK(operate(&book, &again, 1, 1, -1, &c) == ROTOR_OK && book.replays == 0);
+        CHECK(rotor_recorder_dead(&book, c) == ROTOR_OK);
+        int32_t inputs[2] = {a, again};
+        CHECK(operate(&book, inputs, 2, 1, -1, &c) == ROTOR_OK && book.replays == 1);
+        /* The program's storage may go before the copy does, and the copy with its last reader. */
+        CHECK(rotor_recorder_dead(&book, c) == ROTOR_OK);
+        CHECK(rotor_recorder_dead(&book, again) == ROTOR_OK);
+        CHECK(book.copied_bytes == 5);
+        CHECK(rotor_recorder_dead(&book, a) == ROTOR_OK && book.copied_bytes == 5);
+        book.event_count = 0;
+        CHECK(rotor_recorder_dead(&book, b) == ROTOR_OK && book.copied_bytes == 0);
+        CHECK(book.live_nodes == 0 && book.live_records == 0 &&
+              book.held_bytes == (is_foreign ? -5 : 0));
+        CHECK(book.eviction.locked_bytes == 0);
+        CHECK(book.current_bytes == (is_foreign ? -5 : 0) && level == (is_foreign ? 0 : 5));
+        rotor_recorder_free(&book);
+    }
+}
+
 static const test_case_t cases[] = {
     {"a_chain_in_little_memory", test_a_chain_in_little_memory},
     {"temporaries_may_be_mixed_with_the_rest", test_temporaries_may_be_mixed_with_the_rest},
@@ -370,6 +409,7 @@ static const test_case_t cases[] = {
     {"pinning_cuts_a_node_off", test_pinning_cuts_a_node_off},
     {"random_programs", test_random_programs},
     {"thrashing_is_found", test_thrashing_is_found},
+    {"copies_of_sources", test_copies_of_sources},
     {"removal_from_the_engine", test_removal_from_the_engine},
 };
 
