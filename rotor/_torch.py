@@ -83,16 +83,28 @@ def tree_unflatten(leaves: Iterable[Any], spec: Any) -> Any:
     return _pytree.tree_unflatten(leaves, spec)
 
 
+_BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
+
+
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The dense tensors in a tensor: itself, or the indices and values of a sparse one."""
+    """The dense tensors in a tensor: itself, or what a sparse or a jagged one is made of.
+
+    None where the memory cannot be seen, as that of MKL-DNN's layout.
+    """
     if tensor.layout == torch.strided:
         return (tensor,)
     if tensor.layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()
-    rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-    compressed = tensor.crow_indices() if rows else tensor.ccol_indices()
-    plain = tensor.col_indices() if rows else tensor.row_indices()
-    return compressed, plain, tensor.values()
+    if tensor.layout in _BY_ROWS:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in _BY_COLUMNS:
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    if tensor.layout == torch.jagged:
+        lengths = tensor.lengths()
+        made = (tensor.values(), tensor.offsets())
+        return made if lengths is None else (*made, lengths)
+    return ()
 
 
 # -- autograd with less Python around it

@@ -58,6 +58,29 @@ def test_a_budget_for_everything_on_the_device():
     assert dtr.search_time() == dtr.cost_time() + dtr.loop_time() > 0
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSC tensor support:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_tensors_of_every_layout_may_be_there():
+    base = level()
+    parts = [torch.zeros(WIDTH), torch.zeros(WIDTH)]
+    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    del parts
+    assert level() >= base + 2 * BYTES
+    columns = torch.eye(50).to_sparse_csc()
+    opaque = torch.zeros(4, 4).to_mkldnn()
+    strided = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(4)])
+    dtr.set_memory_budget(level() + 5 * BYTES)
+    make()
+    assert dtr.current().stats.evictions > 0
+    assert [jagged.layout, columns.layout, opaque.layout, strided.layout] == [
+        torch.jagged,
+        torch.sparse_csc,
+        torch._mkldnn,
+        torch.strided,
+    ]
+
+
 def test_a_step_under_the_published_functions():
     def step(model):
         x, target = torch.randn(64, 32), torch.randint(0, 8, (64,))
