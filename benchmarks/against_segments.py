@@ -11,7 +11,14 @@ import copy
 
 import torch
 from cases import Case, chosen
-from common import Contender, interleaved_times, segment_table, step_peak_bytes, train_step
+from common import (
+    Contender,
+    interleaved_times,
+    open_device,
+    segment_table,
+    step_peak_bytes,
+    train_step,
+)
 
 import rotor
 from rotor.report.text import table
@@ -89,7 +96,7 @@ def main() -> None:
     parser.add_argument("--segments", type=int, nargs="+", default=SEGMENTS)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    device = open_device(arguments.device)
     for case in chosen(device, arguments.models):
         run(case, device, arguments.rounds, arguments.segments)
 

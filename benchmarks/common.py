@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import os
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,44 @@ from rotor import memory
 from rotor.timing import Clock
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def open_device(name: str) -> torch.device:
+    """The device of a name; on CUDA steps then leave the same bits each time.
+
+    Raises
+    ------
+    SystemExit
+        It is no CPU or CUDA device, or there is none here; it says so.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise SystemExit(f"--device takes cpu, cuda or cuda:0, got {name!r}")
+    if device.type == "cpu":
+        return device
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        raise SystemExit(f"--device {name}: PyTorch sees {count} CUDA devices: try --device cpu")
+    # Read when cuBLAS is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True)
+    # What is not yet written would be filled, which takes time.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    device = torch.device("cuda", device.index or 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def read_clock(device: torch.device) -> float:
+    """Seconds: CPU time of the process, or on CUDA wall time once everything launched has ended."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def classification_batch(batch: int, size: int, device: torch.device, classes: int = 1000) -> Batch:

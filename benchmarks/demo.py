@@ -17,6 +17,7 @@ from common import (
     equal_gradients,
     equal_states,
     interleaved_times,
+    open_device,
     step_peak_bytes,
     train_step,
 )
@@ -43,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Compare rotor, plain PyTorch and checkpoint_sequential on one model."""
     arguments = parse_arguments()
-    device = torch.device(arguments.device)
+    device = open_device(arguments.device)
     torch.manual_seed(0)
     batch = classification_batch(arguments.batch, arguments.size, device)
     model = rotor.resnet.resnet18(num_classes=1000).to(device)

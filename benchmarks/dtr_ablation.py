@@ -1,8 +1,9 @@
 """What each mechanism of the dynamic runtime is worth: steps without it, in one run with all.
 
 `dtr_table.py --ablation` prints these tables. Programs run in 60 % of their plain peak. For each
-way of running them: CPU time as a multiple of the plain step's (medians of runs in turn, one
-thread), evictions, operators run again, and the allocator's peak as a share of the budget.
+way of running them: time (of the CPU; on CUDA wall time) as a multiple of the plain step's (medians
+of runs in turn, one thread), evictions, operators run again, and the allocator's peak as a share of
+the budget.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import copy
 import math
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from common import read_clock
 from dtr_cases import Plain, Program, medians, results, same, step, timed
 
 from rotor import _core, _dispatch, dtr, memory
@@ -162,8 +163,11 @@ class _Keeper:
 
 
 @contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """End the session within after so many seconds of CPU time."""
+def _at_most(seconds: float, device: torch.device) -> Iterator[None]:
+    """End the session within after so many seconds: of CPU time, or on CUDA of wall time."""
+    on_cpu = device.type == "cpu"
+    timer = signal.ITIMER_VIRTUAL if on_cpu else signal.ITIMER_REAL
+    number = signal.SIGVTALRM if on_cpu else signal.SIGALRM
 
     def stop(*_: Any) -> None:
         session = dtr.current()
@@ -172,19 +176,19 @@ def _at_most(seconds: float) -> Iterator[None]:
             session.set_limit(None)
             raise TooSlow
 
-    before = signal.signal(signal.SIGVTALRM, stop)
+    before = signal.signal(number, stop)
     # More than once: Python drops exceptions in callbacks of weak references.
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.2)
+    signal.setitimer(timer, seconds, 0.2)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.setitimer(timer, 0)
+        signal.signal(number, before)
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What a step did: CPU time, figures, the allocator's peak (metered ones), equality."""
+    """What a step did: time, figures, the allocator's peak (metered ones), equality."""
 
     seconds: float
     stats: dtr.Stats
@@ -212,20 +216,20 @@ def run(
     with ExitStack() as stack:
         for patch in variant.patches():
             stack.enter_context(patch)
-        stack.enter_context(_at_most(most_seconds))
-        meter = stack.enter_context(memory.meter("cpu")) if is_metered else None
-        start = time.process_time()
-        with dtr.budget(limit, **settings) as session:
+        stack.enter_context(_at_most(most_seconds, plain.device))
+        meter = stack.enter_context(memory.meter(plain.device)) if is_metered else None
+        start = read_clock(plain.device)
+        with dtr.budget(limit, device=plain.device, **settings) as session:
             keeper.session = session
             value = step(model, plain.loss)
             stats = session.stats
             keeper.held.clear()
-        took = time.process_time() - start
+        took = read_clock(plain.device) - start
     equal = same(plain.results, results(model, value))
     return Ran(took, stats, 0 if meter is None else meter.peak_bytes, equal)
 
 
-def ablation(program: Program, plain: Plain) -> None:
+def ablation(program: Program, plain: Plain, rounds: int = ROUNDS) -> None:
     """Print the table of one program."""
     limit = int(plain.peak_bytes * SHARE)
     plain.under(limit, strict=False)
@@ -250,7 +254,7 @@ def ablation(program: Program, plain: Plain) -> None:
             return math.inf
 
     base, *times = medians(
-        [partial(timed, plain), *(partial(seconds, variant) for variant in finishing)], ROUNDS
+        [partial(timed, plain), *(partial(seconds, variant) for variant in finishing)], rounds
     )
     slowdowns = dict(zip([variant.label for variant in finishing], times, strict=True))
     for variant in VARIANTS:

@@ -6,7 +6,6 @@ import copy
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import read_clock
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +25,7 @@ import dynamic_cases as small
 from dynamic_cases import Case, Loss, Plain, results, same, step
 from rotor.models import gan, recurrent, unet
 
-from rotor import memory
+from rotor import dtr, memory
 from rotor.errors import BudgetError
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Contender",
     "Plain",
     "Program",
+    "budget",
     "medians",
     "metered",
     "parse_names",
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 Made = tuple[nn.Module, Loss]
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Program:
         Gives a fresh model and what computes its loss.
     tiny
         The same, small enough to try the tables out.
+    large, large_size
+        The same, large enough for a GPU.
     contenders
         How one would checkpoint it by hand; none where it has no blocks.
     """
@@ -73,11 +77,19 @@ class Program:
     size: str
     make: Callable[[], Made]
     tiny: Callable[[], Made]
+    large: Callable[[], Made]
+    large_size: str
     contenders: tuple[Contender, ...] = field(default=())
 
-    def plain(self, is_tiny: bool) -> Plain:
+    def plain(self, is_tiny: bool, device: torch.device = _CPU) -> Plain:
         """What a plain step leaves, and its peak."""
-        return Plain(Case(self.name, self.tiny if is_tiny else self.make))
+        make = self.make if device.type == "cpu" else self.large
+        return Plain(Case(self.name, self.tiny if is_tiny else make), device)
+
+    def size_on(self, is_tiny: bool, device: torch.device = _CPU) -> str:
+        """How large it is there."""
+        usual = self.size if device.type == "cpu" else self.large_size
+        return "tiny" if is_tiny else usual
 
 
 def _checkpointed(modules: Sequence[nn.Module]) -> None:
@@ -126,9 +138,9 @@ def _in_chunks(model: Any, length: int) -> None:
     model.forward = forward
 
 
-def _nn_lstm(steps: int, batch: int, width: int) -> Made:
+def _nn_lstm(steps: int, batch: int, width: int, dropout: float = 0.2) -> Made:
     x = torch.randn(steps, batch, width)
-    model = nn.LSTM(width, width, num_layers=6, dropout=0.2)
+    model = nn.LSTM(width, width, num_layers=6, dropout=dropout)
     return model, lambda m: m(x)[0].square().mean()
 
 
@@ -145,7 +157,9 @@ def _unet_blocks(model: Any) -> list[nn.Module]:
 def _gan(batch: int, width: int, unrolled_steps: int) -> Made:
     model = nn.ModuleList([gan.Generator(32, width), gan.Discriminator(width)])
     noise = torch.randn(batch, 32)
-    real = gan.ring_of_gaussians(batch, torch.Generator().manual_seed(0))
+    with _CPU:
+        real = gan.ring_of_gaussians(batch, torch.Generator().manual_seed(0))
+    real = real.to(noise.device)
 
     def loss(m: Any) -> torch.Tensor:
         losses = gan.unrolled_losses(m[0], m[1], real, noise, unrolled_steps, 0.01)
@@ -162,6 +176,8 @@ PROGRAMS = {
             "6 residual blocks of 16 and 32 channels, batch 16, 64 x 64",
             lambda: small.resnet(batch=16, size=64),
             lambda: small.resnet(),
+            lambda: small.resnet(batch=128, size=128),
+            "6 residual blocks of 16 and 32 channels, batch 128, 128 x 128",
             _blocks(_resnet_blocks),
         ),
         Program(
@@ -169,6 +185,8 @@ PROGRAMS = {
             "4 blocks of width 256 with dropout, 2 x 256 tokens",
             lambda: small.gpt(batch=2, length=256, width=256),
             lambda: small.gpt(),
+            lambda: small.gpt(batch=8, length=1024, width=1024),
+            "4 blocks of width 1024 with dropout, 8 x 1024 tokens",
             _blocks(_gpt_blocks),
         ),
         Program(
@@ -176,6 +194,8 @@ PROGRAMS = {
             "100 steps written out, width 256, batch 64",
             lambda: _lstm(100, 64, 256),
             lambda: _lstm(20, 8, 16),
+            lambda: _lstm(100, 1024, 1024),
+            "100 steps written out, width 1024, batch 1024",
             (
                 Contender("10 steps at once", lambda model: _in_chunks(model, 10)),
                 Contender("2 steps at once", lambda model: _in_chunks(model, 2)),
@@ -186,18 +206,25 @@ PROGRAMS = {
             "6 layers of width 128 with dropout, 50 steps, batch 32",
             lambda: _nn_lstm(50, 32, 128),
             lambda: _nn_lstm(10, 4, 32),
+            # cuDNN seeds dropout once in a process: not even plain steps would be equal.
+            lambda: _nn_lstm(100, 256, 512, dropout=0.0),
+            "6 layers of width 512 without dropout, 100 steps, batch 256",
         ),
         Program(
             "treelstm-64",
             "a random tree of 64 nodes, width 256, batch 64",
             lambda: small.treelstm(64, 64, 256),
             lambda: small.treelstm(20),
+            lambda: small.treelstm(64, 1024, 1024),
+            "a random tree of 64 nodes, width 1024, batch 1024",
         ),
         Program(
             "unet",
             "width 16, batch 2, 96 x 96",
             lambda: _unet(2, 96, 16),
             lambda: _unet(4, 64, 4),
+            lambda: _unet(8, 256, 64),
+            "width 64, batch 8, 256 x 256",
             _blocks(_unet_blocks),
         ),
         Program(
@@ -205,6 +232,8 @@ PROGRAMS = {
             "10 steps ahead, width 256, batch 256",
             lambda: _gan(256, 256, 10),
             lambda: _gan(16, 32, 3),
+            lambda: _gan(4096, 1024, 10),
+            "10 steps ahead, width 1024, batch 4096",
         ),
     )
 }
@@ -224,25 +253,30 @@ def parse_names(names: Sequence[str], otherwise: Sequence[str]) -> list[Program]
     return [PROGRAMS[name] for name in names or otherwise]
 
 
+def budget(plain: Plain, limit: int) -> AbstractContextManager[Any]:
+    """The runtime in a budget on the program's device."""
+    return dtr.budget(limit, device=plain.device)
+
+
 def timed(
     plain: Plain,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     wrap: Callable[[nn.Module], None] | None = None,
 ) -> float:
-    """Seconds of CPU time that a step of a fresh copy of the model takes in a context.
+    """Seconds that a step of a fresh copy of the model takes in a context (`common.read_clock`).
 
     Infinite where its budget does not do.
     """
     model = copy.deepcopy(plain.model)
     if wrap is not None:
         wrap(model)
-    start = time.process_time()
+    start = read_clock(plain.device)
     try:
         with context():
             step(model, plain.loss)
     except BudgetError:
         return math.inf
-    return time.process_time() - start
+    return read_clock(plain.device) - start
 
 
 def medians(actions: Sequence[Callable[[], float]], rounds: int) -> list[float]:
@@ -258,7 +292,7 @@ def metered(plain: Plain, wrap: Callable[[nn.Module], None]) -> tuple[int, str]:
         wrap(model)
         if not is_last:
             step(model, plain.loss)
-    with memory.meter("cpu") as meter:
+    with memory.meter(plain.device) as meter:
         value = step(model, plain.loss)
     left = results(model, value)
     buffers = len(list(model.buffers()))

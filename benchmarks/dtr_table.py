@@ -2,10 +2,11 @@
 
 For each program and shares of its plain peak: the allocator's peak as a share of the budget, the
 CPU time as a multiple of the plain one (medians of runs in turn, one thread), and operators run
-again. "least" is the smallest share, in steps of 5 %, at which the program finishes. Below, where a
-model has blocks: `torch.utils.checkpoint` on them, and the runtime in a budget of the peak that
-this has. What checkpointing leaves is compared too: its recomputation updates the statistics of
-batch normalisations once more.
+again. On CUDA sizes are larger, and times are wall time of a step that is waited for at its end
+only, in a stream of its own. "least" is the smallest share, in steps of 5 %, at which the program
+finishes. Below, where a model has blocks: `torch.utils.checkpoint` on them, and the runtime in a
+budget of the peak that this has. What checkpointing leaves is compared too: its recomputation
+updates the statistics of batch normalisations once more.
 
 `--ablation`: what each mechanism of the runtime is worth (`dtr_ablation.py`). Name some programs to
 see only those; `--tiny` tries the tables out on small sizes.
@@ -15,13 +16,15 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from contextlib import nullcontext
 from functools import partial
 
 import torch
+from common import open_device
 from dtr_ablation import ABLATED, ablation
-from dtr_cases import PROGRAMS, Plain, Program, medians, metered, parse_names, timed
+from dtr_ablation import ROUNDS as ABLATION_ROUNDS
+from dtr_cases import PROGRAMS, Plain, Program, budget, medians, metered, parse_names, timed
 
-from rotor import dtr
 from rotor.errors import BudgetError
 
 SHARES = (0.8, 0.6, 0.4)
@@ -50,20 +53,23 @@ def row(label: str, share: float, plain: Plain, limit: int, slowdown: float) -> 
     )
 
 
-def by_shares(plain: Plain) -> None:
+def by_shares(plain: Plain, rounds: int) -> None:
     """Rows for shares of the plain peak."""
-    least = next(k / 20 for k in range(1, 21) if runs(plain, k / 20))
+    least = next((k / 20 for k in range(1, 21) if runs(plain, k / 20)), None)
+    if least is None:
+        print("  does not finish in its plain peak", flush=True)
+        return
     # What is evicted depends on measured times: near the least, a share may fail now and then.
     shares = [1.0, *(s for s in SHARES if s > least and runs(plain, s)), least]
     limits = [int(plain.peak_bytes * share) for share in shares]
-    steps = [partial(timed, plain, partial(dtr.budget, limit)) for limit in limits]
-    base, *times = medians([partial(timed, plain), *steps], ROUNDS)
+    steps = [partial(timed, plain, partial(budget, plain, limit)) for limit in limits]
+    base, *times = medians([partial(timed, plain), *steps], rounds)
     for share, limit, took in zip(shares, limits, times, strict=True):
         label = "budget, least" if share == least else "budget"
         print(row(label, share, plain, limit, took / base), flush=True)
 
 
-def beside_checkpoint(program: Program, plain: Plain) -> None:
+def beside_checkpoint(program: Program, plain: Plain, rounds: int) -> None:
     """Rows for `torch.utils.checkpoint`, and for the runtime at the same peaks."""
     for contender in program.contenders:
         limit, equal = metered(plain, contender.wrap)
@@ -72,9 +78,9 @@ def beside_checkpoint(program: Program, plain: Plain) -> None:
             [
                 partial(timed, plain),
                 partial(timed, plain, wrap=contender.wrap),
-                partial(timed, plain, partial(dtr.budget, limit)),
+                partial(timed, plain, partial(budget, plain, limit)),
             ],
-            ROUNDS,
+            rounds,
         )
         print(f"{contender.label:26}{share:6.2f}{limit / 1e3:11.0f}{'':13}{theirs / base:7.2f}"
               f"{'':7}  {equal}")  # fmt: skip
@@ -87,22 +93,34 @@ def main() -> None:
     parser.add_argument("programs", nargs="*", help=", ".join(PROGRAMS))
     parser.add_argument("--ablation", action="store_true", help="leave out mechanisms in turn")
     parser.add_argument("--tiny", action="store_true", help="small sizes")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--rounds", type=int, help=f"{ROUNDS}, of the ablation {ABLATION_ROUNDS}")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    device = open_device(arguments.device)
+    on_cuda = device.type == "cuda"
+    with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
+        show(arguments, device)
+
+
+def show(arguments: argparse.Namespace, device: torch.device) -> None:
+    """The table of the programs, or those of the ablation."""
     if arguments.ablation:
         for program in parse_names(arguments.programs, ABLATED):
-            ablation(program, program.plain(arguments.tiny))
+            plain = program.plain(arguments.tiny, device)
+            ablation(program, plain, arguments.rounds or ABLATION_ROUNDS)
         return
+    rounds = arguments.rounds or ROUNDS
     print(
         f"{'':26}{'share':>6}{'budget kB':>11}{'peak/budget':>13}{'time':>7}{'again':>7}  equal",
         flush=True,
     )
     for program in parse_names(arguments.programs, list(PROGRAMS)):
-        print(f"{program.name}: {'tiny' if arguments.tiny else program.size}", flush=True)
-        plain = program.plain(arguments.tiny)
-        by_shares(plain)
-        beside_checkpoint(program, plain)
+        print(f"{program.name}: {program.size_on(arguments.tiny, device)}", flush=True)
+        plain = program.plain(arguments.tiny, device)
+        by_shares(plain, rounds)
+        beside_checkpoint(program, plain, rounds)
 
 
 if __name__ == "__main__":

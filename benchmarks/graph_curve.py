@@ -13,7 +13,14 @@ import warnings
 
 import numpy as np
 import torch
-from common import Contender, cross_entropy, interleaved_times, keep_freed_memory, step_peak_bytes
+from common import (
+    Contender,
+    cross_entropy,
+    interleaved_times,
+    keep_freed_memory,
+    open_device,
+    step_peak_bytes,
+)
 from graph_truth import Case, cases, planned
 
 import rotor
@@ -23,7 +30,7 @@ from rotor.report.text import table
 def run(case: Case, points: int, rounds: int) -> tuple[float, float]:
     """The largest relative errors of bytes and seconds at one model's points; prints them."""
     torch.manual_seed(0)
-    start = case.make().train()
+    start = case.start()
     chk = rotor.Checkpointable(copy.deepcopy(start), engine="graph", loss_fn=cross_entropy)
     chk.measure(case.batch[0], targets=(case.batch[1],))
     curve = chk.curve()
@@ -74,13 +81,16 @@ def main() -> None:
     parser.add_argument("models", nargs="*", help="parts of names; all by default")
     parser.add_argument("--points", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--shrink", type=int, default=1, help="divide the batches by this")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    device = open_device(arguments.device)
     keep_freed_memory()
     words = [word.lower() for word in arguments.models]
     chosen = [
         case
-        for case in cases(torch.device("cpu"))
+        for case in cases(device, arguments.shrink)
         if not words or any(word in case.name.lower() for word in words)
     ]
     if max(run(case, arguments.points, arguments.rounds)[0] for case in chosen) > 0.01:

@@ -5,7 +5,8 @@ peak, the loss captured. The first planned step is metered, its numbers compared
 model's; then plain, planned and stock steps are timed in turn. Stock are ``torch.utils.checkpoint``
 for each block and ``activation_memory_budget`` of ``torch.compile`` on the FX backend: for each, a
 program of ours is planned at its measured peak. One row for each; a stock contender that fails says
-how. Predictions are ratios to our own program without recomputation, which has the first row.
+how. Predictions are ratios to our own program without recomputation, which has the first row. On
+CUDA models and batches are larger, and times are of CUDA events.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from common import (
     find_blocks,
     interleaved_times,
     keep_freed_memory,
+    open_device,
     step_peak_bytes,
     token_batch,
     train_step,
@@ -64,10 +66,10 @@ class Block(nn.Module):
 class Language(nn.Module):
     """Blocks between an embedding and its transpose."""
 
-    def __init__(self, width: int, blocks: int, words: int) -> None:
+    def __init__(self, width: int, blocks: int, words: int, heads: int = 4) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList([Block(width, 4) for _ in range(blocks)])
+        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(blocks)])
         self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -122,26 +124,43 @@ class Case:
     make: Callable[[], nn.Module]
     batch: Batch
 
+    def start(self) -> nn.Module:
+        """A model in training mode, where its batch is."""
+        return self.make().train().to(self.batch[0].device)
 
-def cases(device: torch.device) -> list[Case]:
-    """Five models whose steps take about a second on one core."""
+
+def cases(device: torch.device, shrink: int = 1) -> list[Case]:
+    """Five models whose steps take about a second on one core, or fill a GPU.
+
+    Batches are divided by `shrink`.
+    """
+
+    def images(count: int) -> Batch:
+        return classification_batch(max(count // shrink, 1), 128, device, 10)
+
+    if device.type != "cpu":
+        gpt, tokens = (768, 12, 8192, 12), token_batch(max(8 // shrink, 1), 512, 8192, device)
+        counts, width = {"18": 256, "50": 128, "unet": 32, "densenet": 128}, 64
+    else:
+        gpt, tokens = (256, 6, 1000, 4), token_batch(max(8 // shrink, 1), 128, 1000, device)
+        counts, width = {"18": 16, "50": 8, "unet": 8, "densenet": 8}, 24
     return [
-        Case("GPT, 6 blocks", lambda: Language(256, 6, 1000), token_batch(8, 128, 1000, device)),
+        Case(f"GPT, {gpt[1]} blocks", lambda: Language(*gpt), tokens),
         Case(
             "ResNet-18",
             lambda: rotor.resnet.resnet18(num_classes=10),
-            classification_batch(16, 128, device, 10),
+            images(counts["18"]),
         ),
         Case(
             "ResNet-50",
             lambda: rotor.resnet.resnet50(num_classes=10),
-            classification_batch(8, 128, device, 10),
+            images(counts["50"]),
         ),
-        Case("U-Net", lambda: UNet(24), classification_batch(8, 128, device, 10)),
+        Case("U-Net", lambda: UNet(width), images(counts["unet"])),
         Case(
             "DenseNet-121",
             lambda: rotor.densenet.densenet121(num_classes=10),
-            classification_batch(8, 128, device, 10),
+            images(counts["densenet"]),
         ),
     ]
 
@@ -228,8 +247,8 @@ def fx_backend() -> Any:
     )
 
 
-def stock(start: nn.Module, batch: Batch) -> list[tuple[Row, Any]]:
-    """Checkpointing by blocks, and the memory budget of the stock partitioner."""
+def stock(start: nn.Module, batch: Batch, most: int = 3) -> list[tuple[Row, Any]]:
+    """Checkpointing by blocks, and the memory budget of the stock partitioner; the first ones."""
     found: list[tuple[Row, Any]] = []
     plain = copy.deepcopy(start)
     torch.manual_seed(1)
@@ -238,7 +257,7 @@ def stock(start: nn.Module, batch: Batch) -> list[tuple[Row, Any]]:
     for budget in (0.7, 0.4):
         compiled = torch.compile(copy.deepcopy(start), backend=fx_backend(), dynamic=False)
         made.append((f"memory budget {budget}", budget, compiled))  # type: ignore[arg-type]
-    for name, budget, model in made:
+    for name, budget, model in made[:most]:
         row = Row(name)
         inner = getattr(model, "model", getattr(model, "_orig_mod", model))
         try:
@@ -256,10 +275,10 @@ def stock(start: nn.Module, batch: Batch) -> list[tuple[Row, Any]]:
     return found
 
 
-def run(case: Case, fractions: list[float], rounds: int, effort: str) -> bool:
+def run(case: Case, fractions: list[float], rounds: int, effort: str, most: int = 3) -> bool:
     """Judge one model; prints a table."""
     torch.manual_seed(0)
-    start = case.make().train()
+    start = case.start()
     peak = step_peak_bytes(copy.deepcopy(start), case.batch)
     # Twice the plain peak holds every activation.
     entries: list[tuple[Row, Any]] = [judge(start, case.batch, 2 * peak, "ours, all kept", effort)]
@@ -271,7 +290,7 @@ def run(case: Case, fractions: list[float], rounds: int, effort: str) -> bool:
         except rotor.InfeasibleError as error:
             least = f"ours, {fraction:.0%}: needs {error.minimum_bytes / peak:.0%}"
             entries.append((Row(least), None))
-    for row, model in stock(start, case.batch):
+    for row, model in stock(start, case.batch, most):
         entries.append((row, model))
         if model is not None:
             try:
@@ -322,13 +341,17 @@ def main() -> None:
     parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--effort", default="fast")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--shrink", type=int, default=1, help="divide the batches by this")
+    parser.add_argument("--stock", type=int, default=3, help="how many stock contenders")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    device = open_device(arguments.device)
     keep_freed_memory()
     words = [word.lower() for word in arguments.models]
     results = [
-        run(case, arguments.fractions, arguments.rounds, arguments.effort)
-        for case in cases(torch.device("cpu"))
+        run(case, arguments.fractions, arguments.rounds, arguments.effort, arguments.stock)
+        for case in cases(device, arguments.shrink)
         if not words or any(word in case.name.lower() for word in words)
     ]
     if not all(results):

@@ -5,7 +5,7 @@ ready, as a share of the backward: the eager model's, ours, and ours with all gr
 of the backward, as a compiled graph gives them. What is sent early travels while the rest is
 computed; the share of overlap kept is the mean time that is left after a bucket, against eager's.
 
-    python benchmarks/overlap.py
+    python benchmarks/overlap.py [--layers 6] [--steps 7]
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from torch.nn.parallel import DistributedDataParallel
 import rotor
 
 PROCESSES = 2
-STEPS = 7
+WARM_STEPS = 3
 BUCKET_MB = 1.0
 SHARE = 0.6
 """The limit, as a share of what the step takes without recomputation."""
 
 
-def build() -> tuple[torch.nn.Module, torch.Tensor]:
+def build(layers: int) -> tuple[torch.nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    settings = {"vocab_size": 512, "context_length": 64, "layers": 6, "heads": 4, "width": 128}
+    settings = {"vocab_size": 512, "context_length": 64, "layers": layers, "heads": 4, "width": 128}
     return gpt("gpt2", **settings), torch.randint(0, 512, (16, 64))
 
 
-def ready(model: torch.nn.Module, ids: torch.Tensor) -> tuple[list[float], float]:
+def ready(model: torch.nn.Module, ids: torch.Tensor, steps: int) -> tuple[list[float], float]:
     """Per bucket the share of the backward after which it is ready; seconds of a backward."""
     times: list[float] = []
     ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
@@ -54,27 +54,28 @@ def ready(model: torch.nn.Module, ids: torch.Tensor) -> tuple[list[float], float
 
     ddp.register_comm_hook(None, note)
     shares, seconds = [], []
-    for step in range(STEPS):
+    for step in range(WARM_STEPS + steps):
         times.clear()
         loss = ddp(ids).square().mean()
         begin = time.perf_counter()
         loss.backward()
         took = time.perf_counter() - begin
-        if step > 2:
+        if step >= WARM_STEPS:
             shares.append([(moment - begin) / took for moment in times])
             seconds.append(took)
     return [median(column) for column in zip(*shares, strict=True)], median(seconds)
 
 
-def work(rank: int, folder: Path) -> None:
+def work(options: argparse.Namespace) -> None:
+    rank, folder = options.rank, Path(options.folder)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES
     )
     found = {}
-    model, ids = build()
-    found["eager"] = ready(model, ids)
+    model, ids = build(options.layers)
+    found["eager"] = ready(model, ids, options.steps)
     for name in ("planned", "planned, gradients at the end"):
-        model, ids = build()
+        model, ids = build(options.layers)
         chk = rotor.Checkpointable(model, engine="graph")
         chk.measure(ids)
         curve = chk.curve(8)
@@ -82,7 +83,7 @@ def work(rank: int, folder: Path) -> None:
         if name.endswith("end"):
             for step in chk._steps.values():
                 step.owners = None
-        found[name] = ready(chk, ids)
+        found[name] = ready(chk, ids, options.steps)
         found[name] = (*found[name], chk.mem_limit, chk._latest.measured_bytes)
     dist.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
@@ -91,13 +92,21 @@ def work(rank: int, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--layers", type=int, default=6, help="blocks of the model")
+    parser.add_argument("--steps", type=int, default=4, help="steps that are timed")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.rank is not None:
+        work(options)
+        return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__]
+        sizes = ["--layers", str(options.layers), "--steps", str(options.steps)]
+        command = [sys.executable, __file__, *sizes, "--folder", name]
         running = [
-            subprocess.Popen([*command, "--rank", str(rank), name], env=environment)
+            subprocess.Popen([*command, "--rank", str(rank)], env=environment)
             for rank in range(PROCESSES)
         ]
         if any(process.wait() for process in running):
@@ -117,7 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        work(int(sys.argv[2]), Path(sys.argv[3]))
-    else:
-        main()
+    main()

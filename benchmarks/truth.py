@@ -18,6 +18,7 @@ from common import (
     cross_entropy,
     equal_gradients,
     equal_states,
+    open_device,
     step_peak_bytes,
     train_step,
 )
@@ -135,7 +136,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS)
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    device = open_device(arguments.device)
     results = [
         run(case, device, captured, arguments.fractions)
         for case in chosen(device, arguments.models)

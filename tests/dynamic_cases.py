@@ -79,7 +79,7 @@ class _Layer(nn.Module):
         batch, length, width = x.shape
         parts = self.qkv(self.norm(x)).split(width, 2)
         q, k, v = (p.view(batch, length, self.heads, -1).transpose(1, 2) for p in parts)
-        mask = torch.ones(length, length, dtype=torch.bool).triu(1)
+        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         weights = (q @ k.transpose(-2, -1) / 8).masked_fill(mask, float("-inf")).softmax(-1)
         mixed = F.dropout(weights, 0.1, self.training) @ v
         mixed = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
@@ -96,7 +96,7 @@ class _Gpt(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
+        y = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         y = F.dropout(y, 0.1, self.training)
         for layer in self.layers:
             y = layer(y)
@@ -242,7 +242,10 @@ def step(model: nn.Module, loss: Loss, seed: int = 3) -> torch.Tensor:
 def results(model: nn.Module, value: torch.Tensor) -> list[torch.Tensor | None]:
     """Everything that a step leaves behind."""
     gradients = [parameter.grad for parameter in model.parameters()]
-    return [value, *gradients, *model.buffers(), torch.get_rng_state()]
+    state = torch.get_rng_state()
+    if value.is_cuda:
+        state = torch.cat([state, torch.cuda.get_rng_state(value.device)])
+    return [value, *gradients, *model.buffers(), state]
 
 
 def same(a: list[Any], b: list[Any]) -> bool:
@@ -256,12 +259,14 @@ def same(a: list[Any], b: list[Any]) -> bool:
 class Plain:
     """What a plain step leaves, and its peak above the level at its start."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
         torch.manual_seed(1)
-        self.model, self.loss = case.make()
+        with self.device:
+            self.model, self.loss = case.make()
         step(copy.deepcopy(self.model), self.loss)
         model = copy.deepcopy(self.model)
-        with memory.meter("cpu") as meter:
+        with memory.meter(self.device) as meter:
             value = step(model, self.loss)
         self.results = results(model, value)
         self.peak_bytes = meter.peak_bytes
@@ -271,9 +276,10 @@ class Plain:
 
         The step before teaches the runtime what operators take: a meter keeps it from looking.
         """
+        settings |= {"device": self.device}
         with dtr.budget(limit, **settings):
             step(copy.deepcopy(self.model), self.loss)
         model = copy.deepcopy(self.model)
-        with memory.meter("cpu") as meter, dtr.budget(limit, **settings) as session:
+        with memory.meter(self.device) as meter, dtr.budget(limit, **settings) as session:
             value = step(model, self.loss)
         return same(self.results, results(model, value)), meter.peak_bytes, session.stats

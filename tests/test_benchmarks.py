@@ -5,10 +5,17 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import common
+import dtr_cases
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -32,16 +39,20 @@ def options(**given):
 
 
 def test_every_benchmark_exists():
-    listed = [one.script for one in run_all.BENCHMARKS]
-    assert len(set(listed)) == len(listed)
-    assert set(listed) <= {path.name for path in FOLDER.glob("*.py")}
+    names = [one.name for one in run_all.BENCHMARKS]
+    assert len(set(names)) == len(names)
+    listed = {one.script for one in run_all.BENCHMARKS}
+    assert listed <= {path.name for path in FOLDER.glob("*.py")}
+    assert {"overlap.py", "sharded.py", "dtr_table.py", "graph_curve.py"} <= listed
 
 
 def test_what_is_run():
     full, quick = run_all.chosen(options()), run_all.chosen(options(quick=True))
     assert [entry[0] for entry in full] == [entry[0] for entry in quick]
     assert all(" " in question for _, question, _, _ in full)
-    assert all(len(entry[2]) == 1 for entry in full)
+    by_name = {name: command for name, _, command, _ in full}
+    assert by_name.pop("dtr_table.py --ablation") == ["benchmarks/dtr_table.py", "--ablation"]
+    assert all(command == [f"benchmarks/{name}"] for name, command in by_name.items())
     assert all(limit <= 600 for *_, limit in quick)
     some = run_all.chosen(options(quick=True, only=["demo"]))
     assert [entry[2] for entry in some] == [
@@ -49,12 +60,88 @@ def test_what_is_run():
     ]
     for one in run_all.BENCHMARKS:
         source = (FOLDER / one.script).read_text(encoding="utf-8")
-        given = {word for word in (*one.quick, *(one.gpu or ())) if word.startswith("--")}
+        words = (*one.quick, *one.full, *(one.gpu or ()))
+        given = {word for word in words if word.startswith("--")}
         assert all(f'add_argument("{word}"' in source for word in given), one.script
     on_device = run_all.chosen(options(gpu=True))
     assert on_device[0][2] == ["-m", "pytest", "-q", "tests/gpu"]
     assert all("--device cuda" in " ".join(command) for _, _, command, _ in on_device[1:])
-    assert run_all.GPU_SECONDS < 600
+    assert {"dtr_table.py", "graph_truth.py", "graph_curve.py"} <= {entry[0] for entry in on_device}
+    assert sum(limit for *_, limit in on_device) <= run_all.GPU_SECONDS < 600
+
+
+ON_DEVICES = [one.script for one in run_all.BENCHMARKS if one.gpu is not None]
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "tpu", "meta"])
+def test_devices_that_are_not_there(name):
+    with pytest.raises(SystemExit, match=f"--device.*{name}"):
+        common.open_device(name)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_devices_make_steps_repeatable(monkeypatch):
+    """On CUDA, which is only pretended here."""
+    assert common.open_device("cpu") == torch.device("cpu")
+    assert not torch.are_deterministic_algorithms_enabled()
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    try:
+        assert common.open_device("cuda") == torch.device("cuda", 0)
+        assert common.open_device("cuda:1") == torch.device("cuda", 1)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.backends.cudnn.deterministic
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert chosen == [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize("name", ["dtr_table", "dtr_overhead", "graph_truth", "graph_curve"])
+def test_scripts_refuse_what_is_no_device(name, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--device", "tpu"])
+    with pytest.raises(SystemExit, match="--device takes cpu, cuda"):
+        script(name).main()
+
+
+def test_sizes_on_devices():
+    """What is no CPU gets larger batches, and the models of the tables have sizes for it."""
+    graphs = script("graph_truth")
+    small, large = (graphs.cases(torch.device(name)) for name in ("cpu", "meta"))
+    for a, b in zip(small, large, strict=True):
+        assert b.batch[0].is_meta
+        assert b.batch[0].numel() >= 4 * a.batch[0].numel(), a.name
+    assert [case.batch[0].shape[0] for case in graphs.cases(torch.device("cpu"), 4)] == [
+        case.batch[0].shape[0] // 4 for case in small
+    ]
+    assert len(list(large[0].make().parameters())) > len(list(small[0].make().parameters()))
+    for program in dtr_cases.PROGRAMS.values():
+        sizes = program.size_on(False), program.size_on(False, torch.device("cuda"))
+        assert len({*sizes, program.size_on(True)}) == 3
+
+
+@pytest.mark.parametrize("name", dtr_cases.PROGRAMS)
+def test_programs_make_nothing_on_other_devices(name):
+    """A tensor on the CPU among those of a GPU would end the script there."""
+    with torch.device("meta"):
+        large, _ = dtr_cases.PROGRAMS[name].large()
+        model, loss = dtr_cases.PROGRAMS[name].tiny()
+    assert all(parameter.is_meta for parameter in large.parameters())
+    value = loss(model)
+    assert value.is_meta
+    assert value.shape == ()
+
+
+def test_the_clock_moves():
+    start = common.read_clock(torch.device("cpu"))
+    torch.ones(1000).sort()
+    assert common.read_clock(torch.device("cpu")) > start
 
 
 TEXT = """

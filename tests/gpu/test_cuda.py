@@ -39,14 +39,6 @@ def _peak(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> int:
     return meter.peak_bytes
 
 
-@pytest.fixture(autouse=True)
-def _deterministic():
-    before = torch.backends.cudnn.deterministic
-    torch.backends.cudnn.deterministic = True
-    yield
-    torch.backends.cudnn.deterministic = before
-
-
 @pytest.mark.parametrize("fraction", [0.9, 0.6, 0.45])
 def test_limit_and_equality(fraction):
     model = _model()
