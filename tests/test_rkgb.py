@@ -286,7 +286,7 @@ def test_programs_above_the_limit_are_refused(planned, rows):
 def test_reports(planned, tmp_path):
     page = write_report(planned, tmp_path / "report.html").read_text(encoding="utf-8")
     for row in ("limit", "peak, predicted", "peak, measured", "recomputation"):
-        assert f"<td>{row}</td>" in page
+        assert f"<dt>{row}</dt>" in page
     assert "Recomputed most" in page
     assert ">forward</td>" in page
     chain = rotor.Checkpointable(nn.Sequential(nn.Linear(2, 2)))
