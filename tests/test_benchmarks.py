@@ -192,6 +192,7 @@ def test_runs_end_in_time_and_are_written(tmp_path, capsys):
     assert late.seconds < 60
     assert "so far" in capsys.readouterr().out
     known = {"versions": {"rotor": "1", "torch": None}, "commit": "abc", "processor": "Z80"}
+    known["devices"] = [{"name": "cpu", "model": "x"}, {"name": "cuda:0", "model": "H1"}]
     run_all.write(tmp_path / "new", "quick", [good, bad, late], known, "2000-01-01T00:00:00")
     data = json.loads((tmp_path / "new" / "quick.json").read_text(encoding="utf-8"))
     assert (data["format"], data["version"]) == ("rotor.benchmarks", 1)
@@ -199,7 +200,7 @@ def test_runs_end_in_time_and_are_written(tmp_path, capsys):
     assert [one["status"] for one in data["runs"]] == ["ok", "failed", "cut short"]
     assert data["runs"][0]["tables"][0]["rows"][0] == [0.9, 1.035, "yes"]
     page = (tmp_path / "new" / "quick.md").read_text(encoding="utf-8")
-    assert "commit abc; Z80; rotor 1." in page
+    assert "commit abc; Z80; H1; rotor 1." in page
     assert "| bad | ? | failed |" in page
     assert "ResNet: plain peak 3 MB" in page
 
