@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
 from functools import cache
 from pathlib import Path
 
 import pytest
-from dynamic_cases import Plain
+import torch
+from dynamic_cases import Plain, step
 
+from rotor import dtr
 from rotor.errors import MemoryLimitWarning
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -69,6 +72,19 @@ def test_a_step_that_takes_too_long_is_ended():
     program = plain("gpt")
     with pytest.raises(dtr_ablation.TooSlow):
         dtr_ablation.run(program, 10**9, dtr_ablation.VARIANTS[0], 0.001)
+
+
+def test_on_cuda_wall_time_ends_a_step():
+    program = plain("gpt")
+    model = copy.deepcopy(program.model)
+
+    def steps() -> None:
+        with dtr_ablation._at_most(0.001, torch.device("cuda")), dtr.budget(10**9):
+            for _ in range(1000):
+                step(model, program.loss)
+
+    with pytest.raises(dtr_ablation.TooSlow):
+        steps()
 
 
 @pytest.mark.parametrize("name", [n for n, p in dtr_cases.PROGRAMS.items() if p.contenders])
