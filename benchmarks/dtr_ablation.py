@@ -117,15 +117,17 @@ def _textbook() -> list[Any]:
     return [*_recorded_backward(), *book()]
 
 
+_CLASSES = {"heuristic": "DTREqClass"}
+
 VARIANTS = (
     Variant("everything"),
     Variant("resize and copy instead of swapping", {"storage_swap": False}),
     Variant("temporaries not first", patches=_book(mixes_temporaries=True)),
-    Variant("classes never rebuilt", patches=_book(rebuild_every=0)),
+    Variant("DTREqClass, never rebuilt", _CLASSES, patches=_book(rebuild_every=0)),
     Variant("backward recorded", patches=_recorded_backward),
     Variant("thrashing not looked for", patches=_book(never_keep=True)),
-    Variant("none of these four", patches=_textbook),
-    Variant("classes rebuilt each time", patches=_book(rebuild_every=1)),
+    Variant("as published", _CLASSES, patches=_textbook),
+    Variant("DTREqClass, rebuilt each time", _CLASSES, patches=_book(rebuild_every=1)),
     Variant("no room for workspaces", patches=_needs(workspace_bytes=0)),
     Variant("room made afterwards", patches=_needs(made_bytes=0, workspace_bytes=0)),
     Variant("operators handled in Python", patches=_in_python),
@@ -133,6 +135,7 @@ VARIANTS = (
     Variant("no guard of reads", {"guard": False}),
     Variant("sampling", {"sample": True}),
     Variant("small tensors ignored", {"ignore_small": True}),
+    Variant("heuristic DTREqClass", _CLASSES),
     Variant("heuristic DTR", {"heuristic": "DTR"}),
     Variant("heuristic DTRLocal", {"heuristic": "DTRLocal"}),
     Variant("heuristic MSPS", {"heuristic": "MSPS"}),

@@ -59,7 +59,7 @@ def beside(run: Callable[[], Any], share: float) -> tuple[Any, Any, int]:
         limit = int(session.stats.peak_bytes * share)
         del held
     file = io.BytesIO()
-    with dtr.budget(limit, strict=False) as session:
+    with dtr.budget(limit, heuristic="DTREqClass", strict=False) as session:
         log = dtr.ProgramLog(simrd.LogWriter(file), session.bytes_of)
         session.observer = log
         held = run()

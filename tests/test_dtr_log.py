@@ -23,7 +23,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:leaving the context brought back"),
     pytest.mark.filterwarnings("ignore:the budget of"),
 ]
-HEURISTICS = ["DTR", "DTRLocal", "DTRUnopt", "MSPS", "LRU", "LargestStorage", "AbStale", "AbESize"]
+HEURISTICS = [
+    *("DTR", "DTRAncestors", "DTRLocal", "DTRUnopt", "MSPS"),
+    *("LRU", "LargestStorage", "AbStale", "AbESize"),
+]
 REBUILD_EVERY = 16
 
 

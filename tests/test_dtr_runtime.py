@@ -65,7 +65,7 @@ def test_storages_are_swapped_or_resized(name, swap):
 
 
 @pytest.mark.parametrize(
-    "heuristic", ["DTR", "DTRLocal", "MSPS", "LRU", "LargestStorage", "DTRUnopt"]
+    "heuristic", ["DTR", "DTREqClass", "DTRLocal", "MSPS", "LRU", "LargestStorage", "DTRUnopt"]
 )
 def test_every_heuristic_gives_the_same_numbers(heuristic):
     expected = plain("gpt")
@@ -126,7 +126,7 @@ def test_optimizers(name, inside):
     assert same(*left)
 
 
-def steps_are_flat(count: int, heuristic: str = "DTREqClass") -> None:
+def steps_are_flat(count: int, heuristic: str = "DTRAncestors") -> None:
     torch.manual_seed(0)
     model, loss = treelstm(nodes=6, batch=4)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
@@ -150,7 +150,7 @@ def steps_are_flat(count: int, heuristic: str = "DTREqClass") -> None:
     assert last["footprint_bytes"] <= first["footprint_bytes"] * 1.5
 
 
-@pytest.mark.parametrize("heuristic", ["DTREqClass", "DTR"])
+@pytest.mark.parametrize("heuristic", ["DTRAncestors", "DTREqClass", "DTR"])
 def test_many_steps_leave_nothing_behind(heuristic):
     steps_are_flat(100, heuristic)
 

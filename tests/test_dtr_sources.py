@@ -145,5 +145,5 @@ def test_logs_have_the_copy():
     assert same(expected, found)
     text = file.getvalue()
     assert text.count(b'"rotor::copy"') == 1
-    result = simrd.simulate(simrd.parse(text), "DTREqClass", ratio=0.9, overhead_limit=math.inf)
+    result = simrd.simulate(simrd.parse(text), "DTRAncestors", ratio=0.9, overhead_limit=math.inf)
     assert result.status == "ok"

@@ -214,7 +214,7 @@ def test_registries():
     }
     ablation = ablation - {"Ab"} | {"AbRandom"}
     assert ablation <= set(heuristics.names())
-    assert len(heuristics.names()) == 24
+    assert len(heuristics.names()) == 25
     assert heuristics.get("DTREqClass").needs == {"classes"}
     assert heuristics.get("MSPS").needs == heuristics.get("AbESize").needs == {"regions"}
     assert heuristics.get("DTRUnopt").needs == frozenset()

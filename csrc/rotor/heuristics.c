@@ -10,6 +10,7 @@ static const rotor_heuristic_t heuristics[] = {
     {"DTRLocal", ROTOR_OWN, true, ROTOR_LAST_USE},
     {"DTRUnopt", ROTOR_UNION, true, ROTOR_NEIGHBOURHOOD_USE},
     {"MSPS", ROTOR_ANCESTORS, true, ROTOR_NO_STALENESS},
+    {"DTRAncestors", ROTOR_ANCESTORS, true, ROTOR_LAST_USE}, /* rotor's own */
     {"LRU", ROTOR_LAST_ACCESS, false, ROTOR_NO_STALENESS},
     {"LargestStorage", ROTOR_ONE, true, ROTOR_NO_STALENESS},
     {"RandomStorage", ROTOR_CHANCE, false, ROTOR_NO_STALENESS},

@@ -38,7 +38,7 @@ def _bytes_of_limit(limit: int | str | float | None) -> int | None:
 def budget(
     limit: int | str | float | None,
     *,
-    heuristic: str = "DTREqClass",
+    heuristic: str = "DTRAncestors",
     seed: int = 0,
     strict: bool = True,
     sample: bool = False,
@@ -60,7 +60,8 @@ def budget(
         Bytes, or text such as ``"2GiB"``, that may be allocated on the device above what was
         allocated on entry; ``None`` or infinity: no limit.
     heuristic
-        What to evict first, by the names of `rotor.simrd.heuristics`.
+        What to evict first, by the names of `rotor.simrd.heuristics`. "DTREqClass" is the published
+        default.
     seed
         Of heuristics that draw, and of `sample`.
     strict

@@ -140,6 +140,7 @@ def _begin(limit: int | None, device: torch.device | str | None) -> None:
     level_bytes = _level(found)
     context = budget(
         None if limit is None else _above(limit, level_bytes),
+        heuristic="DTREqClass",
         sample=_state.sample,
         ignore_small=_state.ignore_small,
         device=found,

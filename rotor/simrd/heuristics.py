@@ -29,6 +29,7 @@ _FORMULAS = {
     "DTRUnopt": "(c + what is evicted around it, each storage once) / (size * time since the last "
     "access to it or to any of these)",
     "MSPS": "(c + e_before) / size",
+    "DTRAncestors": "(c + e_before) / (size * stale)",
     "LRU": "time of its last access",
     "LargestStorage": "1 / size",
     "RandomStorage": "any storage, all alike",
@@ -44,7 +45,7 @@ _NUMERATORS = {
 
 @dataclass(frozen=True)
 class Heuristic:
-    """A published heuristic; `get` finds it by name.
+    """A heuristic; `get` finds it by name. All but "DTRAncestors", rotor's own, are published.
 
     Attributes
     ----------

@@ -282,7 +282,8 @@ static void test_exact_classes_against_walks(void) {
 /* The fast mode and the literal mode have to agree on every choice. */
 static void test_literal_mode_agrees(void) {
     static const char *const names[] = {"DTR",      "MSPS", "AbE",      "AbEStale", "AbESize",
-                                        "DTREqClass", "AbEq", "DTRUnopt", "DTRLocal"};
+                                        "DTREqClass", "AbEq", "DTRUnopt", "DTRLocal",
+                                        "DTRAncestors"};
     static int32_t fast[200000], literal[200000];
     for (size_t h = 0; h < sizeof(names) / sizeof(names[0]); h++) {
         for (uint32_t seed = 0; seed < 60; seed++) {

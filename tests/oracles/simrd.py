@@ -266,6 +266,7 @@ HEURISTICS: dict[str, tuple[type[Nothing], bool, bool]] = {
     "DTRLocal": (Nothing, True, True),
     "DTRUnopt": (Union, True, True),
     "MSPS": (Ancestors, True, False),
+    "DTRAncestors": (Ancestors, True, True),
     "LRU": (Nothing, False, False),
     "LargestStorage": (Unity, True, False),
     "RandomStorage": (Nothing, False, False),
