@@ -76,6 +76,11 @@ class ShardedParameter:
         return found
 
     @property
+    def whole(self) -> Any:
+        """The whole parameter, with or without memory; ``None`` before it was gathered first."""
+        return getattr(self._param, "_unsharded_param", None)
+
+    @property
     def slots(self) -> list[_torch.Slot]:
         """Where it stands in its modules: (the dictionary of the module, its name)."""
         info = self._param._module_info
@@ -112,8 +117,7 @@ class ShardedParameter:
         if self._param.unsharded_accumulated_grad is not None:
             found: torch.Tensor = self._param.unsharded_accumulated_grad
             return found
-        whole = getattr(self._param, "_unsharded_param", None)
-        return None if whole is None else whole.grad
+        return None if self.whole is None else self.whole.grad
 
     def take_gradients(self) -> tuple[Any, Any, Any]:
         """Take its gradients away: for `put_gradients`."""

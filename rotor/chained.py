@@ -20,7 +20,7 @@ from rotor.algorithms.sequence import Sequence as Schedule
 from rotor.algorithms.utils import DynamicAlgorithm, checked_slots
 from rotor.chain import Chain
 from rotor.checkpointable import Checkpointable, DefaultSlots
-from rotor.distributed import RankError, Ranks
+from rotor.distributed import Ranks
 from rotor.executor import Run, run_chain
 from rotor.inspection import Inspection, Measuring, measure
 from rotor.metering import StepBytes, cancel_running
@@ -34,8 +34,6 @@ from rotor.units import format_bytes, parse_bytes
 from rotor.values import tensors_of
 
 logger = logging.getLogger("rotor")
-
-_FAILED = 2
 
 
 class ChainCheckpointable(Checkpointable):
@@ -308,25 +306,10 @@ class ChainCheckpointable(Checkpointable):
         """
         if self._ranks is None:
             return self._key(arg, targets), False
-        try:
-            key = self._key(arg, targets)
-        except Exception:
-            self._ranks.exchange_ints(0, 0, _FAILED)
-            raise
-        if key not in self._digests:
-            self._digests[key] = tuple(map(together.key_digest, key))
-        mine = self._digests[key]
         is_behind = not self._inspections or any(p.outdated for p in self._plans.values())
-        found = self._ranks.exchange_ints(*mine, is_behind)
-        for rank, other in enumerate(found):
-            if other[2] == _FAILED:
-                raise RankError(f"rank {rank} cannot go on: the error that it raised says why")
-        if any(other[1] != mine[1] for other in found):
-            raise RankError(
-                "which parameters have gradients, or are reduced, differs between ranks: set "
-                "gradients to None, and set_requires_gradient_sync(), on all of them alike"
-            )
-        return ((key[0], tuple(other[0] for other in found)), key[1]), any(o[2] for o in found)
+        return together.key_of_all(
+            self._ranks, lambda: self._key(arg, targets), self._digests, is_behind
+        )
 
     def _inspect(self, key: Any, arg: Any, targets: Sequence[Any]) -> Inspection:
         stages, sharding, ranks = find_stages(self.module), self._sharding, self._ranks

@@ -16,6 +16,7 @@ from torch import nn
 from rotor import _inductor, _torch, memory
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.utils import checked_slots
+from rotor.distributed import sharers
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.metering import StepBytes, StepMeter, cancel_running
 from rotor.report.plot import plot_timeline
@@ -84,7 +85,8 @@ class Checkpointable(TransparentModule):
     mem_limit
         The most that one training step (forward, loss, backward) may have allocated on the
         model's device at any moment above the level at which its forward began: bytes, or text
-        such as "700MiB". ``None``: 90 % of what is free when the first training forward begins.
+        such as "700MiB". ``None``: 90 % of what is free when the first training forward begins,
+        divided by the processes of ``torchrun`` that share it.
     mem_slots
         Chains are planned on this many slots of memory. Where nobody gives a number, the exact
         solver is used where that is cheap, and 500 slots otherwise.
@@ -163,6 +165,8 @@ class Checkpointable(TransparentModule):
             from rotor.graphed_inductor import InductorCheckpointable as Chosen  # type: ignore[assignment]
         elif is_chain:
             from rotor.chained import ChainCheckpointable as Chosen  # type: ignore[assignment]
+        elif engine == "auto":
+            from rotor.graphed_blocks import BlockCheckpointable as Chosen  # type: ignore[assignment]
         else:
             from rotor.graphed import GraphCheckpointable as Chosen  # type: ignore[assignment]
         return cast(Self, Chosen.__new__(Chosen))
@@ -407,11 +411,16 @@ class Checkpointable(TransparentModule):
                 )
 
     def _limit_on(self, device: torch.device) -> int:
-        """The limit; 90 % of what is free now where nobody gave one."""
+        """The limit; 90 % of what is free now where nobody gave one, shared with other ranks."""
         if self.mem_limit is None:
-            limit = memory.free_bytes(device) * 9 // 10
+            count = sharers(device)
+            limit = memory.free_bytes(device) * 9 // 10 // count
             self.__dict__["mem_limit"] = limit
-            logger.info("no limit was given: 90 %% of free memory, %s", format_bytes(limit))
+            logger.info(
+                "no limit was given: 90 %% of free memory over %d processes, %s",
+                count,
+                format_bytes(limit),
+            )
         assert self.mem_limit is not None
         return self.mem_limit
 

@@ -9,6 +9,7 @@ show each other what they have measured, and one of them decides.
 from __future__ import annotations
 
 import hashlib
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
-__all__ = ["RankError", "Ranks", "agree", "digest"]
+__all__ = ["RankError", "Ranks", "agree", "digest", "sharers"]
 
 T = TypeVar("T")
 
@@ -171,6 +172,24 @@ class Ranks:
 def digest(value: Any) -> int:
     """A number, the same in every process, that stands for a value with a faithful ``repr``."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "little")
+
+
+def sharers(device: torch.device) -> int:
+    """How many processes of this training take from the same memory; 1 where nobody tells.
+
+    On the CPU all that run on this machine, on CUDA those of one device, as ``torchrun`` says in
+    ``LOCAL_WORLD_SIZE``.
+
+    Parameters
+    ----------
+    device
+        What this process trains on.
+    """
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not told.isdecimal() or not (distributed.is_available() and distributed.is_initialized()):
+        return 1
+    here = max(int(told), 1)
+    return here if device.type == "cpu" else -(-here // max(torch.cuda.device_count(), 1))
 
 
 def agree(

@@ -122,7 +122,7 @@ def _any_given(gradient: Sequence[torch.Tensor | None]) -> bool:
     return any(g is not None for g in gradient)
 
 
-_apply_handoff = _torch.bare_apply(_Handoff)
+apply_handoff = _torch.bare_apply(_Handoff)
 _apply_entry = _torch.bare_apply(_Entry)
 _apply_stage = _torch.bare_apply(_StageNode)
 _apply_boundary = _torch.bare_apply(_Boundary)
@@ -247,7 +247,7 @@ class Run:
             roots = flagged(y, self.flags[i + 1] or self._note(i, y))
             if not (len(roots) == 1 and roots[0].nbytes < _HANDOFF_BYTES):
                 cell = []
-                roots = [_apply_handoff(cell, self.token, *roots)]
+                roots = [apply_handoff(cell, self.token, *roots)]
         finally:
             _torch.set_grad_enabled(False)
         self.tapes[i] = (wanted, roots[0], cell)
@@ -338,6 +338,10 @@ class Run:
         self.x[tail] = None
         return value
 
+    def splits_backward(self) -> bool:
+        """Whether the backward that runs now leaves parameters' gradients to another one."""
+        return _torch.splits_backward(p for stage in self.parameters for p in stage)
+
     def take_gradient(self, gradient: list[torch.Tensor | None]) -> None:
         """Begin the backward with the gradients of the last activation.
 
@@ -358,7 +362,7 @@ class Run:
                 "first one. Call the model again before each backward; retain_graph=True works "
                 "only for the plain model (chk.module)"
             )
-        if _torch.splits_backward(p for stage in self.parameters for p in stage):
+        if self.splits_backward():
             raise RuntimeError(SPLIT_BACKWARD)
         self.gradient = gradient
         self.autocast_differs = not self.autocast.is_current()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,19 @@ class StepBytes:
     output_held: bool
     segments: tuple[memory.Segment, ...] = ()
     timeline: Timeline | None = None
+
+    def shifted(self, extra_bytes: int) -> StepBytes:
+        """The peaks above a level that lies lower by so much."""
+        segments = tuple(
+            memory.Segment(
+                segment.name,
+                segment.start_bytes + extra_bytes,
+                segment.peak_bytes + extra_bytes,
+                segment.end_bytes + extra_bytes,
+            )
+            for segment in self.segments
+        )
+        return replace(self, peak_bytes=self.peak_bytes + extra_bytes, segments=segments)
 
 
 class StepMeter:

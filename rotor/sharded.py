@@ -65,6 +65,10 @@ class ShardedStage(Stage):
         by_id = {id(o.shard): o for o in self._owners if o is not None}
         return [by_id.get(id(parameter)) for parameter in self.parameters()]
 
+    def every_owner(self) -> list[_fsdp.ShardedParameter]:
+        """What FSDP2 keeps of the stage."""
+        return [owner for owner in self._owners if owner is not None]
+
     def standing(self) -> list[Any]:
         """The shards of the parameters, which stay what they are while whole ones come and go."""
         return [
@@ -251,6 +255,14 @@ class Sharding:
         shards = sum(p.shard_bytes for unit in outer for p in unit.parameters)
         return sum(unit.reduced_bytes for unit in outer) + shards
 
+    def unreduced_bytes(self) -> int:
+        """Whole gradients that the next backward makes and leaves (gradient accumulation)."""
+        return sum(
+            p.reduced_bytes
+            for p in self._mine
+            if not p.unit.reduces and p.shard.requires_grad and p.whole_gradient() is None
+        )
+
     def own_bytes(self, stages: Sequence[Stage], device: torch.device) -> int:
         """Whole parameters and buffers of collectives that live on between operations.
 
@@ -269,10 +281,16 @@ class Sharding:
             ahead = max(unit.prefetches for unit in together)
             total += ahead * max(unit.gathered_bytes for unit in together)
             total += buffers * max(unit.reduced_bytes for unit in together)
-        elif device.type == "cpu" and inside:
-            # A thread of gloo may give the buffers of a collective back a moment after it.
-            total += max(max(unit.gathered_bytes, unit.reduced_bytes) for unit in inside)
+        elif inside:
+            total += self.late_bytes(device)
         return total
+
+    def late_bytes(self, device: torch.device) -> int:
+        """What a thread of gloo, on the CPU, may give back a moment after the collective."""
+        if device.type != "cpu":
+            return 0
+        inside = [unit for unit in self.units if unit is not self.root]
+        return max((max(u.gathered_bytes, u.reduced_bytes) for u in inside), default=0)
 
     def base_bytes(self, device: torch.device) -> int:
         """What the model's own unit gathers before the model's forward begins."""
@@ -378,6 +396,10 @@ class ShardedRun(Run):
         token = self.token.detach().requires_grad_()
         inputs = flagged(arg, self.flags_of(0))
         return self.hand_over(_apply_entry(self, token, *inputs))
+
+    def splits_backward(self) -> bool:
+        """Nobody can tell: the parameters are not in the graph. A second backward is refused."""
+        return False
 
     def back(self, i: int, need_x: bool, needs: Sequence[bool]) -> Sequence[torch.Tensor | None]:
         """B of stage i; its modules may be run again afterwards."""

@@ -155,10 +155,9 @@ def refuse_sharded(model: nn.Module, planned_as: str = "a graph") -> None:
             where = f"module {name}" if name else "the model"
             raise RuntimeError(
                 f"{where} is sharded by fully_shard (FSDP2): its parameters are swapped while it "
-                f"runs, and planned as {planned_as} it would silently lose gradients. Make the "
-                "model an nn.Sequential of its blocks, each of them sharded, which is planned as a "
-                "chain (docs/fsdp.md), or wrap such a Sequential inside the model; or use "
-                "DistributedDataParallel"
+                f"runs, and planned as {planned_as} it would silently lose gradients. Leave the "
+                'engine at "auto", which plans an nn.Sequential as a chain and any other model by '
+                "its sharded blocks (docs/fsdp.md); or use DistributedDataParallel"
             )
 
 

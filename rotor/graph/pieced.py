@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -72,6 +72,7 @@ class PiecesPlan:
     existing_bytes: int = 0
     is_over: bool = field(default=False, repr=False)
     outdated: bool = field(default=False, repr=False)
+    parts_label: ClassVar[str] = "parts captured"
 
     @property
     def predicted_bytes(self) -> int:

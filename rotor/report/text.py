@@ -204,7 +204,7 @@ def pieces_figures(plan: PiecesPlan) -> list[list[str]]:
         ["peak, predicted", format_bytes(plan.predicted_bytes)],
         ["peak, measured", measured],
         ["least peak possible", format_bytes(plan.least_bytes)],
-        ["parts captured", str(len(plan.pieces.sites))],
+        [plan.parts_label, str(len(plan.pieces.sites))],
         ["parts, predicted", format_seconds(plan.makespan)],
         ["recomputation in them", f"{plan.makespan / ideal - 1:+.1%}" if ideal else "none"],
         ["between them", f"{known}, at most {format_bytes(max(plan.pieces.bases.between))}"],

@@ -1,0 +1,488 @@
+"""Plans for the blocks of a sharded model that is no chain: measured, and chosen together.
+
+A block is what FSDP2 wraps one by one, called once in a forward. It keeps what autograd saves, or
+is computed again in the backward: two options each, among which `rotor.graph.assembly` chooses
+exactly. The model itself runs while it is measured, with every block computed again: the least
+memory that any plan needs. What lies between the blocks is metered with them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from rotor import _fsdp, memory
+from rotor.block_calls import Calls
+from rotor.blocks import BlockStage, BlockStep
+from rotor.distributed import RankError, Ranks
+from rotor.errors import InfeasibleError
+from rotor.graph.assembly import Bases, Option, choose, least_bytes, simulate
+from rotor.graph.pieced import PiecesPlan
+from rotor.graph.probing import unchanged
+from rotor.metering import StepBytes
+from rotor.sharded import Sharding
+from rotor.timing import Clock
+from rotor.values import Flags, map_tensors, tensors_of, tensors_within
+
+__all__ = ["Block", "Blocks", "BlocksPlan", "make_blocks_plan", "measure_blocks"]
+
+logger = logging.getLogger("rotor")
+
+_ROUNDS = 3
+_LOSS_FACTOR = 4
+_SCALARS = 8
+"""Numbers, such as the loss itself, that the caller holds while the backward runs."""
+
+
+@dataclass(eq=False)
+class Block:
+    """One block.
+
+    Attributes
+    ----------
+    stage, name
+        What it is.
+    flags
+        Which tensors of its output require gradients.
+    options
+        To compute it again, and to keep what autograd saves.
+    """
+
+    stage: BlockStage
+    flags: Flags
+    options: list[Option] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The block's path in the model."""
+        return self.stage.name
+
+
+@dataclass
+class Blocks:
+    """The blocks of a model in the order of their calls, and what lies between them.
+
+    Attributes
+    ----------
+    sites
+        The blocks.
+    bases
+        What is there whatever is chosen; measured.
+    loss_start_bytes, output_bytes
+        What is there when the forward ends, all blocks to be computed again; the outputs.
+    device
+        Where the model runs.
+    has_loss
+        Whether the loss was a part of what was measured.
+    outside
+        Sharded modules that are not planned, and why.
+    is_measured
+        Whether a training step, with the caller's loss, was metered.
+    """
+
+    sites: list[Block]
+    bases: Bases
+    loss_start_bytes: int
+    output_bytes: int
+    device: torch.device
+    has_loss: bool
+    outside: dict[str, str]
+    is_measured: bool = False
+    wants_search: bool = False
+
+    def options(self) -> list[list[Option]]:
+        """The options of each block."""
+        return [site.options for site in self.sites]
+
+    def told_outside(self) -> str:
+        """The modules that are not planned, as part of a sentence."""
+        if not self.outside:
+            return ""
+        told = "; ".join(f"{name}: {why}" for name, why in self.outside.items())
+        return f"; sharded, but not planned: {told}"
+
+    def with_assumed_loss(self, loss_tmp_bytes: int) -> Blocks:
+        """With room for a loss that nobody has seen yet."""
+        if self.has_loss or self.is_measured:
+            return self
+        assumed = _LOSS_FACTOR * self.output_bytes
+        if loss_tmp_bytes:
+            assumed = self.output_bytes + loss_tmp_bytes
+        *between, last = self.bases.between
+        last = max(last, self.loss_start_bytes + assumed)
+        return replace(self, bases=replace(self.bases, between=(*between, last)))
+
+    def shifted(self, extra_bytes: int) -> Blocks:
+        """With as many bytes more at every moment."""
+        return replace(self, bases=_shifted(self.bases, extra_bytes))
+
+
+def _shifted(bases: Bases, extra: int) -> Bases:
+    return Bases(
+        *(tuple(size + extra for size in p) for p in (bases.forward, bases.backward, bases.between))
+    )
+
+
+@dataclass
+class BlocksPlan(PiecesPlan):
+    """Which blocks are computed again, chosen under one limit, the same on all ranks.
+
+    Attributes
+    ----------
+    earlier
+        A step that went over, and that another one has to confirm.
+    """
+
+    earlier: StepBytes | None = field(default=None, repr=False)
+    parts_label: ClassVar[str] = "blocks"
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks."""
+        found: Any = self.pieces
+        return list(found.sites)
+
+    @property
+    def recomputed(self) -> list[bool]:
+        """Which blocks are computed again."""
+        return [k == 0 for k in self.choice]
+
+    def told_over(self) -> str:
+        """What to tell where the limit cannot be kept."""
+        return (
+            f"the limit of {self.limit_bytes} bytes was not kept: the step needed "
+            f"{self.measured_bytes} bytes. {len(self.pieces.sites)} blocks of the model are "
+            f"planned, what the rest of it and the loss keep is not{self.pieces.told_outside()}: a "
+            f"limit of {max(self.least_bytes, self.limit_bytes, self.measured_bytes or 0)} bytes, "
+            "or a smaller batch, would do"
+        )
+
+
+Call = Callable[[], Any]
+
+
+@contextmanager
+def _apart(model: nn.Module, sharding: Sharding, device: torch.device) -> Iterator[None]:
+    """A training step of which nothing is left, in the model's forward or before the first."""
+    sharded = {id(p.shard) for unit in sharding.units for p in unit.parameters}
+    sharded |= {id(p.whole) for unit in sharding.units for p in unit.parameters}
+    plain = [p for p in model.parameters() if id(p) not in sharded]
+    kept = [(parameter, parameter.grad) for parameter in plain]
+    root = sharding.root
+    inner = [unit for unit in sharding.units if unit is not root]
+    with ExitStack() as stack:
+        stack.enter_context(unchanged(model, device))
+        stack.enter_context(_fsdp.undisturbed(sharding.units))
+        if root is not None and not root.is_gathered:
+            root.gather()
+            stack.callback(root.reshard)
+        stack.enter_context(_fsdp.alone(inner))
+        try:
+            for parameter in plain:
+                parameter.grad = None
+            yield
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+            for unit in sharding.units:
+                for sharded_parameter in unit.parameters:
+                    sharded_parameter.put_gradients((None, None, None))
+            for unit in inner:
+                unit.reshard()
+
+
+# -- measuring
+
+
+@dataclass
+class _Round:
+    """The parts of one metered step, by name, and the times of the blocks in ns."""
+
+    segments: list[memory.Segment]
+    output_bytes: int
+    times: dict[str, int]
+
+
+class _Marks:
+    """The meter and the clock of a step that is measured."""
+
+    def __init__(self, meter: memory.Meter, device: torch.device) -> None:
+        self._meter = meter
+        self._clock = Clock(device)
+        self._timed = ""
+        self.times: dict[str, int] = {}
+
+    def mark(self, name: str) -> None:
+        """Begin a part of the step."""
+        if self._timed:
+            self.times[self._timed] = self._clock.stop()
+        self._meter.mark(name)
+        kind, _, number = name.partition(" ")
+        self._timed = name if number and kind in ("forward", "backward", "recorded") else ""
+        if self._timed:
+            self._clock.start()
+
+
+def measure_blocks(
+    model: nn.Module,
+    sharding: Sharding,
+    stages: Sequence[BlockStage],
+    call: Callable[[Any], Any],
+    arguments: Any,
+    *,
+    has_loss: bool,
+    preserve_rng_state: bool,
+) -> Blocks:
+    """Run training steps of which nothing is left, and measure the blocks in them.
+
+    A collective operation: every rank runs as many.
+
+    Parameters
+    ----------
+    model, sharding, stages
+        The model, and what could be its blocks.
+    call
+        Runs the model on arguments, with the loss where `has_loss`.
+    arguments
+        Of the model.
+    preserve_rng_state
+        Recompute with the random numbers of the first forward.
+
+    Raises
+    ------
+    RuntimeError
+        No module could be a block; says why.
+    RankError
+        The ranks have different blocks.
+    """
+    device = tensors_of(arguments)[0].device
+    own = map_tensors(arguments, lambda t: t.detach().requires_grad_(t.requires_grad))
+    calls = Calls(model, stages, own)
+    with _apart(model, sharding, device):
+        calls.run(lambda: call(own))
+    by_module = {stage.module: stage for stage in stages}
+    blocks = [
+        Block(by_module[module], flags)
+        for module, flags in calls.found.items()
+        if module not in calls.reasons
+    ]
+    outside = {by_module[module].name: reason for module, reason in calls.reasons.items()}
+    named = [(block.name, block.flags) for block in blocks]
+    for rank, other in enumerate(sharding.ranks.exchange(named)):
+        if other != named:
+            raise RankError(
+                f"rank {rank} has the blocks {[name for name, _ in other]}, and this one "
+                f"{[name for name, _ in named]}, or other outputs of theirs: every rank needs the "
+                "same model, and inputs of the same kind"
+            )
+    if not blocks:
+        told = "; ".join(f"{name}: {why}" for name, why in outside.items())
+        raise RuntimeError(
+            f"none of the sharded modules could be computed again by itself ({told}): shard "
+            "modules that take what they need as arguments and are called once in a forward"
+        )
+    rounds = []
+    for _ in range(_ROUNDS):
+        with _apart(model, sharding, device):
+            rounds.append(_measured(blocks, lambda: call(own), device, preserve_rng_state))
+    found = _priced(blocks, rounds, sharding, device, has_loss=has_loss, outside=outside)
+    return _joined(sharding.ranks, found)
+
+
+def _measured(
+    blocks: Sequence[Block], call: Call, device: torch.device, preserve_rng_state: bool
+) -> _Round:
+    meter = memory.meter(device).start()
+    try:
+        marks = _Marks(meter, device)
+        with BlockStep(
+            [block.stage for block in blocks],
+            [block.flags for block in blocks],
+            [True] * len(blocks),
+            device,
+            preserve_rng_state=preserve_rng_state,
+            marks=marks,
+            details=True,
+        ):
+            output = call()
+        marks.mark("loss")
+        outputs = [t for t in tensors_within(output) if t.requires_grad]
+        gradients = [torch.ones_like(t) for t in outputs]
+        marks.mark("end")
+        torch.autograd.backward(outputs, gradients)
+    finally:
+        meter.stop()
+    return _Round(meter.segments, memory.storage_bytes(tensors_within(output)), marks.times)
+
+
+def _priced(
+    blocks: list[Block],
+    rounds: list[_Round],
+    sharding: Sharding,
+    device: torch.device,
+    *,
+    has_loss: bool,
+    outside: dict[str, str],
+) -> Blocks:
+    # What a thread of gloo gives back is not seen by the meter of the CPU: the least is right.
+    columns = zip(*(r.segments for r in rounds), strict=True)
+    segments = {
+        column[0].name: (
+            min(segment.start_bytes for segment in column),
+            min(segment.peak_bytes for segment in column),
+            min(segment.end_bytes for segment in column),
+        )
+        for column in columns
+    }
+    count = len(blocks)
+    base = sharding.base_bytes(device) + _SCALARS * memory.rounded_bytes(8, device)
+    forward, backward, between = [0] * count, [0] * count, [0] * (count + 1)
+    for name, (_, peak, _) in segments.items():
+        kind, _, number = name.partition(" ")
+        k = int(number) if number else count
+        if kind == "forward":
+            forward[k] = peak + base
+        elif kind in ("backward", "recorded"):
+            backward[k] = max(backward[k], peak + base)
+        else:
+            place = {"start": 0, "after": k + 1}.get(kind, k)
+            between[place] = max(between[place], peak + base)
+    for k, block in enumerate(blocks):
+        block.options = _options(k, segments, rounds, backward[k] - base)
+    last = min(r.segments[-1].end_bytes for r in rounds) + base
+    between[0] = max(between[0], last + sharding.closing_bytes([b.stage for b in blocks]))
+    return Blocks(
+        blocks,
+        Bases(tuple(forward), tuple(backward), tuple(between)),
+        segments["loss"][0] + base,
+        max(r.output_bytes for r in rounds),
+        device,
+        has_loss,
+        outside,
+    )
+
+
+def _options(
+    k: int, segments: dict[str, tuple[int, int, int]], rounds: list[_Round], backward_bytes: int
+) -> list[Option]:
+    """To compute block `k` again, of which everything is a part of the bases, and to keep it."""
+
+    def time_ns(kind: str) -> int:
+        return int(median(r.times.get(f"{kind} {k}", 0) for r in rounds))
+
+    forward, again, back = map(time_ns, ("forward", "backward", "recorded"))
+    recomputed = Option(0, 0, 0, forward + again + back)
+    if f"backward {k}" not in segments:
+        return [recomputed]
+    begun, without, _ = segments[f"forward {k}"]
+    started, peak, ended = segments[f"backward {k}"]
+    kept = Option(
+        max(0, ended - started),
+        max(0, (peak - started) - (without - begun)),
+        segments[f"recorded {k}"][1] - backward_bytes,
+        again + back,
+    )
+    return [recomputed, kept]
+
+
+def _joined(ranks: Ranks, mine: Blocks) -> Blocks:
+    """One measure of all ranks' measures: times are means, bytes the most of any rank."""
+    found = ranks.exchange((mine.options(), mine.bases, mine.loss_start_bytes, mine.output_bytes))
+    for k, site in enumerate(mine.sites):
+        rows = [options[k] for options, *_ in found]
+        fewest = min(map(len, rows))
+        columns = zip(*(row[:fewest] for row in rows), strict=True)
+        site.options = [
+            Option(
+                max(o.kept_bytes for o in column),
+                max(o.forward_bytes for o in column),
+                max(o.backward_bytes for o in column),
+                sum(o.time_ns for o in column) // len(column),
+            )
+            for column in columns
+        ]
+    return replace(
+        mine,
+        bases=most([bases for _, bases, *_ in found]),
+        loss_start_bytes=max(start for *_, start, _ in found),
+        output_bytes=max(size for *_, size in found),
+    )
+
+
+def most(found: Sequence[Bases]) -> Bases:
+    """The most of any of them."""
+
+    def column(name: str) -> tuple[int, ...]:
+        return tuple(map(max, zip(*(getattr(bases, name) for bases in found), strict=True)))
+
+    return Bases(column("forward"), column("backward"), column("between"))
+
+
+# -- planning
+
+
+def make_blocks_plan(
+    ranks: Ranks,
+    blocks: Blocks,
+    limit_bytes: int,
+    *,
+    reserve_bytes: int = 0,
+    loss_tmp_bytes: int = 0,
+) -> BlocksPlan:
+    """The fastest choice under the least limit of all ranks, made by the first of them.
+
+    Parameters
+    ----------
+    ranks
+        Those who run it.
+    blocks
+        What was measured, the same on all ranks.
+    limit_bytes, reserve_bytes
+        Of this rank: the least limit of all holds, and the largest reserve.
+    loss_tmp_bytes
+        What a loss that nobody has seen yet needs beside the gradient of the output; 0: it is
+        assumed to need 4 times the output, its gradient included.
+
+    Raises
+    ------
+    InfeasibleError
+        There is none; on every rank.
+    """
+    given = ranks.exchange_ints(limit_bytes, reserve_bytes)
+    limit = min(limit for limit, _ in given)
+    reserve = max(reserve for _, reserve in given)
+    options = blocks.options()
+    least = least_bytes(options, blocks.bases) + reserve
+    # An assumption forbids no step: what the loss needs is known after the first one.
+    bases = blocks.with_assumed_loss(loss_tmp_bytes).bases
+    assumed = least_bytes(options, bases) + reserve
+
+    def decide() -> list[int]:
+        if least > limit:
+            raise InfeasibleError(
+                f"no plan fits in {limit} bytes: with all of its {len(options)} blocks computed "
+                f"again the step needs {least} bytes{blocks.told_outside()}. Give at least that, "
+                "or a smaller batch",
+                least,
+            )
+        return choose(options, bases, max(limit, assumed) - reserve)
+
+    choice = ranks.decide(decide)
+    blocks = replace(blocks, bases=bases)
+    return BlocksPlan(
+        blocks.device,
+        "the model is sharded",
+        blocks,  # type: ignore[arg-type]
+        choice,
+        simulate(options, bases, choice),
+        limit,
+        assumed,
+        reserve,
+    )

@@ -1,0 +1,276 @@
+"""`Checkpointable` for any module, also for one whose blocks are sharded by FSDP2."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor import _fsdp, memory, together
+from rotor.block_calls import candidates
+from rotor.block_plan import (
+    Blocks,
+    BlocksPlan,
+    make_blocks_plan,
+    measure_blocks,
+    most,
+)
+from rotor.blocks import BlockStage, BlockStep
+from rotor.checkpointable import METERED_STEPS
+from rotor.graph.calls import check_arguments, takes_targets
+from rotor.graph.engine import CapturedStep
+from rotor.graph.pieced import learn
+from rotor.graph.recorded import MEASURED
+from rotor.graphed import GraphCheckpointable
+from rotor.metering import StepBytes, cancel_running
+from rotor.sharded import Sharding, find_sharding
+from rotor.stages import Structure
+from rotor.values import tensors_of, tensors_within
+
+
+class BlockCheckpointable(GraphCheckpointable):
+    """What ``engine="auto"`` makes of a module that is no ``nn.Sequential``.
+
+    Where blocks of it are sharded by ``fully_shard``, before or after wrapping, there is no graph:
+    each block keeps what autograd saves, or is computed again in the backward, as one plan says
+    that all ranks share. All ranks measure, plan and train in step. Anything else is as in
+    `rotor.graphed.GraphCheckpointable`.
+    """
+
+    _sharding: Sharding | None
+    _candidates: list[BlockStage]
+    _measured: dict[Any, Blocks]
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._look()
+
+    def _look(self) -> None:
+        """See whether the model is sharded; nothing is measured any more."""
+        sharding = find_sharding(self.module, self)
+        if sharding is not None:
+            if self._profile != MEASURED:
+                raise ValueError(
+                    "the blocks of a sharded model are always measured here: profile= is for graphs"
+                )
+            found = candidates(self.module, sharding)
+        self.__dict__.update(
+            _sharding=sharding,
+            _ranks=None if sharding is None else sharding.ranks,
+            _candidates=[] if sharding is None else found,
+            _is_unit=_fsdp.is_unit(self),
+            _structure=Structure(self.module),
+            _measured={},
+            _digests={},
+            _steps={},
+            _plans={},
+            _reasons={},
+            _pieces={},
+            _unplanned=set(),
+            _latest=None,
+            _latest_key=None,
+            _pending=None,
+        )
+
+    def _look_again(self) -> None:
+        if not _fsdp.is_loaded() and self._sharding is None:
+            return
+        if not self._structure.is_current() or _fsdp.is_unit(self) != self._is_unit:
+            self._look()
+
+    def _check_sharded(self, model: nn.Module) -> None:
+        del model
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._sharding is not None:
+            raise TypeError(
+                "a model sharded by fully_shard cannot be pickled or copied: save its state_dict() "
+                "with torch.distributed.checkpoint, and shard and wrap a new model"
+            )
+        return super().__getstate__() | {"_ranks": None}
+
+    # -- measuring and planning
+
+    def measure(
+        self, *args: Any, targets: Sequence[Any] = (), **kwargs: Any
+    ) -> CapturedStep | None:
+        """As `rotor.graphed.GraphCheckpointable.measure`; of a sharded model, measure its blocks.
+
+        A collective operation then: every rank has to call it. ``None`` is returned.
+        """
+        self._look_again()
+        if self._sharding is None:
+            return super().measure(*args, targets=targets, **kwargs)
+        flags = [(module, module.training) for module in self.module.modules()]
+        if not self.module.training:
+            self.module.train()
+        try:
+            with torch.enable_grad():
+                self._sharding.prepare()
+                if self._sharding.root is not None:
+                    args, kwargs = self._sharding.root.cast_inputs((args, kwargs))
+                key = self._key_of_all(args, targets, kwargs)[0]
+                known: dict[Any, Any]
+                for known in (self._plans, self._pieces):
+                    for old in [k for k in known if k[0] == key[0]]:
+                        del known[old]
+                self._measured.pop(key[0], None)
+                self._measure_all(key, args, targets, kwargs)
+                self.__dict__["_latest_key"] = key
+        finally:
+            for module, training in flags:
+                module.training = training
+        return None
+
+    def _key_of_all(
+        self, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Any, bool]:
+        """The key of a step of all ranks, and whether one of them has something to learn."""
+        sharding = self._sharding
+        assert sharding is not None
+
+        def own_key() -> tuple[Any, Any]:
+            sharding.prepare()
+            required, absent = sharding.parameter_flags()
+            return (*self._key(args, targets, kwargs)[:-1], required), absent
+
+        is_behind = not self._measured or any(p.outdated for p in self._plans.values())
+        return together.key_of_all(sharding.ranks, own_key, self._digests, is_behind)
+
+    def _measure_all(
+        self, key: Any, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        sharding = self._sharding
+        assert sharding is not None
+        problem: Exception | None = None
+        try:
+            self._check_devices((args, kwargs))
+            check_arguments(self.module, args, kwargs)
+            cancel_running()
+            memory.meter(tensors_of((args, kwargs))[0].device).start().stop()
+        except Exception as error:
+            problem = error
+        sharding.ranks.all_well(problem)
+
+        def call(arguments: Any) -> Any:
+            own_args, own_kwargs = arguments
+            return self._with_loss(self.module.forward(*own_args, **own_kwargs), targets)
+
+        self._measured[key[0]] = measure_blocks(
+            self.module,
+            sharding,
+            self._candidates,
+            call,
+            (args, kwargs),
+            has_loss=bool(targets) and self.loss_fn is not None,
+            preserve_rng_state=self.preserve_rng_state,
+        )
+
+    def _make(self, key: Any, reserve_bytes: int = 0) -> Any:
+        sharding = self._sharding
+        if sharding is None:
+            return super()._make(key, reserve_bytes)
+        blocks: Any = self._pieces.get(key)
+        if blocks is None:
+            blocks = self._measured[key[0]].shifted(sharding.unreduced_bytes())
+        # Steps that were metered on one rank count for all.
+        found = sharding.ranks.exchange((blocks.bases, blocks.is_measured))
+        blocks = replace(
+            blocks,
+            bases=most([bases for bases, _ in found]),
+            is_measured=any(is_measured for _, is_measured in found),
+        )
+        is_given = self.mem_limit is not None
+        plan = make_blocks_plan(
+            sharding.ranks,
+            blocks,
+            self._limit_on(blocks.device),
+            reserve_bytes=max(reserve_bytes, sharding.late_bytes(blocks.device)),
+            loss_tmp_bytes=self.loss_tmp_memory_usage,
+        )
+        if not is_given:
+            self.__dict__["mem_limit"] = plan.limit_bytes
+        self._pieces[key] = plan.pieces
+        self._reasons[key] = (plan.device, plan.reason)
+        self._plans[key] = plan
+        self.__dict__.update(_latest=plan, _latest_key=key)
+        return plan
+
+    # -- running
+
+    def forward(self, *args: Any, targets: Any = (), **kwargs: Any) -> Any:
+        """The model's output, or its loss where ``loss_fn`` and `targets` are given.
+
+        In training mode with gradients enabled the plan is followed (and made, the first time);
+        otherwise the plain model runs.
+        """
+        self._look_again()
+        if self._sharding is None:
+            return super().forward(*args, targets=targets, **kwargs)
+        if self.loss_fn is None and targets != () and takes_targets(self.module):
+            kwargs["targets"], targets = targets, ()
+        if not self._checked_call(targets):
+            return self._with_loss(self.module.forward(*args, **kwargs), targets)
+        key, is_one_behind = self._key_of_all(args, targets, kwargs)
+        plan = self._plans.get(key)
+        wants_measure = key[0] not in self._measured
+        wants_plan = plan is None or plan.outdated
+        if is_one_behind or wants_plan:
+            wanted = self._sharding.ranks.exchange_ints(wants_measure, wants_plan)
+            wants_measure, wants_plan = (any(column) for column in zip(*wanted, strict=True))
+        if wants_measure and wants_plan:
+            self._measure_all(key, args, targets, kwargs)
+        if plan is None or wants_plan:
+            plan = self._replanned(key)
+        self.__dict__.update(_latest=plan, _latest_key=key)
+        assert isinstance(plan, BlocksPlan)
+        return self._step_by_blocks(plan, args, targets, kwargs)
+
+    def _step_by_blocks(
+        self, plan: BlocksPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        pending: Any = None if self._pending is None else self._pending()
+        if pending is not None and not pending.is_done:
+            self._warn_pending(plan.limit_bytes)
+        meter = self._start_meter(plan)
+        with BlockStep(
+            [block.stage for block in plan.blocks],
+            [block.flags for block in plan.blocks],
+            plan.recomputed,
+            plan.device,
+            preserve_rng_state=self.preserve_rng_state,
+            marks=meter,
+        ) as step:
+            output = self.module.forward(*args, **kwargs)
+        self.__dict__["_pending"] = None if step.latest is None else weakref.ref(step.latest)
+        if meter is not None:
+            meter.forward_done(tensors_within(output))
+        return self._with_loss(output, targets)
+
+    def _learn(self, plan: Any, step: StepBytes) -> None:
+        if not isinstance(plan, BlocksPlan):
+            super()._learn(plan, step)
+            return
+        assert self._sharding is not None
+        step = step.shifted(self._sharding.base_bytes(plan.device))
+        if plan.earlier is None and step.peak_bytes > plan.limit_bytes:
+            # On the CPU, what threads of gloo give back is not seen: another step may tell.
+            plan.earlier = step
+            return
+        if plan.earlier is not None and plan.earlier.peak_bytes < step.peak_bytes:
+            step = plan.earlier
+        plan.measured_timeline = step.timeline
+        plan.outdated = learn(plan, step)
+        is_over = step.peak_bytes > plan.limit_bytes
+        if is_over and (not plan.outdated or plan.meterings >= METERED_STEPS):
+            self._warn_once("over", plan.told_over())
+
+    def _warn_over(self, plan: Any, least_bytes: int) -> None:
+        if not isinstance(plan, BlocksPlan):
+            super()._warn_over(plan, least_bytes)
+        elif (plan.measured_bytes or 0) > plan.limit_bytes:
+            self._warn_once("over", plan.told_over())

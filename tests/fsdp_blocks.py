@@ -1,0 +1,357 @@
+"""Scenarios of test_fsdp.py: models that are no chains, with blocks sharded by FSDP2."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fsdp_models import (
+    BLOCKS,
+    PROCESSES,
+    STEPS,
+    WIDTH,
+    Block,
+    batch,
+    compare,
+    differences,
+    on_all,
+    refused,
+    run,
+)
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import rotor
+from rotor import memory
+
+
+class Network(nn.Module):
+    """Blocks in a loop, between two layers."""
+
+    def __init__(self, kind: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(kind() for _ in range(BLOCKS))
+        self.last = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def shard(model: Any, *, root: bool = True, **options: Any) -> Any:
+    """Every block; with a root the ends of the model belong to it."""
+    options.setdefault("mesh", init_device_mesh("cpu", (PROCESSES,)))
+    for block in model.blocks:
+        fully_shard(block, **options)
+    if root:
+        return fully_shard(model, **options)
+    for end in (model.first, model.last):
+        fully_shard(end, **options)
+    return model
+
+
+def tighten(model: rotor.Checkpointable, extra: int = 0) -> int:
+    """Put a measured model under the least limit, or so much above it; returns it."""
+    try:
+        model.compute_sequence(mem_limit=1)
+    except rotor.InfeasibleError as error:
+        limit = error.minimum_bytes + extra
+        model.compute_sequence(mem_limit=limit)
+        if not any(model._latest.recomputed):
+            raise AssertionError("the limit makes nothing recompute") from None
+        return limit
+    raise AssertionError("a limit of one byte was accepted")
+
+
+def same_choices(model: rotor.Checkpointable) -> list[str]:
+    found = on_all((model._latest.choice, model._latest.limit_bytes))
+    return [] if found[0] == found[1] else [f"choices {found}"]
+
+
+def trained(plain: Any, planned: Any, steps: int, tolerance: float = 0.0) -> list[str]:
+    """Trains both: what differs, and the choices of the ranks."""
+    return compare(plain, planned, steps, tolerance, same=same_choices)
+
+
+def peaks(plain: Any, planned: Any, limit: int, share: float = 0.8) -> list[str]:
+    """Whether the limit was kept, and is below what plain steps need."""
+    most, peak = (run(model, 4, metered=True)[1] for model in (plain, planned))
+    predicted = planned._latest.predicted_bytes
+    found = [f"peak {peak}, limit {limit}, predicted {predicted}"] if peak > limit else []
+    return [*found, f"peak {peak}, plain {most}"] if peak > share * most else found
+
+
+def orders(*, root: bool, reshard: bool, shard_first: bool) -> list[str]:
+    """Both are trained, under the least limit and under one in the middle; both are kept."""
+    plain = shard(Network(), root=root, reshard_after_forward=reshard)
+    model = Network()
+    if shard_first:
+        planned = rotor.Checkpointable(
+            shard(model, root=root, reshard_after_forward=reshard), batch(0), "1GB"
+        )
+    else:
+        planned = rotor.Checkpointable(model)
+        shard(planned, root=root, reshard_after_forward=reshard)
+        planned.measure(batch(0))
+        planned.compute_sequence(mem_limit="1GB")
+    found = [] if not any(planned._latest.recomputed) else ["recomputed within 1 GB"]
+    if any(p.grad is not None for p in planned.parameters()):
+        return ["measuring left gradients"]
+    limit = tighten(planned)
+    found += trained(plain, planned, STEPS) + peaks(plain, planned, limit)
+    middle = tighten(planned, 300_000)
+    if all(planned._latest.recomputed):
+        found.append("the limit in the middle is not used")
+    found += trained(plain, planned, 3) + peaks(plain, planned, middle, share=0.95)
+    if len(planned.curve().bytes) < 3 or "blocks" not in planned.report():
+        found.append(f"{planned.curve()}, {planned.report()}")
+    return found
+
+
+def first_step_measures() -> list[str]:
+    """Within the forward of a sharded root; also with existing gradients, and a limit given."""
+    plain, planned = shard(Network()), rotor.Checkpointable(Network())
+    shard(planned)
+    found = trained(plain, planned, 2)
+    for model in (plain, planned):
+        torch.manual_seed(1)
+        for _ in range(2):
+            model(batch(1)).sum().backward()
+    found += differences(plain, planned)
+    planned.zero_grad()
+    planned.measure(batch(0))
+    limit = tighten(planned)
+    found += trained(plain, planned, 3)
+    return found + peaks(plain, planned, limit)
+
+
+class Masked(nn.Module):
+    """Keyword arguments, several outputs, buffers that a forward changes, a sharded part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(
+        self, x: torch.Tensor, *, mask: torch.Tensor, state: dict[str, Any]
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        y = self.down(torch.dropout(torch.relu(self.up(self.norm(x))), 0.1, self.training))
+        return x + y * mask, {"sum": state["sum"] + y, "mask": mask, "number": 1}
+
+
+class Unusual(Network):
+    """What blocks take and give: nested values; one is used twice; the last ones form one unit."""
+
+    def __init__(self) -> None:
+        super().__init__(Masked)
+        self.twice = Block()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.frozen = Block().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        mask = (x[:, :1] > 0).to(x.dtype)
+        x = self.twice(self.frozen(self.first(x * scale)))
+        state: dict[str, Any] = {"sum": x}
+        for block in self.blocks:
+            x, state = block(x, mask=mask, state=state)
+        return self.last(self.norm(self.twice(x) + state["sum"]))
+
+
+def unusual_blocks() -> list[str]:
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+
+    def make(wrap: bool) -> Any:
+        model = Unusual()
+        fully_shard(model.blocks[1].up, mesh=mesh)
+        for part in (*model.blocks, model.twice, model.frozen, [model.norm, model.last]):
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return rotor.Checkpointable(model) if wrap else model
+
+    plain, planned = make(False), make(True)
+    planned.measure(batch(0))
+    limit = tighten(planned)
+    names = [block.name for block in planned._latest.blocks]
+    expected = ["frozen", *(f"blocks.{k}" for k in range(BLOCKS))]
+    found = [] if names == expected else [f"blocks {names}"]
+    outside = planned._latest.pieces.told_outside()
+    if "twice: it is called several times" not in outside:
+        found.append(outside)
+    found += trained(plain, planned, 4) + peaks(plain, planned, limit, share=0.9)
+    for (name, a), (_, b) in zip(plain.named_buffers(), planned.named_buffers(), strict=True):
+        if not torch.equal(a, b):
+            found.append(name)
+    return found
+
+
+def precision() -> list[str]:
+    """Autocast, mixed precision of FSDP2; gradients that are not reduced in every backward."""
+    found = []
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plain, planned = shard(Network(), mp_policy=policy), shard(Network(), mp_policy=policy)
+    planned = rotor.Checkpointable(planned)
+    planned.measure(batch(0))
+    limit = tighten(planned)
+    found += trained(plain, planned, 3) + peaks(plain, planned, limit)
+    plain, planned = shard(Network()), rotor.Checkpointable(shard(Network()))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        planned.measure(batch(0))
+        tighten(planned)
+    for model in (plain, planned):
+        torch.manual_seed(3)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(batch(0)).float().square().mean()
+        loss.backward()
+    found += differences(plain, planned)
+    if not any(planned._latest.recomputed):
+        found.append("nothing is recomputed under autocast")
+    plain, planned = shard(Network()), rotor.Checkpointable(shard(Network()))
+    planned.measure(batch(0))
+    tighten(planned, 150_000)
+    return found + compare(plain, planned, 2, parts=3, same=same_choices)
+
+
+def captured_loss() -> list[str]:
+    def loss_of(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (y - target).square().mean()
+
+    plain, planned = shard(Network()), rotor.Checkpointable(shard(Network()), loss_fn=loss_of)
+    target = torch.ones(256, 4)
+    planned.measure(batch(0), targets=(target,))
+    limit = tighten(planned)
+    most = []
+    for step in range(3):
+        torch.manual_seed(step)
+        loss_of(plain(batch(step)), target).backward()
+        torch.manual_seed(step)
+        x = batch(step)
+        with memory.meter("cpu") as meter:
+            planned(x, targets=(target,)).backward()
+        most.append(meter.peak_bytes)
+    found = differences(plain, planned) + same_choices(planned)
+    return found + ([f"peaks {most}, limit {limit}"] if min(most) > limit else [])
+
+
+def ranks_that_differ() -> list[str]:
+    """Batches of other sizes, limits, and no batch at all on one rank."""
+    rank = dist.get_rank()
+    plain, planned = shard(Network()), rotor.Checkpointable(shard(Network()))
+    planned.measure(batch(0))
+    limit = tighten(planned)
+    planned.compute_sequence(mem_limit=limit + (1 - rank) * 200_000)
+    found = same_choices(planned)
+    if planned._latest.limit_bytes != limit:
+        found.append("the least limit does not hold")
+    planned.mem_limit = 2 * limit
+    for model in (plain, planned):
+        torch.manual_seed(3)
+        model(batch(0)).sum().backward()
+        model(batch(1, rows=256 + 32 * rank)).sum().backward()
+    found += differences(plain, planned) + same_choices(planned)
+    kind, words = (ValueError, "no tensor") if rank else (rotor.distributed.RankError, "rank 1")
+    found += refused(lambda: planned(None if rank else batch(0)), kind, words)
+    for model in (plain, planned.module):
+        model.reset_iter_state()
+    return found
+
+
+def shared_memory() -> list[str]:
+    """Without a limit, the processes of one machine share what is free."""
+    planned = rotor.Checkpointable(shard(Network()))
+    kept, memory.free_bytes = memory.free_bytes, lambda _: 1_000_000_000
+    os.environ["LOCAL_WORLD_SIZE"] = str(PROCESSES)
+    try:
+        planned(batch(0)).sum().backward()
+    finally:
+        memory.free_bytes = kept
+        del os.environ["LOCAL_WORLD_SIZE"]
+    return [] if planned.mem_limit == 450_000_000 else [f"limit {planned.mem_limit}"]
+
+
+class Closed(nn.Module):
+    """Takes a tensor that needs a gradient from elsewhere than its arguments."""
+
+    def __init__(self, weight: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.weight = weight
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(x) * self.weight[0]
+
+
+def refusals() -> list[str]:
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    found = []
+    for engine in ("graph", "dynamic"):
+        model = shard(Network())
+        found += refused(
+            lambda m=model, e=engine: rotor.Checkpointable(m, engine=e), RuntimeError, '"auto"'
+        )
+    whole = fully_shard(Network(), mesh=mesh)
+    found += refused(lambda: rotor.Checkpointable(whole), RuntimeError, "none of its blocks")
+    model = Network()
+    model.blocks = nn.ModuleList([Closed([model.last.bias.sum()])])
+    closed = rotor.Checkpointable(shard(model, root=False))
+    closed.measure(batch(0))
+    closed.compute_sequence(mem_limit="1GB")
+    if "blocks.0: it uses tensors that require" not in closed._latest.pieces.told_outside():
+        found.append("a block with a gradient of its own way is planned")
+    planned = rotor.Checkpointable(shard(Network(), root=False), batch(0), "1GB")
+    found += refused(lambda: copy.deepcopy(planned), TypeError, "state_dict")
+    tighten(planned)
+    loss = planned(batch(0)).sum()
+    loss.backward(retain_graph=True)
+    found += refused(loss.backward, RuntimeError, "second backward")
+    planned = rotor.Checkpointable(shard(Network(), root=False), batch(0), "1GB")
+    tighten(planned)
+    loss = planned(batch(0)).sum()
+    found += refused(lambda: loss.backward(create_graph=True), RuntimeError, "create_graph")
+    planned = rotor.Checkpointable(shard(Network(), root=False), batch(0), "1GB")
+    tighten(planned)
+    optimizer = torch.optim.AdamW(planned.parameters(), lr=0.1)
+    planned(batch(0)).sum().backward()
+    loss = planned(batch(0)).sum()
+    optimizer.step()
+    return found + refused(loss.backward, RuntimeError, "changed or replaced")
+
+
+def evaluation() -> list[str]:
+    plain, planned = shard(Network()), rotor.Checkpointable(shard(Network()), batch(0))
+    with torch.no_grad():
+        same = torch.equal(plain.eval()(batch(0)), planned.eval()(batch(0)))
+    return [] if same else ["outputs of the evaluation"]
+
+
+BLOCK_SCENARIOS: dict[str, Callable[[], list[str]]] = {
+    f"blocks: {'shard, wrap' if first else 'wrap, shard'}{', root' if root else ''}"
+    f"{', reshard' if reshard else ''}": lambda first=first, root=root, reshard=reshard: orders(
+        shard_first=first, root=root, reshard=reshard
+    )
+    for first, root, reshard in (
+        (True, True, True),
+        (False, True, False),
+        (False, False, True),
+        (True, False, False),
+    )
+} | {
+    "blocks: first step measures": first_step_measures,
+    "blocks: unusual": unusual_blocks,
+    "blocks: precision": precision,
+    "blocks: captured loss": captured_loss,
+    "blocks: ranks that differ": ranks_that_differ,
+    "blocks: shared memory": shared_memory,
+    "blocks: refusals": refusals,
+    "blocks: evaluation": evaluation,
+}

@@ -1,0 +1,162 @@
+"""What the tests of FSDP2 on two processes share: models, steps, and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import rotor
+from rotor import memory
+
+PROCESSES = 2
+SECONDS = 150
+WIDTH = 32
+BLOCKS = 4
+STEPS = 20
+
+
+class Block(nn.Module):
+    """A residual block with a random part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(8, WIDTH), *[Block() for _ in range(BLOCKS)], nn.Linear(WIDTH, 4)
+    )
+
+
+def batch(step: int, rows: int = 256) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + step)
+    return torch.randn(rows, 8, generator=generator)
+
+
+def shard(model: Any, *, root: bool, **options: Any) -> Any:
+    """Every block; with a root the ends of the model belong to it."""
+    options["mesh"] = init_device_mesh("cpu", (PROCESSES,))
+    for k in range(1, BLOCKS + 1) if root else range(BLOCKS + 2):
+        fully_shard(model[k], **options)
+    if root:
+        fully_shard(model, **options)
+    return model
+
+
+def tighten(model: rotor.Checkpointable) -> int:
+    """Put a measured model under the least limit; returns it."""
+    try:
+        model.compute_sequence(mem_limit=1)
+    except rotor.InfeasibleError as error:
+        sequence = model.compute_sequence(mem_limit=error.minimum_bytes)
+        if max(sequence.count_forwards().values()) < 2:
+            raise AssertionError("the limit makes nothing recompute") from None
+        return error.minimum_bytes
+    raise AssertionError("a limit of one byte was accepted")
+
+
+def run(
+    model: Any,
+    steps: int,
+    *,
+    parts: int = 1,
+    loss: Callable[[Any], torch.Tensor] = lambda y: y.float().square().mean(),
+    metered: bool = False,
+) -> tuple[list[float], int]:
+    """Steps of gradient descent: their losses, and the lowest peak of the metered ones.
+
+    The lowest: threads of gloo now and then give back buffers, which the meter does not see.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(5 + dist.get_rank())
+    losses, peaks = [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        batches = [batch(10 * step + part) for part in range(parts)]
+        meter = memory.meter("cpu").start() if metered else None
+        total = 0.0
+        for part, x in enumerate(batches):
+            if parts > 1:
+                model.set_requires_gradient_sync(part == parts - 1)
+            value = loss(model(x))
+            value.backward()
+            total += value.item()
+        if meter is not None:
+            meter.stop()
+            peaks.append(meter.peak_bytes)
+        losses.append(total)
+        if step < steps - 1:
+            optimizer.step()
+    return losses, min(peaks, default=0)
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def differences(a: nn.Module, b: nn.Module, tolerance: float = 0.0) -> list[str]:
+    """The names of parameters and gradients that are not equal, by default bit by bit."""
+
+    def same(s: Any, t: Any) -> bool:
+        return torch.allclose(local(s), local(t), rtol=tolerance, atol=tolerance)
+
+    found = []
+    for (name, p), (_, q) in zip(a.named_parameters(), b.named_parameters(), strict=True):
+        if not same(p, q):
+            found.append(name)
+        if (p.grad is None) != (q.grad is None):
+            found.append(f"{name}.grad is there on one side")
+        elif p.grad is not None and not same(p.grad, q.grad):
+            found.append(f"{name}.grad")
+    return found
+
+
+def on_all(value: Any) -> list[Any]:
+    found: list[Any] = [None] * PROCESSES
+    dist.all_gather_object(found, value)
+    return found
+
+
+def same_plans(model: rotor.Checkpointable) -> list[str]:
+    found = on_all((str(model._latest.sequence), model._latest.limit_bytes))
+    return [] if found[0] == found[1] else [f"plans {found}"]
+
+
+def compare(
+    plain: Any,
+    planned: Any,
+    steps: int,
+    tolerance: float = 0.0,
+    same: Callable[[Any], list[str]] = same_plans,
+    **options: Any,
+) -> list[str]:
+    """Trains both: what differs in losses, parameters, gradients, and in the plans of the ranks."""
+    losses = [run(model, steps, **options)[0] for model in (plain, planned)]
+    found = differences(plain, planned, tolerance) + same(planned)
+    if any(abs(a - b) > tolerance for a, b in zip(*losses, strict=True)):
+        found.append(f"losses {losses}")
+    return found
+
+
+def refused(call: Callable[[], Any], kind: type[Exception], words: str) -> list[str]:
+    try:
+        call()
+    except kind as error:
+        return [] if words in str(error) else [f"expected {words!r}: {error}"]
+    except Exception as error:
+        return [f"expected {kind.__name__}, not {type(error).__name__}: {error}"]
+    return [f"nothing was refused, expected {words!r}"]
