@@ -101,8 +101,9 @@ def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout in _BY_COLUMNS:
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     if tensor.layout == torch.jagged:
-        lengths = tensor.lengths()
-        made = (tensor.values(), tensor.offsets())
+        jagged: Any = tensor
+        lengths = jagged.lengths()
+        made = (jagged.values(), jagged.offsets())
         return made if lengths is None else (*made, lengths)
     return ()
 

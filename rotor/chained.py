@@ -285,6 +285,7 @@ class ChainCheckpointable(Checkpointable):
         kind = tensors[0].device.type
         if self._sharding is not None:
             self._sharding.prepare()
+        self._structure.check_dropout()
         required, absent = (self._sharding or self._structure).parameter_flags()
         measured = (
             tuple([(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]),

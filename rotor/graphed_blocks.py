@@ -135,6 +135,7 @@ class BlockCheckpointable(GraphCheckpointable):
 
         def own_key() -> tuple[Any, Any]:
             sharding.prepare()
+            self._structure.check_dropout()
             required, absent = sharding.parameter_flags()
             return (*self._key(args, targets, kwargs)[:-1], required), absent
 

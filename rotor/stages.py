@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from rotor import _fsdp, _torch
@@ -180,6 +181,11 @@ def refuse_replicated(model: nn.Module) -> None:
             )
 
 
+def _draws_in_cudnn(tensor: torch.Tensor) -> bool:
+    """Whether a recurrent layer with such weights takes its dropout from cuDNN."""
+    return tensor.is_cuda and bool(torch.backends.cudnn.is_acceptable(tensor))
+
+
 class Structure:
     """What a plan depends on in a model, read fast before every step.
 
@@ -199,6 +205,7 @@ class Structure:
         ]
         self._parameters = [slot for m in self._modules for slot in _torch.parameter_slots(m)]
         self._managed = _fsdp.managed(self._modules)
+        self._recurrent = [m for m in self._modules if isinstance(m, nn.RNNBase)]
 
     @property
     def parameters(self) -> list[_torch.Slot]:
@@ -212,6 +219,26 @@ class Structure:
             and all(tuple(children.values()) == then for children, then in self._children)
             and _fsdp.managed(self._modules) == self._managed
         )
+
+    def check_dropout(self) -> None:
+        """Raise where a recurrent layer has dropout that cannot be drawn again.
+
+        Raises
+        ------
+        RuntimeError
+            Names the layer, and says what to do.
+        """
+        for module in self._recurrent:
+            draws = module.training and module.dropout > 0 and module.num_layers > 1
+            if draws and _draws_in_cudnn(next(module.parameters())):
+                kind = type(module).__name__
+                raise RuntimeError(
+                    f"the dropout of {kind}(..., dropout={module.dropout}) is drawn from a state "
+                    "of cuDNN that no generator restores, so computing the layer again would take "
+                    "other masks, and gradients would be wrong. Set dropout=0 and put nn.Dropout "
+                    "between layers of one each; or torch.backends.cudnn.enabled = False; or use "
+                    'engine="dynamic", which keeps what such a layer makes'
+                )
 
     def training_flags(self) -> tuple[bool, ...]:
         """The training flag of every module."""

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rotor import _core, _dispatch, dtr, memory
+from rotor.dtr.operators import Operator
 from rotor.errors import BudgetError, MemoryLimitWarning
 
 SWAPS = [False, *([True] if _dispatch.has_storage_swap() else [])]
@@ -572,3 +573,12 @@ def test_losses_may_be_kept():
             losses[-1] = losses[-1].detach()
         assert session.counters()["records"] == 0
     assert all(F.relu(value) > 0 for value in losses)
+
+
+def test_where_recurrent_kernels_have_their_dropout():
+    """The next argument says whether they train; what such a kernel makes is not computed again."""
+    for overload in (torch.ops.aten._cudnn_rnn.default, torch.ops.aten.miopen_rnn.default):
+        names = [argument.name for argument in overload._schema.arguments]
+        place = Operator(overload).dropout
+        assert names[place : place + 2] == ["dropout", "train"]
+    assert Operator(torch.ops.aten.native_dropout.default).dropout == -1

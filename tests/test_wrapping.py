@@ -205,3 +205,19 @@ def test_sharding_is_refused_also_after_wrapping(monkeypatch, engine):
         chk(x)
     with pytest.raises(RuntimeError, match="module 2 is sharded by fully_shard"):
         rotor.Checkpointable(model, engine=engine)
+
+
+def test_dropout_from_a_state_of_cudnn_is_refused(monkeypatch):
+    class Second(nn.Module):
+        def forward(self, found):
+            return found[0]
+
+    model = nn.Sequential(nn.LSTM(8, 8, num_layers=2, dropout=0.5), Second())
+    chk = rotor.Checkpointable(model, mem_limit="10MB")
+    chk(torch.randn(5, 2, 8)).sum().backward()
+    monkeypatch.setattr("rotor.stages._draws_in_cudnn", lambda _: True)
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match=r"the dropout of LSTM\(\.\.\., dropout=0\.5\) is drawn"):
+        chk(torch.randn(5, 2, 8))
+    model[0].dropout = 0.0
+    chk(torch.randn(5, 2, 8)).sum().backward()

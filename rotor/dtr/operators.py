@@ -23,6 +23,10 @@ _BATCH_NORMS = {
     "aten::_native_batch_norm_legit": 5,
 }
 
+# Position of the dropout, followed by that of the flag for training. Masks come from a state beside
+# the generators, so running one again would make something else.
+_OWN_STATES = {"aten::_cudnn_rnn": 11, "aten::miopen_rnn": 9}
+
 # They change the size of a storage, or what a tensor lies on.
 _RESHAPING = {
     "aten::resize_",
@@ -54,6 +58,9 @@ class Operator:
         Positions and names of the arguments that it writes to.
     is_random
         Draws random numbers.
+    dropout
+        Position of a dropout that no generator decides on, and before that of ``train``; -1 for
+        other operators.
     training
         Position of the flag that a batch normalisation takes, -1 for other operators.
     is_reshaping
@@ -66,6 +73,7 @@ class Operator:
 
     __slots__ = (
         "call",
+        "dropout",
         "is_fresh",
         "is_random",
         "is_reshaping",
@@ -95,6 +103,7 @@ class Operator:
         self.is_fresh = call is aten.lift_fresh.default
         tags = call.tags
         self.is_random = torch.Tag.nondeterministic_seeded in tags
+        self.dropout = _OWN_STATES.get(self.name, -1)
         self.varies = torch.Tag.dynamic_output_shape in tags
         self.training = _BATCH_NORMS.get(self.name, -1)
         if len(schema.arguments) <= self.training:

@@ -185,6 +185,8 @@ class Session(Recall, _dispatch.DispatchMode):
             written = [node for node in written if node not in before]
             hidden = set(now.values())
             replay_args = (*args[:3], None, None, *args[5:])
+        if operator.dropout >= 0 and all(args[operator.dropout : operator.dropout + 2]):
+            is_recording = False
         if operator.is_reshaping:
             written = []
             is_recording = False

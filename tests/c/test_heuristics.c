@@ -9,7 +9,7 @@ static void test_names_are_found(void) {
         CHECK(rotor_find_heuristic(rotor_heuristic(count)->name) == rotor_heuristic(count));
         count++;
     }
-    CHECK(count == 24);
+    CHECK(count == 25);
     CHECK(rotor_heuristic(-1) == NULL);
     CHECK(rotor_find_heuristic("dtr") == NULL);
     CHECK(rotor_find_heuristic("DTR")->numerator == ROTOR_REGIONS);
