@@ -8,7 +8,6 @@ memory that any plan needs. What lies between the blocks is metered with them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,8 +31,6 @@ from rotor.timing import Clock
 from rotor.values import Flags, map_tensors, tensors_of, tensors_within
 
 __all__ = ["Block", "Blocks", "BlocksPlan", "make_blocks_plan", "measure_blocks"]
-
-logger = logging.getLogger("rotor")
 
 _ROUNDS = 3
 _LOSS_FACTOR = 4
@@ -455,9 +452,7 @@ def make_blocks_plan(
     InfeasibleError
         There is none; on every rank.
     """
-    given = ranks.exchange_ints(limit_bytes, reserve_bytes)
-    limit = min(limit for limit, _ in given)
-    reserve = max(reserve for _, reserve in given)
+    limit, reserve = ranks.joint_limit(limit_bytes, reserve_bytes)
     options = blocks.options()
     least = least_bytes(options, blocks.bases) + reserve
     # An assumption forbids no step: what the loss needs is known after the first one.

@@ -89,11 +89,6 @@ class ChainCheckpointable(Checkpointable):
         del model
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._sharding is not None:
-            raise TypeError(
-                "a model sharded by fully_shard cannot be pickled or copied: save its state_dict() "
-                "with torch.distributed.checkpoint, and shard and wrap a new model"
-            )
         return super().__getstate__() | {"_ranks": None}
 
     def share_plans(self, group: Any = None) -> None:

@@ -243,6 +243,11 @@ class Checkpointable(TransparentModule):
             cls.forward = _torch.untraced(cls.forward, _NOT_COMPILED)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.__dict__.get("_sharding") is not None:
+            raise TypeError(
+                "a model sharded by fully_shard cannot be pickled or copied: save its state_dict() "
+                "with torch.distributed.checkpoint, and shard and wrap a new model"
+            )
         return super().__getstate__() | {"_pending": None}
 
     def __repr__(self) -> str:

@@ -9,6 +9,7 @@ show each other what they have measured, and one of them decides.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import weakref
 from collections.abc import Callable
@@ -17,7 +18,11 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
+from rotor.units import format_bytes
+
 __all__ = ["RankError", "Ranks", "agree", "digest", "sharers"]
+
+logger = logging.getLogger("rotor")
 
 T = TypeVar("T")
 
@@ -138,6 +143,18 @@ class Ranks:
         for rank, message in enumerate(found):
             if message is not None:
                 raise RankError(f"rank {rank} of {self.size} cannot go on: {message}")
+
+    def joint_limit(self, limit_bytes: int, reserve_bytes: int) -> tuple[int, int]:
+        """The least limit and the largest reserve of any rank, which hold for all."""
+        given = self.exchange_ints(limit_bytes, reserve_bytes)
+        limit = min(limit for limit, _ in given)
+        if any(other != limit for other, _ in given):
+            logger.info(
+                "the limits differ between ranks (%s): the least holds for all, %s",
+                ", ".join(str(other) for other, _ in given),
+                format_bytes(limit),
+            )
+        return limit, max(reserve for _, reserve in given)
 
     def all_same(self, value: T, what: str, cure: str) -> T:
         """The value that all ranks have.

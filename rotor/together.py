@@ -7,7 +7,6 @@ mean and bytes the most, and the first rank plans.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,7 +23,6 @@ from rotor.plan import Plan
 from rotor.schedule import Schedule
 from rotor.sharded import ShardedRun, ShardedStage, Sharding
 from rotor.stages import Stage
-from rotor.units import format_bytes
 
 __all__ = [
     "ShardedMeasuring",
@@ -35,8 +33,6 @@ __all__ = [
     "plan_once",
     "with_closing",
 ]
-
-logger = logging.getLogger("rotor")
 
 _ROUNDS = 5
 _SUMS = ("forward_ns", "record_ns", "backward_ns")
@@ -297,15 +293,7 @@ def plan_once(
     InfeasibleError
         No schedule fits; on every rank.
     """
-    given = ranks.exchange_ints(limit_bytes, reserve_bytes)
-    limit = min(limit for limit, _ in given)
-    reserve = max(reserve for _, reserve in given)
-    if any(other != limit for other, _ in given):
-        logger.info(
-            "the limits differ between ranks (%s): the least holds for all, %s",
-            ", ".join(str(other) for other, _ in given),
-            format_bytes(limit),
-        )
+    limit, reserve = ranks.joint_limit(limit_bytes, reserve_bytes)
     own: list[Plan] = []
 
     def decide() -> tuple[Any, int]:

@@ -34,7 +34,9 @@ def work(rank: int, folder: Path, scenarios: Scenarios) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-def run_processes(script: str, folder: Path) -> list[dict[str, list[str]]]:
+def run_processes(
+    script: str, folder: Path, seconds: float = SECONDS
+) -> list[dict[str, list[str]]]:
     """What each process found; both are ended when one fails or time is up."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if sys.platform.startswith("linux"):
@@ -53,7 +55,7 @@ def run_processes(script: str, folder: Path) -> list[dict[str, list[str]]]:
             )
     try:
         for process in processes:
-            process.wait(timeout=SECONDS)
+            process.wait(timeout=seconds)
     finally:
         for process in processes:
             process.kill()
