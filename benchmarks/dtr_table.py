@@ -15,13 +15,14 @@ see only those; `--tiny` tries the tables out on small sizes.
 from __future__ import annotations
 
 import argparse
+import time
 import warnings
 from contextlib import nullcontext
 from functools import partial
 
 import torch
 from common import open_device
-from dtr_ablation import ABLATED, ablation
+from dtr_ablation import ABLATED, MOST_TIMES, ablation
 from dtr_ablation import ROUNDS as ABLATION_ROUNDS
 from dtr_cases import PROGRAMS, Plain, Program, budget, medians, metered, parse_names, timed
 
@@ -40,6 +41,20 @@ def runs(plain: Plain, share: float) -> bool:
     return True
 
 
+def least_share(plain: Plain) -> float | None:
+    """The least share in steps of 5 %, from the plain peak down, before one fails or crawls."""
+    most = 2 * MOST_TIMES * timed(plain)
+    least = None
+    for k in range(20, 0, -1):
+        start = time.perf_counter()
+        if not runs(plain, k / 20):
+            break
+        least = k / 20
+        if time.perf_counter() - start > most:
+            break
+    return least
+
+
 def row(label: str, share: float, plain: Plain, limit: int, slowdown: float) -> str:
     """A step under a limit once more, as a row."""
     start = f"{label:26}{share:6.2f}{limit / 1e3:11.0f}"
@@ -55,7 +70,7 @@ def row(label: str, share: float, plain: Plain, limit: int, slowdown: float) -> 
 
 def by_shares(plain: Plain, rounds: int) -> None:
     """Rows for shares of the plain peak."""
-    least = next((k / 20 for k in range(1, 21) if runs(plain, k / 20)), None)
+    least = least_share(plain)
     if least is None:
         print("  does not finish in its plain peak", flush=True)
         return
