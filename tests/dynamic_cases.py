@@ -277,8 +277,9 @@ class Plain:
         The step before teaches the runtime what operators take: a meter keeps it from looking.
         """
         settings |= {"device": self.device}
+        model = copy.deepcopy(self.model)
         with dtr.budget(limit, **settings):
-            step(copy.deepcopy(self.model), self.loss)
+            step(model, self.loss)
         model = copy.deepcopy(self.model)
         with memory.meter(self.device) as meter, dtr.budget(limit, **settings) as session:
             value = step(model, self.loss)
