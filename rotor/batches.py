@@ -11,7 +11,7 @@ from torch import nn
 
 from rotor import _torch, memory
 from rotor.recompute import RngTracker
-from rotor.stages import is_plain_sequential
+from rotor.stages import gradients_aside, is_plain_sequential
 from rotor.values import tensors_of
 
 __all__ = [
@@ -114,7 +114,6 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     """The model trains inside, without gradients at first, and is as before afterwards."""
     modules = list(model.modules())
     flags = [(module, module.training) for module in modules]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [
         (slots, name, slots[name]) for m in modules for slots, name in _torch.buffer_slots(m)
     ]
@@ -123,19 +122,15 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     copies: dict[int, torch.Tensor] = {}
     try:
         model.train()
-        for parameter, _ in gradients:
-            parameter.grad = None
         for slots, name, buffer in buffers:
             if buffer is not None:
                 copy = copies.setdefault(id(buffer), buffer.detach().clone())
                 slots[name] = copy
-        with torch.enable_grad():
+        with gradients_aside(model.parameters()), torch.enable_grad():
             yield
     finally:
         for slots, name, buffer in buffers:
             slots[name] = buffer
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
         for module, training in flags:
             module.training = training
         rng.write(states)

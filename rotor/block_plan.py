@@ -27,6 +27,7 @@ from rotor.graph.pieced import PiecesPlan
 from rotor.graph.probing import unchanged
 from rotor.metering import StepBytes
 from rotor.sharded import Sharding
+from rotor.stages import gradients_aside
 from rotor.timing import Clock
 from rotor.values import Flags, map_tensors, tensors_of, tensors_within
 
@@ -171,7 +172,6 @@ def _apart(model: nn.Module, sharding: Sharding, device: torch.device) -> Iterat
     sharded = {id(p.shard) for unit in sharding.units for p in unit.parameters}
     sharded |= {id(p.whole) for unit in sharding.units for p in unit.parameters}
     plain = [p for p in model.parameters() if id(p) not in sharded]
-    kept = [(parameter, parameter.grad) for parameter in plain]
     root = sharding.root
     inner = [unit for unit in sharding.units if unit is not root]
     with ExitStack() as stack:
@@ -182,12 +182,9 @@ def _apart(model: nn.Module, sharding: Sharding, device: torch.device) -> Iterat
             stack.callback(root.reshard)
         stack.enter_context(_fsdp.alone(inner))
         try:
-            for parameter in plain:
-                parameter.grad = None
-            yield
+            with gradients_aside(plain):
+                yield
         finally:
-            for parameter, gradient in kept:
-                parameter.grad = gradient
             for unit in sharding.units:
                 for sharded_parameter in unit.parameters:
                     sharded_parameter.put_gradients((None, None, None))

@@ -6,7 +6,8 @@ only views its input belongs to the module before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -179,6 +180,19 @@ def refuse_replicated(model: nn.Module) -> None:
                 "where they are computed under a plan. Wrap the other way round: "
                 f"{kind}(rotor.Checkpointable(model))"
             )
+
+
+@contextmanager
+def gradients_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Parameters without gradients inside, and with those that they had afterwards."""
+    kept = [(parameter, parameter.grad) for parameter in parameters]
+    try:
+        for parameter, _ in kept:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
 
 
 def _draws_in_cudnn(tensor: torch.Tensor) -> bool:

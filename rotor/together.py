@@ -22,7 +22,7 @@ from rotor.inspection import Inspection, Measuring, StageMeasure
 from rotor.plan import Plan
 from rotor.schedule import Schedule
 from rotor.sharded import ShardedRun, ShardedStage, Sharding
-from rotor.stages import Stage
+from rotor.stages import Stage, gradients_aside
 
 __all__ = [
     "ShardedMeasuring",
@@ -110,7 +110,6 @@ def measuring(sharding: Sharding, stages: Sequence[Stage]) -> Iterator[None]:
         for parameter, owner in zip(stage.parameters(), stage.owners(), strict=True)
         if owner is None
     ]
-    kept = [(parameter, parameter.grad) for parameter in plain]
     with ExitStack() as stack:
         stack.enter_context(_fsdp.undisturbed(sharding.units))
         for unit in sharding.outer(stages):
@@ -118,12 +117,9 @@ def measuring(sharding: Sharding, stages: Sequence[Stage]) -> Iterator[None]:
                 unit.gather()
                 stack.callback(unit.reshard)
         try:
-            for parameter in plain:
-                parameter.grad = None
-            yield
+            with gradients_aside(plain):
+                yield
         finally:
-            for parameter, gradient in kept:
-                parameter.grad = gradient
             for stage in stages:
                 if isinstance(stage, ShardedStage):
                     for unit in stage.units:
