@@ -195,6 +195,12 @@ def aot_backend(
     )
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` stands for a module, or for its forward."""
+    compiled = hasattr(module.forward, "_torchdynamo_orig_callable")
+    return compiled or getattr(module, "_compiled_call_impl", None) is not None
+
+
 def in_ddp() -> bool:
     """Whether the forward of a DistributedDataParallel is running."""
     from torch.nn.parallel import DistributedDataParallel

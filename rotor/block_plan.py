@@ -1,9 +1,9 @@
 """Plans for the blocks of a sharded model that is no chain: measured, and chosen together.
 
-A block is what FSDP2 wraps one by one, called once in a forward. It keeps what autograd saves, or
-is computed again in the backward: two options each, among which `rotor.graph.assembly` chooses
-exactly. The model itself runs while it is measured, with every block computed again: the least
-memory that any plan needs. What lies between the blocks is metered with them.
+A block is what FSDP2 wraps one by one, called once in a forward. It is computed again in the
+backward, or keeps what autograd saves, or, where it could be captured, a part of that: among these
+options `rotor.graph.assembly` chooses exactly. The model itself runs while it is measured, with
+every block computed again. What lies between the blocks is metered with them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from torch import nn
 
 from rotor import _fsdp, memory
 from rotor.block_calls import Calls
-from rotor.blocks import BlockStage, BlockStep
+from rotor.block_graphs import BlockGraph, GraphCalls, share_graphs
+from rotor.blocks import AGAIN, FIRST_PROGRAM, KEPT, BlockStage, BlockStep
 from rotor.distributed import RankError, Ranks
 from rotor.errors import InfeasibleError
 from rotor.graph.assembly import Bases, Option, choose, least_bytes, simulate
+from rotor.graph.kinds import Captures
 from rotor.graph.pieced import PiecesPlan
 from rotor.graph.probing import unchanged
 from rotor.metering import StepBytes
+from rotor.progress import progress
 from rotor.sharded import Sharding
 from rotor.stages import gradients_aside
 from rotor.timing import Clock
@@ -50,17 +53,33 @@ class Block:
     flags
         Which tensors of its output require gradients.
     options
-        To compute it again, and to keep what autograd saves.
+        To compute it again, to keep what autograd saves, and the programs of its graph.
+    graph
+        What was captured of it.
+    whole
+        Why nothing was.
+    is_lost
+        A step could not run its graph, which is not used any more.
     """
 
     stage: BlockStage
     flags: Flags
     options: list[Option] = field(default_factory=list)
+    graph: BlockGraph | None = field(default=None, repr=False)
+    whole: str = ""
+    is_lost: bool = False
 
     @property
     def name(self) -> str:
         """The block's path in the model."""
         return self.stage.name
+
+    def open_options(self) -> list[Option]:
+        """The options; those of a graph that is lost are to compute the block again."""
+        if not self.is_lost:
+            return self.options
+        programs = [self.options[AGAIN]] * len(self.options[FIRST_PROGRAM:])
+        return [*self.options[:FIRST_PROGRAM], *programs]
 
 
 @dataclass
@@ -97,7 +116,7 @@ class Blocks:
 
     def options(self) -> list[list[Option]]:
         """The options of each block."""
-        return [site.options for site in self.sites]
+        return [site.open_options() for site in self.sites]
 
     def told_outside(self) -> str:
         """The modules that are not planned, as part of a sentence."""
@@ -149,8 +168,27 @@ class BlocksPlan(PiecesPlan):
 
     @property
     def recomputed(self) -> list[bool]:
-        """Which blocks are computed again."""
-        return [k == 0 for k in self.choice]
+        """Which blocks are computed again, whole."""
+        return [
+            k == AGAIN or (k != KEPT and block.is_lost)
+            for block, k in zip(self.blocks, self.choice, strict=True)
+        ]
+
+    @property
+    def part_names(self) -> list[str]:
+        """The blocks, and what is done with each."""
+        return [
+            f"{block.name}: "
+            + ("kept" if k == KEPT else "computed again" if again else "a part kept")
+            for block, k, again in zip(self.blocks, self.choice, self.recomputed, strict=True)
+        ]
+
+    @property
+    def parts(self) -> str:
+        """How many blocks there are, and why some have no graph."""
+        whole = {block.name: block.whole for block in self.blocks if block.whole}
+        told = "".join(f"; {name} whole: {reason}" for name, reason in whole.items())
+        return f"{len(self.blocks)}{told}"
 
     def told_over(self) -> str:
         """What to tell where the limit cannot be kept."""
@@ -233,6 +271,7 @@ def measure_blocks(
     *,
     has_loss: bool,
     preserve_rng_state: bool,
+    captures: Captures,
 ) -> Blocks:
     """Run training steps of which nothing is left, and measure the blocks in them.
 
@@ -248,6 +287,8 @@ def measure_blocks(
         Of the model.
     preserve_rng_state
         Recompute with the random numbers of the first forward.
+    captures
+        Where captured graphs are kept.
 
     Raises
     ------
@@ -282,12 +323,30 @@ def measure_blocks(
             f"none of the sharded modules could be computed again by itself ({told}): shard "
             "modules that take what they need as arguments and are called once in a forward"
         )
+    with _apart(model, sharding, device):
+        _capture(model, blocks, lambda: call(own), own, captures)
+    for block, (graph, reason) in zip(
+        blocks, share_graphs(sharding.ranks, [block.graph for block in blocks]), strict=True
+    ):
+        block.graph, block.whole = graph, block.whole or reason
     rounds = []
     for _ in range(_ROUNDS):
         with _apart(model, sharding, device):
             rounds.append(_measured(blocks, lambda: call(own), device, preserve_rng_state))
     found = _priced(blocks, rounds, sharding, device, has_loss=has_loss, outside=outside)
     return _joined(sharding.ranks, found)
+
+
+def _capture(
+    model: nn.Module, blocks: Sequence[Block], call: Call, arguments: Any, captures: Captures
+) -> None:
+    """Capture the blocks of which a graph can be had."""
+    calls = GraphCalls(model, [block.stage for block in blocks], arguments, captures)
+    with progress(len(blocks), "capturing the blocks of the model") as update:
+        calls.run(call, update)
+    for block in blocks:
+        block.graph = calls.found.get(block.stage.module)
+        block.whole = calls.reasons.get(block.stage.module, "")
 
 
 def _measured(
@@ -299,7 +358,7 @@ def _measured(
         with BlockStep(
             [block.stage for block in blocks],
             [block.flags for block in blocks],
-            [True] * len(blocks),
+            [AGAIN] * len(blocks),
             device,
             preserve_rng_state=preserve_rng_state,
             marks=marks,
@@ -349,7 +408,7 @@ def _priced(
             place = {"start": 0, "after": k + 1}.get(kind, k)
             between[place] = max(between[place], peak + base)
     for k, block in enumerate(blocks):
-        block.options = _options(k, segments, rounds, backward[k] - base)
+        block.options = _options(k, block, segments, rounds, backward[k] - base)
     last = min(r.segments[-1].end_bytes for r in rounds) + base
     between[0] = max(between[0], last + sharding.closing_bytes([b.stage for b in blocks]))
     return Blocks(
@@ -364,9 +423,13 @@ def _priced(
 
 
 def _options(
-    k: int, segments: dict[str, tuple[int, int, int]], rounds: list[_Round], backward_bytes: int
+    k: int,
+    block: Block,
+    segments: dict[str, tuple[int, int, int]],
+    rounds: list[_Round],
+    backward_bytes: int,
 ) -> list[Option]:
-    """To compute block `k` again, of which everything is a part of the bases, and to keep it."""
+    """The options of block `k`; what it needs to be computed again is a part of the bases."""
 
     def time_ns(kind: str) -> int:
         return int(median(r.times.get(f"{kind} {k}", 0) for r in rounds))
@@ -383,7 +446,23 @@ def _options(
         segments[f"recorded {k}"][1] - backward_bytes,
         again + back,
     )
-    return [recomputed, kept]
+    if block.graph is None:
+        return [recomputed, kept]
+    programs = block.graph.options()
+    fastest = min(option.time_ns for option in programs)
+    return [
+        recomputed,
+        kept,
+        *(
+            Option(
+                option.kept_bytes,
+                begun + option.forward_bytes - without,
+                started + option.backward_bytes - backward_bytes,
+                kept.time_ns + option.time_ns - fastest,
+            )
+            for option in programs
+        ),
+    ]
 
 
 def _joined(ranks: Ranks, mine: Blocks) -> Blocks:
@@ -459,8 +538,8 @@ def make_blocks_plan(
     def decide() -> list[int]:
         if least > limit:
             raise InfeasibleError(
-                f"no plan fits in {limit} bytes: with all of its {len(options)} blocks computed "
-                f"again the step needs {least} bytes{blocks.told_outside()}. Give at least that, "
+                f"no plan fits in {limit} bytes: whatever is computed again in its {len(options)} "
+                f"blocks, the step needs {least} bytes{blocks.told_outside()}. Give at least that, "
                 "or a smaller batch",
                 least,
             )

@@ -33,7 +33,10 @@ from rotor.values import (
     with_tensors,
 )
 
-__all__ = ["BlockCall", "BlockStage", "BlockStep", "Marks"]
+__all__ = ["AGAIN", "FIRST_PROGRAM", "KEPT", "BlockCall", "BlockStage", "BlockStep", "Marks"]
+
+AGAIN, KEPT, FIRST_PROGRAM = 0, 1, 2
+"""The options of a block: computed again, kept by autograd, the programs of its graph."""
 
 
 class Marks(Protocol):
@@ -41,6 +44,21 @@ class Marks(Protocol):
 
     def mark(self, name: str) -> None:
         """Begin a part of the step."""
+
+
+class Programs(Protocol):
+    """A captured block."""
+
+    def run(
+        self,
+        number: int,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        told: Callable[[str], None] | None,
+        k: int,
+    ) -> tuple[Any, bool]:
+        """What it gives under a program, and whether that could be run."""
 
 
 class BlockStage(ShardedStage):
@@ -276,10 +294,12 @@ class BlockStep:
         The blocks.
     flags
         For each of them, which tensors of its output require gradients.
-    recomputed
-        Which of them are computed again in the backward.
+    choice
+        The option of each: `AGAIN`, `KEPT`, or a program, counted from `FIRST_PROGRAM`.
     device
         Where the model runs.
+    graphs
+        The captured blocks, where there are programs.
     preserve_rng_state
         Recompute with the random numbers of the first forward.
     marks
@@ -291,14 +311,17 @@ class BlockStep:
     ----------
     latest
         The last call that the backward computes again.
+    failed
+        Blocks whose program could not be run, and that are computed again instead.
     """
 
     def __init__(
         self,
         stages: Sequence[BlockStage],
         flags: Sequence[Flags],
-        recomputed: Sequence[bool],
+        choice: Sequence[int],
         device: torch.device,
+        graphs: Sequence[Programs | None] = (),
         *,
         preserve_rng_state: bool = True,
         marks: Marks | None = None,
@@ -306,7 +329,8 @@ class BlockStep:
     ) -> None:
         self._stages = stages
         self._flags = flags
-        self._recomputed = recomputed
+        self._choice = choice
+        self._graphs = graphs
         self._rng = RngTracker(device) if preserve_rng_state else None
         self._token = torch.zeros((), device=device)
         self._marks = marks
@@ -314,6 +338,7 @@ class BlockStep:
         self._places = {stage.module: k for k, stage in enumerate(stages)}
         self._called: set[int] = set()
         self.latest: BlockCall | None = None
+        self.failed: list[int] = []
 
     def __enter__(self) -> Self:
         self._replaced = Replaced(self._places, self._runner)
@@ -343,11 +368,17 @@ class BlockStep:
         return run
 
     def _run(self, k: int, forward: Any, args: Any, kwargs: Any) -> Any:
-        if not self._recomputed[k]:
+        option = self._choice[k]
+        if option == KEPT:
             y = forward(*args, **kwargs)
             if self._marks is not None:
                 _watch_backward(self._marks, k, (args, kwargs), y)
             return y
+        graph = self._graphs[k] if option >= FIRST_PROGRAM else None
+        if graph is not None:
+            y, is_done = self._run_program(k, graph, option - FIRST_PROGRAM, args, kwargs)
+            if is_done:
+                return y
         call = BlockCall(
             self._stages[k],
             self._flags[k],
@@ -360,6 +391,17 @@ class BlockStep:
         )
         self.latest = call
         return call.run(args, kwargs)
+
+    def _run_program(
+        self, k: int, graph: Programs, number: int, args: Any, kwargs: Any
+    ) -> tuple[Any, bool]:
+        module = self._stages[k].module
+        told = None if self._marks is None else self._marks.mark
+        with self._replaced.paused(module):
+            y, is_done = graph.run(number, module, args, kwargs, told, k)
+        if not is_done:
+            self.failed.append(k)
+        return y, is_done
 
     def _teller(self, k: int) -> Callable[[str], None] | None:
         marks, details = self._marks, self._details

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,13 +25,16 @@ from rotor.blocks import BlockStage, BlockStep
 from rotor.checkpointable import METERED_STEPS
 from rotor.graph.calls import check_arguments, takes_targets
 from rotor.graph.engine import CapturedStep
+from rotor.graph.kinds import Captures
 from rotor.graph.pieced import learn
-from rotor.graph.recorded import MEASURED
+from rotor.graph.recorded import MEASURED, price
 from rotor.graphed import GraphCheckpointable
 from rotor.metering import StepBytes, cancel_running
 from rotor.sharded import Sharding, find_sharding
 from rotor.stages import Structure
 from rotor.values import tensors_of, tensors_within
+
+logger = logging.getLogger("rotor")
 
 
 class BlockCheckpointable(GraphCheckpointable):
@@ -44,6 +49,7 @@ class BlockCheckpointable(GraphCheckpointable):
     _sharding: Sharding | None
     _candidates: list[BlockStage]
     _measured: dict[Any, Blocks]
+    _captures: dict[torch.device, Captures]
 
     def _begin(self) -> None:
         super()._begin()
@@ -65,6 +71,7 @@ class BlockCheckpointable(GraphCheckpointable):
             _is_unit=_fsdp.is_unit(self),
             _structure=Structure(self.module),
             _measured={},
+            _captures={},
             _digests={},
             _steps={},
             _plans={},
@@ -164,7 +171,14 @@ class BlockCheckpointable(GraphCheckpointable):
             (args, kwargs),
             has_loss=bool(targets) and self.loss_fn is not None,
             preserve_rng_state=self.preserve_rng_state,
+            captures=self._captures_on(tensors_of((args, kwargs))[0].device),
         )
+
+    def _captures_on(self, device: torch.device) -> Captures:
+        if device not in self._captures:
+            options = {"effort": "fast"} | self._options
+            self._captures[device] = Captures(device, partial(price, self._profile), options)
+        return self._captures[device]
 
     def _make(self, key: Any, reserve_bytes: int = 0) -> Any:
         sharding = self._sharding
@@ -174,12 +188,15 @@ class BlockCheckpointable(GraphCheckpointable):
         if blocks is None:
             blocks = self._measured[key[0]].shifted(sharding.unreduced_bytes())
         # Steps that were metered on one rank count for all.
-        found = sharding.ranks.exchange((blocks.bases, blocks.is_measured))
+        lost = [block.is_lost for block in blocks.sites]
+        found = sharding.ranks.exchange((blocks.bases, blocks.is_measured, lost))
         blocks = replace(
             blocks,
-            bases=most([bases for bases, _ in found]),
-            is_measured=any(is_measured for _, is_measured in found),
+            bases=most([bases for bases, *_ in found]),
+            is_measured=any(is_measured for _, is_measured, _ in found),
         )
+        for block, *flags in zip(blocks.sites, *(lost for *_, lost in found), strict=True):
+            block.is_lost = any(flags)
         is_given = self.mem_limit is not None
         plan = make_blocks_plan(
             sharding.ranks,
@@ -236,12 +253,21 @@ class BlockCheckpointable(GraphCheckpointable):
         with BlockStep(
             [block.stage for block in plan.blocks],
             [block.flags for block in plan.blocks],
-            plan.recomputed,
+            plan.choice,
             plan.device,
+            [None if block.is_lost else block.graph for block in plan.blocks],
             preserve_rng_state=self.preserve_rng_state,
             marks=meter,
         ) as step:
             output = self.module.forward(*args, **kwargs)
+        for k in step.failed:
+            # Ranks agree before the next step that they have to plan again.
+            plan.blocks[k].is_lost = plan.outdated = True
+            logger.warning(
+                "block %s was captured for other arguments or Python values: it is computed again "
+                "whole from now on. Call measure() again where it stays as it is now",
+                plan.blocks[k].name,
+            )
         self.__dict__["_pending"] = None if step.latest is None else weakref.ref(step.latest)
         if meter is not None:
             meter.forward_done(tensors_within(output))

@@ -12,8 +12,9 @@ from rotor.checkpointable import METERED_STEPS
 from rotor.dynamic import DynamicSteps
 from rotor.dynamic_plan import DynamicPlan
 from rotor.errors import InfeasibleError
+from rotor.graph.kinds import Captures
 from rotor.graph.pieced import PiecesPlan, PiecesStep, learn
-from rotor.graph.pieces import Captures, Pieces, discover
+from rotor.graph.pieces import Pieces, discover
 from rotor.graph.recorded import price
 from rotor.metering import StepBytes, cancel_running
 from rotor.progress import progress

@@ -81,15 +81,9 @@ def test_scaled_steps(engine, captured, dtype):
     loss_fn = loss_of if captured else None
     model = rotor.Checkpointable(make(), mem_limit=LIMIT, engine=engine, loss_fn=loss_fn)
     found, weights = train(model, dtype, captured)
+    expected, wanted = train(make(), dtype)
     if engine == "graph":
-        # A graph rounds as it was captured: with and without recomputation alike.
-        free = rotor.Checkpointable(make(), mem_limit="1 GB", engine=engine, loss_fn=loss_fn)
-        expected, wanted = train(free, dtype, captured)
-        assert model._latest.recomputed > 0 == free._latest.recomputed
-        for got, eager in zip(weights[-1], train(make(), dtype)[1][-1], strict=True):
-            assert torch.allclose(got, eager, atol=1e-3)
-    else:
-        expected, wanted = train(make(), dtype)
+        assert model._latest.recomputed > 0
     assert found == expected
     assert all(equal(one, other) for one, other in zip(weights, wanted, strict=True))
     # The step that overflowed was left out, and the scale halved.

@@ -22,6 +22,7 @@ from rotor.graph.early import Delivery
 from rotor.graph.emit import StepCode, saved_primals
 from rotor.graph.inductor import draw_once
 from rotor.graph.lowering import Lowered, lower
+from rotor.graph.rewrite import as_in_eager
 from rotor.recompute import SPLIT_BACKWARD
 
 __all__ = ["Capture", "Captured", "NothingToPlan", "Unplanned", "fresh"]
@@ -119,7 +120,7 @@ class Capture:
             forward=lambda module, inputs: self._boxed(self._forward, self.graphs[-1]),
             backward=lambda module, inputs: self._boxed(self._backward, self.graphs[-1]),
             inference=lambda module, inputs: self._refused,
-            decompositions=_inductor.decompositions() if backend == "inductor" else None,
+            decompositions=_inductor.decompositions() if backend == "inductor" else as_in_eager(),
         )
         self._call = torch.compile(function, backend=compiler, fullgraph=True, dynamic=False)
 

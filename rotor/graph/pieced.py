@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
 
 from rotor.algorithms.curve import Curve
-from rotor.errors import CaptureError, InfeasibleError
+from rotor.errors import InfeasibleError
 from rotor.graph.assembly import Bases, Simulation, choose, least_bytes, simulate
-from rotor.graph.capture import Unplanned
 from rotor.graph.emit import Emitted
-from rotor.graph.pieces import Kind, Pieces, Site
+from rotor.graph.kinds import Kind, marked
+from rotor.graph.pieces import Pieces, Site
 from rotor.graph.probing import described_call
 from rotor.metering import StepBytes, StepMeter
 from rotor.replacing import Replaced
 from rotor.timelines import Timeline
-from rotor.values import tensors_within
 
 __all__ = [
     "PiecesPlan",
@@ -32,8 +30,6 @@ __all__ = [
     "measured_bases",
     "pieces_curve",
 ]
-
-logger = logging.getLogger("rotor")
 
 
 @dataclass
@@ -83,6 +79,16 @@ class PiecesPlan:
     def makespan(self) -> float:
         """Seconds of the pieces, forward and backward; the code between is not timed."""
         return self.simulation.time_ns / 1e9
+
+    @property
+    def part_names(self) -> list[str]:
+        """The captured parts."""
+        return [site.name for site in self.pieces.sites]
+
+    @property
+    def parts(self) -> str:
+        """How many there are."""
+        return str(len(self.pieces.sites))
 
     def told_over(self) -> str:
         """What to tell where the limit cannot be kept."""
@@ -216,7 +222,7 @@ class PiecesStep:
         kind = site.kind
         emitted = kind.emitted(self._plan.choice[k])
         if self._meter is not None:
-            emitted = _marked(emitted, self._meter, k)
+            emitted = marked(emitted, self._meter.mark, k)
             self._meter.mark(f"forward {k}")
         with self._replaced.paused(site.module):
             output, failed = self._call(kind, emitted, site.module, args, kwargs)
@@ -231,36 +237,10 @@ class PiecesStep:
     def _call(
         self, kind: Kind, emitted: Emitted, module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, str]:
-        """What a captured module gives; or that it has to run plain, for now or for good."""
-        for captured in kind.capture.graphs:
-            captured.emitted = None
-        kind.captured.emitted = emitted
-        try:
-            output = kind.capture(module, args, kwargs)
-        except Unplanned as reached:
-            # The code depends on a Python value that has changed.
-            reached.primals.clear()
-            return None, "now"
-        except CaptureError as error:
-            logger.warning("a part of the model is no longer planned: %s", error)
-            return None, "for good"
-        finally:
-            kind.captured.emitted = None
-        self.token = kind.capture.token
-        if len(kind.captured.lowered.output_of_tangent) > 1:
-            kind.capture.note_absent_tangents(tensors_within(output))
-        return output, ""
-
-
-def _marked(emitted: Emitted, meter: StepMeter, k: int) -> Emitted:
-    def backward(args: list[Any]) -> Any:
-        meter.mark(f"backward {k}")
-        try:
-            return emitted.backward(args)
-        finally:
-            meter.mark(f"before {k}")
-
-    return replace(emitted, backward=backward)
+        output, failed = kind.call(emitted, module, args, kwargs)
+        if not failed:
+            self.token = kind.capture.token
+        return output, failed
 
 
 def measured_bases(plan: PiecesPlan, step: StepBytes, gradient_bytes: int) -> Bases:

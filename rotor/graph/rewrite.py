@@ -1,4 +1,4 @@
-"""Changes to a joint graph before it is lowered, which change no result.
+"""Changes to a joint graph, and to how it is traced, so that a step gives what eager PyTorch gives.
 
 A convolution's backward gives the gradients of its input and of its weight in one operation, though
 the kernels compute them apart. Taken apart here, each can run when its memory is least in the way:
@@ -8,14 +8,32 @@ which stay, may come late.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import fx
 
-__all__ = ["split_convolutions"]
+__all__ = ["as_in_eager", "split_convolutions"]
 
 _BACKWARD = torch.ops.aten.convolution_backward.default
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def as_in_eager() -> dict[Any, Callable[..., Any]]:
+    """Decompositions of operators that tracing puts in the place of what eager PyTorch runs.
+
+    Dropout on a CPU multiplies by a mask that is scaled in the type of its input. Traced, it is
+    ``native_dropout``, whose backward scales in float32: the same in that, other bits below.
+    """
+    return {torch.ops.aten.native_dropout_backward.default: _dropout_backward}
+
+
+def _dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
+    if gradient.device.type != "cpu" or gradient.dtype not in _LOW_PRECISION:
+        return NotImplemented
+    return gradient * mask.to(gradient.dtype).mul(scale)
 
 
 def split_convolutions(module: fx.GraphModule) -> int:

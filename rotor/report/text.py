@@ -204,7 +204,7 @@ def pieces_figures(plan: PiecesPlan) -> list[list[str]]:
         ["peak, predicted", format_bytes(plan.predicted_bytes)],
         ["peak, measured", measured],
         ["least peak possible", format_bytes(plan.least_bytes)],
-        [plan.parts_label, str(len(plan.pieces.sites))],
+        [plan.parts_label, plan.parts],
         ["parts, predicted", format_seconds(plan.makespan)],
         ["recomputation in them", f"{plan.makespan / ideal - 1:+.1%}" if ideal else "none"],
         ["between them", f"{known}, at most {format_bytes(max(plan.pieces.bases.between))}"],
@@ -220,14 +220,14 @@ def pieces_table(plan: PiecesPlan) -> Text:
 def part_rows(plan: PiecesPlan) -> list[list[str]]:
     """The table of the captured parts, its head first."""
     rows = [["part", "kept", "kept unplanned", "peak, forward", "peak, backward", "time", "slower"]]
-    parts = zip(plan.pieces.sites, plan.pieces.options(), plan.choice, strict=True)
-    for k, (site, options, number) in enumerate(parts):
+    parts = zip(plan.part_names, plan.pieces.options(), plan.choice, strict=True)
+    for k, (name, options, number) in enumerate(parts):
         fastest = min(options, key=lambda option: option.time_ns)
         chosen = options[number]
         slower = chosen.time_ns / fastest.time_ns - 1 if fastest.time_ns else 0.0
         rows.append(
             [
-                site.name,
+                name,
                 format_bytes(chosen.kept_bytes),
                 format_bytes(fastest.kept_bytes),
                 format_bytes(int(plan.simulation.forward[k])),

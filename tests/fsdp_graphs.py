@@ -1,0 +1,148 @@
+"""Scenarios of test_fsdp.py: sharded blocks of which graphs are captured, one by one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fsdp_blocks import Network, peaks, shard, tighten, trained
+from fsdp_models import BLOCKS, PROCESSES, Block, batch, on_all
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import rotor
+from rotor.blocks import FIRST_PROGRAM
+from rotor.graph.assembly import least_bytes
+
+
+class Deep(nn.Module):
+    """Of several residual parts: computed again as a whole, all of them are kept at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Block() for _ in range(3))
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x * self.scale
+
+
+def programs(model: rotor.Checkpointable) -> int:
+    """How many blocks run a program of their graph."""
+    return sum(k >= FIRST_PROGRAM for k in model._latest.choice)
+
+
+def least_of_whole(model: rotor.Checkpointable) -> int:
+    """The least limit if blocks could only be computed again whole, or kept."""
+    plan = model._latest
+    options = [site[:FIRST_PROGRAM] for site in plan.pieces.options()]
+    return least_bytes(options, plan.pieces.bases) + plan.reserve_bytes
+
+
+def several_limits() -> list[str]:
+    """Between the least limit and plain: bit for bit the same, peaks within, as predicted."""
+    plain, planned = shard(Network(Deep)), rotor.Checkpointable(shard(Network(Deep)))
+    planned.measure(batch(0))
+    found, used = [], 0
+    least = tighten(planned)
+    whole = least_of_whole(planned)
+    if least > 0.8 * whole:
+        found.append(f"least limit {least}, of whole blocks {whole}")
+    for share in (0.0, 0.2, 0.5):
+        limit = int(least + share * (3_400_000 - least))
+        planned.compute_sequence(mem_limit=limit)
+        used += programs(planned)
+        found += trained(plain, planned, 3)
+        found += peaks(plain, planned, limit, share=0.95)
+        plan = planned._latest
+        if not 0.8 * plan.predicted_bytes <= plan.measured_bytes <= plan.predicted_bytes:
+            found.append(f"measured {plan.measured_bytes} of {plan.predicted_bytes}, {limit}")
+    if used < 3:
+        found.append(f"{used} programs are used")
+    if "a part kept" not in planned.display():
+        found.append(planned.display())
+    ways = [[p.ops.tolist() for p in b.graph.kind.programs] for b in planned._latest.blocks]
+    everywhere = on_all(ways)
+    return found if everywhere[0] == everywhere[1] else [*found, "programs differ between ranks"]
+
+
+def without_graphs() -> list[str]:
+    """Blocks that cannot be captured are computed again whole; the report says why."""
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+
+    def make() -> Any:
+        model = Network(Deep)
+        fully_shard(model.blocks[0].parts[1], mesh=mesh)
+        model.blocks[1] = torch.compile(model.blocks[1], backend="aot_eager")
+        return shard(model)
+
+    plain, planned = make(), rotor.Checkpointable(make())
+    planned.measure(batch(0))
+    limit = tighten(planned)
+    found = trained(plain, planned, 3) + peaks(plain, planned, limit, share=0.95)
+    graphs = [block.graph is not None for block in planned._latest.blocks]
+    if graphs != [False, False] + [True] * (BLOCKS - 2):
+        found.append(f"graphs {graphs}")
+    report = planned.report().replace("\n", " ")
+    for told in ("blocks.0 whole: a part of it is sharded by itself", "is compiled already"):
+        if told not in report:
+            found.append(report)
+    return found
+
+
+def lost_graphs() -> list[str]:
+    """A number that a block was captured for changes: on one rank, then on both."""
+    plain, planned = shard(Network(Deep)), rotor.Checkpointable(shard(Network(Deep)))
+    planned.measure(batch(0))
+    limit = tighten(planned, 300_000)
+    found = trained(plain, planned, 2)
+    if programs(planned) < 2:
+        found.append(f"choice {planned._latest.choice}")
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rotor").addHandler(handler)
+    for model in (plain, planned.module):
+        for block in model.blocks:
+            block.scale = 0.5
+    found += trained(plain, planned, 3) + peaks(plain, planned, 2 * limit, share=1.0)
+    logging.getLogger("rotor").removeHandler(handler)
+    if not any("was captured for other arguments or Python values" in line for line in told):
+        found.append(f"told {told}")
+    if any(a != b for a, b in zip(*on_all(planned._latest.choice), strict=True)):
+        found.append("choices differ")
+    planned.measure(batch(0))
+    planned.compute_sequence(mem_limit=limit)
+    found += trained(plain, planned, 2) + peaks(plain, planned, limit, share=1.0)
+    return found if programs(planned) else [*found, "measure() found no programs"]
+
+
+def changed_afterwards() -> list[str]:
+    """A program that reads what the model overwrites is not used."""
+
+    class Overwrites(Network):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for k, block in enumerate(self.blocks):
+                x = block(x)
+                if k == 1:
+                    x = x.mul_(2.0)
+            return self.last(x)
+
+    plain, planned = shard(Overwrites(Deep)), rotor.Checkpointable(shard(Overwrites(Deep)))
+    planned.measure(batch(0))
+    tighten(planned, 200_000)
+    return trained(plain, planned, 3)
+
+
+GRAPH_SCENARIOS: dict[str, Callable[[], list[str]]] = {
+    "graphs: several limits": several_limits,
+    "graphs: not captured": without_graphs,
+    "graphs: lost": lost_graphs,
+    "graphs: changed afterwards": changed_afterwards,
+}
