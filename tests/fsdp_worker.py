@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fsdp_blocks import BLOCK_SCENARIOS
+from fsdp_graphs import GRAPH_SCENARIOS
 from fsdp_models import (
     BLOCKS,
     PROCESSES,
@@ -337,6 +338,7 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "refusals": refusals,
     "optimizer between": optimizer_between,
     **BLOCK_SCENARIOS,
+    **GRAPH_SCENARIOS,
 }
 
 
