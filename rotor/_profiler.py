@@ -29,11 +29,16 @@ def profiler_in_use() -> bool:
 
 
 class Allocation(NamedTuple):
-    """Memory allocated (`nbytes` > 0) or freed (< 0) at an address of the CPU, and when."""
+    """Memory allocated (`nbytes` > 0) or freed (< 0) at an address of the CPU, and when.
+
+    `total_bytes` is what all threads have allocated then, from a level that nobody knows; negative
+    where only this thread was watched.
+    """
 
     address: int
     nbytes: int
     ns: int = 0
+    total_bytes: int = -1
 
 
 class Mark(str):
@@ -53,14 +58,23 @@ _SILENT = "99"
 _ERRORS_ONLY = 2
 
 
-def _cpp_log_level() -> ctypes.c_int | None:
-    """The level below which PyTorch's C++ says nothing, where the library shows it."""
+def _cpp_flags() -> tuple[ctypes.c_int | None, ctypes.c_bool | None]:
+    """Two flags of PyTorch's C++, where the library shows them.
+
+    The level below which it says nothing, and whether the CPU's allocator counts, and tells, what
+    threads without a profiler allocate and free.
+    """
     suffix = "dylib" if sys.platform == "darwin" else "so"
     path = Path(torch.__file__).parent / "lib" / f"libc10.{suffix}"
     try:
-        return ctypes.c_int.in_dll(ctypes.CDLL(str(path)), "FLAGS_caffe2_log_level")
+        library = ctypes.CDLL(str(path))
+        level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
     except (OSError, ValueError):
-        return None
+        return None, None
+    try:
+        return level, ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage")
+    except ValueError:
+        return level, None
 
 
 class AllocationTrace:
@@ -69,11 +83,18 @@ class AllocationTrace:
     The public ``prof.events()`` leaves them out. Only events and marks are recorded, no operations.
     Memory that is freed but was allocated before the start is not seen by PyTorch. While a trace
     records, C++ warnings are off: PyTorch warns about every thousandth such free.
+
+    Parameters
+    ----------
+    totals
+        Whether allocations tell, where PyTorch can, what all threads have allocated.
     """
 
-    def __init__(self) -> None:
-        self._level = _cpp_log_level()
+    def __init__(self, *, totals: bool = False) -> None:
+        self._level, counting = _cpp_flags()
+        self._counting = counting if totals else None
         self._old_level = 0
+        self._old_counting = False
 
     def start(self) -> None:
         """Begin; no profiler may be in use."""
@@ -103,6 +124,8 @@ class AllocationTrace:
         if self._level is not None:
             self._old_level = self._level.value
             self._level.value = max(self._old_level, _ERRORS_ONLY)
+        if self._counting is not None:
+            self._old_counting, self._counting.value = self._counting.value, True
 
     def mark(self, name: str) -> None:
         """Put a name between the events before it and those after it."""
@@ -112,6 +135,8 @@ class AllocationTrace:
     def stop(self) -> list[Allocation | str]:
         """End, in the thread that began: allocations and marks in the order of time."""
         result = torch._C._autograd._disable_profiler()
+        if self._counting is not None:
+            self._counting.value = self._old_counting
         if self._level is not None:
             self._level.value = self._old_level
         timed: list[tuple[int, Allocation | str]] = []
@@ -122,7 +147,8 @@ class AllocationTrace:
                 fields: Any = event.extra_fields
                 if fields.device.type == "cpu":
                     ns = event.start_time_ns
-                    timed.append((ns, Allocation(fields.ptr, fields.alloc_size, ns)))
+                    total = -1 if self._counting is None else fields.total_allocated
+                    timed.append((ns, Allocation(fields.ptr, fields.alloc_size, ns, total)))
             else:
                 ns = event.start_time_ns
                 timed.append((ns, Mark.at(event.name, ns)))
@@ -146,6 +172,7 @@ _torch.check(
         "_C._profiler._ExperimentalConfig",
         "_C._profiler._ExtraFields_Allocation.alloc_size",
         "_C._profiler._ExtraFields_Allocation.ptr",
+        "_C._profiler._ExtraFields_Allocation.total_allocated",
         "_C._profiler._ProfilerEvent.start_time_ns",
         "autograd.profiler.KinetoStepTracker._step_dict",
         "autograd.profiler._is_profiler_enabled",

@@ -12,7 +12,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +142,8 @@ class Meter(ABC):
     -----
     Several meters cannot run on the same device at once. On the CPU a meter is a session of
     PyTorch's profiler: it sees the thread that started it and the backwards run from there, it must
-    be stopped by that thread, and another profiler cannot run meanwhile. A meter that is stopped
+    be stopped by that thread, and another profiler cannot run meanwhile. In a process group it also
+    sees what other threads, such as those of collectives, free of that. A meter that is stopped
     inside a backward has its figures when the backward has returned; ``rotor.metering`` shows how
     to stop one as soon as the backward ends. What was allocated before the start is not seen when
     it is freed, except for the tensors that the meter was told of. On CUDA a meter resets the peak
@@ -292,7 +293,10 @@ class _CpuMeter(Meter):
         self._wants_timeline = timeline
         self._existing = existing
         self._watched: list[weakref.ref[torch.UntypedStorage]] = []
-        self._trace = _profiler.AllocationTrace()
+        # Threads of collectives free what the metered thread has allocated.
+        threads = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._trace = _profiler.AllocationTrace(totals=threads)
+        self._resident: set[int] = set()
         self._thread = 0
 
     def _begin(self) -> None:
@@ -310,6 +314,7 @@ class _CpuMeter(Meter):
         parts = [part for tensor in existing for part in _torch.strided_parts(tensor)]
         storages = {id(s): s for s in (part.untyped_storage() for part in parts)}
         for storage in storages.values():
+            self._resident.add(storage.data_ptr())
             self._watched.append(weakref.ref(storage, _Freed(self._trace, storage.nbytes())))
 
     def _mark(self, name: str) -> None:
@@ -333,7 +338,7 @@ class _CpuMeter(Meter):
         events = self._trace.stop()
         _vacate(self)
         moments: list[tuple[int, int, int]] | None = [] if self._wants_timeline else None
-        self._segments, self._peak_bytes, self._end_bytes = _levels(events, moments)
+        self._segments, self._peak_bytes, self._end_bytes = _levels(events, moments, self._resident)
         if moments:
             marks = [
                 (event.removeprefix(_MARK), event.ns)
@@ -356,18 +361,43 @@ class _Freed:
 
 
 class _Blocks:
-    """The blocks of memory that live, by address.
+    """The blocks of memory that live, by address, and the bytes of them.
 
     One that was freed unseen, in a thread without the profiler, is gone when another takes its
-    place, or a part of it.
+    place, or a part of it. Where totals are known, it is gone already when the total has fallen by
+    more than such threads had allocated, though nobody can say which block it was.
+
+    Parameters
+    ----------
+    resident
+        Addresses of blocks from before the start that may be freed, and are told otherwise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, resident: Collection[int] = ()) -> None:
+        self._resident = resident
         self._sizes: dict[int, int] = {}
         self._addresses: list[int] = []
+        self._bytes = 0
+        self._total = -1
+        self._elsewhere = 0
 
-    def begin(self, address: int, nbytes: int) -> int:
-        """A block is allocated; the bytes of those that stood there, and must be gone."""
+    @property
+    def level(self) -> int:
+        """Bytes of the blocks that live."""
+        return self._bytes + min(self._elsewhere, 0)
+
+    def add(self, event: _profiler.Allocation) -> None:
+        """Something was allocated or freed."""
+        if event.total_bytes >= 0:
+            if self._total >= 0:
+                self._elsewhere += event.total_bytes - self._total - event.nbytes
+            self._total = event.total_bytes
+        if event.nbytes > 0:
+            self._begin(event.address, event.nbytes)
+        else:
+            self._end(event.address, -event.nbytes)
+
+    def _begin(self, address: int, nbytes: int) -> None:
         place = bisect_left(self._addresses, address)
         if place and self._end_of(place - 1) > address:
             place -= 1
@@ -375,15 +405,19 @@ class _Blocks:
         gone = sum(self._sizes.pop(other) for other in self._addresses[place:last])
         self._addresses[place:last] = [address]
         self._sizes[address] = nbytes
-        return gone
+        self._bytes += nbytes - gone
+        if self._total >= 0:
+            self._elsewhere += gone
 
-    def end(self, address: int) -> int:
-        """A block is freed; its bytes, 0 where nobody saw it begin."""
+    def _end(self, address: int, nbytes: int) -> None:
         size = self._sizes.pop(address, None)
-        if size is None:
-            return 0
-        del self._addresses[bisect_left(self._addresses, address)]
-        return size
+        if size is not None:
+            del self._addresses[bisect_left(self._addresses, address)]
+            self._bytes -= size
+        elif address not in self._resident and nbytes <= self._elsewhere:
+            # Allocated by another thread. Else it is from before the start, and what PyTorch takes
+            # for its size may be wrong.
+            self._elsewhere -= nbytes
 
     def _end_of(self, place: int) -> int:
         address = self._addresses[place]
@@ -393,6 +427,7 @@ class _Blocks:
 def _levels(
     events: Iterable[_profiler.Allocation | str],
     moments: list[tuple[int, int, int]] | None = None,
+    resident: Collection[int] = (),
 ) -> tuple[list[Segment], int, int]:
     """The segments, the peak and the last level of allocations and marks.
 
@@ -400,21 +435,19 @@ def _levels(
     each of them.
     """
     segments: list[Segment] = []
-    blocks = _Blocks()
+    blocks = _Blocks(resident)
     name: str | None = None
-    level = start = peak = highest = given = 0
+    freed = level = start = peak = highest = given = 0
     for event in events:
         if isinstance(event, _profiler.Allocation):
-            # A block from before the start has no reliable size: its end is not counted.
-            if event.nbytes <= 0:
-                level -= blocks.end(event.address)
-            else:
-                level -= blocks.begin(event.address, event.nbytes)
-                level += event.nbytes
+            blocks.add(event)
+            level = blocks.level - freed
+            if event.nbytes > 0:
                 given += event.nbytes
                 peak = max(peak, level)
         elif event.startswith(_FREED):
-            level -= int(event.removeprefix(_FREED))
+            freed += int(event.removeprefix(_FREED))
+            level = blocks.level - freed
         elif event == _END or event.startswith(_MARK):
             highest = max(highest, peak)
             if name is not None:

@@ -19,6 +19,7 @@ SECONDS = 150
 WIDTH = 32
 BLOCKS = 4
 STEPS = 20
+METERED = 8
 
 
 class Block(nn.Module):
@@ -79,7 +80,7 @@ def run(
 ) -> tuple[list[float], int]:
     """Steps of gradient descent: their losses, and the lowest peak of the metered ones.
 
-    The lowest: threads of gloo now and then give back buffers, which the meter does not see.
+    The lowest: threads of gloo now and then give buffers back a moment late.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     torch.manual_seed(5 + dist.get_rank())
@@ -102,6 +103,22 @@ def run(
         if step < steps - 1:
             optimizer.step()
     return losses, min(peaks, default=0)
+
+
+def peak_of(model: Any) -> int:
+    """What a step needs: the lowest peak of several."""
+    return run(model, METERED, metered=True)[1]
+
+
+def kept(model: rotor.Checkpointable, limit: int, plain_bytes: int | None = None) -> list[str]:
+    """Whether a planned model keeps its limit, and saves a fifth of what the plain one takes."""
+    peak = peak_of(model)
+    found = []
+    if peak > limit:
+        found.append(f"peak {peak}, limit {limit}, predicted {model._latest.predicted_bytes}")
+    if plain_bytes is not None and peak > 0.8 * plain_bytes:
+        found.append(f"peak {peak}, plain {plain_bytes}")
+    return found
 
 
 def local(tensor: Any) -> torch.Tensor:

@@ -21,12 +21,15 @@ from fsdp_blocks import BLOCK_SCENARIOS
 from fsdp_graphs import GRAPH_SCENARIOS
 from fsdp_models import (
     BLOCKS,
+    METERED,
     PROCESSES,
     STEPS,
     batch,
     compare,
     differences,
+    kept,
     make_model,
+    peak_of,
     refused,
     run,
     same_plans,
@@ -58,13 +61,7 @@ def orders(*, root: bool, reshard: bool, shard_first: bool) -> list[str]:
         return ["measuring left gradients"]
     limit = tighten(planned)
     found = compare(plain, planned, STEPS)
-    plain_peak = run(plain, 3, metered=True)[1]
-    peak = run(planned, 4, metered=True)[1]
-    if peak > limit:
-        found.append(f"peak {peak}, limit {limit}, predicted {planned._latest.predicted_bytes}")
-    if peak > 0.8 * plain_peak:
-        found.append(f"peak {peak}, plain {plain_peak}")
-    return found
+    return found + kept(planned, limit, plain_bytes=peak_of(plain))
 
 
 def first_step_measures() -> list[str]:
@@ -116,10 +113,7 @@ def mixed_precision() -> list[str]:
         planned = rotor.Checkpointable(shard(make_model(), root=root, mp_policy=policy))
         planned.measure(batch(0))
         limit = tighten(planned)
-        found += compare(plain, planned, 3)
-        peak = run(planned, 4, metered=True)[1]
-        if peak > limit:
-            found.append(f"peak {peak}, limit {limit}")
+        found += compare(plain, planned, 3) + kept(planned, limit)
     return found
 
 
@@ -140,10 +134,7 @@ def prefetches_and_meshes() -> list[str]:
         plain, planned = models[0], rotor.Checkpointable(models[1])
         planned.measure(batch(0))
         limit = tighten(planned)
-        found += compare(plain, planned, 3)
-        peak = run(planned, 4, metered=True)[1]
-        if peak > limit:
-            found.append(f"peak {peak}, limit {limit}")
+        found += compare(plain, planned, 3) + kept(planned, limit)
     return found
 
 
@@ -216,7 +207,7 @@ def captured_loss() -> list[str]:
     planned.measure(batch(0), targets=(target,))
     limit = tighten(planned)
     peaks = []
-    for step in range(4):
+    for step in range(1 + METERED):
         torch.manual_seed(step)
         loss_of(plain(batch(step)), target).backward()
         torch.manual_seed(step)

@@ -280,6 +280,56 @@ def test_blocks_that_others_overlap_were_freed_unseen():
     assert (peak, level) == (270, 170)
 
 
+def test_totals_tell_what_other_threads_free():
+    a = _profiler.Allocation
+    events = [
+        a(1000, 100, total_bytes=700),
+        a(2000, 50, total_bytes=750),
+        a(3000, 10, total_bytes=660),  # the 100 bytes are gone
+        "rotor.mark.x",
+        a(1000, 30, total_bytes=690),  # in their place
+        a(4000, -40, total_bytes=650),  # from before the start
+        a(5000, 5, total_bytes=735),  # another thread has allocated 80
+        a(6000, 5, total_bytes=690),  # and 50 are gone, of whichever thread
+        a(7000, -30, total_bytes=660),  # freed by this thread
+        a(8000, 5, total_bytes=615),  # now 50 of this thread are gone
+        "rotor.end",
+    ]
+    segments, peak, level = memory._levels(events)
+    assert segments == [Segment("x", 60, 100, 55)]
+    assert (peak, level) == (150, 55)
+    # A block that the meter was told of is not taken for one of another thread.
+    told = [a(100, 5, total_bytes=9), a(200, 5, total_bytes=94), a(700, -80, total_bytes=14)]
+    told.append(a(300, 1, total_bytes=10))
+    assert memory._levels([*told, "rotor.end"], None, {700})[2] == 11
+    assert memory._levels([*told, "rotor.end"])[2] == 6
+
+
+def test_what_threads_of_collectives_free_is_seen(monkeypatch):
+    def free_elsewhere(kept):
+        thread = threading.Thread(target=kept.clear)
+        thread.start()
+        thread.join()
+
+    def metered():
+        old = torch.empty(300_000)
+        with meter("cpu", existing=[old]) as m:
+            kept = [torch.empty(100_000), torch.empty(50_000)]
+            free_elsewhere(kept)
+            del old
+            m.mark("then")
+            held = torch.empty(1000)
+            m.mark("end")
+        del held
+        return m
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for _ in range(2):
+        m = metered()
+        assert m.peak_bytes == 600_000
+        assert m.end_bytes == 4000 - 1_200_000
+
+
 def test_a_stale_address_of_an_earlier_session_does_not_count():
     with meter("cpu"):
         kept = [torch.empty(20_000, dtype=torch.uint8) for _ in range(20)]
