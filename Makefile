@@ -22,7 +22,7 @@ C_TESTS := $(patsubst tests/c/%.c,build/c/%,$(wildcard tests/c/test_*.c))
 SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libstdc++.so)
 
 .SECONDARY: $(C_OBJECTS)
-.PHONY: help demo test test-all test-c test-sanitized lint docs bench gpu regressions clean
+.PHONY: help demo test test-all test-c test-sanitized lint docs bench docs-tables gpu regressions clean
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -85,6 +85,9 @@ docs: $(VENV)/.dev ## the documentation, warnings are errors
 
 bench: $(VENV)/.dev ## every benchmark; a page and a JSON file in benchmarks/results (BENCH=--quick)
 	$(BIN)/python benchmarks/run_all.py $(BENCH)
+
+docs-tables: $(VENV)/.test ## the tables of docs and README, from benchmarks/results
+	$(BIN)/python benchmarks/docs_tables.py
 
 gpu: $(VENV)/.test ## the tests and benchmarks that need CUDA, in ten minutes, written as by bench
 	$(BIN)/python benchmarks/run_all.py --gpu

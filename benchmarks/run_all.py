@@ -1,11 +1,13 @@
 """Every benchmark, one after the other, and one page and one file of what they found.
 
-    python benchmarks/run_all.py [--quick] [--only NAME ...] [--out benchmarks/results]
+    python benchmarks/run_all.py [--quick] [--only NAME ... | --missing] [--keep] [--out FOLDER]
     python benchmarks/run_all.py --gpu
 
 Each script runs in a process of its own, within a time; what it prints is shown, and kept. In the
-end `<name>.md` has the machine, the versions and all output, `<name>.json` the same with the tables
-as rows of numbers. Times in the tables are ratios within one run, which is what can be compared.
+end `<name>.md` has all output, `<name>.json` the same with the tables as rows of numbers. Every
+entry says when, where, with which arguments, versions and commit it was taken: with `--only`,
+`--missing` or `--keep` a file's other entries stay. Times in the tables are ratios within one run,
+which is what can be compared. `docs_tables.py` writes the tables of the docs from these files.
 `--gpu` runs the tests that need CUDA, then the benchmarks on one device, in less than ten minutes.
 """
 
@@ -13,42 +15,57 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import platform
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-FORMAT, VERSION = "rotor.benchmarks", 1
+ROOT = HERE.parent
+RESULTS = HERE / "results"
+FORMAT, VERSION = "rotor.benchmarks", 2
 GPU_SECONDS = 570.0
 FAILED, CUT = "failed", "cut short"
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One script: its question, its arguments, and how long it may take, in seconds."""
+    """One run of a script: its question, its arguments, how long it may take, in seconds.
+
+    `rotor` as a script is the command line. Where a script's tables are taken on one thread, it
+    gets `OMP_NUM_THREADS=1`, but not on a GPU. Entries of the same script have different names.
+    """
 
     script: str
     question: str
     quick: tuple[str, ...] = ()
-    limit_s: float = 3600.0
+    limit_s: float = 900.0
     quick_limit_s: float = 180.0
     gpu: tuple[str, ...] | None = None
     gpu_limit_s: float = 60.0
     full: tuple[str, ...] = ()
     name: str = ""
+    one_thread: bool = False
 
     def __post_init__(self) -> None:
         """Name it after its script, where it has no name."""
         object.__setattr__(self, "name", self.name or self.script)
+
+    def command(self, given: tuple[str, ...]) -> list[str]:
+        """What Python is called with."""
+        start = ["-m", "rotor"] if self.script == "rotor" else [f"benchmarks/{self.script}"]
+        return [*start, *given]
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -70,6 +87,8 @@ BENCHMARKS = (
         _words("ResNet-18 --shrink 2 --fractions 0.7 --rounds 3"),
         gpu=_words("ResNet-18 GPT --device cuda --fractions 0.7 0.5 --rounds 5 --stock 1"),
         gpu_limit_s=70,
+        full=_words("--fractions 0.8 0.5"),
+        one_thread=True,
     ),
     Benchmark(
         "dtr_table.py",
@@ -77,6 +96,7 @@ BENCHMARKS = (
         _words("--tiny --rounds 2"),
         gpu=_words("resnet gpt lstm-100 treelstm-64 --device cuda --rounds 3"),
         gpu_limit_s=70,
+        one_thread=True,
     ),
     Benchmark(
         "against_segments.py",
@@ -84,6 +104,7 @@ BENCHMARKS = (
         _words("ResNet-18 --segments 2 --rounds 3"),
         gpu=_words("ResNet-18 GPT --device cuda --segments 2 3"),
         gpu_limit_s=40,
+        full=_words("--segments 2 4 8"),
     ),
     Benchmark(
         "graph_curve.py",
@@ -91,6 +112,8 @@ BENCHMARKS = (
         _words("ResNet-18 --shrink 2 --points 3 --rounds 3"),
         gpu=_words("ResNet-18 --device cuda --points 5 --rounds 5"),
         gpu_limit_s=40,
+        full=_words("gpt resnet-18 --rounds 11"),
+        one_thread=True,
     ),
     Benchmark(
         "inductor.py",
@@ -132,6 +155,13 @@ BENCHMARKS = (
         _words("gpt --ablation --tiny --rounds 1"),
         full=_words("--ablation"),
         name="dtr_table.py --ablation",
+        one_thread=True,
+    ),
+    Benchmark(
+        "readme_curve.py",
+        "the picture of the README",
+        _words("--layers 2 --out build/quick"),
+        one_thread=True,
     ),
     Benchmark(
         "overhead.py", "what the executor costs beyond the work itself", _words("--rounds 40")
@@ -150,6 +180,7 @@ BENCHMARKS = (
         "sharded.py",
         "a model sharded by FSDP2 on two processes",
         _words("--blocks 2 --width 32 --length 32 --steps 2 --shares 0.8"),
+        full=_words("--steps 3"),
     ),
     Benchmark(
         "overlap.py",
@@ -162,35 +193,70 @@ BENCHMARKS = (
         _words("--sizes 1000 10000 --no-oracle"),
     ),
     Benchmark("dtr_simulator.py", "the dynamic runtime beside the simulator"),
+    Benchmark(
+        "check_random_chains.py",
+        "the solvers beside exhaustive search",
+        _words("--count 100"),
+        full=_words("--count 10000000 --minutes 3"),
+    ),
+    Benchmark(
+        "rotor",
+        "how many operations run again as a network grows",
+        _words("experiment linear --sizes 16 32 --heat-size 0 --formats --fresh --out build/quick"),
+        full=_words("experiment linear --heat-size 0 --formats --fresh --out build/linear"),
+        name="rotor experiment linear",
+    ),
 )
 GPU_TESTS = ("-m", "pytest", "-q", "tests/gpu")
 GPU_TESTS_LIMIT_S = 130.0
 
 
-@dataclass
-class Run:
-    """What one command printed, how it ended, how long it took."""
+@dataclass(frozen=True)
+class Task:
+    """What is to be run: arguments of Python, seconds at most, what is set in the environment."""
 
     name: str
     question: str
-    arguments: list[str]
+    command: list[str]
+    limit_s: float
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """What one command printed, how it ended, how long it took, when, and on what."""
+
+    name: str
+    question: str
+    command: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
+    began: str = ""
+    load: float | None = None
     status: str = "ok"
     seconds: float = 0.0
-    lines: list[str] = field(default_factory=list)
+    output: list[str] = field(default_factory=list)
 
 
-def run(name: str, question: str, command: list[str], limit_s: float) -> Run:
-    """Run a command for at most so many seconds; what it prints is shown and kept."""
-    done = Run(name, question, command)
+def run(task: Task, machine: dict[str, Any] | None = None) -> Run:
+    """Run a command in its time; what it prints is shown and kept, without the paths of here."""
+    done = Run(task.name, task.question, task.command, task.environment, machine or {})
+    done.began = datetime.now(UTC).isoformat(timespec="seconds")
+    with suppress(OSError):
+        done.load = round(os.getloadavg()[0], 1)
+    if task.limit_s <= 1:
+        done.status = CUT
+        return done
     start = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, *command],
+        [sys.executable, *task.command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
         start_new_session=True,
-        cwd=HERE.parent,
+        cwd=ROOT,
+        env={**os.environ, **task.environment},
     )
 
     def end() -> None:
@@ -198,14 +264,14 @@ def run(name: str, question: str, command: list[str], limit_s: float) -> Run:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
-    timer = threading.Timer(limit_s, end)
+    timer = threading.Timer(task.limit_s, end)
     timer.start()
     with process:
         try:
             assert process.stdout is not None
             for line in process.stdout:
                 print(line, end="", flush=True)
-                done.lines.append(line.rstrip())
+                done.output.append(_without_paths(line.rstrip()))
             code = process.wait()
         except BaseException:
             end()
@@ -216,6 +282,12 @@ def run(name: str, question: str, command: list[str], limit_s: float) -> Run:
         done.status = FAILED
     done.seconds = time.monotonic() - start
     return done
+
+
+def _without_paths(line: str) -> str:
+    for folder in (ROOT, ROOT.parent, sys.prefix, tempfile.gettempdir()):
+        line = line.replace(f"{folder}/", "")
+    return line
 
 
 def tables(lines: list[str]) -> list[dict[str, Any]]:
@@ -269,27 +341,46 @@ def _cells(line: str) -> list[str]:
 
 def _value(cell: str) -> float | str:
     try:
-        return float(cell)
+        value = float(cell)
     except ValueError:
         return cell
+    return value if math.isfinite(value) else cell
 
 
 def machine() -> dict[str, Any]:
-    """Processor, devices and versions, and the commit of the tree."""
+    """Processor, devices and versions, and the commit of the sources."""
     import rotor
     from rotor import environment
 
     found = environment.describe()
-    known: dict[str, Any] = {key: found[key] for key in ("platform", "cpus", "devices")}
+    known: dict[str, Any] = {"processor": _processor(), "cpus": found["cpus"]}
+    known["devices"] = [
+        {key: device.get(key) for key in ("name", "model", "total_bytes")}
+        for device in found["devices"]
+    ]
     known["versions"] = {"rotor": rotor.__version__, **found["versions"]}
-    git = ["git", "describe", "--always", "--dirty"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True, check=False, cwd=HERE)
-        known["commit"] = commit.stdout.strip() or None
-    except OSError:
-        known["commit"] = None
-    known["processor"] = _processor()
+    known["platform"] = f"{platform.system()}, {platform.machine()}"
+    known["commit"] = _commit()
     return known
+
+
+def _commit() -> str | None:
+    """The commit; "-dirty" where the sources differ, results and docs aside."""
+    sources = ["rotor", "csrc", "models", "setup.py", "benchmarks/*.py"]
+    known = []
+    for words in (
+        ["rev-parse", "--short=10", "HEAD"],
+        ["status", "--porcelain", "--untracked-files=no", "--", *sources],
+    ):
+        try:
+            done = subprocess.run(
+                ["git", *words], capture_output=True, text=True, check=False, cwd=ROOT
+            )
+        except OSError:
+            return None
+        known.append(done.stdout.strip())
+    commit, changed = known
+    return f"{commit}-dirty" if commit and changed else commit or None
 
 
 def _processor() -> str | None:
@@ -301,64 +392,110 @@ def _processor() -> str | None:
     return found[1] if found else None
 
 
-def write(folder: Path, name: str, runs: list[Run], known: dict[str, Any], began: str) -> None:
+def read(path: Path) -> dict[str, Run]:
+    """The runs of a file by their names; none where there is no file."""
+    if not path.exists():
+        return {}
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if (data.get("format"), data.get("version")) != (FORMAT, VERSION):
+        raise ValueError(
+            f"{path} is {data.get('format')}, version {data.get('version')}, where {FORMAT}, "
+            f"version {VERSION}, was expected: delete it and run the benchmarks again"
+        )
+    names = [one.name for one in fields(Run)]
+    return {one["name"]: Run(**{name: one[name] for name in names}) for one in data["runs"]}
+
+
+def _text(value: Any, indent: int = 0) -> str:
+    """JSON with what fits in a line in one line."""
+    flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if not isinstance(value, dict | list) or len(flat) + indent <= 120:
+        return flat
+    if isinstance(value, list):
+        parts, ends = [_text(one, indent + 1) for one in value], "[]"
+    else:
+        parts = [f"{json.dumps(key)}: {_text(one, indent + 1)}" for key, one in value.items()]
+        ends = "{}"
+    inner = ",\n".join(" " * (indent + 1) + part for part in parts)
+    return f"{ends[0]}\n{inner}\n{' ' * indent}{ends[1]}"
+
+
+def words_of(one: Run) -> str:
+    """The command of a run, as one would type it."""
+    given = [f"{key}={value}" for key, value in one.environment.items()]
+    return " ".join([*given, "python", *one.command])
+
+
+def about(one: Run) -> str:
+    """When, how, where and with which versions a run was taken."""
+    known = one.machine
+    versions = known.get("versions", {})
+    others = [device["model"] for device in known.get("devices", []) if device["name"] != "cpu"]
+    parts = [
+        known.get("processor") or known.get("platform") or "a machine that is not known",
+        *others,
+        f"{known['cpus']} cores" if known.get("cpus") else "",
+        f"PyTorch {versions['torch']}" if versions.get("torch") else "",
+        f"Python {versions['python']}" if versions.get("python") else "",
+        f"commit {known['commit']}" if known.get("commit") else "",
+        f"{one.seconds:.0f} s" if one.seconds else "",
+        f"load {one.load} when it began" if one.load is not None else "",
+    ]
+    said = ", ".join(part for part in parts if part)
+    return f"`{words_of(one)}`, {one.began[:10]}: {said}."
+
+
+def write(folder: Path, name: str, runs: list[Run]) -> None:
     """Write the page and the file, of what has been run so far."""
     folder.mkdir(parents=True, exist_ok=True)
-    data = {
-        "format": FORMAT,
-        "version": VERSION,
-        "began": began,
-        "machine": known,
-        "runs": [
-            {
-                "script": one.name,
-                "arguments": one.arguments[1:],
-                "status": one.status,
-                "seconds": round(one.seconds, 1),
-                "tables": tables(one.lines),
-                "output": one.lines,
-            }
-            for one in runs
-        ],
-    }
-    text = json.dumps(data, indent=1, allow_nan=True)
+    entries = [{**asdict(one), "tables": tables(one.output)} for one in runs]
+    for entry in entries:
+        entry["seconds"] = round(entry["seconds"], 1)
+        entry["output"] = entry.pop("output")
+    text = _text({"format": FORMAT, "version": VERSION, "runs": entries})
     (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
-    versions = known.get("versions", {})
-    others = [one["model"] for one in known.get("devices", []) if one["name"] != "cpu"]
-    hardware = [str(known.get("processor")), *others]
-    lines = [
-        "# Benchmarks",
-        "",
-        f"Begun {began}; commit {known.get('commit')}; {'; '.join(hardware)}; "
-        + ", ".join(f"{key} {value}" for key, value in versions.items() if value)
-        + ".",
-        "",
-        "| script | question | ended | seconds |",
-        "|---|---|---|---|",
-        *[f"| {r.name} | {r.question} | {r.status} | {r.seconds:.0f} |" for r in runs],
-    ]
+    lines = ["# Benchmarks", "", *listing(runs)]
     for one in runs:
-        lines += ["", f"## {one.name}", "", f"`python {' '.join(one.arguments)}`", ""]
-        lines += ["```text", *one.lines, "```"]
+        lines += ["", f"## {one.name}", "", about(one), "", "```text", *one.output, "```"]
     (folder / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def chosen(arguments: argparse.Namespace) -> list[tuple[str, str, list[str], float]]:
-    """Name, question, command and time of what is to be run."""
+def _rounded(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds else ""
+
+
+def listing(runs: list[Run]) -> list[str]:
+    """A table of runs, in Markdown."""
+    return [
+        "| entry | question | ended | seconds |",
+        "|---|---|---|---:|",
+        *[f"| {r.name} | {r.question} | {r.status} | {_rounded(r.seconds)} |" for r in runs],
+    ]
+
+
+def chosen(arguments: argparse.Namespace) -> list[Task]:
+    """What is to be run."""
     found = []
     if arguments.gpu:
-        tests = ("tests/gpu", "the tests that need CUDA", list(GPU_TESTS), GPU_TESTS_LIMIT_S)
-        found.append(tests)
+        question = "the tests that need CUDA"
+        found.append(Task("tests/gpu", question, list(GPU_TESTS), GPU_TESTS_LIMIT_S))
     for one in BENCHMARKS:
         given = one.gpu if arguments.gpu else one.quick if arguments.quick else one.full
         if given is None:
             continue
         limit = one.quick_limit_s if arguments.quick else one.limit_s
         limit = one.gpu_limit_s if arguments.gpu else limit
-        found.append((one.name, one.question, [f"benchmarks/{one.script}", *given], limit))
+        environment = {"OMP_NUM_THREADS": "1"} if one.one_thread and not arguments.gpu else {}
+        found.append(Task(one.name, one.question, one.command(given), limit, environment))
     if arguments.only:
-        found = [entry for entry in found if any(part in entry[0] for part in arguments.only)]
+        found = [task for task in found if _is_meant(task.name, arguments.only, found)]
     return found
+
+
+def _is_meant(name: str, words: list[str], tasks: list[Task]) -> bool:
+    """Whether a word is this name, or is in it and is no other's name."""
+    names = {task.name for task in tasks}
+    return any(name == word or (word in name and word not in names) for word in words)
 
 
 def main() -> None:
@@ -366,9 +503,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds: minutes")
     parser.add_argument("--gpu", action="store_true", help="tests and benchmarks on one device")
-    parser.add_argument("--only", nargs="+", default=[], help="parts of names")
+    parser.add_argument("--only", nargs="+", default=[], help="names, or parts of them")
+    parser.add_argument("--missing", action="store_true", help="what the file lacks, or failed")
+    parser.add_argument("--keep", action="store_true", help="keep what the file has until replaced")
     parser.add_argument("--limit", type=float, help="seconds for each script, at most")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     arguments = parser.parse_args()
     selected = chosen(arguments)
     if not selected:
@@ -379,22 +518,36 @@ def main() -> None:
         if not torch.cuda.is_available():
             parser.error("--gpu needs CUDA, and PyTorch sees no CUDA device")
     name = "gpu" if arguments.gpu else "quick" if arguments.quick else "full"
-    began = datetime.now(UTC).isoformat(timespec="seconds")
-    known, runs = machine(), []
-    end = time.monotonic() + (GPU_SECONDS if arguments.gpu else float("inf"))
-    for script, question, command, limit in selected:
-        print(f"\n== {script}", flush=True)
-        left = min(limit, arguments.limit or limit, end - time.monotonic())
-        runs.append(
-            run(script, question, command, left)
-            if left > 1
-            else Run(script, question, command, CUT)
-        )
-        write(arguments.out, name, runs, known, began)
+    kept: dict[str, Run] = {}
+    if arguments.only or arguments.missing or arguments.keep:
+        kept = read(arguments.out / f"{name}.json")
+    if arguments.missing:
+        done = {one.name for one in kept.values() if one.status == "ok"}
+        selected = [task for task in selected if task.name not in done]
+    failed = run_tasks(selected, arguments, name, kept)
     print(f"\n{arguments.out / name}.md and .json have the results")
-    failed = [f"{one.name} {one.status}" for one in runs if one.status != "ok"]
     if failed:
         raise SystemExit("; ".join(failed))
+
+
+def run_tasks(
+    selected: list[Task], arguments: argparse.Namespace, name: str, kept: dict[str, Run]
+) -> list[str]:
+    """Run what was chosen, write the files after each; what did not end well."""
+    everything = argparse.Namespace(**{**vars(arguments), "only": []})
+    order = [task.name for task in chosen(everything)]
+    known = machine()
+    end = time.monotonic() + (GPU_SECONDS if arguments.gpu else float("inf"))
+    failed = []
+    for task in selected:
+        print(f"\n== {task.name}", flush=True)
+        left = min(task.limit_s, arguments.limit or task.limit_s, end - time.monotonic())
+        done = run(replace(task, limit_s=left), known)
+        kept[task.name] = done
+        write(arguments.out, name, [kept[one] for one in order if one in kept])
+        if done.status != "ok":
+            failed.append(f"{task.name} {done.status}")
+    return failed
 
 
 if __name__ == "__main__":

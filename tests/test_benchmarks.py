@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ def script(name: str):
 
 
 run_all, regressions = script("run_all"), script("regressions")
+ROTOR = "rotor"  # the command line, as a script
 
 
 def options(**given):
@@ -41,33 +43,55 @@ def options(**given):
 def test_every_benchmark_exists():
     names = [one.name for one in run_all.BENCHMARKS]
     assert len(set(names)) == len(names)
-    listed = {one.script for one in run_all.BENCHMARKS}
+    listed = {one.script for one in run_all.BENCHMARKS} - {ROTOR}
     assert listed <= {path.name for path in FOLDER.glob("*.py")}
     assert {"overlap.py", "sharded.py", "dtr_table.py", "graph_curve.py"} <= listed
 
 
 def test_what_is_run():
     full, quick = run_all.chosen(options()), run_all.chosen(options(quick=True))
-    assert [entry[0] for entry in full] == [entry[0] for entry in quick]
-    assert all(" " in question for _, question, _, _ in full)
-    by_name = {name: command for name, _, command, _ in full}
-    assert by_name.pop("dtr_table.py --ablation") == ["benchmarks/dtr_table.py", "--ablation"]
-    assert all(command == [f"benchmarks/{name}"] for name, command in by_name.items())
-    assert all(limit <= 600 for *_, limit in quick)
+    assert [task.name for task in full] == [task.name for task in quick]
+    assert all(" " in task.question for task in full)
+    by_name = {task.name: task for task in full}
+    ablation = by_name["dtr_table.py --ablation"]
+    assert ablation.command == ["benchmarks/dtr_table.py", "--ablation"]
+    assert ablation.environment == {"OMP_NUM_THREADS": "1"}
+    assert by_name["truth.py"].environment == {}
+    assert by_name["truth.py"].command == ["benchmarks/truth.py"]
+    assert by_name["rotor experiment linear"].command[:4] == ["-m", "rotor", "experiment", "linear"]
+    assert all(task.limit_s <= 600 for task in quick)
     some = run_all.chosen(options(quick=True, only=["demo"]))
-    assert [entry[2] for entry in some] == [
+    assert [task.command for task in some] == [
         ["benchmarks/demo.py", "--batch", "8", "--size", "128", "--steps", "3", "--fraction", "0.9"]
     ]
     for one in run_all.BENCHMARKS:
+        if one.script == ROTOR:
+            continue
         source = (FOLDER / one.script).read_text(encoding="utf-8")
         words = (*one.quick, *one.full, *(one.gpu or ()))
         given = {word for word in words if word.startswith("--")}
         assert all(f'add_argument("{word}"' in source for word in given), one.script
     on_device = run_all.chosen(options(gpu=True))
-    assert on_device[0][2] == ["-m", "pytest", "-q", "tests/gpu"]
-    assert all("--device cuda" in " ".join(command) for _, _, command, _ in on_device[1:])
-    assert {"dtr_table.py", "graph_truth.py", "graph_curve.py"} <= {entry[0] for entry in on_device}
-    assert sum(limit for *_, limit in on_device) <= run_all.GPU_SECONDS < 600
+    assert on_device[0].command == ["-m", "pytest", "-q", "tests/gpu"]
+    assert all("--device cuda" in " ".join(task.command) for task in on_device[1:])
+    assert all(task.environment == {} for task in on_device)
+    assert {"dtr_table.py", "graph_truth.py", "graph_curve.py"} <= {t.name for t in on_device}
+    assert sum(task.limit_s for task in on_device) <= run_all.GPU_SECONDS < 600
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["truth.py"], ["truth.py"]),
+        (["truth"], ["truth.py", "graph_truth.py"]),
+        (["dtr_table.py"], ["dtr_table.py"]),
+        (["ablation", "demo.py"], ["demo.py", "dtr_table.py --ablation"]),
+        (["nothing"], []),
+    ],
+)
+def test_names_that_are_meant(words, names):
+    """A whole name is that entry alone, though it is a part of others."""
+    assert [task.name for task in run_all.chosen(options(only=words))] == names
 
 
 ON_DEVICES = [one.script for one in run_all.BENCHMARKS if one.gpu is not None]
@@ -182,27 +206,93 @@ def test_tables_are_read():
     assert run_all.tables(["--", "nothing", "-----"]) == []
 
 
+MACHINE = {
+    "processor": "Z80",
+    "cpus": 2,
+    "devices": [{"name": "cpu", "model": "x"}, {"name": "cuda:0", "model": "H1"}],
+    "versions": {"rotor": "1", "torch": "9.9", "python": None},
+    "commit": "abc",
+}
+
+
+def task(name: str, code: str, limit_s: float = 60, **environment: str):
+    return run_all.Task(name, "whether?", ["-c", code], limit_s, environment)
+
+
 def test_runs_end_in_time_and_are_written(tmp_path, capsys):
-    good = run_all.run("good", "?", ["-c", f"print({TEXT!r})"], 60)
-    bad = run_all.run("bad", "?", ["-c", "print('so far'); raise SystemExit(3)"], 60)
+    printing = f"import os; print({TEXT!r}, os.environ['SHARE'], {str(FOLDER)!r} + '/x.py')"
+    good = run_all.run(task("good", printing, SHARE="7 of 9"), MACHINE)
+    bad = run_all.run(task("bad", "print('so far'); raise SystemExit(3)"), MACHINE)
     slow = "import time; print('begun', flush=True); time.sleep(600)"
-    late = run_all.run("late", "?", ["-c", slow], 2)
-    assert [one.status for one in (good, bad, late)] == ["ok", "failed", "cut short"]
-    assert (bad.lines, late.lines) == (["so far"], ["begun"])
+    late = run_all.run(task("late", slow, 2), MACHINE)
+    never = run_all.run(task("never", "print('begun')", 0.5), MACHINE)
+    runs = [good, bad, late, never]
+    assert [one.status for one in runs] == ["ok", "failed", "cut short", "cut short"]
+    assert [one.output for one in runs[1:]] == [["so far"], ["begun"], []]
+    assert good.output[-1] == " 7 of 9 benchmarks/x.py"
     assert late.seconds < 60
     assert "so far" in capsys.readouterr().out
-    known = {"versions": {"rotor": "1", "torch": None}, "commit": "abc", "processor": "Z80"}
-    known["devices"] = [{"name": "cpu", "model": "x"}, {"name": "cuda:0", "model": "H1"}]
-    run_all.write(tmp_path / "new", "quick", [good, bad, late], known, "2000-01-01T00:00:00")
-    data = json.loads((tmp_path / "new" / "quick.json").read_text(encoding="utf-8"))
-    assert (data["format"], data["version"]) == ("rotor.benchmarks", 1)
-    assert data["machine"] == known
-    assert [one["status"] for one in data["runs"]] == ["ok", "failed", "cut short"]
-    assert data["runs"][0]["tables"][0]["rows"][0] == [0.9, 1.035, "yes"]
+    run_all.write(tmp_path / "new", "quick", runs)
+    path = tmp_path / "new" / "quick.json"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert (data["format"], data["version"]) == ("rotor.benchmarks", 2)
+    assert [one["status"] for one in data["runs"]] == [one.status for one in runs]
+    first = data["runs"][0]
+    assert (first["machine"], first["environment"]) == (MACHINE, {"SHARE": "7 of 9"})
+    assert first["tables"][0]["rows"][0] == [0.9, 1.035, "yes"]
+    assert first["began"][:2] == "20"
     page = (tmp_path / "new" / "quick.md").read_text(encoding="utf-8")
-    assert "commit abc; Z80; H1; rotor 1." in page
-    assert "| bad | ? | failed |" in page
+    assert "Z80, H1, 2 cores, PyTorch 9.9, commit abc" in page
+    assert "| bad | whether? | failed |" in page
     assert "ResNet: plain peak 3 MB" in page
+    back = run_all.read(path)
+    assert list(back) == ["good", "bad", "late", "never"]
+    run_all.write(tmp_path / "new", "again", list(back.values()))
+    assert (tmp_path / "new" / "again.json").read_text(encoding="utf-8") == path.read_text("utf-8")
+    path.write_text('{"format": "rotor.benchmarks", "version": 1}', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"version 1, where .*, version 2, was expected: delete"):
+        run_all.read(path)
+    assert run_all.read(tmp_path / "none.json") == {}
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """`run_all` with entries of its own, which print how often they ran; returns what it wrote."""
+    count = tmp_path / "count"
+    count.write_text("0", encoding="utf-8")
+
+    def run(task, machine):
+        number = int(count.read_text(encoding="utf-8")) + 1
+        count.write_text(str(number), encoding="utf-8")
+        done = run_all.Run(task.name, task.question, task.command, machine=machine)
+        done.began, done.output = "2001-02-03T04:05:06+00:00", [f"{task.name} is {number}"]
+        done.status = "failed" if task.name == "c.py" and number < 4 else "ok"
+        return done
+
+    entries = [run_all.Benchmark(f"{name}.py", "why so?") for name in "abc"]
+    monkeypatch.setattr(run_all, "BENCHMARKS", entries)
+    monkeypatch.setattr(run_all, "run", run)
+    monkeypatch.setattr(run_all, "machine", lambda: MACHINE)
+
+    def start(*words: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["run_all.py", *words, "--out", str(tmp_path)])
+        with suppress(SystemExit):
+            run_all.main()
+        return [one.output[0] for one in run_all.read(tmp_path / "full.json").values()]
+
+    return start
+
+
+def test_files_of_several_runs(started):
+    assert started() == ["a.py is 1", "b.py is 2", "c.py is 3"]
+    assert started("--missing") == ["a.py is 1", "b.py is 2", "c.py is 4"]
+    assert started("--missing") == ["a.py is 1", "b.py is 2", "c.py is 4"]
+    assert started("--only", "b.py") == ["a.py is 1", "b.py is 5", "c.py is 4"]
+    assert started("--only", "a", "--keep") == ["a.py is 6", "b.py is 5", "c.py is 4"]
+    run_all.BENCHMARKS.pop(1)
+    assert started("--only", "a") == ["a.py is 7", "c.py is 4"]
+    assert started("--keep") == ["a.py is 8", "c.py is 9"]
+    assert started() == ["a.py is 10", "c.py is 11"]
 
 
 def test_the_machine_is_told():
