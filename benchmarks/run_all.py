@@ -520,7 +520,10 @@ def main() -> None:
     name = "gpu" if arguments.gpu else "quick" if arguments.quick else "full"
     kept: dict[str, Run] = {}
     if arguments.only or arguments.missing or arguments.keep:
-        kept = read(arguments.out / f"{name}.json")
+        try:
+            kept = read(arguments.out / f"{name}.json")
+        except ValueError as error:
+            parser.error(str(error))
     if arguments.missing:
         done = {one.name for one in kept.values() if one.status == "ok"}
         selected = [task for task in selected if task.name not in done]
