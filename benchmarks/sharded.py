@@ -1,9 +1,11 @@
 """A model sharded by FSDP2 on two gloo processes: peak and CPU time of a step, per rank.
 
 Compares plain ``fully_shard``, ``torch.utils.checkpoint`` around each block, and rotor at several
-limits, the least one included, for both settings of ``reshard_after_forward``. Losses have to be
-equal. A peak is the larger of the ranks', and of several steps the lowest: threads of gloo give
-back buffers unseen now and then. Times are of the CPU, since both processes share the machine.
+limits, the least one included, for both settings of ``reshard_after_forward``. The model is an
+``nn.Sequential``, planned as a chain, or with ``--loop`` one whose forward loops over its blocks,
+which then run programs of their captured graphs. Losses have to be equal. A peak is the larger of
+the ranks', and of several steps the lowest: threads of gloo give back buffers unseen now and then.
+Times are of the CPU, since both processes share the machine.
 """
 
 from __future__ import annotations
@@ -67,6 +69,21 @@ class Recomputed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
+class Loop(nn.Module):
+    """Blocks in a loop, between two layers."""
+
+    def __init__(self, first: nn.Module, blocks: list[nn.Module], last: nn.Module) -> None:
+        super().__init__()
+        self.first, self.blocks, self.last = first, nn.ModuleList(blocks), last
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Of [batch, length, 16]."""
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
 def make_model(arguments: argparse.Namespace, reshard: bool, recomputed: bool) -> Any:
     """Every block sharded, the rest by the root."""
     torch.manual_seed(0)
@@ -77,7 +94,11 @@ def make_model(arguments: argparse.Namespace, reshard: bool, recomputed: bool) -
     if recomputed:
         blocks = [Recomputed(block) for block in blocks]
     ends = nn.Linear(16, arguments.width), nn.Linear(arguments.width, 16)
-    model = nn.Sequential(ends[0], *blocks, ends[1])
+    model: nn.Module
+    if arguments.loop:
+        model = Loop(ends[0], blocks, ends[1])
+    else:
+        model = nn.Sequential(ends[0], *blocks, ends[1])
     return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
 
 
@@ -111,6 +132,7 @@ def compare(arguments: argparse.Namespace, reshard: bool) -> list[list[str]]:
     """The rows of one setting."""
     plain = train(make_model(arguments, reshard, False), arguments)
     segments = train(make_model(arguments, reshard, True), arguments)
+    rows: list[tuple[str, int | None, tuple[int, float, list[float]]]]
     rows = [("fully_shard", None, plain), ("torch.utils.checkpoint", None, segments)]
     model = rotor.Checkpointable(make_model(arguments, reshard, False))
     shape = (arguments.batch, arguments.length, 16)
@@ -165,6 +187,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--loop", action="store_true", help="a model that is no chain")
     parser.add_argument("--shares", type=float, nargs="*", default=[0.8, 0.6])
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)

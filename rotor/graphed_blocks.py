@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rotor import _fsdp, memory, together
+from rotor.algorithms.curve import Curve
 from rotor.block_calls import candidates
 from rotor.block_plan import (
     Blocks,
@@ -26,7 +27,7 @@ from rotor.checkpointable import METERED_STEPS
 from rotor.graph.calls import check_arguments, takes_targets
 from rotor.graph.engine import CapturedStep
 from rotor.graph.kinds import Captures
-from rotor.graph.pieced import learn
+from rotor.graph.pieced import learn, pieces_curve
 from rotor.graph.recorded import MEASURED, price
 from rotor.graphed import GraphCheckpointable
 from rotor.metering import StepBytes, cancel_running
@@ -163,6 +164,8 @@ class BlockCheckpointable(GraphCheckpointable):
             own_args, own_kwargs = arguments
             return self._with_loss(self.module.forward(*own_args, **own_kwargs), targets)
 
+        device = tensors_of((args, kwargs))[0].device
+        self._reasons[key] = (device, "it is sharded")
         self._measured[key[0]] = measure_blocks(
             self.module,
             sharding,
@@ -171,7 +174,7 @@ class BlockCheckpointable(GraphCheckpointable):
             (args, kwargs),
             has_loss=bool(targets) and self.loss_fn is not None,
             preserve_rng_state=self.preserve_rng_state,
-            captures=self._captures_on(tensors_of((args, kwargs))[0].device),
+            captures=self._captures_on(device),
         )
 
     def _captures_on(self, device: torch.device) -> Captures:
@@ -180,13 +183,32 @@ class BlockCheckpointable(GraphCheckpointable):
             self._captures[device] = Captures(device, partial(price, self._profile), options)
         return self._captures[device]
 
+    def _blocks(self, key: Any) -> Blocks:
+        """The blocks of a step, as they are known now."""
+        known: Any = self._pieces.get(key)
+        if known is not None:
+            found: Blocks = known
+            return found
+        assert self._sharding is not None
+        return self._measured[key[0]].shifted(self._sharding.unreduced_bytes())
+
+    def curve(self, points: int = 40) -> Curve:
+        """As `rotor.graphed.GraphCheckpointable.curve`; of a sharded model, of this rank."""
+        if self._sharding is None:
+            return super().curve(points)
+        key = self._measured_key()
+        blocks, plan = self._blocks(key), self._plans.get(key)
+        if plan is None:
+            blocks = blocks.with_assumed_loss(self.loss_tmp_memory_usage)
+        reserve = self._sharding.late_bytes(blocks.device) if plan is None else plan.reserve_bytes
+        found = pieces_curve(blocks, points)  # type: ignore[arg-type]
+        return self._marked(Curve(found.bytes + reserve, found.seconds), blocks.device)
+
     def _make(self, key: Any, reserve_bytes: int = 0) -> Any:
         sharding = self._sharding
         if sharding is None:
             return super()._make(key, reserve_bytes)
-        blocks: Any = self._pieces.get(key)
-        if blocks is None:
-            blocks = self._measured[key[0]].shifted(sharding.unreduced_bytes())
+        blocks = self._blocks(key)
         # Steps that were metered on one rank count for all.
         lost = [block.is_lost for block in blocks.sites]
         found = sharding.ranks.exchange((blocks.bases, blocks.is_measured, lost))
@@ -208,7 +230,6 @@ class BlockCheckpointable(GraphCheckpointable):
         if not is_given:
             self.__dict__["mem_limit"] = plan.limit_bytes
         self._pieces[key] = plan.pieces
-        self._reasons[key] = (plan.device, plan.reason)
         self._plans[key] = plan
         self.__dict__.update(_latest=plan, _latest_key=key)
         return plan

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from fsdp_blocks import Network, peaks, shard, tighten, trained
-from fsdp_models import BLOCKS, PROCESSES, Block, batch, on_all
+from fsdp_models import BLOCKS, PROCESSES, Block, batch, on_all, refused
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -49,7 +49,11 @@ def several_limits() -> list[str]:
     plain, planned = shard(Network(Deep)), rotor.Checkpointable(shard(Network(Deep)))
     planned.measure(batch(0))
     found, used = [], 0
+    foreseen = planned.curve()
     least = tighten(planned)
+    if foreseen.minimum_bytes != planned.curve().minimum_bytes:
+        found.append(f"{foreseen} before a plan, {planned.curve()} after")
+    found += refused(lambda: planned.load_program("program.json"), ValueError, "it is sharded")
     whole = least_of_whole(planned)
     if least > 0.8 * whole:
         found.append(f"least limit {least}, of whole blocks {whole}")
