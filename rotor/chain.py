@@ -304,6 +304,9 @@ def write_json(data: dict[str, Any], path: str | os.PathLike[str] | None) -> str
         try:
             partial.write_text(text, encoding="utf-8")
             partial.replace(target)
+        except OSError as error:
+            error.filename = str(target)
+            raise
         finally:
             partial.unlink(missing_ok=True)
     return text

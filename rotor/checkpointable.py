@@ -422,8 +422,8 @@ class Checkpointable(TransparentModule):
             limit = memory.free_bytes(device) * 9 // 10 // count
             self.__dict__["mem_limit"] = limit
             logger.info(
-                "no limit was given: 90 %% of free memory over %d processes, %s",
-                count,
+                "no limit was given: 90 %% of free memory%s, %s",
+                f", shared by {count} processes" if count > 1 else "",
                 format_bytes(limit),
             )
         assert self.mem_limit is not None

@@ -19,7 +19,10 @@ from typing import Any, NoReturn
 
 import rotor
 from rotor.commands import (
+    HelpFormatter,
+    check_folders,
     curve,
+    examples,
     experiment,
     fit,
     heuristics,
@@ -58,12 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = _show_warning
         try:
+            check_folders(arguments)
             command: Callable[[argparse.Namespace], int] = arguments.command
             code = command(arguments)
             sys.stdout.flush()
             return code
         except KeyboardInterrupt:
-            _complain("interrupted; finished cells of experiments are kept")
+            kept = "; what an experiment has finished is kept" if "experiment" in arguments else ""
+            _complain(f"interrupted{kept}")
             return _INTERRUPTED
         except BrokenPipeError:
             # Whoever read stdout has gone; what is buffered must not fail again at exit.
@@ -124,7 +129,10 @@ def _announced(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Says what is wrong in one line, and keeps the lines of examples."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**({"formatter_class": HelpFormatter} | settings))
 
     def error(self, message: str) -> NoReturn:
         if message.endswith(" required: LOG"):
@@ -135,9 +143,18 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="rotor",
-        description="Train PyTorch models in a given number of bytes.",
-        epilog="Out of memory? `rotor curve FACTORY --input 32,3,224,224` shows what each limit "
-        "would cost, `rotor fit` which batch fits. `rotor COMMAND --help` has examples.",
+        description="Train PyTorch models in a given number of bytes: what a step keeps, drops and "
+        "computes again is planned, so that it stays within a limit. Out of memory? `curve` shows "
+        "what each limit would cost in time, `fit` which batch fits, `plan` what is done about it. "
+        "A model is named by the function that makes it, FILE.py:FUNCTION, and an input by its "
+        "shape. `rotor COMMAND --help` has the options and more examples.",
+        epilog=examples(
+            "info",
+            "curve resnet18 --input 8,3,224,224",
+            "curve train.py:make_model --input 32,3,224,224 --limit 2GiB --plot curve.png",
+            "fit train.py:make_model --input 32,3,224,224 --limit 2GiB",
+            "plan train.py:make_model --input 32,3,224,224 --limit 2GiB --html plan.html",
+        ),
     )
     parser.add_argument("--version", action="version", version=f"rotor {rotor.__version__}")
     parser.set_defaults(quiet=False, debug=False)

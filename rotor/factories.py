@@ -412,7 +412,10 @@ def profile_of(path: str, engine: str) -> Profile:
     """The profile in a file; ValueError: it holds none, or the engine plans without one."""
     if engine == "chain":
         raise ValueError("--profile is of operations, and --engine chain measures stages here")
-    return Profile.load(Path(path))
+    try:
+        return Profile.load(Path(path))
+    except ValueError as error:
+        raise ValueError(f"--profile {path}: {error}") from None
 
 
 def no_plan(wrapper: Checkpointable) -> str:

@@ -247,15 +247,17 @@ def test_wrong_experiments_exit_with_2_and_one_line(
     assert words in err
 
 
-def test_an_interruption_is_said_and_exits_with_130(log, monkeypatch, capsys):
+def test_an_interruption_is_said_and_exits_with_130(log, tmp_path, monkeypatch, capsys):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("rotor.commands.simulate.simulate", interrupted)
     code, _, err = run(capsys, "simulate", log)
     assert code == 130
-    assert err.startswith("rotor: interrupted")
-    assert len(err.splitlines()) == 1
+    assert err == "rotor: interrupted\n"
+    monkeypatch.setattr("rotor.experiments.get", interrupted)
+    code, _, err = run(capsys, "experiment", "linear", "--out", tmp_path, "--formats")
+    assert (code, err) == (130, "rotor: interrupted; what an experiment has finished is kept\n")
 
 
 def test_the_module_runs_without_torch(log):

@@ -250,10 +250,11 @@ def test_the_curve_of_a_graph(capsys):
 
 def test_curves_are_thinned_and_marked():
     curve = Curve([10 * k for k in range(1, 101)], [1 / k for k in range(1, 101)])
-    curve.marks = (("plain", 905), ("the limit", 7))
+    curve.marks = (("plain", 905), ("the limit", 7), ("plain PyTorch", 8))
     text = curve_text(curve, 5)
     rows = text.splitlines()[2:]
-    assert len(rows) == 7
+    assert len(rows) == 8
+    assert rows[1].split() == ["8", "B", "-", "-", "plain", "PyTorch"]
     assert "nothing fits" in rows[0]
     assert "+0.0%" in rows[-1]
 
@@ -311,6 +312,11 @@ def test_models_of_rotor_by_name_and_inputs_by_name(capsys):
         (("curve", *CHAIN, "--json", "no/c.json"), "--json no/c.json: there is no folder no"),
         (("curve", *CHAIN, "--plot", "no/c.png"), "there is no folder no"),
         (("measure", *GRAPH, "--save", "no/p.json"), "there is no folder no"),
+        (("plan", *CHAIN, "--trace", "no/t.json"), "--trace no/t.json: there is no folder no"),
+        (("plan", *CHAIN, "--out", "."), "--out . is a folder"),
+        (("info", "--json", "no/i.json"), "--json no/i.json: there is no folder no"),
+        (("report", "old.json", "--html", "no/p.html"), "--html no/p.html: there is no folder no"),
+        (("plan", *CHAIN, "--profile", "wrong.py"), "--profile wrong.py: malformed JSON"),
         (("measure", "net.py:exits"), "calling net.py:exits failed: SystemExit: no data"),
         (("measure", "wrong.py:f"), "running wrong.py failed: SyntaxError"),
         (("measure", "ends.py:f"), "running ends.py failed: SystemExit: 3"),
@@ -334,6 +340,15 @@ def test_errors_of_the_user_are_one_line_and_exit_with_2(arguments, words, capsy
     assert words in err
     assert len(err.splitlines()) == 1
     assert "Traceback" not in err
+
+
+def test_what_may_not_be_written_is_said_before_anything_is_run(capsys, monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: False)
+    code, out, err = run(capsys, "plan", *CHAIN, "--html", "plan.html")
+    assert (code, out) == (2, "")
+    assert err == (
+        "rotor: error: --html plan.html: no permission to write it: name a file somewhere else\n"
+    )
 
 
 def test_a_model_without_a_graph_is_told_apart(capsys):
@@ -369,12 +384,19 @@ def test_json_goes_to_a_file_beside_the_text(capsys):
     assert "quick" in str(data_of(capsys, "experiment", "list")["configurations"])
 
 
-@pytest.mark.parametrize("command", ["info", "measure", "curve", "plan", "fit", "report"])
+@pytest.mark.parametrize(
+    "command", ["info", "measure", "curve", "plan", "fit", "report", "simulate", "experiment run"]
+)
 def test_help_has_the_options_all_commands_share(command, capsys):
-    code, out, _ = run(capsys, command, "--help")
+    code, out, _ = run(capsys, *command.split(), "--help")
     assert code == 0
     for option in ("--json", "--quiet", "--debug"):
         assert option in out
+    # Text is wrapped, examples are not.
+    text, _, lines = out.partition("examples:")
+    assert "%%" not in out
+    assert max(map(len, text.partition("\n\n")[2].splitlines())) <= 80
+    assert all(line.startswith("  rotor ") for line in lines.splitlines() if line)
     assert command == "info" or f"rotor {command} " in out.split("examples:")[1]
 
 

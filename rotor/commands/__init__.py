@@ -4,21 +4,42 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "HelpFormatter",
     "add_output",
     "add_trace",
+    "check_folders",
     "check_pages",
     "columns",
+    "examples",
     "give",
     "number",
     "say",
     "tell",
     "write_json",
 ]
+
+
+_EXAMPLES = "examples:"
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Wraps descriptions, and leaves the lines of examples as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith(_EXAMPLES):
+            return "".join(indent + line for line in text.splitlines(keepends=True))
+        return super()._fill_text(text, width, indent)
+
+
+def examples(*lines: str) -> str:
+    """Examples of a command line, for the end of its help."""
+    return "\n".join([_EXAMPLES, *[f"  rotor {line}" for line in lines]])
 
 
 def say(text: str = "") -> None:
@@ -80,6 +101,31 @@ def check_pages(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--html {page!r}: expected a name that ends in .html")
     if trace is not None and not trace.lower().endswith((".json", ".json.gz")):
         raise ValueError(f"--trace {trace!r}: expected a name that ends in .json or .json.gz")
+
+
+def check_folders(arguments: argparse.Namespace) -> None:
+    """Raise ValueError where a file is to be written to what is no folder, or may not be written.
+
+    Before anything is run: that may take minutes.
+    """
+    files = ["json", "html", "plot", "save", "trace"]
+    if getattr(arguments, "announce", False):  # elsewhere --out is a folder, which is made
+        files.append("out")
+    for name in files:
+        path = getattr(arguments, name, None)
+        if not isinstance(path, str) or path == "-":
+            continue
+        target = Path(path)
+        if not target.absolute().parent.is_dir():
+            raise ValueError(
+                f"--{name} {path}: there is no folder {target.parent}: make it, or name another"
+            )
+        if target.is_dir():
+            raise ValueError(f"--{name} {path} is a folder, expected the name of a file")
+        if not os.access(target if target.exists() else target.absolute().parent, os.W_OK):
+            raise ValueError(
+                f"--{name} {path}: no permission to write it: name a file somewhere else"
+            )
 
 
 def write_json(data: Any, target: str) -> None:

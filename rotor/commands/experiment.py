@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rotor import experiments
-from rotor.commands import add_output, columns, give, number, say, write_json
+from rotor.commands import add_output, columns, examples, give, number, say, write_json
 from rotor.experiments.cells import usable_cpus
 
 __all__ = ["add"]
@@ -35,11 +35,21 @@ def add(commands: Any) -> None:
         help="run an experiment: tables, text and figures",
         description="Run an experiment: one on the simulator, or `run`, which trains models as a "
         "configuration says. What was run before in the same directory is read back.",
+        epilog=examples(
+            "experiment list",
+            "experiment pareto --logs logs/ --out results/",
+            "experiment linear --out results/ --formats png",
+            "experiment run quick --out results/",
+        ),
     )
     kinds = sub.add_subparsers(metavar="EXPERIMENT", required=True)
     for name in experiments.names():
+        logs = "--logs logs/ " if name in _LOG_EXPERIMENTS else ""
         kind = kinds.add_parser(
-            name, help=_DESCRIBED[name], description=_sentence(_DESCRIBED[name])
+            name,
+            help=_DESCRIBED[name],
+            description=_sentence(_DESCRIBED[name]),
+            epilog=examples(f"experiment {name} {logs}--out results/"),
         )
         kind.add_argument("--out", required=True, metavar="DIR", help="where files are written")
         kind.add_argument(
@@ -162,6 +172,11 @@ def _add_run(kinds: Any) -> None:
         description="Train models with and without memory budgets, each input in a process of its "
         "own, and replay their logs. Exits with 1 where the configuration does not report errors "
         "and an input fails.",
+        epilog=examples(
+            "experiment run quick --out results/ --dry-run",
+            "experiment run quick --out results/ --formats png",
+            "experiment run configuration.json --out results/ --fresh",
+        ),
     )
     kind.add_argument(
         "config", metavar="CONFIG", help="a file, or a name that `rotor experiment list` lists"
@@ -176,7 +191,7 @@ def _add_run(kinds: Any) -> None:
         help="post the summary there at the very end, as JSON (default: $ROTOR_WEBHOOK)",
     )
     add_output(kind)
-    kind.set_defaults(command=_run)
+    kind.set_defaults(command=_run, experiment="run")
 
 
 def _sentence(text: str) -> str:

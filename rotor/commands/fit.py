@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rotor.commands import add_output, give
-from rotor.commands.model import Subject, add_model, examples, limit_of
+from rotor.commands import add_output, examples, give
+from rotor.commands.model import Subject, add_model, limit_of
 
 __all__ = ["add"]
 

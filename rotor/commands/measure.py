@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from rotor.chain import Chain
-from rotor.commands import add_output, give, tell
-from rotor.commands.model import Subject, add_model, add_profile, examples, wrapped
+from rotor.commands import add_output, examples, give, tell
+from rotor.commands.model import Subject, add_model, add_profile, wrapped
 from rotor.report.text import table
 from rotor.units import format_bytes, format_seconds
 

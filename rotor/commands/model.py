@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rotor.units import parse_bytes
@@ -12,22 +11,17 @@ from rotor.units import parse_bytes
 if TYPE_CHECKING:
     from rotor.checkpointable import Checkpointable
 
-__all__ = ["Subject", "add_model", "add_profile", "examples", "limit_of", "wrapped"]
-
-
-def examples(*lines: str) -> str:
-    """Examples of a command line, for the end of its help."""
-    return "\n".join(["examples:", *[f"  rotor {line}" for line in lines]])
+__all__ = ["Subject", "add_model", "add_profile", "limit_of", "wrapped"]
 
 
 def add_model(sub: argparse.ArgumentParser) -> None:
     """Add what names a model and its input, and the engine."""
-    sub.formatter_class = argparse.RawDescriptionHelpFormatter
     sub.add_argument(
         "factory",
         metavar="FACTORY",
-        help="package.module:callable, path/file.py:callable, or a name of rotor.models; the "
-        "callable gives a module, or a module and a sample of its input",
+        help="what makes the model: package.module:callable, path/file.py:callable, or a name of "
+        "rotor.models, such as resnet18; the callable gives a module, or a module and a sample of "
+        "its input",
     )
     group = sub.add_argument_group("model")
     group.add_argument(
@@ -115,7 +109,6 @@ class Subject:
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        _check_folders(arguments)
         from rotor import factories
 
         path = getattr(arguments, "profile", None)
@@ -157,17 +150,6 @@ class Subject:
     def heading(self) -> str:
         """A line on the machine that is planned for, where it is not this one."""
         return "" if self.profile is None else f"for {self.profile}\n"
-
-
-def _check_folders(arguments: argparse.Namespace) -> None:
-    """Raise ValueError where a file is to be written to a folder that does not exist.
-
-    Before the model is measured: that may take minutes.
-    """
-    for name in ("json", "out", "html", "plot", "save"):
-        path = getattr(arguments, name, None)
-        if path is not None and path != "-" and not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"--{name} {path}: there is no folder {Path(path).parent}")
 
 
 def _argument(text: str) -> tuple[str, Any]:

@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from rotor.chain import write_json
-from rotor.commands import add_output, add_trace, check_pages, give, tell
-from rotor.commands.model import Subject, add_model, add_profile, examples, limit_of, wrapped
+from rotor.commands import add_output, add_trace, check_pages, examples, give, tell
+from rotor.commands.model import Subject, add_model, add_profile, limit_of, wrapped
 
 __all__ = ["add"]
 
@@ -18,8 +18,8 @@ def add(commands: Any) -> None:
         "plan",
         help="what is kept, dropped and recomputed under a limit",
         usage="%(prog)s FACTORY --input SHAPE [--limit BYTES] [--out FILE] [--html FILE] "
-        "[--trace FILE]",
-        description="Measure a model and plan its training step under a limit, by default 90 %% of "
+        "[--trace FILE] [options]",
+        description="Measure a model and plan its training step under a limit, by default 90 % of "
         "what the device has free.",
         epilog=examples(
             "plan resnet18 --input 8,3,224,224 --limit 400MiB",

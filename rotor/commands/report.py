@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence
 from rotor.chain import Chain, read_json
-from rotor.commands import add_output, add_trace, check_pages, give, tell
+from rotor.commands import add_output, add_trace, check_pages, examples, give, tell
 from rotor.commands.curve import curve_text
 from rotor.commands.measure import chain_text, graph_text
 from rotor.graph import Graph, Program, render, summarise
@@ -40,9 +40,11 @@ def add(commands: Any) -> None:
         usage="%(prog)s PLAN.json [--html FILE] [--trace FILE] [options]",
         description="Say what a file holds: a plan (`rotor plan --out`), a chain or a graph "
         "(`rotor measure --out`), a curve. Nothing is run; PyTorch is not needed.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="examples:\n  rotor report plan.json\n  rotor report plan.json --html plan.html\n"
-        "  rotor report plan.json --trace trace.json",
+        epilog=examples(
+            "report plan.json",
+            "report plan.json --html plan.html",
+            "report plan.json --trace trace.json",
+        ),
     )
     sub.add_argument("plan", metavar="PLAN.json", help="what another command has saved")
     sub.add_argument("--html", metavar="FILE", help="write a page, to a .html file")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rotor.commands import add_output, number, say, write_json
+from rotor.commands import add_output, examples, number, say, write_json
 from rotor.report.text import table
 from rotor.simrd import heuristics, runtimes
 from rotor.simrd.logs import Log, parse
@@ -30,6 +30,11 @@ def add(commands: Any) -> None:
         usage="%(prog)s LOG [--heuristic NAME ...] [--ratio R ... | --budget BYTES ...] [options]",
         description="Replay a log under one or several budgets and heuristics. Exits with 1 where "
         "a run is out of memory or thrashes.",
+        epilog=examples(
+            "simulate model.log --ratio 0.5",
+            "simulate model.log --heuristic DTR LRU --ratio 0.3 0.5",
+            'simulate model.log.gz --budget "8 GB" --stats',
+        ),
     )
     sub.add_argument(
         "log", metavar="LOG", help="a log, plain or gzipped; it stands before the options"
