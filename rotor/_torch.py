@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd import Function, Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # -- modules, hooks, nested values
 
@@ -87,13 +88,21 @@ _BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+
+
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The dense tensors in a tensor: itself, or what a sparse or a jagged one is made of.
+    """The dense tensors in a tensor: itself, or what a sparse, jagged or distributed one has.
 
     None where the memory cannot be seen, as that of MKL-DNN's layout.
     """
     if tensor.layout == torch.strided:
-        return (tensor,)
+        wrapper: Any = tensor
+        if type(tensor) in _PLAIN_TYPES or not is_traceable_wrapper_subclass(wrapper):
+            return (tensor,)
+        inner = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
+        tensors = [part for part in inner if isinstance(part, torch.Tensor)]
+        return tuple(part for one in tensors for part in strided_parts(one))
     if tensor.layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in _BY_ROWS:
@@ -370,6 +379,7 @@ _REQUIRED = (
     "autograd.Variable._execution_engine.run_backward",
     "cuda.memory._dump_snapshot",
     "cuda.memory._record_memory_history",
+    "utils._python_dispatch.is_traceable_wrapper_subclass",
     "utils._pytree.tree_flatten",
     "utils._pytree.tree_unflatten",
 )

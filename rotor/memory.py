@@ -296,7 +296,7 @@ class _CpuMeter(Meter):
         # Threads of collectives free what the metered thread has allocated.
         threads = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._trace = _profiler.AllocationTrace(totals=threads)
-        self._resident: set[int] = set()
+        self._resident: Collection[int] = ()
         self._thread = 0
 
     def _begin(self) -> None:
@@ -305,16 +305,13 @@ class _CpuMeter(Meter):
             raise MeterBusyError("a meter of the CPU cannot be started inside a backward")
         if _profiler.profiler_in_use():
             raise MeterBusyError("a profiler is in use, and PyTorch's profilers do not nest")
+        parts = [part for tensor in existing for part in _torch.strided_parts(tensor)]
+        storages = {s.data_ptr(): s for s in (part.untyped_storage() for part in parts)}
+        self._resident = set(storages)
         self._thread = threading.get_ident()
         self._trace.start()
         self._trace.mark(_START)
-        self._watch(existing)
-
-    def _watch(self, existing: Sequence[torch.Tensor]) -> None:
-        parts = [part for tensor in existing for part in _torch.strided_parts(tensor)]
-        storages = {id(s): s for s in (part.untyped_storage() for part in parts)}
         for storage in storages.values():
-            self._resident.add(storage.data_ptr())
             self._watched.append(weakref.ref(storage, _Freed(self._trace, storage.nbytes())))
 
     def _mark(self, name: str) -> None:

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from rotor import _core, _profiler, _torch, memory
 from rotor.memory import MeterBusyError, Segment, meter
@@ -607,3 +608,12 @@ def test_cached_memory_counts_as_free_on_cuda(monkeypatch):
     assert memory.free_bytes("cuda:0") == 5000 - 1000
     cuda.fraction = 0.01
     assert memory.free_bytes("cuda:0") == 0
+
+
+def test_gradients_of_a_wrapper_subclass_count_by_what_is_inside():
+    inner = torch.zeros(1024)
+    wrapped = TwoTensor(inner, torch.zeros(1024))
+    assert memory.storage_bytes([wrapped]) == 2 * inner.nbytes
+    with memory.meter("cpu", existing=[wrapped]) as meter:
+        del wrapped, inner
+    assert meter.end_bytes == -2 * 4096
