@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from torch.distributed.fsdp import fully_shard
 import rotor
 from rotor.blocks import FIRST_PROGRAM
 from rotor.graph.assembly import least_bytes
+
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "fsdp.md"
 
 
 class Deep(nn.Module):
@@ -144,9 +148,29 @@ def changed_afterwards() -> list[str]:
     return trained(plain, planned, 3)
 
 
+def documented() -> list[str]:
+    """The examples of docs/fsdp.md, on the CPU."""
+    text = DOCS.read_text(encoding="utf-8")
+    examples = re.findall(r"```\{code-block\} python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {"embedding": nn.Embedding(1000, 32), "head": nn.Linear(32, 1000)}
+    names["blocks"] = [
+        nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(BLOCKS)
+    ]
+    found = []
+    for example in examples:
+        exec(example.replace('"cuda"', '"cpu"'), names)
+        model = names["model"]
+        tokens = torch.arange(32).view(2, 16)
+        model(tokens).square().mean().backward()
+        if any(p.grad is None for p in model.parameters()) or model.curve().bytes.size < 2:
+            found.append(example)
+    return found if len(examples) == 2 else [*found, f"{len(examples)} examples"]
+
+
 GRAPH_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "graphs: several limits": several_limits,
     "graphs: not captured": without_graphs,
     "graphs: lost": lost_graphs,
     "graphs: changed afterwards": changed_afterwards,
+    "documented examples": documented,
 }
