@@ -20,8 +20,6 @@ STATES = {
     *("CaptureError", "MeterBusyError", "RankError", "warn", "_warn_once"),
 }
 """What is about the state of a model or machine; errors about arguments speak for themselves."""
-ELSEWHERE = ("rotor/integrations",)
-"""Their pages have their messages."""
 PASSED_ON = {
     "capture",
     "over",
@@ -56,8 +54,6 @@ def messages() -> list[tuple[str, list[str]]]:
     found = []
     for path in sorted((ROOT / "rotor").rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
-        if name.startswith(ELSEWHERE):
-            continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             call = node.exc if isinstance(node, ast.Raise) else node
             if isinstance(call, ast.Call) and name_of(call) in STATES:

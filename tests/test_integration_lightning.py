@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -233,14 +234,19 @@ def test_a_loss_inside_of_the_module_is_planned():
 
 
 def test_sharding_strategies_are_refused():
-    class FSDPStrategy:
+    strategies = lightning.strategies
+
+    class MadeOfOne(strategies.FSDPStrategy):
         pass
 
-    class Sharding:
-        strategy = FSDPStrategy()
-
-    with pytest.raises(ValueError, match="FSDPStrategy"):
-        RotorCallback(LIMIT).on_fit_start(Sharding(), Module())
+    # DeepSpeed's wants its package when it is made.
+    deepspeed = object.__new__(strategies.DeepSpeedStrategy)
+    found = strategies.FSDPStrategy(), strategies.ModelParallelStrategy(), MadeOfOne(), deepspeed
+    for strategy in found:
+        module = Module()
+        with pytest.raises(ValueError, match=f"does not go with {type(strategy).__name__}, which"):
+            RotorCallback(LIMIT).on_fit_start(SimpleNamespace(strategy=strategy), module)
+        assert "forward" not in vars(module.net)
 
 
 def test_either_name_of_the_package():

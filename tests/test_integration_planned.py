@@ -10,6 +10,7 @@ import pytest
 import torch
 from limited_models import Perceptron, same
 from torch import nn
+from torch.autograd.function import Function
 
 from rotor.integrations.planned import PlannedForward
 
@@ -81,6 +82,30 @@ def test_another_output_of_a_planned_loss_has_no_gradient():
     # Without labels the loss is outside, and all outputs have gradients.
     module(x)["y"].sum().backward()
     assert module.body.layers[0].weight.grad is not None
+
+
+class Sink(Function):
+    """Visits several outputs, as DistributedDataParallel does to find unused parameters."""
+
+    @staticmethod
+    def forward(ctx, *values):
+        ctx.set_materialize_grads(False)
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients
+
+
+def test_an_output_that_is_visited_without_a_gradient_is_no_error():
+    module, plain, x, labels = pair()
+    planned(module, has_loss=has_labels, limit="1 MB")
+    for candidate in (plain, module):
+        torch.manual_seed(3)
+        output = candidate(x, labels=labels)
+        loss, _ = Sink.apply(output["loss"], output["y"])
+        loss.backward()
+    assert same(left(plain), left(module))
 
 
 def test_the_module_stays_what_it_is():

@@ -25,6 +25,7 @@ from transformers import (  # noqa: E402
     GPT2LMHeadModel,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
 )
 
@@ -210,6 +211,54 @@ def test_losses_of_ones_own(tmp_path):
 def test_arguments_that_do_not_go_with_a_limit(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
         train(make_model(), tmp_path, RotorCallback(LIMIT), **arguments)
+
+
+def arguments_of(**changes):
+    args = TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])
+    vars(args).update(changes)
+    return args
+
+
+def refused(model, message, args):
+    limit = RotorCallback(LIMIT)
+    with pytest.raises(ValueError, match=message):
+        limit.on_init_end(args, None, None, model=model)
+    assert limit.model is None
+    assert "forward" not in vars(model)
+
+
+def test_what_needs_other_machines_is_refused():
+    refused(make_model(), r"2 GPUs in one process \(DataParallel\)", arguments_of(_n_gpu=2))
+    refused(make_model(), "deepspeed, in the arguments", arguments_of(deepspeed={"bf16": {}}))
+    refused(make_model(), "fsdp, in the arguments", arguments_of(fsdp=True))
+    model = make_model()
+    model.transformer.wte.to("meta")
+    refused(model, "cut over devices", arguments_of())
+
+
+@pytest.mark.parametrize("plugin", ["fsdp", "deepspeed", "dynamo"])
+def test_what_the_launcher_of_accelerate_brings_is_refused(plugin, monkeypatch):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+
+    args = arguments_of()
+    Accelerator(cpu=True)
+    shared, model = AcceleratorState._shared_state, make_model()
+    limit = RotorCallback(LIMIT)
+    limit.on_init_end(args, None, None, model=model)
+    limit.on_train_end(args, TrainerState(), None)
+    if plugin == "fsdp":
+        # On the CPU alone Accelerate leaves it out.
+        monkeypatch.setitem(shared, "fsdp_plugin", FullyShardedDataParallelPlugin(fsdp_version=2))
+        refused(model, "or in Accelerate's configuration, shards the model", args)
+    elif plugin == "deepspeed":
+        # Its plugin needs the package.
+        monkeypatch.setitem(shared, "deepspeed_plugins", {"default": object()})
+        refused(model, "or in Accelerate's configuration, has an engine", args)
+    else:
+        monkeypatch.setitem(shared, "dynamo_plugin", TorchDynamoPlugin(backend="inductor"))
+        refused(model, "torch_compile=True", args)
 
 
 def test_a_model_that_checkpoints_by_itself_is_refused(tmp_path):

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rotor.checkpointable import Checkpointable
 from rotor.errors import MemoryLimitWarning
-from rotor.integrations.planned import PlannedForward
+from rotor.integrations.limited import Limited
 
 __all__ = ["RotorCallback"]
 
 # The same code under two names; a Trainer takes the callbacks of either.
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
-_SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
+_SHARDING = {"FSDPStrategy", "XLAFSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"}
 
 
 def _callback() -> Any:
@@ -40,7 +38,7 @@ else:
     Callback = _callback()
 
 
-class RotorCallback(Callback):
+class RotorCallback(Limited, Callback):
     """Trains the model inside of a ``LightningModule`` in a given number of bytes.
 
     ``Trainer(..., callbacks=[RotorCallback(mem_limit="8GiB")])`` is all: while ``fit`` lasts, the
@@ -80,6 +78,8 @@ class RotorCallback(Callback):
         At the end, where ``training_step`` never called the module.
     """
 
+    _begin = "call fit"
+
     def __init__(
         self,
         mem_limit: int | str | None = None,
@@ -88,40 +88,15 @@ class RotorCallback(Callback):
         all_gradients: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__()
-        self.model: Checkpointable | None = None
-        self._planned: PlannedForward | None = None
-        self._settings = {"mem_limit": mem_limit, **options}
+        super().__init__(mem_limit, options)
         self._name = module
         self._all_gradients = all_gradients
 
-    def report(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Limit, predicted and measured peak, and time: `rotor.Checkpointable.report`.
-
-        Raises
-        ------
-        ValueError
-            No step was trained yet; those of `rotor.Checkpointable.report`.
-        """
-        if self.model is None:
-            raise ValueError("no plan was made: give this callback to a Trainer, and call fit")
-        return self.model.report(path)
-
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Called when ``fit`` begins."""
-        strategy = type(trainer.strategy).__name__
-        if strategy in _SHARDING:
-            raise ValueError(
-                f"a limit does not go with {strategy}, which shards the model: use the strategy "
-                '"ddp", or fully_shard in a loop of your own'
-            )
+        _check(trainer.strategy)
         found = _found(pl_module, self._name)
-        if self.model is None or self.model.module is not found:
-            has_loss = None if self._all_gradients else _always
-            self._planned = PlannedForward(found, has_loss=has_loss, **self._settings)
-            self.model = self._planned.model
-        assert self._planned is not None
-        self._planned.install()
+        self._plan(found, None if self._all_gradients else _always).install()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Called when ``fit`` ends: the plain module again."""
@@ -138,14 +113,20 @@ class RotorCallback(Callback):
         """Called when ``fit`` fails or is interrupted: the plain module again."""
         self._remove()
 
-    def _remove(self) -> None:
-        if self._planned is not None:
-            self._planned.remove()
-
     def _shown(self, pl_module: nn.Module) -> str:
         assert self.model is not None
         names = [name for name, part in pl_module.named_modules() if part is self.model.module]
         return f"self.{names[0]}" if names and names[0] else "self(...)"
+
+
+def _check(strategy: Any) -> None:
+    """Refuse a strategy that shards the model, or one that is made of such."""
+    if _SHARDING.isdisjoint(kind.__name__ for kind in type(strategy).__mro__):
+        return
+    raise ValueError(
+        f"a limit does not go with {type(strategy).__name__}, which shards the model: use the "
+        'strategy "ddp", or fully_shard in a loop of your own'
+    )
 
 
 def _always(_: Any) -> bool:

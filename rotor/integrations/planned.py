@@ -189,11 +189,15 @@ class _NoGradient(Function):
     """Gives a tensor on; a backward through it says that its gradient was not planned."""
 
     @staticmethod
-    def forward(_: Any, value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         return value.view_as(value)
 
     @staticmethod
-    def backward(_: Any, *__: Any) -> Any:
+    def backward(_: Any, gradient: torch.Tensor | None) -> Any:
+        if gradient is None:
+            # DistributedDataParallel visits all outputs, if it looks for unused parameters.
+            return None, None
         raise RuntimeError(
             "this step was planned for the loss that the model returns, and a backward comes from "
             "another of its outputs: where the loss is computed from the outputs, give "

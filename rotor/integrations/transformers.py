@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from rotor.checkpointable import Checkpointable
 from rotor.errors import MemoryLimitWarning
-from rotor.integrations.planned import PlannedForward
+from rotor.integrations.limited import Limited
 
 try:
     from transformers import TrainerCallback
@@ -24,7 +23,7 @@ except ImportError as error:
 __all__ = ["RotorCallback"]
 
 
-class RotorCallback(TrainerCallback):
+class RotorCallback(Limited, TrainerCallback):
     """Trains the model of a ``Trainer`` in a given number of bytes.
 
     ``Trainer(..., callbacks=[RotorCallback(mem_limit="8GiB")])`` is all. The model stays the model
@@ -54,7 +53,7 @@ class RotorCallback(TrainerCallback):
     TypeError, ValueError
         Those of `rotor.Checkpointable`; when the ``Trainer`` is made, also where an argument of it
         does not go with a limit: gradient checkpointing, ``torch_compile``, FSDP, DeepSpeed,
-        several GPUs in one process.
+        several GPUs in one process, a model cut over devices.
     """
 
     def __init__(
@@ -64,22 +63,8 @@ class RotorCallback(TrainerCallback):
         all_gradients: bool = False,
         **options: Any,
     ) -> None:
-        self.model: Checkpointable | None = None
-        self._planned: PlannedForward | None = None
-        self._settings = {"mem_limit": mem_limit, **options}
+        super().__init__(mem_limit, options)
         self._all_gradients = all_gradients
-
-    def report(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Limit, predicted and measured peak, and time: `rotor.Checkpointable.report`.
-
-        Raises
-        ------
-        ValueError
-            No step was trained yet; those of `rotor.Checkpointable.report`.
-        """
-        if self.model is None:
-            raise ValueError("no plan was made: give this callback to a Trainer, and train")
-        return self.model.report(path)
 
     def on_init_end(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
@@ -109,15 +94,9 @@ class RotorCallback(TrainerCallback):
 
     def _install(self, args: Any, model: nn.Module) -> None:
         _check(args, model)
-        if self.model is None or self.model.module is not model:
-            if self._planned is not None:
-                self._planned.remove()
-            has_loss = None if self._all_gradients else _has_labels
-            self._planned = PlannedForward(model, has_loss=has_loss, **self._settings)
-            self.model = self._planned.model
-        assert self._planned is not None
+        planned = self._plan(model, None if self._all_gradients else _has_labels)
         try:
-            self._planned.install()
+            planned.install()
         except RuntimeError as error:
             raise RuntimeError(
                 f"{error}. Give RotorCallback to Trainer(callbacks=[...]) rather than to "
@@ -139,13 +118,33 @@ def _check(args: Any, model: nn.Module) -> None:
         "decides what is recomputed": args.gradient_checkpointing
         or any(getattr(module, "gradient_checkpointing", False) for module in model.modules()),
         "torch_compile=True compiles the model as a whole: leave it out, and give RotorCallback "
-        'backend="inductor" for compiled kernels': args.torch_compile,
-        "fsdp shards the model, which is not planned: use DistributedDataParallel (torchrun), or "
-        "fully_shard in a loop of your own": args.fsdp,
-        "deepspeed has an engine of its own, which is not planned: leave it out": args.deepspeed,
+        'backend="inductor" for compiled kernels': args.torch_compile or _launched("dynamo_plugin"),
+        "fsdp, in the arguments or in Accelerate's configuration, shards the model, which is not "
+        "planned here: use DistributedDataParallel (torchrun), or fully_shard in a loop of your "
+        "own": args.fsdp or _launched("fsdp_plugin"),
+        "deepspeed, in the arguments or in Accelerate's configuration, has an engine of its own, "
+        "which is not planned: leave it out": args.deepspeed or _launched("deepspeed_plugins"),
+        "the model is cut over devices (device_map, tp_plan), and a plan is for a whole model on "
+        "one: load it so, and start a process for each device with torchrun": _is_cut(model),
         f"the Trainer would use {args.n_gpu} GPUs in one process (DataParallel): start a process "
         "for each with torchrun, or set CUDA_VISIBLE_DEVICES to one": args.n_gpu > 1,
     }
     for reason, is_so in refused.items():
         if is_so:
             raise ValueError(f"a limit does not go with these arguments: {reason}")
+
+
+def _launched(plugin: str) -> bool:
+    """Whether Accelerate has a plugin, which its launcher sets without telling the arguments."""
+    state = sys.modules.get("accelerate.state")
+    shared = {} if state is None else state.AcceleratorState._shared_state
+    found = shared.get(plugin)
+    # There is always one for dynamo; it may do nothing.
+    return found is not None and str(getattr(found, "backend", "")).rpartition(".")[2] != "NO"
+
+
+def _is_cut(model: nn.Module) -> bool:
+    tensors = sys.modules.get("torch.distributed.tensor")
+    sharded = () if tensors is None else tensors.DTensor
+    devices = {parameter.device for parameter in model.parameters()}
+    return len(devices) > 1 or any(isinstance(p, sharded) for p in model.parameters())
