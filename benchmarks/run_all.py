@@ -184,6 +184,13 @@ BENCHMARKS = (
         full=_words("--steps 3"),
     ),
     Benchmark(
+        "sharded.py",
+        "a sharded model that is no chain, by graphs of its blocks",
+        _words("--loop --blocks 2 --width 32 --length 32 --steps 2 --shares 0.8"),
+        full=_words("--loop --steps 3"),
+        name="sharded.py loop",
+    ),
+    Benchmark(
         "overlap.py",
         "how much of DistributedDataParallel's overlap a plan keeps",
         _words("--layers 2 --steps 2"),

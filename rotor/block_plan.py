@@ -555,5 +555,5 @@ def make_blocks_plan(
         simulate(options, bases, choice),
         limit,
         assumed,
-        reserve,
+        reserve_bytes=reserve,
     )

@@ -13,7 +13,7 @@ from torch import nn
 from rotor import dtr
 from rotor.dtr.recall import Stats
 from rotor.dtr.stepping import Unknown, learn_needs
-from rotor.metering import StepBytes
+from rotor.metering import Metered, StepBytes
 from rotor.nested import NestedStep
 from rotor.timelines import Timeline
 
@@ -45,7 +45,7 @@ class StepFigures:
 
 
 @dataclass
-class DynamicPlan:
+class DynamicPlan(Metered):
     """What is known of the steps that run under one limit on one device.
 
     Attributes
@@ -58,10 +58,6 @@ class DynamicPlan:
         Why nothing is planned; empty where that was asked for.
     options
         Settings of the session.
-    reserve_bytes
-        Set aside because a metered step needed more than the runtime knew.
-    measured_bytes, measured_timeline, meterings
-        The peak of the step metered last, its live bytes over time, and how many were metered.
     loss_bytes, held_bytes, loss_output_bytes
         What the caller's loss was measured to need at most, and to hold when the model's backward
         began, for outputs of that size; ``None``: not metered yet.
@@ -79,11 +75,7 @@ class DynamicPlan:
     limit_bytes: int
     reason: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    reserve_bytes: int = 0
     assumed_loss_bytes: int = 0
-    measured_bytes: int | None = None
-    measured_timeline: Timeline | None = field(default=None, repr=False)
-    meterings: int = 0
     loss_bytes: int | None = None
     held_bytes: int = 0
     loss_output_bytes: int = 0
@@ -91,7 +83,6 @@ class DynamicPlan:
     unknown: Unknown = field(default_factory=list, repr=False)
     steps: int = 0
     latest: deque[StepFigures] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    outdated: bool = field(default=False, repr=False)
 
     @property
     def last(self) -> StepFigures:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,29 @@ class StepBytes:
             for segment in self.segments
         )
         return replace(self, peak_bytes=self.peak_bytes + extra_bytes, segments=segments)
+
+
+@dataclass(kw_only=True)
+class Metered:
+    """What plans of every kind know of the steps that ran under them.
+
+    Attributes
+    ----------
+    reserve_bytes
+        Set aside because a step was seen to need more than predicted.
+    measured_bytes, measured_timeline
+        Peak of the last metered step, and its live bytes over time; ``None`` before one.
+    meterings
+        How many steps were metered.
+    outdated
+        Another plan would be better: the next step makes it.
+    """
+
+    reserve_bytes: int = 0
+    measured_bytes: int | None = None
+    measured_timeline: Timeline | None = field(default=None, repr=False)
+    meterings: int = 0
+    outdated: bool = field(default=False, repr=False)
 
 
 class StepMeter:

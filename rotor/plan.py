@@ -14,8 +14,9 @@ from rotor.algorithms.utils import DynamicAlgorithm, Progress
 from rotor.chain import Chain
 from rotor.errors import InfeasibleError
 from rotor.inspection import RNG_BYTES, Inspection
+from rotor.metering import Metered
 from rotor.schedule import Schedule
-from rotor.timelines import PredictedTimeline, Timeline
+from rotor.timelines import PredictedTimeline
 from rotor.units import format_bytes
 
 _SCALARS = 8
@@ -26,7 +27,7 @@ LOSS_FACTOR = 4
 
 
 @dataclass
-class Plan:
+class Plan(Metered):
     """One schedule and its figures; bytes are above the level at which a step begins.
 
     Attributes
@@ -37,10 +38,6 @@ class Plan:
         The limit it was made for.
     own_bytes
         What the executor itself keeps: random states and copies of buffers.
-    reserve_bytes
-        Set aside because a step was seen to need more than predicted.
-    measured_bytes, measured_timeline
-        Peak of the last metered step, and its live bytes over time; ``None`` before one.
     earlier_bytes
         Peak of a step that went over, and that another one has to confirm.
     """
@@ -51,12 +48,7 @@ class Plan:
     schedule: Schedule
     limit_bytes: int
     own_bytes: int
-    reserve_bytes: int = 0
-    measured_bytes: int | None = None
-    measured_timeline: Timeline | None = field(default=None, repr=False)
     earlier_bytes: int | None = field(default=None, repr=False)
-    meterings: int = 0
-    outdated: bool = field(default=False, repr=False)
 
     @property
     def device(self) -> torch.device:

@@ -19,7 +19,8 @@ from rotor.graph.inductor import Inductor
 from rotor.graph.lowering import Lowered
 from rotor.graph.profile import Cost
 from rotor.graph.program import Program, simulate
-from rotor.timelines import PredictedTimeline, Timeline
+from rotor.metering import Metered
+from rotor.timelines import PredictedTimeline
 
 __all__ = [
     "CapturedStep",
@@ -119,7 +120,7 @@ class CapturedStep:
 
 
 @dataclass
-class GraphPlan:
+class GraphPlan(Metered):
     """One program and its figures; bytes are above the level at which a step begins.
 
     Attributes
@@ -130,10 +131,6 @@ class GraphPlan:
         The limit it was made for.
     own_bytes
         What is kept beside the graph's storages: random states, the caller's scalars.
-    reserve_bytes
-        Set aside because a step was seen to need more than predicted.
-    measured_bytes, measured_timeline
-        Peak of the last metered step, and its live bytes over time; ``None`` before one.
     """
 
     step: CapturedStep
@@ -143,11 +140,6 @@ class GraphPlan:
     limit_bytes: int
     own_bytes: int
     loss_bytes: int
-    reserve_bytes: int = 0
-    measured_bytes: int | None = None
-    measured_timeline: Timeline | None = field(default=None, repr=False)
-    meterings: int = 0
-    outdated: bool = field(default=False, repr=False)
     _early: EarlyCode | None = field(default=None, repr=False)
 
     @property
@@ -275,7 +267,16 @@ def make_plan(
         if program.peak_bytes + needed + reserve_bytes <= limit_bytes:
             break
         own = max(own, needed)
-    return GraphPlan(step, graph, program, emitted, limit_bytes, needed, loss_bytes, reserve_bytes)
+    return GraphPlan(
+        step,
+        graph,
+        program,
+        emitted,
+        limit_bytes,
+        needed,
+        loss_bytes,
+        reserve_bytes=reserve_bytes,
+    )
 
 
 def _program(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:

@@ -18,9 +18,8 @@ from rotor.graph.emit import Emitted
 from rotor.graph.kinds import Kind, marked
 from rotor.graph.pieces import Pieces, Site
 from rotor.graph.probing import described_call
-from rotor.metering import StepBytes, StepMeter
+from rotor.metering import Metered, StepBytes, StepMeter
 from rotor.replacing import Replaced
-from rotor.timelines import Timeline
 
 __all__ = [
     "PiecesPlan",
@@ -33,7 +32,7 @@ __all__ = [
 
 
 @dataclass
-class PiecesPlan:
+class PiecesPlan(Metered):
     """One program for each captured piece of a model, chosen under one limit.
 
     Attributes
@@ -61,13 +60,8 @@ class PiecesPlan:
     simulation: Simulation
     limit_bytes: int
     least_bytes: int
-    reserve_bytes: int = 0
-    measured_bytes: int | None = None
-    measured_timeline: Timeline | None = field(default=None, repr=False)
-    meterings: int = 0
     existing_bytes: int = 0
     is_over: bool = field(default=False, repr=False)
-    outdated: bool = field(default=False, repr=False)
     parts_label: ClassVar[str] = "parts captured"
 
     @property
@@ -140,7 +134,7 @@ def make_pieces_plan(
         simulate(options, pieces.bases, choice),
         limit_bytes,
         least + reserve_bytes,
-        reserve_bytes,
+        reserve_bytes=reserve_bytes,
     )
 
 
