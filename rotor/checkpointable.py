@@ -301,8 +301,9 @@ class Checkpointable(TransparentModule):
     def curve(self) -> Curve:
         """Step time against limit: every limit at once, the model's input not counted.
 
-        Its picture, `Curve.plot`, marks where nothing is recomputed, as in plain PyTorch, the
-        limit, and what the device has free.
+        Its picture, `Curve.plot`, marks where nothing is recomputed, the limit, and what the
+        device has free. Plain PyTorch recomputes nothing either; a captured graph may need less
+        than it all the same.
         """
         raise NotImplementedError
 
@@ -311,7 +312,7 @@ class Checkpointable(TransparentModule):
         is_here = isinstance(self._profile, str)
         free = memory.free_bytes(device) if is_here else self._profile.free_bytes
         marks = [
-            ("nothing recomputed, as plain PyTorch", int(curve.bytes[-1])),
+            ("nothing recomputed", int(curve.bytes[-1])),
             ("limit", self.mem_limit),
             (f"free on {device if is_here else 'that machine'}", free),
         ]

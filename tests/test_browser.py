@@ -230,6 +230,11 @@ def test_narrow_windows(browser, graph_path):
     try:
         opened(browser, graph_path)
         assert browser.evaluate("document.documentElement.scrollWidth") <= 420
+        tops = (
+            "[...document.querySelectorAll('.figures dt')].map(e => e.getBoundingClientRect().top)"
+        )
+        first, second, third = browser.evaluate(tops)[:3]
+        assert first == second < third
         press(browser, "operations")
         assert browser.evaluate("document.documentElement.scrollWidth") <= 420
     finally:

@@ -132,11 +132,13 @@ curve = limited.curve(points=16)
 _, ax = plt.subplots(figsize=(6, 3.2), layout="constrained")
 curve.plot(ax)
 ax.axvline(plain_peak / 2**20, color="grey", linestyle=":", label="plain PyTorch")
-ax.axvline(limit / 2**20, color="tab:red", linestyle="--", label="our limit")
 ax.legend()
 print(f"from {curve.minimum_bytes / 1e6:.1f} MB on; at the limit {curve.at(limit) * 1e3:.1f} ms")
 
 # %% [markdown]
+# The limit and what is free are marked by `plot` itself. With nothing recomputed the graph stays
+# below plain PyTorch, which keeps some tensors longer than any operation needs them.
+#
 # ## What does the plan do?
 #
 # A plan is a *program*: the operations of the graph in the order in which they run, with repeats.

@@ -205,7 +205,9 @@ for heuristic in ("DTREqClass", "DTR", "LRU", "LargestStorage", "RandomStorage")
     print(f"{stats.remat_ns / 1e6:6.2f} ms in them, {stats.search_ns / 1e6:6.2f} ms choosing")
 
 # %% [markdown]
-# How they fare on other programs and budgets can be asked of the
+# A heuristic that suits a program badly makes it *thrash*: what was brought back is evicted again
+# before it was of use. A `MemoryLimitWarning` says so, and the runtime then holds on to what came
+# back most often. How the heuristics fare on other programs and budgets can be asked of the
 # [simulator](05_simulator_and_experiments.py), without running the model again.
 #
 # ## Reads that no operator makes
