@@ -33,10 +33,12 @@ def parse_arguments() -> argparse.Namespace:
     """Options; the defaults fit a minute or two on two cores."""
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=32 if cuda else 8)
+    parser.add_argument("--batch", type=int, default=32 if cuda else 4)
     parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--steps", type=int, default=30 if cuda else 6)
-    parser.add_argument("--fraction", type=float, default=0.75, help="limit over plain peak")
+    parser.add_argument("--steps", type=int, default=30 if cuda else 4)
+    parser.add_argument(
+        "--fraction", type=float, default=0.75 if cuda else 0.8, help="limit over plain peak"
+    )
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     return parser.parse_args()
 
