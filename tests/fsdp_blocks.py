@@ -18,9 +18,12 @@ from fsdp_models import (
     batch,
     compare,
     differences,
+    kept,
     on_all,
+    peak_of,
     refused,
-    run,
+    squares,
+    with_loss,
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -89,10 +92,7 @@ def trained(plain: Any, planned: Any, steps: int, tolerance: float = 0.0) -> lis
 
 def peaks(plain: Any, planned: Any, limit: int, share: float = 0.8) -> list[str]:
     """Whether the limit was kept, and is below what plain steps need."""
-    most, peak = (run(model, 4, metered=True)[1] for model in (plain, planned))
-    predicted = planned._latest.predicted_bytes
-    found = [f"peak {peak}, limit {limit}, predicted {predicted}"] if peak > limit else []
-    return [*found, f"peak {peak}, plain {most}"] if peak > share * most else found
+    return kept(planned, limit, peak_of(plain), share)
 
 
 def orders(*, root: bool, reshard: bool, shard_first: bool) -> list[str]:
@@ -228,24 +228,8 @@ def precision() -> list[str]:
 
 
 def captured_loss() -> list[str]:
-    def loss_of(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return (y - target).square().mean()
-
-    plain, planned = shard(Network()), rotor.Checkpointable(shard(Network()), loss_fn=loss_of)
-    target = torch.ones(256, 4)
-    planned.measure(batch(0), targets=(target,))
-    limit = tighten(planned)
-    most = []
-    for step in range(3):
-        torch.manual_seed(step)
-        loss_of(plain(batch(step)), target).backward()
-        torch.manual_seed(step)
-        x = batch(step)
-        with memory.meter("cpu") as meter:
-            planned(x, targets=(target,)).backward()
-        most.append(meter.peak_bytes)
-    found = differences(plain, planned) + same_choices(planned)
-    return found + ([f"peaks {most}, limit {limit}"] if min(most) > limit else [])
+    plain, planned = shard(Network()), rotor.Checkpointable(shard(Network()), loss_fn=squares)
+    return with_loss(plain, planned, tighten) + same_choices(planned)
 
 
 def ranks_that_differ() -> list[str]:

@@ -110,15 +110,42 @@ def peak_of(model: Any) -> int:
     return run(model, METERED, metered=True)[1]
 
 
-def kept(model: rotor.Checkpointable, limit: int, plain_bytes: int | None = None) -> list[str]:
-    """Whether a planned model keeps its limit, and saves a fifth of what the plain one takes."""
+def kept(
+    model: rotor.Checkpointable, limit: int, plain_bytes: int | None = None, share: float = 0.8
+) -> list[str]:
+    """Whether a planned model keeps its limit, and takes a share of the plain one's bytes."""
     peak = peak_of(model)
     found = []
     if peak > limit:
         found.append(f"peak {peak}, limit {limit}, predicted {model._latest.predicted_bytes}")
-    if plain_bytes is not None and peak > 0.8 * plain_bytes:
+    if plain_bytes is not None and peak > share * plain_bytes:
         found.append(f"peak {peak}, plain {plain_bytes}")
     return found
+
+
+def squares(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss."""
+    return (y - target).square().mean()
+
+
+def with_loss(
+    plain: Any, planned: Any, tighten: Callable[[rotor.Checkpointable], int]
+) -> list[str]:
+    """Steps whose loss, `squares`, is a part of the plan, under the least limit."""
+    target = torch.ones(256, 4)
+    planned.measure(batch(0), targets=(target,))
+    limit = tighten(planned)
+    peaks = []
+    for step in range(1 + METERED):
+        torch.manual_seed(step)
+        squares(plain(batch(step)), target).backward()
+        torch.manual_seed(step)
+        x = batch(step)
+        with memory.meter("cpu") as meter:
+            planned(x, targets=(target,)).backward()
+        peaks.append(meter.peak_bytes)
+    found = differences(plain, planned)
+    return found + ([f"peaks {peaks}, limit {limit}"] if min(peaks[1:]) > limit else [])
 
 
 def local(tensor: Any) -> torch.Tensor:
