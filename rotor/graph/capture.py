@@ -11,6 +11,7 @@ import types
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -266,9 +267,28 @@ class Capture:
         return forward, backward
 
 
+_FOR_DEVELOPERS = (
+    "Developer debug context",
+    "For more details about this graph break",
+    "Hint: It may be possible to write Dynamo tracing rules",
+    "Hint: This graph break is fundamental",
+    "Set TORCHDYNAMO_VERBOSE",
+)
+
+
 def _reason(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return "\n".join(lines[:40])
+    """What dynamo says, without what is for its developers, and without our own lines of code."""
+    found: list[str] = []
+    ours = f'File "{Path(__file__).parent}'
+    was_ours = False
+    for line in map(str.rstrip, str(error).splitlines()):
+        text = line.strip()
+        is_code = was_ours and not text.startswith("File ")
+        was_ours = text.startswith(ours)
+        is_mark = set(text) <= set("^~")
+        if not (was_ours or is_code or is_mark or text.startswith(_FOR_DEVELOPERS)):
+            found.append(line)
+    return "\n".join(found[:40])
 
 
 def fresh(function: Callable[..., Any]) -> Callable[..., Any]:
