@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from fsdp_blocks import Network, peaks, shard, tighten, trained
-from fsdp_models import BLOCKS, PROCESSES, Block, batch, on_all, refused
+from fsdp_models import BLOCKS, PROCESSES, Block, batch, differences, on_all, refused
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torchvision_standins import import_torchvision
 
 import rotor
+from rotor import memory
 from rotor.blocks import FIRST_PROGRAM
 from rotor.graph.assembly import least_bytes
 
@@ -167,10 +170,59 @@ def documented() -> list[str]:
     return found if len(examples) == 2 else [*found, f"{len(examples)} examples"]
 
 
+def transformers_models() -> list[str]:
+    """Models of Hugging Face, which no chain and no single graph stands for, at half the memory."""
+    import_torchvision()
+    from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+    small = {"vocab_size": 128, "hidden_size": 32, "num_attention_heads": 4}
+    small |= {"num_hidden_layers": 3, "intermediate_size": 128}
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+
+    def make(kind: Any, config: Any, layers: str) -> Any:
+        torch.manual_seed(0)
+        model = kind(config).train()
+        for layer in model.get_submodule(layers):
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    def step(model: Any, number: int) -> None:
+        generator = torch.Generator().manual_seed(PROCESSES * number + dist.get_rank())
+        tokens = torch.randint(128, (4, 64), generator=generator)
+        torch.manual_seed(number)
+        model.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+    found = []
+    for given in (
+        (LlamaForCausalLM, LlamaConfig(**small, use_cache=False), "model.layers"),
+        (BertForMaskedLM, BertConfig(**small), "bert.encoder.layer"),
+    ):
+        plain, planned = make(*given), rotor.Checkpointable(make(*given), mem_limit="1GB")
+        peaks: dict[Any, list[int]] = {plain: [], planned: []}
+        step(planned, 0)
+        for number in range(6):
+            for model, levels in peaks.items():
+                with memory.meter("cpu") as meter:
+                    step(model, number)
+                levels.append(meter.peak_bytes)
+            found += differences(plain, planned)
+            if number == 1:
+                limit = min(peaks[plain]) // 2
+                planned.compute_sequence(mem_limit=limit)
+                step(planned, 0)
+                step(planned, 0)
+                peaks[planned].clear()
+        if min(peaks[planned]) > limit or not programs(planned):
+            found.append(f"peaks {peaks[planned]}, limit {limit}, {planned._latest.choice}")
+    return found
+
+
 GRAPH_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "graphs: several limits": several_limits,
     "graphs: not captured": without_graphs,
     "graphs: lost": lost_graphs,
     "graphs: changed afterwards": changed_afterwards,
     "documented examples": documented,
+    "graphs: models of Hugging Face": transformers_models,
 }
