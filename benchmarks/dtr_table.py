@@ -4,9 +4,9 @@ For each program and shares of its plain peak: the allocator's peak as a share o
 CPU time as a multiple of the plain one (medians of runs in turn, one thread), and operators run
 again. On CUDA sizes are larger, and times are wall time of a step that is waited for at its end
 only, in a stream of its own. "least" is the smallest share, in steps of 5 %, at which the program
-finishes five times in a row. Below, where a model has blocks: `torch.utils.checkpoint` on them, and the runtime in a
-budget of the peak that this has. What checkpointing leaves is compared too: its recomputation
-updates the statistics of batch normalisations once more.
+finishes five times in a row. Below, where a model has blocks: `torch.utils.checkpoint` on them, and
+the runtime in a budget of the peak that this has. What checkpointing leaves is compared too: its
+recomputation updates the statistics of batch normalisations once more.
 
 `--ablation`: what each mechanism of the runtime is worth (`dtr_ablation.py`). Name some programs to
 see only those; `--tiny` tries the tables out on small sizes.
