@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -67,7 +68,7 @@ def test_what_is_run():
     for one in run_all.BENCHMARKS:
         if one.script == ROTOR:
             continue
-        source = (FOLDER / one.script).read_text(encoding="utf-8")
+        source = re.sub(r"\(\s+", "(", (FOLDER / one.script).read_text(encoding="utf-8"))
         words = (*one.quick, *one.full, *(one.gpu or ()))
         given = {word for word in words if word.startswith("--")}
         assert all(f'add_argument("{word}"' in source for word in given), one.script
