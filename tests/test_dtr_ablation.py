@@ -102,7 +102,7 @@ def test_checkpoints_by_hand_need_less_memory(name):
 def test_a_table_is_printed(capsys, monkeypatch):
     monkeypatch.setattr(dtr_table, "ROUNDS", 1)
     monkeypatch.setattr(dtr_table, "SHARES", (0.8,))
-    monkeypatch.setattr(dtr_table, "runs", lambda plain, share: share >= 0.7)
+    monkeypatch.setattr(dtr_table, "runs", lambda plain, share, times=1: share >= 0.7)
     monkeypatch.setattr(sys, "argv", ["dtr_table.py", "--tiny", "gpt"])
     dtr_table.main()
     lines = capsys.readouterr().out.splitlines()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rotor import dtr
+from rotor import dtr, memory
 from rotor.errors import MemoryLimitWarning
 
 
@@ -64,3 +64,22 @@ def test_sparse_and_jagged_tensors_pass():
         found = program()
     assert torch.equal(found, expected)
     assert session.stats.evictions > 0
+
+
+def test_outputs_that_the_program_dropped_count_where_they_are_made_again():
+    """An operator of two results, of which one is kept: run again, it makes both."""
+    x = torch.linspace(1, 2, 262_144)
+
+    def program() -> torch.Tensor:
+        kept = [torch.frexp(x + k)[1] for k in range(12)]
+        return torch.stack([exponents.sum() for exponents in kept * 3])
+
+    expected = program()
+    budget = 6 * x.nbytes
+    with dtr.budget(budget):
+        program()
+    with memory.meter("cpu") as meter, dtr.budget(budget) as session:
+        found = program()
+    assert torch.equal(found, expected)
+    assert session.stats.rematerializations > 20
+    assert session.stats.peak_bytes - 4096 <= meter.peak_bytes <= budget

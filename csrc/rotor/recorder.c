@@ -125,7 +125,9 @@ static int leave_record(rotor_recorder_t *self, int32_t node) {
 
     for (int32_t k = 0; k < record->output_count; k++) {
         if (outputs[k] == node) {
+            /* For the others it is made again all the same, and dropped. */
             outputs[k] = -1;
+            record->workspace_bytes += self->nodes[node].bytes;
         }
     }
     self->nodes[node].op = -1;
