@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_models import refused
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchvision_standins import import_torchvision
@@ -45,14 +46,6 @@ def one_model(module: nn.Module) -> list[str]:
     others = [torch.empty_like(mine) for _ in range(PROCESSES)]
     dist.all_gather(others, mine)
     return [] if all(torch.equal(mine, other) for other in others) else ["the ranks differ"]
-
-
-def refused(call: Callable[[], Any], kind: type[Exception], words: str) -> list[str]:
-    try:
-        call()
-    except kind as error:
-        return [] if words in str(error) else [f"expected {words!r}: {error}"]
-    return [f"nothing was refused, expected {words!r}"]
 
 
 def kept(model: rotor.Checkpointable, limit: int) -> list[str]:
