@@ -193,8 +193,7 @@ class Kind:
         module, args, kwargs
             The call; what stands for the module's forward must be away.
         """
-        for captured in self.capture.graphs:
-            captured.emitted = None
+        self.capture.forget_programs()
         self.captured.emitted = emitted
         try:
             output = self.capture(module, args, kwargs)
@@ -272,8 +271,7 @@ class Captures:
         logger.info("capturing %s", path)
         tried = [self._captures[key]] if key in self._captures else []
         for capture in [*tried, Capture(fresh(_run))]:
-            for captured in capture.graphs:
-                captured.emitted = None
+            capture.forget_programs()
             try:
                 with warnings.catch_warnings():
                     # PyTorch looks at the gradients of what it traces, also of what is no leaf.
