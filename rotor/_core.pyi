@@ -23,6 +23,7 @@ class Chain:
         b_tmp: Any,
         grad: Any,
         pgrad: Any,
+        once: Any,
         loss_tmp: int,
         hold_output: bool,
         /,
