@@ -16,6 +16,7 @@ from rotor.errors import (
     InvalidSequenceError,
     MalformedLogError,
     MemoryLimitWarning,
+    RecomputationError,
 )
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ __all__ = [
     "LargestBatch",
     "MalformedLogError",
     "MemoryLimitWarning",
+    "RecomputationError",
     "Rockmate",
     "__version__",
     "largest_batch",

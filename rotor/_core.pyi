@@ -8,6 +8,12 @@ from typing import Any, final
 
 def same_bytes(a: Any, b: Any, /) -> bool: ...
 
+# -- checksums (csrc/python/bind_checksum.c)
+
+def checksum(
+    address: int, item_bytes: int, sizes: tuple[int, ...], strides: tuple[int, ...], /
+) -> int: ...
+
 # -- chains (csrc/python/bind_chain.c)
 
 @final

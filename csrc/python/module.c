@@ -177,7 +177,8 @@ static int execute(PyObject *module) {
         rotor_add_chain(module) != 0 || rotor_add_solvers(module) != 0 ||
         rotor_add_classic(module) != 0 || rotor_add_probe(module) != 0 ||
         rotor_add_log(module) != 0 || rotor_add_replay(module) != 0 ||
-        rotor_add_planner(module) != 0 || rotor_add_dtr(module) != 0) {
+        rotor_add_planner(module) != 0 || rotor_add_dtr(module) != 0 ||
+        rotor_add_checksum(module) != 0) {
         return -1;
     }
     return 0;
