@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rotor.fitting import LargestBatch, largest_batch
     from rotor.rockmate import Rockmate
 
-__version__ = "0.1.0"
+__version__ = "2.0.0"
 
 __all__ = [
     "CaptureError",

@@ -29,6 +29,7 @@ class Chain:
         b_tmp: Any,
         grad: Any,
         pgrad: Any,
+        once: Any,
         loss_tmp: int,
         hold_output: bool,
         /,
@@ -348,6 +349,7 @@ class Recorder:
     def counters(self) -> dict[str, int]: ...
     def reset(self) -> None: ...
     def limit(self, budget: int, /) -> None: ...
+    def consider(self, sample: bool, ignore_small: bool, /) -> None: ...
 
 @final
 class StorageRef:

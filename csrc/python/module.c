@@ -28,6 +28,7 @@ PyObject *rotor_raise_status(PyObject *module, int status) {
     case ROTOR_ERR_NO_TAPE:
     case ROTOR_ERR_NO_GRADIENT:
     case ROTOR_ERR_TWICE:
+    case ROTOR_ERR_ONCE:
     case ROTOR_ERR_INCOMPLETE:
         PyErr_SetString(rotor_state(module)->invalid_sequence_error, rotor_strerror(status));
         break;
