@@ -165,7 +165,7 @@ class BlockCheckpointable(GraphCheckpointable):
             return self._with_loss(self.module.forward(*own_args, **own_kwargs), targets)
 
         device = tensors_of((args, kwargs))[0].device
-        self._reasons[key] = (device, "it is sharded")
+        self._reasons[key[0]] = (device, "it is sharded")
         self._measured[key[0]] = measure_blocks(
             self.module,
             sharding,

@@ -55,7 +55,7 @@ class Value:
 
 @dataclass
 class Task:
-    """An operation; the loss has no node.
+    """An operation; the loss has no node, nor has what hands gradients over.
 
     Attributes
     ----------
@@ -73,6 +73,8 @@ class Task:
         Whether it must not run a second time.
     module
         The path of the module that it belongs to.
+    gradients
+        Numbers of the gradients that it hands over, to be added to existing ones.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Task:
     random: bool = False
     once: bool = False
     module: str = ""
+    gradients: tuple[int, ...] = ()
 
 
 @dataclass
