@@ -391,6 +391,7 @@ class GraphCheckpointable(PiecesSteps):
             # The inputs of the call must not live as long as a frame that is in a cycle.
             found.primals.clear()
             found.__traceback__ = None
+        self._warn_unrepeatable([lowered])
         planned_for = "" if source == MEASURED else source.device
         step = CapturedStep(
             capture, found.captured, costs, device, loss_captured, planned_for, owners
@@ -531,6 +532,7 @@ class GraphCheckpointable(PiecesSteps):
         self._steps.pop(key[0], None)
         self._search_pieces(key, args, kwargs)
         if key in self._pieces:
+            self._warn_unrepeatable(self._pieces[key].graphs())
             self._warn_once("capture", f"{self._pieces[key].told()} The reason:\n{error}")
             return
         self._warn_once(

@@ -78,6 +78,8 @@ LAYERS = [
             "rotor.block_plan",
             "rotor.graph.rewrite",
             "rotor.graph.lowering",
+            "rotor.graph.repeating",
+            "rotor.graph.proving",
             "rotor.graph.emit",
             "rotor.graph.early",
             "rotor.graph.inductor",
