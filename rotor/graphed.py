@@ -305,6 +305,10 @@ class GraphCheckpointable(PiecesSteps):
         self.__dict__.update(_latest=plan, _latest_key=key)
         return plan.program
 
+    def load_plan(self, source: Program | str | os.PathLike[str]) -> Program:
+        """Do as `load_program`; a chain has a method of this name too."""
+        return self.load_program(source)
+
     def _key(self, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         leaves, spec = _torch.tree_flatten((args, kwargs, tuple(targets)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -30,6 +30,7 @@ LAYERS = [
             "rotor.schedule",
             "rotor.cache",
             "rotor.timelines",
+            "rotor.verbosity",
         ],
     ),
     ("binding", ["rotor._core"]),
@@ -71,6 +72,7 @@ LAYERS = [
         "plans",
         [
             "rotor.plan",
+            "rotor.published",
             "rotor.together",
             "rotor.block_calls",
             "rotor.block_graphs",
