@@ -315,6 +315,10 @@ class GraphCheckpointable(PiecesSteps):
         self.__dict__.update(_latest=plan, _latest_key=key)
         return plan.program
 
+    def load_plan(self, source: Program | str | os.PathLike[str]) -> Program:
+        """Do as `load_program`; a chain has a method of this name too."""
+        return self.load_program(source)
+
     def _plan_key(self, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What a plan belongs to: what a capture belongs to, and which gradients are missing."""
         measured = self._key(args, targets, kwargs)

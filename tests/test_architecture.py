@@ -30,6 +30,7 @@ LAYERS = [
             "rotor.schedule",
             "rotor.cache",
             "rotor.timelines",
+            "rotor.verbosity",
         ],
     ),
     ("binding", ["rotor._core"]),
@@ -72,6 +73,7 @@ LAYERS = [
         "plans",
         [
             "rotor.plan",
+            "rotor.published",
             "rotor.together",
             "rotor.block_calls",
             "rotor.block_graphs",
