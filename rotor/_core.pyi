@@ -8,6 +8,12 @@ from typing import Any, final
 
 def same_bytes(a: Any, b: Any, /) -> bool: ...
 
+# -- checksums (csrc/python/bind_checksum.c)
+
+def checksum(
+    address: int, item_bytes: int, sizes: tuple[int, ...], strides: tuple[int, ...], /
+) -> int: ...
+
 # -- chains (csrc/python/bind_chain.c)
 
 @final
@@ -23,6 +29,7 @@ class Chain:
         b_tmp: Any,
         grad: Any,
         pgrad: Any,
+        once: Any,
         loss_tmp: int,
         hold_output: bool,
         /,
@@ -343,6 +350,7 @@ class Recorder:
     def counters(self) -> dict[str, int]: ...
     def reset(self) -> None: ...
     def limit(self, budget: int, /) -> None: ...
+    def consider(self, sample: bool, ignore_small: bool, /) -> None: ...
 
 @final
 class StorageRef:

@@ -257,10 +257,30 @@ static PyObject *recorder_limit(METHOD_ARGUMENTS) {
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(consider_doc,
+             "consider($self, sample, ignore_small, /)\n--\n\n"
+             "Other candidates from the next choice on; small storages that are passed over stay so "
+             "until they are used again.");
+
+static PyObject *recorder_consider(METHOD_ARGUMENTS) {
+    rotor_eviction_options_t *options = &rotor_as_recorder(object)->book.eviction.options;
+    int sample;
+    int ignore_small;
+    (void)type;
+    if (rotor_recorder_expect("consider", count, 2, names) != 0 ||
+        (sample = PyObject_IsTrue(args[0])) < 0 || (ignore_small = PyObject_IsTrue(args[1])) < 0) {
+        return NULL;
+    }
+    options->sample = sample != 0;
+    options->ignore_small = ignore_small != 0;
+    Py_RETURN_NONE;
+}
+
 PyMethodDef rotor_recorder_queries[] = {
     RECORDER_METHOD(dead),       RECORDER_METHOD(pin),      RECORDER_METHOD(hold),
     RECORDER_METHOD(storage),    RECORDER_METHOD(resized),  RECORDER_METHOD(reach),
     RECORDER_METHOD(dependents), RECORDER_METHOD(evicted),  RECORDER_METHOD(describe),
     RECORDER_METHOD(nodes),      RECORDER_METHOD(counters), RECORDER_METHOD(reset),
-    RECORDER_METHOD(limit),      RECORDER_METHOD(copied),   {NULL, NULL, 0, NULL},
+    RECORDER_METHOD(limit),      RECORDER_METHOD(consider), RECORDER_METHOD(copied),
+    {NULL, NULL, 0, NULL},
 };

@@ -317,6 +317,19 @@ class Recall:
         self.limit = limit
         self._book.limit(-1 if limit is None else max(limit - _scraps(limit), 0))
 
+    def consider(self, *, sample: bool, ignore_small: bool) -> None:
+        """Choose among other candidates from the next eviction on.
+
+        Parameters
+        ----------
+        sample
+            Look at about 2 sqrt(n) of n candidates only.
+        ignore_small
+            Pass over what is below 1 % of the mean size. What was passed over becomes a candidate
+            when it is used again.
+        """
+        self._book.consider(sample, ignore_small)
+
     def reference(self, tensor: torch.Tensor) -> StorageRef | None:
         """The session's reference to the storage of a tensor, ``None`` where it has seen none."""
         with _dispatch.without_functions():
