@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import html
 import random
 import re
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from rotor import rkgb
 from rotor.graph import simulate
 from rotor.graph.rkgb.blocks import classes, cut
 from rotor.graph.rkgb.units import part_of
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -258,3 +262,13 @@ def test_single_graphs_are_drawn(perceptron, tmp_path, monkeypatch):
         rkgb.print_graph(result.B_graph)
     with pytest.raises(ValueError, match="no blocks to draw"):
         rkgb.print_graph_list([])
+
+
+def test_the_picture_of_the_docs_is_that_of_the_graph(resnet, tmp_path):
+    page = (ROOT / "docs/rkgb-resnet18.svg").read_text(encoding="utf-8")
+    paths = rkgb.print_all_graphs(resnet.result, tmp_path / "r", render_format="dot")
+    source = paths[1].read_text(encoding="utf-8")
+    lines = [line for label in boxes(source) for line in label.split("\\n")]
+    lines += re.findall(r'graph \[label="(block[^"]*)"', source)
+    drawn = [html.unescape(text) for text in re.findall(r"<text [^>]*>([^<]*)</text>", page)]
+    assert sorted(drawn) == sorted(lines)
