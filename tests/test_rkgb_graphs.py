@@ -301,6 +301,31 @@ def test_computations_can_be_run_again(perceptron):
     assert program.peak_bytes <= least
 
 
+def test_a_repeated_node_does_not_write_its_buffers_again(resnet):
+    kg = resnet.result.K_graph
+    norm = next(k for k in kg.list_kcn if k.module == "bn1")
+    once = [k for k in norm.operations if kg.step.operations[k].once]
+    assert once
+    assert norm.inplace_code
+    at = kg.list_kcn.index(kg.loss_kcn) + 1
+    again = kg.simulate([*kg.list_kcn[:at], norm, *kg.list_kcn[at:]])
+    assert [again.runs[k] for k in once] == [1] * len(once)
+    assert all(again.runs[k] == 2 for k in norm.operations if k not in once)
+
+
+@pytest.mark.parametrize("name", ["resnet", "unet"])
+def test_computations_are_planned(name):
+    kg = case(name).result.K_graph
+    whole = simulate(kg.graph, range(len(kg.graph)))
+    gradients = sum(kdn.mem for kdn in kg.list_kdn if kdn.kdn_type == "pgrad")
+    limit = gradients + (whole.peak_bytes - gradients) * 9 // 10
+    program = plan(kg.graph, limit, effort="fast")
+    assert program.peak_bytes <= limit < whole.peak_bytes
+    priced = kg.simulate(kg.list_kcn[k] for k in program.ops.tolist())
+    assert priced.peak_bytes <= program.peak_bytes
+    assert priced.time_ns <= program.time_ns
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_computations_and_data(name):
     result = case(name).result
