@@ -493,6 +493,9 @@ class GraphCheckpointable(PiecesSteps):
                 except NothingToPlan:
                     self._unplanned.add(key[0])
                     return self._with_loss(self.module.forward(*args, **kwargs), targets)
+            elif plan is None and any(other[0] == key[0] for other in self._pieces):
+                # The same parts, where other gradients exist.
+                self._search_pieces(key, args, kwargs)
             plan = self._replanned(key)
         self.__dict__.update(_latest=plan, _latest_key=key)
         if isinstance(plan, DynamicPlan):
