@@ -22,7 +22,7 @@ EXTRAS = {
     "transformers": "transformers",
     "lightning": "lightning",
 }
-"""What `pip install rotor[...]` brings, by the module that tells."""
+"""Extras of the package, and a module that each of them brings."""
 
 
 def describe() -> dict[str, Any]:

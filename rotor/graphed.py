@@ -315,6 +315,10 @@ class GraphCheckpointable(PiecesSteps):
         self.__dict__.update(_latest=plan, _latest_key=key)
         return plan.program
 
+    def load_plan(self, source: Program | str | os.PathLike[str]) -> Program:
+        """Do as `load_program`; a chain has a method of this name too."""
+        return self.load_program(source)
+
     def _plan_key(self, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What a plan belongs to: what a capture belongs to, and which gradients are missing."""
         measured = self._key(args, targets, kwargs)
@@ -391,6 +395,7 @@ class GraphCheckpointable(PiecesSteps):
             # The inputs of the call must not live as long as a frame that is in a cycle.
             found.primals.clear()
             found.__traceback__ = None
+        self._warn_unrepeatable([lowered])
         planned_for = "" if source == MEASURED else source.device
         step = CapturedStep(
             capture, found.captured, costs, device, loss_captured, planned_for, owners
@@ -534,6 +539,7 @@ class GraphCheckpointable(PiecesSteps):
         self._steps.pop(key[0], None)
         self._search_pieces(key, args, kwargs)
         if key in self._pieces:
+            self._warn_unrepeatable(self._pieces[key].graphs())
             self._warn_once("capture", f"{self._pieces[key].told()} The reason:\n{error}")
             return
         self._warn_once(

@@ -176,6 +176,9 @@ class BlockCheckpointable(GraphCheckpointable):
             preserve_rng_state=self.preserve_rng_state,
             captures=self._captures_on(device),
         )
+        blocks = self._measured[key[0]].sites
+        kinds = dict.fromkeys(b.graph.kind for b in blocks if b.graph is not None)
+        self._warn_unrepeatable([kind.lowered for kind in kinds])
 
     def _captures_on(self, device: torch.device) -> Captures:
         if device not in self._captures:

@@ -13,9 +13,11 @@ from rotor.dynamic import DynamicSteps
 from rotor.dynamic_plan import DynamicPlan
 from rotor.errors import InfeasibleError
 from rotor.graph.kinds import Captures
+from rotor.graph.lowering import Lowered
 from rotor.graph.pieced import PiecesPlan, PiecesStep, learn
 from rotor.graph.pieces import Pieces, discover
 from rotor.graph.recorded import price
+from rotor.graph.repeating import described_unrepeatable
 from rotor.metering import StepBytes, cancel_running
 from rotor.progress import progress
 from rotor.stages import Structure
@@ -80,6 +82,11 @@ class PiecesSteps(DynamicSteps):
             found = discover(self.module, args, kwargs, captures, update, existing)
         if found is not None:
             self._pieces[key] = found if old is None else found.with_earlier(old)
+
+    def _warn_unrepeatable(self, graphs: Sequence[Lowered]) -> None:
+        text = described_unrepeatable(graphs)
+        if text:
+            self._warn_once("unrepeatable", text)
 
     def _step_by_pieces(
         self, plan: PiecesPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]

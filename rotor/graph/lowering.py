@@ -110,6 +110,10 @@ class Lowered:
         Primals whose new values are among the outputs.
     output_of_tangent
         For each tangent, which output it is the gradient of; empty where that is not known.
+    unrepeatable
+        Tasks that gave other bits when they ran again, or may.
+    draws_once
+        Whether what draws random numbers runs once, as nothing puts the generator's state back.
     """
 
     tasks: list[Task]
@@ -124,6 +128,8 @@ class Lowered:
     output_bytes: int
     module: fx.GraphModule
     output_of_tangent: list[int] = field(default_factory=list)
+    unrepeatable: list[int] = field(default_factory=list)
+    draws_once: bool = False
 
     def tangents_of_gradients(self) -> list[frozenset[int]]:
         """For each gradient, the numbers of the tangents that it is computed from."""

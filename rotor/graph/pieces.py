@@ -19,6 +19,7 @@ from torch import nn
 from rotor import _torch, memory
 from rotor.graph.assembly import Bases, Option
 from rotor.graph.kinds import Captures, Kind
+from rotor.graph.lowering import Lowered
 from rotor.graph.probing import (
     NeedsBackward,
     Saves,
@@ -105,6 +106,10 @@ class Pieces:
     def options(self) -> list[list[Option]]:
         """The options of each piece."""
         return [site.kind.options(site.is_held) for site in self.sites]
+
+    def graphs(self) -> list[Lowered]:
+        """Return the operations of the captured parts, each graph once."""
+        return [kind.lowered for kind in dict.fromkeys(site.kind for site in self.sites)]
 
     @property
     def wants_search(self) -> bool:
