@@ -14,7 +14,7 @@ import torch
 from rotor import _torch
 from rotor.algorithms.curve import Curve
 from rotor.dynamic_plan import DynamicPlan
-from rotor.errors import CaptureError, InfeasibleError
+from rotor.errors import CaptureError
 from rotor.graph import planner
 from rotor.graph.calls import check_arguments, described, run_once, takes_targets
 from rotor.graph.capture import Capture, NothingToPlan, Unplanned, fresh
@@ -34,6 +34,7 @@ from rotor.graph.pieced import PiecesPlan, make_pieces_plan, pieces_curve
 from rotor.graph.program import Program
 from rotor.graph.recorded import MEASURED, price, source_of
 from rotor.graphed_pieces import PiecesSteps
+from rotor.loss_guess import plan_with_guess
 from rotor.metering import StepBytes, StepMeter, cancel_running
 from rotor.progress import progress
 from rotor.report.html import measured_page
@@ -438,17 +439,12 @@ class GraphCheckpointable(PiecesSteps):
                 )
 
             loss_bytes = self._loss_bytes(key)
-            try:
+            is_known = key[0] in self._learned_loss or self.loss_tmp_memory_usage
+            if is_known or not loss_bytes:
                 plan = plan_with(loss_bytes)
-            except InfeasibleError as error:
-                # An assumption forbids no step: what the loss needs is known after the first one.
-                is_known = key[0] in self._learned_loss or self.loss_tmp_memory_usage
-                if is_known or not loss_bytes:
-                    raise
-                try:
-                    plan = plan_with(0)
-                except InfeasibleError:
-                    raise error from None
+            else:
+                plan, reserved = plan_with_guess(plan_with, loss_bytes, limit)
+                plan.short_bytes = loss_bytes - reserved
         logger.info(
             "planned %d operations: predicted peak %s of %s, %.4g s a step, %d run more than once",
             len(step.lowered.tasks),
