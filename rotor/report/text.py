@@ -110,6 +110,7 @@ def graph_report(plan: GraphPlan) -> Text:
         ["recomputation", f"{plan.program.slowdown - 1:+.1%}"],
         ["operations run again", f"{plan.recomputed} of {len(plan.graph.operations)}"],
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
+        ["proof", plan.proof],
     ]
     return table([["plan", ""], *lines])
 
