@@ -401,6 +401,7 @@ class GraphCheckpointable(PiecesSteps):
         step = CapturedStep(
             capture, found.captured, costs, device, loss_captured, planned_for, owners
         )
+        step.verifies = self.verify != "off"
         self._steps[key[0]] = step
         return step
 
@@ -485,7 +486,7 @@ class GraphCheckpointable(PiecesSteps):
             self._search_pieces(key, args, kwargs)
             del self._plans[key]
             plan = None
-        if plan is None or plan.outdated:
+        if plan is None or plan.outdated or plan.is_refuted:
             if key[0] in self._unplanned:
                 return self._with_loss(self.module.forward(*args, **kwargs), targets)
             if key[0] not in self._steps and key[0] not in self._reasons:
@@ -577,11 +578,12 @@ class GraphCheckpointable(PiecesSteps):
         self, plan: GraphPlan, arguments: Any
     ) -> tuple[Any, StepMeter | None, Unplanned | None]:
         """What the captured call gives under a plan, and what meters it; or that it has none."""
-        plan.install()
+        tally = plan.tally(self.verify)
+        plan.install(tally)
         meter = self._start_meter(plan)
         loss_fn = self.loss_fn if arguments[2] else None
         slots, spread = self._structure.parameters, _torch.in_ddp()
-        with plan.installed(slots, arguments, spread=spread) as (given, early):
+        with plan.installed(slots, arguments, spread=spread, tally=tally) as (given, early):
             try:
                 output = plan.step.capture(self.module, loss_fn, *given)
             except Unplanned as reached:
@@ -590,6 +592,8 @@ class GraphCheckpointable(PiecesSteps):
                 if early is not None:
                     reached.primals[:] = map(early.original, reached.primals)
                 return None, None, reached
+        if tally is not None:
+            tally.seal()
         return output, meter, None
 
     def _learn(self, plan: Any, step: StepBytes) -> None:

@@ -128,8 +128,12 @@ class Lowered:
     output_bytes: int
     module: fx.GraphModule
     output_of_tangent: list[int] = field(default_factory=list)
-    unrepeatable: list[int] = field(default_factory=list)
+    unrepeatable: list[Task] = field(default_factory=list)
     draws_once: bool = False
+
+    def input_bytes(self, node: fx.Node) -> int:
+        """Return the bytes of an input's tensors."""
+        return sum(_bytes(tensor) for _, tensor in _tensors(node.meta.get("val")))
 
     def tangents_of_gradients(self) -> list[frozenset[int]]:
         """For each gradient, the numbers of the tangents that it is computed from."""
