@@ -272,7 +272,7 @@ class Checkpointable(TransparentModule):
         return super().__getstate__() | {"_pending": None}
 
     def __repr__(self) -> str:
-        return f"Checkpointable({self.module!r})"
+        return f"{self._shown_name}({self.module!r})"
 
     def __getattr__(self, name: str) -> Any:
         if name == "model" and (module := self.__dict__.get("module")) is not None:

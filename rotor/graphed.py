@@ -6,6 +6,8 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,7 @@ class GraphCheckpointable(PiecesSteps):
     _structure: Structure
     _learned_loss: dict[Any, int]
     _unplanned: set[Any]
+    _solve: Callable[..., Program] | None = None
 
     def _begin(self) -> None:
         if not self.preserve_rng_state:
@@ -437,6 +440,7 @@ class GraphCheckpointable(PiecesSteps):
                     reserve_bytes=reserve_bytes,
                     options=self._options,
                     progress=update,
+                    solve=self._solve,
                 )
 
             loss_bytes = self._loss_bytes(key)
