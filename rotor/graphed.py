@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Sequence
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
