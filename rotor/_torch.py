@@ -163,7 +163,7 @@ def callable_of(target: Any) -> Any:
 
 
 def is_operator(target: Any) -> bool:
-    """Return whether a node's target is an operator with one overload chosen."""
+    """Return True if the target of a node is an operator with one overload chosen."""
     return isinstance(target, torch._ops.OpOverload)
 
 
