@@ -24,16 +24,24 @@ from rotor.distributed import Ranks
 from rotor.executor import Run, run_chain
 from rotor.inspection import Inspection, Measuring, measure
 from rotor.metering import StepBytes, cancel_running
+from rotor.observing import Observation
 from rotor.plan import Plan, loss_reserve, make_plan, own_bytes
 from rotor.progress import progress
 from rotor.report.html import chain_page
 from rotor.report.text import plan_report, stage_rows, stage_table
 from rotor.sharded import ShardedRun, Sharding, find_sharding
-from rotor.stages import Structure, find_stages
+from rotor.stages import Stage, Structure, find_stages
 from rotor.units import format_bytes, parse_bytes
 from rotor.values import tensors_of
 
 logger = logging.getLogger("rotor")
+
+
+_CHAIN_ONLY = ("names", "functions", "inspection_values", "_algorithm", "_inspections")
+
+
+class _NeedsGraph(Exception):
+    """Values leave stages in a way that a graph of operations can follow, and a chain cannot."""
 
 
 class ChainCheckpointable(Checkpointable):
@@ -56,6 +64,48 @@ class ChainCheckpointable(Checkpointable):
     _profile: Any
     _sharding: Sharding | None
     _ranks: Ranks | None
+
+    def _observed(self, stages: Sequence[Stage], seen: Sequence[Observation]) -> None:
+        """Have another engine plan what a chain cannot; warn of stages that are kept.
+
+        Raises
+        ------
+        RuntimeError
+            Values in the graph leave a stage of a sharded model otherwise than by its output.
+        """
+        leaving = [i for i, s in enumerate(seen) if s.leaves or s.is_fed]
+        if leaving:
+            i = leaving[0]
+            reason = f"stage {stages[i].name}: {seen[i].reason()}"
+            if self._sharding is not None:
+                raise RuntimeError(
+                    f"{reason}, which recomputing stages of a sharded model would lose: return it "
+                    "from the stage, in a tuple with its output"
+                )
+            is_fed = any(s.is_fed for s in seen)
+            shares = self._ranks is not None
+            if self.engine == "auto" and self.preserve_rng_state and not (is_fed or shares):
+                raise _NeedsGraph(reason)
+        varying = [stage.name for stage, s in zip(stages, seen, strict=True) if not s.repeats]
+        if varying:
+            self._warn_once(
+                "varying",
+                f"stage {', '.join(varying)} gave other bits in a second run from the same state: "
+                "it is never recomputed, and what it makes is kept. It depends on state that "
+                "cannot be set back, or one of its kernels is not deterministic "
+                "(torch.use_deterministic_algorithms)",
+            )
+
+    def _become_graph(self, reason: str) -> None:
+        """Plan the model as a captured graph from now on."""
+        from rotor.graphed_blocks import BlockCheckpointable
+
+        logger.info("planned as a graph of operations, not as a chain: %s", reason)
+        for name in _CHAIN_ONLY:
+            self.__dict__.pop(name, None)
+        self.__class__ = BlockCheckpointable  # type: ignore[assignment]
+        self.__dict__.update(_structure=Structure(self.module), _learned_loss={})
+        self._begin()
 
     def _begin(self) -> None:
         if self._profile != "measured":
@@ -156,7 +206,11 @@ class ChainCheckpointable(Checkpointable):
                 self._inspections.pop(key[0], None)
                 for plan_key in [k for k in self._plans if k[0] == key[0]]:
                     del self._plans[plan_key]
-                inspection = self._inspect(key[0], custom_input, targets)
+                try:
+                    inspection = self._inspect(key[0], custom_input, targets)
+                except _NeedsGraph as found:
+                    self._become_graph(str(found))
+                    return self.measure(custom_input, targets=targets)
                 self.__dict__["_latest_key"] = key
         finally:
             for module, training in flags:
@@ -335,6 +389,7 @@ class ChainCheckpointable(Checkpointable):
                 targets=targets,
                 progress=update,
                 measuring_class=measuring_class,
+                observed=self._observed,
             )
         if ranks is not None:
             inspection = together.joined(ranks, inspection)
@@ -473,7 +528,11 @@ class ChainCheckpointable(Checkpointable):
             wanted = self._ranks.exchange_ints(wants_measure, wants_plan)
             wants_measure, wants_plan = (any(column) for column in zip(*wanted, strict=True))
         if wants_measure and wants_plan:
-            self._inspect(key[0], inputs, targets)
+            try:
+                self._inspect(key[0], inputs, targets)
+            except _NeedsGraph as found:
+                self._become_graph(str(found))
+                return self.forward(inputs, targets=targets)
         if plan is None or wants_plan:
             plan = self._replanned(key)
         self.__dict__["_latest"] = plan

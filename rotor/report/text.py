@@ -46,7 +46,8 @@ def stage_rows(plan: Plan) -> list[list[str]]:
     forwards = plan.sequence.count_forwards()
     rows = [["stage", "forward", "backward", "output", "kept by Fe", "runs", "how"]]
     for i, measure in enumerate(plan.inspection.measures):
-        how = "kept" if i >= plan.schedule.tail else "scheduled"
+        is_plain = not plan.schedule.head <= i < plan.schedule.tail
+        how = "kept" if is_plain or plan.chain.once[i] else "scheduled"
         if i in plan.schedule.recomputed:
             how = "recomputed"
         rows.append(
@@ -77,7 +78,11 @@ def plan_report(plan: Plan) -> Text:
         ["stages recomputed", f"{recomputed} of {len(plan.chain)}"],
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
     ]
-    return table([["plan", ""], *lines])
+    text = table([["plan", ""], *lines])
+    reasons = plan.inspection.reasons
+    names = [measure.name for measure in plan.inspection.measures]
+    notes = [f"stage {names[i]} is never recomputed: {why}" for i, why in reasons.items()]
+    return Text("\n".join([text, *notes]))
 
 
 def operation_table(plan: GraphPlan) -> Text:
