@@ -218,8 +218,10 @@ def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(value)
 
 
-def _walk(value: Any, known: set[int]) -> _Walk:
+def _walk(value: Any, known: set[int], *, is_whole: bool) -> _Walk:
     walk = _Walk(outputs=[_digest(tensor) for tensor in tensors_of(value)])
+    if not is_whole:
+        return walk
     waiting = [t.grad_fn for t in reversed(tensors_of(value)) if t.grad_fn is not None]
     walk.variables += [t for t in tensors_of(value) if t.requires_grad and t.grad_fn is None]
     seen: set[Any] = set()
@@ -333,9 +335,10 @@ class Observer:
             ]
         own = {id(t) for t in (*wanted, *parameters)}
         known = _pointers([*tensors_of(x), *parameters])
-        walk = _walk(y, known)
-        is_known = stage.graph_leaves() is not None
-        foreign = [t for t in walk.variables if is_known and id(t) not in own]
+        # What FSDP2 gathers is gone from a graph once the stage has run.
+        is_whole = stage.graph_leaves() is not None
+        walk = _walk(y, known, is_whole=is_whole)
+        foreign = [t for t in walk.variables if id(t) not in own]
         reads, is_fed = self._origins(foreign, i)
         self._makers += [(weakref.ref(leaf), i) for leaf in wanted]
         found = Observation(
