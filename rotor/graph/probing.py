@@ -7,7 +7,6 @@ modules' plain attributes as they were.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from rotor import _torch, memory
+from rotor.graph.repeating import generators_kept
 from rotor.replacing import Replaced
 from rotor.values import tensors_of, tensors_within
 
@@ -132,9 +132,10 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
         (m, {name: value for name, value in m.__dict__.items() if type(value) in _PLAIN})
         for m in modules
     ]
-    state, python_state = _torch.get_generator_state(device), random.getstate()
+    state = _torch.get_generator_state(device)
     try:
-        yield
+        with generators_kept(modules):
+            yield
     finally:
         with torch.no_grad():
             for slots, name, buffer, value in buffers:
@@ -146,7 +147,6 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
                     del module.__dict__[name]
             module.__dict__.update(attributes)
         _torch.set_generator_state(device, state)
-        random.setstate(python_state)
 
 
 def inner_modules(model: nn.Module) -> dict[nn.Module, str]:
