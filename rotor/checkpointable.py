@@ -27,12 +27,15 @@ from rotor.tracing import is_trace, write_plan_trace
 from rotor.transparent import TransparentModule
 from rotor.units import format_bytes, parse_bytes
 from rotor.values import tensors_of
+from rotor.verbosity import heard
 
 logger = logging.getLogger("rotor")
 
 ENGINES = ("auto", "chain", "graph", "dynamic")
 BACKENDS = ("fx", "inductor")
 METERED_STEPS = 3
+_HEARD = {"measure", "compute_sequence", "curve", "load_plan", "load_program", "forward", "_learn"}
+"""Methods that log at the model's own verbosity."""
 
 
 _NOT_COMPILED = (
@@ -96,7 +99,8 @@ class Checkpointable(TransparentModule):
         Chains are planned on this many slots of memory. Where nobody gives a number, the exact
         solver is used where that is cheap, and 500 slots otherwise.
     verbosity
-        0: warnings, 1: what is done, 2: details; sets the level of ``logging.getLogger("rotor")``.
+        0: warnings, 1: what is done, 2: details; the level of ``logging.getLogger("rotor")`` while
+        this model is at work.
     preserve_rng_state
         Recompute with the random numbers of the first forward.
     loss_tmp_memory_usage
@@ -146,6 +150,7 @@ class Checkpointable(TransparentModule):
     chains, hal-02352969. The memory model is described in docs/memory-model.md.
     """
 
+    _shown_name = "Checkpointable"
     loss_fn: Callable[..., torch.Tensor] | None
     mem_limit: int | None
     verify: str | int
@@ -245,7 +250,6 @@ class Checkpointable(TransparentModule):
             _crowded=False,
             _warned=set(),
         )
-        set_verbosity(verbosity)
         self._begin()
         if custom_input is not None:
             self._measure_sample(custom_input)
@@ -253,6 +257,8 @@ class Checkpointable(TransparentModule):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        for name in _HEARD & vars(cls).keys():
+            setattr(cls, name, heard(vars(cls)[name]))
         if "forward" in cls.__dict__:
             # Compiled, what plans and meters a step would be part of a graph, or break it.
             cls.forward = _torch.untraced(cls.forward, _NOT_COMPILED)
@@ -266,7 +272,13 @@ class Checkpointable(TransparentModule):
         return super().__getstate__() | {"_pending": None}
 
     def __repr__(self) -> str:
-        return f"Checkpointable({self.module!r})"
+        return f"{self._shown_name}({self.module!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "model" and (module := self.__dict__.get("module")) is not None:
+            # Published: the wrapped model, unless it has something of that name itself.
+            return getattr(module, name, module)
+        return super().__getattr__(name)
 
     def _check_model(self, model: nn.Module) -> None:
         """Raise where the engine cannot plan such a model."""
@@ -321,6 +333,13 @@ class Checkpointable(TransparentModule):
         than it all the same.
         """
         raise NotImplementedError
+
+    def load_plan(self, source: Any) -> Any:
+        """Have the following steps run a plan that was saved; for chains and graphs."""
+        raise ValueError(
+            f'engine="{self.engine}" decides while a step runs, and has no plan to load: give '
+            'engine="chain" or "graph"'
+        )
 
     def _marked(self, curve: Curve, device: torch.device) -> Curve:
         """A curve of this model, with what its picture marks."""
@@ -568,12 +587,3 @@ class Checkpointable(TransparentModule):
     def _repriced(self, key: Any, plan: Any) -> int:
         """What the plan is predicted to need, now that the loss is known."""
         raise NotImplementedError
-
-
-def set_verbosity(verbosity: int) -> None:
-    """Set what ``logging.getLogger("rotor")`` tells: 0 warnings, 1 what is done, 2 details."""
-    if verbosity <= 0:
-        return
-    logger.setLevel(logging.INFO if verbosity == 1 else logging.DEBUG)
-    if not logger.hasHandlers():
-        logger.addHandler(logging.StreamHandler())

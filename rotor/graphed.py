@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from rotor import _torch
 from rotor.algorithms.curve import Curve
 from rotor.dynamic_plan import DynamicPlan
-from rotor.errors import CaptureError, InfeasibleError
+from rotor.errors import CaptureError
 from rotor.graph import planner
 from rotor.graph.calls import check_arguments, described, run_once, takes_targets
 from rotor.graph.capture import Capture, NothingToPlan, Unplanned, fresh
@@ -34,6 +34,7 @@ from rotor.graph.pieced import PiecesPlan, make_pieces_plan, pieces_curve
 from rotor.graph.program import Program
 from rotor.graph.recorded import MEASURED, price, source_of
 from rotor.graphed_pieces import PiecesSteps
+from rotor.loss_guess import plan_with_guess
 from rotor.metering import StepBytes, StepMeter, cancel_running
 from rotor.progress import progress
 from rotor.report.html import measured_page
@@ -84,6 +85,7 @@ class GraphCheckpointable(PiecesSteps):
     _structure: Structure
     _learned_loss: dict[Any, int]
     _unplanned: set[Any]
+    _solve: Callable[..., Program] | None = None
 
     def _begin(self) -> None:
         if not self.preserve_rng_state:
@@ -315,6 +317,10 @@ class GraphCheckpointable(PiecesSteps):
         self.__dict__.update(_latest=plan, _latest_key=key)
         return plan.program
 
+    def load_plan(self, source: Program | str | os.PathLike[str]) -> Program:
+        """Do as `load_program`; a chain has a method of this name too."""
+        return self.load_program(source)
+
     def _plan_key(self, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What a plan belongs to: what a capture belongs to, and which gradients are missing."""
         measured = self._key(args, targets, kwargs)
@@ -432,20 +438,16 @@ class GraphCheckpointable(PiecesSteps):
                     reserve_bytes=reserve_bytes,
                     options=self._options,
                     progress=update,
+                    solve=self._solve,
                 )
 
             loss_bytes = self._loss_bytes(key)
-            try:
+            is_known = key[0] in self._learned_loss or self.loss_tmp_memory_usage
+            if is_known or not loss_bytes:
                 plan = plan_with(loss_bytes)
-            except InfeasibleError as error:
-                # An assumption forbids no step: what the loss needs is known after the first one.
-                is_known = key[0] in self._learned_loss or self.loss_tmp_memory_usage
-                if is_known or not loss_bytes:
-                    raise
-                try:
-                    plan = plan_with(0)
-                except InfeasibleError:
-                    raise error from None
+            else:
+                plan, reserved = plan_with_guess(plan_with, loss_bytes, limit)
+                plan.short_bytes = loss_bytes - reserved
         logger.info(
             "planned %d operations: predicted peak %s of %s, %.4g s a step, %d run more than once",
             len(step.lowered.tasks),
@@ -495,6 +497,9 @@ class GraphCheckpointable(PiecesSteps):
                 except NothingToPlan:
                     self._unplanned.add(key[0])
                     return self._with_loss(self.module.forward(*args, **kwargs), targets)
+            elif plan is None and any(other[0] == key[0] for other in self._pieces):
+                # The same parts, where other gradients exist.
+                self._search_pieces(key, args, kwargs)
             plan = self._replanned(key)
         self.__dict__.update(_latest=plan, _latest_key=key)
         if isinstance(plan, DynamicPlan):

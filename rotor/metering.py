@@ -68,11 +68,15 @@ class Metered:
         How many steps were metered.
     outdated
         Another plan would be better: the next step makes it.
+    short_bytes
+        Bytes that are set aside for the loss are so many fewer than assumed, for no plan fits
+        beside those.
     proved
         What its verified steps have shown.
     """
 
     reserve_bytes: int = 0
+    short_bytes: int = 0
     measured_bytes: int | None = None
     measured_timeline: Timeline | None = field(default=None, repr=False)
     meterings: int = 0

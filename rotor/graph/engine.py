@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,6 +36,7 @@ __all__ = [
     "make_plan",
     "own_bytes",
     "repriced",
+    "search",
 ]
 
 _SCALARS = 8
@@ -404,8 +405,11 @@ def make_plan(
     reserve_bytes: int = 0,
     options: dict[str, Any] | None = None,
     progress: Any = None,
+    solve: Callable[..., Program] | None = None,
 ) -> GraphPlan:
     """The fastest program found under a limit.
+
+    `solve` is called as `search`, which plans by default.
 
     Raises
     ------
@@ -417,7 +421,7 @@ def make_plan(
     while True:
         try:
             budget = max(limit_bytes - own - reserve_bytes, 1)
-            program = _program(graph, budget, options or {}, progress)
+            program = (solve or search)(graph, budget, options or {}, progress)
         except InfeasibleError as error:
             # Whatever is recomputed in the program of that peak, its random states fit then.
             least = error.minimum_bytes + step.most_own_bytes + reserve_bytes
@@ -443,8 +447,8 @@ def make_plan(
     )
 
 
-def _program(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
-    """What the planner finds; with more effort where less of it misses what exists."""
+def search(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
+    """Return what the planner finds; with more effort where less of it misses what exists."""
     try:
         return planner.plan(graph, budget, progress=progress, **options)
     except InfeasibleError as error:

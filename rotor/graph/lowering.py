@@ -391,6 +391,32 @@ def _closure(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, _SYMBOLS):
+        return True
+    sizes = [size for _, tensor in _tensors(value) for size in tensor.shape]
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def _refuse_sizes_of_data(module: fx.GraphModule) -> None:
+    for node in module.graph.nodes:
+        if node.op != "call_function" or not _is_symbolic(node.meta.get("val")):
+            continue
+        path = _module_path(node)
+        lines = [text.strip() for text in str(node.meta.get("stack_trace") or "").splitlines()]
+        code = [text for text in lines if text and not set(text) <= set("^~")][-2:]
+        raise CaptureError(
+            f"{node.target} in {f'module {path}' if path else 'the model'} makes a tensor or a "
+            "number that depends on the values of its input, so the bytes of the step are not "
+            'known before it runs: leave the engine at "auto", which runs such a model in parts or '
+            "by the dynamic engine, or give it a fixed size (torch.where, a product with the mask)"
+            + "".join(f"\n  {text}" for text in code)
+        )
+
+
 def lower(module: fx.GraphModule, num_outputs: int) -> Lowered:
     """The operations and storages of a joint graph.
 
@@ -406,5 +432,6 @@ def lower(module: fx.GraphModule, num_outputs: int) -> Lowered:
     CaptureError
         The graph has something that cannot be planned; the message names it.
     """
+    _refuse_sizes_of_data(module)
     split_convolutions(module)
     return _Lowering(module, num_outputs).run()

@@ -232,7 +232,7 @@ def save_profile(
     if not found.entries:
         raise ValueError(
             f"nothing was measured on {device} yet ({found}), or the cache directory "
-            f"{cache.directory()} cannot be read: measure a model first"
+            f"({cache.directory()}) cannot be read: measure a model first"
         )
     return found.save(path)
 
