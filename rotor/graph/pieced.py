@@ -18,13 +18,14 @@ from rotor.graph.emit import StepCode
 from rotor.graph.kinds import Kind, backward_marks
 from rotor.graph.pieces import Pieces, Site
 from rotor.graph.probing import described_call
-from rotor.metering import Metered, StepBytes, StepMeter
+from rotor.metering import Metered, StepBytes, StepWatch
 from rotor.replacing import Replaced
 
 __all__ = [
     "PiecesPlan",
     "PiecesStep",
     "learn",
+    "learn_levels",
     "make_pieces_plan",
     "measured_bases",
     "pieces_curve",
@@ -47,6 +48,8 @@ class PiecesPlan(Metered):
         The peaks of that choice.
     least_bytes
         The least limit that could be kept, as far as is known.
+    levels
+        By mark, bytes above the level at the begin of the metered step.
     is_over
         A metered step needed more than the limit, and no choice would change it.
     """
@@ -58,6 +61,7 @@ class PiecesPlan(Metered):
     simulation: Simulation
     limit_bytes: int
     least_bytes: int
+    levels: dict[str, int] = field(default_factory=dict, repr=False)
     is_over: bool = field(default=False, repr=False)
     parts_label: ClassVar[str] = "parts captured"
 
@@ -151,7 +155,7 @@ class PiecesStep:
         The meter of this step, where there is one.
     """
 
-    def __init__(self, plan: PiecesPlan, meter: StepMeter | None) -> None:
+    def __init__(self, plan: PiecesPlan, meter: StepWatch | None) -> None:
         self._plan = plan
         self._meter = meter
         self._sites = {(site.module, site.number): k for k, site in enumerate(plan.pieces.sites)}
@@ -297,6 +301,7 @@ def learn(plan: PiecesPlan, step: StepBytes) -> bool:
     """Note a metered step; whether another choice would do better."""
     pieces = plan.pieces
     plan.measured_bytes = step.peak_bytes
+    plan.levels = {segment.name: segment.start_bytes for segment in step.segments}
     if pieces.wants_search:
         return True
     plan.meterings += 1
@@ -311,6 +316,29 @@ def learn(plan: PiecesPlan, step: StepBytes) -> bool:
     plan.least_bytes = least_bytes(options, pieces.bases) + plan.reserve_bytes
     budget = max(plan.limit_bytes, plan.least_bytes) - plan.reserve_bytes
     return choose(options, pieces.bases, budget) != plan.choice
+
+
+def learn_levels(plan: PiecesPlan, more: dict[str, int]) -> int:
+    """Note bytes beyond those of the metered step, by mark; return the peak they account for."""
+    pieces = plan.pieces
+    found: dict[tuple[str, int], int] = {}
+    for mark, size in more.items():
+        name, _, number = mark.partition(" ")
+        k = int(number) if number else len(pieces.sites)
+        places = [("between", k + 1 if name == "after" else k)]
+        if number and name in ("forward", "backward"):
+            # What is kept before a piece stays until its backward has run.
+            places = [("forward", k), ("backward", k)] if name == "forward" else [("backward", k)]
+        for place in places:
+            found[place] = max(size, found.get(place, 0))
+        plan.levels[mark] += size
+
+    def raised(part: str) -> tuple[int, ...]:
+        known = getattr(pieces.bases, part)
+        return tuple(size + found.get((part, k), 0) for k, size in enumerate(known))
+
+    pieces.bases = Bases(raised("forward"), raised("backward"), raised("between"))
+    return simulate(pieces.options(), pieces.bases, plan.choice).peak_bytes
 
 
 def pieces_curve(pieces: Pieces, points: int) -> Curve:
