@@ -516,8 +516,8 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
         )
         if meter is not None:
             meter.forward_done(output)
-        if watch is not None and watch.is_new:
-            self._learn_growth(plan, watch)
+        if watch is not None:
+            watch.forward_done(output)
         return self._with_loss(output, targets)
 
     def _stage_watch(self, plan: Plan) -> StageWatch | None:
@@ -542,7 +542,6 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
 
     def _learn_growth(self, plan: Plan, watch: StageWatch) -> None:
         """Have the next steps planned for what stages were seen to keep."""
-        watch.is_new = False
         key = next((k for k, p in self._plans.items() if p is plan), None)
         if key is None:
             return

@@ -108,13 +108,13 @@ class PiecesSteps(DynamicSteps):
 
     def _learn_levels(self, plan: PiecesPlan, more: dict[str, int]) -> None:
         """Have the next steps planned for what the code between the parts was seen to keep."""
-        peak = learn_levels(plan, more)
+        peak, expected = learn_levels(plan, more)
         note_peak(plan, peak)
         plan.differs = True
         if peak > plan.limit_bytes:
             plan.measured_bytes = max(plan.measured_bytes or 0, peak)
             plan.outdated = any(known is plan for known in self._plans.values())
-            warn_excess(plan, peak)
+        warn_excess(plan, expected)
 
     def _learn_again(self, plan: Any, step: StepBytes) -> None:
         if not isinstance(plan, PiecesPlan):

@@ -103,13 +103,14 @@ class StageWatch:
     growth
         The most that was seen beyond the measure, by stage.
     is_new
-        More of it was seen than when this was set to false.
+        More of it was seen than was told of.
     """
 
     def __init__(self, inspection: Inspection) -> None:
         self.inspection = inspection
         self.growth: Growth = {}
         self.is_new = False
+        self._is_queued = False
         self._told: Callable[[], None] | None = None
         self._measures = inspection.measures
         self.stages: list[Any] = [
@@ -125,8 +126,31 @@ class StageWatch:
         return StageWatch(inspection) if any(map(can_vary, inspection.stages)) else None
 
     def tell(self, told: Callable[[], None]) -> None:
-        """Have `told` called at the end of a backward in which a stage kept more."""
+        """Have `told` called at the end of a backward, when a stage has kept more."""
         self._told = told
+
+    def forward_done(self, output: Any) -> None:
+        """Have the end of the backward looked at, where a stage has kept more."""
+        if not self.is_new:
+            return
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._queue())
+                return
+
+    def _queue(self) -> None:
+        if not self._is_queued:
+            self._is_queued = True
+            _torch.at_end_of_backward(self._finish, self._abandon)
+
+    def _abandon(self) -> None:
+        self._is_queued = False
+
+    def _finish(self) -> None:
+        self._is_queued = False
+        if self.is_new and self._told is not None:
+            self.is_new = False
+            self._told()
 
     def _noting(self, i: int) -> Callable[[int], None]:
         def note(grown_bytes: int) -> None:
@@ -139,9 +163,9 @@ class StageWatch:
             if more <= (kept if is_recorded else given) + noise:
                 return
             self.growth[i] = (more, given) if is_recorded else (kept, more)
-            if not self.is_new and self._told is not None and _torch.in_backward():
-                _torch.at_end_of_backward(self._told)
             self.is_new = True
+            if _torch.in_backward():
+                self._queue()
 
         return note
 
@@ -310,7 +334,7 @@ def warn_excess(
     plan.warned_bytes = peak_bytes
     named = f" by {', '.join(where)}" if where else ""
     warnings.warn(
-        f"a step needed {format_bytes(peak_bytes)} ({peak_bytes} bytes), and the limit is "
+        f"a step needed about {format_bytes(peak_bytes)} ({peak_bytes} bytes), and the limit is "
         f"{format_bytes(plan.limit_bytes)}: the memory of this model depends on the values of its "
         f"input, and more was needed{named} than when it was measured. The following steps are "
         "planned for as much; measure the model on a batch that needs the most, or give a lower "
