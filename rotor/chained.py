@@ -34,6 +34,7 @@ from rotor.sharded import ShardedRun, Sharding, find_sharding
 from rotor.stages import Stage, Structure, find_stages
 from rotor.units import format_bytes, parse_bytes
 from rotor.values import tensors_of
+from rotor.watching import StageWatch, grown, note_peak, warn_excess
 
 logger = logging.getLogger("rotor")
 
@@ -132,6 +133,7 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
             _sharding=sharding,
             _ranks=self._ranks if sharding is None else sharding.ranks,
             _inspections={},
+            _watches={},
             _plans={},
             _latest_key=None,
             _is_unit=_fsdp.is_unit(self),
@@ -141,7 +143,7 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
         del model
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_ranks": None}
+        return super().__getstate__() | {"_ranks": None, "_watches": {}}
 
     def share_plans(self, group: Any = None) -> None:
         """Have the processes of a group measure together and run one plan.
@@ -418,6 +420,9 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
 
     def _chain(self, key: Any) -> Chain:
         inspection = self._inspections[key[0]]
+        watched = self._watches.get(id(inspection))
+        if watched is not None and watched[0] is inspection and watched[1] is not None:
+            inspection = grown(inspection, watched[1].growth)
         # A parameter that several stages share gets its gradient in the last of them.
         lacking = (self._sharding or self._structure).lacking_gradient(key[1])
         missing = []
@@ -558,8 +563,9 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
     def _step(self, plan: Plan, inputs: Any, targets: Sequence[Any]) -> Any:
         self._note_pending(plan)
         meter = self._start_meter(plan)
+        watch = self._stage_watch(plan) if meter is None else None
         output = run_chain(
-            plan.inspection.stages,
+            plan.inspection.stages if watch is None else watch.stages,
             plan.schedule,
             inputs,
             preserve_rng_state=self.preserve_rng_state,
@@ -569,7 +575,43 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
         )
         if meter is not None:
             meter.forward_done(output)
+        if watch is not None:
+            watch.forward_done(output)
         return self._with_loss(output, targets)
+
+    def _stage_watch(self, plan: Plan) -> StageWatch | None:
+        """What sees how much the stages keep in this step; ``None`` where that cannot vary."""
+        if self._ranks is not None:
+            return None
+        known = self._watches.get(id(plan.inspection))
+        if known is None or known[0] is not plan.inspection:
+            known = (plan.inspection, StageWatch.of(plan.inspection))
+            self._watches[id(plan.inspection)] = known
+        watch: StageWatch | None = known[1]
+        if watch is not None:
+            myself, watched = weakref.ref(self), weakref.ref(watch)
+
+            def told() -> None:
+                model, seen = myself(), watched()
+                if model is not None and seen is not None:
+                    model._learn_growth(plan, seen)
+
+            watch.tell(told)
+        return watch
+
+    def _learn_growth(self, plan: Plan, watch: StageWatch) -> None:
+        """Have the next steps planned for what stages were seen to keep."""
+        key = next((k for k, p in self._plans.items() if p is plan), None)
+        if key is None:
+            return
+        peak = self._repriced(key, plan)
+        note_peak(plan, peak)
+        plan.differs = True
+        if peak > plan.limit_bytes:
+            plan.measured_bytes = max(plan.measured_bytes or 0, peak)
+            plan.outdated = True
+            names = [plan.inspection.measures[i].name for i in sorted(watch.growth)]
+            warn_excess(plan, peak, names)
 
     def _started(self, run: Run) -> None:
         self.__dict__["_pending"] = weakref.ref(run)

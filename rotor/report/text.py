@@ -74,6 +74,7 @@ def plan_report(plan: Plan) -> Text:
         ["limit", format_bytes(plan.limit_bytes)],
         ["peak, predicted", format_bytes(plan.predicted_bytes)],
         ["peak, measured", measured],
+        *seen_rows(plan),
         ["step, predicted", format_seconds(plan.makespan)],
         ["recomputation", f"{plan.sequence.makespan / ideal - 1:+.1%}" if ideal else "none"],
         ["stages recomputed", f"{recomputed} of {len(plan.chain)}"],
@@ -112,6 +113,7 @@ def graph_report(plan: GraphPlan) -> Text:
         ["limit", format_bytes(plan.limit_bytes)],
         ["peak, predicted", format_bytes(plan.predicted_bytes)],
         ["peak, measured", measured],
+        *seen_rows(plan),
         ["step, predicted", format_seconds(plan.makespan)],
         ["recomputation", f"{plan.program.slowdown - 1:+.1%}"],
         ["operations run again", f"{plan.recomputed} of {len(plan.graph.operations)}"],
@@ -120,6 +122,14 @@ def graph_report(plan: GraphPlan) -> Text:
         ["proof", plan.proof],
     ]
     return table([["plan", ""], *lines])
+
+
+def seen_rows(plan: Metered) -> list[list[str]]:
+    """Return a row on what steps needed, where that differs by more than rounding."""
+    least, most = plan.least_bytes_seen, plan.most_bytes_seen
+    if not least or format_bytes(least) == format_bytes(most):
+        return []
+    return [["peaks seen", f"{format_bytes(least)} to {format_bytes(most)}"]]
 
 
 def loss_rows(plan: Metered) -> list[list[str]]:
@@ -157,6 +167,7 @@ def dynamic_figures(plan: DynamicPlan) -> list[list[str]]:
         ["limit", format_bytes(plan.limit_bytes)],
         ["peak, predicted", "none: no graph was captured" if plan.reason else "none"],
         ["peak, measured", measured],
+        *seen_rows(plan),
     ]
     if plan.latest:
         step = plan.last
@@ -218,6 +229,7 @@ def pieces_figures(plan: PiecesPlan) -> list[list[str]]:
         ["limit", format_bytes(plan.limit_bytes)],
         ["peak, predicted", format_bytes(plan.predicted_bytes)],
         ["peak, measured", measured],
+        *seen_rows(plan),
         ["least peak possible", format_bytes(plan.least_bytes)],
         [plan.parts_label, plan.parts],
         ["parts, predicted", format_seconds(plan.makespan)],
