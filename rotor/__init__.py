@@ -16,6 +16,7 @@ from rotor.errors import (
     InvalidSequenceError,
     MalformedLogError,
     MemoryLimitWarning,
+    RecomputationError,
 )
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ __all__ = [
     "PureCheckmate",
     "PureRockmate",
     "PureRotor",
+    "RecomputationError",
     "Rockmate",
     "__version__",
     "largest_batch",

@@ -16,6 +16,7 @@ from torch import nn
 from rotor import _inductor, _torch, memory
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.utils import checked_slots
+from rotor.checksums import checked_verify
 from rotor.distributed import sharers
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.metering import StepBytes, StepMeter, cancel_running
@@ -115,6 +116,10 @@ class Checkpointable(TransparentModule):
         For graphs, what runs a plan: "fx", Python code of our own, whose bytes are exact, or
         "inductor", which compiles it; there the measured peak decides, and the limit holds when
         the first steps have been metered (docs/graph.md).
+    verify
+        The steps in which what is recomputed is compared, bit for bit, with what was computed
+        first: "first", the first 3 of every plan; "always"; a number n, every n-th too; "off".
+        Where it differs, the backward raises `rotor.RecomputationError`.
     **options
         For graphs: ``effort``, ``seed`` and ``time_limit`` of `rotor.graph.plan`.
 
@@ -124,6 +129,8 @@ class Checkpointable(TransparentModule):
         The wrapped model.
     mem_limit
         The limit in bytes, ``None`` before it is known.
+    verify
+        As given.
 
     Raises
     ------
@@ -142,6 +149,7 @@ class Checkpointable(TransparentModule):
     _shown_name = "Checkpointable"
     loss_fn: Callable[..., torch.Tensor] | None
     mem_limit: int | None
+    verify: str | int
     _plans: dict[Any, Any]
     _latest: Any
     _crowded: bool
@@ -190,6 +198,7 @@ class Checkpointable(TransparentModule):
         loss_fn: Callable[..., torch.Tensor] | None = None,
         profile: Any = "measured",
         backend: str = "fx",
+        verify: str | int = "first",
         **options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -205,6 +214,7 @@ class Checkpointable(TransparentModule):
                     'use engine="graph"'
                 )
             _inductor.check()
+        verify = checked_verify(verify)
         limit = None if mem_limit is None else parse_bytes(mem_limit)
         if mem_slots is not DEFAULT_SLOTS:
             mem_slots = checked_slots(mem_slots)
@@ -224,6 +234,7 @@ class Checkpointable(TransparentModule):
             loss_fn=loss_fn,
             engine=engine,
             backend=backend,
+            verify=verify,
             _options=options,
             _profile=profile,
             _structure=Structure(model),

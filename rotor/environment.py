@@ -53,7 +53,7 @@ def describe() -> dict[str, Any]:
         "extras": {
             name: importlib.util.find_spec(module) is not None for name, module in EXTRAS.items()
         },
-        "cache": str(cache.directory()),
+        "cache": str(cache.directory() or "none, for there is no home directory"),
     }
 
 

@@ -48,6 +48,7 @@ LAYERS = [
             "rotor.values",
             "rotor.memory",
             "rotor.timing",
+            "rotor.checksums",
             "rotor.transparent",
             "rotor.environment",
             "rotor.distributed",
@@ -79,6 +80,8 @@ LAYERS = [
             "rotor.block_plan",
             "rotor.graph.rewrite",
             "rotor.graph.lowering",
+            "rotor.graph.repeating",
+            "rotor.graph.proving",
             "rotor.graph.emit",
             "rotor.graph.early",
             "rotor.graph.inductor",
@@ -145,7 +148,7 @@ WITHOUT_TORCH = [
 # The same for the headers of the C core.
 C_LAYERS = [
     ["core"],
-    ["vector", "chain", "probe", "bits", "classes", "heuristics"],
+    ["vector", "chain", "probe", "bits", "checksum", "classes", "heuristics"],
     ["sequence", "graph", "dataflow", "log_json", "log_names", "log_writer"],
     ["program"],
     ["envelope", "log", "log_reader", "log_fields", "log_instructions"],
