@@ -149,6 +149,18 @@ def test_gradients_of_parameters_are_not_in_the_budget(span):
     assert rk._latest.measured_bytes > gradients
 
 
+def test_gradients_that_exist_need_no_room_beside_the_budget(span):
+    net = model()
+    budget = (span[0] + span[1]) // 2
+    rk = rotor.Rockmate(net, [ids()], budget)
+    for _ in range(3):
+        rk.zero_grad(set_to_none=False)
+        rk(ids()).square().mean().backward()
+    assert rk.mem_limit < budget + gradient_bytes(net) // 2
+    assert rk._latest.measured_bytes <= rk.mem_limit
+    assert max(rk.expect_mem(overhead=True)) <= budget
+
+
 def test_the_least_budget_is_named_and_works(span):
     net = model()
     with pytest.raises(rotor.InfeasibleError, match="gradients of parameters aside") as caught:
