@@ -376,8 +376,9 @@ class PureCheckmate(Rockmate):
     """`Rockmate` with the exact solver: Checkmate's integer program over all operations.
 
     For graphs of at most 200 operations, and to optimality for 20 to 40; it needs SciPy, and stops
-    after ``ilp_time_limit`` seconds, by default 60, with the best found. For parameters see the class
-    `Rockmate`.
+    after ``ilp_time_limit`` seconds, by default 60, with the best found.
+
+    For parameters see the class `Rockmate`.
     """
 
     _shown_name = "PureCheckmate"
