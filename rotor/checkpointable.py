@@ -62,6 +62,10 @@ class StepPlan(Protocol):
     outdated: bool
 
     @property
+    def is_refuted(self) -> bool:
+        """A value that it computes again came out otherwise."""
+
+    @property
     def device(self) -> torch.device:
         """Where it runs."""
 
@@ -472,6 +476,8 @@ class Checkpointable(TransparentModule):
         try:
             plan = self._make(key, old.reserve_bytes)
         except InfeasibleError as error:
+            if old.is_refuted:
+                raise
             old.outdated = False
             self._warn_over(old, error.minimum_bytes)
             return old
