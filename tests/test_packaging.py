@@ -87,6 +87,7 @@ def test_the_sdist_has_every_source(unpacked):
     expected |= files_under("tests", ".py", ".c", ".h", ".json")
     expected |= files_under("benchmarks", ".py", ".json")
     expected |= files_under("docs", ".md", ".py")
+    expected |= files_under("tutorials", ".py", ".ipynb")
     present = {p.relative_to(unpacked).as_posix() for p in unpacked.rglob("*") if p.is_file()}
     assert expected - present == set()
     assert not any(name.endswith((".so", ".pyc")) for name in present)
