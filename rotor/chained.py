@@ -19,33 +19,26 @@ from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence as Schedule
 from rotor.algorithms.utils import DynamicAlgorithm, checked_slots
 from rotor.chain import Chain
+from rotor.chain_proofs import NeedsGraph, ProvedChain
 from rotor.checkpointable import Checkpointable, DefaultSlots
 from rotor.distributed import Ranks
 from rotor.executor import Run, run_chain
 from rotor.inspection import Inspection, Measuring, measure
 from rotor.metering import StepBytes, cancel_running
-from rotor.observing import Observation
 from rotor.plan import Plan, loss_reserve, make_plan, own_bytes
 from rotor.progress import progress
 from rotor.published import LoadedSequence, PublishedChain, modules_of
 from rotor.report.html import chain_page
 from rotor.report.text import plan_report, stage_rows, stage_table
 from rotor.sharded import ShardedRun, Sharding, find_sharding
-from rotor.stages import Stage, Structure, find_stages
+from rotor.stages import Structure, find_stages
 from rotor.units import format_bytes, parse_bytes
 from rotor.values import tensors_of
 
 logger = logging.getLogger("rotor")
 
 
-_CHAIN_ONLY = ("names", "functions", "inspection_values", "_algorithm", "_inspections")
-
-
-class _NeedsGraph(Exception):
-    """Values leave stages in a way that a graph of operations can follow, and a chain cannot."""
-
-
-class ChainCheckpointable(PublishedChain, Checkpointable):
+class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
     """What `Checkpointable` makes of an ``nn.Sequential``.
 
     Attributes
@@ -65,48 +58,6 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
     _profile: Any
     _sharding: Sharding | None
     _ranks: Ranks | None
-
-    def _observed(self, stages: Sequence[Stage], seen: Sequence[Observation]) -> None:
-        """Have another engine plan what a chain cannot; warn of stages that are kept.
-
-        Raises
-        ------
-        RuntimeError
-            Values in the graph leave a stage of a sharded model otherwise than by its output.
-        """
-        leaving = [i for i, s in enumerate(seen) if s.leaves or s.is_fed]
-        if leaving:
-            i = leaving[0]
-            reason = f"stage {stages[i].name}: {seen[i].reason()}"
-            if self._sharding is not None:
-                raise RuntimeError(
-                    f"{reason}, which recomputing stages of a sharded model would lose: return it "
-                    "from the stage, in a tuple with its output"
-                )
-            is_fed = any(s.is_fed for s in seen)
-            shares = self._ranks is not None
-            if self.engine == "auto" and self.preserve_rng_state and not (is_fed or shares):
-                raise _NeedsGraph(reason)
-        varying = [stage.name for stage, s in zip(stages, seen, strict=True) if not s.repeats]
-        if varying:
-            self._warn_once(
-                "varying",
-                f"stage {', '.join(varying)} gave other bits in a second run from the same state: "
-                "it is never recomputed, and what it makes is kept. It depends on state that "
-                "cannot be set back, or one of its kernels is not deterministic "
-                "(torch.use_deterministic_algorithms)",
-            )
-
-    def _become_graph(self, reason: str) -> None:
-        """Plan the model as a captured graph from now on."""
-        from rotor.graphed_blocks import BlockCheckpointable
-
-        logger.info("planned as a graph of operations, not as a chain: %s", reason)
-        for name in _CHAIN_ONLY:
-            self.__dict__.pop(name, None)
-        self.__class__ = BlockCheckpointable  # type: ignore[assignment]
-        self.__dict__.update(_structure=Structure(self.module), _learned_loss={})
-        self._begin()
 
     def _begin(self) -> None:
         if self._profile != "measured":
@@ -210,7 +161,7 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
                     del self._plans[plan_key]
                 try:
                     inspection = self._inspect(key[0], custom_input, targets)
-                except _NeedsGraph as found:
+                except NeedsGraph as found:
                     self._become_graph(str(found))
                     return self.measure(custom_input, targets=targets)
                 self.__dict__["_latest_key"] = key
@@ -314,7 +265,12 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
         with progress(1, "computing the curve") as update:
             curve = self._algorithm.curve(chain, progress=update)
         most, least = (
-            own_bytes(inspection, [count] * len(chain), rng=self.preserve_rng_state)
+            own_bytes(
+                inspection,
+                [count] * len(chain),
+                rng=self.preserve_rng_state,
+                verified=self.verify != "off" and self._sharding is None,
+            )
             + self._beside_bytes(inspection)
             for count in (3, 1)
         )
@@ -478,6 +434,7 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
                     progress=update,
                     beside_bytes=self._beside_bytes(inspection),
                     plain_tail=plain_tail,
+                    verify=self.verify if plain_tail else "off",
                 )
 
         if self._ranks is None:
@@ -502,6 +459,8 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
             plan.makespan,
             len(plan.schedule.recomputed),
         )
+        if self._sharding is not None:
+            plan.proved.unproved = "stages of sharded models are not compared"
         self._plans[key] = plan
         self.__dict__.update(_latest=plan, _latest_key=key)
         return plan
@@ -543,7 +502,7 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
         if wants_measure and wants_plan:
             try:
                 self._inspect(key[0], inputs, targets)
-            except _NeedsGraph as found:
+            except NeedsGraph as found:
                 self._become_graph(str(found))
                 return self.forward(inputs, targets=targets)
         if plan is None or wants_plan:
@@ -557,6 +516,7 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
 
     def _step(self, plan: Plan, inputs: Any, targets: Sequence[Any]) -> Any:
         self._note_pending(plan)
+        proof = self._proof_of(plan)
         meter = self._start_meter(plan)
         output = run_chain(
             plan.inspection.stages,
@@ -566,7 +526,10 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
             flags=plan.inspection.flags,
             started=self._started,
             run_class=Run if self._sharding is None else ShardedRun,
+            proof=proof,
         )
+        if proof is not None:
+            proof.begin_with(output)
         if meter is not None:
             meter.forward_done(output)
         return self._with_loss(output, targets)

@@ -61,6 +61,7 @@ LAYERS = [
         [
             "rotor.stages",
             "rotor.recompute",
+            "rotor.stage_proofs",
             "rotor.executor",
             "rotor.sharded",
             "rotor.blocks",
@@ -110,6 +111,7 @@ LAYERS = [
         "wrapper",
         [
             "rotor.checkpointable",
+            "rotor.chain_proofs",
             "rotor.chained",
             "rotor.dynamic",
             "rotor.graphed_pieces",

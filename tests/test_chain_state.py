@@ -529,3 +529,81 @@ def test_running_generators_are_refused_before_they_move() -> None:
     with pytest.raises(ValueError, match=r"1\.factors is a running generator"):
         chk(torch.randn(BATCH, WIDTH))
     assert next(net[1].factors) == 1.0
+
+
+# -- proofs while running
+
+
+class Drifting(Block):
+    """Repeats while it is measured; after that a second run in a step gives something else."""
+
+    drifts = False
+
+    def begin(self) -> None:
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.gelu(self.first(x))
+        with torch.no_grad():
+            self.seen += 1
+        if Drifting.drifts:
+            h = h * (1 + 1e-3 * next(TICKS))
+        return x + self.second(h)
+
+    def state(self) -> Any:
+        return self.seen.clone()
+
+
+TICKS = itertools.count(1)
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_value_that_differs_stops_the_step(
+    existing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = seeded(lambda: nn.Sequential(*(Block() for _ in range(2)), Drifting(), Block(), Block()))
+    chk = planned(net, 0.0)
+    chk.compute_sequence(mem_limit=chk.mem_limit + 2_000_000 * existing, algo=_everything_again())
+    assert 2 in chk._planned().schedule.recomputed
+    x = torch.randn(BATCH, WIDTH)
+    if existing:
+        chk(x).sum().backward()
+    before = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+    seen = net[2].seen.clone()
+    monkeypatch.setattr(Drifting, "drifts", True)
+    with pytest.raises(
+        rotor.RecomputationError, match=r"Drifting in module '2' .*Run the step again"
+    ):
+        chk(x).square().mean().backward()
+    assert same(before, [p.grad for p in net.parameters()])
+    assert torch.equal(net[2].seen, seen)
+    monkeypatch.setattr(Drifting, "drifts", False)
+    chk.compute_sequence(mem_limit="10MB", algo=rotor.algorithms.Persistent())
+    assert chk._planned().sequence.count_forwards()[2] == 1
+    chk(x).square().mean().backward()
+    assert "stage 2 is never recomputed: it gave other bits" in chk.report()
+
+
+def _everything_again() -> Any:
+    return rotor.algorithms.RecomputeAll()
+
+
+def test_proofs_are_reported_and_can_be_left_out() -> None:
+    for verify, due in (("first", 3), ("always", 5), (2, 4), ("off", 0)):
+        net = seeded(lambda: nn.Sequential(*(Block() for _ in range(4))))
+        chk = planned(net, 0.0, verify=verify)
+        for _ in range(6):
+            chk(torch.randn(BATCH, WIDTH)).square().mean().backward()
+        plan = chk._planned()
+        assert plan.schedule.recomputed
+        assert plan.proved.steps >= due if due else plan.proved.steps == 0
+        values = f"{len(plan.schedule.recomputed)} recomputed value"
+        expected = values if due else 'not proved: verify="off"'
+        assert expected in chk.report()
+
+
+def test_plans_without_recomputation_prove_nothing() -> None:
+    net = seeded(lambda: nn.Sequential(*(Block() for _ in range(3))))
+    chk = rotor.Checkpointable(net, mem_limit="100MB", verify="always")
+    chk(torch.randn(BATCH, WIDTH)).square().mean().backward()
+    assert "nothing is recomputed" in chk.report()
