@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from rotor.inspection import Inspection
 from rotor.observing import Observation
 from rotor.plan import Plan
 from rotor.stage_proofs import StepProof
@@ -31,6 +32,8 @@ class ProvedChain:
     engine: str
     preserve_rng_state: bool
     verify: str | int
+    _inspections: dict[Any, Inspection]
+    _learned_loss: dict[Any, int]
     _loaded: dict[Any, Any]
     _plans: dict[Any, Plan]
     _ranks: Any
@@ -111,3 +114,23 @@ class ProvedChain:
         for plan in self._plans.values():
             if plan.inspection is refuted.inspection:
                 plan.refuted = plan.outdated = True
+
+    def _measured_alike(self, key: Any) -> Inspection | None:
+        """The measure for inputs that differ only in whether they require gradients."""
+
+        def without_flags(measured: Any) -> Any:
+            return tuple([tensor[:-1] for tensor in measured[0]]), measured[1:]
+
+        for other, inspection in self._inspections.items():
+            if without_flags(other) == without_flags(key):
+                return inspection
+        return None
+
+    def _share_loss(self, measured: Any) -> None:
+        """Take what the loss was seen to need on any rank."""
+        assert self._ranks is not None
+        learned = self._learned_loss.get(measured)
+        found = self._ranks.exchange_ints(learned is not None, learned or 0)
+        known = [size for is_known, size in found if is_known]
+        if known:
+            self._learned_loss[measured] = max(known)

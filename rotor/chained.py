@@ -24,14 +24,16 @@ from rotor.checkpointable import Checkpointable, DefaultSlots
 from rotor.distributed import Ranks
 from rotor.executor import Run, run_chain
 from rotor.inspection import Inspection, Measuring, measure
+from rotor.loss_guess import plan_with_guess
 from rotor.metering import StepBytes, cancel_running
 from rotor.plan import Plan, loss_reserve, make_plan, own_bytes
 from rotor.progress import progress
 from rotor.published import LoadedSequence, PublishedChain, modules_of
+from rotor.remeasuring import with_other_input
 from rotor.report.html import chain_page
 from rotor.report.text import plan_report, stage_rows, stage_table
 from rotor.sharded import ShardedRun, Sharding, find_sharding
-from rotor.stages import Structure, find_stages
+from rotor.stages import Stage, Structure, find_stages
 from rotor.units import format_bytes, parse_bytes
 from rotor.values import tensors_of
 
@@ -329,7 +331,6 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
 
     def _inspect(self, key: Any, arg: Any, targets: Sequence[Any]) -> Inspection:
         stages, sharding, ranks = find_stages(self.module), self._sharding, self._ranks
-        loss_fn = self.loss_fn if targets else None
         problem: Exception | None = None
         try:
             self._check_devices(arg)
@@ -347,16 +348,12 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
             stages = sharding.stages(stages)
             measuring_class = together.ShardedMeasuring
             around = together.measuring(sharding, stages)
-        with around, progress(len(stages), "measuring the stages") as update:
-            inspection = measure(
-                stages,
-                arg,
-                loss_fn=loss_fn,
-                targets=targets,
-                progress=update,
-                measuring_class=measuring_class,
-                observed=self._observed,
-            )
+        earlier = self._measured_alike(key) if ranks is None else None
+        inspection = None
+        if earlier is not None:
+            inspection = with_other_input(earlier, stages, arg, self._observed)
+        if inspection is None:
+            inspection = self._measured(stages, arg, targets, measuring_class, around)
         if ranks is not None:
             inspection = together.joined(ranks, inspection)
         if sharding is not None:
@@ -372,7 +369,26 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
         )
         return inspection
 
-    def _chain(self, key: Any) -> Chain:
+    def _measured(
+        self,
+        stages: list[Stage],
+        arg: Any,
+        targets: Sequence[Any],
+        measuring_class: type[Measuring],
+        around: AbstractContextManager[None],
+    ) -> Inspection:
+        with around, progress(len(stages), "measuring the stages") as update:
+            return measure(
+                stages,
+                arg,
+                loss_fn=self.loss_fn if targets else None,
+                targets=targets,
+                progress=update,
+                measuring_class=measuring_class,
+                observed=self._observed,
+            )
+
+    def _chain(self, key: Any, reserve: int | None = None) -> Chain:
         inspection = self._inspections[key[0]]
         # A parameter that several stages share gets its gradient in the last of them.
         lacking = (self._sharding or self._structure).lacking_gradient(key[1])
@@ -390,7 +406,7 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
                     inspection.stages, inspection.measures, missing, strict=True
                 )
             ]
-        loss_tmp = self._learned_loss.get(key[0])
+        loss_tmp = self._learned_loss.get(key[0]) if reserve is None else reserve
         if loss_tmp is None:
             loss_tmp = loss_reserve(inspection, self.loss_tmp_memory_usage)
         return inspection.chain(
@@ -421,7 +437,7 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
         chain = self._chain(key)
         plain_tail = self._sharding is None
 
-        def plan_under(limit_bytes: int, reserved: int) -> Plan:
+        def plan_under(limit_bytes: int, reserved: int, chain: Chain = chain) -> Plan:
             with progress(1, "computing the schedule") as update:
                 return make_plan(
                     inspection,
@@ -437,7 +453,22 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
                     verify=self.verify if plain_tail else "off",
                 )
 
-        if self._ranks is None:
+        is_guessed = (
+            key[0] not in self._learned_loss
+            and not self.loss_tmp_memory_usage
+            and inspection.loss_peak_bytes is None
+            and key[0] not in self._loaded
+        )
+        if self._ranks is None and is_guessed:
+            guess = chain.loss_tmp_bytes
+            plan, reserved = plan_with_guess(
+                lambda loss: plan_under(limit, reserve_bytes, self._chain(key, loss)),
+                guess,
+                limit,
+                min(guess, 0),
+            )
+            plan.short_bytes = guess - reserved
+        elif self._ranks is None:
             plan = plan_under(limit, reserve_bytes)
         else:
             plan = together.plan_once(
@@ -464,15 +495,6 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
         self._plans[key] = plan
         self.__dict__.update(_latest=plan, _latest_key=key)
         return plan
-
-    def _share_loss(self, measured: Any) -> None:
-        """Take what the loss was seen to need on any rank."""
-        assert self._ranks is not None
-        learned = self._learned_loss.get(measured)
-        found = self._ranks.exchange_ints(learned is not None, learned or 0)
-        known = [size for is_known, size in found if is_known]
-        if known:
-            self._learned_loss[measured] = max(known)
 
     # -- running
 

@@ -72,7 +72,7 @@ LAYERS = [
     ),
     ("batches", ["rotor.batches"]),
     ("dynamic", ["rotor.dtr"]),
-    ("inspection", ["rotor.observing", "rotor.merging", "rotor.inspection"]),
+    ("inspection", ["rotor.observing", "rotor.merging", "rotor.inspection", "rotor.remeasuring"]),
     (
         "plans",
         [

@@ -12,39 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from chain_blocks import BATCH, INNER, WIDTH, Block, planned, same, seeded, train
 from torch import nn
 
 import rotor
 from rotor.chained import ChainCheckpointable
 
-BATCH, WIDTH, INNER = 128, 32, 128
 STEPS_SEEN = 0
-
-
-class Block(nn.Module):
-    """A residual block; what differs between the models here is `scale`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
-        self.begin()
-
-    def begin(self) -> None:
-        """Set what the block keeps."""
-
-    def scale(self, h: torch.Tensor) -> Any:
-        """A factor for the block's output."""
-        return 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = F.gelu(self.first(x))
-        return x + self.second(h) * self.scale(h)
-
-    def state(self) -> Any:
-        """What has to be as plain PyTorch leaves it."""
-        kept = {k: v for k, v in vars(self).items() if not k.startswith("_") and k != "training"}
-        return copy.deepcopy(kept)
 
 
 class Annealed(Block):
@@ -234,57 +208,6 @@ STATEFUL = [
     InHook,
     FirstStepOnly,
 ]
-
-Outcome = tuple[list[torch.Tensor], list[list[torch.Tensor]], list[Any]]
-
-
-def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return make()
-
-
-def train(
-    net: nn.Module,
-    call: Callable[[torch.Tensor], Any],
-    *,
-    loss: Callable[[Any], torch.Tensor] = lambda y: y.square().mean(),
-    steps: int = 3,
-) -> Outcome:
-    random.seed(6)
-    np.random.seed(7)  # noqa: NPY002
-    losses, gradients, states = [], [], []
-    for step in range(steps):
-        net.zero_grad()
-        torch.manual_seed(step)
-        y = call(torch.randn(BATCH, WIDTH))
-        value = loss(y)
-        value.backward()
-        del y
-        losses.append(value.detach())
-        gradients.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
-        states.append([m.state() for m in net.modules() if isinstance(m, Block)])
-    return losses, gradients, states
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
-def planned(net: nn.Module, share: float, **options: Any) -> Any:
-    """The chain of a net at a share of the way from its least limit to no recomputation."""
-    chk = rotor.Checkpointable(net, engine="chain", **options)
-    torch.manual_seed(9)
-    chk.measure(torch.randn(BATCH, WIDTH))
-    limits = chk.curve().bytes
-    limit = int(limits[0] + share * (limits[-1] - limits[0]))
-    chk.compute_sequence(mem_limit=limit)
-    return chk
 
 
 @pytest.mark.parametrize("kind", STATEFUL, ids=lambda kind: kind.__name__)
@@ -529,81 +452,3 @@ def test_running_generators_are_refused_before_they_move() -> None:
     with pytest.raises(ValueError, match=r"1\.factors is a running generator"):
         chk(torch.randn(BATCH, WIDTH))
     assert next(net[1].factors) == 1.0
-
-
-# -- proofs while running
-
-
-class Drifting(Block):
-    """Repeats while it is measured; after that a second run in a step gives something else."""
-
-    drifts = False
-
-    def begin(self) -> None:
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = F.gelu(self.first(x))
-        with torch.no_grad():
-            self.seen += 1
-        if Drifting.drifts:
-            h = h * (1 + 1e-3 * next(TICKS))
-        return x + self.second(h)
-
-    def state(self) -> Any:
-        return self.seen.clone()
-
-
-TICKS = itertools.count(1)
-
-
-@pytest.mark.parametrize("existing", [False, True])
-def test_a_value_that_differs_stops_the_step(
-    existing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net = seeded(lambda: nn.Sequential(*(Block() for _ in range(2)), Drifting(), Block(), Block()))
-    chk = planned(net, 0.0)
-    chk.compute_sequence(mem_limit=chk.mem_limit + 2_000_000 * existing, algo=_everything_again())
-    assert 2 in chk._planned().schedule.recomputed
-    x = torch.randn(BATCH, WIDTH)
-    if existing:
-        chk(x).sum().backward()
-    before = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
-    seen = net[2].seen.clone()
-    monkeypatch.setattr(Drifting, "drifts", True)
-    with pytest.raises(
-        rotor.RecomputationError, match=r"Drifting in module '2' .*Run the step again"
-    ):
-        chk(x).square().mean().backward()
-    assert same(before, [p.grad for p in net.parameters()])
-    assert torch.equal(net[2].seen, seen)
-    monkeypatch.setattr(Drifting, "drifts", False)
-    chk.compute_sequence(mem_limit="10MB", algo=rotor.algorithms.Persistent())
-    assert chk._planned().sequence.count_forwards()[2] == 1
-    chk(x).square().mean().backward()
-    assert "stage 2 is never recomputed: it gave other bits" in chk.report()
-
-
-def _everything_again() -> Any:
-    return rotor.algorithms.RecomputeAll()
-
-
-def test_proofs_are_reported_and_can_be_left_out() -> None:
-    for verify, due in (("first", 3), ("always", 5), (2, 4), ("off", 0)):
-        net = seeded(lambda: nn.Sequential(*(Block() for _ in range(4))))
-        chk = planned(net, 0.0, verify=verify)
-        for _ in range(6):
-            chk(torch.randn(BATCH, WIDTH)).square().mean().backward()
-        plan = chk._planned()
-        assert plan.schedule.recomputed
-        assert plan.proved.steps >= due if due else plan.proved.steps == 0
-        values = f"{len(plan.schedule.recomputed)} recomputed value"
-        expected = values if due else 'not proved: verify="off"'
-        assert expected in chk.report()
-
-
-def test_plans_without_recomputation_prove_nothing() -> None:
-    net = seeded(lambda: nn.Sequential(*(Block() for _ in range(3))))
-    chk = rotor.Checkpointable(net, mem_limit="100MB", verify="always")
-    chk(torch.randn(BATCH, WIDTH)).square().mean().backward()
-    assert "nothing is recomputed" in chk.report()
