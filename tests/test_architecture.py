@@ -61,6 +61,7 @@ LAYERS = [
         [
             "rotor.stages",
             "rotor.recompute",
+            "rotor.stage_proofs",
             "rotor.executor",
             "rotor.sharded",
             "rotor.blocks",
@@ -71,7 +72,7 @@ LAYERS = [
     ),
     ("batches", ["rotor.batches"]),
     ("dynamic", ["rotor.dtr"]),
-    ("inspection", ["rotor.observing", "rotor.merging", "rotor.inspection"]),
+    ("inspection", ["rotor.observing", "rotor.merging", "rotor.inspection", "rotor.remeasuring"]),
     (
         "plans",
         [
@@ -110,6 +111,7 @@ LAYERS = [
         "wrapper",
         [
             "rotor.checkpointable",
+            "rotor.chain_proofs",
             "rotor.chained",
             "rotor.dynamic",
             "rotor.graphed_pieces",

@@ -79,6 +79,8 @@ def plan_report(plan: Plan) -> Text:
         ["recomputation", f"{plan.sequence.makespan / ideal - 1:+.1%}" if ideal else "none"],
         ["stages recomputed", f"{recomputed} of {len(plan.chain)}"],
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
+        *loss_rows(plan),
+        ["proof", plan.proof],
     ]
     text = table([["plan", ""], *lines])
     reasons = plan.inspection.reasons
