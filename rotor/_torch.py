@@ -36,6 +36,12 @@ def buffer_slots(module: nn.Module) -> list[Slot]:
     return [(slots, name) for name, value in slots.items() if value is not None]
 
 
+def slots_of_module(module: nn.Module) -> list[dict[str, Any]]:
+    """Return the dictionaries of a module's parameters, buffers, children, hooks and the like."""
+    names = vars(nn.Module())
+    return [value for name, value in vars(module).items() if name in names]
+
+
 def child_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Children by name, one used twice standing twice (``named_children`` drops it)."""
     return [(name, child) for name, child in module._modules.items() if child is not None]
