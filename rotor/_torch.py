@@ -56,6 +56,11 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """The functions registered to run around the forward of the module itself."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
 def hooks_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """The dictionaries of hooks on these tensors, where there are any."""
     return [hooks for tensor in tensors if (hooks := tensor._backward_hooks)]

@@ -24,17 +24,26 @@ from rotor.distributed import Ranks
 from rotor.executor import Run, run_chain
 from rotor.inspection import Inspection, Measuring, measure
 from rotor.metering import StepBytes, cancel_running
+from rotor.observing import Observation
 from rotor.plan import Plan, loss_reserve, make_plan, own_bytes
 from rotor.progress import progress
 from rotor.published import LoadedSequence, PublishedChain, modules_of
 from rotor.report.html import chain_page
 from rotor.report.text import plan_report, stage_rows, stage_table
 from rotor.sharded import ShardedRun, Sharding, find_sharding
-from rotor.stages import Structure, find_stages
+from rotor.stages import Stage, Structure, find_stages
 from rotor.units import format_bytes, parse_bytes
 from rotor.values import tensors_of
+from rotor.watching import StageWatch, grown, note_peak, warn_excess
 
 logger = logging.getLogger("rotor")
+
+
+_CHAIN_ONLY = ("names", "functions", "inspection_values", "_algorithm", "_inspections")
+
+
+class _NeedsGraph(Exception):
+    """Values leave stages in a way that a graph of operations can follow, and a chain cannot."""
 
 
 class ChainCheckpointable(PublishedChain, Checkpointable):
@@ -57,6 +66,48 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
     _profile: Any
     _sharding: Sharding | None
     _ranks: Ranks | None
+
+    def _observed(self, stages: Sequence[Stage], seen: Sequence[Observation]) -> None:
+        """Have another engine plan what a chain cannot; warn of stages that are kept.
+
+        Raises
+        ------
+        RuntimeError
+            Values in the graph leave a stage of a sharded model otherwise than by its output.
+        """
+        leaving = [i for i, s in enumerate(seen) if s.leaves or s.is_fed]
+        if leaving:
+            i = leaving[0]
+            reason = f"stage {stages[i].name}: {seen[i].reason()}"
+            if self._sharding is not None:
+                raise RuntimeError(
+                    f"{reason}, which recomputing stages of a sharded model would lose: return it "
+                    "from the stage, in a tuple with its output"
+                )
+            is_fed = any(s.is_fed for s in seen)
+            shares = self._ranks is not None
+            if self.engine == "auto" and self.preserve_rng_state and not (is_fed or shares):
+                raise _NeedsGraph(reason)
+        varying = [stage.name for stage, s in zip(stages, seen, strict=True) if not s.repeats]
+        if varying:
+            self._warn_once(
+                "varying",
+                f"stage {', '.join(varying)} gave other bits in a second run from the same state: "
+                "it is never recomputed, and what it makes is kept. It depends on state that "
+                "cannot be set back, or one of its kernels is not deterministic "
+                "(torch.use_deterministic_algorithms)",
+            )
+
+    def _become_graph(self, reason: str) -> None:
+        """Plan the model as a captured graph from now on."""
+        from rotor.graphed_blocks import BlockCheckpointable
+
+        logger.info("planned as a graph of operations, not as a chain: %s", reason)
+        for name in _CHAIN_ONLY:
+            self.__dict__.pop(name, None)
+        self.__class__ = BlockCheckpointable  # type: ignore[assignment]
+        self.__dict__.update(_structure=Structure(self.module), _learned_loss={})
+        self._begin()
 
     def _begin(self) -> None:
         if self._profile != "measured":
@@ -82,6 +133,7 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
             _sharding=sharding,
             _ranks=self._ranks if sharding is None else sharding.ranks,
             _inspections={},
+            _watches={},
             _plans={},
             _latest_key=None,
             _is_unit=_fsdp.is_unit(self),
@@ -91,7 +143,7 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
         del model
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_ranks": None}
+        return super().__getstate__() | {"_ranks": None, "_watches": {}}
 
     def share_plans(self, group: Any = None) -> None:
         """Have the processes of a group measure together and run one plan.
@@ -158,7 +210,11 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
                 self._inspections.pop(key[0], None)
                 for plan_key in [k for k in self._plans if k[0] == key[0]]:
                     del self._plans[plan_key]
-                inspection = self._inspect(key[0], custom_input, targets)
+                try:
+                    inspection = self._inspect(key[0], custom_input, targets)
+                except _NeedsGraph as found:
+                    self._become_graph(str(found))
+                    return self.measure(custom_input, targets=targets)
                 self.__dict__["_latest_key"] = key
         finally:
             for module, training in flags:
@@ -345,6 +401,7 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
                 targets=targets,
                 progress=update,
                 measuring_class=measuring_class,
+                observed=self._observed,
             )
         if ranks is not None:
             inspection = together.joined(ranks, inspection)
@@ -363,6 +420,9 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
 
     def _chain(self, key: Any) -> Chain:
         inspection = self._inspections[key[0]]
+        watched = self._watches.get(id(inspection))
+        if watched is not None and watched[0] is inspection and watched[1] is not None:
+            inspection = grown(inspection, watched[1].growth)
         # A parameter that several stages share gets its gradient in the last of them.
         lacking = (self._sharding or self._structure).lacking_gradient(key[1])
         missing = []
@@ -486,7 +546,11 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
             wanted = self._ranks.exchange_ints(wants_measure, wants_plan)
             wants_measure, wants_plan = (any(column) for column in zip(*wanted, strict=True))
         if wants_measure and wants_plan:
-            self._inspect(key[0], inputs, targets)
+            try:
+                self._inspect(key[0], inputs, targets)
+            except _NeedsGraph as found:
+                self._become_graph(str(found))
+                return self.forward(inputs, targets=targets)
         if plan is None or wants_plan:
             plan = self._replanned(key)
         self.__dict__["_latest"] = plan
@@ -499,8 +563,9 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
     def _step(self, plan: Plan, inputs: Any, targets: Sequence[Any]) -> Any:
         self._note_pending(plan)
         meter = self._start_meter(plan)
+        watch = self._stage_watch(plan) if meter is None else None
         output = run_chain(
-            plan.inspection.stages,
+            plan.inspection.stages if watch is None else watch.stages,
             plan.schedule,
             inputs,
             preserve_rng_state=self.preserve_rng_state,
@@ -510,7 +575,43 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
         )
         if meter is not None:
             meter.forward_done(output)
+        if watch is not None:
+            watch.forward_done(output)
         return self._with_loss(output, targets)
+
+    def _stage_watch(self, plan: Plan) -> StageWatch | None:
+        """What sees how much the stages keep in this step; ``None`` where that cannot vary."""
+        if self._ranks is not None:
+            return None
+        known = self._watches.get(id(plan.inspection))
+        if known is None or known[0] is not plan.inspection:
+            known = (plan.inspection, StageWatch.of(plan.inspection))
+            self._watches[id(plan.inspection)] = known
+        watch: StageWatch | None = known[1]
+        if watch is not None:
+            myself, watched = weakref.ref(self), weakref.ref(watch)
+
+            def told() -> None:
+                model, seen = myself(), watched()
+                if model is not None and seen is not None:
+                    model._learn_growth(plan, seen)
+
+            watch.tell(told)
+        return watch
+
+    def _learn_growth(self, plan: Plan, watch: StageWatch) -> None:
+        """Have the next steps planned for what stages were seen to keep."""
+        key = next((k for k, p in self._plans.items() if p is plan), None)
+        if key is None:
+            return
+        peak = self._repriced(key, plan)
+        note_peak(plan, peak)
+        plan.differs = True
+        if peak > plan.limit_bytes:
+            plan.measured_bytes = max(plan.measured_bytes or 0, peak)
+            plan.outdated = True
+            names = [plan.inspection.measures[i].name for i in sorted(watch.growth)]
+            warn_excess(plan, peak, names)
 
     def _started(self, run: Run) -> None:
         self.__dict__["_pending"] = weakref.ref(run)

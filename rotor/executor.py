@@ -73,7 +73,7 @@ class _Entry(Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         run = ctx.run
-        run.backward_to(0, True, ())
+        run.backward_to(run.schedule.head, True, ())
         gradient, run.gradient = run.gradient, None
         return None, *gradient
 
@@ -138,7 +138,7 @@ class Run:
     schedule
         What to do.
     arg
-        The input of the first stage.
+        The input of the first stage after the schedule's head.
     preserve_rng_state
         Recompute with the random numbers of the first forward.
     flags
@@ -158,20 +158,20 @@ class Run:
         flags: Sequence[Flags] | None = None,
         accumulate: bool = False,
     ) -> None:
-        n, tail = schedule.n, schedule.tail
+        n, head, tail = schedule.n, schedule.head, schedule.tail
         self.stages = stages
         self.schedule = schedule
         self.accumulate = accumulate
         self.device = tensors_of(arg)[0].device
         self.token = _token(self.device)
         self.x: list[Any] = [None] * (n + 1)
-        self.x[0] = detached(arg)
+        self.x[head] = detached(arg)
         self.input_versions = versions(arg)
         self.known_flags = flags
         self.flags: list[Flags | None] = [None] * (n + 1)
-        self.flags[0] = grad_flags(arg)
+        self.flags[head] = grad_flags(arg)
         self.parameters: list[list[torch.nn.Parameter]] = [
-            stages[i].parameters() if i < tail else [] for i in range(n)
+            stages[i].parameters() if head <= i < tail else [] for i in range(n)
         ]
         self.tapes: list[Any] = [None] * n
         self.snapshots: list[Snapshot | None] = [None] * n
@@ -181,8 +181,8 @@ class Run:
         self.autocast_differs = False
         self.gradient: list[torch.Tensor | None] | None = None
         self.next = tail - 1
-        receivers = [i for i in range(tail) if self.parameters[i]]
-        self.lowest = 0 if any(self.flags_of(0)) else min(receivers, default=0)
+        receivers = [i for i in range(head, tail) if self.parameters[i]]
+        self.lowest = head if any(self.flags_of(head)) else min(receivers, default=head)
 
     def flags_of(self, i: int) -> Flags:
         """Which tensors of x_i require gradients; none while that is not known."""
@@ -199,7 +199,7 @@ class Run:
             if self.flags[i + 1] is None:
                 self._note(i, y)
             self.x[i + 1] = y
-            if kind == FN and i > 0:
+            if kind == FN and i > self.schedule.head:
                 self.x[i] = None
 
     def _call(self, i: int, x: Any) -> Any:
@@ -214,7 +214,7 @@ class Run:
             snapshot.finish()
             self.snapshots[i] = snapshot
         else:
-            if i == 0 and versions(x) != self.input_versions:
+            if i == self.schedule.head and versions(x) != self.input_versions:
                 raise RuntimeError(
                     "the input of the chain was changed in place between its forward and its "
                     f"backward, and stage {stage.name} has to be recomputed from it: change a "
@@ -306,7 +306,7 @@ class Run:
                     if not every:
                         following = iter(found)
                         found = [next(following) if need else None for need in needs]
-        if i > 0:
+        if i > self.schedule.head:
             self.x[i] = None
         return found
 
@@ -322,10 +322,10 @@ class Run:
 
     def attach(self, arg: Any) -> Any:
         """Put the stages before the tail into the graph; returns the input of the tail."""
-        tail = self.schedule.tail
-        inputs = flagged(arg, self.flags_of(0))
+        head, tail = self.schedule.head, self.schedule.tail
+        inputs = flagged(arg, self.flags_of(head))
         token = _apply_entry(self, *inputs) if inputs else self.token.detach()
-        for i in range(tail):
+        for i in range(head, tail):
             if self.parameters[i]:
                 token = _apply_stage(self, i, token, *self.parameters[i])
         return self.hand_over(token)
@@ -439,12 +439,14 @@ def run_chain(
     The output of the last stage, in the graph.
     """
     y = arg
-    if schedule.tail > 0:
-        run = run_class(stages, schedule, arg, preserve_rng_state=preserve_rng_state, flags=flags)
+    for stage in stages[: schedule.head]:
+        y = stage(y)
+    if schedule.tail > schedule.head:
+        run = run_class(stages, schedule, y, preserve_rng_state=preserve_rng_state, flags=flags)
         if started is not None:
             started(run)
         run.forward()
-        y = run.attach(arg)
+        y = run.attach(y)
         del run
     for stage in stages[schedule.tail :]:
         y = stage(y)

@@ -35,7 +35,7 @@ from rotor.graph.program import Program
 from rotor.graph.recorded import MEASURED, price, source_of
 from rotor.graphed_pieces import PiecesSteps
 from rotor.loss_guess import plan_with_guess
-from rotor.metering import StepBytes, StepMeter, cancel_running
+from rotor.metering import StepBytes, StepWatch, cancel_running
 from rotor.progress import progress
 from rotor.report.html import measured_page
 from rotor.report.text import (
@@ -578,7 +578,7 @@ class GraphCheckpointable(PiecesSteps):
 
     def _called(
         self, plan: GraphPlan, arguments: Any
-    ) -> tuple[Any, StepMeter | None, Unplanned | None]:
+    ) -> tuple[Any, StepWatch | None, Unplanned | None]:
         """What the captured call gives under a plan, and what meters it; or that it has none."""
         tally = plan.tally(self.verify)
         plan.install(tally)

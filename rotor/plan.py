@@ -111,6 +111,18 @@ def loss_reserve(inspection: Inspection, given_bytes: int) -> int:
     return LOSS_FACTOR * inspection.output_bytes - inspection.output_grad_bytes
 
 
+def kept_stages(inspection: Inspection) -> str:
+    """A part of a sentence that names the stages which are never recomputed, with a reason."""
+    if not inspection.reasons:
+        return ""
+    i, reason = next(iter(inspection.reasons.items()))
+    count = sum(inspection.once)
+    return (
+        f". {count} of {len(inspection.measures)} stages are never recomputed, stage "
+        f"{inspection.measures[i].name} for one: {reason}"
+    )
+
+
 def make_plan(
     inspection: Inspection,
     chain: Chain,
@@ -165,10 +177,10 @@ def make_plan(
                 f"no schedule fits in a limit of {format_bytes(limit_bytes)} ({limit_bytes} "
                 f"bytes): the least that one fits in is {format_bytes(least)} ({least} bytes), "
                 "above the model and its input. Raise mem_limit, make the batch smaller, or cut "
-                "the largest stage into several",
+                f"the largest stage into several{kept_stages(inspection)}",
                 least,
             ) from error
-        schedule = Schedule(sequence, n, plain_tail=plain_tail)
+        schedule = Schedule(sequence, n, plain_tail=plain_tail, head=inspection.plain[0])
         kept = own_bytes(inspection, schedule.runs, rng=rng) + beside_bytes
         return Plan(
             inspection, chain, sequence, schedule, limit_bytes, kept, reserve_bytes=reserve_bytes

@@ -49,6 +49,8 @@ LAYERS = [
             "rotor.memory",
             "rotor.timing",
             "rotor.checksums",
+            "rotor.places",
+            "rotor.module_state",
             "rotor.transparent",
             "rotor.environment",
             "rotor.distributed",
@@ -69,7 +71,7 @@ LAYERS = [
     ),
     ("batches", ["rotor.batches"]),
     ("dynamic", ["rotor.dtr"]),
-    ("inspection", ["rotor.inspection"]),
+    ("inspection", ["rotor.observing", "rotor.merging", "rotor.inspection"]),
     (
         "plans",
         [

@@ -7,7 +7,6 @@ modules' plain attributes as they were.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from torch import nn
 
 from rotor import _torch, memory
 from rotor.graph.calls import layout_of
+from rotor.graph.repeating import generators_kept
 from rotor.replacing import Replaced
 from rotor.values import tensors_of, tensors_within
 
@@ -133,9 +133,10 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
         (m, {name: value for name, value in m.__dict__.items() if type(value) in _PLAIN})
         for m in modules
     ]
-    state, python_state = _torch.get_generator_state(device), random.getstate()
+    state = _torch.get_generator_state(device)
     try:
-        yield
+        with generators_kept(modules):
+            yield
     finally:
         with torch.no_grad():
             for slots, name, buffer, value in buffers:
@@ -147,7 +148,6 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
                     del module.__dict__[name]
             module.__dict__.update(attributes)
         _torch.set_generator_state(device, state)
-        random.setstate(python_state)
 
 
 def inner_modules(model: nn.Module) -> dict[nn.Module, str]:

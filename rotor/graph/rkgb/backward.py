@@ -14,7 +14,7 @@ from rotor.graph.rkgb.forward import Var_info, value_infos
 from rotor.graph.rkgb.grouping import Grouped
 from rotor.graph.rkgb.simplified import S_graph, S_node
 from rotor.graph.rkgb.source import Trace
-from rotor.graph.rkgb.units import Unit, contracted
+from rotor.graph.rkgb.units import Unit, contracted, is_repeatable
 
 __all__ = ["K_C_node", "K_D_node", "K_graph", "build_k"]
 
@@ -36,8 +36,8 @@ class K_C_node:
     is_rand
         It draws random numbers.
     main_code, body_code, inplace_code
-        In the forward as of `S_node`; in the backward everything is main code, and the loss, which
-        is not known, has none.
+        In the forward as of `S_node`, where a repetition leaves `inplace_code` out; in the
+        backward everything is main code, and the loss, which is not known, has none.
     all_targets
         Names that its statements assign; for the loss those of the gradients it hands over.
     tensor_targets, container_targets, inplace_targets
@@ -223,6 +223,8 @@ class K_graph:
     def simulate(self, nodes: Iterable[K_C_node] | None = None) -> Program:
         """Check and price computations in some order, operation by operation.
 
+        What runs once, such as the update of a buffer, is left out where a computation is repeated.
+
         Parameters
         ----------
         nodes
@@ -236,10 +238,16 @@ class K_graph:
         Raises
         ------
         InvalidSequenceError
-            A computation runs before what it reads is there; ``position`` says where.
+            A computation runs before what it reads is there, or again where it must not;
+            ``position`` says where.
         """
-        chosen = self.list_kcn if nodes is None else nodes
-        return simulate(self.step, [index for node in chosen for index in node.operations])
+        ops: list[int] = []
+        done: set[K_C_node] = set()
+        for node in self.list_kcn if nodes is None else nodes:
+            again = node in done and is_repeatable(self.step, node.operations)
+            done.add(node)
+            ops += [k for k in node.operations if not (again and self.step.operations[k].once)]
+        return simulate(self.step, ops)
 
 
 def build_k(

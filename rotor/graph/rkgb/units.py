@@ -13,7 +13,7 @@ from rotor.graph.graph import Graph, Operation, Storage
 from rotor.graph.rkgb.grouping import Grouped
 from rotor.graph.rkgb.source import Trace
 
-__all__ = ["Part", "Unit", "contracted", "part_of", "units_of"]
+__all__ = ["Part", "Unit", "contracted", "is_repeatable", "part_of", "units_of"]
 
 
 @dataclass
@@ -166,11 +166,28 @@ def contracted(
         begin = end
     small = contract(reordered(step, flat), groups, labels)
     paths = [op.module for op in small.operations] if modules is None else modules
+    members = [[order[k] for k in op.extra["operations"]] for op in small.operations]
     operations = [
-        replace(op, module=path, extra={"operations": [order[k] for k in op.extra["operations"]]})
-        for op, path in zip(small.operations, paths, strict=True)
+        replace(op, module=path, once=not is_repeatable(step, own), extra={"operations": own})
+        for op, path, own in zip(small.operations, paths, members, strict=True)
     ]
     return Graph(small.storages, None, operations, name=step.name)
+
+
+def is_repeatable(step: Graph, members: Sequence[int]) -> bool:
+    """Return whether operations can run again, without those of them that run once.
+
+    Parameters
+    ----------
+    step
+        The graph of the step.
+    members
+        Numbers of the operations.
+    """
+    once = [step.operations[k] for k in members if step.operations[k].once]
+    again = [step.operations[k] for k in members if not step.operations[k].once]
+    made = {s for op in once for s in op.outputs}
+    return bool(again) and all(made.isdisjoint(op.inputs) for op in again)
 
 
 @dataclass
