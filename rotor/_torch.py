@@ -72,6 +72,11 @@ def hooks_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
     return [hooks for tensor in tensors if (hooks := tensor._backward_hooks)]
 
 
+def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether hooks run after a gradient of this tensor was accumulated."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
 @contextmanager
 def without_hooks(hooked: list[Any]) -> Iterator[None]:
     """Keep these hooks from running: the outer backward runs them once."""

@@ -101,6 +101,7 @@ LAYERS = [
             "rotor.graph.pieces",
             "rotor.graph.pieced",
             "rotor.graph.loading",
+            "rotor.additions",
             "rotor.nested",
             "rotor.dynamic_plan",
         ],
