@@ -36,6 +36,12 @@ def buffer_slots(module: nn.Module) -> list[Slot]:
     return [(slots, name) for name, value in slots.items() if value is not None]
 
 
+def slots_of_module(module: nn.Module) -> list[dict[str, Any]]:
+    """Return the dictionaries of a module's parameters, buffers, children, hooks and the like."""
+    names = vars(nn.Module())
+    return [value for name, value in vars(module).items() if name in names]
+
+
 def child_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Children by name, one used twice standing twice (``named_children`` drops it)."""
     return [(name, child) for name, child in module._modules.items() if child is not None]
@@ -54,6 +60,11 @@ def has_hooks(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
+
+
+def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """The functions registered to run around the forward of the module itself."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def hooks_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
@@ -165,6 +176,11 @@ def packs_with(pack: Callable[..., Any]) -> bool:
 def callable_of(target: Any) -> Any:
     """What calls an operator with the least overhead."""
     return target._op if isinstance(target, torch._ops.OpOverload) else target
+
+
+def is_operator(target: Any) -> bool:
+    """Return True if the target of a node is an operator with one overload chosen."""
+    return isinstance(target, torch._ops.OpOverload)
 
 
 def schema_arguments(target: Any) -> list[Any]:

@@ -41,7 +41,7 @@ class DynamicSteps(Checkpointable):
         pending = self._pending() if self._pending is not None else None
         if isinstance(pending, NestedStep) and not pending.is_done:
             self._warn_pending(plan.limit_bytes)
-        meter = self._start_meter(plan)
+        meter: Any = self._start_meter(plan)
         if meter is None:
             cancel_running()
         try:

@@ -14,14 +14,15 @@ from rotor.dynamic_plan import DynamicPlan
 from rotor.errors import InfeasibleError
 from rotor.graph.kinds import Captures
 from rotor.graph.lowering import Lowered
-from rotor.graph.pieced import PiecesPlan, PiecesStep, learn
+from rotor.graph.pieced import PiecesPlan, PiecesStep, learn, learn_levels
 from rotor.graph.pieces import Pieces, discover
 from rotor.graph.recorded import price
 from rotor.graph.repeating import described_unrepeatable
-from rotor.metering import StepBytes, cancel_running
+from rotor.metering import StepBytes, StepWatch, cancel_running
 from rotor.progress import progress
 from rotor.stages import Structure
 from rotor.values import tensors_within
+from rotor.watching import LevelWatch, note_peak, warn_excess
 
 
 class PiecesSteps(DynamicSteps):
@@ -105,8 +106,34 @@ class PiecesSteps(DynamicSteps):
             meter.forward_done(tensors_within(output))
         return self._with_loss(output, targets)
 
+    def _watch(self, plan: Any) -> StepWatch | None:
+        watch = super()._watch(plan)
+        if watch is None and isinstance(plan, PiecesPlan) and plan.levels and plan.is_watched:
+            return LevelWatch(self, plan) if plan.device.type == "cpu" else None
+        return watch
+
+    def _learn_levels(self, plan: PiecesPlan, more: dict[str, int]) -> None:
+        """Have the next steps planned for what the code between the parts was seen to keep."""
+        peak, expected = learn_levels(plan, more)
+        note_peak(plan, peak)
+        plan.differs = True
+        if peak > plan.limit_bytes:
+            plan.measured_bytes = max(plan.measured_bytes or 0, peak)
+            plan.outdated = any(known is plan for known in self._plans.values())
+        warn_excess(plan, expected)
+
+    def _learn_again(self, plan: Any, step: StepBytes) -> None:
+        if not isinstance(plan, PiecesPlan):
+            super()._learn_again(plan, step)
+            return
+        note_peak(plan, step.peak_bytes)
+        plan.outdated = learn(plan, step)
+        warn_excess(plan, step.peak_bytes)
+        plan.is_over = step.peak_bytes > plan.limit_bytes and not plan.outdated
+
     def _learn_pieces(self, plan: PiecesPlan, step: StepBytes) -> None:
         could_do_better = learn(plan, step)
+        note_peak(plan, step.peak_bytes)
         plan.outdated = could_do_better
         over = step.peak_bytes > plan.limit_bytes
         if over and (not could_do_better or plan.meterings >= METERED_STEPS):
