@@ -24,21 +24,12 @@ class Block(nn.Module):
         return found
 
 
-def _convolution(k: int) -> nn.Module:
-    convolution = nn.Conv2d(8 if k else 3, 8, 3, padding=1)
-    return nn.Sequential(convolution, nn.BatchNorm2d(8), nn.ReLU())
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (
         lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8))),
         (256, 64),
     ),
     "blocks": (lambda: nn.Sequential(*(Block(32) for _ in range(4))), (8, 32, 32)),
-    "convolutions": (
-        lambda: nn.Sequential(*(_convolution(k) for k in range(5))),
-        (8, 3, 16, 16),
-    ),
 }
 
 
