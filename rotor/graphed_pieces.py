@@ -17,7 +17,7 @@ from rotor.graph.lowering import Lowered
 from rotor.graph.pieced import PiecesPlan, PiecesStep, learn
 from rotor.graph.pieces import Pieces, discover
 from rotor.graph.recorded import price
-from rotor.graph.repeating import described_unrepeatable
+from rotor.graph.repeating import attributes_kept, described_unrepeatable, generators_kept
 from rotor.metering import StepBytes, cancel_running
 from rotor.progress import progress
 from rotor.stages import Structure
@@ -47,8 +47,10 @@ class PiecesSteps(DynamicSteps):
         plan.is_over = False
         dynamic = self._dynamic_plan(key)
         cancel_running()
+        modules = list(self.module.modules())
         try:
-            self._try_dynamically(dynamic, args, targets, kwargs)
+            with generators_kept(modules), attributes_kept(modules):
+                self._try_dynamically(dynamic, args, targets, kwargs)
         except InfeasibleError:
             self._warn_once("over", plan.told_over())
             return plan
