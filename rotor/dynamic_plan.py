@@ -70,8 +70,6 @@ class DynamicPlan(Metered):
         Operators of that step whose needs had to be guessed.
     verify
         Which steps compare what they compute again (`rotor.Checkpointable`).
-    proved
-        What they have shown.
     kept
         Operators whose results are not evicted, as they came out otherwise when they ran again.
     steps, latest
@@ -91,7 +89,6 @@ class DynamicPlan(Metered):
     output_bytes: int = 0
     unknown: Unknown = field(default_factory=list, repr=False)
     verify: str | int = "off"
-    proved: Proved = field(default_factory=Proved, repr=False)
     kept: set[str] = field(default_factory=set)
     steps: int = 0
     latest: deque[StepFigures] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))

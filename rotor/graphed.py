@@ -416,7 +416,9 @@ class GraphCheckpointable(PiecesSteps):
         if key in self._pieces:
             device, reason = self._reasons[key[0]]
             limit = self._limit_on(device)
-            plan = make_pieces_plan(device, reason, self._pieces[key], limit, reserve_bytes)
+            pieces = self._pieces[key]
+            pieces.captures.refresh(site.kind for site in pieces.sites)
+            plan = make_pieces_plan(device, reason, pieces, limit, reserve_bytes)
         elif key[0] in self._reasons:
             plan = self._dynamic_plan(key)
         else:

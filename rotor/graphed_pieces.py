@@ -16,8 +16,9 @@ from rotor.graph.kinds import Captures
 from rotor.graph.lowering import Lowered
 from rotor.graph.pieced import PiecesPlan, PiecesStep, learn, learn_levels
 from rotor.graph.pieces import Pieces, discover
+from rotor.graph.proving import PartsTally
 from rotor.graph.recorded import price
-from rotor.graph.repeating import described_unrepeatable
+from rotor.graph.repeating import attributes_kept, described_unrepeatable, generators_kept
 from rotor.metering import StepBytes, StepWatch, cancel_running
 from rotor.progress import progress
 from rotor.stages import Structure
@@ -54,8 +55,10 @@ class PiecesSteps(DynamicSteps):
         plan.is_over = False
         dynamic = self._dynamic_plan(key)
         cancel_running()
+        modules = list(self.module.modules())
         try:
-            self._try_dynamically(dynamic, args, targets, kwargs)
+            with generators_kept(modules), attributes_kept(modules):
+                self._try_dynamically(dynamic, args, targets, kwargs)
         except InfeasibleError:
             self._warn_once("over", plan.told_over())
             return plan
@@ -98,9 +101,12 @@ class PiecesSteps(DynamicSteps):
     def _step_by_pieces(
         self, plan: PiecesPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
+        tally = PartsTally(plan.proved, self.module) if plan.is_verified(self.verify) else None
         meter = self._start_meter(plan)
-        with PiecesStep(plan, meter) as pieces:
+        with PiecesStep(plan, meter, tally) as pieces:
             output = self.module.forward(*args, **kwargs)
+        if tally is not None:
+            tally.seal()
         self.__dict__["_pending"] = pieces.token
         if meter is not None:
             meter.forward_done(tensors_within(output))

@@ -104,6 +104,7 @@ LAYERS = [
             "rotor.additions",
             "rotor.nested",
             "rotor.dynamic_plan",
+            "rotor.watching",
         ],
     ),
     ("reports", ["rotor.report", "rotor.graph.drawing", "rotor.tracing"]),
