@@ -74,6 +74,7 @@ LAYERS = [
         "plans",
         [
             "rotor.plan",
+            "rotor.watching",
             "rotor.published",
             "rotor.together",
             "rotor.block_calls",
