@@ -49,7 +49,13 @@ class PiecesSteps(DynamicSteps):
             if isinstance(plan, DynamicPlan) and plan.device == device:
                 return plan
         limit = self._limit_on(device)
-        return DynamicPlan(device, limit, reason, assumed_loss_bytes=self.loss_tmp_memory_usage)
+        return DynamicPlan(
+            device,
+            limit,
+            reason,
+            assumed_loss_bytes=self.loss_tmp_memory_usage,
+            verify=self.verify,
+        )
 
     def _without_pieces(
         self, key: Any, plan: PiecesPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]

@@ -49,6 +49,8 @@ LAYERS = [
             "rotor.memory",
             "rotor.timing",
             "rotor.checksums",
+            "rotor.places",
+            "rotor.module_state",
             "rotor.transparent",
             "rotor.environment",
             "rotor.distributed",
@@ -59,6 +61,7 @@ LAYERS = [
         [
             "rotor.stages",
             "rotor.recompute",
+            "rotor.stage_proofs",
             "rotor.executor",
             "rotor.sharded",
             "rotor.blocks",
@@ -69,7 +72,7 @@ LAYERS = [
     ),
     ("batches", ["rotor.batches"]),
     ("dynamic", ["rotor.dtr"]),
-    ("inspection", ["rotor.inspection"]),
+    ("inspection", ["rotor.observing", "rotor.merging", "rotor.inspection", "rotor.remeasuring"]),
     (
         "plans",
         [
@@ -99,6 +102,7 @@ LAYERS = [
             "rotor.graph.pieces",
             "rotor.graph.pieced",
             "rotor.graph.loading",
+            "rotor.additions",
             "rotor.nested",
             "rotor.dynamic_plan",
         ],
@@ -109,6 +113,7 @@ LAYERS = [
         "wrapper",
         [
             "rotor.checkpointable",
+            "rotor.chain_proofs",
             "rotor.chained",
             "rotor.dynamic",
             "rotor.graphed_pieces",

@@ -24,6 +24,7 @@ from rotor.graph.lowering import Lowered, Task
 from rotor.graph.profile import Cost
 from rotor.graph.program import Program, simulate
 from rotor.graph.proving import Prover, Tally, proving_bytes
+from rotor.graph.repeating import keep_from_now_on
 from rotor.metering import Metered
 from rotor.timelines import PredictedTimeline
 
@@ -303,9 +304,7 @@ class GraphPlan(Metered):
         return emit(lowered, ops, prover=prover), prover
 
     def _refuted(self, tasks: list[Task]) -> None:
-        for task in tasks:
-            task.random, task.once = False, True
-        self.step.captured.lowered.unrepeatable.extend(tasks)
+        keep_from_now_on(self.step.captured.lowered, tasks)
 
     def _early_code(self, code: StepCode, spread: bool) -> EarlyCode | None:
         """The code that gives gradients early; ``None`` where none do, or it cannot be cut."""

@@ -47,7 +47,8 @@ def stage_rows(plan: Plan) -> list[list[str]]:
     forwards = plan.sequence.count_forwards()
     rows = [["stage", "forward", "backward", "output", "kept by Fe", "runs", "how"]]
     for i, measure in enumerate(plan.inspection.measures):
-        how = "kept" if i >= plan.schedule.tail else "scheduled"
+        is_plain = not plan.schedule.head <= i < plan.schedule.tail
+        how = "kept" if is_plain or plan.chain.once[i] else "scheduled"
         if i in plan.schedule.recomputed:
             how = "recomputed"
         rows.append(
@@ -78,8 +79,14 @@ def plan_report(plan: Plan) -> Text:
         ["recomputation", f"{plan.sequence.makespan / ideal - 1:+.1%}" if ideal else "none"],
         ["stages recomputed", f"{recomputed} of {len(plan.chain)}"],
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
+        *loss_rows(plan),
+        ["proof", plan.proof],
     ]
-    return table([["plan", ""], *lines])
+    text = table([["plan", ""], *lines])
+    reasons = plan.inspection.reasons
+    names = [measure.name for measure in plan.inspection.measures]
+    notes = [f"stage {names[i]} is never recomputed: {why}" for i, why in reasons.items()]
+    return Text("\n".join([text, *notes]))
 
 
 def operation_table(plan: GraphPlan) -> Text:
@@ -181,6 +188,7 @@ def dynamic_figures(plan: DynamicPlan) -> list[list[str]]:
             lines.append(["times over the limit", str(stats.overflows)])
     lines.append(["set aside after metering", format_bytes(plan.reserve_bytes)])
     lines.append(["steps", str(plan.steps)])
+    lines.append(["recomputation", plan.proved.text(plan.verify)])
     return lines
 
 
