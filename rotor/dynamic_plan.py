@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rotor import dtr
-from rotor.checksums import Proved, is_verified
+from rotor.checksums import is_verified
 from rotor.dtr.recall import Stats
 from rotor.dtr.stepping import Unknown, learn_needs
 from rotor.metering import Metered, StepBytes
@@ -91,7 +91,6 @@ class DynamicPlan(Metered):
     output_bytes: int = 0
     unknown: Unknown = field(default_factory=list, repr=False)
     verify: str | int = "off"
-    proved: Proved = field(default_factory=Proved, repr=False)
     kept: set[str] = field(default_factory=set)
     steps: int = 0
     latest: deque[StepFigures] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
