@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rotor import dtr
-from rotor.checksums import Proved, is_verified
+from rotor.checksums import is_verified
 from rotor.dtr.recall import Stats
 from rotor.dtr.stepping import Unknown, learn_needs
 from rotor.metering import Metered, StepBytes

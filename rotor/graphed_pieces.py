@@ -31,8 +31,18 @@ class PiecesSteps(DynamicSteps):
 
     _pieces: dict[Any, Pieces]
     _reasons: dict[Any, tuple[torch.device, str]]
+    _steps: dict[Any, Any]
     _profile: Any
     _structure: Structure
+
+    def _forget(self, measured: Any) -> None:
+        """Measure this kind of step again when it comes."""
+        known: Any
+        for known in (self._plans, self._pieces):
+            for key in [key for key in known if key[0] == measured]:
+                del known[key]
+        for known in (self._steps, self._reasons):
+            known.pop(measured, None)
 
     def _dynamic_plan(self, key: Any) -> DynamicPlan:
         device, reason = self._reasons[key[0]]

@@ -77,6 +77,7 @@ LAYERS = [
         "plans",
         [
             "rotor.plan",
+            "rotor.watching",
             "rotor.published",
             "rotor.together",
             "rotor.block_calls",
