@@ -30,6 +30,7 @@ from rotor.values import tensors_of
 __all__ = ["NestedStep"]
 
 _OWN_NAMES = frozenset(vars(nn.Module()))
+_AHEAD = {"forward": 3, "loss": 3, "backward": 1}
 _paused: weakref.WeakSet[NestedStep] = weakref.WeakSet()
 
 
@@ -335,6 +336,12 @@ class NestedStep:
         self.undo()
         self.release()
 
+    def _gradient_bytes(self) -> int:
+        """Return the bytes of the parameters whose gradients this step makes."""
+        slots = [slot for module in self._modules for slot in _torch.parameter_slots(module)]
+        new = {id(p): p for p in (where[name] for where, name in slots) if p is not None}
+        return sum(p.nbytes for p in new.values() if p.requires_grad and p.grad is None)
+
     def _failed(self, error: BudgetError) -> InfeasibleError:
         # What the frames of the failed program hold would be brought back.
         traceback.clear_frames(error.__traceback__)
@@ -342,14 +349,17 @@ class NestedStep:
         additions = self.session.additions
         added = additions.added if additions is not None else 0
         self.release()
+        # Its backward reads what it made and read, and makes gradients of both.
+        ahead = _AHEAD[self._phase] * error.needed_bytes
+        minimum = error.minimum_bytes + self._gradient_bytes() + ahead
         gradients = "its gradients, "
         if added:
             gradients = f"but for {added} gradients that this step was added to already, "
         return InfeasibleError(
             f"the {self._phase} does not fit: {error}. The model, {gradients}buffers and the "
-            "random state are as they were before this step: give a larger limit, or a smaller "
-            "batch",
-            error.minimum_bytes,
+            "random state are as they were before this step: with gradients that are still to "
+            f"come, give a limit of about {minimum} bytes, or a smaller batch",
+            minimum,
         )
 
     def __del__(self) -> None:

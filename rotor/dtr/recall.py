@@ -238,6 +238,7 @@ class Recall:
             f"bytes beside {current} that cannot be evicted ({len(kept)} storages, the largest "
             f"{named}); a budget of {minimum} bytes gets past this operation",
             minimum,
+            nbytes,
         )
 
     def _storage(self, node: int) -> torch.UntypedStorage:
