@@ -409,9 +409,7 @@ class GraphCheckpointable(PiecesSteps):
         if key in self._pieces:
             device, reason = self._reasons[key[0]]
             limit = self._limit_on(device)
-            pieces = self._pieces[key]
-            pieces.captures.refresh(site.kind for site in pieces.sites)
-            plan = make_pieces_plan(device, reason, pieces, limit, reserve_bytes)
+            plan = make_pieces_plan(device, reason, self._pieces[key], limit, reserve_bytes)
         elif key[0] in self._reasons:
             plan = self._dynamic_plan(key)
         else:
@@ -589,8 +587,6 @@ class GraphCheckpointable(PiecesSteps):
                 if early is not None:
                     reached.primals[:] = map(early.original, reached.primals)
                 return None, None, reached
-        if tally is not None:
-            tally.seal()
         return output, meter, None
 
     def _learn(self, plan: Any, step: StepBytes) -> None:

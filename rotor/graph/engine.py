@@ -284,7 +284,11 @@ class GraphPlan(Metered):
             return None
         is_due = self.proved.is_due(verify)
         self.proved.ran += 1
-        return Tally(self.proved) if is_due else None
+        if not is_due:
+            return None
+        tally = Tally(self.proved)
+        tally.seal()
+        return tally
 
     def _verified_code(self) -> tuple[StepCode, Prover]:
         """The program with comparisons; gradients are held back to its end where there is room."""

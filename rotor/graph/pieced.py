@@ -153,6 +153,7 @@ def make_pieces_plan(
     InfeasibleError
         The pieces alone do not fit.
     """
+    pieces.captures.refresh(site.kind for site in pieces.sites)
     options = pieces.options()
     alone = _zero(pieces.bases)
     least_alone = least_bytes(options, alone)
