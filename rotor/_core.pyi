@@ -389,6 +389,7 @@ class Kernel:
 class Handler:
     observer: Any
     is_open: bool
+    is_verifying: bool
     watches_writes: bool
     def __new__(
         cls,

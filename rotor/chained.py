@@ -19,34 +19,29 @@ from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence as Schedule
 from rotor.algorithms.utils import DynamicAlgorithm, checked_slots
 from rotor.chain import Chain
+from rotor.chain_proofs import NeedsGraph, ProvedChain
 from rotor.checkpointable import Checkpointable, DefaultSlots
 from rotor.distributed import Ranks
 from rotor.executor import Run, run_chain
 from rotor.inspection import Inspection, Measuring, measure
+from rotor.loss_guess import plan_with_guess
 from rotor.metering import StepBytes, cancel_running
-from rotor.observing import Observation
 from rotor.plan import Plan, loss_reserve, make_plan, own_bytes
 from rotor.progress import progress
 from rotor.published import LoadedSequence, PublishedChain, modules_of
+from rotor.remeasuring import with_other_input
 from rotor.report.html import chain_page
 from rotor.report.text import plan_report, stage_rows, stage_table
 from rotor.sharded import ShardedRun, Sharding, find_sharding
 from rotor.stages import Stage, Structure, find_stages
 from rotor.units import format_bytes, parse_bytes
 from rotor.values import tensors_of
-from rotor.watching import StageWatch, grown, note_peak, warn_excess
+from rotor.watching import known_growth, stage_watch
 
 logger = logging.getLogger("rotor")
 
 
-_CHAIN_ONLY = ("names", "functions", "inspection_values", "_algorithm", "_inspections")
-
-
-class _NeedsGraph(Exception):
-    """Values leave stages in a way that a graph of operations can follow, and a chain cannot."""
-
-
-class ChainCheckpointable(PublishedChain, Checkpointable):
+class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
     """What `Checkpointable` makes of an ``nn.Sequential``.
 
     Attributes
@@ -66,48 +61,6 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
     _profile: Any
     _sharding: Sharding | None
     _ranks: Ranks | None
-
-    def _observed(self, stages: Sequence[Stage], seen: Sequence[Observation]) -> None:
-        """Have another engine plan what a chain cannot; warn of stages that are kept.
-
-        Raises
-        ------
-        RuntimeError
-            Values in the graph leave a stage of a sharded model otherwise than by its output.
-        """
-        leaving = [i for i, s in enumerate(seen) if s.leaves or s.is_fed]
-        if leaving:
-            i = leaving[0]
-            reason = f"stage {stages[i].name}: {seen[i].reason()}"
-            if self._sharding is not None:
-                raise RuntimeError(
-                    f"{reason}, which recomputing stages of a sharded model would lose: return it "
-                    "from the stage, in a tuple with its output"
-                )
-            is_fed = any(s.is_fed for s in seen)
-            shares = self._ranks is not None
-            if self.engine == "auto" and self.preserve_rng_state and not (is_fed or shares):
-                raise _NeedsGraph(reason)
-        varying = [stage.name for stage, s in zip(stages, seen, strict=True) if not s.repeats]
-        if varying:
-            self._warn_once(
-                "varying",
-                f"stage {', '.join(varying)} gave other bits in a second run from the same state: "
-                "it is never recomputed, and what it makes is kept. It depends on state that "
-                "cannot be set back, or one of its kernels is not deterministic "
-                "(torch.use_deterministic_algorithms)",
-            )
-
-    def _become_graph(self, reason: str) -> None:
-        """Plan the model as a captured graph from now on."""
-        from rotor.graphed_blocks import BlockCheckpointable
-
-        logger.info("planned as a graph of operations, not as a chain: %s", reason)
-        for name in _CHAIN_ONLY:
-            self.__dict__.pop(name, None)
-        self.__class__ = BlockCheckpointable  # type: ignore[assignment]
-        self.__dict__.update(_structure=Structure(self.module), _learned_loss={})
-        self._begin()
 
     def _begin(self) -> None:
         if self._profile != "measured":
@@ -212,7 +165,7 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
                     del self._plans[plan_key]
                 try:
                     inspection = self._inspect(key[0], custom_input, targets)
-                except _NeedsGraph as found:
+                except NeedsGraph as found:
                     self._become_graph(str(found))
                     return self.measure(custom_input, targets=targets)
                 self.__dict__["_latest_key"] = key
@@ -316,7 +269,12 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
         with progress(1, "computing the curve") as update:
             curve = self._algorithm.curve(chain, progress=update)
         most, least = (
-            own_bytes(inspection, [count] * len(chain), rng=self.preserve_rng_state)
+            own_bytes(
+                inspection,
+                [count] * len(chain),
+                rng=self.preserve_rng_state,
+                verified=self.verify != "off" and self._sharding is None,
+            )
             + self._beside_bytes(inspection)
             for count in (3, 1)
         )
@@ -375,7 +333,6 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
 
     def _inspect(self, key: Any, arg: Any, targets: Sequence[Any]) -> Inspection:
         stages, sharding, ranks = find_stages(self.module), self._sharding, self._ranks
-        loss_fn = self.loss_fn if targets else None
         problem: Exception | None = None
         try:
             self._check_devices(arg)
@@ -393,16 +350,12 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
             stages = sharding.stages(stages)
             measuring_class = together.ShardedMeasuring
             around = together.measuring(sharding, stages)
-        with around, progress(len(stages), "measuring the stages") as update:
-            inspection = measure(
-                stages,
-                arg,
-                loss_fn=loss_fn,
-                targets=targets,
-                progress=update,
-                measuring_class=measuring_class,
-                observed=self._observed,
-            )
+        earlier = self._measured_alike(key) if ranks is None else None
+        inspection = None
+        if earlier is not None:
+            inspection = with_other_input(earlier, stages, arg, self._observed)
+        if inspection is None:
+            inspection = self._measured(stages, arg, targets, measuring_class, around)
         if ranks is not None:
             inspection = together.joined(ranks, inspection)
         if sharding is not None:
@@ -418,11 +371,28 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
         )
         return inspection
 
-    def _chain(self, key: Any) -> Chain:
+    def _measured(
+        self,
+        stages: list[Stage],
+        arg: Any,
+        targets: Sequence[Any],
+        measuring_class: type[Measuring],
+        around: AbstractContextManager[None],
+    ) -> Inspection:
+        with around, progress(len(stages), "measuring the stages") as update:
+            return measure(
+                stages,
+                arg,
+                loss_fn=self.loss_fn if targets else None,
+                targets=targets,
+                progress=update,
+                measuring_class=measuring_class,
+                observed=self._observed,
+            )
+
+    def _chain(self, key: Any, reserve: int | None = None) -> Chain:
         inspection = self._inspections[key[0]]
-        watched = self._watches.get(id(inspection))
-        if watched is not None and watched[0] is inspection and watched[1] is not None:
-            inspection = grown(inspection, watched[1].growth)
+        inspection = known_growth(self._watches, inspection)
         # A parameter that several stages share gets its gradient in the last of them.
         lacking = (self._sharding or self._structure).lacking_gradient(key[1])
         missing = []
@@ -439,7 +409,7 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
                     inspection.stages, inspection.measures, missing, strict=True
                 )
             ]
-        loss_tmp = self._learned_loss.get(key[0])
+        loss_tmp = self._learned_loss.get(key[0]) if reserve is None else reserve
         if loss_tmp is None:
             loss_tmp = loss_reserve(inspection, self.loss_tmp_memory_usage)
         return inspection.chain(
@@ -470,7 +440,7 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
         chain = self._chain(key)
         plain_tail = self._sharding is None
 
-        def plan_under(limit_bytes: int, reserved: int) -> Plan:
+        def plan_under(limit_bytes: int, reserved: int, chain: Chain = chain) -> Plan:
             with progress(1, "computing the schedule") as update:
                 return make_plan(
                     inspection,
@@ -483,9 +453,25 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
                     progress=update,
                     beside_bytes=self._beside_bytes(inspection),
                     plain_tail=plain_tail,
+                    verify=self.verify if plain_tail else "off",
                 )
 
-        if self._ranks is None:
+        is_guessed = (
+            key[0] not in self._learned_loss
+            and not self.loss_tmp_memory_usage
+            and inspection.loss_peak_bytes is None
+            and key[0] not in self._loaded
+        )
+        if self._ranks is None and is_guessed:
+            guess = chain.loss_tmp_bytes
+            plan, reserved = plan_with_guess(
+                lambda loss: plan_under(limit, reserve_bytes, self._chain(key, loss)),
+                guess,
+                limit,
+                min(guess, 0),
+            )
+            plan.short_bytes = guess - reserved
+        elif self._ranks is None:
             plan = plan_under(limit, reserve_bytes)
         else:
             plan = together.plan_once(
@@ -507,18 +493,11 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
             plan.makespan,
             len(plan.schedule.recomputed),
         )
+        if self._sharding is not None:
+            plan.proved.unproved = "stages of sharded models are not compared"
         self._plans[key] = plan
         self.__dict__.update(_latest=plan, _latest_key=key)
         return plan
-
-    def _share_loss(self, measured: Any) -> None:
-        """Take what the loss was seen to need on any rank."""
-        assert self._ranks is not None
-        learned = self._learned_loss.get(measured)
-        found = self._ranks.exchange_ints(learned is not None, learned or 0)
-        known = [size for is_known, size in found if is_known]
-        if known:
-            self._learned_loss[measured] = max(known)
 
     # -- running
 
@@ -548,7 +527,7 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
         if wants_measure and wants_plan:
             try:
                 self._inspect(key[0], inputs, targets)
-            except _NeedsGraph as found:
+            except NeedsGraph as found:
                 self._become_graph(str(found))
                 return self.forward(inputs, targets=targets)
         if plan is None or wants_plan:
@@ -562,8 +541,9 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
 
     def _step(self, plan: Plan, inputs: Any, targets: Sequence[Any]) -> Any:
         self._note_pending(plan)
+        proof = self._proof_of(plan)
         meter = self._start_meter(plan)
-        watch = self._stage_watch(plan) if meter is None else None
+        watch = stage_watch(self, plan) if meter is None else None
         output = run_chain(
             plan.inspection.stages if watch is None else watch.stages,
             plan.schedule,
@@ -572,46 +552,15 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
             flags=plan.inspection.flags,
             started=self._started,
             run_class=Run if self._sharding is None else ShardedRun,
+            proof=proof,
         )
+        if proof is not None:
+            proof.begin_with(output)
         if meter is not None:
             meter.forward_done(output)
         if watch is not None:
             watch.forward_done(output)
         return self._with_loss(output, targets)
-
-    def _stage_watch(self, plan: Plan) -> StageWatch | None:
-        """What sees how much the stages keep in this step; ``None`` where that cannot vary."""
-        if self._ranks is not None:
-            return None
-        known = self._watches.get(id(plan.inspection))
-        if known is None or known[0] is not plan.inspection:
-            known = (plan.inspection, StageWatch.of(plan.inspection))
-            self._watches[id(plan.inspection)] = known
-        watch: StageWatch | None = known[1]
-        if watch is not None:
-            myself, watched = weakref.ref(self), weakref.ref(watch)
-
-            def told() -> None:
-                model, seen = myself(), watched()
-                if model is not None and seen is not None:
-                    model._learn_growth(plan, seen)
-
-            watch.tell(told)
-        return watch
-
-    def _learn_growth(self, plan: Plan, watch: StageWatch) -> None:
-        """Have the next steps planned for what stages were seen to keep."""
-        key = next((k for k, p in self._plans.items() if p is plan), None)
-        if key is None:
-            return
-        peak = self._repriced(key, plan)
-        note_peak(plan, peak)
-        plan.differs = True
-        if peak > plan.limit_bytes:
-            plan.measured_bytes = max(plan.measured_bytes or 0, peak)
-            plan.outdated = True
-            names = [plan.inspection.measures[i].name for i in sorted(watch.growth)]
-            warn_excess(plan, peak, names)
 
     def _started(self, run: Run) -> None:
         self.__dict__["_pending"] = weakref.ref(run)

@@ -237,6 +237,7 @@ class DynamicCheckpointable(DynamicSteps):
             options=self._options,
             reserve_bytes=reserve_bytes,
             assumed_loss_bytes=self.loss_tmp_memory_usage,
+            verify=self.verify,
         )
         self._plans[key] = plan
         self.__dict__.update(_latest=plan, _latest_key=key)

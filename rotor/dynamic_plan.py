@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rotor import dtr
+from rotor.checksums import is_verified
 from rotor.dtr.recall import Stats
 from rotor.dtr.stepping import Unknown, learn_needs
 from rotor.metering import Metered, StepBytes
@@ -67,6 +68,10 @@ class DynamicPlan(Metered):
         Of the outputs in the step that is metered.
     unknown
         Operators of that step whose needs had to be guessed.
+    verify
+        Which steps compare what they compute again (`rotor.Checkpointable`).
+    kept
+        Operators whose results are not evicted, as they came out otherwise when they ran again.
     steps, latest
         How many steps ended, and figures of the last ones.
     """
@@ -83,6 +88,8 @@ class DynamicPlan(Metered):
     loss_output_bytes: int = 0
     output_bytes: int = 0
     unknown: Unknown = field(default_factory=list, repr=False)
+    verify: str | int = "off"
+    kept: set[str] = field(default_factory=set)
     steps: int = 0
     latest: deque[StepFigures] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
@@ -156,6 +163,8 @@ class DynamicPlan(Metered):
 
         def ended(step: NestedStep) -> None:
             self.steps += 1
+            if step.is_proved:
+                self.proved.add(step.session.compared)
             room = self.room_for_loss(step.output_bytes)
             self.latest.append(StepFigures(step.session.stats, step.output_bytes, room))
 
@@ -167,8 +176,11 @@ class DynamicPlan(Metered):
             ended=ended,
             is_trial=is_trial,
             observer=None,
+            verify=is_verified(self.verify, self.proved.ran),
+            kept=self.kept,
             **(_DEFAULTS | self.options),
         )
+        self.proved.ran += not is_trial
         step.session.aim(self.limit_bytes - self.reserve_bytes)
         return step
 

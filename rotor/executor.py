@@ -22,6 +22,7 @@ from torch.autograd.function import Function
 from rotor import _torch
 from rotor.recompute import SPLIT_BACKWARD, AutocastState, RngTracker, Snapshot
 from rotor.schedule import FE, FN, Schedule
+from rotor.stage_proofs import StepProof
 from rotor.stages import Stage
 from rotor.values import (
     Flags,
@@ -143,6 +144,8 @@ class Run:
         Recompute with the random numbers of the first forward.
     flags
         Which tensors of each activation require gradients, [n + 1]; ``None``: all that could.
+    proof
+        Compares what is made again with what was made first.
     accumulate
         Let the nested backward add to ``.grad`` of the parameters, instead of handing their
         gradients out.
@@ -156,12 +159,14 @@ class Run:
         *,
         preserve_rng_state: bool = True,
         flags: Sequence[Flags] | None = None,
+        proof: StepProof | None = None,
         accumulate: bool = False,
     ) -> None:
         n, head, tail = schedule.n, schedule.head, schedule.tail
         self.stages = stages
         self.schedule = schedule
         self.accumulate = accumulate
+        self.proof = proof
         self.device = tensors_of(arg)[0].device
         self.token = _token(self.device)
         self.x: list[Any] = [None] * (n + 1)
@@ -213,6 +218,8 @@ class Run:
             y = stage(x)
             snapshot.finish()
             self.snapshots[i] = snapshot
+            if self.proof is not None:
+                self.proof.first(i, y)
         else:
             if i == self.schedule.head and versions(x) != self.input_versions:
                 raise RuntimeError(
@@ -222,6 +229,8 @@ class Run:
                 )
             self.left[i] -= 1
             y = snapshot.recompute(x, last=self.left[i] == 0)
+            if self.proof is not None:
+                self.proof.again(i, y)
         if self.autocast.enabled:
             torch.clear_autocast_cache()
         return y
@@ -385,6 +394,8 @@ class Run:
                     found = self.back(i, need_x, needs)
                 else:
                     self.back(i, True, [False] * len(self.parameters[i]))
+            if self.next < self.lowest and self.proof is not None:
+                self.proof.settle()
         except BaseException:
             self.release()
             raise
@@ -405,6 +416,7 @@ class Run:
         self.x = [None] * len(self.x)
         self.tapes = [None] * len(self.tapes)
         self.snapshots = [None] * len(self.snapshots)
+        self.proof = None
 
 
 def run_chain(
@@ -416,6 +428,7 @@ def run_chain(
     flags: Sequence[Flags] | None = None,
     started: Callable[[Run], None] | None = None,
     run_class: type[Run] = Run,
+    proof: StepProof | None = None,
 ) -> Any:
     """Run the forward of a chain so that its backward follows the schedule.
 
@@ -433,6 +446,8 @@ def run_chain(
         Called with the run state, where there is one.
     run_class
         What runs the stages before the tail.
+    proof
+        Compares what is made again with what was made first.
 
     Returns
     -------
@@ -442,7 +457,14 @@ def run_chain(
     for stage in stages[: schedule.head]:
         y = stage(y)
     if schedule.tail > schedule.head:
-        run = run_class(stages, schedule, y, preserve_rng_state=preserve_rng_state, flags=flags)
+        run = run_class(
+            stages,
+            schedule,
+            y,
+            preserve_rng_state=preserve_rng_state,
+            flags=flags,
+            proof=proof,
+        )
         if started is not None:
             started(run)
         run.forward()

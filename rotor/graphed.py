@@ -179,15 +179,6 @@ class GraphCheckpointable(PiecesSteps):
                 module.training = training
         return self._steps.get(key[0])
 
-    def _forget(self, measured: Any) -> None:
-        """Measure this kind of step again when it comes."""
-        known: Any
-        for known in (self._plans, self._pieces):
-            for key in [key for key in known if key[0] == measured]:
-                del known[key]
-        for known in (self._steps, self._reasons):
-            known.pop(measured, None)
-
     def compute_sequence(
         self,
         custom_mem_limit_bytes: int | str | None = None,
@@ -325,6 +316,8 @@ class GraphCheckpointable(PiecesSteps):
         """What a plan belongs to: what a capture belongs to, and which gradients are missing."""
         measured = self._key(args, targets, kwargs)
         absent = self._structure.parameter_flags()[1]
+        if self._backend_of((measured, absent)) == "inductor":
+            absent = (True,) * len(absent)
         if (measured, absent) not in self._plans:
             known = sum(key[0] == measured for key in self._plans)
             if known >= _MOST_PLANS and not all(absent):
@@ -416,7 +409,9 @@ class GraphCheckpointable(PiecesSteps):
         if key in self._pieces:
             device, reason = self._reasons[key[0]]
             limit = self._limit_on(device)
-            plan = make_pieces_plan(device, reason, self._pieces[key], limit, reserve_bytes)
+            pieces = self._pieces[key]
+            pieces.captures.refresh(site.kind for site in pieces.sites)
+            plan = make_pieces_plan(device, reason, pieces, limit, reserve_bytes)
         elif key[0] in self._reasons:
             plan = self._dynamic_plan(key)
         else:

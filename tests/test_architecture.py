@@ -61,6 +61,7 @@ LAYERS = [
         [
             "rotor.stages",
             "rotor.recompute",
+            "rotor.stage_proofs",
             "rotor.executor",
             "rotor.sharded",
             "rotor.blocks",
@@ -71,11 +72,12 @@ LAYERS = [
     ),
     ("batches", ["rotor.batches"]),
     ("dynamic", ["rotor.dtr"]),
-    ("inspection", ["rotor.observing", "rotor.merging", "rotor.inspection"]),
+    ("inspection", ["rotor.observing", "rotor.merging", "rotor.inspection", "rotor.remeasuring"]),
     (
         "plans",
         [
             "rotor.plan",
+            "rotor.watching",
             "rotor.published",
             "rotor.together",
             "rotor.block_calls",
@@ -100,8 +102,10 @@ LAYERS = [
             "rotor.graph.pieces",
             "rotor.graph.pieced",
             "rotor.graph.loading",
+            "rotor.additions",
             "rotor.nested",
             "rotor.dynamic_plan",
+            "rotor.watching",
         ],
     ),
     ("reports", ["rotor.report", "rotor.graph.drawing", "rotor.tracing"]),
@@ -110,6 +114,7 @@ LAYERS = [
         "wrapper",
         [
             "rotor.checkpointable",
+            "rotor.chain_proofs",
             "rotor.chained",
             "rotor.dynamic",
             "rotor.graphed_pieces",

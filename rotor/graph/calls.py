@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rotor import _torch
-from rotor.graph.repeating import generators_kept
+from rotor.graph.repeating import attributes_kept, generators_kept
 from rotor.values import tensors_of
 
 logger = logging.getLogger("rotor")
@@ -53,7 +53,12 @@ def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     state = _torch.get_generator_state(device)
     try:
-        with torch.no_grad(), generators_kept(module.modules()):
+        modules = list(module.modules())
+        with (
+            torch.no_grad(),
+            generators_kept(modules),
+            attributes_kept(modules, drops_new=False),
+        ):
             module.forward(*args, **kwargs)
             for buffer, value in buffers:
                 buffer.copy_(value)

@@ -92,7 +92,8 @@ class CapturedStep:
 
     def with_existing(self, existing: frozenset[int]) -> CapturedStep:
         """Return the same step where some gradients exist when it begins."""
-        if existing == self.existing:
+        if existing == self.existing or self.inductor is not None:
+            # What Inductor compiles gives all gradients in the end.
             return self
         if existing not in self._variants:
             self._variants[existing] = replace(self, existing=existing)

@@ -27,6 +27,7 @@ __all__ = [
     "NOT_RUN",
     "TESTED",
     "UNTESTED",
+    "attributes_kept",
     "described_unrepeatable",
     "generators_kept",
     "is_unspecified",
@@ -44,8 +45,11 @@ _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_stride
 _UNSPECIFIED = (
     *("philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"),
     *("log_sumexp", "reserve", "workspace"),
+    *("running_mean_out", "running_var_out"),
 )
-"""Outputs that may hold uninitialised memory: states without dropout, padding, scratch."""
+"""Outputs that may hold uninitialised memory: states without dropout, padding, scratch. And new
+running statistics, which a repetition makes of those that the first run has changed, and discards.
+"""
 
 _MOST_NAMES = 3
 
@@ -101,6 +105,57 @@ def generators_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
     finally:
         for restore in restores:
             restore()
+
+
+_PLAIN = (bool, int, float, complex, str, type(None), tuple)
+_FILLED = (list, dict, set)
+
+
+@contextmanager
+def attributes_kept(modules: Sequence[nn.Module], *, drops_new: bool = True) -> Iterator[None]:
+    """Put plain attributes of modules, tensors and collections among them, back as they were.
+
+    Parameters
+    ----------
+    modules
+        Whose attributes.
+    drops_new
+        Take numbers, texts and tensors away that are new.
+    """
+    before = [(module, dict(module.__dict__)) for module in modules]
+    values = [value for _, found in before for value in found.values()]
+    tensors = [
+        (value, value.detach().clone())
+        for value in values
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided
+    ]
+    filled = [(value, value.copy()) for value in values if type(value) in _FILLED]
+    own = {id(slots) for module in modules for slots in _torch.slots_of_module(module)}
+    filled = [(value, copied) for value, copied in filled if id(value) not in own]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in tensors:
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+        for value, copied in filled:
+            _refill(value, copied)
+        for module, attributes in before:
+            for name, value in list(module.__dict__.items()):
+                if name not in attributes:
+                    if drops_new and type(value) in (*_PLAIN, torch.Tensor):
+                        del module.__dict__[name]
+                elif type(attributes[name]) in (*_PLAIN, torch.Tensor, *_FILLED):
+                    module.__dict__[name] = attributes[name]
+
+
+def _refill(value: Any, copied: Any) -> None:
+    value.clear()
+    if isinstance(value, list):
+        value.extend(copied)
+    else:
+        value.update(copied)
 
 
 def _tensors(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:

@@ -79,6 +79,8 @@ def plan_report(plan: Plan) -> Text:
         ["recomputation", f"{plan.sequence.makespan / ideal - 1:+.1%}" if ideal else "none"],
         ["stages recomputed", f"{recomputed} of {len(plan.chain)}"],
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
+        *loss_rows(plan),
+        ["proof", plan.proof],
     ]
     text = table([["plan", ""], *lines])
     reasons = plan.inspection.reasons
@@ -186,6 +188,7 @@ def dynamic_figures(plan: DynamicPlan) -> list[list[str]]:
             lines.append(["times over the limit", str(stats.overflows)])
     lines.append(["set aside after metering", format_bytes(plan.reserve_bytes)])
     lines.append(["steps", str(plan.steps)])
+    lines.append(["recomputation", plan.proved.text(plan.verify)])
     return lines
 
 
@@ -236,6 +239,7 @@ def pieces_figures(plan: PiecesPlan) -> list[list[str]]:
         ["recomputation in them", f"{plan.makespan / ideal - 1:+.1%}" if ideal else "none"],
         ["between them", f"{known}, at most {format_bytes(max(plan.pieces.bases.between))}"],
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
+        ["proof", plan.proof],
     ]
 
 

@@ -56,7 +56,7 @@ def units_of(trace: Trace, grouped: Grouped) -> list[Unit]:
 
 
 def _owners(trace: Trace, grouped: Grouped) -> dict[int, int]:
-    """For each operation of the backward the S node that it is the backward of.
+    """Return, for each operation of the backward, the S node that it is the backward of.
 
     Autograd numbers the operations of the forward, and what it runs for each in the backward has
     its number. Sums of gradients have none of their own: they come out of order.
@@ -95,7 +95,7 @@ def _owners(trace: Trace, grouped: Grouped) -> dict[int, int]:
 
 
 def _ordered(trace: Trace, late: dict[int, list[int]]) -> list[Unit]:
-    """The backward of each node at a stretch; in parts where other nodes have to come between."""
+    """Sort the backward so that each node runs at a stretch, or in parts where others intervene."""
     tasks = trace.lowered.tasks
     makers = {s: k for k, task in enumerate(tasks) for s in task.made.values()}
     backward = {index for indices in late.values() for index in indices}
@@ -175,7 +175,7 @@ def contracted(
 
 
 def is_repeatable(step: Graph, members: Sequence[int]) -> bool:
-    """Return whether operations can run again, without those of them that run once.
+    """Return True if operations can run again, without those of them that run once.
 
     Parameters
     ----------
@@ -208,7 +208,7 @@ class Part:
 
 
 def part_of(graph: Graph, chosen: Iterable[int], *, loss: bool) -> Part:
-    """Return some operations of a graph; what others made before them is there from the start.
+    """Return some operations of a graph; what others made before them exists from the start.
 
     Parameters
     ----------
