@@ -19,7 +19,7 @@ from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence as Schedule
 from rotor.algorithms.utils import DynamicAlgorithm, checked_slots
 from rotor.chain import Chain
-from rotor.chain_proofs import NeedsGraph, ProvedChain
+from rotor.chain_proofs import UNMEASURED, NeedsGraph, ProvedChain
 from rotor.checkpointable import Checkpointable, DefaultSlots
 from rotor.distributed import Ranks
 from rotor.executor import Run, run_chain
@@ -96,7 +96,8 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
         del model
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_ranks": None, "_watches": {}}
+        kept = super().__getstate__() | {"_ranks": None, "_watches": {}}
+        return kept | UNMEASURED if self._has_state() else kept
 
     def share_plans(self, group: Any = None) -> None:
         """Have the processes of a group measure together and run one plan.
