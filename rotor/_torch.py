@@ -494,6 +494,17 @@ def at_end_of_backward(
     torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(done, failed))
 
 
+def check_after_backward(check: Callable[[], object]) -> None:
+    """Have `check` called when the running backward is over; what it raises, the backward raises.
+
+    Raises
+    ------
+    RuntimeError
+        No backward is running.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(check)  # type: ignore[arg-type]
+
+
 def in_checkpoint() -> bool:
     """Whether what runs now belongs to a ``torch.utils.checkpoint`` that is not reentrant."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -14,9 +14,18 @@ from rotor.plan import Plan
 from rotor.stage_proofs import StepProof
 from rotor.stages import Stage, Structure
 
-__all__ = ["NeedsGraph", "ProvedChain"]
+__all__ = ["UNMEASURED", "NeedsGraph", "ProvedChain"]
 
 logger = logging.getLogger("rotor")
+
+UNMEASURED: dict[str, Any] = {
+    "_inspections": {},
+    "_plans": {},
+    "_latest": None,
+    "_latest_key": None,
+    "inspection_values": None,
+}
+"""Attributes of a copy that has to be measured again."""
 
 _CHAIN_ONLY = ("names", "functions", "inspection_values", "_algorithm", "_inspections")
 
@@ -38,6 +47,10 @@ class ProvedChain:
     _plans: dict[Any, Plan]
     _ranks: Any
     _sharding: Any
+
+    def _has_state(self) -> bool:
+        """Whether stages have state of which a copy of the model has its own."""
+        return any(s.state for found in self._inspections.values() for s in found.stages)
 
     def _observed(self, stages: Sequence[Stage], seen: Sequence[Observation]) -> None:
         """Have another engine plan what a chain cannot; warn of stages that are kept.

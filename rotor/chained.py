@@ -19,7 +19,7 @@ from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence as Schedule
 from rotor.algorithms.utils import DynamicAlgorithm, checked_slots
 from rotor.chain import Chain
-from rotor.chain_proofs import NeedsGraph, ProvedChain
+from rotor.chain_proofs import UNMEASURED, NeedsGraph, ProvedChain
 from rotor.checkpointable import Checkpointable, DefaultSlots
 from rotor.distributed import Ranks
 from rotor.executor import Run, run_chain
@@ -36,7 +36,7 @@ from rotor.sharded import ShardedRun, Sharding, find_sharding
 from rotor.stages import Stage, Structure, find_stages
 from rotor.units import format_bytes, parse_bytes
 from rotor.values import tensors_of
-from rotor.watching import StageWatch, grown, note_peak, warn_excess
+from rotor.watching import known_growth, stage_watch
 
 logger = logging.getLogger("rotor")
 
@@ -96,7 +96,8 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
         del model
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_ranks": None, "_watches": {}}
+        kept = super().__getstate__() | {"_ranks": None, "_watches": {}}
+        return kept | UNMEASURED if self._has_state() else kept
 
     def share_plans(self, group: Any = None) -> None:
         """Have the processes of a group measure together and run one plan.
@@ -392,9 +393,7 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
 
     def _chain(self, key: Any, reserve: int | None = None) -> Chain:
         inspection = self._inspections[key[0]]
-        watched = self._watches.get(id(inspection))
-        if watched is not None and watched[0] is inspection and watched[1] is not None:
-            inspection = grown(inspection, watched[1].growth)
+        inspection = known_growth(self._watches, inspection)
         # A parameter that several stages share gets its gradient in the last of them.
         lacking = (self._sharding or self._structure).lacking_gradient(key[1])
         missing = []
@@ -545,7 +544,7 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
         self._note_pending(plan)
         proof = self._proof_of(plan)
         meter = self._start_meter(plan)
-        watch = self._stage_watch(plan) if meter is None else None
+        watch = stage_watch(self, plan) if meter is None else None
         output = run_chain(
             plan.inspection.stages if watch is None else watch.stages,
             plan.schedule,
@@ -563,40 +562,6 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
         if watch is not None:
             watch.forward_done(output)
         return self._with_loss(output, targets)
-
-    def _stage_watch(self, plan: Plan) -> StageWatch | None:
-        """What sees how much the stages keep in this step; ``None`` where that cannot vary."""
-        if self._ranks is not None:
-            return None
-        known = self._watches.get(id(plan.inspection))
-        if known is None or known[0] is not plan.inspection:
-            known = (plan.inspection, StageWatch.of(plan.inspection))
-            self._watches[id(plan.inspection)] = known
-        watch: StageWatch | None = known[1]
-        if watch is not None:
-            myself, watched = weakref.ref(self), weakref.ref(watch)
-
-            def told() -> None:
-                model, seen = myself(), watched()
-                if model is not None and seen is not None:
-                    model._learn_growth(plan, seen)
-
-            watch.tell(told)
-        return watch
-
-    def _learn_growth(self, plan: Plan, watch: StageWatch) -> None:
-        """Have the next steps planned for what stages were seen to keep."""
-        key = next((k for k, p in self._plans.items() if p is plan), None)
-        if key is None:
-            return
-        peak = self._repriced(key, plan)
-        note_peak(plan, peak)
-        plan.differs = True
-        if peak > plan.limit_bytes:
-            plan.measured_bytes = max(plan.measured_bytes or 0, peak)
-            plan.outdated = True
-            names = [plan.inspection.measures[i].name for i in sorted(watch.growth)]
-            warn_excess(plan, peak, names)
 
     def _started(self, run: Run) -> None:
         self.__dict__["_pending"] = weakref.ref(run)

@@ -16,8 +16,9 @@ from rotor.graph.kinds import Captures
 from rotor.graph.lowering import Lowered
 from rotor.graph.pieced import PiecesPlan, PiecesStep, learn, learn_levels
 from rotor.graph.pieces import Pieces, discover
+from rotor.graph.proving import PartsTally
 from rotor.graph.recorded import price
-from rotor.graph.repeating import described_unrepeatable
+from rotor.graph.repeating import attributes_kept, described_unrepeatable, generators_kept
 from rotor.metering import StepBytes, StepWatch, cancel_running
 from rotor.progress import progress
 from rotor.stages import Structure
@@ -30,8 +31,18 @@ class PiecesSteps(DynamicSteps):
 
     _pieces: dict[Any, Pieces]
     _reasons: dict[Any, tuple[torch.device, str]]
+    _steps: dict[Any, Any]
     _profile: Any
     _structure: Structure
+
+    def _forget(self, measured: Any) -> None:
+        """Measure this kind of step again when it comes."""
+        known: Any
+        for known in (self._plans, self._pieces):
+            for key in [key for key in known if key[0] == measured]:
+                del known[key]
+        for known in (self._steps, self._reasons):
+            known.pop(measured, None)
 
     def _dynamic_plan(self, key: Any) -> DynamicPlan:
         device, reason = self._reasons[key[0]]
@@ -54,8 +65,10 @@ class PiecesSteps(DynamicSteps):
         plan.is_over = False
         dynamic = self._dynamic_plan(key)
         cancel_running()
+        modules = list(self.module.modules())
         try:
-            self._try_dynamically(dynamic, args, targets, kwargs)
+            with generators_kept(modules), attributes_kept(modules):
+                self._try_dynamically(dynamic, args, targets, kwargs)
         except InfeasibleError:
             self._warn_once("over", plan.told_over())
             return plan
@@ -98,9 +111,12 @@ class PiecesSteps(DynamicSteps):
     def _step_by_pieces(
         self, plan: PiecesPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
+        tally = PartsTally(plan.proved, self.module) if plan.is_verified(self.verify) else None
         meter = self._start_meter(plan)
-        with PiecesStep(plan, meter) as pieces:
+        with PiecesStep(plan, meter, tally) as pieces:
             output = self.module.forward(*args, **kwargs)
+        if tally is not None:
+            tally.seal()
         self.__dict__["_pending"] = pieces.token
         if meter is not None:
             meter.forward_done(tensors_within(output))

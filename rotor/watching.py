@@ -32,8 +32,10 @@ __all__ = [
     "can_vary",
     "grown",
     "is_due",
+    "known_growth",
     "meter_again",
     "note_peak",
+    "stage_watch",
     "warn_excess",
 ]
 
@@ -44,6 +46,9 @@ _EVERY = 256
 _NOISE_BYTES = 1 << 16
 _NOISE_SHARE = 50
 """Less than these bytes, and than this part of what was expected, is taken for noise."""
+
+_NEW_MAXIMUM = 1.05
+"""An excess is told again where it is larger by this factor."""
 
 Growth = dict[int, tuple[int, int]]
 """By number of a stage: bytes that it kept, and gave, beyond what was measured."""
@@ -196,6 +201,58 @@ def grown(inspection: Inspection, growth: Growth) -> Inspection:
     return replace(inspection, measures=measures)
 
 
+Watches = dict[int, tuple[Inspection, StageWatch | None]]
+"""The watches of a model, by the identity of what was measured."""
+
+
+def known_growth(watches: Watches, inspection: Inspection) -> Inspection:
+    """Return an inspection with what its stages were seen to keep beyond it."""
+    known, watch = watches.get(id(inspection), (None, None))
+    return grown(inspection, watch.growth) if known is inspection and watch else inspection
+
+
+def stage_watch(model: Any, plan: Any) -> StageWatch | None:
+    """Return what sees how much the stages keep in a step; ``None`` where that cannot vary.
+
+    Parameters
+    ----------
+    model
+        The model of a chain; its next steps are planned for what is seen.
+    plan
+        Under which the step runs.
+    """
+    inspection, watches = plan.inspection, model._watches
+    if model._ranks is not None:
+        return None
+    if watches.get(id(inspection), (None,))[0] is not inspection:
+        watches[id(inspection)] = (inspection, StageWatch.of(inspection))
+    watch: StageWatch | None = watches[id(inspection)][1]
+    if watch is not None:
+        myself, watched = weakref.ref(model), weakref.ref(watch)
+
+        def told() -> None:
+            found, seen = myself(), watched()
+            if found is not None and seen is not None:
+                _learn_growth(found, plan, seen)
+
+        watch.tell(told)
+    return watch
+
+
+def _learn_growth(model: Any, plan: Any, watch: StageWatch) -> None:
+    key = next((k for k, known in model._plans.items() if known is plan), None)
+    if key is None:
+        return
+    peak = model._repriced(key, plan)
+    note_peak(plan, peak)
+    plan.differs = True
+    if peak > plan.limit_bytes:
+        plan.measured_bytes = max(plan.measured_bytes or 0, peak)
+        plan.outdated = True
+        names = [plan.inspection.measures[i].name for i in sorted(watch.growth)]
+        warn_excess(plan, peak, names)
+
+
 class _Watch:
     """What looks at a step at its marks, and at the end of its backward.
 
@@ -329,7 +386,7 @@ def warn_excess(
     where
         The parts of the model that kept more than was measured, where that is known.
     """
-    if peak_bytes <= max(plan.limit_bytes, plan.warned_bytes):
+    if peak_bytes <= max(plan.limit_bytes, plan.warned_bytes * _NEW_MAXIMUM):
         return
     plan.warned_bytes = peak_bytes
     named = f" by {', '.join(where)}" if where else ""

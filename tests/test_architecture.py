@@ -77,6 +77,7 @@ LAYERS = [
         "plans",
         [
             "rotor.plan",
+            "rotor.watching",
             "rotor.published",
             "rotor.together",
             "rotor.block_calls",
@@ -104,6 +105,7 @@ LAYERS = [
             "rotor.additions",
             "rotor.nested",
             "rotor.dynamic_plan",
+            "rotor.watching",
         ],
     ),
     ("reports", ["rotor.report", "rotor.graph.drawing", "rotor.tracing"]),

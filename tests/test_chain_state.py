@@ -452,3 +452,12 @@ def test_running_generators_are_refused_before_they_move() -> None:
     with pytest.raises(ValueError, match=r"1\.factors is a running generator"):
         chk(torch.randn(BATCH, WIDTH))
     assert next(net[1].factors) == 1.0
+
+
+def test_copies_have_state_of_their_own() -> None:
+    net = seeded(lambda: nn.Sequential(*(Annealed() for _ in range(3))))
+    chk = planned(net, 0.1)
+    other = copy.deepcopy(chk)
+    plain = train(net, net)
+    assert [m.state() for m in other] == [{"tau": 1.0}] * 3
+    assert same(plain, train(other, other))

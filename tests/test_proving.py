@@ -210,3 +210,39 @@ def test_gradients_equal_with_and_without_proofs():
         results.append(step(chk, x))
     assert results[0][0] == results[1][0]
     assert all(map(torch.equal, results[0][1], results[1][1]))
+
+
+@pytest.mark.filterwarnings("ignore:the limit of:rotor.errors.MemoryLimitWarning")
+@pytest.mark.parametrize("gradients", ["new", "existing"])
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "buffers"])
+def test_parts_of_a_model_are_proved_and_refuted(norm, gradients):
+    model, x = Stack("liar", norm=norm, parts=True), sample()
+    # What lies between the parts is only known after a step: the limit is what is needed then.
+    chk, _ = planned(model, x, 1.15)
+    plan = chk._latest
+    for _ in range(3):
+        train(chk, x)
+        plan = chk._latest
+    assert "recomputed values, bit for bit" in chk.report()
+    assert plan.recomputes
+    chk.verify = "always"
+    if gradients == "new":
+        model.zero_grad()
+    else:
+        train(chk, x, accumulate=True)
+    STATE["lies"] = True
+    before = state_of(model)
+    with pytest.raises(rotor.RecomputationError) as caught:
+        train(chk, x, accumulate=True)
+    assert unchanged(model, before)
+    assert caught.value.operation == "rotor_tests.liar.default"
+    assert caught.value.module.startswith("blocks.")
+    # The limit does not allow keeping it.
+    with pytest.raises(InfeasibleError, match="captured parts of the model alone need"):
+        train(chk, x, accumulate=gradients == "existing")
+
+
+def test_compiled_plans_claim_nothing():
+    chk, _ = planned(Stack("repeats"), sample(), engine="graph", backend="inductor")
+    assert chk._latest.recomputed
+    assert "not proved: code that Inductor compiled is not compared" in chk.report()

@@ -92,7 +92,8 @@ class CapturedStep:
 
     def with_existing(self, existing: frozenset[int]) -> CapturedStep:
         """Return the same step where some gradients exist when it begins."""
-        if existing == self.existing:
+        if existing == self.existing or self.inductor is not None:
+            # What Inductor compiles gives all gradients in the end.
             return self
         if existing not in self._variants:
             self._variants[existing] = replace(self, existing=existing)
@@ -283,7 +284,11 @@ class GraphPlan(Metered):
             return None
         is_due = self.proved.is_due(verify)
         self.proved.ran += 1
-        return Tally(self.proved) if is_due else None
+        if not is_due:
+            return None
+        tally = Tally(self.proved)
+        tally.seal()
+        return tally
 
     def _verified_code(self) -> tuple[StepCode, Prover]:
         """The program with comparisons; gradients are held back to its end where there is room."""

@@ -18,6 +18,7 @@ from rotor.graph.emit import StepCode
 from rotor.graph.kinds import Kind, backward_marks
 from rotor.graph.pieces import Pieces, Site
 from rotor.graph.probing import described_call
+from rotor.graph.proving import Tally
 from rotor.metering import Metered, StepBytes, StepWatch
 from rotor.replacing import Replaced
 
@@ -57,6 +58,8 @@ class PiecesPlan(Metered):
         What was beside the pieces in the metered steps of this plan.
     is_over
         A metered step needed more than the limit, and no choice would change it.
+    recomputes
+        The last step computed something again.
     """
 
     device: torch.device
@@ -69,12 +72,41 @@ class PiecesPlan(Metered):
     levels: dict[str, int] = field(default_factory=dict, repr=False)
     metered: Bases | None = field(default=None, repr=False)
     is_over: bool = field(default=False, repr=False)
+    recomputes: bool = field(default=False, repr=False)
     parts_label: ClassVar[str] = "parts captured"
 
     @property
     def predicted_bytes(self) -> int:
         """Peak of a step; before one was metered, what lies between the pieces is an estimate."""
         return self.simulation.peak_bytes
+
+    @property
+    def is_refuted(self) -> bool:
+        """A part computed something again that came out otherwise."""
+        return self._known != self._counts()
+
+    def _counts(self) -> list[int]:
+        return [len(site.kind.captured.lowered.unrepeatable) for site in self.pieces.sites]
+
+    def __post_init__(self) -> None:
+        self._known = self._counts()
+
+    def is_verified(self, verify: str | int) -> bool:
+        """Return whether the next step is verified; nothing is where nothing is computed again."""
+        sites = zip(self.pieces.sites, self.choice, strict=True)
+        self.recomputes = any(s.kind.verified(k) is not None for s, k in sites)
+        if not self.recomputes:
+            return False
+        is_due = self.proved.is_due(verify)
+        self.proved.ran += 1
+        return is_due
+
+    @property
+    def proof(self) -> str:
+        """What verified steps have shown, as text."""
+        if not self.recomputes:
+            return "nothing was recomputed"
+        return self.proved.text("first")
 
     @property
     def makespan(self) -> float:
@@ -121,6 +153,7 @@ def make_pieces_plan(
     InfeasibleError
         The pieces alone do not fit.
     """
+    pieces.captures.refresh(site.kind for site in pieces.sites)
     options = pieces.options()
     alone = _zero(pieces.bases)
     least_alone = least_bytes(options, alone)
@@ -159,11 +192,16 @@ class PiecesStep:
         What to run.
     meter
         The meter of this step, where there is one.
+    tally
+        Notes the proof of a step that is verified.
     """
 
-    def __init__(self, plan: PiecesPlan, meter: StepWatch | None) -> None:
+    def __init__(
+        self, plan: PiecesPlan, meter: StepWatch | None, tally: Tally | None = None
+    ) -> None:
         self._plan = plan
         self._meter = meter
+        self._tally = tally
         self._sites = {(site.module, site.number): k for k, site in enumerate(plan.pieces.sites)}
         self._counts: dict[nn.Module, int] = {}
         self._stack = ExitStack()
@@ -222,6 +260,10 @@ class PiecesStep:
     def _run(self, k: int, site: Site, forward: Any, args: Any, kwargs: Any) -> Any:
         kind = site.kind
         emitted = kind.emitted(self._plan.choice[k])
+        verified = None if self._tally is None else kind.verified(self._plan.choice[k])
+        if verified is not None:
+            emitted, prover = verified
+            prover.tally, prover.place = self._tally, site.path
         marks = None
         if self._meter is not None:
             marks = backward_marks(self._meter.mark, k)

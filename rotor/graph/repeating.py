@@ -45,8 +45,11 @@ _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_stride
 _UNSPECIFIED = (
     *("philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"),
     *("log_sumexp", "reserve", "workspace"),
+    *("running_mean_out", "running_var_out"),
 )
-"""Outputs that may hold uninitialised memory: states without dropout, padding, scratch."""
+"""Outputs that may hold uninitialised memory: states without dropout, padding, scratch. And new
+running statistics, which a repetition makes of those that the first run has changed, and discards.
+"""
 
 _MOST_NAMES = 3
 

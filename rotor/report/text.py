@@ -239,6 +239,7 @@ def pieces_figures(plan: PiecesPlan) -> list[list[str]]:
         ["recomputation in them", f"{plan.makespan / ideal - 1:+.1%}" if ideal else "none"],
         ["between them", f"{known}, at most {format_bytes(max(plan.pieces.bases.between))}"],
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
+        ["proof", plan.proof],
     ]
 
 

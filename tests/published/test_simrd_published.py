@@ -128,6 +128,15 @@ def test_lists_of_logs_are_read(folder):
             find_logs([folder / "sim_conf.json"])
 
 
+def test_a_shipped_log_is_simulated_by_its_name(folder, capsys):
+    assert main(["simulate", "unet", "--heuristic", "DTR", "--ratio", "0.9"]) == 0
+    assert capsys.readouterr().out.startswith("unet: 856 commands, 306 operations")
+    assert main(["simulate", "nothing", "--ratio", "0.9"]) == 2
+    assert capsys.readouterr().err.endswith("nothing: No such file or directory\n")
+    (folder / "unet").write_text("{}")
+    assert main(["simulate", "unet", "--ratio", "0.9"]) == 2
+
+
 def test_what_ships_is_listed(capsys):
     code, text, _ = command(capsys, "list")
     assert code == 0
