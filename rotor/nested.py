@@ -24,6 +24,8 @@ from rotor import _dispatch, _torch
 from rotor.additions import Additions
 from rotor.dtr.stepping import StepSession
 from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning, RecomputationError
+from rotor.hook_values import hook_places
+from rotor.places import tensors_in
 from rotor.recompute import SPLIT_BACKWARD
 from rotor.values import tensors_of
 
@@ -198,12 +200,19 @@ class NestedStep:
                     yield vars(module), name, value
 
     def _attributes(self) -> list[torch.Tensor]:
-        return [tensor for _, _, value in self._places() for tensor in tensors_of(value)]
+        found = [tensor for _, _, value in self._places() for tensor in tensors_of(value)]
+        for place in hook_places(self._modules):
+            found += tensors_in(place.get())
+        return found
 
     def _replace_attributes(self, given: dict[int, torch.Tensor]) -> None:
         for where, name, value in self._places():
             if any(id(tensor) in given for tensor in tensors_of(value)):
                 where[name] = replaced(value, given)
+        for place in hook_places(self._modules):
+            value = place.get()
+            if any(id(tensor) in given for tensor in tensors_in(value)):
+                place.put(replaced(value, given))
 
     # -- backward
 

@@ -50,6 +50,7 @@ LAYERS = [
             "rotor.timing",
             "rotor.checksums",
             "rotor.places",
+            "rotor.hook_values",
             "rotor.module_state",
             "rotor.transparent",
             "rotor.environment",
