@@ -78,9 +78,8 @@ def cases(device: torch.device, shrink: int) -> list[Case]:
 
     def chained_gpt() -> nn.Module:
         width, layers, words, heads = sizes
-        return rotor.gpt.gpt(
-            "mini", width=width, layers=layers, heads=heads, vocabulary=words, context=length
-        )
+        given = {"width": width, "layers": layers, "heads": heads, "dropout": 0.0}
+        return rotor.gpt.gpt("mini", **given, vocab_size=words, context_length=length)
 
     def resnet() -> nn.Module:
         return rotor.resnet.resnet18(num_classes=10)
@@ -151,14 +150,12 @@ def judge(case: Case, device: torch.device, share: float, rounds: int) -> Row:
     if chk._latest is not plan or proved.steps != verified + rounds or not proved.values:
         raise SystemExit(f"{case.name} ({case.engine}): not every step was verified: {proved}")
     cpu, wall = (statistics.median(column) for column in zip(*ratios, strict=True))
-    return Row(case, limit, recomputed(plan), proved.values, cpu, wall)
+    return Row(case, limit, recomputed(plan, case.engine), proved.values, cpu, wall)
 
 
-def recomputed(plan: Any) -> int:
+def recomputed(plan: Any, engine: str) -> int:
     """Operations or stages that a plan runs more than once."""
-    if isinstance(plan.recomputed, int):
-        return plan.recomputed
-    return len(plan.recomputed)
+    return plan.recomputed if engine == "graph" else len(plan.schedule.recomputed)
 
 
 def main() -> None:
