@@ -231,6 +231,14 @@ def aot_backend(
     )
 
 
+def is_defect_of_capture(error: BaseException) -> bool:
+    """Return whether an error was raised by dynamo's own code: a defect, no word about a model."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and "/torch/_dynamo/" in trace.tb_frame.f_code.co_filename
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` stands for a module, or for its forward."""
     compiled = hasattr(module.forward, "_torchdynamo_orig_callable")

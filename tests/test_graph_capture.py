@@ -384,3 +384,21 @@ def test_a_transformer_at_low_limits():
         nn.TransformerEncoder(layer, 2), (rows(4, 12, 16),), fractions=(1.0, 0.5, 0.25, 0.0)
     )
     assert int(chk.program.runs.max()) > 1
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_non_differentiable()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+def test_an_error_of_dynamos_own_is_a_refusal():
+    model = Net(lambda self, x: Reversed.apply(chain(self, x)), l=linears())
+    chk = rotor.Checkpointable(model, mem_limit="1GiB", engine="graph")
+    with pytest.raises(rotor.CaptureError, match="capture failed in its own code"):
+        chk(rows())

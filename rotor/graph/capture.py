@@ -156,6 +156,13 @@ class Capture:
                     f"shows them.\n{_reason(error)}"
                 ) from error
             raise CaptureError(_reason(error)) from error
+        except (AssertionError, AttributeError, LookupError, TypeError, RuntimeError) as error:
+            if not _torch.is_defect_of_capture(error):
+                raise
+            raise CaptureError(
+                f"PyTorch's capture failed in its own code: {type(error).__name__}: "
+                f"{_reason(error)}"
+            ) from error
 
     @staticmethod
     def _refused(*_: Any) -> Any:
