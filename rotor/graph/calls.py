@@ -45,9 +45,10 @@ def check_arguments(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Non
 
 
 def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
-    """A forward that leaves random states and buffers as they were; whether it came to its end.
+    """Run a forward that leaves random states and buffers as they were; whether it came to its end.
 
-    It runs without gradients, which a forward that computes some itself does not take.
+    It runs without gradients, which a forward that computes some itself does not take, and twice,
+    after which a flag that every forward turns is what it was.
     """
     device = tensors_of((args, kwargs))[0].device
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
@@ -57,11 +58,12 @@ def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
         with (
             torch.no_grad(),
             generators_kept(modules),
-            attributes_kept(modules, drops_new=False),
+            attributes_kept(modules, prepares=True),
         ):
-            module.forward(*args, **kwargs)
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for _ in range(2):
+                module.forward(*args, **kwargs)
+                for buffer, value in buffers:
+                    buffer.copy_(value)
         return True
     except Exception as error:
         logger.info("a forward without gradients failed: %s", error)

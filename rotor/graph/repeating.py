@@ -113,15 +113,15 @@ _FILLED = (list, dict, set)
 
 
 @contextmanager
-def attributes_kept(modules: Sequence[nn.Module], *, drops_new: bool = True) -> Iterator[None]:
+def attributes_kept(modules: Sequence[nn.Module], *, prepares: bool = False) -> Iterator[None]:
     """Put plain attributes of modules, tensors and collections among them, back as they were.
 
     Parameters
     ----------
     modules
         Whose attributes.
-    drops_new
-        Take numbers, texts and tensors away that are new.
+    prepares
+        Leave what a first forward sets up: attributes that are new, or were ``None`` or a flag.
     """
     before = [(module, dict(module.__dict__)) for module in modules]
     values = [value for _, found in before for value in found.values()]
@@ -145,8 +145,10 @@ def attributes_kept(modules: Sequence[nn.Module], *, drops_new: bool = True) -> 
         for module, attributes in before:
             for name, value in list(module.__dict__.items()):
                 if name not in attributes:
-                    if drops_new and type(value) in (*_PLAIN, torch.Tensor):
+                    if not prepares and type(value) in (*_PLAIN, torch.Tensor):
                         del module.__dict__[name]
+                elif prepares and isinstance(attributes[name], bool | None):
+                    continue
                 elif type(attributes[name]) in (*_PLAIN, torch.Tensor, *_FILLED):
                     module.__dict__[name] = attributes[name]
 
