@@ -159,6 +159,7 @@ class BlocksPlan(PiecesPlan):
 
     earlier: StepBytes | None = field(default=None, repr=False)
     parts_label: ClassVar[str] = "blocks"
+    is_watched: ClassVar[bool] = False  # what gloo frees on its threads would be taken for growth
 
     def __post_init__(self) -> None:
         """Nothing is compared."""
