@@ -66,14 +66,14 @@ build/c/test_%: tests/c/test_%.c $(C_OBJECTS) $(C_HEADERS)
 test-c: $(C_TESTS) ## the C core's tests, under the address and undefined-behaviour sanitizers
 	@for t in $(C_TESTS); do echo "== $$t"; $$t || exit 1; done
 
-test-sanitized: $(VENV)/.test ## the Python tests on a sanitised build of the extension
+test-sanitized: $(VENV)/.test ## the Python tests (TESTS=) on a sanitised build of the extension
 	mkdir -p build/sanitized
 	cp -r rotor build/sanitized/ && rm -f build/sanitized/rotor/_core*.so
 	ln -sfn $(CURDIR)/models build/sanitized/rotor/models
 	ROTOR_SANITIZE=1 $(BIN)/python setup.py -q build_ext --build-temp build/sanitized/temp \
 		--build-lib build/sanitized
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(SANITIZERS)" PYTHONPATH=build/sanitized \
-		$(BIN)/python -m pytest -m "not slow" -p no:cacheprovider
+		$(BIN)/python -m pytest -m "not slow" -p no:cacheprovider $(TESTS)
 
 lint: $(VENV)/.dev ## ruff, mypy
 	$(BIN)/ruff check .

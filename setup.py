@@ -1,4 +1,4 @@
-"""Builds the extension rotor._core; everything else is in pyproject.toml.
+"""Builds the extension rotor._core and states the license; everything else is in pyproject.toml.
 
 Environment: ROTOR_DEBUG=1 builds without optimisation and with assertions, ROTOR_SANITIZE=1 with
 the address and undefined-behaviour sanitizers, ROTOR_WERROR=1 turns warnings into errors.
@@ -8,7 +8,12 @@ import os
 import sys
 from glob import glob
 
+import setuptools
 from setuptools import Extension, setup
+
+# pyproject.toml has two forms for a license, and setuptools before 77 refuses the present one.
+is_current = hasattr(setuptools.Distribution().metadata, "license_expression")
+license_text = {"license_expression" if is_current else "license": "BSD-3-Clause"}
 
 WARNINGS = [
     "-Wall",
@@ -43,6 +48,7 @@ if sys.platform.startswith("linux"):
     macros.append(("_GNU_SOURCE", None))
 
 setup(
+    **license_text,
     ext_modules=[
         Extension(
             "rotor._core",
@@ -54,5 +60,5 @@ setup(
             extra_link_args=link_args,
             libraries=libraries,
         )
-    ]
+    ],
 )

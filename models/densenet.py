@@ -211,6 +211,7 @@ def _read_older_names(
 
 def _build(
     name: str,
+    pretrained: bool,
     growth_rate: int,
     block_config: tuple[int, ...],
     num_init_features: int,
@@ -221,24 +222,36 @@ def _build(
         "block_config": block_config,
         "num_init_features": num_init_features,
     }
-    return DenseNet(**model_options(name, options, DenseNetOptions, fixed))
+    return DenseNet(**model_options(name, options, DenseNetOptions, fixed, pretrained=pretrained))
 
 
-def densenet121(**options: Unpack[DenseNetOptions]) -> DenseNet:
+def densenet121(
+    pretrained: bool = False, progress: bool = True, **options: Unpack[DenseNetOptions]
+) -> DenseNet:
     """DenseNet-121; `options` are the keyword arguments of `DenseNet`."""
-    return _build("densenet121", 32, (6, 12, 24, 16), 64, options)
+    del progress
+    return _build("densenet121", pretrained, 32, (6, 12, 24, 16), 64, options)
 
 
-def densenet161(**options: Unpack[DenseNetOptions]) -> DenseNet:
+def densenet161(
+    pretrained: bool = False, progress: bool = True, **options: Unpack[DenseNetOptions]
+) -> DenseNet:
     """DenseNet-161; `options` are the keyword arguments of `DenseNet`."""
-    return _build("densenet161", 48, (6, 12, 36, 24), 96, options)
+    del progress
+    return _build("densenet161", pretrained, 48, (6, 12, 36, 24), 96, options)
 
 
-def densenet169(**options: Unpack[DenseNetOptions]) -> DenseNet:
+def densenet169(
+    pretrained: bool = False, progress: bool = True, **options: Unpack[DenseNetOptions]
+) -> DenseNet:
     """DenseNet-169; `options` are the keyword arguments of `DenseNet`."""
-    return _build("densenet169", 32, (6, 12, 32, 32), 64, options)
+    del progress
+    return _build("densenet169", pretrained, 32, (6, 12, 32, 32), 64, options)
 
 
-def densenet201(**options: Unpack[DenseNetOptions]) -> DenseNet:
+def densenet201(
+    pretrained: bool = False, progress: bool = True, **options: Unpack[DenseNetOptions]
+) -> DenseNet:
     """DenseNet-201; `options` are the keyword arguments of `DenseNet`."""
-    return _build("densenet201", 32, (6, 12, 48, 32), 64, options)
+    del progress
+    return _build("densenet201", pretrained, 32, (6, 12, 48, 32), 64, options)

@@ -403,9 +403,14 @@ class Inception3(Model):
                 nn.init.zeros_(module.bias)
 
 
-def inception_v3(**options: Unpack[InceptionOptions]) -> Inception3:
+def inception_v3(
+    pretrained: bool = False, progress: bool = True, **options: Unpack[InceptionOptions]
+) -> Inception3:
     """Inception v3; `options` are the keyword arguments of `Inception3`."""
-    return Inception3(**model_options("inception_v3", options, InceptionOptions))
+    del progress
+    return Inception3(
+        **model_options("inception_v3", options, InceptionOptions, pretrained=pretrained)
+    )
 
 
 def _pool(x: Tensor) -> Tensor:

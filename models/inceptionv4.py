@@ -84,9 +84,14 @@ class Inception4(Model):
                 nn.init.kaiming_normal_(module.weight)
 
 
-def inception_v4(**options: Unpack[Inception4Options]) -> Inception4:
+def inception_v4(
+    pretrained: bool = False, progress: bool = True, **options: Unpack[Inception4Options]
+) -> Inception4:
     """Inception v4; `options` are the keyword arguments of `Inception4`."""
-    return Inception4(**model_options("inception_v4", options, Inception4Options))
+    del progress
+    return Inception4(
+        **model_options("inception_v4", options, Inception4Options, pretrained=pretrained)
+    )
 
 
 def _ways(channels: int, *layers: tuple[int, Size]) -> nn.Sequential:

@@ -285,62 +285,99 @@ def _shortcut(inplanes: int, planes: int, stride: int, norm: NormLayer) -> nn.Mo
 
 def _build(
     name: str,
+    pretrained: bool,
     block: type[BasicBlock | Bottleneck],
     layers: Sequence[int],
     options: ResNetOptions,
     **fixed: int,
 ) -> ResNet:
-    return ResNet(block, layers, **model_options(name, options, ResNetOptions, fixed))
+    return ResNet(
+        block, layers, **model_options(name, options, ResNetOptions, fixed, pretrained=pretrained)
+    )
 
 
-def resnet18(**options: Unpack[ResNetOptions]) -> ResNet:
+def resnet18(
+    pretrained: bool = False, progress: bool = True, **options: Unpack[ResNetOptions]
+) -> ResNet:
     """ResNet-18; `options` are the keyword arguments of `ResNet`."""
-    return _build("resnet18", BasicBlock, (2, 2, 2, 2), options)
+    del progress
+    return _build("resnet18", pretrained, BasicBlock, (2, 2, 2, 2), options)
 
 
-def resnet34(**options: Unpack[ResNetOptions]) -> ResNet:
+def resnet34(
+    pretrained: bool = False, progress: bool = True, **options: Unpack[ResNetOptions]
+) -> ResNet:
     """ResNet-34; `options` are the keyword arguments of `ResNet`."""
-    return _build("resnet34", BasicBlock, (3, 4, 6, 3), options)
+    del progress
+    return _build("resnet34", pretrained, BasicBlock, (3, 4, 6, 3), options)
 
 
-def resnet50(**options: Unpack[ResNetOptions]) -> ResNet:
+def resnet50(
+    pretrained: bool = False, progress: bool = True, **options: Unpack[ResNetOptions]
+) -> ResNet:
     """ResNet-50; `options` are the keyword arguments of `ResNet`."""
-    return _build("resnet50", Bottleneck, (3, 4, 6, 3), options)
+    del progress
+    return _build("resnet50", pretrained, Bottleneck, (3, 4, 6, 3), options)
 
 
-def resnet101(**options: Unpack[ResNetOptions]) -> ResNet:
+def resnet101(
+    pretrained: bool = False, progress: bool = True, **options: Unpack[ResNetOptions]
+) -> ResNet:
     """ResNet-101; `options` are the keyword arguments of `ResNet`."""
-    return _build("resnet101", Bottleneck, (3, 4, 23, 3), options)
+    del progress
+    return _build("resnet101", pretrained, Bottleneck, (3, 4, 23, 3), options)
 
 
-def resnet152(**options: Unpack[ResNetOptions]) -> ResNet:
+def resnet152(
+    pretrained: bool = False, progress: bool = True, **options: Unpack[ResNetOptions]
+) -> ResNet:
     """ResNet-152; `options` are the keyword arguments of `ResNet`."""
-    return _build("resnet152", Bottleneck, (3, 8, 36, 3), options)
+    del progress
+    return _build("resnet152", pretrained, Bottleneck, (3, 8, 36, 3), options)
 
 
-def resnext50_32x4d(**options: Unpack[ResNetOptions]) -> ResNet:
+def resnext50_32x4d(
+    pretrained: bool = False, progress: bool = True, **options: Unpack[ResNetOptions]
+) -> ResNet:
     """ResNeXt-50 of 32 groups of 4 channels; other `options` as for `ResNet`."""
+    del progress
     fixed = {"groups": 32, "width_per_group": 4}
-    return _build("resnext50_32x4d", Bottleneck, (3, 4, 6, 3), options, **fixed)
+    return _build("resnext50_32x4d", pretrained, Bottleneck, (3, 4, 6, 3), options, **fixed)
 
 
-def resnext101_32x8d(**options: Unpack[ResNetOptions]) -> ResNet:
+def resnext101_32x8d(
+    pretrained: bool = False, progress: bool = True, **options: Unpack[ResNetOptions]
+) -> ResNet:
     """ResNeXt-101 of 32 groups of 8 channels; other `options` as for `ResNet`."""
+    del progress
     fixed = {"groups": 32, "width_per_group": 8}
-    return _build("resnext101_32x8d", Bottleneck, (3, 4, 23, 3), options, **fixed)
+    return _build("resnext101_32x8d", pretrained, Bottleneck, (3, 4, 23, 3), options, **fixed)
 
 
-def resnext101_64x4d(**options: Unpack[ResNetOptions]) -> ResNet:
+def resnext101_64x4d(
+    pretrained: bool = False, progress: bool = True, **options: Unpack[ResNetOptions]
+) -> ResNet:
     """ResNeXt-101 of 64 groups of 4 channels; other `options` as for `ResNet`."""
+    del progress
     fixed = {"groups": 64, "width_per_group": 4}
-    return _build("resnext101_64x4d", Bottleneck, (3, 4, 23, 3), options, **fixed)
+    return _build("resnext101_64x4d", pretrained, Bottleneck, (3, 4, 23, 3), options, **fixed)
 
 
-def wide_resnet50_2(**options: Unpack[ResNetOptions]) -> ResNet:
+def wide_resnet50_2(
+    pretrained: bool = False, progress: bool = True, **options: Unpack[ResNetOptions]
+) -> ResNet:
     """ResNet-50 with 3x3 convolutions twice as wide; other `options` as for `ResNet`."""
-    return _build("wide_resnet50_2", Bottleneck, (3, 4, 6, 3), options, width_per_group=128)
+    del progress
+    return _build(
+        "wide_resnet50_2", pretrained, Bottleneck, (3, 4, 6, 3), options, width_per_group=128
+    )
 
 
-def wide_resnet101_2(**options: Unpack[ResNetOptions]) -> ResNet:
+def wide_resnet101_2(
+    pretrained: bool = False, progress: bool = True, **options: Unpack[ResNetOptions]
+) -> ResNet:
     """ResNet-101 with 3x3 convolutions twice as wide; other `options` as for `ResNet`."""
-    return _build("wide_resnet101_2", Bottleneck, (3, 4, 23, 3), options, width_per_group=128)
+    del progress
+    return _build(
+        "wide_resnet101_2", pretrained, Bottleneck, (3, 4, 23, 3), options, width_per_group=128
+    )

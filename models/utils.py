@@ -15,6 +15,7 @@ __all__ = [
     "Flatten",
     "Model",
     "ReLUAtEnd",
+    "ReLUatEnd",
     "Residual",
     "branch_off",
     "model_options",
@@ -63,6 +64,33 @@ class ReLUAtEnd(nn.Sequential):
     def forward(self, input: Any) -> Tensor:
         """Return ``relu(stages(input))``."""
         return torch.relu_(super().forward(input))
+
+
+class ReLUatEnd(nn.Module):
+    """One module, then a ReLU that works in place, by its published name and attributes.
+
+    `ReLUAtEnd` takes several, and keeps their names in the state.
+
+    Parameters
+    ----------
+    module
+        A module whose gradient does not need its own output.
+
+    Attributes
+    ----------
+    module, relu
+        The module, and the ReLU.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Any) -> Tensor:
+        """Return ``relu(module(x))``."""
+        out: Tensor = self.relu(self.module(x))
+        return out
 
 
 class Residual(nn.Module):
@@ -175,6 +203,8 @@ def model_options(
     given: Mapping[str, Any],
     accepted: type,
     fixed: Mapping[str, Any] | None = None,
+    *,
+    pretrained: Any = False,
 ) -> dict[str, Any]:
     """Check the keyword arguments of a function that builds a model of a known size.
 
@@ -188,6 +218,8 @@ def model_options(
         The ``TypedDict`` of what it takes.
     fixed
         What the size prescribes: it may be repeated in `given`, not contradicted.
+    pretrained
+        Whether weights are asked for, as in torchvision; ``weights`` in `given` asks too.
 
     Returns
     -------
@@ -203,15 +235,9 @@ def model_options(
     """
     options = dict(given)
     weights = options.pop("weights", None)
-    pretrained = options.pop("pretrained", False)
-    if weights is not None or pretrained is not False or "progress" in options:
-        asked = (
-            f"weights={weights!r}"
-            if weights is not None
-            else f"pretrained={pretrained!r}"
-            if pretrained is not False
-            else f"progress={options['progress']!r}"
-        )
+    pretrained = options.pop("pretrained", pretrained)
+    if weights is not None or pretrained:
+        asked = f"pretrained={pretrained!r}" if weights is None else f"weights={weights!r}"
         raise ValueError(
             f"{function}({asked}): rotor downloads no weights; build the model without this "
             "argument and give a state_dict in torchvision's format to model.load_state_dict"

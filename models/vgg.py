@@ -127,47 +127,55 @@ def make_features(
     return nn.Sequential(*layers)
 
 
-def _build(name: str, options: VGGOptions) -> VGG:
+def _build(name: str, pretrained: bool, options: VGGOptions) -> VGG:
     size, _, suffix = name.partition("_")
-    arguments = model_options(name, options, VGGOptions)
+    arguments = model_options(name, options, VGGOptions, pretrained=pretrained)
     return VGG(make_features(_WIDTHS, _DEPTHS[size], suffix == "bn"), **arguments)
 
 
-def vgg11(**options: Unpack[VGGOptions]) -> VGG:
+def vgg11(pretrained: bool = False, progress: bool = True, **options: Unpack[VGGOptions]) -> VGG:
     """VGG of 11 layers (A); `options` are the keyword arguments of `VGG`."""
-    return _build("vgg11", options)
+    del progress
+    return _build("vgg11", pretrained, options)
 
 
-def vgg11_bn(**options: Unpack[VGGOptions]) -> VGG:
+def vgg11_bn(pretrained: bool = False, progress: bool = True, **options: Unpack[VGGOptions]) -> VGG:
     """VGG of 11 layers (A), normalised; `options` are the keyword arguments of `VGG`."""
-    return _build("vgg11_bn", options)
+    del progress
+    return _build("vgg11_bn", pretrained, options)
 
 
-def vgg13(**options: Unpack[VGGOptions]) -> VGG:
+def vgg13(pretrained: bool = False, progress: bool = True, **options: Unpack[VGGOptions]) -> VGG:
     """VGG of 13 layers (B); `options` are the keyword arguments of `VGG`."""
-    return _build("vgg13", options)
+    del progress
+    return _build("vgg13", pretrained, options)
 
 
-def vgg13_bn(**options: Unpack[VGGOptions]) -> VGG:
+def vgg13_bn(pretrained: bool = False, progress: bool = True, **options: Unpack[VGGOptions]) -> VGG:
     """VGG of 13 layers (B), normalised; `options` are the keyword arguments of `VGG`."""
-    return _build("vgg13_bn", options)
+    del progress
+    return _build("vgg13_bn", pretrained, options)
 
 
-def vgg16(**options: Unpack[VGGOptions]) -> VGG:
+def vgg16(pretrained: bool = False, progress: bool = True, **options: Unpack[VGGOptions]) -> VGG:
     """VGG of 16 layers (D); `options` are the keyword arguments of `VGG`."""
-    return _build("vgg16", options)
+    del progress
+    return _build("vgg16", pretrained, options)
 
 
-def vgg16_bn(**options: Unpack[VGGOptions]) -> VGG:
+def vgg16_bn(pretrained: bool = False, progress: bool = True, **options: Unpack[VGGOptions]) -> VGG:
     """VGG of 16 layers (D), normalised; `options` are the keyword arguments of `VGG`."""
-    return _build("vgg16_bn", options)
+    del progress
+    return _build("vgg16_bn", pretrained, options)
 
 
-def vgg19(**options: Unpack[VGGOptions]) -> VGG:
+def vgg19(pretrained: bool = False, progress: bool = True, **options: Unpack[VGGOptions]) -> VGG:
     """VGG of 19 layers (E); `options` are the keyword arguments of `VGG`."""
-    return _build("vgg19", options)
+    del progress
+    return _build("vgg19", pretrained, options)
 
 
-def vgg19_bn(**options: Unpack[VGGOptions]) -> VGG:
+def vgg19_bn(pretrained: bool = False, progress: bool = True, **options: Unpack[VGGOptions]) -> VGG:
     """VGG of 19 layers (E), normalised; `options` are the keyword arguments of `VGG`."""
-    return _build("vgg19_bn", options)
+    del progress
+    return _build("vgg19_bn", pretrained, options)

@@ -39,7 +39,16 @@ from .transformer import LayeredTransformer, Transformer
 from .treelstm import BinaryCell, ChildSumCell, Relatedness, TreeLSTM
 from .unet import UNet
 
-__all__ = ["Training", "build", "names", "parameters", "published"]
+__all__ = [
+    "Training",
+    "accepted",
+    "build",
+    "from_published",
+    "meaning",
+    "names",
+    "parameters",
+    "published",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +67,8 @@ class _Workload:
         The smallest values of integers, where that is not 1.
     spellings
         Other names of parameters, which the published configurations have.
+    configured
+        Names in the published configurations that mean other parameters than here.
     """
 
     training: type[Training]
@@ -66,6 +77,7 @@ class _Workload:
     published: Mapping[str, Value]
     least: Mapping[str, int] = field(default_factory=dict)
     spellings: Mapping[str, str] = field(default_factory=dict)
+    configured: Mapping[str, str] = field(default_factory=dict)
 
 
 def names() -> list[str]:
@@ -111,6 +123,99 @@ def published(name: str) -> dict[str, Value]:
     """
     workload = _find(name)
     return {**workload.small, **workload.published}
+
+
+def accepted(name: str) -> list[str]:
+    """Return the names that `from_published` takes for a workload, all spellings included.
+
+    Parameters
+    ----------
+    name
+        One of `names`.
+
+    Raises
+    ------
+    ValueError
+        There is no such workload.
+    """
+    workload = _find(name)
+    return list(dict.fromkeys([*workload.small, *workload.configured, *workload.spellings]))
+
+
+def meaning(name: str, given: Mapping[str, Value]) -> dict[str, str]:
+    """Return the parameters of `build` that names in a published configuration stand for.
+
+    Parameters
+    ----------
+    name
+        One of `names`.
+    given
+        Parameters as the configuration has them.
+
+    Returns
+    -------
+    dict
+        Parameters by name, for names that mean another one. ``batch_size`` of ``lstm`` and ``gru``
+        is the length of their sequences and ``input_size`` the examples of a step; ``batch_size``
+        of ``treelstm`` is the depth of its trees, unless that is given as ``depth`` or ``dep``.
+
+    Raises
+    ------
+    ValueError
+        There is no such workload.
+    """
+    workload = _find(name)
+    own = {workload.spellings.get(key, key) for key in given}
+    named = workload.configured.get("batch_size") in own - {"batch_size", "input_size"}
+    return {} if named and "input_size" not in own else dict(workload.configured)
+
+
+def from_published(
+    name: str, given: Mapping[str, Value], *, small: bool = False
+) -> dict[str, Value]:
+    """Return parameters for `build` from those of a published configuration.
+
+    Parameters
+    ----------
+    name
+        One of `names`.
+    given
+        Parameters as the configuration has them; `meaning` says which have other names here.
+    small
+        The rest is as `parameters` has it, instead of as `published` has it.
+
+    Returns
+    -------
+    dict
+        All parameters.
+
+    Raises
+    ------
+    ValueError
+        There is no such workload, or one parameter is given twice.
+
+    Examples
+    --------
+    >>> found = from_published("treelstm", {"batch_size": 9, "input_size": 640})
+    >>> found["depth"], found["batch_size"]
+    (9, 640)
+    """
+    workload = _find(name)
+    names = meaning(name, given)
+    found: dict[str, Value] = {}
+    for key, value in given.items():
+        parameter = names.get(key, workload.spellings.get(key, key))
+        if parameter in found:
+            raise ValueError(
+                f"{name} is given its {parameter} twice, once as {key}: in published "
+                f"configurations {_sentence(workload.configured)}; give one of them"
+            )
+        found[parameter] = value
+    return (parameters(name) if small else published(name)) | found
+
+
+def _sentence(names: Mapping[str, str]) -> str:
+    return " and ".join(f"{key} means {value}" for key, value in names.items())
 
 
 def build(
@@ -235,6 +340,7 @@ def _sequences(cell: type[LSTM | GRU], full: Mapping[str, Value]) -> _Workload:
         make=lambda p: [cell(p["in_dim"], p["mem_dim"], p["classes"])],
         small={"batch_size": 4, "input_size": 20, "in_dim": 10, "mem_dim": 32, "classes": 10},
         published=full,
+        configured={"batch_size": "input_size", "input_size": "batch_size"},
     )
 
 
@@ -322,8 +428,8 @@ def _adversaries(p: Params) -> list[nn.Module]:
     return [Generator(p["g_inp"], p["g_hid"]), Discriminator(p["d_hid"])]
 
 
-_LSTM_SIZES = {"batch_size": 256, "input_size": 512, "in_dim": 512, "mem_dim": 1700}
-_GRU_SIZES = {"batch_size": 32, "input_size": 100, "in_dim": 10, "mem_dim": 300}
+_LSTM_SIZES = {"batch_size": 512, "input_size": 256, "in_dim": 512, "mem_dim": 1700}
+_GRU_SIZES = {"batch_size": 100, "input_size": 32, "in_dim": 10, "mem_dim": 300}
 
 _WORKLOADS: Mapping[str, _Workload] = MappingProxyType(
     {
@@ -403,8 +509,15 @@ _WORKLOADS: Mapping[str, _Workload] = MappingProxyType(
                 "classes": 5,
                 "cell": "binary",
             },
-            published={"batch_size": 640, "depth": 9, "in_dim": 100, "mem_dim": 300},
+            published={
+                "batch_size": 640,
+                "depth": 9,
+                "in_dim": 100,
+                "mem_dim": 300,
+                "cell": "childsum",
+            },
             spellings={"dep": "depth"},
+            configured={"batch_size": "depth", "input_size": "batch_size"},
         ),
         "treelstm_old": _Workload(
             training=RelatednessTraining,

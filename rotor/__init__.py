@@ -16,6 +16,7 @@ from rotor.errors import (
     InvalidSequenceError,
     MalformedLogError,
     MemoryLimitWarning,
+    RecomputationError,
 )
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from rotor.fitting import LargestBatch, largest_batch
     from rotor.rockmate import Rockmate
 
-__version__ = "0.1.0"
+__version__ = "2.0.0"
 
 __all__ = [
     "CaptureError",
@@ -36,6 +37,7 @@ __all__ = [
     "LargestBatch",
     "MalformedLogError",
     "MemoryLimitWarning",
+    "RecomputationError",
     "Rockmate",
     "__version__",
     "largest_batch",

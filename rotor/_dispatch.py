@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -140,29 +140,56 @@ class DispatchMode(_python_dispatch.TorchDispatchMode):
         return False
 
 
-_FLAGS = tuple(
-    getattr(torch._C, name)
-    for name in (
-        "_get_deterministic_algorithms",
-        "_get_deterministic_algorithms_warn_only",
-        "_get_float32_matmul_precision",
-        "_get_mkldnn_enabled",
-        "_get_cudnn_enabled",
-        "_get_cudnn_benchmark",
-        "_get_cudnn_deterministic",
-        "_get_cudnn_allow_tf32",
-        "_get_cublas_allow_fp16_reduced_precision_reduction",
-        "_get_cublas_allow_bf16_reduced_precision_reduction",
-    )
+# Parents first: what is set nowhere below follows them.
+_CPU_PRECISIONS = (
+    ("generic", "all"),
+    ("mkldnn", "all"),
+    ("mkldnn", "matmul"),
+    ("mkldnn", "conv"),
+    ("mkldnn", "rnn"),
 )
+_CUDA_PRECISIONS = (("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"))
 
 
-_CPU_FLAGS = 4
+def _precision_readers(names: tuple[tuple[str, str], ...]) -> tuple[Callable[[], str], ...]:
+    # The older flags cannot be read once one of these was set; setting them sets these.
+    return tuple(partial(torch._C._get_fp32_precision_getter, *name) for name in names)
+
+
+_FLAGS: tuple[Callable[[], Any], ...] = (
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_deterministic_algorithms_warn_only,
+    torch._C._get_mkldnn_enabled,
+    *_precision_readers(_CPU_PRECISIONS),
+    *_precision_readers(_CUDA_PRECISIONS),
+    torch._C._get_cudnn_enabled,
+    torch._C._get_cudnn_benchmark,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+    torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+)
+_CPU_FLAGS = 3 + len(_CPU_PRECISIONS)
 
 
 def backend_flags() -> tuple[Any, ...]:
     """The settings of PyTorch's backends that change what kernels compute."""
     return tuple([read() for read in _FLAGS])
+
+
+def write_flags(flags: tuple[Any, ...]) -> None:
+    """Set what `backend_flags` read."""
+    names = (*_CPU_PRECISIONS, *_CUDA_PRECISIONS)
+    torch.use_deterministic_algorithms(flags[0], warn_only=flags[1])
+    torch._C._set_mkldnn_enabled(flags[2])
+    for name, precision in zip(names, flags[3:], strict=False):
+        if torch._C._get_fp32_precision_getter(*name) != precision:
+            torch._C._set_fp32_precision_setter(*name, precision)
+    cudnn, benchmark, deterministic, half, bfloat16 = flags[3 + len(names) :]
+    torch._C._set_cudnn_enabled(cudnn)
+    torch._C._set_cudnn_benchmark(benchmark)
+    torch._C._set_cudnn_deterministic(deterministic)
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = half
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = bfloat16
 
 
 def direct_call(function: Any) -> Any:
@@ -292,6 +319,8 @@ in_functorch = _torch.in_functorch
 _torch.check(
     (
         "_C._AutoDispatchBelowAutograd",
+        "_C._get_fp32_precision_getter",
+        "_C._set_fp32_precision_setter",
         "_C._DisableAutocast",
         "_C._DisableTorchDispatch",
         "_C._is_torch_function_mode_enabled",

@@ -167,6 +167,12 @@ def schema_arguments(target: Any) -> list[Any]:
     return list(target._schema.arguments) if isinstance(target, torch._ops.OpOverload) else []
 
 
+def schema_return_names(target: Any) -> list[str]:
+    """Return the names of an operator's results, empty ones where it gives none."""
+    schema = getattr(target, "_schema", None)
+    return [] if schema is None else [result.name or "" for result in schema.returns]
+
+
 def attribute(module: nn.Module, target: str) -> Any:
     """What a node of a graph that reads an attribute stands for."""
     return attrgetter(target)(module)

@@ -20,7 +20,7 @@ from rotor import _torch
 from rotor.blocks import BlockStage
 from rotor.distributed import Ranks, digest
 from rotor.graph.assembly import Option
-from rotor.graph.kinds import Captures, Kind, marked
+from rotor.graph.kinds import Captures, Kind, backward_marks
 from rotor.graph.probing import Saves, described_call
 from rotor.replacing import Replaced
 from rotor.values import tensors_of, tensors_within
@@ -82,10 +82,8 @@ class BlockGraph:
         """
         if described_call(args, kwargs) != self.signature:
             return None, False
-        emitted = self.kind.emitted(number)
-        if told is not None:
-            emitted = marked(emitted, told, k)
-        output, failed = self.kind.call(emitted, module, args, kwargs)
+        marks = None if told is None else backward_marks(told, k)
+        output, failed = self.kind.call(self.kind.emitted(number), module, args, kwargs, marks)
         return output, not failed
 
 

@@ -1,8 +1,8 @@
 """What rotor keeps on disk between runs: small tables of numbers.
 
 A table is one JSON file in ``$ROTOR_CACHE_DIR``, else under ``rotor`` in the platform's directory
-for caches. Writers replace whole files; a damaged or unreadable one means "not there", and one that
-cannot be written is not.
+for caches. Writers replace whole files. A file that is damaged in any way, or that is no file, means
+"not there"; one that cannot be written is not. Without a home directory nothing is kept.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import stat
 import sys
 import tempfile
 from pathlib import Path
@@ -21,38 +22,78 @@ __all__ = ["directory", "load", "store"]
 logger = logging.getLogger("rotor")
 _VERSION = 1
 
+_LARGEST_FILE = 1 << 26
+_LARGEST_NUMBER = 1 << 42
+"""Four terabytes, more than an hour in nanoseconds."""
 
-def directory() -> Path:
-    """Where the tables are."""
+_MOST_DIGITS = 20
+
+
+def directory() -> Path | None:
+    """Return the directory of the tables; ``None`` where the user has none."""
     given = os.environ.get("ROTOR_CACHE_DIR")
     if given:
         return Path(given)
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "rotor"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rotor"
+    try:
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Caches" / "rotor"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rotor"
+    except (RuntimeError, KeyError):
+        return None
 
 
-def _path(kind: str, environment: str) -> Path:
+def _path(kind: str, environment: str) -> Path | None:
+    where = directory()
     digest = hashlib.sha256(environment.encode()).hexdigest()[:24]
-    return directory() / f"{kind}-{digest}.json"
+    return None if where is None else where / f"{kind}-{digest}.json"
+
+
+def _read(path: Path) -> bytes:
+    """Return what a regular file of a sensible size holds; OSError: it is none."""
+    # A pipe would wait for somebody who writes.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is no regular file")
+        content = file.read(_LARGEST_FILE + 1)
+    if len(content) > _LARGEST_FILE:
+        raise OSError(f"{path} is larger than {_LARGEST_FILE} bytes")
+    return content
+
+
+def _number(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError("a number of too many digits")
+    return int(text)
+
+
+def _checksum(entries: dict[str, list[int]]) -> str:
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, list) and all(
+        type(value) is int and 0 <= value <= _LARGEST_NUMBER for value in row
+    )
 
 
 def load(kind: str, environment: str) -> dict[str, list[int]]:
-    """The table of a kind for an environment (versions, device); empty where there is none."""
+    """Return the table of a kind for an environment (versions, device); empty: there is none."""
+    path = _path(kind, environment)
+    if path is None:
+        return {}
     try:
-        found: Any = json.loads(_path(kind, environment).read_text(encoding="utf-8"))
+        found: Any = json.loads(_read(path), parse_int=_number)
         table = found["entries"]
         if (
             found["format"] != f"rotor.{kind}"
             or found["version"] != _VERSION
             or found["environment"] != environment
-            or not all(
-                isinstance(row, list) and all(type(v) is int and v >= 0 for v in row)
-                for row in table.values()
-            )
+            or not all(map(_is_row, table.values()))
+            or found["sha256"] != _checksum(table)
         ):
             return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return {}
     return dict(table)
 
@@ -60,11 +101,15 @@ def load(kind: str, environment: str) -> dict[str, list[int]]:
 def store(kind: str, environment: str, entries: dict[str, list[int]]) -> None:
     """Add entries to a table; what another process added meanwhile is kept."""
     path = _path(kind, environment)
+    if path is None:
+        return
+    table = load(kind, environment) | {key: row for key, row in entries.items() if _is_row(row)}
     content = {
         "format": f"rotor.{kind}",
         "version": _VERSION,
         "environment": environment,
-        "entries": load(kind, environment) | entries,
+        "entries": table,
+        "sha256": _checksum(table),
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

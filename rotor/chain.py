@@ -91,6 +91,9 @@ class Chain:
         Whether the caller holds the output until the end of the step.
     names
         Names of the stages, [n].
+    once
+        Stages that may run forward only once, by Fe, because a second run would not give the same
+        values, [n]; none by default.
 
     Raises
     ------
@@ -120,6 +123,7 @@ class Chain:
         loss_tmp_bytes: int = 0,
         hold_output: bool = True,
         names: Sequence[str] | None = None,
+        once: Sequence[bool] | None = None,
     ) -> None:
         forward = list(forward_time)
         n = len(forward)
@@ -160,6 +164,9 @@ class Chain:
         if names is not None and len(names) != n:
             raise ValueError(f"names has {len(names)} entries, expected {n}")
         self.names = [str(name) for name in names] if names is not None else None
+        if once is not None and len(once) != n:
+            raise ValueError(f"once has {len(once)} entries, expected {n}")
+        self.once = [False] * n if once is None else [bool(flag) for flag in once]
         self.core = self._build_core()
 
     def _build_core(self) -> _core.Chain:
@@ -173,6 +180,7 @@ class Chain:
             _int_array(self.backward_tmp_bytes),
             _int_array(self.grad_bytes),
             _int_array(self.pgrad_bytes),
+            _int_array(self.once),
             self.loss_tmp_bytes,
             self.hold_output,
         )
@@ -200,8 +208,8 @@ class Chain:
         return (Chain.from_dict, (self.to_dict(),))
 
     def to_dict(self) -> dict[str, Any]:
-        """The chain as plain lists, for JSON."""
-        return {
+        """The chain as plain lists, for JSON; ``once`` where a stage runs once."""
+        fields: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
             "forward_time": self.forward_time,
@@ -217,6 +225,7 @@ class Chain:
             "hold_output": self.hold_output,
             "names": self.names,
         }
+        return fields | {"once": self.once} if any(self.once) else fields
 
     @classmethod
     def from_dict(cls, data: Any) -> Chain:
@@ -249,6 +258,7 @@ class Chain:
             "loss_tmp_bytes",
             "hold_output",
             "names",
+            "once",
         }
         unknown = sorted(set(fields) - known)
         if unknown:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor import _fsdp, memory, together
+from rotor import _fsdp, algorithms, memory, together
 from rotor.algorithms import Persistent
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence as Schedule
@@ -26,6 +26,7 @@ from rotor.inspection import Inspection, Measuring, measure
 from rotor.metering import StepBytes, cancel_running
 from rotor.plan import Plan, loss_reserve, make_plan, own_bytes
 from rotor.progress import progress
+from rotor.published import LoadedSequence, PublishedChain, modules_of
 from rotor.report.html import chain_page
 from rotor.report.text import plan_report, stage_rows, stage_table
 from rotor.sharded import ShardedRun, Sharding, find_sharding
@@ -36,13 +37,13 @@ from rotor.values import tensors_of
 logger = logging.getLogger("rotor")
 
 
-class ChainCheckpointable(Checkpointable):
+class ChainCheckpointable(PublishedChain, Checkpointable):
     """What `Checkpointable` makes of an ``nn.Sequential``.
 
     Attributes
     ----------
     names, functions
-        The stages, by name and as callables; as measured once there is a measure.
+        The stages, by name and as modules; as measured once there is a measure.
     inspection_values
         The last measure, ``None`` before one.
     """
@@ -74,8 +75,9 @@ class ChainCheckpointable(Checkpointable):
             stages = sharding.stages(stages)
         self.__dict__.update(
             names=[stage.name for stage in stages],
-            functions=list(stages),
+            functions=modules_of(stages),
             inspection_values=None,
+            _loaded={},
             _structure=Structure(self.module),
             _sharding=sharding,
             _ranks=self._ranks if sharding is None else sharding.ranks,
@@ -184,7 +186,7 @@ class ChainCheckpointable(Checkpointable):
         self,
         custom_mem_limit_bytes: int | str | None = None,
         mem_slots: int | None = None,
-        algo: DynamicAlgorithm | type[DynamicAlgorithm] | None = None,
+        algo: DynamicAlgorithm | type[DynamicAlgorithm] | str | None = None,
         *,
         mem_limit: int | str | None = None,
         **algo_kwargs: Any,
@@ -198,9 +200,10 @@ class ChainCheckpointable(Checkpointable):
         mem_slots
             Plan on this many slots.
         algo
-            An algorithm of `rotor.algorithms`, ``Persistent()`` by default.
+            An algorithm of `rotor.algorithms`, its class, or its name such as "floating";
+            ``Persistent()`` by default.
         **algo_kwargs
-            Given to the class where `algo` is one, else to its ``solve``.
+            Given to the class where `algo` is one or a name, else to its ``solve``.
 
         Returns
         -------
@@ -210,8 +213,8 @@ class ChainCheckpointable(Checkpointable):
         Raises
         ------
         ValueError
-            Nothing was measured; two different limits are given; InfeasibleError (a ValueError)
-            when no schedule fits.
+            Nothing was measured; two different limits are given; no algorithm has that name;
+            InfeasibleError (a ValueError) when no schedule fits.
         """
         if custom_mem_limit_bytes is not None and mem_limit is not None:
             raise ValueError("give the limit once: mem_limit= or custom_mem_limit_bytes=")
@@ -219,7 +222,10 @@ class ChainCheckpointable(Checkpointable):
         limit = self.mem_limit if given is None else parse_bytes(given)
         slots = self.mem_slots if mem_slots is None else checked_slots(mem_slots)
         key = self._measured_key()
-        before = (self._algorithm, self._options, self.mem_limit, self.mem_slots, self._plans)
+        names = ("_algorithm", "_options", "mem_limit", "mem_slots", "_plans", "_loaded")
+        before = [self.__dict__[name] for name in names]
+        if isinstance(algo, str):
+            algo = algorithms.get(algo)
         algorithm, options = self._algorithm, self._options
         if algo is not None or algo_kwargs:
             if isinstance(algo, type):
@@ -227,12 +233,16 @@ class ChainCheckpointable(Checkpointable):
             else:
                 algorithm, options = algo or Persistent(), algo_kwargs
         self.__dict__.update(
-            _algorithm=algorithm, _options=options, mem_limit=limit, mem_slots=slots, _plans={}
+            _algorithm=algorithm,
+            _options=options,
+            mem_limit=limit,
+            mem_slots=slots,
+            _plans={},
+            _loaded={},
         )
         try:
             plan = self._make(key)
         except BaseException:
-            names = ("_algorithm", "_options", "mem_limit", "mem_slots", "_plans")
             self.__dict__.update(zip(names, before, strict=True))
             raise
         return plan.sequence
@@ -347,7 +357,7 @@ class ChainCheckpointable(Checkpointable):
         self.__dict__.update(
             inspection_values=inspection,
             names=[stage.name for stage in inspection.stages],
-            functions=list(inspection.stages),
+            functions=modules_of(inspection.stages),
         )
         return inspection
 
@@ -385,7 +395,10 @@ class ChainCheckpointable(Checkpointable):
             return 0
         return self._sharding.own_bytes(inspection.stages, inspection.device)
 
-    def _make(self, key: Any, reserve_bytes: int = 0) -> Plan:
+    def _make(self, key: Any, reserve_bytes: int = 0, *, strict: bool = False) -> Plan:
+        algorithm = self._algorithm
+        if key[0] in self._loaded:
+            algorithm = LoadedSequence(self._loaded[key[0]], None if strict else algorithm)
         inspection = self._inspections[key[0]]
         is_given = self.mem_limit is not None
         limit = self._limit_on(inspection.device)
@@ -403,7 +416,7 @@ class ChainCheckpointable(Checkpointable):
                     inspection,
                     chain,
                     limit_bytes,
-                    self._algorithm,
+                    algorithm,
                     reserve_bytes=reserved,
                     rng=self.preserve_rng_state,
                     options=options,

@@ -16,6 +16,7 @@ from torch import nn
 from rotor import _inductor, _torch, memory
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.utils import checked_slots
+from rotor.checksums import checked_verify
 from rotor.distributed import sharers
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.metering import StepBytes, StepMeter, cancel_running
@@ -26,12 +27,15 @@ from rotor.tracing import is_trace, write_plan_trace
 from rotor.transparent import TransparentModule
 from rotor.units import format_bytes, parse_bytes
 from rotor.values import tensors_of
+from rotor.verbosity import heard
 
 logger = logging.getLogger("rotor")
 
 ENGINES = ("auto", "chain", "graph", "dynamic")
 BACKENDS = ("fx", "inductor")
 METERED_STEPS = 3
+_HEARD = {"measure", "compute_sequence", "curve", "load_plan", "load_program", "forward", "_learn"}
+"""Methods that log at the model's own verbosity."""
 
 
 _NOT_COMPILED = (
@@ -91,7 +95,8 @@ class Checkpointable(TransparentModule):
         Chains are planned on this many slots of memory. Where nobody gives a number, the exact
         solver is used where that is cheap, and 500 slots otherwise.
     verbosity
-        0: warnings, 1: what is done, 2: details; sets the level of ``logging.getLogger("rotor")``.
+        0: warnings, 1: what is done, 2: details; the level of ``logging.getLogger("rotor")`` while
+        this model is at work.
     preserve_rng_state
         Recompute with the random numbers of the first forward.
     loss_tmp_memory_usage
@@ -111,6 +116,10 @@ class Checkpointable(TransparentModule):
         For graphs, what runs a plan: "fx", Python code of our own, whose bytes are exact, or
         "inductor", which compiles it; there the measured peak decides, and the limit holds when
         the first steps have been metered (docs/graph.md).
+    verify
+        The steps in which what is recomputed is compared, bit for bit, with what was computed
+        first: "first", the first 3 of every plan; "always"; a number n, every n-th too; "off".
+        Where it differs, the backward raises `rotor.RecomputationError`.
     **options
         For graphs: ``effort``, ``seed`` and ``time_limit`` of `rotor.graph.plan`.
 
@@ -120,6 +129,8 @@ class Checkpointable(TransparentModule):
         The wrapped model.
     mem_limit
         The limit in bytes, ``None`` before it is known.
+    verify
+        As given.
 
     Raises
     ------
@@ -135,8 +146,10 @@ class Checkpointable(TransparentModule):
     chains, hal-02352969. The memory model is described in docs/memory-model.md.
     """
 
+    _shown_name = "Checkpointable"
     loss_fn: Callable[..., torch.Tensor] | None
     mem_limit: int | None
+    verify: str | int
     _plans: dict[Any, Any]
     _latest: Any
     _crowded: bool
@@ -185,6 +198,7 @@ class Checkpointable(TransparentModule):
         loss_fn: Callable[..., torch.Tensor] | None = None,
         profile: Any = "measured",
         backend: str = "fx",
+        verify: str | int = "first",
         **options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -200,6 +214,7 @@ class Checkpointable(TransparentModule):
                     'use engine="graph"'
                 )
             _inductor.check()
+        verify = checked_verify(verify)
         limit = None if mem_limit is None else parse_bytes(mem_limit)
         if mem_slots is not DEFAULT_SLOTS:
             mem_slots = checked_slots(mem_slots)
@@ -219,6 +234,7 @@ class Checkpointable(TransparentModule):
             loss_fn=loss_fn,
             engine=engine,
             backend=backend,
+            verify=verify,
             _options=options,
             _profile=profile,
             _structure=Structure(model),
@@ -230,7 +246,6 @@ class Checkpointable(TransparentModule):
             _crowded=False,
             _warned=set(),
         )
-        set_verbosity(verbosity)
         self._begin()
         if custom_input is not None:
             self._measure_sample(custom_input)
@@ -238,6 +253,8 @@ class Checkpointable(TransparentModule):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        for name in _HEARD & vars(cls).keys():
+            setattr(cls, name, heard(vars(cls)[name]))
         if "forward" in cls.__dict__:
             # Compiled, what plans and meters a step would be part of a graph, or break it.
             cls.forward = _torch.untraced(cls.forward, _NOT_COMPILED)
@@ -252,6 +269,12 @@ class Checkpointable(TransparentModule):
 
     def __repr__(self) -> str:
         return f"Checkpointable({self.module!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "model" and (module := self.__dict__.get("module")) is not None:
+            # Published: the wrapped model, unless it has something of that name itself.
+            return getattr(module, name, module)
+        return super().__getattr__(name)
 
     def _check_model(self, model: nn.Module) -> None:
         """Raise where the engine cannot plan such a model."""
@@ -306,6 +329,13 @@ class Checkpointable(TransparentModule):
         than it all the same.
         """
         raise NotImplementedError
+
+    def load_plan(self, source: Any) -> Any:
+        """Have the following steps run a plan that was saved; for chains and graphs."""
+        raise ValueError(
+            f'engine="{self.engine}" decides while a step runs, and has no plan to load: give '
+            'engine="chain" or "graph"'
+        )
 
     def _marked(self, curve: Curve, device: torch.device) -> Curve:
         """A curve of this model, with what its picture marks."""
@@ -551,12 +581,3 @@ class Checkpointable(TransparentModule):
     def _repriced(self, key: Any, plan: Any) -> int:
         """What the plan is predicted to need, now that the loss is known."""
         raise NotImplementedError
-
-
-def set_verbosity(verbosity: int) -> None:
-    """Set what ``logging.getLogger("rotor")`` tells: 0 warnings, 1 what is done, 2 details."""
-    if verbosity <= 0:
-        return
-    logger.setLevel(logging.INFO if verbosity == 1 else logging.DEBUG)
-    if not logger.hasHandlers():
-        logger.addHandler(logging.StreamHandler())

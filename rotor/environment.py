@@ -22,7 +22,7 @@ EXTRAS = {
     "transformers": "transformers",
     "lightning": "lightning",
 }
-"""What `pip install rotor[...]` brings, by the module that tells."""
+"""Extras of the package, and a module that each of them brings."""
 
 
 def describe() -> dict[str, Any]:
@@ -53,7 +53,7 @@ def describe() -> dict[str, Any]:
         "extras": {
             name: importlib.util.find_spec(module) is not None for name, module in EXTRAS.items()
         },
-        "cache": str(cache.directory()),
+        "cache": str(cache.directory() or "none, for there is no home directory"),
     }
 
 

@@ -48,6 +48,28 @@ class CaptureError(RuntimeError):
     """A model could not be captured as one graph; the message says why, and where in its code."""
 
 
+class RecomputationError(RuntimeError):
+    """A value came out otherwise when it was computed again; raised before gradients are used.
+
+    Parameters
+    ----------
+    message
+        The module, the operation, shapes and the cure.
+    module
+        Path of the module that the value belongs to; empty for the model itself.
+    operation
+        The operation, or stage, that made the value.
+    """
+
+    def __init__(self, message: str, module: str = "", operation: str = "") -> None:
+        super().__init__(message, module, operation)
+        self.module = module
+        self.operation = operation
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class MalformedLogError(ValueError):
     """A log of the simulator is not in the format of `rotor.simrd.parse`.
 

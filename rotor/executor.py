@@ -451,13 +451,22 @@ def run_chain(
     return y
 
 
+def _last(sequence: Sequence[Any], n: int) -> int:
+    """Return the number of stages before the loss of a sequence."""
+    losses = [op.stage for op in sequence if getattr(op, "kind", None) == "L"]
+    if losses and losses[0] < 0:
+        return max((op.stage + 1 for op in sequence), default=n)
+    return losses[0] if losses else n
+
+
 class CheckpointOptim(Function):
     """A whole chain as one autograd node, as published.
 
     ``CheckpointOptim.apply(functions, sequence, names, preserve_rng_state, arg)`` runs `functions`
-    one after the other on `arg` by `sequence`, and returns what the last one returns. The
-    gradients of parameters are added to their ``.grad`` by the nested backward of each stage.
-    `Checkpointable` uses the finer form of `run_chain`.
+    one after the other on `arg`, a tensor or a tuple of tensors, by `sequence`, and returns what
+    the last one that the sequence names returns. The gradients of parameters are added to their
+    ``.grad`` by the nested backward of each stage. `Checkpointable` uses the finer form of
+    `run_chain`.
 
     Raises
     ------
@@ -466,7 +475,7 @@ class CheckpointOptim(Function):
     AttributeError
         An unknown operation.
     TypeError
-        `arg` is no tensor.
+        `arg` is no tensor, and has none in it.
 
     Warns
     -----
@@ -478,6 +487,24 @@ class CheckpointOptim(Function):
     Beaumont et al., hal-02352969, section 5.
     """
 
+    @classmethod
+    def apply(
+        cls,
+        functions: Sequence[Callable[[Any], Any]],
+        sequence: Iterable[Any],
+        names: Sequence[str] | None,
+        preserve_rng_state: bool,
+        arg: Any,
+    ) -> Any:
+        """Run the functions by the sequence; see the class."""
+        sequence = list(sequence)
+        if [getattr(op, "kind", None) for op in sequence] == ["L"]:
+            # Sequence.without_suffix left every stage to the caller.
+            return arg
+        # Autograd sees the tensors that it is given one by one, and none within a tuple.
+        tensors = [] if isinstance(arg, torch.Tensor) else tensors_of(arg)
+        return super().apply(functions, sequence, names, preserve_rng_state, arg, *tensors)
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -485,16 +512,22 @@ class CheckpointOptim(Function):
         sequence: Iterable[Any],
         names: Sequence[str] | None,
         preserve_rng_state: bool,
-        arg: torch.Tensor,
+        arg: Any,
+        *parts: torch.Tensor,
     ) -> Any:
         """Run the operations before the loss; see the class for the parameters."""
-        if not isinstance(arg, torch.Tensor):
-            raise TypeError(f"arg must be a tensor, got {type(arg).__name__}")
+        del parts
+        if not tensors_of(arg):
+            raise TypeError(f"arg must be a tensor or a tuple of tensors, got {type(arg).__name__}")
         if names is None:
             names = [str(i) for i in range(len(functions))]
         stages = [Stage([name], [f]) for name, f in zip(names, functions, strict=True)]
+        sequence = list(sequence)
+        # The caller runs what Sequence.without_suffix left out: the loss has the first such stage.
+        stages = stages[: _last(sequence, len(stages))]
         schedule = Schedule(sequence, len(stages), plain_tail=False)
-        if not arg.requires_grad:
+        ctx.is_one = isinstance(arg, torch.Tensor)
+        if not any(tensor.requires_grad for tensor in tensors_of(arg)):
             warnings.warn(
                 "the input requires no gradient, so autograd will not call the backward of the "
                 "chain and its parameters will get none: call arg.requires_grad_(), or use "
@@ -519,14 +552,14 @@ class CheckpointOptim(Function):
 
     @staticmethod
     def backward(ctx: Any, *args: torch.Tensor | None) -> Any:
-        """Run the operations after the loss; the gradient of `arg`."""
+        """Run the operations after the loss; return the gradient of `arg`."""
         run: Run = ctx.run
         flags = run.flags_of(run.schedule.n)
         given = [g for g, is_tensor in zip(args, ctx.is_tensor, strict=True) if is_tensor]
         run.take_gradient([g for g, flag in zip(given, flags, strict=True) if flag])
         needs = [True] * len(run.parameters[0])
         run.lowest = 0
-        run.backward_to(0, ctx.needs_input_grad[4], needs)
-        gradient = run.gradient or [None]
-        run.gradient = None
-        return None, None, None, None, gradient[0]
+        run.backward_to(0, any(ctx.needs_input_grad[4:]), needs)
+        gradient, run.gradient = iter(run.gradient or ()), None
+        found = [next(gradient, None) if flag else None for flag in run.flags_of(0)]
+        return None, None, None, None, *(found if ctx.is_one else (None, *found))

@@ -446,10 +446,10 @@ def cost_model(wrapper: Checkpointable) -> Chain | Graph:
     if isinstance(wrapper, ChainCheckpointable):
         return wrapper.build_chain()
     assert isinstance(wrapper, GraphCheckpointable)
-    step = wrapper._steps.get(wrapper._latest_key)
-    if step is None:
+    key = wrapper._latest_key
+    if key is None or key[0] not in wrapper._steps:
         raise ValueError("the model runs in parts, so there is no single graph to be measured")
-    return step_graph(step)
+    return step_graph(wrapper._step_of(key))
 
 
 def plain_peak(model: nn.Module, sample: Any, *, one: bool) -> int | None:

@@ -6,7 +6,6 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from rotor.graph.pieced import PiecesPlan, make_pieces_plan, pieces_curve
 from rotor.graph.program import Program
 from rotor.graph.recorded import MEASURED, price, source_of
 from rotor.graphed_pieces import PiecesSteps
-from rotor.metering import StepBytes, cancel_running
+from rotor.metering import StepBytes, StepMeter, cancel_running
 from rotor.progress import progress
 from rotor.report.html import measured_page
 from rotor.report.text import (
@@ -64,6 +63,8 @@ def _call(module: Any, loss_fn: Any, args: Any, kwargs: Any, targets: Any) -> An
 
 AnyPlan = GraphPlan | PiecesPlan | DynamicPlan
 _HOPELESS = 4
+_MOST_PLANS = 8
+"""Of one kind of step, for as many sets of gradients that exist."""
 
 
 class GraphCheckpointable(PiecesSteps):
@@ -162,9 +163,8 @@ class GraphCheckpointable(PiecesSteps):
             self.module.train()
         try:
             with torch.enable_grad():
-                key = self._key(args, targets, kwargs)
-                for known in (self._steps, self._plans, self._reasons, self._pieces):
-                    known.pop(key, None)
+                key = self._plan_key(args, targets, kwargs)
+                self._forget(key[0])
                 try:
                     self._capture_or_warn(key, args, targets, kwargs)
                 except NothingToPlan:
@@ -175,7 +175,16 @@ class GraphCheckpointable(PiecesSteps):
         finally:
             for module, training in flags:
                 module.training = training
-        return self._steps.get(key)
+        return self._steps.get(key[0])
+
+    def _forget(self, measured: Any) -> None:
+        """Measure this kind of step again when it comes."""
+        known: Any
+        for known in (self._plans, self._pieces):
+            for key in [key for key in known if key[0] == measured]:
+                del known[key]
+        for known in (self._steps, self._reasons):
+            known.pop(measured, None)
 
     def compute_sequence(
         self,
@@ -234,10 +243,11 @@ class GraphCheckpointable(PiecesSteps):
         """
         key = self._measured_key()
         if key in self._pieces:
-            return self._marked(pieces_curve(self._pieces[key], points), self._reasons[key][0])
-        if key not in self._steps:
-            raise ValueError(f"the model runs without a graph: {self._reasons[key][1]}")
-        step = self._steps[key]
+            device = self._reasons[key[0]][0]
+            return self._marked(pieces_curve(self._pieces[key], points), device)
+        if key[0] not in self._steps:
+            raise ValueError(f"the model runs without a graph: {self._reasons[key[0]][1]}")
+        step = self._step_of(key)
         graph = build_graph(step.lowered, step.costs, self._loss_bytes(key))
         with progress(points, "computing the curve") as update:
             found = planner.curve(graph, points, progress=update, **self._options)
@@ -294,16 +304,36 @@ class GraphCheckpointable(PiecesSteps):
             It needs more than the limit; ``minimum_bytes`` is what it needs.
         """
         key = self._measured_key()
-        if key not in self._steps:
-            raise ValueError(f"the model runs without a graph: {self._reasons[key][1]}")
-        step = self._steps[key]
+        if key[0] not in self._steps:
+            raise ValueError(f"the model runs without a graph: {self._reasons[key[0]][1]}")
+        step = self._step_of(key)
         plan = loaded_plan(step, source, self._limit_on(step.device))
         self._plans[key] = plan
         if not step.loss_captured:
             # What the loss needs is known with the program: seeing it again changes nothing.
-            self._learned_loss[key] = plan.loss_bytes
+            self._learned_loss[key[0]] = plan.loss_bytes
         self.__dict__.update(_latest=plan, _latest_key=key)
         return plan.program
+
+    def load_plan(self, source: Program | str | os.PathLike[str]) -> Program:
+        """Do as `load_program`; a chain has a method of this name too."""
+        return self.load_program(source)
+
+    def _plan_key(self, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What a plan belongs to: what a capture belongs to, and which gradients are missing."""
+        measured = self._key(args, targets, kwargs)
+        absent = self._structure.parameter_flags()[1]
+        if (measured, absent) not in self._plans:
+            known = sum(key[0] == measured for key in self._plans)
+            if known >= _MOST_PLANS and not all(absent):
+                # A plan that makes every gradient anew holds for any of them.
+                absent = (True,) * len(absent)
+        return measured, absent
+
+    def _step_of(self, key: Any) -> CapturedStep:
+        """What was captured, with the gradients that exist."""
+        step = self._steps[key[0]]
+        return step.with_existing(step.existing_among(key[1]))
 
     def _key(self, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         leaves, spec = _torch.tree_flatten((args, kwargs, tuple(targets)))
@@ -344,7 +374,8 @@ class GraphCheckpointable(PiecesSteps):
                     raise error from None
                 capture = Capture(fresh(_call), self._backend_of(key))
                 found = capture.reach(self.module, loss_fn, args, kwargs, tuple(targets))
-        return self._profiled(key, capture, found, device, loss_fn is not None)
+        arguments = (args, kwargs, tuple(targets))
+        return self._profiled(key, capture, found, device, loss_fn is not None, arguments)
 
     def _profiled(
         self,
@@ -353,9 +384,10 @@ class GraphCheckpointable(PiecesSteps):
         found: Unplanned,
         device: torch.device,
         loss_captured: bool,
+        arguments: Any,
     ) -> CapturedStep:
         source, lowered = self._profile, found.captured.lowered
-        owners = owners_of(lowered, found.primals, self._structure.parameters)
+        owners = owners_of(lowered, found.primals, self._structure.parameters, arguments)
         try:
             with progress(1, "measuring the operations") as update:
                 costs = price(source, lowered, device, found.primals, progress=update)
@@ -363,25 +395,26 @@ class GraphCheckpointable(PiecesSteps):
             # The inputs of the call must not live as long as a frame that is in a cycle.
             found.primals.clear()
             found.__traceback__ = None
+        self._warn_unrepeatable([lowered])
         planned_for = "" if source == MEASURED else source.device
         step = CapturedStep(
             capture, found.captured, costs, device, loss_captured, planned_for, owners
         )
-        self._steps[key] = step
+        self._steps[key[0]] = step
         return step
 
     def _loss_bytes(self, key: Any) -> int:
-        return self._steps[key].loss_workspace(
-            self.loss_tmp_memory_usage, self._learned_loss.get(key)
+        return self._steps[key[0]].loss_workspace(
+            self.loss_tmp_memory_usage, self._learned_loss.get(key[0])
         )
 
     def _make(self, key: Any, reserve_bytes: int = 0) -> AnyPlan:
         plan: AnyPlan
         if key in self._pieces:
-            device, reason = self._reasons[key]
+            device, reason = self._reasons[key[0]]
             limit = self._limit_on(device)
             plan = make_pieces_plan(device, reason, self._pieces[key], limit, reserve_bytes)
-        elif key in self._reasons:
+        elif key[0] in self._reasons:
             plan = self._dynamic_plan(key)
         else:
             plan = self._make_program(key, reserve_bytes)
@@ -390,7 +423,7 @@ class GraphCheckpointable(PiecesSteps):
         return plan
 
     def _make_program(self, key: Any, reserve_bytes: int) -> GraphPlan:
-        step = self._steps[key]
+        step = self._step_of(key)
         limit = self._limit_on(step.device)
         with progress(1, "planning") as update:
 
@@ -409,7 +442,7 @@ class GraphCheckpointable(PiecesSteps):
                 plan = plan_with(loss_bytes)
             except InfeasibleError as error:
                 # An assumption forbids no step: what the loss needs is known after the first one.
-                is_known = key in self._learned_loss or self.loss_tmp_memory_usage
+                is_known = key[0] in self._learned_loss or self.loss_tmp_memory_usage
                 if is_known or not loss_bytes:
                     raise
                 try:
@@ -448,7 +481,7 @@ class GraphCheckpointable(PiecesSteps):
                 _unplanned=set(),
                 _latest_key=None,
             )
-        key = self._key(args, targets, kwargs)
+        key = self._plan_key(args, targets, kwargs)
         plan = self._plans.get(key)
         if isinstance(plan, PiecesPlan) and plan.is_over:
             plan = self._without_pieces(key, plan, args, targets, kwargs)
@@ -457,13 +490,13 @@ class GraphCheckpointable(PiecesSteps):
             del self._plans[key]
             plan = None
         if plan is None or plan.outdated:
-            if key in self._unplanned:
+            if key[0] in self._unplanned:
                 return self._with_loss(self.module.forward(*args, **kwargs), targets)
-            if key not in self._steps and key not in self._reasons:
+            if key[0] not in self._steps and key[0] not in self._reasons:
                 try:
                     self._capture_or_warn(key, args, targets, kwargs)
                 except NothingToPlan:
-                    self._unplanned.add(key)
+                    self._unplanned.add(key[0])
                     return self._with_loss(self.module.forward(*args, **kwargs), targets)
             plan = self._replanned(key)
         self.__dict__.update(_latest=plan, _latest_key=key)
@@ -489,7 +522,7 @@ class GraphCheckpointable(PiecesSteps):
     ) -> None:
         if len(self._reasons) >= _HOPELESS and not (self._steps or self._pieces):
             # The model differs from call to call: looking again takes longer than a step.
-            self._reasons[key] = next(reversed(self._reasons.values()))
+            self._reasons[key[0]] = next(reversed(self._reasons.values()))
             return
         try:
             self._captured(key, args, targets, kwargs)
@@ -499,10 +532,11 @@ class GraphCheckpointable(PiecesSteps):
     def _no_graph(self, key: Any, args: Any, kwargs: dict[str, Any], error: CaptureError) -> None:
         if self.engine != "auto":
             raise error
-        self._reasons[key] = (tensors_of((args, kwargs))[0].device, str(error))
-        self._steps.pop(key, None)
+        self._reasons[key[0]] = (tensors_of((args, kwargs))[0].device, str(error))
+        self._steps.pop(key[0], None)
         self._search_pieces(key, args, kwargs)
         if key in self._pieces:
+            self._warn_unrepeatable(self._pieces[key].graphs())
             self._warn_once("capture", f"{self._pieces[key].told()} The reason:\n{error}")
             return
         self._warn_once(
@@ -516,25 +550,19 @@ class GraphCheckpointable(PiecesSteps):
         self, key: Any, plan: GraphPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         capture = plan.step.capture
-        plan.install()
-        loss_fn = self.loss_fn if targets else None
-        early = plan.install_early() if _torch.in_ddp() else None
-        meter = self._start_meter(plan)
-        try:
-            with early or nullcontext():
-                output = capture(self.module, loss_fn, args, kwargs, tuple(targets))
-        except Unplanned as reached:
+        arguments = (args, kwargs, tuple(targets))
+        output, meter, reached = self._called(plan, arguments)
+        if reached is not None:
             # A Python value that the code depends on has changed: this is another graph.
-            if meter is not None:
-                meter.cancel()
             cancel_running()
-            self._profiled(key, capture, reached, plan.device, plan.step.loss_captured)
+            device, loss_captured = plan.device, plan.step.loss_captured
+            self._profiled(key, capture, reached, device, loss_captured, arguments)
             plan = self._make_program(key, plan.reserve_bytes)
             self._plans[key] = plan
             self.__dict__["_latest"] = plan
-            plan.install()
-            meter = self._start_meter(plan)
-            output = capture(self.module, loss_fn, args, kwargs, tuple(targets))
+            output, meter, reached = self._called(plan, arguments)
+            if reached is not None:
+                raise reached
         self.__dict__["_pending"] = capture.token
         if meter is not None and capture.ran is not plan.step.captured:
             meter.cancel()
@@ -545,6 +573,25 @@ class GraphCheckpointable(PiecesSteps):
             if meter is not None:
                 meter.forward_done(tensors)
         return output
+
+    def _called(
+        self, plan: GraphPlan, arguments: Any
+    ) -> tuple[Any, StepMeter | None, Unplanned | None]:
+        """What the captured call gives under a plan, and what meters it; or that it has none."""
+        plan.install()
+        meter = self._start_meter(plan)
+        loss_fn = self.loss_fn if arguments[2] else None
+        slots, spread = self._structure.parameters, _torch.in_ddp()
+        with plan.installed(slots, arguments, spread=spread) as (given, early):
+            try:
+                output = plan.step.capture(self.module, loss_fn, *given)
+            except Unplanned as reached:
+                if meter is not None:
+                    meter.cancel()
+                if early is not None:
+                    reached.primals[:] = map(early.original, reached.primals)
+                return None, None, reached
+        return output, meter, None
 
     def _learn(self, plan: Any, step: StepBytes) -> None:
         if isinstance(plan, GraphPlan):
@@ -560,7 +607,7 @@ class GraphCheckpointable(PiecesSteps):
         learned = max(step.loss_bytes - plan.step.tangent_bytes, 0)
         if plan.step.loss_captured or learned == plan.loss_bytes:
             return False
-        self._learned_loss[key] = learned
+        self._learned_loss[key[0]] = learned
         return True
 
     def _repriced(self, key: Any, plan: GraphPlan) -> int:

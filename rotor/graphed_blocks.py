@@ -165,7 +165,7 @@ class BlockCheckpointable(GraphCheckpointable):
             return self._with_loss(self.module.forward(*own_args, **own_kwargs), targets)
 
         device = tensors_of((args, kwargs))[0].device
-        self._reasons[key] = (device, "it is sharded")
+        self._reasons[key[0]] = (device, "it is sharded")
         self._measured[key[0]] = measure_blocks(
             self.module,
             sharding,
@@ -176,6 +176,9 @@ class BlockCheckpointable(GraphCheckpointable):
             preserve_rng_state=self.preserve_rng_state,
             captures=self._captures_on(device),
         )
+        blocks = self._measured[key[0]].sites
+        kinds = dict.fromkeys(b.graph.kind for b in blocks if b.graph is not None)
+        self._warn_unrepeatable([kind.lowered for kind in kinds])
 
     def _captures_on(self, device: torch.device) -> Captures:
         if device not in self._captures:

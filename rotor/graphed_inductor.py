@@ -41,7 +41,7 @@ class InductorCheckpointable(GraphCheckpointable):
         return super().__getstate__() | {"_attempts": {}}
 
     def _backend_of(self, key: Any) -> str:
-        return "fx" if key in self._attempts else "inductor"
+        return "fx" if key[0] in self._attempts else "inductor"
 
     def compute_sequence(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the program that the following steps run; see `GraphCheckpointable`.
@@ -49,7 +49,7 @@ class InductorCheckpointable(GraphCheckpointable):
         It is compiled when the first step runs. A signature that stays with FX stays there until
         `measure` is called.
         """
-        for step in self._steps.values():
+        for step in [found for known in self._steps.values() for found in known.variants()]:
             if step.inductor is not None:
                 step.inductor.begin()
         return super().compute_sequence(*args, **kwargs)
@@ -71,7 +71,8 @@ class InductorCheckpointable(GraphCheckpointable):
         plan = self._planned()
         if isinstance(plan, GraphPlan) and plan.step.inductor is not None:
             return attempt_table(plan.step.inductor.attempts, "Inductor")
-        tried = self._attempts.get(self._latest_key, [])
+        latest = self._latest_key
+        tried = [] if latest is None else self._attempts.get(latest[0], [])
         return attempt_table(tried, "FX" if isinstance(plan, GraphPlan) else "blocks")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +84,7 @@ class InductorCheckpointable(GraphCheckpointable):
 
     def _replanned(self, key: Any) -> Any:
         old = self._plans.get(key)
-        step = self._steps.get(key)
+        step = self._steps.get(key[0])
         if not isinstance(old, GraphPlan) or step is None or step.inductor is None:
             return super()._replanned(key)
         try:
@@ -121,9 +122,8 @@ class InductorCheckpointable(GraphCheckpointable):
     def _give_up(self, key: Any, plan: GraphPlan) -> None:
         assert plan.step.inductor is not None
         attempts = list(plan.step.inductor.attempts)
-        self._attempts[key] = attempts
-        self._plans.pop(key, None)
-        self._steps.pop(key, None)
+        self._forget(key[0])
+        self._attempts[key[0]] = attempts
         found = ", ".join(
             f"{a.measured_bytes} bytes ({a.predicted_bytes} planned)" for a in attempts
         )

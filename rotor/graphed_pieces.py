@@ -13,11 +13,14 @@ from rotor.dynamic import DynamicSteps
 from rotor.dynamic_plan import DynamicPlan
 from rotor.errors import InfeasibleError
 from rotor.graph.kinds import Captures
+from rotor.graph.lowering import Lowered
 from rotor.graph.pieced import PiecesPlan, PiecesStep, learn
 from rotor.graph.pieces import Pieces, discover
 from rotor.graph.recorded import price
+from rotor.graph.repeating import described_unrepeatable
 from rotor.metering import StepBytes, cancel_running
 from rotor.progress import progress
+from rotor.stages import Structure
 from rotor.values import tensors_within
 
 
@@ -27,9 +30,10 @@ class PiecesSteps(DynamicSteps):
     _pieces: dict[Any, Pieces]
     _reasons: dict[Any, tuple[torch.device, str]]
     _profile: Any
+    _structure: Structure
 
     def _dynamic_plan(self, key: Any) -> DynamicPlan:
-        device, reason = self._reasons[key]
+        device, reason = self._reasons[key[0]]
         for plan in self._plans.values():
             if isinstance(plan, DynamicPlan) and plan.device == device:
                 return plan
@@ -59,15 +63,30 @@ class PiecesSteps(DynamicSteps):
 
     def _search_pieces(self, key: Any, args: Any, kwargs: dict[str, Any]) -> None:
         cancel_running()
+        device = self._reasons[key[0]][0]
+        captures = next(
+            (
+                pieces.captures
+                for other, pieces in self._pieces.items()
+                if self._reasons[other[0]][0] == device
+            ),
+            None,
+        )
         old = self._pieces.pop(key, None)
-        captures = old.captures if old else None
         if captures is None:
             options = {"effort": "fast"} | self._options
-            captures = Captures(self._reasons[key][0], partial(price, self._profile), options)
+            captures = Captures(device, partial(price, self._profile), options)
+        lacking = self._structure.lacking_gradient(key[1])
+        existing = {id(p) for p in self.module.parameters() if p.requires_grad} - lacking
         with progress(1, "capturing the parts of the model") as update:
-            found = discover(self.module, args, kwargs, captures, update)
+            found = discover(self.module, args, kwargs, captures, update, existing)
         if found is not None:
             self._pieces[key] = found if old is None else found.with_earlier(old)
+
+    def _warn_unrepeatable(self, graphs: Sequence[Lowered]) -> None:
+        text = described_unrepeatable(graphs)
+        if text:
+            self._warn_once("unrepeatable", text)
 
     def _step_by_pieces(
         self, plan: PiecesPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
@@ -77,9 +96,6 @@ class PiecesSteps(DynamicSteps):
             output = self.module.forward(*args, **kwargs)
         self.__dict__["_pending"] = pieces.token
         if meter is not None:
-            plan.existing_bytes = sum(
-                p.grad.nbytes for p in self.module.parameters() if p.grad is not None
-            )
             meter.forward_done(tensors_within(output))
         return self._with_loss(output, targets)
 

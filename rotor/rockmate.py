@@ -31,6 +31,8 @@ class Rockmate(GraphCheckpointable):
         Those of `Checkpointable`.
     """
 
+    _shown_name = "Rockmate"
+
     def __init__(
         self,
         original_mod: nn.Module,

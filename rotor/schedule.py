@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 FN, FCK, FE, LOSS, BACKWARD = range(5)
-_CODES = {"Fn": FN, "Fck": FCK, "Fc": FCK, "CF": FCK, "Fe": FE, "L": LOSS, "B": BACKWARD}
+_CODES = {"Fn": FN, "Fng": FN, "Fck": FCK, "Fc": FCK, "CF": FCK, "Fe": FE, "L": LOSS, "B": BACKWARD}
 
 
 class Schedule:

@@ -27,6 +27,7 @@ class TransparentModule(nn.Module):
     """
 
     module: Any
+    _shown_name = "TransparentModule"
 
     def __init__(self, module: nn.Module) -> None:
         # nn.Module.__init__ would make dictionaries of its own, and set the training flag.
@@ -51,8 +52,18 @@ class TransparentModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("module")
         if module is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(module, name)
+            raise AttributeError(f"{self._shown_name} has no attribute {name!r}")
+        try:
+            return getattr(module, name)
+        except AttributeError:
+            if hasattr(type(module), name):
+                raise
+        raise AttributeError(
+            f"{self._shown_name} has no attribute {name!r}, nor has the {type(module).__name__} "
+            "that it wraps",
+            name=name,
+            obj=self,
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _SHARED:

@@ -93,7 +93,8 @@ def serve(request: dict) -> None:
         emit(event="rep", rep=number, **figures)
     if request["log"]:
         Path(request["log"]).write_text(LOG, encoding="utf-8")
-    emit(event="done", params={"batch_size": request["batch_size"] or 1})
+    batch = request["batch_size"] or 1
+    emit(event="done", params={"batch_size": batch}, batch_size=batch, examples=batch)
 
 
 def main() -> None:

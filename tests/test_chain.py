@@ -164,11 +164,11 @@ OBJECTS = st.one_of(
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(OBJECTS, max_size=13), st.booleans())
+@given(st.lists(OBJECTS, max_size=14), st.booleans())
 def test_binding_refuses_anything(arguments: list[Any], pad: bool) -> None:
     if pad:
-        good = [np.ones(1 + (k in (2, 7)), dtype=np.int64) for k in range(9)]
-        arguments = (arguments[:9] + good[len(arguments[:9]) :]) + [0, False]
+        good = [np.ones(1 + (k in (2, 7)), dtype=np.int64) for k in range(10)]
+        arguments = (arguments[:10] + good[len(arguments[:10]) :]) + [0, False]
     try:
         chain = _core.Chain(*arguments)
     except (TypeError, ValueError, OverflowError, BufferError):
@@ -179,7 +179,7 @@ def test_binding_refuses_anything(arguments: list[Any], pad: bool) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 8), st.integers(0, 3), st.integers(-(1 << 63), (1 << 63) - 1))
 def test_binding_checks_every_entry(which: int, length: int, value: int) -> None:
-    good = [np.ones(2 + (k in (2, 7)), dtype=np.int64) for k in range(9)]
+    good = [np.ones(2 + (k in (2, 7)), dtype=np.int64) for k in range(10)]
     good[which] = np.full(length, value, dtype=np.int64)
     right = length == 2 + (which in (2, 7)) and -(which == 6) <= value <= 1 << 42
     if right:
@@ -196,8 +196,8 @@ def test_binding_takes_no_keywords() -> None:
 
 def test_chains_do_not_leak() -> None:
     chain = random_chain(random.Random(1), 3, 3).core
-    arrays = [np.ones(2 + (k in (2, 7)), dtype=np.int64) for k in range(9)]
-    wrong = [*arrays[:8], np.ones(7, dtype=np.int64)]
+    arrays = [np.ones(2 + (k in (2, 7)), dtype=np.int64) for k in range(10)]
+    wrong = [*arrays[:8], np.ones(7, dtype=np.int64), arrays[9]]
     for _ in range(50):
         _core.Chain(*arrays, 0, False)
         with pytest.raises(ValueError, match="pgrad"):

@@ -155,5 +155,5 @@ def test_plots_marks() -> None:
 
 def test_plot_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install rotor\[plot\]"):
+    with pytest.raises(ImportError, match=r"pip install matplotlib"):
         Curve([1], [1.0]).plot()

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ERRORS = ROOT / "docs/errors.md"
 STATES = {
     *("RuntimeError", "MemoryError", "ImportError", "InfeasibleError", "BudgetError"),
-    *("CaptureError", "MeterBusyError", "RankError", "warn", "_warn_once"),
+    *("CaptureError", "RecomputationError", "MeterBusyError", "RankError", "warn", "_warn_once"),
 }
 """What is about the state of a model or machine; errors about arguments speak for themselves."""
 PASSED_ON = {

@@ -156,7 +156,7 @@ def test_sequence_errors():
     with pytest.raises(ValueError, match="5 stages"):
         run(Sequence([("Fe", 7), ("L", 5)]))
     with pytest.raises(TypeError, match="must be a tensor"):
-        CheckpointOptim.apply(list(model), schedules(5)["each"], None, True, [x])
+        CheckpointOptim.apply(list(model), schedules(5)["each"], None, True, ["x"])
 
 
 def planned(model, name="recompute_all"):

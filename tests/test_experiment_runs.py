@@ -247,21 +247,45 @@ def test_drawn_seeds_are_kept(calls, tmp_path):
     assert requests_of(calls)[0]["seed"] is None
 
 
-@pytest.mark.parametrize("change", [{"dry_run": True}, {"active": False}])
-def test_nothing_runs_where_that_is_said(calls, tmp_path, change):
-    output = runs.run(parse(BASELINE, RATIO, **change), tmp_path / "out")
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_nothing_runs_where_that_is_said(calls, tmp_path, dry_run):
+    config = parse(BASELINE, RATIO, active=dry_run)
+    output = runs.run(config, tmp_path / "out", dry_run=dry_run)
     assert requests_of(calls) == []
     assert not (tmp_path / "out").exists()
-    assert output.text.startswith("test: what would run" if "dry_run" in change else "test: not a")
+    assert output.text.startswith("test: what would run" if dry_run else "test: not a")
 
 
-def test_keys_of_the_prototype_without_a_meaning_are_told(calls, tmp_path):
-    config = parse(BASELINE | {"use_profiling": True}, dtr_torch_cmd="python", dry_run=True)
-    with pytest.warns(UserWarning, match="has no meaning here and is ignored") as caught:
-        runs.run(config, tmp_path / "out")
-    places = [str(entry.message).split()[0] for entry in caught]
-    assert places == ["$.dtr_torch_cmd", "$.dtr_settings.one[0].use_profiling"]
-    assert calls.exists()
+def test_keys_without_a_meaning_are_one_warning(calls, tmp_path):
+    config = parse(
+        BASELINE | {"use_profiling": True, "use_sampling": True},
+        dtr_torch_cmd="python",
+        notify=[],
+        sync_gpu=True,
+    )
+    with pytest.warns(UserWarning, match="have no meaning here and are ignored") as caught:
+        runs.run(config, tmp_path / "out", formats=())
+    assert [str(entry.message) for entry in caught] == [
+        "test: keys that have no meaning here and are ignored: $.dtr_torch_cmd, $.notify, "
+        "$.dtr_settings.one[0].use_sampling (of a baseline command), $.sync_gpu (on a CPU)"
+    ]
+    assert len(requests_of(calls)) == 1
+
+
+def test_unknown_keys_are_one_warning(calls, tmp_path):
+    extra = {"depht": 3, **{f"key{number}": 1 for number in range(9)}}
+    config = parse(BASELINE | {"batch_sise": 3, "extra_params": extra}, n_rep=3, default={"n": 1})
+    with pytest.warns(UserWarning, match="are unknown and ignored") as caught:
+        runs.run(config, tmp_path / "out", formats=())
+    (entry,) = caught
+    assert str(entry.message).startswith(
+        'test: keys that are unknown and ignored: $.n_rep (did you mean "n_reps"?), '
+        "$.dtr_settings.default.n, "
+        '$.dtr_settings.one[0].batch_sise (did you mean "batch_size"?), '
+        '$.dtr_settings.one[0].extra_params.depht (did you mean "depth"?), '
+    )
+    assert str(entry.message).endswith(" and 5 more")
+    assert requests_of(calls)[0]["params"] == {}
 
 
 class _Hook(http.server.BaseHTTPRequestHandler):

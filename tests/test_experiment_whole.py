@@ -27,7 +27,7 @@ COMMANDS = [
 KINDS = ["baseline"] * 2 + ["fixed"] * 2 + ["ratio"] + ["param_sweep"] * 2 + ["simrd"] * 3
 CONFIGURATION = {
     **{"models": ["treelstm"], "save_logs": True, "log_dest": "kept", "set_seed": True, "seed": 1},
-    **{"n_reps": 2, "device": "cpu"},
+    **{"n_reps": 2, "device": "cpu", "sizes": "small"},
     "dtr_settings": {
         "default": {"use_sampling": False, "ignore_small_tensors": False, "timeout": 300},
         "treelstm": COMMANDS,

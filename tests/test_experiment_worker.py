@@ -48,7 +48,12 @@ def fake_workloads(built: list[dict]):
         built.append({"name": name, **given})
         return _Step(**given)
 
-    return types.SimpleNamespace(build=build)
+    def from_published(name, given, *, small):
+        return {"name": name, "small": small, **given} if small else dict(given)
+
+    return types.SimpleNamespace(
+        build=build, from_published=from_published, meaning=lambda name, given: {}
+    )
 
 
 def fake_dtr(entered: list[tuple]):
@@ -68,6 +73,7 @@ def request_for(**settings) -> dict:
     found = {"model": "m", "batch_size": 5, "params": {"depth": 2}, "device": "cpu", "seed": 3}
     found |= {"set_seed": True, "type": "dtr", "n_reps": 2, "log": None, "budget_bytes": 10_000}
     found |= {"heuristic": "LRU", "sample": False, "ignore_small": True}
+    found |= {"warm_ups": 1, "sizes": "published"}
     return found | settings
 
 
@@ -104,7 +110,20 @@ def test_a_worker_measures_new_models_under_a_budget_above_their_level():
     assert rep["time"] == rep["gpu_time"] > 0
     # The generators begin from the seed in every repetition.
     assert rep["loss"] == events[4]["loss"]
-    assert events[-1]["params"] == {"batch_size": 5}
+    assert events[-1] == {
+        **{"event": "done", "params": {"batch_size": 5}},
+        **{"batch_size": 5, "examples": 5},
+    }
+
+
+@pytest.mark.parametrize("warm_ups", [0, 3])
+def test_a_worker_warms_up_as_often_as_it_is_asked(warm_ups):
+    built: list[dict] = []
+    events: list[dict] = []
+    request = request_for(warm_ups=warm_ups, type="baseline", n_reps=1)
+    worker.run(request, events.append, fake_workloads(built), None)
+    assert [event["event"] for event in events].count("warm") == warm_ups
+    assert len(built) == warm_ups + 2
 
 
 def test_a_worker_draws_a_seed_where_none_is_given():
@@ -141,14 +160,14 @@ def test_devices_are_checked():
 @pytest.mark.slow
 def test_models_train_under_budgets_in_processes(tmp_path):
     """The real worker: `rotor.models.workloads` under `rotor.dtr`."""
-    extra = {"batch_size": 16, "extra_params": {"depth": 4}}
+    extra = {"batch_size": 4, "extra_params": {"input_size": 16}}
     settings = {
         "default": {"use_sampling": False, "ignore_small_tensors": False},
         "treelstm": [
             {"type": "dtr", "kind": "ratio", "ratio": [0.7, 1.0], **extra},
         ],
     }
-    top = {"models": ["treelstm"], "set_seed": True, "device": "cpu"}
+    top = {"models": ["treelstm"], "set_seed": True, "device": "cpu", "sizes": "small"}
     config = configuration.parse(json.dumps(top | {"dtr_settings": settings}), "test")
     runs.run(config, tmp_path, formats=())
     data = json.loads((tmp_path / "data/test.json").read_text())

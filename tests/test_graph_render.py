@@ -395,7 +395,7 @@ def test_refusals(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="measured_bytes has 2 levels, expected one number"):
         render(graph, tmp_path / "g.html", measured_bytes=[1, 2])
     monkeypatch.setitem(sys.modules, "graphviz", None)
-    with pytest.raises(ImportError, match=r"install it with `pip install rotor\[draw\]`"):
+    with pytest.raises(ImportError, match=r"`pip install graphviz`"):
         render(graph, tmp_path / "g.svg")
     assert list(tmp_path.iterdir()) == []
 

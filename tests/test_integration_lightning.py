@@ -275,5 +275,5 @@ def test_without_lightning_the_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "rotor.integrations.lightning")
     for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r"pip install rotor\[lightning\]"):
+    with pytest.raises(ImportError, match=r"pip install lightning"):
         importlib.import_module("rotor.integrations.lightning")

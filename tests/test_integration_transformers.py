@@ -303,5 +303,5 @@ def test_wrong_limits_are_told_when_the_trainer_is_made(tmp_path):
 def test_without_transformers_the_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "rotor.integrations.transformers")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install rotor\[transformers\]"):
+    with pytest.raises(ImportError, match=r"pip install transformers accelerate"):
         importlib.import_module("rotor.integrations.transformers")

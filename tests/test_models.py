@@ -204,7 +204,6 @@ def test_slices_are_plain_sequentials_that_share_stages(small: dict[str, nn.Sequ
         {"weights": "DEFAULT"},
         {"weights": "https://example.org/model.pth"},
         {"pretrained": True},
-        {"progress": True},
     ],
 )
 def test_weights_are_refused(name: str, options: dict[str, Any]) -> None:

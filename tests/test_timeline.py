@@ -232,7 +232,7 @@ def test_a_model_without_a_graph_has_what_was_measured():
 def test_without_matplotlib_the_extra_is_named(monkeypatch):
     chk = rotor.Checkpointable(stages(), torch.randn(4, 32), "1 GB")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"plot_timeline needs matplotlib: .*rotor\[plot\]"):
+    with pytest.raises(ImportError, match="plot_timeline needs matplotlib: `pip install"):
         chk.plot_timeline()
 
 

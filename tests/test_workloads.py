@@ -228,7 +228,7 @@ def test_parameters_reach_the_network_and_the_data() -> None:
     images = workloads.build("resnet20", height=24, width=12).make_batch(0).inputs
     assert images.shape == (2, 3, 24, 12)
     published = training.published
-    assert (published["batch_size"], published["mem_dim"]) == (256, 1700)
+    assert (published["batch_size"], published["mem_dim"]) == (512, 1700)
 
 
 def test_the_published_spelling_of_a_trees_depth() -> None:
@@ -238,6 +238,32 @@ def test_the_published_spelling_of_a_trees_depth() -> None:
     assert training.make_batch(0).inputs.shape[0] == 15
     with pytest.raises(ValueError, match="the same parameter of treelstm"):
         workloads.build("treelstm", dep=3, depth=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("treelstm", {"batch_size": 3, "input_size": 5}, {"depth": 3, "batch_size": 5}),
+        ("treelstm", {"batch_size": 3}, {"depth": 3, "batch_size": 640}),
+        ("treelstm", {"batch_size": 5, "dep": 3}, {"depth": 3, "batch_size": 5}),
+        ("treelstm", {"input_size": 5, "depth": 3}, {"depth": 3, "batch_size": 5}),
+        ("lstm", {"batch_size": 7, "input_size": 2}, {"input_size": 7, "batch_size": 2}),
+        ("gru", {"batch_size": 7}, {"input_size": 7, "batch_size": 100}),
+        ("unet", {"batch_size": 7, "height": 64}, {"batch_size": 7, "height": 64, "channels": 64}),
+    ],
+)
+def test_names_of_published_configurations(name: str, given: Any, expected: Any) -> None:
+    found = workloads.from_published(name, given)
+    assert found == workloads.published(name) | expected
+    small = workloads.from_published(name, {"batch_size": 2}, small=True)
+    assert small.keys() == workloads.parameters(name).keys()
+    assert set(workloads.accepted(name)) >= {*given, *workloads.parameters(name)}
+
+
+def test_a_size_that_a_published_configuration_gives_twice_is_refused() -> None:
+    for given in ({"batch_size": 3, "input_size": 4, "depth": 5}, {"dep": 3, "depth": 4}):
+        with pytest.raises(ValueError, match="treelstm is given its depth twice, once as"):
+            workloads.from_published("treelstm", given)
 
 
 def test_random_trees_decide_what_runs() -> None:

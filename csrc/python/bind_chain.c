@@ -3,8 +3,9 @@
 #include <string.h>
 
 static const char *const array_names[] = {
-    "forward_ns", "backward_ns", "x", "xbar", "fe_tmp", "fn_tmp", "b_tmp", "grad", "pgrad"};
-enum { ARRAYS = 9 };
+    "forward_ns", "backward_ns", "x", "xbar", "fe_tmp", "fn_tmp", "b_tmp", "grad", "pgrad",
+    "once"};
+enum { ARRAYS = 10 };
 
 static PyObject *raise_chain(PyObject *module, int status, int64_t bad) {
     if (bad < 0) {
@@ -26,9 +27,9 @@ static PyObject *chain_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (module == NULL || (kwargs != NULL && PyDict_GET_SIZE(kwargs) != 0)) {
         return PyErr_Format(PyExc_TypeError, "Chain takes positional arguments only");
     }
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOLp:Chain", &arrays[0], &arrays[1], &arrays[2],
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOLp:Chain", &arrays[0], &arrays[1], &arrays[2],
                           &arrays[3], &arrays[4], &arrays[5], &arrays[6], &arrays[7], &arrays[8],
-                          &loss_tmp, &hold_output)) {
+                          &arrays[9], &loss_tmp, &hold_output)) {
         return NULL;
     }
     Py_ssize_t n = -1;
@@ -55,6 +56,7 @@ static PyObject *chain_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         source.b_tmp = views[6].buf;
         source.grad = views[7].buf;
         source.pgrad = views[8].buf;
+        source.once = views[9].buf;
         source.loss_tmp = loss_tmp;
         source.hold_output = hold_output != 0;
         int ret = rotor_chain_init(&self->chain, &source, &bad);

@@ -49,6 +49,15 @@ PyObject *rotor_recorder_storage_of(recorder_object_t *self, int64_t node) {
     return Py_XNewRef(place);
 }
 
+int rotor_recorder_keep(recorder_object_t *self, PyObject *storage) {
+    if (grow(&self->guards, &self->guard_capacity, self->guard_count + 1) != 0) {
+        Py_DECREF(storage);
+        return -1;
+    }
+    self->guards[self->guard_count++] = storage;
+    return 0;
+}
+
 /* Follows what the book says that it forgot, needs, locked. */
 int rotor_recorder_settle(recorder_object_t *self) {
     rotor_recorder_t *book = &self->book;
@@ -81,12 +90,7 @@ int rotor_recorder_settle(recorder_object_t *self) {
                           ? rotor_recorder_storage_of(self, number)
                           : NULL;
             if (storage != NULL) {
-                ret = grow(&self->guards, &self->guard_capacity, self->guard_count + 1);
-                if (ret == 0) {
-                    self->guards[self->guard_count++] = storage;
-                } else {
-                    Py_DECREF(storage);
-                }
+                ret = rotor_recorder_keep(self, storage);
             }
             break;
         case ROTOR_DROPPED:
@@ -163,7 +167,8 @@ static PyObject *recorder_source(METHOD_ARGUMENTS) {
     int64_t bytes;
     int32_t node = -1;
     if (rotor_recorder_expect("source", count, 3, names) != 0 ||
-        rotor_recorder_read_int64(args[0], &bytes) != 0 || rotor_recorder_reserve(self, 1) != 0) {
+        rotor_recorder_read_int64(args[0], &bytes) != 0 || rotor_recorder_forget_gone(self) != 0 ||
+        rotor_recorder_reserve(self, 1) != 0) {
         return NULL;
     }
     int status = rotor_recorder_source(&self->book, bytes, args[1] == Py_True, &node);
@@ -182,7 +187,14 @@ static PyObject *recorder_begin(METHOD_ARGUMENTS) {
     int32_t few[64];
     int32_t *nodes = few;
     PyObject *result = NULL;
-    if (rotor_recorder_expect("begin", count, 1, names) != 0) {
+    if (rotor_recorder_expect("begin", count, 1, names) != 0 ||
+        rotor_recorder_forget_gone(self) != 0) {
+        return NULL;
+    }
+    if (self->book.frame_count > 0) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "a session of rotor.dtr was used while one of its operations runs, from a "
+                        "finalizer or an observer: leave that to the program itself");
         return NULL;
     }
     PyObject *list = PySequence_Fast(args[0], "the inputs must be a sequence");
@@ -209,88 +221,6 @@ out:
     return result;
 }
 
-PyDoc_STRVAR(next_doc, "next($self, /)\n--\n\n"
-                       "The record of the operation to run again now, or None: the inputs are "
-                       "in memory.");
-
-static PyObject *recorder_next(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
-    int32_t op = ROTOR_NEW_OPERATION;
-    (void)args;
-    if (rotor_recorder_expect("next", count, 0, names) != 0) {
-        return NULL;
-    }
-    if (self->book.frame_count == 0) {
-        PyErr_SetString(PyExc_RuntimeError, "no operation has begun");
-        return NULL;
-    }
-    int status = rotor_recorder_next(&self->book, &op);
-    PyObject *record = op >= 0 ? self->records[op] : Py_None;
-    return rotor_recorder_answer(self, type, status, Py_XNewRef(record));
-}
-
-static int32_t replaying(recorder_object_t *self) {
-    int32_t op = self->book.frame_count > 0 ? self->book.frames[self->book.frame_count - 1].op
-                                            : ROTOR_NEW_OPERATION;
-    if (op < 0) {
-        PyErr_SetString(PyExc_RuntimeError, "no operation is being run again");
-    }
-    return op;
-}
-
-PyDoc_STRVAR(wanted_doc, "wanted($self, /)\n--\n\n"
-                         "(bytes, outputs) of the operation that next() gave: the bytes that "
-                         "running it takes, and (index, node, is_live, may_reuse) of the outputs "
-                         "that are not in memory.");
-
-static PyObject *recorder_wanted(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
-    rotor_recorder_t *book = &self->book;
-    int32_t op;
-    (void)args;
-    (void)type;
-    if (rotor_recorder_expect("wanted", count, 0, names) != 0 || (op = replaying(self)) < 0) {
-        return NULL;
-    }
-    const rotor_record_t *record = &book->records[op];
-    const int32_t *outputs = record->items + record->input_count;
-    const int32_t *origins = outputs + record->output_count;
-    PyObject *list = PyList_New(0);
-    for (int32_t k = 0; list != NULL && k < record->output_count; k++) {
-        int32_t node = outputs[k];
-        if (node < 0 || rotor_recorder_is_material(book, node)) {
-            continue;
-        }
-        bool may_reuse = origins[k] >= 0 && rotor_recorder_may_reuse(book, origins[k]);
-        bool is_live = (book->nodes[node].state & ROTOR_NODE_LIVE) != 0;
-        PyObject *item = Py_BuildValue("iiNN", (int)k, (int)node, PyBool_FromLong(is_live),
-                                       PyBool_FromLong(may_reuse));
-        if (item == NULL || PyList_Append(list, item) != 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(item);
-    }
-    return list == NULL
-               ? NULL
-               : Py_BuildValue("LN", (long long)rotor_recorder_replay_bytes(book, op), list);
-}
-
-PyDoc_STRVAR(replayed_doc,
-             "replayed($self, cost_ns, /)\n--\n\n"
-             "The operation that next() gave has run, and its outputs are placed; how "
-             "often thrashing was found until now.");
-
-static PyObject *recorder_replayed(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
-    int64_t cost;
-    if (rotor_recorder_expect("replayed", count, 1, names) != 0 ||
-        rotor_recorder_read_int64(args[0], &cost) != 0 || replaying(self) < 0) {
-        return NULL;
-    }
-    int status = rotor_recorder_replayed(&self->book, cost);
-    return rotor_recorder_answer(self, type, status, PyLong_FromLongLong(self->book.thrashes));
-}
-
 PyDoc_STRVAR(make_room_doc,
              "make_room($self, nbytes, /)\n--\n\n"
              "None where so many bytes fit; False where they do not and nothing can go; else "
@@ -305,6 +235,9 @@ static PyObject *recorder_make_room(METHOD_ARGUMENTS) {
         return NULL;
     }
     for (;;) {
+        if (rotor_recorder_forget_gone(self) != 0) {
+            return NULL;
+        }
         int status = rotor_recorder_make_room(&self->book, bytes, &node);
         if (status != ROTOR_OK) {
             return rotor_recorder_answer(self, type, status, NULL);
@@ -441,6 +374,7 @@ static PyObject *recorder_abort(METHOD_ARGUMENTS) {
     if (rotor_recorder_expect("abort", count, 0, names) != 0) {
         return NULL;
     }
+    self->is_borrowed = false;
     int status = rotor_recorder_abort(&self->book);
     return rotor_recorder_release_guards(self) != 0
                ? NULL
@@ -448,9 +382,8 @@ static PyObject *recorder_abort(METHOD_ARGUMENTS) {
 }
 
 static PyMethodDef recorder_methods[] = {
-    RECORDER_METHOD(source), RECORDER_METHOD(begin),    RECORDER_METHOD(next),
-    RECORDER_METHOD(wanted), RECORDER_METHOD(replayed), RECORDER_METHOD(make_room),
-    RECORDER_METHOD(finish), RECORDER_METHOD(abort),    {NULL, NULL, 0, NULL},
+    RECORDER_METHOD(source), RECORDER_METHOD(begin), RECORDER_METHOD(make_room),
+    RECORDER_METHOD(finish), RECORDER_METHOD(abort), {NULL, NULL, 0, NULL},
 };
 
 static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -492,6 +425,7 @@ static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     recorder_object_t *self = (recorder_object_t *)type->tp_alloc(type, 0);
     if (self != NULL) {
         rotor_recorder_init(&self->book, &options);
+        self->observer = Py_NewRef(Py_None);
     }
     return (PyObject *)self;
 }
@@ -511,6 +445,10 @@ static int recorder_traverse(PyObject *object, visitproc visit, void *arg) {
     for (int64_t k = 0; k < self->guard_count; k++) {
         Py_VISIT(self->guards[k]);
     }
+    for (rotor_ref_object_t *ref = self->first_gone; ref != NULL; ref = ref->next_gone) {
+        Py_VISIT((PyObject *)ref);
+    }
+    Py_VISIT(self->observer);
     return 0;
 }
 
@@ -528,6 +466,8 @@ static int recorder_clear(PyObject *object) {
     while (self->guard_count > 0) {
         Py_CLEAR(self->guards[--self->guard_count]);
     }
+    rotor_recorder_clear_gone(self);
+    Py_CLEAR(self->observer);
     rotor_recorder_let_go(self);
     return 0;
 }
@@ -575,11 +515,13 @@ int rotor_add_dtr(PyObject *module) {
         return -1;
     }
     int ret = PyModule_AddType(module, type);
-    for (PyMethodDef *query = rotor_recorder_queries; ret == 0 && query->ml_name != NULL;
-         query++) {
-        PyObject *method = PyDescr_NewMethod(type, query);
-        ret = method == NULL ? -1 : PyDict_SetItemString(type->tp_dict, query->ml_name, method);
-        Py_XDECREF(method);
+    PyMethodDef *tables[] = {rotor_recorder_queries, rotor_recorder_repeats};
+    for (int k = 0; k < 2; k++) {
+        for (PyMethodDef *method = tables[k]; ret == 0 && method->ml_name != NULL; method++) {
+            PyObject *made = PyDescr_NewMethod(type, method);
+            ret = made == NULL ? -1 : PyDict_SetItemString(type->tp_dict, method->ml_name, made);
+            Py_XDECREF(made);
+        }
     }
     PyType_Modified(type);
     if (ret == 0 && PyModule_AddIntConstant(module, "OFTEN", ROTOR_OFTEN) == 0 &&

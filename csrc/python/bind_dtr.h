@@ -9,7 +9,15 @@
  * The book of a running program (recorder.h), and the Python objects that go with its numbers: for
  * an operation the record that Python replays it from, for a node where its bytes are. That is a
  * weak reference to a storage that the program holds, or the storage itself for a temporary.
+ *
+ * Storages die whenever the garbage collector runs, which any allocation of a Python object may
+ * start. Their callbacks only put the reference into a queue; rotor_recorder_forget_gone() tells the
+ * book, and is called where nobody holds pointers into it or numbers of nodes without a storage:
+ * before an operator is read, before each choice of what to evict or to run again, and at the
+ * beginning of the methods that say so. A live node may have lost its storage in between.
  */
+typedef struct rotor_ref_object rotor_ref_object_t;
+
 typedef struct {
     PyObject_HEAD rotor_recorder_t book;
     PyObject **records; /* by operation */
@@ -24,6 +32,10 @@ typedef struct {
     PyObject **garbage; /* to let go at the end of a call: that may run Python code */
     int64_t garbage_count;
     int64_t garbage_capacity;
+    rotor_ref_object_t *first_gone; /* died, and not yet forgotten */
+    rotor_ref_object_t *last_gone;
+    bool is_borrowed; /* nothing may be forgotten: numbers of outputs are in use */
+    PyObject *observer; /* None, or the listener that hears of everything */
 } recorder_object_t;
 
 #define METHOD_ARGUMENTS                                                                          \
@@ -52,6 +64,21 @@ int rotor_recorder_discard(recorder_object_t *self, PyObject **slot);
 PyObject *rotor_recorder_answer(recorder_object_t *self, PyTypeObject *type, int status,
                                 PyObject *result);
 
+/* Notes that a storage died; runs nothing, allocates nothing. */
+void rotor_recorder_note_gone(recorder_object_t *self, rotor_ref_object_t *ref);
+/* Tells the book and the observer which storages died; -1 with an exception. */
+int rotor_recorder_forget_gone(recorder_object_t *self);
+/* Forgets nothing: drops the queue. */
+void rotor_recorder_clear_gone(recorder_object_t *self);
+/* Holds the storage of a node until the operation has ended; borrowed, NULL without an exception
+ * where it is gone, NULL with one where memory is short. */
+PyObject *rotor_recorder_guard(recorder_object_t *self, int64_t node);
+
+/* The same for the live outputs of an operation that are not in memory; -1 with an exception. */
+int rotor_recorder_guard_outputs(recorder_object_t *self, int32_t op);
+/* Takes over a reference, and holds it as long. */
+int rotor_recorder_keep(recorder_object_t *self, PyObject *storage);
+
 /* The steps of that, for calls that change the book more than once. */
 int rotor_recorder_settle(recorder_object_t *self);
 void rotor_recorder_let_go(recorder_object_t *self);
@@ -77,11 +104,13 @@ typedef struct {
 int rotor_recorder_complete(recorder_object_t *self, const rotor_completion_t *done);
 
 /* A weak reference to a storage, with the numbers that the runtime keeps of it. */
-typedef struct {
+struct rotor_ref_object {
     PyWeakReference reference;
     PyObject *key; /* in the table of storages */
     int64_t node;
-} rotor_ref_object_t;
+    rotor_ref_object_t *next_gone; /* owned: the queue holds what is in it */
+    char is_gone;
+};
 
 /* What an operator takes on arguments of one layout. */
 typedef struct {
@@ -97,5 +126,7 @@ int rotor_add_dtr_handler(PyObject *module, PyTypeObject *recorder);
 
 /* Figures, and what can be asked without changing anything. */
 extern PyMethodDef rotor_recorder_queries[];
+/* What has to run again, and that it did. */
+extern PyMethodDef rotor_recorder_repeats[];
 
 #endif

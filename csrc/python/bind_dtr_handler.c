@@ -400,6 +400,19 @@ out:
     return ret;
 }
 
+/* Results that Python has to take in; it reads the arguments again. */
+static int complete_odd(rotor_handler_t *self, const run_t *run, PyObject *made, int64_t took) {
+    rotor_handler_clear(self);
+    self->is_busy = false;
+    PyObject *done =
+        PyObject_CallMethod(run->session, "_complete_odd", "OOOOLO", run->kernel->operator_,
+                            run->args, run->kwargs == NULL ? Py_None : run->kwargs, made,
+                            (long long)took, run->is_recording ? Py_True : Py_False);
+    self->is_busy = true;
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
 /* Smaller sums are not worth the question. */
 #define LEAST_IN_PLACE_BYTES 4096
 
@@ -428,27 +441,12 @@ static int is_accumulating(rotor_handler_t *self, const run_t *run) {
     return is_true;
 }
 
-/* *results is set where the operator has run. */
-static enum rotor_reading run_operator(rotor_handler_t *self, run_t *run, PyObject **results) {
+/* Runs an operator whose needs are known; *results is set where it has run. */
+static enum rotor_reading run_known(rotor_handler_t *self, run_t *run, PyObject **results) {
     static const rotor_needs_object_t nothing = {.is_measured = true};
     PyObject *call = run->kernel->call;
     int in_backward = 0;
-    enum rotor_reading found = rotor_handler_read(self, run->kernel, run->args, run->kwargs);
-    if (found != READ_OK) {
-        return found;
-    }
-    PyObject *key = PyBytes_FromStringAndSize(
-        (const char *)self->key, (Py_ssize_t)(self->key_count * (int64_t)sizeof(*self->key)));
-    PyObject *needs = key == NULL ? NULL : PyDict_GetItemWithError(self->needs, key);
-    Py_XDECREF(key);
-    if (needs == NULL) {
-        return PyErr_Occurred() ? READ_ERROR : READ_SLOW;
-    }
-    if (Py_TYPE(needs) != self->needs_type ||
-        (self->is_cpu && !((rotor_needs_object_t *)needs)->is_measured)) {
-        return READ_SLOW;
-    }
-    run->needs = (rotor_needs_object_t *)needs;
+    enum rotor_reading found;
     int is_enabled = call_is_true(self->parts[PART_GRAD_ENABLED]);
     if (is_enabled < 0) {
         return READ_ERROR;
@@ -477,7 +475,6 @@ static enum rotor_reading run_operator(rotor_handler_t *self, run_t *run, PyObje
             run->needs = &nothing;
         }
     }
-    Py_INCREF(needs);
     if (prepare(self, run) != 0) {
         goto fail;
     }
@@ -489,12 +486,7 @@ static enum rotor_reading run_operator(rotor_handler_t *self, run_t *run, PyObje
     }
     found = are_plain(self, made);
     if (found == READ_SLOW) {
-        PyObject *done =
-            PyObject_CallMethod(run->session, "_complete_odd", "OOOOLO", run->kernel->operator_,
-                                run->args, run->kwargs == NULL ? Py_None : run->kwargs, made,
-                                (long long)took, run->is_recording ? Py_True : Py_False);
-        Py_XDECREF(done);
-        found = done == NULL ? READ_ERROR : READ_OK;
+        found = complete_odd(self, run, made, took) == 0 ? READ_OK : READ_ERROR;
     } else if (found == READ_OK && complete(self, run, made, took) != 0) {
         found = READ_ERROR;
     }
@@ -502,13 +494,34 @@ static enum rotor_reading run_operator(rotor_handler_t *self, run_t *run, PyObje
         Py_DECREF(made);
         goto fail;
     }
-    Py_DECREF(needs);
     *results = made;
     return READ_OK;
 fail:
     abort_operation(self);
-    Py_DECREF(needs);
     return READ_ERROR;
+}
+
+static enum rotor_reading run_operator(rotor_handler_t *self, run_t *run, PyObject **results) {
+    enum rotor_reading found = rotor_handler_read(self, run->kernel, run->args, run->kwargs);
+    if (found != READ_OK) {
+        return found;
+    }
+    PyObject *key = PyBytes_FromStringAndSize(
+        (const char *)self->key, (Py_ssize_t)(self->key_count * (int64_t)sizeof(*self->key)));
+    PyObject *needs =
+        key == NULL ? NULL : Py_XNewRef(PyDict_GetItemWithError(self->needs, key));
+    Py_XDECREF(key);
+    if (needs == NULL) {
+        return PyErr_Occurred() ? READ_ERROR : READ_SLOW;
+    }
+    found = READ_SLOW;
+    if (Py_TYPE(needs) == self->needs_type &&
+        (!self->is_cpu || ((rotor_needs_object_t *)needs)->is_measured)) {
+        run->needs = (rotor_needs_object_t *)needs;
+        found = run_known(self, run, results);
+    }
+    Py_DECREF(needs);
+    return found;
 }
 
 static bool are_known_types(rotor_handler_t *self, PyObject *types) {
@@ -537,12 +550,15 @@ static PyObject *run(rotor_handler_t *self, PyObject *const *args, PyObject *ker
     if (of.kernel->is_view && self->has_views) {
         return PyObject_Call(of.kernel->call, of.args, kwargs);
     }
+    if (rotor_recorder_forget_gone(self->recorder) != 0) {
+        return NULL;
+    }
     int is_capturing =
         self->parts[PART_CAPTURING] == Py_None ? 0 : call_is_true(self->parts[PART_CAPTURING]);
     if (is_capturing < 0) {
         return NULL;
     }
-    if (of.kernel->is_simple && self->observer == Py_None && !self->is_busy && !is_capturing) {
+    if (of.kernel->is_simple && self->recorder->observer == Py_None && !self->is_busy && !is_capturing) {
         self->is_busy = true;
         found = run_operator(self, &of, &results);
         rotor_handler_clear(self);

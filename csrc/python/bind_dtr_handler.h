@@ -102,7 +102,6 @@ typedef struct {
     PyObject *table; /* of storages: key to StorageRef */
     PyObject *needs; /* of operators, by signature */
     PyObject *kernels;
-    PyObject *observer; /* None, or whoever has to be told: then Python handles operators */
     PyObject *device;   /* whose memory counts */
     PyObject *flags;    /* of the backends, as they were last */
     PyObject *gone;     /* the method */

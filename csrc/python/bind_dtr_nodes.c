@@ -127,6 +127,7 @@ static PyObject *recorder_dependents(METHOD_ARGUMENTS) {
     recorder_object_t *self = rotor_as_recorder(object);
     int32_t node;
     if (rotor_recorder_expect("dependents", count, 1, names) != 0 ||
+        rotor_recorder_forget_gone(self) != 0 ||
         rotor_recorder_read_node(self, args[0], &node) != 0) {
         return NULL;
     }
@@ -141,7 +142,8 @@ PyDoc_STRVAR(evicted_doc, "evicted($self, /)\n--\n\nThe live nodes that are not 
 static PyObject *recorder_evicted(METHOD_ARGUMENTS) {
     recorder_object_t *self = rotor_as_recorder(object);
     (void)args;
-    if (rotor_recorder_expect("evicted", count, 0, names) != 0) {
+    if (rotor_recorder_expect("evicted", count, 0, names) != 0 ||
+        rotor_recorder_forget_gone(self) != 0) {
         return NULL;
     }
     int status = rotor_recorder_evicted(&self->book);
@@ -179,13 +181,13 @@ PyDoc_STRVAR(nodes_doc, "nodes($self, /)\n--\n\nThe numbers of all nodes.");
 
 static PyObject *recorder_nodes(METHOD_ARGUMENTS) {
     rotor_recorder_t *book = &rotor_as_recorder(object)->book;
-    PyObject *list = PyList_New(0);
     (void)args;
     (void)type;
-    if (rotor_recorder_expect("nodes", count, 0, names) != 0) {
-        Py_XDECREF(list);
+    if (rotor_recorder_expect("nodes", count, 0, names) != 0 ||
+        rotor_recorder_forget_gone(rotor_as_recorder(object)) != 0) {
         return NULL;
     }
+    PyObject *list = PyList_New(0);
     for (int64_t k = 0; list != NULL && k < book->node_count; k++) {
         if (book->nodes[k].state != 0) {
             PyObject *item = PyLong_FromLongLong(k);
@@ -204,7 +206,8 @@ static PyObject *recorder_counters(METHOD_ARGUMENTS) {
     const rotor_recorder_t *book = &rotor_as_recorder(object)->book;
     (void)args;
     (void)type;
-    if (rotor_recorder_expect("counters", count, 0, names) != 0) {
+    if (rotor_recorder_expect("counters", count, 0, names) != 0 ||
+        rotor_recorder_forget_gone(rotor_as_recorder(object)) != 0) {
         return NULL;
     }
     return Py_BuildValue(
@@ -229,7 +232,8 @@ static PyObject *recorder_reset(METHOD_ARGUMENTS) {
     rotor_recorder_t *book = &rotor_as_recorder(object)->book;
     (void)args;
     (void)type;
-    if (rotor_recorder_expect("reset", count, 0, names) != 0) {
+    if (rotor_recorder_expect("reset", count, 0, names) != 0 ||
+        rotor_recorder_forget_gone(rotor_as_recorder(object)) != 0) {
         return NULL;
     }
     book->operations = book->evictions = book->replays = 0;
@@ -253,10 +257,30 @@ static PyObject *recorder_limit(METHOD_ARGUMENTS) {
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(consider_doc,
+             "consider($self, sample, ignore_small, /)\n--\n\n"
+             "Other candidates from the next choice on; small storages that are passed over stay so "
+             "until they are used again.");
+
+static PyObject *recorder_consider(METHOD_ARGUMENTS) {
+    rotor_eviction_options_t *options = &rotor_as_recorder(object)->book.eviction.options;
+    int sample;
+    int ignore_small;
+    (void)type;
+    if (rotor_recorder_expect("consider", count, 2, names) != 0 ||
+        (sample = PyObject_IsTrue(args[0])) < 0 || (ignore_small = PyObject_IsTrue(args[1])) < 0) {
+        return NULL;
+    }
+    options->sample = sample != 0;
+    options->ignore_small = ignore_small != 0;
+    Py_RETURN_NONE;
+}
+
 PyMethodDef rotor_recorder_queries[] = {
     RECORDER_METHOD(dead),       RECORDER_METHOD(pin),      RECORDER_METHOD(hold),
     RECORDER_METHOD(storage),    RECORDER_METHOD(resized),  RECORDER_METHOD(reach),
     RECORDER_METHOD(dependents), RECORDER_METHOD(evicted),  RECORDER_METHOD(describe),
     RECORDER_METHOD(nodes),      RECORDER_METHOD(counters), RECORDER_METHOD(reset),
-    RECORDER_METHOD(limit),      RECORDER_METHOD(copied),   {NULL, NULL, 0, NULL},
+    RECORDER_METHOD(limit),      RECORDER_METHOD(consider), RECORDER_METHOD(copied),
+    {NULL, NULL, 0, NULL},
 };

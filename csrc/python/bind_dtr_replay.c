@@ -151,36 +151,46 @@ static int refill(rotor_handler_t *self, PyObject *record, int32_t node, PyObjec
     return swapped == NULL ? -1 : 0;
 }
 
+/* Puts one result where its node's bytes belong. */
+static int place_one(rotor_handler_t *self, PyObject *record, int32_t node, PyObject *results,
+                     int64_t index) {
+    recorder_object_t *recorder = self->recorder;
+    PyObject *result = result_at(self, results, &index);
+    PyObject *made = result == NULL ? NULL
+                                    : PyObject_CallMethodNoArgs(
+                                          result, self->names[NAME_untyped_storage]);
+    int ret = -1;
+    if (made == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_RuntimeError, "an operator made less than before");
+        }
+    } else if ((recorder->book.nodes[node].state & ROTOR_NODE_LIVE) != 0) {
+        ret = refill(self, record, node, made);
+    } else if ((ret = rotor_recorder_discard(recorder, &recorder->places[node])) == 0) {
+        recorder->places[node] = Py_NewRef(made);
+    }
+    Py_XDECREF(made);
+    return ret;
+}
+
 static int place(rotor_handler_t *self, PyObject *record, int32_t op, PyObject *results) {
     recorder_object_t *recorder = self->recorder;
     const rotor_recorder_t *book = &recorder->book;
     PyObject *indices = PyTuple_GET_ITEM(record, RECORD_INDICES);
-    for (int32_t k = 0; k < book->records[op].output_count; k++) {
+    int ret = rotor_recorder_forget_gone(recorder);
+    if (ret == 0) {
+        ret = rotor_recorder_guard_outputs(recorder, op);
+    }
+    recorder->is_borrowed = true;
+    for (int32_t k = 0; ret == 0 && k < book->records[op].output_count; k++) {
         int32_t node = book->records[op].items[book->records[op].input_count + k];
-        if (node < 0 || rotor_recorder_is_material(book, node)) {
-            continue;
-        }
-        int64_t index = PyLong_AsLongLong(PyTuple_GET_ITEM(indices, k));
-        PyObject *result = result_at(self, results, &index);
-        PyObject *made =
-            result == NULL ? NULL
-                           : PyObject_CallMethodNoArgs(result, self->names[NAME_untyped_storage]);
-        int ret = -1;
-        if (made == NULL) {
-            if (!PyErr_Occurred()) {
-                PyErr_SetString(PyExc_RuntimeError, "an operator made less than before");
-            }
-        } else if ((book->nodes[node].state & ROTOR_NODE_LIVE) != 0) {
-            ret = refill(self, record, node, made);
-        } else if ((ret = rotor_recorder_discard(recorder, &recorder->places[node])) == 0) {
-            recorder->places[node] = Py_NewRef(made);
-        }
-        Py_XDECREF(made);
-        if (ret != 0) {
-            return -1;
+        if (node >= 0 && !rotor_recorder_is_material(book, node)) {
+            ret = place_one(self, record, node, results,
+                            PyLong_AsLongLong(PyTuple_GET_ITEM(indices, k)));
         }
     }
-    return 0;
+    recorder->is_borrowed = false;
+    return ret;
 }
 
 static int set_grad_enabled(rotor_handler_t *self, PyObject *is_enabled) {
@@ -300,6 +310,9 @@ int rotor_handler_catch_up(rotor_handler_t *self, PyObject *session) {
         int32_t op = ROTOR_NEW_OPERATION;
         if (recorder->book.frame_count == 0) {
             PyErr_SetString(PyExc_RuntimeError, "no operation has begun");
+            return -1;
+        }
+        if (rotor_recorder_forget_gone(recorder) != 0) {
             return -1;
         }
         int status = rotor_recorder_next(&recorder->book, &op);

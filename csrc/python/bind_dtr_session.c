@@ -143,7 +143,7 @@ static PyObject *handler_catch_up(METHOD_ARGUMENTS) {
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(gone_doc, "gone($self, ref, /)\n--\n\nA storage died.");
+PyDoc_STRVAR(gone_doc, "gone($self, ref, /)\n--\n\nNote that a storage died.");
 
 static PyObject *handler_gone(PyObject *object, PyObject *const *args, Py_ssize_t count) {
     rotor_handler_t *self = (rotor_handler_t *)object;
@@ -160,29 +160,32 @@ static PyObject *handler_gone(PyObject *object, PyObject *const *args, Py_ssize_
             return NULL;
         }
     }
-    const rotor_recorder_t *book = &self->recorder->book;
-    if (!self->is_open || ref->node < 0 || ref->node >= book->node_count ||
-        book->nodes[ref->node].state == 0) {
-        Py_RETURN_NONE;
-    }
-    int status = rotor_recorder_dead(&self->recorder->book, (int32_t)ref->node);
-    if (rotor_recorder_settle(self->recorder) != 0 || status != ROTOR_OK) {
-        if (status != ROTOR_OK) {
-            (void)rotor_raise_status(PyType_GetModule(Py_TYPE(self)), status);
-        }
-        return NULL;
-    }
-    rotor_recorder_let_go(self->recorder);
-    if (self->observer != Py_None) {
-        PyObject *told =
-            PyObject_CallMethod(self->observer, "released", "L", (long long)ref->node);
-        Py_XDECREF(told);
-        if (told == NULL) {
-            return NULL;
-        }
+    if (self->is_open) {
+        rotor_recorder_note_gone(self->recorder, ref);
     }
     Py_RETURN_NONE;
 }
+
+static PyObject *handler_observer(PyObject *object, void *closure) {
+    (void)closure;
+    return Py_NewRef(((rotor_handler_t *)object)->recorder->observer);
+}
+
+static int handler_observe(PyObject *object, PyObject *value, void *closure) {
+    recorder_object_t *recorder = ((rotor_handler_t *)object)->recorder;
+    (void)closure;
+    if (rotor_recorder_forget_gone(recorder) != 0) {
+        return -1;
+    }
+    Py_XSETREF(recorder->observer, Py_NewRef(value == NULL ? Py_None : value));
+    return 0;
+}
+
+static PyGetSetDef handler_getset[] = {
+    {"observer", handler_observer, handler_observe,
+     "Hears of everything; Python handles all operators then.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
 
 static PyMethodDef handler_methods[] = {
     {"run", (PyCFunction)(void (*)(void))handler_run, METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
@@ -196,7 +199,6 @@ static PyMethodDef handler_methods[] = {
 };
 
 static PyMemberDef handler_members[] = {
-    {"observer", T_OBJECT, offsetof(rotor_handler_t, observer), 0, "Told of everything."},
     {"is_open", T_BOOL, offsetof(rotor_handler_t, is_open), 0, "Whether deaths count."},
     {"watches_writes", T_BOOL, offsetof(rotor_handler_t, watches_writes), 0,
      "Whether Python handles what writes to sources."},
@@ -266,7 +268,6 @@ static PyObject *handler_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     self->table = Py_NewRef(table);
     self->needs = Py_NewRef(needs);
     self->device = Py_NewRef(device);
-    self->observer = Py_NewRef(Py_None);
     self->kernels = PyDict_New();
     self->is_cpu = PyObject_RichCompareBool(device, self->parts[PART_CPU], Py_EQ) == 1;
     self->is_open = true;
@@ -304,7 +305,6 @@ static int handler_traverse(PyObject *object, visitproc visit, void *arg) {
     Py_VISIT(self->table);
     Py_VISIT(self->needs);
     Py_VISIT(self->kernels);
-    Py_VISIT(self->observer);
     Py_VISIT(self->device);
     Py_VISIT(self->flags);
     Py_VISIT(self->gone);
@@ -316,7 +316,6 @@ static int handler_clear(PyObject *object) {
     self->is_open = false;
     /* The table and the book stay: callbacks of storages may come until the end. */
     Py_CLEAR(self->kernels);
-    Py_CLEAR(self->observer);
     Py_CLEAR(self->flags);
     Py_CLEAR(self->gone);
     return 0;
@@ -359,7 +358,8 @@ static PyType_Slot handler_slots[] = {
     {Py_tp_new, handler_new},           {Py_tp_dealloc, handler_dealloc},
     {Py_tp_traverse, handler_traverse}, {Py_tp_clear, handler_clear},
     {Py_tp_methods, handler_methods},   {Py_tp_members, handler_members},
-    {Py_tp_doc, (void *)handler_doc},   {0, NULL},
+    {Py_tp_getset, handler_getset},     {Py_tp_doc, (void *)handler_doc},
+    {0, NULL},
 };
 
 static PyType_Spec handler_spec = {

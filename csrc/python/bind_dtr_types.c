@@ -12,6 +12,8 @@ PyObject *rotor_ref_new(PyTypeObject *type, PyObject *storage, PyObject *gone, P
         rotor_ref_object_t *ref = (rotor_ref_object_t *)object;
         ref->key = Py_NewRef(key);
         ref->node = -1;
+        ref->next_gone = NULL;
+        ref->is_gone = 0;
     }
     return object;
 }

@@ -105,6 +105,7 @@ int rotor_add_chain(PyObject *module);
 int rotor_add_solvers(PyObject *module);
 int rotor_add_classic(PyObject *module);
 int rotor_add_probe(PyObject *module);
+int rotor_add_checksum(PyObject *module);
 int rotor_add_log(PyObject *module);
 int rotor_add_replay(PyObject *module);
 int rotor_add_planner(PyObject *module);

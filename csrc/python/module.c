@@ -28,6 +28,7 @@ PyObject *rotor_raise_status(PyObject *module, int status) {
     case ROTOR_ERR_NO_TAPE:
     case ROTOR_ERR_NO_GRADIENT:
     case ROTOR_ERR_TWICE:
+    case ROTOR_ERR_ONCE:
     case ROTOR_ERR_INCOMPLETE:
         PyErr_SetString(rotor_state(module)->invalid_sequence_error, rotor_strerror(status));
         break;
@@ -176,7 +177,8 @@ static int execute(PyObject *module) {
         rotor_add_chain(module) != 0 || rotor_add_solvers(module) != 0 ||
         rotor_add_classic(module) != 0 || rotor_add_probe(module) != 0 ||
         rotor_add_log(module) != 0 || rotor_add_replay(module) != 0 ||
-        rotor_add_planner(module) != 0 || rotor_add_dtr(module) != 0) {
+        rotor_add_planner(module) != 0 || rotor_add_dtr(module) != 0 ||
+        rotor_add_checksum(module) != 0) {
         return -1;
     }
     return 0;

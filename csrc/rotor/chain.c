@@ -69,7 +69,7 @@ int rotor_chain_init(rotor_chain_t *self, const rotor_chain_t *source, int64_t *
     if (ret != ROTOR_OK) {
         goto out;
     }
-    self->block = rotor_malloc_array(11 * n + 4, sizeof(int64_t));
+    self->block = rotor_malloc_array(12 * n + 4, sizeof(int64_t));
     if (self->block == NULL) {
         ret = ROTOR_ERR_NO_MEMORY;
         goto out;
@@ -87,6 +87,10 @@ int rotor_chain_init(rotor_chain_t *self, const rotor_chain_t *source, int64_t *
     self->b_tmp = place(&cursor, source->b_tmp, n);
     self->grad = place(&cursor, source->grad, n + 1);
     self->pgrad = place(&cursor, source->pgrad, n);
+    self->once = place(&cursor, source->once, n);
+    if (source->once == NULL) {
+        memset(self->once, 0, (size_t)n * sizeof(*self->once));
+    }
     self->forward_sum = place(&cursor, NULL, n + 1);
     self->pgrad_after = place(&cursor, NULL, n + 1);
     self->forward_sum[0] = 0;
@@ -127,6 +131,9 @@ int64_t rotor_chain_need_fe(const rotor_chain_t *self, int64_t i, int64_t l) {
 
 int64_t rotor_chain_need_fn(const rotor_chain_t *self, int64_t i, int64_t l, int64_t k) {
     int64_t input = k == i ? 0 : self->x[k];
+    if (self->once[k] != 0) {
+        return ROTOR_NEVER;
+    }
     return rotor_chain_held(self, l) + input + self->x[k + 1] + self->fn_tmp[k];
 }
 

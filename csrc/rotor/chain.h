@@ -28,6 +28,7 @@ typedef struct {
     int64_t *b_tmp;       /* [n] peak of B above its start, less grad[i]; >= -grad[i] */
     int64_t *grad;        /* [n + 1] gradient of x[i] */
     int64_t *pgrad;       /* [n] */
+    int64_t *once;        /* [n] not 0: runs forward once, by Fe; NULL in a source: none does */
     int64_t loss_tmp;
     bool hold_output;
     /* state */
@@ -50,12 +51,16 @@ int64_t rotor_chain_ideal_ns(const rotor_chain_t *self);
 /* Bytes held in state (i, l) whatever is done there: arriving gradient, parameter gradients, output. */
 int64_t rotor_chain_held(const rotor_chain_t *self, int64_t l);
 
+/* More than any schedule may have: what a forward needs that must not be done. */
+#define ROTOR_NEVER (INT64_MAX / 4)
+
 /* m that Fe(i) needs in state (i, l), 0 <= i <= l, i < n. */
 int64_t rotor_chain_need_fe(const rotor_chain_t *self, int64_t i, int64_t l);
 
 /*
  * m that Fck(i) followed by Fn(i+1) .. Fn(k) needs at its operation k, i <= k < n, in state (i, l):
- * the need of a split at j is the maximum over k = i .. j-1.
+ * the need of a split at j is the maximum over k = i .. j-1. ROTOR_NEVER where k runs once: its one
+ * run is Fe, which no split comes before.
  */
 int64_t rotor_chain_need_fn(const rotor_chain_t *self, int64_t i, int64_t l, int64_t k);
 

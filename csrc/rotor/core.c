@@ -40,6 +40,8 @@ const char *rotor_strerror(int status) {
         return "the gradient of the stage's output is not in memory";
     case ROTOR_ERR_TWICE:
         return "the operation was already done and its result is still in memory";
+    case ROTOR_ERR_ONCE:
+        return "the stage may run forward only once, by Fe";
     case ROTOR_ERR_INCOMPLETE:
         return "the sequence ends before the backward of stage 0";
     case ROTOR_ERR_IO:

@@ -35,6 +35,7 @@ enum rotor_status {
     ROTOR_ERR_NO_TAPE = -32,         /* a backward needs what Fe keeps, and it is not there */
     ROTOR_ERR_NO_GRADIENT = -33,     /* a backward needs a gradient that is not there */
     ROTOR_ERR_TWICE = -34,           /* Fe over a live one, a second loss, a second backward */
+    ROTOR_ERR_ONCE = -36,           /* a forward of a stage that runs once, by Fe */
     ROTOR_ERR_INCOMPLETE = -35,      /* the sequence ends before the backward of stage 0 */
     ROTOR_ERR_IO = -40,              /* a file could not be read or was not understood */
     ROTOR_ERR_UNAVAILABLE = -41,     /* this machine does not offer what was asked for */

@@ -63,7 +63,8 @@ static void fill_forward_need(const rotor_chain_t *c, int64_t *forward_need) {
         for (int64_t j = i; j <= c->n; j++) {
             if (j > i) {
                 int64_t k = j - 1;
-                most = rotor_max(most, (k == i ? 0 : c->x[k]) + c->x[k + 1] + c->fn_tmp[k]);
+                int64_t own = (k == i ? 0 : c->x[k]) + c->x[k + 1] + c->fn_tmp[k];
+                most = rotor_max(most, c->once[k] != 0 ? ROTOR_NEVER : own);
             }
             forward_need[rotor_cell(c->n, i, j)] = most;
         }

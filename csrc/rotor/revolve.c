@@ -299,6 +299,9 @@ static int solve_interval(rotor_revolve_t *t, int64_t i, int64_t l, list_t *curr
         const frontier_t *right = frontier_of(t, j, l);
         const frontier_t *left = frontier_of(t, i, j - 1);
         need = rotor_max(need, rotor_chain_need_fn(c, i, l, j - 1));
+        if (need >= ROTOR_NEVER) {
+            break;
+        }
         split_t split = {.right = right, .left = left, .shift = c->x[j]};
         split.add = c->forward_sum[j] - c->forward_sum[i];
         split.floor =
@@ -381,6 +384,11 @@ int rotor_revolve_solve(rotor_revolve_t *self, const rotor_chain_t *chain, int64
     int ret;
 
     rotor_revolve_init(self);
+    for (int64_t i = 0; i < n - 1; i++) {
+        if (chain->once[i] != 0) {
+            return ROTOR_ERR_ONCE;
+        }
+    }
     if (!times_fit(chain)) {
         return ROTOR_ERR_OVERFLOW;
     }

@@ -70,7 +70,8 @@ void rotor_revolve_free(rotor_revolve_t *self);
 
 /*
  * Fills the table: ROTOR_ERR_TABLE_TOO_LARGE before more than max_table_bytes are allocated,
- * ROTOR_ERR_OVERFLOW when times are too long to add up, _INTERRUPTED, _NO_MEMORY.
+ * ROTOR_ERR_OVERFLOW when times are too long to add up, _INTERRUPTED, _NO_MEMORY; ROTOR_ERR_ONCE
+ * where a stage but the last runs once, which no schedule of the class does.
  */
 int rotor_revolve_solve(rotor_revolve_t *self, const rotor_chain_t *chain, int64_t max_table_bytes,
                         const rotor_callback_t *callback);

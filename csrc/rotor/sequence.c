@@ -39,11 +39,12 @@ int rotor_sequence_append_forward(rotor_sequence_t *self, int64_t i, int64_t j) 
 
 int rotor_memory_init(rotor_memory_t *self, const rotor_chain_t *chain) {
     memset(self, 0, sizeof(*self));
-    self->has_x = rotor_calloc((size_t)(2 * chain->n + 1), sizeof(*self->has_x));
+    self->has_x = rotor_calloc((size_t)(3 * chain->n + 1), sizeof(*self->has_x));
     if (self->has_x == NULL) {
         return ROTOR_ERR_NO_MEMORY;
     }
     self->has_xbar = self->has_x + chain->n + 1;
+    self->has_run = self->has_xbar + chain->n;
     self->has_x[0] = 1;
     self->chain = chain;
     self->live = chain->x[0];
@@ -100,6 +101,10 @@ static int record(rotor_memory_t *s, int64_t i, rotor_price_t *price) {
     if (s->has_xbar[i]) {
         return ROTOR_ERR_TWICE;
     }
+    if (s->has_run[i] && c->once[i] != 0) {
+        return ROTOR_ERR_ONCE;
+    }
+    s->has_run[i] = 1;
     price->time_ns = c->forward_ns[i];
     price->peak = s->live + c->xbar[i] + c->fe_tmp[i];
     s->live += c->xbar[i];
@@ -169,6 +174,9 @@ int rotor_step(rotor_memory_t *self, rotor_op_t op, rotor_price_t *price) {
     case ROTOR_FCK:
         if (!has_input(self, i)) {
             return ROTOR_ERR_NO_INPUT;
+        }
+        if (self->chain->once[i] != 0) {
+            return ROTOR_ERR_ONCE;
         }
         forward(self, op.kind, i, price);
         break;

@@ -50,6 +50,7 @@ typedef struct {
     int output;        /* which copy of x[n] is the model's output */
     uint8_t *has_x;    /* [n + 1] there as a plain activation */
     uint8_t *has_xbar; /* [n] */
+    uint8_t *has_run;  /* [n] Fe was done */
 } rotor_memory_t;
 
 int rotor_memory_init(rotor_memory_t *self, const rotor_chain_t *chain);
@@ -63,8 +64,8 @@ typedef struct {
 } rotor_price_t;
 
 /*
- * Runs one operation: ROTOR_ERR_BAD_OPERATION, _NO_INPUT, _NO_TAPE, _NO_GRADIENT or _TWICE leave
- * the memory as it was.
+ * Runs one operation: ROTOR_ERR_BAD_OPERATION, _NO_INPUT, _NO_TAPE, _NO_GRADIENT, _TWICE or _ONCE
+ * leave the memory as it was.
  */
 int rotor_step(rotor_memory_t *self, rotor_op_t op, rotor_price_t *price);
 

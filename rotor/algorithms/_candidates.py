@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence
 from rotor.algorithms.utils import DynamicAlgorithm, Progress, infeasible, parse_budget
 from rotor.chain import Chain
+from rotor.errors import InvalidSequenceError
 
 
 class CandidateAlgorithm(DynamicAlgorithm):
@@ -16,7 +17,7 @@ class CandidateAlgorithm(DynamicAlgorithm):
 
     @abstractmethod
     def candidates(self, chain: Chain) -> Iterator[Sequence]:
-        """All schedules that the algorithm has of a chain, priced on it."""
+        """The schedules that the algorithm has of a chain, priced on it; see `permitted`."""
 
     @abstractmethod
     def count(self, chain: Chain) -> int:
@@ -49,7 +50,8 @@ class CandidateAlgorithm(DynamicAlgorithm):
                 best = sequence
             if progress is not None:
                 progress(done, total)
-        assert minimum is not None
+        if minimum is None:
+            raise self._runs_again(chain)
         if best is None:
             raise infeasible(type(self).__name__, budget, minimum)
         return best
@@ -62,4 +64,25 @@ class CandidateAlgorithm(DynamicAlgorithm):
             points.append((sequence.peak_bytes, sequence.makespan))
             if progress is not None:
                 progress(done, total)
+        if not points:
+            raise self._runs_again(chain)
         return Curve.from_points(points)
+
+    def _runs_again(self, chain: Chain) -> ValueError:
+        stages = [i for i, flag in enumerate(chain.once) if flag]
+        names = [str(i) if chain.names is None else chain.names[i] for i in stages]
+        return ValueError(
+            f"{type(self).__name__} has no schedule of this chain: all of them run stage "
+            f"{', '.join(names)} again, which may run only once. Use Persistent"
+        )
+
+
+def permitted(make: Callable[[], Sequence], chain: Chain) -> Iterator[Sequence]:
+    """Yield the schedule that `make` prices, unless it repeats a stage that may run only once."""
+    try:
+        sequence = make()
+    except InvalidSequenceError:
+        if not any(chain.once):
+            raise
+        return
+    yield sequence

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import ClassVar
 
-from rotor.algorithms._candidates import CandidateAlgorithm
+from rotor.algorithms._candidates import CandidateAlgorithm, permitted
 from rotor.algorithms.sequence import Sequence
 from rotor.chain import Chain
 
@@ -58,7 +59,7 @@ class ChenSqrt(CandidateAlgorithm):
     def candidates(self, chain: Chain) -> Iterator[Sequence]:
         """One schedule for each number of segments that is allowed."""
         for segments in self._numbers(len(chain)):
-            yield segment_sequence(chain, segments)
+            yield from permitted(partial(segment_sequence, chain, segments), chain)
 
     def count(self, chain: Chain) -> int:
         """How many numbers of segments are allowed."""

@@ -118,7 +118,8 @@ class Curve:
                 from matplotlib.figure import Figure
             except ImportError as error:
                 raise ImportError(
-                    "Curve.plot needs matplotlib: install it with `pip install rotor[plot]`"
+                    "Curve.plot needs matplotlib: `pip install matplotlib`, or in a clone of rotor "
+                    '`pip install ".[plot]"`'
                 ) from error
             ax = Figure(layout="constrained").subplots()
         ax.step(self.bytes / 2**20, self.seconds * 1e3, where="post")

@@ -12,10 +12,11 @@ References
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import ClassVar
 
 from rotor import _core
-from rotor.algorithms._candidates import CandidateAlgorithm
+from rotor.algorithms._candidates import CandidateAlgorithm, permitted
 from rotor.algorithms._tables import priced
 from rotor.algorithms.sequence import Sequence
 from rotor.chain import Chain
@@ -55,7 +56,7 @@ class Griewank(CandidateAlgorithm):
     def candidates(self, chain: Chain) -> Iterator[Sequence]:
         """Revolve's schedule for each number of checkpoints that is allowed."""
         for checkpoints in self._numbers(len(chain)):
-            yield revolve_sequence(chain, checkpoints)
+            yield from permitted(partial(revolve_sequence, chain, checkpoints), chain)
 
     def count(self, chain: Chain) -> int:
         """How many numbers of checkpoints are allowed."""

@@ -46,6 +46,13 @@ class GriewankHeterogeneous(DynamicAlgorithm):
         self.max_table_bytes = max_table_bytes
 
     def _table(self, chain: Chain, progress: Progress | None) -> _core.Table:
+        kept = [i for i, flag in enumerate(chain.once[:-1]) if flag]
+        if kept:
+            names = [str(i) if chain.names is None else chain.names[i] for i in kept]
+            raise ValueError(
+                f"GriewankHeterogeneous has no schedule of this chain: it runs every stage but the "
+                f"last again, and stage {', '.join(names)} may run only once. Use Persistent"
+            )
         bound = table_bound(self.max_table_bytes)
         try:
             return _core.griewank_heterogeneous(chain.core, bound, progress)

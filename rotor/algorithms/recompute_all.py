@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from rotor.algorithms._candidates import CandidateAlgorithm
+from rotor.algorithms._candidates import CandidateAlgorithm, permitted
 from rotor.algorithms.sequence import Sequence
 from rotor.chain import Chain
 
@@ -37,7 +37,7 @@ class RecomputeAll(CandidateAlgorithm):
             if i == n - 1:
                 ops.append(("L", n))
             ops.append(("B", i))
-        yield Sequence(ops, chain)
+        yield from permitted(lambda: Sequence(ops, chain), chain)
 
     def count(self, chain: Chain) -> int:
         """One."""

@@ -3,7 +3,7 @@
 An operation has a kind and a stage (Beaumont et al., hal-02352969, section 3.2):
 
 ======== =======================================================================
-``Fn``   forward without a tape; its input is freed
+``Fn``   forward without a tape; its input is freed (also written ``Fng``)
 ``Fck``  forward without a tape; its input is kept (also written ``Fc`` or ``CF``)
 ``Fe``   forward that keeps everything its backward needs
 ``L``    the loss
@@ -27,20 +27,111 @@ from rotor.chain import Chain, check_header, read_json, write_json
 FORMAT = "rotor.sequence"
 VERSION = 1
 KINDS = ("Fn", "Fck", "Fe", "L", "B")
-_CODES = {kind: code for code, kind in enumerate(KINDS)} | {"Fc": 1, "CF": 1}
-_TOKEN = re.compile(r"(Fn|Fck|Fc|CF|Fe|B)_(\d+)|(L)(?:_(\d+))?")
+_CODES = {kind: code for code, kind in enumerate(KINDS)} | {"Fng": 0, "Fc": 1, "CF": 1}
+_TOKEN = re.compile(r"(Fng|Fn|Fck|Fc|CF|Fe|B)_(\d+)|(L)(?:_(\d+))?")
+_PUNCTUATION = str.maketrans("[],", "   ")
 _NS = 1_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Operation:
     """One operation: `kind` is one of "Fn" "Fck" "Fe" "L" "B", `stage` its stage (n for "L")."""
 
     kind: str
     stage: int
 
+    @property
+    def name(self) -> str:
+        """Published name of `kind`."""
+        return self.kind
+
+    @property
+    def index(self) -> int:
+        """Published name of `stage`."""
+        return self.stage
+
+    def _key(self) -> tuple[str, int]:
+        return (self.kind, 0 if self.kind == "L" else self.stage)
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, Operation) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
     def __str__(self) -> str:
         return "L" if self.kind == "L" else f"{self.kind}_{self.stage}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class Forward(Operation):
+    """A forward of stage `index`; base class of the three kinds."""
+
+    __slots__ = ()
+
+    def __init__(self, index: int, name: str = "F") -> None:
+        super().__init__(name, index)
+
+
+class ForwardNograd(Forward):
+    """``Fn``: a forward without a tape, after which its input is freed."""
+
+    __slots__ = ()
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index, "Fn")
+
+
+class ForwardCheck(Forward):
+    """``Fck``: a forward without a tape, whose input is kept."""
+
+    __slots__ = ()
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index, "Fck")
+
+
+class ForwardEnable(Forward):
+    """``Fe``: a forward that keeps everything its backward needs."""
+
+    __slots__ = ()
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index, "Fe")
+
+
+class Loss(Operation):
+    """``L``: the loss; its stage follows from the sequence where `index` is left out."""
+
+    __slots__ = ()
+
+    def __init__(self, index: int = -1) -> None:
+        super().__init__("L", index)
+
+
+class Backward(Operation):
+    """``B``: the backward of stage `index`."""
+
+    __slots__ = ()
+
+    def __init__(self, index: int) -> None:
+        super().__init__("B", index)
+
+
+_CLASSES = (ForwardNograd, ForwardCheck, ForwardEnable, Loss, Backward)
+
+
+class Function:
+    """Description of how a sequence was made: the name of a function and its arguments."""
+
+    def __init__(self, name: str, *args: Any) -> None:
+        self.name = name
+        self.args = args
+
+    def __repr__(self) -> str:
+        return f"{self.name}({','.join(map(str, self.args))})"
 
 
 @dataclass(frozen=True)
@@ -65,7 +156,8 @@ class Sequence:
     Parameters
     ----------
     ops
-        Operations, pairs ``(kind, stage)``, or int32 codes of shape [length, 2].
+        Operations, pairs ``(kind, stage)``, or int32 codes of shape [length, 2]; a `Function`, as
+        published, begins an empty sequence that `insert` fills.
     chain
         The chain that prices it. Without one, the sequence can be printed, compared and stored.
 
@@ -80,9 +172,12 @@ class Sequence:
 
     def __init__(
         self,
-        ops: Iterable[Operation | tuple[str, int]] | npt.NDArray[np.int32],
+        ops: Iterable[Operation | tuple[str, int]] | npt.NDArray[np.int32] | Function = (),
         chain: Chain | None = None,
     ) -> None:
+        self.function = ops if isinstance(ops, Function) else None
+        if isinstance(ops, Function):
+            ops = ()
         codes = ops if isinstance(ops, np.ndarray) else _encode(ops)
         self.codes: npt.NDArray[np.int32] = np.ascontiguousarray(codes, dtype=np.int32)
         self.chain = chain
@@ -99,13 +194,15 @@ class Sequence:
     def parse(cls, text: str, chain: Chain | None = None) -> Sequence:
         """The sequence that ``str(sequence)`` printed, such as ``"Fck_0 Fn_1 Fe_2 L B_2"``.
 
+        Brackets and commas of a printed list are passed over.
+
         Raises
         ------
         ValueError
             A word that is no operation.
         """
         words = []
-        for word in text.split():
+        for word in text.translate(_PUNCTUATION).split():
             match = _TOKEN.fullmatch(word)
             if match is None:
                 raise ValueError(f"{word!r} is no operation, expected such as Fck_0, Fe_2, L, B_2")
@@ -145,6 +242,64 @@ class Sequence:
         assert self._timeline is not None
         return self._timeline
 
+    def insert(self, operation: Operation | tuple[str, int]) -> None:
+        """Append an operation.
+
+        Raises
+        ------
+        ValueError
+            An unknown kind; the sequence has a chain, by which it is priced as it is.
+        """
+        self._extend(np.concatenate([self.codes, _encode([operation], _length(self.codes))]))
+
+    def insert_sequence(self, sequence: Sequence) -> None:
+        """Append the operations of another sequence; ValueError: this one has a chain."""
+        self._extend(np.concatenate([self.codes, sequence.codes]))
+
+    def _extend(self, codes: npt.NDArray[np.int32]) -> None:
+        if self.chain is not None:
+            raise ValueError(
+                "the sequence is priced on a chain and complete: build one without a chain, and "
+                "price it in the end with Sequence(list_of_operations, chain)"
+            )
+        self.codes = codes
+
+    def list_operations(self) -> list[Operation]:
+        """Return the operations, in order."""
+        return list(self)
+
+    def without_suffix(self) -> tuple[Sequence, int | None]:
+        """Cut off the stages that run ``Fe .. L B ..`` around the loss: plain autograd does them.
+
+        Returns
+        -------
+        tuple
+            The sequence without them, and the first of these stages: ``None`` without any, and
+            then the sequence is this one.
+
+        Raises
+        ------
+        ValueError
+            There is no loss.
+        """
+        ops = list(self)
+        kinds = [op.kind for op in ops]
+        if "L" not in kinds:
+            raise ValueError("the sequence has no loss L between its forward and backward parts")
+        before, after = ops[: kinds.index("L")], ops[kinds.index("L") + 1 :]
+        first = None
+        while before and after and before[-1].kind == "Fe":
+            if after[0] != Backward(before[-1].stage):
+                break
+            first = before.pop().stage
+            after.pop(0)
+        if first is None:
+            return self, None
+        arguments = () if self.function is None else (self.function.name, *self.function.args)
+        found = Sequence(Function("Strip", *arguments, first))
+        found.codes = _encode([*before, Loss(first), *after])
+        return found, first
+
     def count_forwards(self) -> dict[int, int]:
         """How many times each stage runs forward."""
         forwards = self.codes[self.codes[:, 0] <= 2, 1]
@@ -156,7 +311,7 @@ class Sequence:
 
     def __iter__(self) -> Iterator[Operation]:
         for kind, stage in self.codes.tolist():
-            yield Operation(KINDS[kind], stage)
+            yield _CLASSES[kind](stage)
 
     @overload
     def __getitem__(self, index: int) -> Operation: ...
@@ -164,9 +319,9 @@ class Sequence:
     def __getitem__(self, index: slice) -> list[Operation]: ...
     def __getitem__(self, index: int | slice) -> Operation | list[Operation]:
         if isinstance(index, slice):
-            return [Operation(KINDS[k], s) for k, s in self.codes[index].tolist()]
+            return [_CLASSES[k](s) for k, s in self.codes[index].tolist()]
         kind, stage = self.codes[index].tolist()
-        return Operation(KINDS[kind], stage)
+        return _CLASSES[kind](stage)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence):
@@ -236,11 +391,19 @@ def _pair(item: Any) -> tuple[str, int]:
     return str(item[0]), item[1]
 
 
-def _encode(ops: Iterable[Operation | tuple[str, int]]) -> npt.NDArray[np.int32]:
+def _length(codes: npt.NDArray[np.int32]) -> int:
+    """Return the number of stages that operations name."""
+    return int(codes[:, 1].max()) + 1 if len(codes) else 0
+
+
+def _encode(ops: Iterable[Operation | tuple[str, int]], length: int = 0) -> npt.NDArray[np.int32]:
     codes = []
     for op in ops:
         kind, stage = (op.kind, op.stage) if isinstance(op, Operation) else op
         if kind not in _CODES:
             raise ValueError(f"unknown operation {kind!r}, expected one of {', '.join(KINDS)}")
         codes.append((_CODES[kind], stage))
-    return np.array(codes, dtype=np.int32).reshape(-1, 2)
+    found = np.array(codes, dtype=np.int32).reshape(-1, 2)
+    unsaid = (found[:, 0] == _CODES["L"]) & (found[:, 1] < 0)
+    found[unsaid, 1] = max(length, _length(found))
+    return found

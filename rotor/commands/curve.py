@@ -45,7 +45,9 @@ def add(commands: Any) -> None:
         metavar="N",
         help="rows of the table at most; of a graph, limits that are planned (default: 16)",
     )
-    sub.add_argument("--plot", metavar="FILE", help="draw it, to .png, .pdf or .svg: rotor[plot]")
+    sub.add_argument(
+        "--plot", metavar="FILE", help="draw it, to .png, .pdf or .svg, with matplotlib"
+    )
     sub.add_argument(
         "--no-plain", action="store_true", help="do not run a plain step to see its peak"
     )
@@ -128,5 +130,6 @@ def _check_plot(path: str) -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "--plot needs matplotlib: install it with `pip install rotor[plot]`"
+            "--plot needs matplotlib: `pip install matplotlib`, or in a clone of rotor "
+            '`pip install ".[plot]"`'
         ) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 from collections.abc import Iterable
@@ -245,8 +244,6 @@ def _run(arguments: argparse.Namespace) -> int:
     from rotor.experiments import configuration, runs
 
     config = configuration.load(arguments.config)
-    if arguments.dry_run:
-        config = dataclasses.replace(config, dry_run=True)
     try:
         output = runs.run(
             config,
@@ -254,6 +251,7 @@ def _run(arguments: argparse.Namespace) -> int:
             formats=tuple(arguments.formats),
             fresh=arguments.fresh,
             webhook=arguments.webhook or os.environ.get("ROTOR_WEBHOOK"),
+            dry_run=arguments.dry_run,
         )
     except runs.RunError as error:
         sys.stderr.write(f"rotor: {' '.join(str(error).split())}\n")

@@ -55,7 +55,7 @@ def _run(arguments: argparse.Namespace) -> int:
     shown = "unknown" if swap is None else "yes" if swap else "no"
     rows.append(["dynamic engine swaps storages", shown])
     for name, installed in found["extras"].items():
-        rows.append([f"rotor[{name}]", "installed" if installed else "not installed"])
+        rows.append([f"extra {name}", "installed" if installed else "not installed"])
     rows.append(["cache", found["cache"]])
     give(arguments, found, columns(rows))
     return 0

@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     sub.add_argument(
         "--out",
         metavar="FILE",
-        help="save the plan as JSON, for `rotor report`; that of a graph for load_program too",
+        help="save the plan as JSON, for `rotor report` and for load_plan",
     )
     sub.add_argument("--html", metavar="FILE", help="write a page, to a .html file")
     add_trace(sub)

@@ -28,8 +28,10 @@ from rotor.dtr.published import (
     set_memory_budget,
     toggle_ignore_small_tensors,
     toggle_log,
+    toggle_profile,
     toggle_sampling,
     try_checkpoint,
+    uncheckpoint,
     unset_memory_budget,
 )
 from rotor.dtr.recall import Observer, Stats
@@ -61,7 +63,9 @@ __all__ = [
     "set_memory_budget",
     "toggle_ignore_small_tensors",
     "toggle_log",
+    "toggle_profile",
     "toggle_sampling",
     "try_checkpoint",
+    "uncheckpoint",
     "unset_memory_budget",
 ]

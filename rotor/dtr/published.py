@@ -3,7 +3,8 @@
 There, tensors became managed one by one by ``tensor.checkpoint()`` and a budget was set for the
 device. Here `set_memory_budget` begins to watch the whole program, as `rotor.dtr.budget` does,
 until `unset_memory_budget`; what operators make is managed by itself, and the functions on tensors
-say what holds for single ones. They work within ``with rotor.dtr.budget(...)`` too.
+say what holds for single ones. They work within ``with rotor.dtr.budget(...)`` too. As published,
+`checkpoint` needs no budget: without one the program is watched, and nothing is evicted.
 
 The prototype is that of Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021. What it got
 wrong is not repeated: classes of neighbours count once, products of bytes and time do not overflow,
@@ -50,8 +51,10 @@ __all__ = [
     "set_memory_budget",
     "toggle_ignore_small_tensors",
     "toggle_log",
+    "toggle_profile",
     "toggle_sampling",
     "try_checkpoint",
+    "uncheckpoint",
     "unset_memory_budget",
 ]
 
@@ -73,6 +76,15 @@ class _Global:
 
 
 _state = _Global()
+
+
+def _watching(device: torch.device | None = None) -> Session:
+    """Return the session that holds; begin one without a limit where there is none."""
+    session = current()
+    if session is None:
+        session = _begin(None, device)
+    _state.last = session
+    return session
 
 
 def _session(what: str) -> Session:
@@ -133,7 +145,7 @@ def set_memory_budget(
     session.set_limit(None if limit is None else _above(limit, _state.level_bytes))
 
 
-def _begin(limit: int | None, device: torch.device | str | None) -> None:
+def _begin(limit: int | None, device: torch.device | str | None) -> Session:
     found = torch.device(
         device or ("cuda" if torch.cuda.is_initialized() else "cpu")  # as `budget` chooses
     )
@@ -150,6 +162,7 @@ def _begin(limit: int | None, device: torch.device | str | None) -> None:
     _state.last = session
     _state.ordinary.clear()
     _state.given.clear()
+    return session
 
 
 def _above(limit: int, level_bytes: int) -> int:
@@ -218,12 +231,12 @@ def _at_exit() -> None:
 def toggle_sampling(is_on: bool) -> None:
     """Look at about 2 sqrt(n) of n candidates for eviction only; on at first, as published.
 
+    It may come before `set_memory_budget` or after it; `rotor.dtr.budget` has ``sample=`` instead.
+
     Raises
     ------
     TypeError
         It is no bool.
-    RuntimeError
-        A budget is set, and begun with the other setting.
     """
     _set_option("sample", is_on, "toggle_sampling")
 
@@ -231,25 +244,27 @@ def toggle_sampling(is_on: bool) -> None:
 def toggle_ignore_small_tensors(is_on: bool) -> None:
     """Never evict what is below 1 % of the mean size; on at first, as published.
 
+    It may come before `set_memory_budget` or after it; what was passed over until then becomes a
+    candidate when it is used again. `rotor.dtr.budget` has ``ignore_small=`` instead.
+
     Raises
     ------
     TypeError
         It is no bool.
-    RuntimeError
-        A budget is set, and begun with the other setting.
     """
     _set_option("ignore_small", is_on, "toggle_ignore_small_tensors")
 
 
 def _set_option(name: str, is_on: bool, function: str) -> None:
+    setattr(_state, name, _checked(is_on, function))
+    if _state.session is not None:
+        _state.session.consider(sample=_state.sample, ignore_small=_state.ignore_small)
+
+
+def _checked(is_on: bool, function: str) -> bool:
     if not isinstance(is_on, bool):
         raise TypeError(f"{function} takes True or False, got {is_on!r}")
-    if _state.session is not None and getattr(_state, name) != is_on:
-        raise RuntimeError(
-            f"{function}({is_on}) must come before set_memory_budget: call unset_memory_budget() "
-            "first"
-        )
-    setattr(_state, name, is_on)
+    return is_on
 
 
 # -- tensors
@@ -280,6 +295,9 @@ def is_checkpoint(tensor: torch.Tensor) -> bool:
 def checkpoint(tensor: torch.Tensor) -> torch.Tensor:
     """Have a tensor managed as a source: it stays in memory, and others are computed from it.
 
+    Without a budget the program is watched from now on without a limit, on the tensor's device,
+    until `unset_memory_budget`; `set_memory_budget` may give the limit later.
+
     Returns
     -------
     torch.Tensor
@@ -291,11 +309,9 @@ def checkpoint(tensor: torch.Tensor) -> torch.Tensor:
         It is no tensor.
     ValueError
         It was given before: `try_checkpoint` accepts that.
-    RuntimeError
-        There is no budget.
     """
-    session = _session("rotor.dtr.checkpoint")
     parts = _parts(tensor)
+    session = _watching(tensor.device)
     for part in parts:
         ref = session.reference(part)
         if ref is not None and _state.given.get(ref.key) is ref:
@@ -310,9 +326,13 @@ def checkpoint(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def try_checkpoint(tensor: torch.Tensor) -> torch.Tensor:
-    """Have a tensor managed; one that is already stays as it is, with what computes it."""
-    session = _session("rotor.dtr.try_checkpoint")
-    for part in _parts(tensor):
+    """Have a tensor managed; one that is already stays as it is, with what computes it.
+
+    Without a budget it does as `checkpoint` does.
+    """
+    parts = _parts(tensor)
+    session = _watching(tensor.device)
+    for part in parts:
         session.manage(part)
         ref = session.reference(part)
         if ref is not None:
@@ -349,6 +369,24 @@ def decheckpoint(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def uncheckpoint(tensor: torch.Tensor) -> torch.Tensor:
+    """Do as `decheckpoint` does, for a tensor that has to be managed.
+
+    Raises
+    ------
+    TypeError
+        It is no tensor.
+    ValueError
+        It is not managed.
+    """
+    if not is_checkpoint(tensor):
+        raise ValueError(
+            "the tensor is not managed: expected one that was made under a budget or given to "
+            "rotor.dtr.checkpoint; rotor.dtr.decheckpoint accepts others too"
+        )
+    return decheckpoint(tensor)
+
+
 def pin(tensor: torch.Tensor) -> torch.Tensor:
     """Compute a tensor again if need be, and keep it in memory for good.
 
@@ -381,7 +419,8 @@ def clear_checkpointpool() -> None:
 def new_log(path: str | os.PathLike[str] | Any) -> None:
     """Write a log of the program from now on; one that was begun before ends.
 
-    What is in memory already is a constant of it. It ends with the budget, or a new log.
+    What is in memory already is a constant of it. It ends with the budget, or a new log. Without a
+    budget the program is watched without a limit, as by `checkpoint`.
 
     Parameters
     ----------
@@ -391,9 +430,9 @@ def new_log(path: str | os.PathLike[str] | Any) -> None:
     Raises
     ------
     RuntimeError
-        There is no budget, or its context writes a log already (``record_log``).
+        The context of the budget writes a log already (``record_log``).
     """
-    session = _session("rotor.dtr.new_log")
+    session = _watching()
     if session.observer is not None and session.observer is not _state.log:
         raise RuntimeError("the context writes a log already: leave record_log= out")
     writer = LogWriter(path)
@@ -411,23 +450,20 @@ def _end_log() -> None:
         log.close()
 
 
-def _log(what: str) -> ProgramLog:
-    session = _session(what)
-    log = session.observer
-    if not isinstance(log, ProgramLog):
-        raise RuntimeError(f"{what} needs a log: call rotor.dtr.new_log(path) first")
-    return log
+def _log() -> ProgramLog | None:
+    session = current()
+    log = None if session is None else session.observer
+    return log if isinstance(log, ProgramLog) else None
 
 
 def annotate_log(text: str) -> None:
-    """Write a note to the log. After ``"START"`` what is in memory is a constant.
+    """Write a note to the log; where none is written, do nothing, as published.
 
-    Raises
-    ------
-    RuntimeError
-        There is no log, or no budget.
+    After ``"START"`` what is in memory is a constant.
     """
-    _log("rotor.dtr.annotate_log").annotate(text)
+    log = _log()
+    if log is not None:
+        log.annotate(text)
 
 
 def toggle_log(is_on: bool) -> None:
@@ -436,13 +472,16 @@ def toggle_log(is_on: bool) -> None:
     Raises
     ------
     RuntimeError
-        There is no log, or no budget.
+        There is no log to go on with.
     TypeError
         It is no bool.
     """
-    if not isinstance(is_on, bool):
-        raise TypeError(f"toggle_log takes True or False, got {is_on!r}")
-    _log("rotor.dtr.toggle_log").is_on = is_on
+    _checked(is_on, "toggle_log")
+    log = _log()
+    if log is not None:
+        log.is_on = is_on
+    elif is_on:
+        raise RuntimeError("there is no log to go on with: call rotor.dtr.new_log(path) first")
 
 
 # -- times
@@ -456,8 +495,19 @@ def _stats() -> Stats:
     return session.stats
 
 
+def toggle_profile(is_on: bool) -> None:
+    """Accept what published programs ask for: times are taken always, so nothing changes.
+
+    Raises
+    ------
+    TypeError
+        It is no bool.
+    """
+    _checked(is_on, "toggle_profile")
+
+
 def reset_profile() -> None:
-    """Begin all times anew.
+    """Set all times to zero.
 
     Raises
     ------

@@ -220,6 +220,7 @@ class Recall:
         )
 
     def _storage(self, node: int) -> torch.UntypedStorage:
+        """Return the storage of a node that an argument, a lock or a record holds."""
         storage: torch.UntypedStorage | None = self._book.storage(node)
         assert storage is not None
         return storage
@@ -228,7 +229,7 @@ class Recall:
         """Run an operation again that the handler in C leaves to Python."""
         record = Record(*found) if isinstance(found, tuple) else found
         book = self._book
-        nbytes, _ = book.wanted()
+        nbytes = book.replay_bytes()
         copied: dict[int, torch.UntypedStorage] = {}
         needs = record.needs
         if self._bytes.copies:
@@ -237,7 +238,7 @@ class Recall:
             nbytes += record.state.nbytes  # The generator's state of now, to be set again.
         unknown = needs.workspace_bytes - record.counted_bytes
         self._make_room(nbytes + unknown, nbytes + (unknown if needs.is_measured else 0))
-        _, wanted = book.wanted()  # Making room may have evicted an output that was there.
+        wanted = book.wanted()  # Making room may have evicted an output that was there.
         reused = {record.origins[k] for k, _, _, may_reuse in wanted if may_reuse}
 
         def storage_of(node: int) -> torch.UntypedStorage:
@@ -254,13 +255,12 @@ class Recall:
         if not self._is_cpu:
             torch.cuda.synchronize(self.device)
         took = perf_counter_ns() - start
-        for k, node, is_live, _ in wanted:
+        for k, node, storage, _ in wanted:
             index, origin = record.outputs[k], record.origins[k]
             made = results[index].untyped_storage() if index >= 0 else storage_of(origin)
-            if not is_live:
+            if storage is None:
                 book.hold(node, made)
                 continue
-            storage = self._storage(node)
             if self._bytes.views and storage.nbytes() != made.nbytes():
                 raise RuntimeError(
                     f"{record.operator.name} made a storage of {made.nbytes()} bytes where it "
@@ -291,17 +291,17 @@ class Recall:
         self._handler.catch_up(self)
 
     def _restore(self, nodes: list[int]) -> None:
-        """Bring nodes back into memory for good."""
+        """Bring live nodes back into memory for good; those that have died meanwhile stay away."""
         book = self._book
-        for node in nodes:
-            storage = self._storage(node)
+        # What is held cannot die, so that its number stays its own.
+        held = [(node, storage) for node in nodes if (storage := book.storage(node)) is not None]
+        for node, _ in held:
+            book.begin([node])
             try:
-                book.begin([node])
                 self._catch_up()
             finally:
                 book.abort()
             self._pin(node)
-            del storage
 
     def _pin(self, node: int) -> None:
         self._book.pin(node)
@@ -317,6 +317,19 @@ class Recall:
         self.limit = limit
         self._book.limit(-1 if limit is None else max(limit - _scraps(limit), 0))
 
+    def consider(self, *, sample: bool, ignore_small: bool) -> None:
+        """Choose among other candidates from the next eviction on.
+
+        Parameters
+        ----------
+        sample
+            Look at about 2 sqrt(n) of n candidates only.
+        ignore_small
+            Pass over what is below 1 % of the mean size. What was passed over becomes a candidate
+            when it is used again.
+        """
+        self._book.consider(sample, ignore_small)
+
     def reference(self, tensor: torch.Tensor) -> StorageRef | None:
         """The session's reference to the storage of a tensor, ``None`` where it has seen none."""
         with _dispatch.without_functions():
@@ -326,7 +339,8 @@ class Recall:
         """Have everything that the program holds in memory for as long as the session lasts."""
         with self._lock, _dispatch.without_functions(), _dispatch.without_modes():
             for ref in list(self._table.values()):
-                if ref() is not None:
+                storage = ref()
+                if storage is not None:
                     self._restore([ref.node])
 
     def materialize(self, tensor: torch.Tensor) -> None:
@@ -377,14 +391,16 @@ class Recall:
         if self.limit is None:  # All is in memory.
             self._restore(self._book.dependents(node))
             return node
+        copied = self._book.counters()["copied_bytes"]
         dependents = self._book.dependents(node)
         described = [self._book.describe(dependent) for dependent in dependents]
-        copied = self._book.counters()["copied_bytes"]
         if is_live and 0 < nbytes + copied < sum(found[0] for found in described):
             self._make_room(nbytes, 0)
+            if self._book.describe(node)[5] == 0:
+                return node
             if self._fits(nbytes):
                 return self._copy(node)
-        self._restore(dependents)
+        self._restore(self._book.dependents(node))
         return node
 
     def _fits(self, nbytes: int) -> bool:

@@ -146,7 +146,7 @@ class Record:
         try:
             _torch.set_grad_enabled(self.grad_enabled)
             if flags != self.flags:
-                write_flags(self.flags)
+                _dispatch.write_flags(self.flags)
             if self.generator is not None:
                 state = self.generator.get_state()
                 assert self.state is not None
@@ -160,7 +160,7 @@ class Record:
             if state is not None and self.generator is not None:
                 self.generator.set_state(state)
             if flags != self.flags and flags is not None:
-                write_flags(flags)
+                _dispatch.write_flags(flags)
             _torch.set_grad_enabled(now)
         return tensors_of(results)
 
@@ -173,15 +173,3 @@ def tensors_of(results: Any) -> list[torch.Tensor]:
         return [tensor for item in results for tensor in tensors_of(item)]
     return []
 
-
-def write_flags(flags: Flags) -> None:
-    """Set what `backend_flags` read."""
-    torch.use_deterministic_algorithms(flags[0], warn_only=flags[1])
-    torch.set_float32_matmul_precision(flags[2])
-    torch.backends.mkldnn.enabled = flags[3]
-    torch.backends.cudnn.enabled = flags[4]
-    torch.backends.cudnn.benchmark = flags[5]
-    torch.backends.cudnn.deterministic = flags[6]
-    torch.backends.cudnn.allow_tf32 = flags[7]
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = flags[8]
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = flags[9]

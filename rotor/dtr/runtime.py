@@ -215,8 +215,8 @@ class Session(Recall, _dispatch.DispatchMode):
         needs = self._needs_of(operator, args, kwargs, refs)
         generator = state = None
         kept_bytes = 0
+        book.begin(nodes)
         try:
-            book.begin(nodes)
             self._catch_up()
             if operator.is_random:
                 generator = self._generator(kwargs)
@@ -240,13 +240,13 @@ class Session(Recall, _dispatch.DispatchMode):
                 results, peak = run_measured(operator.call, args, kwargs)
                 took = perf_counter_ns() - start
             _refuse_opaque(results)
+            call = Call(operator, replay_args, kwargs, node_of, nodes, recorded, refs, written)
+            self._complete(
+                call, results, needs, is_recording, took, peak, (generator, state, kept_bytes)
+            )
         except BaseException:
             book.abort()
             raise
-        call = Call(operator, replay_args, kwargs, node_of, nodes, recorded, refs, written)
-        self._complete(
-            call, results, needs, is_recording, took, peak, (generator, state, kept_bytes)
-        )
         if varies and peak >= 0:
             self._note_varying(operator, args, kwargs, needs)
         return results

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from rotor.experiments.configuration import NO_LIMIT, Configuration, Trial
+from rotor.experiments.configuration import Configuration, Trial
+from rotor.experiments.keys import NO_LIMIT
 from rotor.experiments.output import Output
 from rotor.report.text import table
 
@@ -120,10 +121,8 @@ def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _params(outcome: Outcome) -> dict[str, Any]:
     trial = outcome.trial
-    ran: dict[str, Any] = next(
-        (found["params"] for found in outcome.inputs if found.get("params")), {}
-    )
-    batch = trial.batch_size if trial.batch_size is not None else ran.get("batch_size")
+    ran = next((found["batch_size"] for found in outcome.inputs if found.get("batch_size")), None)
+    batch = trial.batch_size if trial.batch_size is not None else ran
     found: dict[str, Any] = {"batch_size": batch}
     if trial.type != "baseline":
         found["memory_budget"] = _limit(outcome)
@@ -190,13 +189,13 @@ def entry_of(outcome: Outcome) -> dict[str, Any]:
         return entry | _replayed(outcome.inputs[0])
     summary = _summary(outcome.rows())
     median = summary["gpu_time"]["median"]
-    batch = entry["specific_params"]["batch_size"]
+    examples = next((found["examples"] for found in outcome.inputs if found.get("examples")), None)
     return entry | {
         "summary": summary,
         "input_summaries": [_summary(found["rows"]) for found in outcome.inputs],
         "slowdown": _slowdown(outcome, "gpu_time"),
         "cpu_slowdown": _slowdown(outcome, "cpu_time"),
-        "throughput": batch / median * 1000 if batch and median else None,
+        "throughput": examples / median * 1000 if examples and median else None,
         "losses_equal": None if trial.type == "baseline" else _losses_equal(outcome),
     }
 
@@ -358,7 +357,7 @@ def _text(
     config: Configuration, machine: dict[str, Any], models: dict[str, list[dict[str, Any]]]
 ) -> str:
     parts = [
-        f"{config.name}: {config.n_inputs} inputs of {config.n_reps} repetitions; medians, times "
+        f"{config.name}: {_counts(config)}; medians, times "
         "in ms, memory in MB (10^6 bytes) with the model and its inputs; CPU: the slow-down in CPU "
         "time",
         f"on {machine['device_name']}, {machine['threads']} threads, PyTorch {machine['torch']}",
@@ -378,6 +377,18 @@ def _text(
                 message = " ".join(error["message"].split())
                 parts.append(f"{_name(entry)}: {error['error']}: {message}")
     return "\n".join(parts)
+
+
+def _counts(config: Configuration) -> str:
+    found = {(config.n_inputs, config.n_reps)}
+    found |= {
+        (trial.options["n_inputs"], trial.options["n_reps"])
+        for trial in config.trials
+        if trial.type != "simrd"
+    }
+    return " or ".join(
+        f"{n_inputs} inputs of {n_reps} repetitions" for n_inputs, n_reps in sorted(found)
+    )
 
 
 def _name(entry: dict[str, Any]) -> str:

@@ -14,130 +14,23 @@ import difflib
 import functools
 import itertools
 import json
-import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rotor.experiments import keys
+from rotor.experiments.keys import NO_LIMIT, OPTIONS, fail
 from rotor.simrd import heuristics, runtimes
-from rotor.units import format_bytes, parse_bytes
+from rotor.units import format_bytes
 
 __all__ = ["Configuration", "Trial", "load", "parse", "shipped", "unfold"]
 
-TYPES = ("baseline", "dtr", "simrd")
-KINDS = ("fixed", "ratio", "param_sweep")
-NO_LIMIT = "inf"
-"""A memory budget without a limit."""
-
-_Check = Callable[[Any, str], Any]
-
-
-def _fail(path: str, found: object, expected: str) -> NoReturn:
-    raise ValueError(f"{path} = {json.dumps(found)}, expected {expected}")
-
-
-def _flag(value: Any, path: str) -> bool:
-    if not isinstance(value, bool):
-        _fail(path, value, "true or false")
-    return value
-
-
-def _text(value: Any, path: str) -> str:
-    if not isinstance(value, str) or not value:
-        _fail(path, value, "text")
-    return value
-
-
-def _whole(lowest: int) -> Callable[[Any, str], int]:
-    def check(value: Any, path: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-            _fail(path, value, f"a whole number of {lowest} or more")
-        return value
-
-    return check
-
-
-def _above(lowest: float, meaning: str) -> Callable[[Any, str], float]:
-    def check(value: Any, path: str) -> float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not lowest < value < math.inf:
-            _fail(path, value, f"a number above {lowest:g}: {meaning}")
-        return float(value)
-
-    return check
-
-
-def _budget(value: Any, path: str) -> int | None:
-    """Bytes, or None for no limit."""
-    if value == NO_LIMIT:
-        return None
-    try:
-        return parse_bytes(value)
-    except (TypeError, ValueError):
-        _fail(path, value, f'bytes, text such as "700MiB", or "{NO_LIMIT}" for no limit')
-
-
-def _named(known: Callable[[], Iterable[str]]) -> Callable[[Any, str], str]:
-    def check(value: Any, path: str) -> str:
-        names = list(known())
-        if not isinstance(value, str) or value not in names:
-            _fail(path, value, f"one of {', '.join(names)}")
-        return value
-
-    return check
-
-
-_ratio = _above(0, "a part of the memory of the baseline")
-_seconds = _above(0, "seconds")
-
-
-@dataclass(frozen=True)
-class _Option:
-    """What a command, its ``extra_params`` or the defaults may set for a trial."""
-
-    check: _Check
-    default: Any
-    types: tuple[str, ...]
-
-
-_RUNS = ("baseline", "dtr")
-_OPTIONS = {
-    "batch_size": _Option(_whole(1), None, TYPES),
-    "timeout": _Option(_seconds, 600.0, _RUNS),
-    "attempt_timeout": _Option(_seconds, 120.0, _RUNS),
-    "max_retries": _Option(_whole(0), 2, _RUNS),
-    "retry_on_error": _Option(_flag, False, _RUNS),
-    "ignore_small_tensors": _Option(_flag, True, ("dtr", "simrd")),
-    "use_sampling": _Option(_flag, True, ("dtr", "simrd")),
-    "no_sampling_below_budget": _Option(_budget, None, ("dtr", "simrd")),
-    "no_sampling_below_ratio": _Option(_ratio, None, ("dtr", "simrd")),
-    "heuristic": _Option(_named(heuristics.names), "DTREqClass", ("dtr", "simrd")),
-    "runtime": _Option(_named(runtimes.names), "V2EagerOptimized", ("simrd",)),
-    "overhead_limit": _Option(_above(1, "times the time of the log"), 10.0, ("simrd",)),
-    "save_logs": _Option(_flag, None, ("dtr",)),
-    "log": _Option(_text, None, ("simrd",)),
-}
-_IGNORED_OPTIONS = ("use_profiling",)
-_TOP: dict[str, tuple[_Check, Any]] = {
-    "description": (_text, ""),
-    "active": (_flag, True),
-    "save_logs": (_flag, False),
-    "log_dest": (_text, "logs"),
-    "sync_gpu": (_flag, False),
-    "dry_run": (_flag, False),
-    "n_inputs": (_whole(1), 1),
-    "n_reps": (_whole(1), 1),
-    "report_errors": (_flag, True),
-    "set_seed": (_flag, False),
-    "seed": (_whole(0), 0),
-    "device": (_text, "auto"),
-}
-_IGNORED_TOP = ("dtr_torch_cmd", "notify")
-_STRUCTURE = ("models", "dtr_settings")
-_COMMAND = ("type", "kind", "memory_budget", "ratio", "extra_params")
+MOST_NAMED = 8
+"""Keys that a warning names; of more, it says how many."""
 
 
 @dataclass(frozen=True)
@@ -186,12 +79,15 @@ class Trial:
         return (self.model, self.batch_size, json.dumps(self.params, sort_keys=True))
 
     def samples(self, budget_bytes: int | None) -> bool:
-        """Whether candidates are sampled in a budget, ``no_sampling_below_..`` considered."""
+        """Return whether candidates are sampled in a budget.
+
+        ``no_sampling_below_..`` includes the value itself, as published.
+        """
         least_bytes = self.options["no_sampling_below_budget"]
         least_ratio = self.options["no_sampling_below_ratio"]
-        if least_bytes is not None and budget_bytes is not None and budget_bytes < least_bytes:
+        if least_bytes is not None and budget_bytes is not None and budget_bytes <= least_bytes:
             return False
-        if least_ratio is not None and self.ratio is not None and self.ratio < least_ratio:
+        if least_ratio is not None and self.ratio is not None and self.ratio <= least_ratio:
             return False
         return bool(self.options["use_sampling"])
 
@@ -218,7 +114,9 @@ class Configuration:
     text
         The configuration as it was read, JSON.
     ignored
-        Paths of keys of the prototype that have no meaning here.
+        Paths of keys that are known and have no meaning here, or none for their command.
+    unknown
+        Paths of keys that are not known, with the key that may be meant.
     """
 
     name: str
@@ -226,8 +124,10 @@ class Configuration:
     active: bool
     save_logs: bool
     log_dest: str
+    simrd_config: str | None
+    sizes: str
     sync_gpu: bool
-    dry_run: bool
+    dry_run: int
     n_inputs: int
     n_reps: int
     report_errors: bool
@@ -238,6 +138,50 @@ class Configuration:
     trials: tuple[Trial, ...]
     text: str
     ignored: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+    def warn(self, stacklevel: int = 2) -> None:
+        """Warn once of what is ignored, and once of what is unknown."""
+        for found, words in (
+            (self.ignored, "have no meaning here and are ignored"),
+            (self.unknown, "are unknown and ignored"),
+        ):
+            if found:
+                more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+                listed = ", ".join(found[:MOST_NAMED])
+                warnings.warn(
+                    f"{self.name}: keys that {words}: {listed}{more}",
+                    UserWarning,
+                    stacklevel=stacklevel + 1,
+                )
+
+
+@dataclass
+class _Notes:
+    """Keys that the configuration has and that nothing reads, as they are found."""
+
+    ignored: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    def sort_out(
+        self,
+        found: dict[str, Any],
+        path: str,
+        known: Collection[str],
+        structure: Collection[str] = (),
+    ) -> dict[str, Any]:
+        """Return the known keys; note the others. Hints name `known` ones only."""
+        kept = {}
+        for key, value in found.items():
+            if key in known or key in structure:
+                kept[key] = value
+            elif key in keys.WITHOUT_MEANING:
+                self.ignored.append(f"{path}.{key}")
+            elif key not in keys.ALWAYS:
+                close = difflib.get_close_matches(key, known, 1)
+                hint = f" (did you mean {json.dumps(close[0])}?)" if close else ""
+                self.unknown.append(f"{path}.{key}{hint}")
+        return kept
 
 
 def shipped() -> list[str]:
@@ -259,7 +203,8 @@ def load(
     Parameters
     ----------
     source
-        A path, or a name out of `shipped`. A name that has no separator and no ending is a name.
+        A path, or a name out of `shipped`: ``quick``, ``config_quick`` or ``config_quick.json``. A
+        file of that name goes first.
     models
         Known workloads, and the parameters of each; None to take any.
 
@@ -272,20 +217,40 @@ def load(
         The file cannot be read.
     """
     text = os.fspath(source)
-    if os.path.basename(text) == text and not text.endswith(".json") and not Path(text).exists():
-        if text not in shipped():
+    if os.path.basename(text) == text and not Path(text).exists():
+        name = _short(text)
+        if name in shipped():
+            return parse(shipped_text(name), name, models=models)
+        if not text.endswith(".json"):
             raise ValueError(
                 f"no configuration is named {text!r}: expected a path, or one of "
                 f"{', '.join(shipped())}"
             )
-        file = resources.files("rotor.experiments") / "configurations" / f"config_{text}.json"
-        return parse(file.read_text(encoding="utf-8"), text, models=models)
     path = Path(text)
-    name = path.name.removesuffix(".json").removeprefix("config_") or "config"
     try:
-        return parse(path.read_text(encoding="utf-8"), name, models=models)
+        return parse(path.read_text(encoding="utf-8"), _short(path.name) or "config", models=models)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _short(name: str) -> str:
+    return name.removesuffix(".json").removeprefix("config_")
+
+
+def shipped_text(name: str) -> str:
+    """Return the text of a configuration that comes with the package.
+
+    Raises
+    ------
+    ValueError
+        None has this name; the message lists the others.
+    """
+    if _short(name) not in shipped():
+        raise ValueError(
+            f"no configuration is named {name!r}: expected one of {', '.join(shipped())}"
+        )
+    folder = resources.files("rotor.experiments") / "configurations"
+    return (folder / f"config_{_short(name)}.json").read_text(encoding="utf-8")
 
 
 def parse(
@@ -311,16 +276,17 @@ def parse(
         data = json.loads(text, object_pairs_hook=_without_twins, parse_constant=_constant)
     except json.JSONDecodeError as error:
         raise ValueError(f"malformed JSON: {error}") from error
-    top = _object(data, "$")
-    _check_keys(top, "$", [*_TOP, *_STRUCTURE], _IGNORED_TOP)
+    notes = _Notes()
+    top = notes.sort_out(_object(data, "$"), "$", keys.TOP, keys.STRUCTURE)
     values = {
         key: check(top[key], f"$.{key}") if key in top else default
-        for key, (check, default) in _TOP.items()
+        for key, (check, default) in keys.TOP.items()
     }
     chosen = _models(top.get("models"), models)
     settings = _object(top.get("dtr_settings"), "$.dtr_settings")
-    defaults = _defaults(settings.get("default", {}))
-    ignored = [f"$.{key}" for key in _IGNORED_TOP if key in top]
+    defaults = _defaults(settings.get("default", {}), notes)
+    for key in ("n_inputs", "n_reps", "dry_run", "save_logs"):
+        defaults.setdefault(key, values[key])
     trials: dict[str, list[Trial]] = {}
     for model, commands in settings.items():
         if model == "default":
@@ -328,15 +294,11 @@ def parse(
         path = f"$.dtr_settings.{model}"
         _check_model(model, f"the key {path}", models)
         if not isinstance(commands, list) or not commands:
-            _fail(path, commands, "a list of at least one command")
+            fail(path, commands, "a list of at least one command")
+        known = None if models is None else models[model]
         trials[model] = []
         for index, command in enumerate(commands):
-            place = f"{path}[{index}]"
-            ignored += _ignored_in(command, place)
-            if models is not None:
-                _check_params(command, place, models[model])
-            found = _trials(model, command, place, defaults, bool(values["save_logs"]))
-            for trial in found:
+            for trial in _trials(model, command, f"{path}[{index}]", defaults, known, notes):
                 trials[model].append(trial(command_id=len(trials[model])))
     for index, model in enumerate(chosen):
         if model not in trials:
@@ -349,7 +311,8 @@ def parse(
         models=tuple(chosen),
         trials=tuple(trial for model in chosen for trial in trials[model]),
         text=json.dumps(data, indent=1),
-        ignored=tuple(ignored),
+        ignored=tuple(notes.ignored),
+        unknown=tuple(notes.unknown),
         **values,
     )
 
@@ -369,20 +332,8 @@ def _constant(name: str) -> NoReturn:
 
 def _object(value: Any, path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        _fail(path, value, "an object")
+        fail(path, value, "an object")
     return value
-
-
-def _check_keys(
-    found: dict[str, Any], path: str, known: Collection[str], ignored: Collection[str] = ()
-) -> None:
-    for key in found:
-        if key not in known and key not in ignored:
-            close = difflib.get_close_matches(key, known, 1)
-            hint = f"; did you mean {json.dumps(close[0])}?" if close else "."
-            raise ValueError(
-                f"{path} has an unknown key {json.dumps(key)}{hint} Known keys: {', '.join(known)}"
-            )
 
 
 def _check_model(model: Any, path: str, models: Mapping[str, Collection[str]] | None) -> None:
@@ -394,40 +345,21 @@ def _check_model(model: Any, path: str, models: Mapping[str, Collection[str]] | 
 
 def _models(value: Any, models: Mapping[str, Collection[str]] | None) -> list[str]:
     if not isinstance(value, list) or not value:
-        _fail("$.models", value, "a list of at least one model")
+        fail("$.models", value, "a list of at least one model")
     for index, model in enumerate(value):
         path = f"$.models[{index}]"
-        _text(model, path)
+        keys.text(model, path)
         _check_model(model, path, models)
         if model in value[:index]:
-            _fail(path, model, "each model once")
+            fail(path, model, "each model once")
     return value
 
 
-def _defaults(value: Any) -> dict[str, Any]:
+def _defaults(value: Any, notes: _Notes) -> dict[str, Any]:
     path = "$.dtr_settings.default"
-    found = _object(value, path)
-    known = [key for key in _OPTIONS if key != "log"]
-    _check_keys(found, path, known, _IGNORED_OPTIONS)
-    return {key: _OPTIONS[key].check(found[key], f"{path}.{key}") for key in known if key in found}
-
-
-def _ignored_in(command: Any, path: str) -> list[str]:
-    if not isinstance(command, dict):
-        return []
-    extra = command.get("extra_params")
-    found = [f"{path}.{key}" for key in _IGNORED_OPTIONS if key in command]
-    if isinstance(extra, dict):
-        found += [f"{path}.extra_params.{key}" for key in _IGNORED_OPTIONS if key in extra]
-    return found
-
-
-def _check_params(command: Any, path: str, known: Collection[str]) -> None:
-    extra = command.get("extra_params") if isinstance(command, dict) else None
-    if isinstance(extra, dict):
-        _check_keys(
-            extra, f"{path}.extra_params", [*known, *_OPTIONS], [*_IGNORED_OPTIONS, *_COMMAND]
-        )
+    known = [key for key in OPTIONS if key != "log"]
+    found = notes.sort_out(_object(value, path), path, known)
+    return {key: OPTIONS[key].check(found[key], f"{path}.{key}") for key in found}
 
 
 def unfold(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -446,33 +378,35 @@ def unfold(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _trials(
-    model: str, value: Any, path: str, defaults: dict[str, Any], saves_logs: bool
+    model: str,
+    value: Any,
+    path: str,
+    defaults: dict[str, Any],
+    known: Collection[str] | None,
+    notes: _Notes,
 ) -> Iterator[Callable[..., Trial]]:
-    command = _object(value, path)
-    _check_keys(command, path, [*_COMMAND, *_OPTIONS], _IGNORED_OPTIONS)
-    kind_of_run = _named(lambda: TYPES)(command.get("type"), f"{path}.type")
+    command = notes.sort_out(_object(value, path), path, OPTIONS, keys.COMMAND)
+    kind_of_run = keys.named(lambda: keys.TYPES)(command.get("type"), f"{path}.type")
     kind = _kind(command, path, kind_of_run)
     budgets = _budgets(command, path, kind_of_run, kind)
-    fields, places = _fields(command, path, kind_of_run)
+    fields, places = _fields(command, path, kind_of_run, known, notes)
     for combination in unfold(fields):
         options = {
             key: defaults.get(key, option.default)
-            for key, option in _OPTIONS.items()
+            for key, option in OPTIONS.items()
             if key != "batch_size" and kind_of_run in option.types
         }
         batch_size = defaults.get("batch_size")
         params = {}
         for key, chosen in combination.items():
             if key == "batch_size":
-                batch_size = _OPTIONS[key].check(chosen, places[key])
-            elif key in _OPTIONS:
-                options[key] = _OPTIONS[key].check(chosen, places[key])
+                batch_size = OPTIONS[key].check(chosen, places[key])
+            elif key in OPTIONS:
+                options[key] = OPTIONS[key].check(chosen, places[key])
             else:
                 params[key] = chosen
         if kind_of_run == "simrd":
             _check_serves(options, path)
-        if kind_of_run == "dtr" and options["save_logs"] is None:
-            options["save_logs"] = saves_logs
         for budget_bytes, ratio in budgets:
             yield functools.partial(
                 Trial,
@@ -497,10 +431,9 @@ def _check_serves(options: dict[str, Any], path: str) -> None:
 
 
 def _kind(command: dict[str, Any], path: str, kind_of_run: str) -> str:
-    if kind_of_run == "dtr":
-        return _named(lambda: KINDS)(command.get("kind"), f"{path}.kind")
-    if "kind" in command:
-        _fail(f"{path}.kind", command["kind"], f"none: the type is {json.dumps(kind_of_run)}")
+    if kind_of_run == "dtr" or "kind" in command:
+        kind = keys.named(lambda: keys.KINDS)(command.get("kind"), f"{path}.kind")
+        return kind if kind_of_run == "dtr" else ""
     return ""
 
 
@@ -514,7 +447,7 @@ def _budgets(
     word = kind or kind_of_run
     for key in ("memory_budget", "ratio"):
         if key in command and key not in wanted:
-            _fail(f"{path}.{key}", command[key], f"none: the command is {json.dumps(word)}")
+            fail(f"{path}.{key}", command[key], f"none: the command is {json.dumps(word)}")
     given = [key for key in wanted if key in command]
     if not wanted:
         return [(None, None)]
@@ -527,42 +460,47 @@ def _budgets(
     for key in given:
         values = command[key] if isinstance(command[key], list) else [command[key]]
         if not values:
-            _fail(f"{path}.{key}", command[key], "a list of at least one")
+            fail(f"{path}.{key}", command[key], "a list of at least one")
         for index, value in enumerate(values):
             place = f"{path}.{key}[{index}]"
             if key == "ratio":
-                found.append((None, _ratio(value, place)))
+                found.append((None, keys.ratio(value, place)))
             else:
-                found.append((_budget(value, place), None))
+                found.append((keys.budget(value, place), None))
     return found
 
 
 def _fields(
-    command: dict[str, Any], path: str, kind_of_run: str
+    command: dict[str, Any],
+    path: str,
+    kind_of_run: str,
+    known: Collection[str] | None,
+    notes: _Notes,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """What is unfolded: options, and parameters of the model; and where each stands."""
+    """Return what is unfolded, options and parameters of the model, and the place of each."""
     fields: dict[str, Any] = {}
     places: dict[str, str] = {}
-    extra = _object(command.get("extra_params", {}), f"{path}.extra_params")
-    sources = (
-        (path, {key: command[key] for key in command if key in _OPTIONS}),
-        (f"{path}.extra_params", extra),
-    )
-    for base, source in sources:
+    inner = f"{path}.extra_params"
+    extra = _object(command.get("extra_params", {}), inner)
+    for key in keys.COMMAND:
+        if key in extra:
+            raise ValueError(f"{inner}.{key} stands in extra_params, expected {path}.{key}")
+    extra = notes.sort_out(extra, inner, extra if known is None else [*known, *OPTIONS])
+    outer = {key: command[key] for key in command if key in OPTIONS}
+    for base, source in ((path, outer), (inner, extra)):
         for key, value in source.items():
-            if key in _IGNORED_OPTIONS:
-                continue
             place = f"{base}.{key}"
+            if key in keys.ALWAYS or key in keys.WITHOUT_MEANING:
+                continue
             if key in fields:
                 raise ValueError(f"{place} stands in {places[key]} too, expected one of them")
-            if key in _COMMAND:
-                raise ValueError(f"{place} stands in extra_params, expected {path}.{key}")
-            option = _OPTIONS.get(key)
+            option = OPTIONS.get(key)
             if option is not None and kind_of_run not in option.types:
-                _fail(place, value, f"none: the type is {json.dumps(kind_of_run)}")
+                notes.ignored.append(f"{place} (of a {kind_of_run} command)")
+                continue
             if isinstance(value, list) and not value:
-                _fail(place, value, "a value, or a list of at least one")
+                fail(place, value, "a value, or a list of at least one")
             if option is None and isinstance(value, dict):
-                _fail(place, value, "a number, text, true, false, or a list of these")
+                fail(place, value, "a number, text, true, false, or a list of these")
             fields[key], places[key] = value, place
     return fields, places

@@ -16,6 +16,7 @@ from typing import Any
 
 from rotor.chain import check_header, read_json
 from rotor.experiments.cells import Store
+from rotor.experiments.simrd_manifest import entries
 from rotor.simrd.logs import Log, parse
 
 __all__ = ["LogFile", "Output", "find_logs", "open_log"]
@@ -118,16 +119,17 @@ class LogFile:
 
 
 def find_logs(sources: Iterable[str | os.PathLike[str]]) -> list[LogFile]:
-    """Logs named one by one, or all of a directory.
+    """Logs named one by one, all of a directory, or all of a list.
 
     Of a directory: the files that end in ``.log`` or ``.log.gz``, by name; with the titles of its
-    ``manifest.json`` where there is one (``{"models": [{"log": .., "title": ..}]}``, as published).
-    Other titles are the part of the file's name before the first ``-``, where that is unique.
+    ``manifest.json`` where there is one (`rotor.experiments.simrd_manifest`). A file that ends in
+    ``.json`` is a list, whose logs are beside it or where it says. Other titles are the part of the
+    file's name before the first ``-``, where that is unique.
 
     Raises
     ------
     FileNotFoundError
-        A path does not exist, or a directory has no logs.
+        A path does not exist, or a directory or list has no logs.
     ValueError
         A manifest cannot be read.
     """
@@ -135,6 +137,9 @@ def find_logs(sources: Iterable[str | os.PathLike[str]]) -> list[LogFile]:
     for source in map(Path, sources):
         if not source.exists():
             raise FileNotFoundError(f"there is no log {source}: expected a file or a directory")
+        if source.suffix == ".json":
+            paths += _listed(source)
+            continue
         if not source.is_dir():
             paths.append((source, None))
             continue
@@ -157,17 +162,20 @@ def _manifest(directory: Path) -> dict[str, str]:
     path = directory / "manifest.json"
     if not path.exists():
         return {}
-    data = read_json(path)
-    models = data.get("models") if isinstance(data, dict) else None
-    if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
-        raise ValueError(
-            f'{path} is malformed: expected {{"models": [{{"log": .., "title": ..}}]}}'
-        )
-    return {
-        Path(str(model["log"])).name: str(model["title"])
-        for model in models
-        if "log" in model and "title" in model
-    }
+    listed = [entry for entry in entries(path) if "title" in entry]
+    return {Path(str(entry["log"])).name: str(entry["title"]) for entry in listed}
+
+
+def _listed(path: Path) -> list[tuple[Path, str | None]]:
+    """Return the logs of a list with their titles; published lists were moved with their logs."""
+    found: list[tuple[Path, str | None]] = []
+    for entry in entries(path):
+        places = [path.parent / str(entry["log"]), path.parent / Path(str(entry["log"])).name]
+        log = next((place for place in places if place.is_file()), None)
+        if log is None:
+            raise FileNotFoundError(f"there is no log {places[0]}, which {path} lists")
+        found.append((log, str(entry["title"]) if "title" in entry else None))
+    return found
 
 
 def _digest(path: Path) -> str:

@@ -7,7 +7,9 @@ another's time; finished ones are kept, and read back when the same is asked aga
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import urllib.request
@@ -19,10 +21,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rotor.chain import read_json, write_json
-from rotor.experiments import analysis, configuration, process
+from rotor.experiments import analysis, configuration, process, simrd_manifest
 from rotor.experiments.analysis import Outcome
 from rotor.experiments.cells import Cell, Store, run_cells
 from rotor.experiments.configuration import Configuration, Trial
+from rotor.experiments.keys import NO_LIMIT
 from rotor.experiments.output import Output, open_log
 from rotor.report.text import table
 from rotor.simrd.simulate import simulate
@@ -32,7 +35,7 @@ __all__ = ["RunError", "plan_text", "post", "run"]
 logger = logging.getLogger("rotor")
 _BYTES_PER_MB = 1e6
 _POST_SECONDS = 10.0
-_FIELDS = ("status", "num_retries", "rows", "log")
+_FIELDS = ("status", "num_retries", "rows", "log", "batch_size", "examples")
 
 
 class RunError(RuntimeError):
@@ -47,6 +50,7 @@ def run(
     fresh: bool = False,
     webhook: str | None = None,
     worker: Sequence[str] | None = None,
+    dry_run: bool = False,
 ) -> Output:
     """Run a configuration and write its files.
 
@@ -65,6 +69,8 @@ def run(
     worker
         The command that serves an input (`rotor.experiments.process.ask`); None for the one that
         trains.
+    dry_run
+        Say what would run, and write nothing; the device need not be there.
 
     Returns
     -------
@@ -80,16 +86,18 @@ def run(
     """
     if webhook is not None:
         _check_address(webhook)
-    for path in config.ignored:
-        warnings.warn(f"{path} has no meaning here and is ignored", UserWarning, stacklevel=2)
     if not config.active:
+        config.warn()
         output = Output(directory, config.name, ())
         output.text = f"{config.name}: not active, nothing was run"
         return output
     worker = process.WORKER if worker is None else worker
-    environment = process.describe(config.device, worker)
-    configuration.parse(config.text, config.name, models=environment["models"])
-    if config.dry_run:
+    environment = process.describe("cpu" if dry_run else config.device, worker)
+    config = configuration.parse(config.text, config.name, models=environment["models"])
+    if config.sync_gpu and not dry_run and environment["device"] == "cpu":
+        config = dataclasses.replace(config, ignored=(*config.ignored, "$.sync_gpu (on a CPU)"))
+    config.warn()
+    if dry_run:
         output = Output(directory, config.name, ())
         output.text = plan_text(config)
         return output
@@ -105,7 +113,9 @@ def run(
 
 def plan_text(config: Configuration) -> str:
     """What would run, as a table."""
-    rows = [["model", "command", "type", "batch", "budget", "parameters", "inputs", "steps"]]
+    rows = [
+        ["model", "command", "type", "batch", "budget", "parameters", "inputs", "warm-up", "steps"]
+    ]
     for trial in config.trials:
         is_replay = trial.type == "simrd"
         rows.append(
@@ -116,11 +126,16 @@ def plan_text(config: Configuration) -> str:
                 "-" if trial.batch_size is None else str(trial.batch_size),
                 trial.budget_text,
                 ", ".join(f"{key}={value}" for key, value in trial.params.items()) or "-",
-                "-" if is_replay else str(config.n_inputs),
-                "-" if is_replay else str(config.n_inputs * config.n_reps),
+                *(["-"] * 3 if is_replay else _counts(trial)),
             ]
         )
     return f"{config.name}: what would run\n\n{table(rows)}"
+
+
+def _counts(trial: Trial) -> list[str]:
+    n_inputs = trial.options["n_inputs"]
+    steps = (trial.options[key] for key in ("dry_run", "n_reps"))
+    return [str(n_inputs), *(str(n_inputs * number) for number in steps)]
 
 
 @dataclass
@@ -131,6 +146,7 @@ class _Runner:
     worker: Sequence[str]
     fresh: bool
     logs: dict[tuple[Any, ...], list[tuple[float, Path]]] = field(default_factory=dict)
+    saved: list[tuple[Trial, Path]] = field(default_factory=list)
 
     def outcomes(self) -> list[Outcome]:
         """What came of every trial, in their order."""
@@ -153,6 +169,9 @@ class _Runner:
         for (trial, budget), inputs in zip(limited, results, strict=True):
             found[id(trial)] = Outcome(trial, budget, inputs)
             self._note_logs(trial, budget, inputs)
+        if self.config.simrd_config is not None:
+            path = self._log_directory / Path(self.config.simrd_config).expanduser()
+            simrd_manifest.write(path, self.saved)
         replays = [trial for trial in trials if trial.type == "simrd"]
         for trial, result in zip(replays, self._replays(store, replays), strict=True):
             budget = result.get("budget", trial.budget_bytes)
@@ -198,13 +217,13 @@ class _Runner:
         cells = [
             self._cell(trial, budget, number, as_baseline)
             for trial, budget in trials
-            for number in range(self.config.n_inputs)
+            for number in range(trial.options["n_inputs"])
         ]
         for cell in cells:
             _forget_unfinished(store, cell)
         results = run_cells(cells, store, jobs=1, description=f"{self.config.name}, {description}")
-        count = self.config.n_inputs
-        return [results[k * count : (k + 1) * count] for k in range(len(trials))]
+        left = iter(results)
+        return [list(itertools.islice(left, trial.options["n_inputs"])) for trial, _ in trials]
 
     def _cell(self, trial: Trial, budget: int | None, number: int, as_baseline: bool) -> Cell:
         config = self.config
@@ -214,11 +233,13 @@ class _Runner:
             "model": trial.model,
             "batch_size": trial.batch_size,
             "params": trial.params,
+            "sizes": config.sizes,
             "device": self.environment["device"],
             "set_seed": config.set_seed,
             "seed": config.seed + number if config.set_seed else None,
             "type": "dtr" if limited else "baseline",
-            "n_reps": config.n_reps,
+            "warm_ups": trial.options["dry_run"],
+            "n_reps": trial.options["n_reps"],
             "log": None,
         }
         if limited:
@@ -236,7 +257,7 @@ class _Runner:
             "environment": environment,
             **request,
         }
-        if limited and trial.options["save_logs"] and number == config.n_inputs - 1:
+        if limited and trial.options["save_logs"] and number == trial.options["n_inputs"] - 1:
             path = self._log_path(trial, budget, identity)
             request["log"], identity["log"] = str(path), path.name
         options = trial.options
@@ -263,7 +284,7 @@ class _Runner:
         text = json.dumps(identity, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         batch = "default" if trial.batch_size is None else trial.batch_size
-        limit = configuration.NO_LIMIT if budget is None else budget
+        limit = NO_LIMIT if budget is None else budget
         return (self._log_directory / f"{trial.model}-{batch}-{limit}-{digest}.log").absolute()
 
     def _note_logs(self, trial: Trial, budget: int | None, inputs: list[dict[str, Any]]) -> None:
@@ -272,6 +293,7 @@ class _Runner:
             size = float("inf") if budget is None else float(budget)
             path = self._log_directory / last["log"]
             self.logs.setdefault(trial.workload, []).append((size, path))
+            self.saved.append((trial, path))
 
     def _replays(self, store: Store, trials: Sequence[Trial]) -> list[dict[str, Any]]:
         results: list[dict[str, Any]] = []
@@ -338,6 +360,8 @@ def _failed(kind: str, message: str) -> dict[str, Any]:
         "retries": [],
         "rows": [],
         "log": None,
+        "batch_size": None,
+        "examples": None,
     }
 
 
@@ -370,7 +394,7 @@ def input_cell(
         "rows": [{key: value for key, value in rep.items() if key != "event"} for rep in reps],
         "log": None if request["log"] is None else Path(request["log"]).name,
         "seed": next(event["seed"] for event in answer.events if event["event"] == "begun"),
-        "params": answer.events[-1]["params"],
+        **{key: answer.events[-1].get(key) for key in ("batch_size", "examples")},
     }
 
 

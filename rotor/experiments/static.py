@@ -209,7 +209,7 @@ def _why_not(config: Config, count: int, *, has_solver: bool) -> str:
     if config.checkmate_seconds == 0:
         return "not asked for"
     if not has_solver:
-        return "SciPy is not installed (pip install rotor[ilp])"
+        return "SciPy is not installed (pip install scipy)"
     return f"{count} operations, at most {config.checkmate_operations} are solved"
 
 

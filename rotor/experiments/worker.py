@@ -82,7 +82,7 @@ def describe(device: str, workloads: Any) -> dict[str, Any]:
     chosen = _device(device)
     name = torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else "CPU"
     return {
-        "models": {name: list(workloads.parameters(name)) for name in workloads.names()},
+        "models": {name: workloads.accepted(name) for name in workloads.names()},
         "device": str(chosen),
         "device_name": name,
         "threads": torch.get_num_threads(),
@@ -107,8 +107,9 @@ def run(request: dict[str, Any], emit: Emit, workloads: Any, dtr: Any) -> None:
     """Run one input, and report each repetition.
 
     Every repetition has a new model and a new batch, drawn from the input's seed, so that all of an
-    input do the same. The first is not counted. On the CPU, memory is metered in repetitions of
-    their own, before those whose time is taken: a meter costs time. On CUDA it costs none.
+    input do the same. The first ``warm_ups`` of them are not counted. On the CPU, memory is metered
+    in repetitions of their own, before those whose time is taken: a meter costs time. On CUDA it
+    costs none.
 
     Parameters
     ----------
@@ -125,8 +126,9 @@ def run(request: dict[str, Any], emit: Emit, workloads: Any, dtr: Any) -> None:
     seed = request["seed"] if request["seed"] is not None else secrets.randbits(31)
     runner = _Runner(request, device, seed, workloads, dtr)
     emit({"event": "begun", "seed": seed})
-    runner.repetition()
-    emit({"event": "warm"})
+    for _ in range(request["warm_ups"]):
+        runner.repetition()
+        emit({"event": "warm"})
     peaks = []
     if device.type == "cpu":
         peaks.append(runner.repetition(metered=True)["total_mem"])
@@ -139,7 +141,7 @@ def run(request: dict[str, Any], emit: Emit, workloads: Any, dtr: Any) -> None:
         runner.repetition(log=request["log"])
         _mark_start(Path(request["log"]))
         emit({"event": "logged", "log": request["log"]})
-    emit({"event": "done", "params": runner.params})
+    emit({"event": "done", "params": runner.params, **runner.sizes()})
 
 
 def _mark_start(path: Path) -> None:
@@ -161,6 +163,20 @@ class _Runner:
 
     def __post_init__(self) -> None:
         self.params: dict[str, Any] = {}
+        given = dict(self.request["params"])
+        if self.request["batch_size"] is not None:
+            given["batch_size"] = self.request["batch_size"]
+        self.given = self.workloads.from_published(
+            self.request["model"], given, small=self.request["sizes"] == "small"
+        )
+
+    def sizes(self) -> dict[str, Any]:
+        """Return the batch size as configurations name it, and the examples of a step."""
+        meaning = self.workloads.meaning(self.request["model"], self.request["params"])
+        return {
+            "batch_size": self.params.get(meaning.get("batch_size", "batch_size")),
+            "examples": self.params.get("batch_size"),
+        }
 
     def repetition(self, *, metered: bool = False, log: str | None = None) -> dict[str, Any]:
         """One step of a new model; its figures, times in ms and memory in MB."""
@@ -170,11 +186,7 @@ class _Runner:
             np.random.seed(self.seed % (1 << 32))  # noqa: NPY002
             torch.manual_seed(self.seed)
         training = self.workloads.build(
-            self.request["model"],
-            batch_size=self.request["batch_size"],
-            seed=self.seed,
-            device=self.device,
-            **self.request["params"],
+            self.request["model"], seed=self.seed, device=self.device, **self.given
         )
         self.params = {
             key: value

@@ -144,6 +144,9 @@ class Capture:
         except (Unplanned, NothingToPlan):
             raise
         except _torch.CAPTURE_ERRORS as error:
+            refused = getattr(error, "inner_exception", None)
+            if isinstance(refused, CaptureError):
+                raise refused from None
             if len(self.graphs) > 1:
                 raise CaptureError(
                     f"the model's code depends on Python values that keep changing: it was "

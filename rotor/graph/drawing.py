@@ -204,8 +204,8 @@ def _drawn(source: str, format: str) -> bytes:
         import graphviz
     except ImportError as error:
         raise ImportError(
-            "pictures need the Python package graphviz: install it with `pip install rotor[draw]`, "
-            'or ask for format="html", which needs nothing'
+            "pictures need the Python package graphviz: `pip install graphviz`, or in a clone of "
+            'rotor `pip install ".[draw]"`; or ask for format="html", which needs nothing'
         ) from error
     try:
         drawn: bytes = graphviz.Source(source).pipe(format=format)

@@ -2,17 +2,19 @@
 
 A captured call is one node of autograd, which gives all gradients when its backward returns. Who
 waits for the gradient of a parameter, as DistributedDataParallel does to send it while the rest is
-computed, then waits for all. So the call runs on other tensors on the memory of the parameters, and
-between these and the parameters stand nodes of ours, one for each group of parameters: the
-backward of the call begins the program and returns at once, and each node runs the program up to
-the gradients of its group, and hands these on.
+computed, then waits for all; and gradients that are added to existing ones are all there before the
+first is added. So the call runs on other tensors on the memory of the parameters, and between these
+and the parameters stand nodes of ours, one for each group of parameters: the backward of the call
+begins the program and returns at once, and each node runs the program up to the gradients of its
+group, and hands these on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,75 +22,135 @@ from torch.autograd.function import Function
 
 from rotor import _torch
 from rotor.graph.emit import Emitted, deaths, emit
+from rotor.graph.handover import sharing
 from rotor.graph.lowering import Lowered
 from rotor.recompute import autocast_off
 
-__all__ = ["Delivery", "EarlyCode", "EarlyStep", "Owners", "delivery_groups", "owners_of"]
-
-Owners = dict[int, list[_torch.Slot]]
-"""For each primal that gets a gradient, where the parameter that it is stands in its modules."""
+__all__ = [
+    "Delivery",
+    "EarlyCode",
+    "EarlyStep",
+    "Owner",
+    "Owners",
+    "delivery_groups",
+    "owners_of",
+    "slots_of",
+]
 
 _MOST_GROUPS = 32
 
 
+@dataclass(frozen=True)
+class Owner:
+    """What a captured call was given as one of its primals.
+
+    Attributes
+    ----------
+    slots
+        Which of the module's parameters it is, by their numbers in `slots_of`.
+    leaves
+        Which of the call's arguments it is, by their numbers in the flattened arguments.
+    """
+
+    slots: tuple[int, ...] = ()
+    leaves: tuple[int, ...] = ()
+
+
+Owners = dict[int, Owner]
+"""For each primal that gets a gradient, what it is."""
+
+
+def slots_of(module: nn.Module) -> list[_torch.Slot]:
+    """Return the places of a module's parameters, one used twice standing twice."""
+    return [slot for part in module.modules() for slot in _torch.parameter_slots(part)]
+
+
 def owners_of(
-    lowered: Lowered, primals: Sequence[Any], slots: Sequence[_torch.Slot]
+    lowered: Lowered,
+    primals: Sequence[Any],
+    slots: Sequence[_torch.Slot],
+    arguments: Any = (),
 ) -> Owners | None:
-    """Which primals are which parameters; ``None`` where something else needs a gradient too."""
-    standing: dict[int, list[_torch.Slot]] = {}
-    for slot in slots:
-        standing.setdefault(id(slot[0].get(slot[1])), []).append(slot)
+    """Return what the primals are that get gradients.
+
+    Parameters
+    ----------
+    lowered
+        The joint graph's operations.
+    primals
+        The tensors that it was called with.
+    slots
+        The places of the module's parameters.
+    arguments
+        Of the call, nested.
+
+    Returns
+    -------
+    dict of int to Owner, or None
+        ``None`` where something else needs a gradient too, or an argument that is changed does.
+    """
+    numbers: dict[int, list[int]] = {}
+    for number, (values, name) in enumerate(slots):
+        numbers.setdefault(id(values.get(name)), []).append(number)
+    leaves: dict[int, list[int]] = {}
+    for number, leaf in enumerate(_torch.tree_flatten(arguments)[0]):
+        if type(leaf) in (torch.Tensor, nn.Parameter):
+            leaves.setdefault(id(leaf), []).append(number)
     found: Owners = {}
     for index, gradient in enumerate(lowered.gradients):
         if gradient is None:
             continue
         primal = primals[index]
-        if type(primal) is not nn.Parameter or id(primal) not in standing:
+        owner = Owner(
+            tuple(numbers.get(id(primal), ())) if type(primal) is nn.Parameter else (),
+            tuple(leaves.get(id(primal), ())),
+        )
+        is_known = owner.slots or owner.leaves
+        if not is_known or lowered.primals[index] in lowered.mutated:
             return None
-        found[index] = standing[id(primal)]
+        found[index] = owner
     return found
 
 
-def delivery_groups(lowered: Lowered, ops: Sequence[int]) -> list[tuple[int, list[int]]]:
+def delivery_groups(
+    lowered: Lowered, ops: Sequence[int], indices: Collection[int] | None = None
+) -> list[tuple[int, list[int]]]:
     """When the gradients of primals can leave a program, and which leave together.
+
+    Parameters
+    ----------
+    lowered, ops
+        The operations, and those that run.
+    indices
+        The gradients in question; by default all.
 
     Returns
     -------
     For each group the position of the last run that it needs, and its primals. What shares memory
     leaves together, when the program reads it no more.
     """
+    if indices is None:
+        indices = [i for i, gradient in enumerate(lowered.gradients) if gradient is not None]
     boundary = list(ops).index(lowered.loss)
     kept, _ = deaths(lowered, ops)
     last = {}
     for position in range(boundary, len(ops)):
         task = lowered.tasks[ops[position]]
         last.update(dict.fromkeys((*task.inputs, *kept[position]), position))
-    together: list[tuple[set[int], list[int]]] = []
-    for index, gradient in enumerate(lowered.gradients):
-        if gradient is None:
-            continue
-        storages = set(lowered.values[gradient].storages)
-        sharing = [group for group in together if group[0] & storages]
-        together = [group for group in together if not group[0] & storages]
-        together.append(
-            (
-                storages.union(*(group[0] for group in sharing)),
-                [*(i for group in sharing for i in group[1]), index],
-            )
-        )
+    together = sharing(lowered, indices)
     timed = sorted(
-        (max((last.get(s, boundary) for s in storages), default=boundary), sorted(indices))
-        for storages, indices in together
+        (max((last.get(s, boundary) for s in storages), default=boundary), sorted(group))
+        for storages, group in together
     )
     sizes = [s for s, _ in lowered.storages]
     total = sum(sum(sizes[s] for s in storages) for storages, _ in together)
     found: list[tuple[int, list[int]]] = []
     waiting: list[int] = []
     waiting_bytes = 0
-    for place, (position, indices) in enumerate(timed):
-        waiting += indices
+    for place, (position, group) in enumerate(timed):
+        waiting += group
         waiting_bytes += sum(
-            sizes[s] for i in indices for s in lowered.values[lowered.gradients[i]].storages
+            sizes[s] for i in group for s in lowered.values[lowered.gradients[i]].storages
         )
         is_last = place + 1 == len(timed)
         moves = is_last or timed[place + 1][0] > position
@@ -100,7 +162,7 @@ def delivery_groups(lowered: Lowered, ops: Sequence[int]) -> list[tuple[int, lis
 
 @dataclass(frozen=True)
 class EarlyCode:
-    """A program whose backward stops at each group of gradients.
+    """A program whose backward stops at each group of gradients; code of a step as any.
 
     Attributes
     ----------
@@ -108,16 +170,63 @@ class EarlyCode:
         Its functions; the backward is a generator, which puts gradients into a dictionary.
     groups
         The primals whose gradients are there at each stop.
+    gradients
+        How many the call has.
     """
 
     emitted: Emitted
     groups: list[list[int]]
+    gradients: int
 
     @classmethod
-    def of(cls, lowered: Lowered, ops: Sequence[int]) -> EarlyCode:
-        """The code of a program."""
-        groups = delivery_groups(lowered, ops)
-        return cls(emit(lowered, ops, groups), [indices for _, indices in groups])
+    def of(cls, lowered: Lowered, ops: Sequence[int], *, spread: bool = False) -> EarlyCode:
+        """Return the code of a program.
+
+        Parameters
+        ----------
+        lowered, ops
+            The operations, and those that run.
+        spread
+            Have new gradients leave early too; by default they leave last.
+        """
+        ops = [int(index) for index in ops]
+        handed = {i for task in lowered.tasks for i in task.gradients}
+        rest = [i for i, g in enumerate(lowered.gradients) if g is not None and i not in handed]
+        if spread:
+            late = delivery_groups(lowered, ops, rest)
+        else:
+            late = [(len(ops) - 1, rest)] if rest else []
+        groups: list[list[int]] = []
+        for position in range(ops.index(lowered.loss), len(ops)):
+            over = lowered.tasks[ops[position]].gradients
+            groups += [list(over)] if over else []
+            groups += [indices for place, indices in late if place == position]
+        return cls(emit(lowered, ops, late), groups, len(lowered.gradients))
+
+    @property
+    def source(self) -> str:
+        """The functions as text."""
+        return self.emitted.source
+
+    @property
+    def replayed(self) -> int:
+        """Random operations that run more than once."""
+        return self.emitted.replayed
+
+    def prepare(self) -> None:
+        """Everything is ready."""
+
+    def forward(self, args: list[Any]) -> Any:
+        """Outputs, saved primals and the token, from the list of primals, which is emptied."""
+        return self.emitted.forward(args)
+
+    def backward(self, args: list[Any]) -> tuple[torch.Tensor | None, ...]:
+        """All gradients in the end, where no node of ours waits for them."""
+        given: dict[int, torch.Tensor | None] = {}
+        begin: Callable[..., Generator[None, None, None]] = self.emitted.backward
+        for _ in begin(args, given):
+            pass
+        return tuple([given.get(index) for index in range(self.gradients)])
 
 
 class Delivery:
@@ -129,8 +238,8 @@ class Delivery:
         What runs.
     device
         Of the model.
-    gradients
-        How many the call has.
+    marks
+        Called when the backward begins, and when its last part has run.
 
     Attributes
     ----------
@@ -138,10 +247,15 @@ class Delivery:
         Primals whose gradients are ``None``, as outputs that they belong to got none.
     """
 
-    def __init__(self, code: EarlyCode, device: torch.device, gradients: int) -> None:
+    def __init__(
+        self,
+        code: EarlyCode,
+        device: torch.device,
+        marks: tuple[Callable[[], object], Callable[[], object]] | None = None,
+    ) -> None:
         self._code = code
         self._device = device
-        self._gradients = gradients
+        self._marks = marks
         self._parts: Generator[None, None, None] | None = None
         self._given: dict[int, torch.Tensor | None] = {}
         self._next = 0
@@ -151,10 +265,12 @@ class Delivery:
         """Begin the backward; every gradient comes later."""
         self._given = {}
         self._next = 0
+        if self._marks is not None:
+            self._marks[0]()
         begin: Callable[..., Generator[None, None, None]] = self._code.emitted.backward
         self._parts = begin(args, self._given)
         next(self._parts)
-        return (None,) * self._gradients
+        return (None,) * self._code.gradients
 
     def deliver(self, group: int) -> list[torch.Tensor | None]:
         """Run the backward up to the gradients of a group; they are given once."""
@@ -166,6 +282,8 @@ class Delivery:
                 if self._next == len(self._code.groups) and self._parts is not None:
                     self._parts.close()
                     self._parts = None
+                    if self._marks is not None:
+                        self._marks[1]()
         except BaseException:
             self._parts = None
             self._given = {}
@@ -175,30 +293,40 @@ class Delivery:
 
 
 class _Deliver(Function):
-    """Between the parameters of a group and what the captured call runs on."""
+    """Between what a captured call was given, of one group, and what it runs on."""
 
     @staticmethod
     def forward(
-        ctx: Any, delivery: Delivery, group: int, *parameters: torch.Tensor
+        ctx: Any, delivery: Delivery, group: int, *given: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.delivery = delivery
         ctx.group = group
         ctx.set_materialize_grads(False)
         # Captured calls look at types.
-        return tuple([nn.Parameter(parameter.detach()) for parameter in parameters])
+        return tuple(
+            [
+                nn.Parameter(tensor.detach()) if type(tensor) is nn.Parameter else tensor.detach()
+                for tensor in given
+            ]
+        )
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
+    def backward(ctx: Any, *others: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a backward with create_graph=True cannot go through a captured graph: gradients "
                 "of gradients need the plain model (chk.module)"
             )
-        return None, None, *ctx.delivery.deliver(ctx.group)
+        found = ctx.delivery.deliver(ctx.group)
+        # A call may also return what it was given, which then has a gradient of its own.
+        for k, other in enumerate(others):
+            if other is not None:
+                found[k] = other if found[k] is None else found[k] + other
+        return None, None, *found
 
 
 class EarlyStep:
-    """While it lasts, a captured call gives the gradients of its parameters early.
+    """Runs one captured call, and gives its gradients early.
 
     Parameters
     ----------
@@ -208,37 +336,65 @@ class EarlyStep:
         Of the captured call.
     device
         Of the model.
-    gradients
-        How many the call has.
+    marks
+        See `Delivery`.
     """
 
     def __init__(
-        self, code: EarlyCode, owners: Owners, device: torch.device, gradients: int
+        self,
+        code: EarlyCode,
+        owners: Owners,
+        device: torch.device,
+        marks: tuple[Callable[[], object], Callable[[], object]] | None = None,
     ) -> None:
-        self.source = code.emitted.source
-        self.replayed = code.emitted.replayed
-        self.forward = code.emitted.forward
-        self.backward = Delivery(code, device, gradients)
+        self.source = code.source
+        self.replayed = code.replayed
+        self.forward = code.forward
+        self.backward = Delivery(code, device, marks)
         self._groups = code.groups
         self._owners = owners
-        self._standing: list[tuple[_torch.Slot, Any]] = []
+        self._originals: dict[int, torch.Tensor] = {}
 
     def prepare(self) -> None:
         """Everything is ready."""
 
-    def __enter__(self) -> Self:
-        # Autograd runs what was made last first.
-        for group in reversed(range(len(self._groups))):
-            indices = self._groups[group]
-            parameters = [slots[name] for slots, name in (self._owners[i][0] for i in indices)]
-            given = _Deliver.apply(self.backward, group, *parameters)
-            for index, tensor in zip(indices, given, strict=True):
-                for slots, name in self._owners[index]:
-                    self._standing.append(((slots, name), slots[name]))
-                    slots[name] = tensor
-        return self
+    def original(self, tensor: Any) -> Any:
+        """What the call was given, from what it runs on while `around` lasts."""
+        return self._originals.get(id(tensor), tensor)
 
-    def __exit__(self, *_: object) -> None:
-        for (slots, name), parameter in self._standing:
-            slots[name] = parameter
-        self._standing.clear()
+    @contextmanager
+    def around(self, slots: Sequence[_torch.Slot], arguments: Any) -> Iterator[Any]:
+        """Have a module's parameters, and arguments, be what the call runs on.
+
+        Parameters
+        ----------
+        slots
+            The places of the module's parameters.
+        arguments
+            Of the call, nested; the context gives those to call it with.
+        """
+        leaves, spec = _torch.tree_flatten(arguments)
+        changed: list[tuple[_torch.Slot, Any]] = []
+        try:
+            # Autograd runs what was made last first.
+            for group in reversed(range(len(self._groups))):
+                owners = [self._owners[index] for index in self._groups[group]]
+                tensors = [
+                    slots[owner.slots[0]][0][slots[owner.slots[0]][1]]
+                    if owner.slots
+                    else leaves[owner.leaves[0]]
+                    for owner in owners
+                ]
+                given = _Deliver.apply(self.backward, group, *tensors)
+                for owner, original, tensor in zip(owners, tensors, given, strict=True):
+                    self._originals[id(tensor)] = original
+                    for values, name in (slots[number] for number in owner.slots):
+                        changed.append(((values, name), values[name]))
+                        values[name] = tensor
+                    for number in owner.leaves:
+                        leaves[number] = tensor
+            yield _torch.tree_unflatten(leaves, spec)
+        finally:
+            for (values, name), original in changed:
+                values[name] = original
+            self._originals.clear()

@@ -177,13 +177,15 @@ class _Writer:
         if names:
             self.lines.append(" = ".join([*names, "None"]))
 
-    def hand_out(self, indices: Sequence[int]) -> None:
-        """Give gradients away, and stop."""
+    def hand_out(self, indices: Sequence[int], dying: Sequence[int] | None = None) -> None:
+        """Give gradients away, and stop; storages in `dying` are dropped, by default theirs."""
         nodes = [self.lowered.gradients[index] for index in indices]
         for index, node in zip(indices, nodes, strict=True):
             given = self.argument(node)
             self.lines.append(f"given[{index}] = {given}")
-        self.drop(sorted({s for node in nodes for s in self.lowered.values[node].storages}))
+        if dying is None:
+            dying = sorted({s for node in nodes for s in self.lowered.values[node].storages})
+        self.drop(dying)
         self.lines.append("yield")
 
     def run(self, index: int, kept: set[int], replay: str | None) -> None:
@@ -290,12 +292,13 @@ def emit(
     ops
         Their indices in the order in which they run, with repeats; the loss once.
     groups
-        Positions in the backward and the gradients that are handed out after them. Then
-        the backward is a generator, and takes a dictionary for the gradients too: it
-        stops before the first run, and after each group.
+        Positions in the backward and the gradients that are handed out after them. With groups, or
+        operations that hand gradients over, the backward is a generator, and takes a dictionary
+        for the gradients too: it stops before the first run, and after each of these.
     """
     ops = [int(index) for index in ops]
     boundary = ops.index(lowered.loss)
+    in_parts = bool(groups) or any(task.gradients for task in lowered.tasks)
     namespace: dict[str, Any] = {
         "empty": torch.empty,
         "keeps_graph": _torch.keeps_graph,
@@ -317,6 +320,9 @@ def emit(
     def write(writer: _Writer, begin: int, end: int) -> None:
         for position in range(begin, end):
             index = ops[position]
+            if lowered.tasks[index].gradients:
+                writer.hand_out(lowered.tasks[index].gradients, sorted(dying[position]))
+                continue
             if index in replays and index not in ran:
                 writer.lines.append(f"{replays[index]} = get_state({index})")
             replay = replays[index] if index in replays and index in ran else None
@@ -359,10 +365,10 @@ def emit(
         reached = position + 1
         tail.hand_out(indices)
     write(tail, reached, len(ops))
-    gradients = [] if groups else [tail.argument(node) for node in lowered.gradients]
+    gradients = [] if in_parts else [tail.argument(node) for node in lowered.gradients]
     tangents = [tail.variable(lowered.loss, (i,)) for i in range(len(lowered.tangents))]
     backward = [
-        "def backward(args, given):" if groups else "def backward(args):",
+        "def backward(args, given):" if in_parts else "def backward(args):",
         _unpack([*saved, "token", *tangents], "args"),
         "    args.clear()",
         "    kept = token.kept",
@@ -371,7 +377,7 @@ def emit(
         "    if not keeps_graph():",
         "        kept.clear()",
         "    kept = checks = token = None",
-        *(["    yield"] if groups else []),
+        *(["    yield"] if in_parts else []),
         *(f"    {line}" for line in tail.lines),
         f"    return ({', '.join(gradients)}{',' if gradients else ''})",
     ]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from rotor import _torch
 from rotor.errors import InfeasibleError
 from rotor.graph import planner
 from rotor.graph.capture import Capture, Captured
@@ -15,6 +18,7 @@ from rotor.graph.early import EarlyCode, EarlyStep, Owners
 from rotor.graph.emit import StepCode, emit
 from rotor.graph.estimate import rounded_as
 from rotor.graph.graph import Graph, Operation
+from rotor.graph.handover import with_handovers
 from rotor.graph.inductor import Inductor
 from rotor.graph.lowering import Lowered
 from rotor.graph.profile import Cost
@@ -52,7 +56,9 @@ class CapturedStep:
     planned_for
         The type of the device that the costs are of, where that is another.
     owners
-        Which primals are which parameters, where only parameters need gradients.
+        What the primals are that get gradients; ``None`` where that is not known of all.
+    existing
+        The gradients that exist when the step begins: new ones are added to them.
     inductor
         What compiles its programs; ``None`` where they are emitted as Python.
     """
@@ -64,20 +70,56 @@ class CapturedStep:
     loss_captured: bool
     planned_for: str = ""
     owners: Owners | None = field(default=None, repr=False)
+    existing: frozenset[int] = frozenset()
+    lowered: Lowered = field(init=False, repr=False)
     inductor: Inductor | None = field(init=False, default=None, repr=False)
+    _variants: dict[frozenset[int], CapturedStep] = field(
+        init=False, default_factory=dict, repr=False
+    )
 
     def __post_init__(self) -> None:
+        self.lowered = self.captured.lowered
+        if self.existing:
+            self.lowered, self.costs = with_handovers(self.lowered, self.costs, self.existing)
         if self.capture.backend == "inductor":
             self.inductor = Inductor(self.lowered)
 
-    def code(self, ops: list[int]) -> StepCode:
-        """The functions that run a program."""
-        return emit(self.lowered, ops) if self.inductor is None else self.inductor.code(ops)
+    def with_existing(self, existing: frozenset[int]) -> CapturedStep:
+        """Return the same step where some gradients exist when it begins."""
+        if existing == self.existing:
+            return self
+        if existing not in self._variants:
+            self._variants[existing] = replace(self, existing=existing)
+        return self._variants[existing]
+
+    def variants(self) -> list[CapturedStep]:
+        """Return the step, and what `with_existing` made of it."""
+        return [self, *self._variants.values()]
+
+    def existing_among(self, lacking: Sequence[bool]) -> frozenset[int]:
+        """Return which gradients exist, from which of the parameters have none.
+
+        Parameters
+        ----------
+        lacking
+            By number of the parameter, as in `rotor.graph.early.slots_of`.
+        """
+        return frozenset(
+            index
+            for index, owner in (self.owners or {}).items()
+            if owner.slots and not lacking[owner.slots[0]]
+        )
 
     @property
-    def lowered(self) -> Lowered:
-        """The operations."""
-        return self.captured.lowered
+    def hands_over(self) -> bool:
+        """Whether gradients leave before the backward ends, to be added to existing ones."""
+        return any(task.gradients for task in self.lowered.tasks)
+
+    def code(self, ops: list[int]) -> StepCode:
+        """The functions that run a program."""
+        if self.inductor is not None:
+            return self.inductor.code(ops)
+        return EarlyCode.of(self.lowered, ops) if self.hands_over else emit(self.lowered, ops)
 
     @property
     def several_tangents(self) -> bool:
@@ -180,16 +222,50 @@ class GraphPlan(Metered):
         self.emitted.prepare()
         self.step.captured.emitted = self.emitted
 
-    def install_early(self) -> EarlyStep | None:
-        """Have the next step give gradients early; ``None`` where its backward cannot be cut."""
+    def _early_code(self, spread: bool) -> EarlyCode | None:
+        """The code that gives gradients early; ``None`` where none do, or it cannot be cut."""
         step = self.step
         if step.owners is None or step.inductor is not None:
             return None
+        if not spread:
+            return self.emitted if isinstance(self.emitted, EarlyCode) else None
         if self._early is None:
-            self._early = EarlyCode.of(step.lowered, self.program.ops.tolist())
-        early = EarlyStep(self._early, step.owners, step.device, len(step.lowered.gradients))
-        step.captured.emitted = early
-        return early
+            self._early = EarlyCode.of(step.lowered, self.program.ops.tolist(), spread=True)
+        return self._early
+
+    @contextmanager
+    def installed(
+        self, slots: Sequence[_torch.Slot], arguments: Any, *, spread: bool
+    ) -> Iterator[tuple[Any, EarlyStep | None]]:
+        """Have the captured call run this plan; gradients are given as early as it has them.
+
+        Parameters
+        ----------
+        slots
+            The places of the module's parameters.
+        arguments
+            Of the call, nested.
+        spread
+            Whether somebody waits for new gradients too.
+
+        Returns
+        -------
+        A context that gives the arguments to call it with, and what gives gradients early.
+        """
+        self.install()
+        code = self._early_code(spread)
+        if code is None:
+            yield arguments, None
+            return
+        assert self.step.owners is not None
+        early = EarlyStep(code, self.step.owners, self.device)
+        self.step.captured.emitted = early
+        try:
+            with early.around(slots, arguments) as replaced:
+                yield replaced, early
+        finally:
+            # Another call may reach this graph; its parameters are then as they are.
+            self.step.captured.emitted = self.emitted
 
 
 def check_options(options: dict[str, Any]) -> None:

@@ -220,7 +220,8 @@ def checkmate(
         from scipy.sparse import csr_array
     except ImportError as error:
         raise ImportError(
-            "rotor.graph.checkmate needs SciPy: install it with `pip install rotor[ilp]`"
+            "rotor.graph.checkmate needs SciPy: `pip install scipy`, or in a clone of rotor "
+            '`pip install ".[ilp]"`'
         ) from error
     model = _Model(graph, budget)
     costs = np.zeros(model.count)

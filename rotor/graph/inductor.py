@@ -49,6 +49,7 @@ Key = tuple[int, tuple[int, ...]]
 
 def draw_once(lowered: Lowered) -> None:
     """Have operations that draw random numbers, seeds among them, run once."""
+    lowered.draws_once = True
     for task in lowered.tasks:
         if task.random:
             task.random, task.once = False, True

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,15 +19,17 @@ from rotor.errors import CaptureError, InfeasibleError
 from rotor.graph import planner
 from rotor.graph.assembly import Option, undominated
 from rotor.graph.capture import Capture, Captured, NothingToPlan, Unplanned, fresh
-from rotor.graph.emit import Emitted, emit
+from rotor.graph.early import EarlyCode, EarlyStep, Owners, owners_of, slots_of
+from rotor.graph.emit import Emitted, StepCode, emit
 from rotor.graph.engine import build_graph, own_bytes
 from rotor.graph.graph import Graph
+from rotor.graph.handover import with_handovers
 from rotor.graph.lowering import Lowered
 from rotor.graph.profile import Cost
 from rotor.graph.program import Program
 from rotor.values import tensors_within
 
-__all__ = ["Captures", "Kind", "Price", "marked"]
+__all__ = ["Captures", "Kind", "Price", "backward_marks", "marked"]
 
 logger = logging.getLogger("rotor")
 
@@ -47,32 +50,71 @@ class Kind:
     ----------
     capture, captured, costs
         The graph and what its operations cost.
+    owners
+        What its primals are that get gradients; ``None`` where that is not known of all.
+    existing
+        The gradients that exist when a step begins: new ones are added to them.
     programs
         The ways, and `options` what they need.
+    lowered
+        Its operations; outputs are not pinned: whoever needs them holds them.
     """
 
     capture: Capture
     captured: Captured
     costs: list[Cost]
     device: torch.device
+    owners: Owners | None = None
+    existing: frozenset[int] = frozenset()
     programs: list[Program] = field(default_factory=list)
-    _emitted: dict[int, Emitted] = field(default_factory=dict)
+    lowered: Lowered = field(init=False, repr=False)
+    _emitted: dict[int, StepCode] = field(default_factory=dict)
     _options: dict[bool, list[Option]] = field(default_factory=dict)
+    _variants: dict[frozenset[int], Kind] = field(default_factory=dict)
 
-    @property
-    def lowered(self) -> Lowered:
-        """Its operations; outputs are not pinned: whoever needs them holds them."""
+    def __post_init__(self) -> None:
         lowered = self.captured.lowered
         outputs = set(lowered.tasks[lowered.loss].inputs)
         storages = [
             (size, pinned and s not in outputs) for s, (size, pinned) in enumerate(lowered.storages)
         ]
-        return replace(lowered, storages=storages)
+        self.lowered = replace(lowered, storages=storages)
+        if self.existing:
+            self.lowered, self.costs = with_handovers(self.lowered, self.costs, self.existing)
 
-    def emitted(self, number: int) -> Emitted:
+    def with_existing(self, module: nn.Module, existing: set[int], options: dict[str, Any]) -> Kind:
+        """Return the same graph where some gradients exist when a step begins.
+
+        Parameters
+        ----------
+        module
+            One of this kind.
+        existing
+            The ids of parameters that have one.
+        options
+            Of `rotor.graph.plan`.
+        """
+        slots = slots_of(module)
+        found = frozenset(
+            index
+            for index, owner in (self.owners or {}).items()
+            if owner.slots and id(slots[owner.slots[0]][0][slots[owner.slots[0]][1]]) in existing
+        )
+        if found == self.existing:
+            return self
+        if found not in self._variants:
+            kind = Kind(self.capture, self.captured, self.costs, self.device, self.owners, found)
+            kind.find_programs(options)
+            self._variants[found] = kind
+        return self._variants[found]
+
+    def emitted(self, number: int) -> StepCode:
         """The functions of a program."""
         if number not in self._emitted:
-            self._emitted[number] = emit(self.lowered, self.programs[number].ops.tolist())
+            ops = self.programs[number].ops.tolist()
+            hands_over = any(task.gradients for task in self.lowered.tasks)
+            code = EarlyCode.of(self.lowered, ops) if hands_over else emit(self.lowered, ops)
+            self._emitted[number] = code
         return self._emitted[number]
 
     def find_programs(self, options: dict[str, Any]) -> None:
@@ -144,11 +186,9 @@ class Kind:
             costs nothing more.
         """
         graph, ops = program.graph, program.ops.tolist()
-        boundary = ops.index(self.captured.lowered.loss)
+        boundary = ops.index(self.lowered.loss)
         runs = program.runs
-        replayed = sum(
-            task.random and runs[k] > 1 for k, task in enumerate(self.captured.lowered.tasks)
-        )
+        replayed = sum(task.random and runs[k] > 1 for k, task in enumerate(self.lowered.tasks))
         own = own_bytes(self.device, int(replayed)) - own_bytes(self.device, 0)
         kept = _read_before_made(graph, ops[boundary + 1 :])
         kept -= set(graph.operations[ops[boundary]].outputs)
@@ -162,6 +202,27 @@ class Kind:
             time_ns=program.time_ns,
         )
 
+    @contextmanager
+    def _installed(
+        self,
+        code: StepCode,
+        module: nn.Module,
+        arguments: Any,
+        marks: tuple[Callable[[], object], Callable[[], object]] | None,
+    ) -> Iterator[Any]:
+        """Have the next call run a program; gives the arguments to call it with."""
+        if isinstance(code, EarlyCode) and self.owners is not None:
+            early = EarlyStep(code, self.owners, self.device, marks)
+            self.captured.emitted = early
+            with early.around(slots_of(module), arguments) as replaced:
+                yield replaced
+            return
+        if marks is not None:
+            assert isinstance(code, Emitted)
+            code = marked(code, *marks)
+        self.captured.emitted = code
+        yield arguments
+
     @property
     def reads_outputs(self) -> bool:
         """Whether anything is computed from the outputs: they may then have to stay as they are."""
@@ -170,7 +231,7 @@ class Kind:
         return any(outputs.intersection(task.inputs) for task in tasks if task.phase != "loss")
 
     @property
-    def least_kept(self) -> Emitted:
+    def least_kept(self) -> StepCode:
         """The functions of the program that keeps least."""
         options = self.options(is_held=False)
         return self.emitted(options.index(min(options, key=lambda option: option.kept_bytes)))
@@ -182,7 +243,12 @@ class Kind:
         return self._options[is_held]
 
     def call(
-        self, emitted: Emitted, module: nn.Module, args: Any, kwargs: Any
+        self,
+        emitted: StepCode,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        marks: tuple[Callable[[], object], Callable[[], object]] | None = None,
     ) -> tuple[Any, Literal["", "now", "for good"]]:
         """What a captured module gives; or that it has to run plain, for now or for good.
 
@@ -192,11 +258,13 @@ class Kind:
             The functions of a program of this graph.
         module, args, kwargs
             The call; what stands for the module's forward must be away.
+        marks
+            Called when the backward begins, and when it ends.
         """
         self.capture.forget_programs()
-        self.captured.emitted = emitted
         try:
-            output = self.capture(module, args, kwargs)
+            with self._installed(emitted, module, (args, kwargs), marks) as (given, named):
+                output = self.capture(module, given, named)
         except Unplanned as reached:
             # The code depends on a Python value that has changed.
             reached.primals.clear()
@@ -211,17 +279,24 @@ class Kind:
         return output, ""
 
 
-def marked(emitted: Emitted, mark: Callable[[str], None], k: int) -> Emitted:
-    """A program whose backward tells where it begins and ends: "backward k" and "before k"."""
+def marked(emitted: Emitted, begins: Callable[[], object], ends: Callable[[], object]) -> Emitted:
+    """A program whose backward tells where it begins and ends."""
 
     def backward(args: list[Any]) -> Any:
-        mark(f"backward {k}")
+        begins()
         try:
             return emitted.backward(args)
         finally:
-            mark(f"before {k}")
+            ends()
 
     return replace(emitted, backward=backward)
+
+
+def backward_marks(
+    mark: Callable[[str], None], k: int
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return marks of where the backward of part `k` begins and ends: "backward k", "before k"."""
+    return lambda: mark(f"backward {k}"), lambda: mark(f"before {k}")
 
 
 def _read_before_made(graph: Graph, ops: Sequence[int]) -> set[int]:
@@ -285,16 +360,21 @@ class Captures:
                 reason = "nothing in it needs a gradient"
                 break
             self._captures[key] = capture
-            return self._kind(capture, found)
+            return self._kind(capture, found, module, (args, kwargs))
         self._failures[key] = reason
         return reason
 
-    def _kind(self, capture: Capture, found: Unplanned) -> Kind:
+    def with_existing(self, kind: Kind, module: nn.Module, existing: set[int]) -> Kind:
+        """Return a kind where parameters with these ids have gradients when a step begins."""
+        return kind.with_existing(module, existing, self._options)
+
+    def _kind(self, capture: Capture, found: Unplanned, module: nn.Module, arguments: Any) -> Kind:
         captured = found.captured
         try:
             if id(captured) not in self.kinds:
+                owners = owners_of(captured.lowered, found.primals, slots_of(module), arguments)
                 costs = self._price(captured.lowered, self._device, found.primals)
-                kind = Kind(capture, captured, costs, self._device)
+                kind = Kind(capture, captured, costs, self._device, owners)
                 kind.find_programs(self._options)
                 self.kinds[id(captured)] = kind
         finally:

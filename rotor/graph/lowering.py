@@ -55,7 +55,7 @@ class Value:
 
 @dataclass
 class Task:
-    """An operation; the loss has no node.
+    """An operation; the loss has no node, nor has what hands gradients over.
 
     Attributes
     ----------
@@ -73,6 +73,8 @@ class Task:
         Whether it must not run a second time.
     module
         The path of the module that it belongs to.
+    gradients
+        Numbers of the gradients that it hands over, to be added to existing ones.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Task:
     random: bool = False
     once: bool = False
     module: str = ""
+    gradients: tuple[int, ...] = ()
 
 
 @dataclass
@@ -107,6 +110,10 @@ class Lowered:
         Primals whose new values are among the outputs.
     output_of_tangent
         For each tangent, which output it is the gradient of; empty where that is not known.
+    unrepeatable
+        Tasks that gave other bits when they ran again, or may.
+    draws_once
+        Whether what draws random numbers runs once, as nothing puts the generator's state back.
     """
 
     tasks: list[Task]
@@ -121,6 +128,8 @@ class Lowered:
     output_bytes: int
     module: fx.GraphModule
     output_of_tangent: list[int] = field(default_factory=list)
+    unrepeatable: list[int] = field(default_factory=list)
+    draws_once: bool = False
 
     def tangents_of_gradients(self) -> list[frozenset[int]]:
         """For each gradient, the numbers of the tangents that it is computed from."""
@@ -378,6 +387,32 @@ def _closure(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, _SYMBOLS):
+        return True
+    sizes = [size for _, tensor in _tensors(value) for size in tensor.shape]
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def _refuse_sizes_of_data(module: fx.GraphModule) -> None:
+    for node in module.graph.nodes:
+        if node.op != "call_function" or not _is_symbolic(node.meta.get("val")):
+            continue
+        path = _module_path(node)
+        lines = [text.strip() for text in str(node.meta.get("stack_trace") or "").splitlines()]
+        code = [text for text in lines if text and not set(text) <= set("^~")][-2:]
+        raise CaptureError(
+            f"{node.target} in {f'module {path}' if path else 'the model'} makes a tensor or a "
+            "number that depends on the values of its input, so the bytes of the step are not known "
+            'before it runs: leave the engine at "auto", which runs such a model in parts or by '
+            "the dynamic engine, or give it a fixed size (torch.where, a multiplication by the mask)"
+            + "".join(f"\n  {text}" for text in code)
+        )
+
+
 def lower(module: fx.GraphModule, num_outputs: int) -> Lowered:
     """The operations and storages of a joint graph.
 
@@ -393,5 +428,6 @@ def lower(module: fx.GraphModule, num_outputs: int) -> Lowered:
     CaptureError
         The graph has something that cannot be planned; the message names it.
     """
+    _refuse_sizes_of_data(module)
     split_convolutions(module)
     return _Lowering(module, num_outputs).run()

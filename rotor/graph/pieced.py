@@ -14,8 +14,8 @@ from torch import nn
 from rotor.algorithms.curve import Curve
 from rotor.errors import InfeasibleError
 from rotor.graph.assembly import Bases, Simulation, choose, least_bytes, simulate
-from rotor.graph.emit import Emitted
-from rotor.graph.kinds import Kind, marked
+from rotor.graph.emit import StepCode
+from rotor.graph.kinds import Kind, backward_marks
 from rotor.graph.pieces import Pieces, Site
 from rotor.graph.probing import described_call
 from rotor.metering import Metered, StepBytes, StepMeter
@@ -47,8 +47,6 @@ class PiecesPlan(Metered):
         The peaks of that choice.
     least_bytes
         The least limit that could be kept, as far as is known.
-    existing_bytes
-        Of the gradients that existed in the metered step.
     is_over
         A metered step needed more than the limit, and no choice would change it.
     """
@@ -60,7 +58,6 @@ class PiecesPlan(Metered):
     simulation: Simulation
     limit_bytes: int
     least_bytes: int
-    existing_bytes: int = 0
     is_over: bool = field(default=False, repr=False)
     parts_label: ClassVar[str] = "parts captured"
 
@@ -215,11 +212,12 @@ class PiecesStep:
     def _run(self, k: int, site: Site, forward: Any, args: Any, kwargs: Any) -> Any:
         kind = site.kind
         emitted = kind.emitted(self._plan.choice[k])
+        marks = None
         if self._meter is not None:
-            emitted = marked(emitted, self._meter.mark, k)
+            marks = backward_marks(self._meter.mark, k)
             self._meter.mark(f"forward {k}")
         with self._replaced.paused(site.module):
-            output, failed = self._call(kind, emitted, site.module, args, kwargs)
+            output, failed = self._call(kind, emitted, site.module, args, kwargs, marks)
         if self._meter is not None:
             self._meter.mark(f"after {k}")
         if failed:
@@ -229,15 +227,21 @@ class PiecesStep:
         return output
 
     def _call(
-        self, kind: Kind, emitted: Emitted, module: nn.Module, args: Any, kwargs: Any
+        self,
+        kind: Kind,
+        emitted: StepCode,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        marks: Any = None,
     ) -> tuple[Any, str]:
-        output, failed = kind.call(emitted, module, args, kwargs)
+        output, failed = kind.call(emitted, module, args, kwargs, marks)
         if not failed:
             self.token = kind.capture.token
         return output, failed
 
 
-def measured_bases(plan: PiecesPlan, step: StepBytes, gradient_bytes: int) -> Bases:
+def measured_bases(plan: PiecesPlan, step: StepBytes) -> Bases:
     """What was there beside the pieces of a metered step.
 
     Parameters
@@ -246,8 +250,6 @@ def measured_bases(plan: PiecesPlan, step: StepBytes, gradient_bytes: int) -> Ba
         What ran.
     step
         What was metered.
-    gradient_bytes
-        Of parameters' gradients that existed when the step began: in another step they may appear.
     """
     pieces = plan.pieces
     chosen = [options[k] for options, k in zip(pieces.options(), plan.choice, strict=True)]
@@ -270,9 +272,7 @@ def measured_bases(plan: PiecesPlan, step: StepBytes, gradient_bytes: int) -> Ba
         elif name == "backward" and number:
             pending.discard(k)
             place = ("backward", k)
-            peak += gradient_bytes - chosen[k].backward_bytes
-        elif name in ("backward", "before"):
-            peak += gradient_bytes
+            peak -= chosen[k].backward_bytes
         peak -= sum(chosen[j].kept_bytes for j in pending if j < place[1])
         found[place] = max(found.get(place, peak), peak)
 
@@ -300,7 +300,7 @@ def learn(plan: PiecesPlan, step: StepBytes) -> bool:
     if pieces.wants_search:
         return True
     plan.meterings += 1
-    pieces.bases = measured_bases(plan, step, plan.existing_bytes)
+    pieces.bases = measured_bases(plan, step)
     pieces.is_measured = True
     options = pieces.options()
     explained = simulate(options, pieces.bases, plan.choice)

@@ -7,7 +7,8 @@ costs and the programs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 from rotor import _torch, memory
 from rotor.graph.assembly import Bases, Option
 from rotor.graph.kinds import Captures, Kind
+from rotor.graph.lowering import Lowered
 from rotor.graph.probing import (
     NeedsBackward,
     Saves,
@@ -105,6 +107,10 @@ class Pieces:
         """The options of each piece."""
         return [site.kind.options(site.is_held) for site in self.sites]
 
+    def graphs(self) -> list[Lowered]:
+        """Return the operations of the captured parts, each graph once."""
+        return [kind.lowered for kind in dict.fromkeys(site.kind for site in self.sites)]
+
     @property
     def wants_search(self) -> bool:
         """Whether a step took a path on which other pieces may be found."""
@@ -168,10 +174,12 @@ class _Search:
         wanted: set[tuple[nn.Module, int]],
         captures: Captures,
         progress: Callable[[int, int], object],
+        existing: set[int],
     ) -> None:
         self.model = model
         self.wanted = wanted
         self.captures = captures
+        self.existing = existing
         self.progress = progress
         self.sites: list[Site] = []
         self.reasons: dict[str, str] = {}
@@ -252,7 +260,21 @@ class _Search:
             self.look_for_changes()
         for k, (site, own) in enumerate(zip(self.sites, self.outputs, strict=True)):
             site.is_held = all(max(self.keepers.get(i, [0])) > 2 * k + 1 for i in own)
+        self.hand_over()
         return memory.storage_bytes(tensors_within(output))
+
+    def hand_over(self) -> None:
+        """Have the pieces add to the gradients that exist.
+
+        Of a parameter that several calls read, autograd adds up the gradients first: these are as
+        new ones.
+        """
+        if not self.existing:
+            return
+        calls = Counter(id(p) for site in self.sites for p in site.module.parameters())
+        self.existing -= {identity for identity, count in calls.items() if count > 1}
+        for site in self.sites:
+            site.kind = self.captures.with_existing(site.kind, site.module, self.existing)
 
     def bases(self, output_bytes: int) -> Bases:
         """An estimate of what the code around the pieces keeps, and the gradients that appear."""
@@ -282,7 +304,7 @@ class _Search:
             owner.update({p: k for p in site.module.parameters() if p.requires_grad})
         found = [0] * (len(self.sites) + 1)
         for parameter in self.model.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and id(parameter) not in self.existing:
                 size = memory.rounded_bytes(parameter.nbytes, parameter.device)
                 found[owner.get(parameter, len(self.sites))] += size
         return list(accumulate(reversed(found)))[::-1]
@@ -300,6 +322,7 @@ def discover(
     kwargs: dict[str, Any],
     captures: Captures,
     progress: Callable[[int, int], object],
+    existing: Collection[int] = (),
 ) -> Pieces | None:
     """Capture the largest children of a model that can be captured.
 
@@ -313,6 +336,8 @@ def discover(
         Where graphs are kept; what is in there is not captured again.
     progress
         Called with (captured calls, calls that are worth it).
+    existing
+        The ids of the parameters that have a gradient when a step begins.
 
     Returns
     -------
@@ -325,7 +350,7 @@ def discover(
         smallest = max(total // _SMALLEST_SHARE, _SMALLEST_BYTES)
         worth = {(c.module, c.number) for c in calls if c.plannable_bytes > smallest}
         while True:
-            search = _Search(model, worth, captures, progress)
+            search = _Search(model, worth, captures, progress, set(existing))
             output_bytes = search.run(args, kwargs) if worth else 0
             if not search.changed:
                 break

@@ -19,6 +19,7 @@ from torch import fx
 
 from rotor import _torch, cache, memory
 from rotor.graph.lowering import Lowered, Task
+from rotor.graph.repeating import NOT_RUN, UNTESTED, generators_kept, tested
 from rotor.timing import is_single, measure_ns
 
 __all__ = ["Cost", "cost_of_row", "environment_of", "keys_of", "profile"]
@@ -45,11 +46,18 @@ class Cost:
         What it needs beside its inputs and outputs.
     made_bytes
         The storages that it makes, as they really come out.
+    flags
+        What was seen when it ran twice (`rotor.graph.repeating`).
     """
 
     ns: int
     workspace_bytes: int
     made_bytes: tuple[int, ...] = ()
+    flags: int = UNTESTED
+
+    def to_row(self) -> list[int]:
+        """Return the cost as a row of a table, which `cost_of_row` reads."""
+        return [self.ns, self.workspace_bytes, *self.made_bytes, self.flags]
 
 
 _HERE = "device"
@@ -105,10 +113,14 @@ def keys_of(lowered: Lowered, device: torch.device) -> list[str]:
 
 
 def cost_of_row(row: Sequence[int] | None, made: int) -> Cost | None:
-    """The cost that a row of a table holds for an operation that makes so many storages."""
-    if row is None or len(row) != 2 + made:
+    """The cost that a row of a table holds for an operation that makes so many storages.
+
+    Rows of earlier versions end before the flags: nothing was tested then.
+    """
+    if row is None or len(row) not in (2 + made, 3 + made):
         return None
-    return Cost(row[0], row[1], tuple(row[2:]))
+    flags = row[2 + made] if len(row) > 2 + made else UNTESTED
+    return Cost(row[0], row[1], tuple(row[2 : 2 + made]), flags)
 
 
 def _holds_whole_numbers(value: Any) -> bool:
@@ -232,7 +244,7 @@ def profile(
     known: dict[str, Cost] = {}
     for key, task in distinct.items():
         cost = cost_of_row(store.get(key), len(task.made))
-        if cost is not None:
+        if cost is not None and cost.flags != UNTESTED:
             known[key] = cost
     todo = [key for key in distinct if key not in known]
     if todo:
@@ -240,7 +252,7 @@ def profile(
         tasks = [distinct[key] for key in todo]
         fresh = _measure(tasks, arguments, lowered, device, progress)
         known.update(zip(todo, fresh, strict=True))
-        rows = {k: [known[k].ns, known[k].workspace_bytes, *known[k].made_bytes] for k in todo}
+        rows = {k: known[k].to_row() for k in todo}
         if not is_single():
             cache.store("profile", environment_of(device), rows)
     no_cost = Cost(0, 0, tuple(_planned_bytes(lowered, lowered.tasks[lowered.loss])))
@@ -262,11 +274,18 @@ def _measure(
     times: list[int | None] = []
     wholes: list[int] = []
     sizes: list[list[int]] = []
+    flags: list[int] = []
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with (
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+            generators_kept(),
+        ):
             for index, task in enumerate(tasks):
                 times.append(_timed(task, arguments, device))
                 wholes.append(arguments.whole)
+                is_run = times[-1] is not None
+                flags.append(_tested(task, arguments, device) if is_run else NOT_RUN)
                 if progress is not None:
                     progress(index + 1, len(tasks))
             with memory.meter(device) as meter:
@@ -285,14 +304,19 @@ def _measure(
         _torch.set_generator_state(device, state)
     segments = iter([s for s in meter.segments if s.name == "operation"])
     costs = []
-    for task, ns, made in zip(tasks, times, sizes, strict=True):
+    for task, ns, made, found in zip(tasks, times, sizes, flags, strict=True):
         if ns is None:
-            costs.append(Cost(_estimated_ns(task), 0, tuple(made)))
+            costs.append(Cost(_estimated_ns(task), 0, tuple(made), found))
             continue
         segment = next(segments)
         workspace = max(segment.peak_bytes - segment.start_bytes - sum(made), 0)
-        costs.append(Cost(ns, workspace, tuple(made)))
+        costs.append(Cost(ns, workspace, tuple(made), found))
     return costs
+
+
+def _tested(task: Task, arguments: _Arguments, device: torch.device) -> int:
+    function, args, kwargs = arguments.of(task)
+    return tested(task, partial(function, *args, **kwargs), device)
 
 
 def _sizes(task: Task, result: Any, given: Any, planned: list[int]) -> list[int]:

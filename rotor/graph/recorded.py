@@ -21,6 +21,7 @@ from rotor.chain import check_header, read_json, write_json
 from rotor.graph.estimate import Machine, estimate, estimated, made_bytes
 from rotor.graph.lowering import Lowered
 from rotor.graph.profile import Cost, cost_of_row, environment_of, keys_of, profile
+from rotor.graph.repeating import keep_unrepeatable
 
 __all__ = ["MEASURED", "Profile", "Source", "price", "save_profile", "source_of"]
 
@@ -38,7 +39,8 @@ class Profile:
     environment
         Where that was: PyTorch's version, the device's name, the number of threads.
     entries
-        By operation: nanoseconds, bytes of workspace, and the bytes of each storage it makes.
+        By operation: nanoseconds, bytes of workspace, the bytes of each storage it makes, and
+        what was seen when it ran twice.
     machine
         Estimates the operations that the profile lacks; without one they are an error.
     free_bytes
@@ -230,7 +232,7 @@ def save_profile(
     if not found.entries:
         raise ValueError(
             f"nothing was measured on {device} yet ({found}), or the cache directory "
-            f"{cache.directory()} cannot be read: measure a model first"
+            f"({cache.directory()}) cannot be read: measure a model first"
         )
     return found.save(path)
 
@@ -269,6 +271,8 @@ def price(
 ) -> list[Cost]:
     """The cost of every operation, from wherever it comes; the loss's is zero.
 
+    Operations that do not repeat are marked, so that no plan computes them again.
+
     Parameters
     ----------
     source
@@ -288,7 +292,10 @@ def price(
         The profile lacks operations.
     """
     if isinstance(source, Machine):
-        return estimate(lowered, source)
-    if isinstance(source, Profile):
-        return source.costs(lowered, device)
-    return profile(lowered, device, primals, progress=progress)
+        costs = estimate(lowered, source)
+    elif isinstance(source, Profile):
+        costs = source.costs(lowered, device)
+    else:
+        costs = profile(lowered, device, primals, progress=progress)
+    keep_unrepeatable(lowered, [cost.flags for cost in costs])
+    return costs

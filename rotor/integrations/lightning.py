@@ -27,8 +27,8 @@ def _callback() -> Any:
         except ModuleNotFoundError:
             continue
     raise ImportError(
-        "rotor.integrations.lightning needs Lightning: install it with "
-        "`pip install rotor[lightning]`"
+        "rotor.integrations.lightning needs Lightning: `pip install lightning`, or in a clone of "
+        'rotor `pip install ".[lightning]"`'
     )
 
 

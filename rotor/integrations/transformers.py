@@ -16,8 +16,9 @@ try:
     from transformers import TrainerCallback
 except ImportError as error:
     raise ImportError(
-        "rotor.integrations.transformers needs Transformers and Accelerate: install them with "
-        "`pip install rotor[transformers]`"
+        "rotor.integrations.transformers needs Transformers and Accelerate: "
+        "`pip install transformers accelerate`, or in a clone of rotor "
+        '`pip install ".[transformers]"`'
     ) from error
 
 __all__ = ["RotorCallback"]

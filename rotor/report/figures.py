@@ -68,8 +68,8 @@ def check_formats(formats: Iterable[str]) -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "figures need matplotlib: install it with `pip install rotor[plot]`, or ask for no "
-            "formats"
+            "figures need matplotlib: `pip install matplotlib`, or in a clone of rotor "
+            '`pip install ".[plot]"`; or ask for no formats'
         ) from error
 
 

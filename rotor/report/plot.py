@@ -41,7 +41,8 @@ def plot_timeline(plan: Any, ax: Any = None) -> Any:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError(
-                "plot_timeline needs matplotlib: install it with `pip install rotor[plot]`"
+                "plot_timeline needs matplotlib: `pip install matplotlib`, or in a clone of rotor "
+                '`pip install ".[plot]"`'
             ) from error
         ax = Figure(layout="constrained").subplots()
     if predicted is not None:

@@ -5,7 +5,7 @@ first time, and may execute any earlier ones again before it, each once, in the 
 program. What is carried from one stage to the next, and what each stage executes, are the unknowns;
 memory is accounted for execution by execution, and what is not read again is dropped at once.
 
-Solved by HiGHS through SciPy: install it with ``pip install rotor[ilp]``. The number of unknowns
+Solved by HiGHS through SciPy: ``pip install scipy``. The number of unknowns
 grows with the square of the number of operations, the time to a proof much faster: this is for
 programs of some tens of operations.
 
@@ -326,7 +326,8 @@ class _Model:
             from scipy.sparse import csr_array
         except ImportError as error:
             raise ImportError(
-                "checkmate needs SciPy: install it with `pip install rotor[ilp]`"
+                "checkmate needs SciPy: `pip install scipy`, or in a clone of rotor "
+                '`pip install ".[ilp]"`'
             ) from error
         n = len(self.nodes)
         if n == 0:

@@ -105,6 +105,29 @@ static void refuses_wrong_sequences(void) {
     check_refused(plain, 0, ROTOR_ERR_INCOMPLETE, 0);
 }
 
+static void runs_once(void) {
+    int64_t once[] = {1, 0};
+    const rotor_op_t kept[] = {{ROTOR_FE, 0}, {ROTOR_FN, 1}, {ROTOR_LOSS, 2},
+                               {ROTOR_FE, 1}, {ROTOR_B, 1},  {ROTOR_B, 0}};
+    const rotor_op_t dropped[] = {{ROTOR_FCK, 0}, {ROTOR_FE, 1}};
+    const rotor_op_t again[] = {{ROTOR_FE, 0}, {ROTOR_FE, 1}, {ROTOR_LOSS, 2},
+                                {ROTOR_B, 1},  {ROTOR_B, 0},  {ROTOR_FE, 0}};
+    rotor_chain_t chain;
+    rotor_result_t result;
+
+    draft_equal(&draft, 2, 1);
+    draft.source.once = once;
+    chain_from(&chain, &draft);
+    CHECK(rotor_simulate(&chain, kept, 6, &result, NULL, NULL) == ROTOR_OK);
+    CHECK(rotor_simulate(&chain, dropped, 2, &result, NULL, NULL) == ROTOR_ERR_ONCE);
+    CHECK(result.failed_at == 0);
+    CHECK(rotor_simulate(&chain, again, 6, &result, NULL, NULL) == ROTOR_ERR_ONCE);
+    CHECK(result.failed_at == 5);
+    CHECK(rotor_chain_need_fn(&chain, 0, 1, 0) == ROTOR_NEVER);
+    CHECK(rotor_chain_need_fn(&chain, 1, 1, 1) < ROTOR_NEVER);
+    rotor_chain_free(&chain);
+}
+
 static void random_operations_keep_the_books(void) {
     rotor_chain_t chain;
     rotor_memory_t memory;
@@ -149,6 +172,7 @@ static const test_case_t cases[] = {
     {"no_memory_keeps_the_sequence", no_memory_keeps_the_sequence},
     {"prices_by_hand", prices_by_hand},
     {"refuses_wrong_sequences", refuses_wrong_sequences},
+    {"runs_once", runs_once},
     {"random_operations_keep_the_books", random_operations_keep_the_books},
     {"out_of_memory", out_of_memory},
 };

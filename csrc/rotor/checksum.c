@@ -1,0 +1,162 @@
+#include "checksum.h"
+
+#include <string.h>
+
+enum { LANES = 8, BLOCK = LANES * 8, BUFFER = 4096 };
+
+typedef struct {
+    uint64_t first[LANES];
+    uint64_t second[LANES];
+    uint64_t keys[LANES];
+    uint64_t length;
+    size_t waiting;
+    unsigned char buffer[BUFFER];
+} checksum_t;
+
+typedef struct {
+    int64_t size;
+    int64_t stride; /* bytes */
+} dimension_t;
+
+static const uint64_t golden = UINT64_C(0x9e3779b97f4a7c15);
+
+/* The finaliser of MurmurHash3: a bijection in which every bit changes half of the others. */
+static uint64_t mixed(uint64_t x) {
+    x ^= x >> 33;
+    x *= UINT64_C(0xff51afd7ed558ccd);
+    x ^= x >> 33;
+    x *= UINT64_C(0xc4ceb9fe1a85ec53);
+    return x ^ (x >> 33);
+}
+
+static void begin(checksum_t *self) {
+    memset(self, 0, offsetof(checksum_t, buffer));
+    for (int k = 0; k < LANES; k++) {
+        self->keys[k] = mixed(golden * (uint64_t)(k + 1));
+    }
+}
+
+/*
+ * Adds `count` blocks. Lane k of block i has the keys keys[k] + i * step[k] and the same with its
+ * halves exchanged and its bits turned; the products are those of the NH family of hashes.
+ */
+static void add_blocks(checksum_t *self, const unsigned char *data, size_t count) {
+    uint64_t first[LANES], second[LANES], keys[LANES], step[LANES];
+    memcpy(first, self->first, sizeof(first));
+    memcpy(second, self->second, sizeof(second));
+    memcpy(keys, self->keys, sizeof(keys));
+    for (int k = 0; k < LANES; k++) {
+        step[k] = golden + ((uint64_t)k << 33) + ((uint64_t)k << 1);
+    }
+    for (size_t i = 0; i < count; i++, data += BLOCK) {
+        uint64_t words[LANES];
+        memcpy(words, data, BLOCK);
+        for (int k = 0; k < LANES; k++) {
+            uint64_t a = words[k] + keys[k];
+            uint64_t b = words[k] ^ ~(keys[k] >> 32 | keys[k] << 32);
+            first[k] += (a & UINT32_MAX) * (a >> 32);
+            second[k] += (b & UINT32_MAX) * (b >> 32);
+            keys[k] += step[k];
+        }
+    }
+    memcpy(self->first, first, sizeof(first));
+    memcpy(self->second, second, sizeof(second));
+    memcpy(self->keys, keys, sizeof(keys));
+}
+
+static void add(checksum_t *self, const unsigned char *data, size_t bytes) {
+    self->length += bytes;
+    if (self->waiting == 0 && bytes >= BUFFER) {
+        size_t count = bytes / BLOCK;
+        add_blocks(self, data, count);
+        data += count * BLOCK;
+        bytes -= count * BLOCK;
+    }
+    while (bytes > 0) {
+        size_t taken = BUFFER - self->waiting < bytes ? BUFFER - self->waiting : bytes;
+        memcpy(self->buffer + self->waiting, data, taken);
+        self->waiting += taken;
+        data += taken;
+        bytes -= taken;
+        if (self->waiting == BUFFER) {
+            add_blocks(self, self->buffer, BUFFER / BLOCK);
+            self->waiting = 0;
+        }
+    }
+}
+
+static uint64_t finish(checksum_t *self) {
+    uint64_t sum = mixed(self->length + golden);
+    size_t count = (self->waiting + BLOCK - 1) / BLOCK;
+    memset(self->buffer + self->waiting, 0, count * BLOCK - self->waiting);
+    add_blocks(self, self->buffer, count);
+    for (int k = 0; k < LANES; k++) {
+        sum = mixed(sum ^ self->first[k]) + golden;
+        sum = mixed(sum ^ self->second[k]) + golden;
+    }
+    return sum;
+}
+
+static void add_dimensions(checksum_t *self, const unsigned char *data, size_t run_bytes,
+                           const dimension_t *dimensions, int rank) {
+    if (rank == 0) {
+        add(self, data, run_bytes);
+        return;
+    }
+    for (int64_t i = 0; i < dimensions[0].size; i++) {
+        add_dimensions(self, data + i * dimensions[0].stride, run_bytes, dimensions + 1, rank - 1);
+    }
+}
+
+/* Puts in the dimensions that are read, largest strides first; how many, or -1: no elements. */
+static int arrange(int64_t item_bytes, int rank, const int64_t *sizes, const int64_t *strides,
+                   dimension_t *dimensions) {
+    int count = 0;
+    for (int k = 0; k < rank; k++) {
+        if (sizes[k] == 0) {
+            return -1;
+        }
+        if (sizes[k] == 1 || strides[k] == 0) {
+            continue;
+        }
+        int at = count++;
+        while (at > 0 && dimensions[at - 1].stride < strides[k] * item_bytes) {
+            dimensions[at] = dimensions[at - 1];
+            at--;
+        }
+        dimensions[at] = (dimension_t){sizes[k], strides[k] * item_bytes};
+    }
+    return count;
+}
+
+int rotor_checksum(const void *data, int64_t item_bytes, int rank, const int64_t *sizes,
+                   const int64_t *strides, uint64_t *sum) {
+    dimension_t dimensions[ROTOR_CHECKSUM_MAX_RANK];
+    checksum_t state;
+
+    if (rank < 0 || rank > ROTOR_CHECKSUM_MAX_RANK) {
+        return ROTOR_ERR_BAD_LENGTH;
+    }
+    if (item_bytes < 1) {
+        return ROTOR_ERR_NEGATIVE_SIZE;
+    }
+    for (int k = 0; k < rank; k++) {
+        if (sizes[k] < 0 || strides[k] < 0) {
+            return ROTOR_ERR_NEGATIVE_SIZE;
+        }
+    }
+    begin(&state);
+    int count = arrange(item_bytes, rank, sizes, strides, dimensions);
+    if (count >= 0 && data == NULL) {
+        return ROTOR_ERR_UNAVAILABLE;
+    }
+    if (count >= 0) {
+        int64_t run_bytes = item_bytes;
+        while (count > 0 && dimensions[count - 1].stride == run_bytes) {
+            run_bytes *= dimensions[--count].size;
+        }
+        add_dimensions(&state, data, (size_t)run_bytes, dimensions, count);
+    }
+    *sum = finish(&state);
+    return ROTOR_OK;
+}

@@ -1,0 +1,88 @@
+"""Sizes that depend on values: refused by graphs in words, run by what ``engine="auto"`` takes."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import rotor
+from rotor.errors import CaptureError
+
+WIDTH = 64
+
+
+class Selected(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+
+class Nonzero(Selected):
+    def forward(self, x):
+        rows = (x[:, 0] > 0).nonzero().squeeze(1)
+        return x.index_add(0, rows, self.linear(x[rows]).tanh())
+
+
+class Mask(Selected):
+    def forward(self, x):
+        return self.linear(x)[x[:, 0] > 0].square().sum() + self.linear(x).sum()
+
+
+class MaskedSelect(Selected):
+    def forward(self, x):
+        return torch.masked_select(self.linear(x), x > 0).tanh()
+
+
+class Unique(Selected):
+    def forward(self, x):
+        values, places = torch.unique((x[:, 0] * 3).round(), return_inverse=True)
+        return self.linear(x) * values[places][:, None]
+
+
+class Repeated(Selected):
+    def forward(self, x):
+        return self.linear(x).repeat_interleave((x[:, 0] > 0).long() + 1, 0).tanh()
+
+
+MODELS = {
+    Nonzero: "nonzero",
+    Mask: "index",
+    MaskedSelect: "masked_select",
+    Unique: "unique",
+    Repeated: "repeat_interleave",
+}
+
+
+def gradients(model, batches):
+    for x in batches:
+        model(x).square().mean().backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("model_class", MODELS)
+def test_auto_trains_models_whose_sizes_depend_on_data(model_class):
+    torch.manual_seed(0)
+    model = model_class()
+    plain = copy.deepcopy(model)
+    batches = [torch.randn(128, WIDTH) for _ in range(2)]
+    wrapped = rotor.Checkpointable(model, mem_limit="40MB")
+    with pytest.warns(rotor.MemoryLimitWarning, match=f"{MODELS[model_class]}.* depends on"):
+        found = gradients(wrapped, batches)
+    for a, b in zip(found, gradients(plain, batches), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("model_class", MODELS)
+def test_a_graph_refuses_them_in_words_and_names_the_line(model_class):
+    wrapped = rotor.Checkpointable(model_class(), mem_limit="40MB", engine="graph")
+    with pytest.raises(CaptureError) as raised, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrapped(torch.randn(128, WIDTH))
+    message = str(raised.value)
+    assert message.startswith(f"aten.{'_' * (model_class is Unique)}{MODELS[model_class]}")
+    assert "test_data_sizes.py" in message and "x" in message.splitlines()[-1]
+    assert "\n" in message and "compiler_fn" not in message
