@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -124,10 +125,8 @@ def test_an_interrupted_first_step_can_be_repeated(engine: str, points: int) -> 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Interrupt(1 + total * point // points) as interrupt:
-                try:
+                with suppress(KeyboardInterrupt):
                     model(x).square().mean().backward()
-                except KeyboardInterrupt:
-                    pass
             optimizer.zero_grad()
             after = Snapshot.of(case, net)
             after.randomness = before.randomness  # a forward may have drawn before it ended

@@ -43,9 +43,7 @@ def test_the_zoo_is_large() -> None:
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ZOO]
 )
-def test_training_is_equal_and_within_the_limit_or_refused_in_words(
-    name: str, engine: str
-) -> None:
+def test_training_is_equal_and_within_the_limit_or_refused_in_words(name: str, engine: str) -> None:
     for share in SHARES:
         cell = judge(name, engine, share, _plain(name))
         assert cell.is_good, f"limit {share} of the plain peak: {cell.outcome}: {cell.detail}"

@@ -89,6 +89,9 @@ class Case:
         Number of steps.
     keeps_gradients
         Whether a step begins with the gradients of the step before it.
+    pending
+        Forwards before the first backward, each of which has a limit of its own; 0: the step
+        allocates beside the model, and is not metered.
     """
 
     make: Callable[[], nn.Module]
@@ -100,6 +103,7 @@ class Case:
     state: Callable[[nn.Module], Any] = lambda _: None
     steps: int = 5
     keeps_gradients: bool = False
+    pending: int = 1
 
 
 ZOO: dict[str, Callable[[], Case]] = {}

@@ -28,8 +28,16 @@ from zoo.cases import (
 def mlp_chain() -> Case:
     return Case(
         lambda: nn.Sequential(
-            *[m for _ in range(4) for m in (nn.Linear(WIDTH, HIDDEN), nn.ReLU(inplace=True),
-                                            nn.Linear(HIDDEN, WIDTH), nn.Tanh())]
+            *[
+                m
+                for _ in range(4)
+                for m in (
+                    nn.Linear(WIDTH, HIDDEN),
+                    nn.ReLU(inplace=True),
+                    nn.Linear(HIDDEN, WIDTH),
+                    nn.Tanh(),
+                )
+            ]
         )
     )
 
@@ -110,9 +118,7 @@ def tied_weights() -> Case:
     def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:
         return functional.linear(self.body(self.embed(ids)), self.embed.weight)
 
-    return Case(
-        lambda: Function(forward, embed=nn.Embedding(100, WIDTH), body=blocks()), tokens
-    )
+    return Case(lambda: Function(forward, embed=nn.Embedding(100, WIDTH), body=blocks()), tokens)
 
 
 @case
