@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rotor.checkpointable import Checkpointable
     from rotor.executor import CheckpointOptim
     from rotor.fitting import LargestBatch, largest_batch
-    from rotor.rockmate import Rockmate
+    from rotor.rockmate import Hiremate, PureCheckmate, PureRockmate, PureRotor, Rockmate
 
 __version__ = "2.0.0"
 
@@ -32,11 +32,15 @@ __all__ = [
     "Chain",
     "CheckpointOptim",
     "Checkpointable",
+    "Hiremate",
     "InfeasibleError",
     "InvalidSequenceError",
     "LargestBatch",
     "MalformedLogError",
     "MemoryLimitWarning",
+    "PureCheckmate",
+    "PureRockmate",
+    "PureRotor",
     "RecomputationError",
     "Rockmate",
     "__version__",
@@ -47,6 +51,10 @@ _LAZY = {
     "Checkpointable": "rotor.checkpointable",
     "CheckpointOptim": "rotor.executor",
     "LargestBatch": "rotor.fitting",
+    "Hiremate": "rotor.rockmate",
+    "PureCheckmate": "rotor.rockmate",
+    "PureRockmate": "rotor.rockmate",
+    "PureRotor": "rotor.rockmate",
     "Rockmate": "rotor.rockmate",
     "largest_batch": "rotor.fitting",
 }

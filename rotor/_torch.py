@@ -162,6 +162,11 @@ def callable_of(target: Any) -> Any:
     return target._op if isinstance(target, torch._ops.OpOverload) else target
 
 
+def is_operator(target: Any) -> bool:
+    """Return whether a node's target is an operator with one overload chosen."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
 def schema_arguments(target: Any) -> list[Any]:
     """The arguments that an operator declares; none where it is no operator."""
     return list(target._schema.arguments) if isinstance(target, torch._ops.OpOverload) else []

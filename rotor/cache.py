@@ -1,8 +1,8 @@
 """What rotor keeps on disk between runs: small tables of numbers.
 
 A table is one JSON file in ``$ROTOR_CACHE_DIR``, else under ``rotor`` in the platform's directory
-for caches. Writers replace whole files. A file that is damaged in any way, or that is no file, means
-"not there"; one that cannot be written is not. Without a home directory nothing is kept.
+for caches. Writers replace whole files. A file that is damaged in any way, or that is no file,
+means "not there"; one that cannot be written is not. Without a home directory nothing is kept.
 """
 
 from __future__ import annotations

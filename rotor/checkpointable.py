@@ -62,6 +62,10 @@ class StepPlan(Protocol):
     outdated: bool
 
     @property
+    def is_refuted(self) -> bool:
+        """A value that it computes again came out otherwise."""
+
+    @property
     def device(self) -> torch.device:
         """Where it runs."""
 
@@ -268,7 +272,7 @@ class Checkpointable(TransparentModule):
         return super().__getstate__() | {"_pending": None}
 
     def __repr__(self) -> str:
-        return f"Checkpointable({self.module!r})"
+        return f"{self._shown_name}({self.module!r})"
 
     def __getattr__(self, name: str) -> Any:
         if name == "model" and (module := self.__dict__.get("module")) is not None:
@@ -472,6 +476,8 @@ class Checkpointable(TransparentModule):
         try:
             plan = self._make(key, old.reserve_bytes)
         except InfeasibleError as error:
+            if old.is_refuted:
+                raise
             old.outdated = False
             self._warn_over(old, error.minimum_bytes)
             return old

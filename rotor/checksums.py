@@ -261,7 +261,7 @@ class Proof:
         return len(self._compared)
 
     def finish(self) -> list[Mismatch]:
-        """Return what differed, after one reading of each device; the proof is empty afterwards."""
+        """Return what differed since the last call, after one reading of each device."""
         sums = {device: torch.cat(parts).tolist() for device, parts in self._slots.items()}
         for site, first, again in self._pairs:
             entry = self._entries[site]
@@ -269,10 +269,7 @@ class Proof:
             if table[first] != table[again]:
                 self._differ(site, entry.layout, entry.layout)
         found = list(self._mismatches.values())
-        self._entries.clear()
         self._pairs.clear()
-        self._slots.clear()
-        self._used.clear()
         self._mismatches.clear()
         return found
 
@@ -343,6 +340,21 @@ class Proved:
         """Note a step in which so many values were compared and were equal."""
         self.steps += 1
         self.values = values
+
+    def is_due(self, verify: str | int) -> bool:
+        """Return whether the next step is to be verified; steps without a backward do not count.
+
+        Parameters
+        ----------
+        verify
+            As `checked_verify` returns it.
+        """
+        return is_verified(verify, min(self.ran, self.steps) if self.is_new else self.ran)
+
+    @property
+    def is_new(self) -> bool:
+        """Fewer steps were proved than are to be in the beginning."""
+        return self.steps < VERIFIED_STEPS
 
     def text(self, verify: str | int) -> str:
         """A line for reports."""

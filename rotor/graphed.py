@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from rotor import _torch
 from rotor.algorithms.curve import Curve
 from rotor.dynamic_plan import DynamicPlan
-from rotor.errors import CaptureError, InfeasibleError
+from rotor.errors import CaptureError
 from rotor.graph import planner
 from rotor.graph.calls import check_arguments, described, run_once, takes_targets
 from rotor.graph.capture import Capture, NothingToPlan, Unplanned, fresh
@@ -34,6 +34,7 @@ from rotor.graph.pieced import PiecesPlan, make_pieces_plan, pieces_curve
 from rotor.graph.program import Program
 from rotor.graph.recorded import MEASURED, price, source_of
 from rotor.graphed_pieces import PiecesSteps
+from rotor.loss_guess import plan_with_guess
 from rotor.metering import StepBytes, StepMeter, cancel_running
 from rotor.progress import progress
 from rotor.report.html import measured_page
@@ -84,6 +85,7 @@ class GraphCheckpointable(PiecesSteps):
     _structure: Structure
     _learned_loss: dict[Any, int]
     _unplanned: set[Any]
+    _solve: Callable[..., Program] | None = None
 
     def _begin(self) -> None:
         if not self.preserve_rng_state:
@@ -400,6 +402,7 @@ class GraphCheckpointable(PiecesSteps):
         step = CapturedStep(
             capture, found.captured, costs, device, loss_captured, planned_for, owners
         )
+        step.verifies = self.verify != "off"
         self._steps[key[0]] = step
         return step
 
@@ -435,20 +438,16 @@ class GraphCheckpointable(PiecesSteps):
                     reserve_bytes=reserve_bytes,
                     options=self._options,
                     progress=update,
+                    solve=self._solve,
                 )
 
             loss_bytes = self._loss_bytes(key)
-            try:
+            is_known = key[0] in self._learned_loss or self.loss_tmp_memory_usage
+            if is_known or not loss_bytes:
                 plan = plan_with(loss_bytes)
-            except InfeasibleError as error:
-                # An assumption forbids no step: what the loss needs is known after the first one.
-                is_known = key[0] in self._learned_loss or self.loss_tmp_memory_usage
-                if is_known or not loss_bytes:
-                    raise
-                try:
-                    plan = plan_with(0)
-                except InfeasibleError:
-                    raise error from None
+            else:
+                plan, reserved = plan_with_guess(plan_with, loss_bytes, limit)
+                plan.short_bytes = loss_bytes - reserved
         logger.info(
             "planned %d operations: predicted peak %s of %s, %.4g s a step, %d run more than once",
             len(step.lowered.tasks),
@@ -489,7 +488,7 @@ class GraphCheckpointable(PiecesSteps):
             self._search_pieces(key, args, kwargs)
             del self._plans[key]
             plan = None
-        if plan is None or plan.outdated:
+        if plan is None or plan.outdated or plan.is_refuted:
             if key[0] in self._unplanned:
                 return self._with_loss(self.module.forward(*args, **kwargs), targets)
             if key[0] not in self._steps and key[0] not in self._reasons:
@@ -498,6 +497,9 @@ class GraphCheckpointable(PiecesSteps):
                 except NothingToPlan:
                     self._unplanned.add(key[0])
                     return self._with_loss(self.module.forward(*args, **kwargs), targets)
+            elif plan is None and any(other[0] == key[0] for other in self._pieces):
+                # The same parts, where other gradients exist.
+                self._search_pieces(key, args, kwargs)
             plan = self._replanned(key)
         self.__dict__.update(_latest=plan, _latest_key=key)
         if isinstance(plan, DynamicPlan):
@@ -578,11 +580,12 @@ class GraphCheckpointable(PiecesSteps):
         self, plan: GraphPlan, arguments: Any
     ) -> tuple[Any, StepMeter | None, Unplanned | None]:
         """What the captured call gives under a plan, and what meters it; or that it has none."""
-        plan.install()
+        tally = plan.tally(self.verify)
+        plan.install(tally)
         meter = self._start_meter(plan)
         loss_fn = self.loss_fn if arguments[2] else None
         slots, spread = self._structure.parameters, _torch.in_ddp()
-        with plan.installed(slots, arguments, spread=spread) as (given, early):
+        with plan.installed(slots, arguments, spread=spread, tally=tally) as (given, early):
             try:
                 output = plan.step.capture(self.module, loss_fn, *given)
             except Unplanned as reached:
@@ -591,6 +594,8 @@ class GraphCheckpointable(PiecesSteps):
                 if early is not None:
                     reached.primals[:] = map(early.original, reached.primals)
                 return None, None, reached
+        if tally is not None:
+            tally.seal()
         return output, meter, None
 
     def _learn(self, plan: Any, step: StepBytes) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rotor import _torch, memory
+from rotor.checksums import Proved
 from rotor.timelines import Timeline
 from rotor.values import tensors_of
 
@@ -67,13 +68,25 @@ class Metered:
         How many steps were metered.
     outdated
         Another plan would be better: the next step makes it.
+    short_bytes
+        Bytes that are set aside for the loss are so many fewer than assumed, for no plan fits
+        beside those.
+    proved
+        What its verified steps have shown.
     """
 
     reserve_bytes: int = 0
+    short_bytes: int = 0
     measured_bytes: int | None = None
     measured_timeline: Timeline | None = field(default=None, repr=False)
     meterings: int = 0
     outdated: bool = field(default=False, repr=False)
+    proved: Proved = field(default_factory=Proved, repr=False)
+
+    @property
+    def is_refuted(self) -> bool:
+        """A value that the plan computes again came out otherwise: it must not run any more."""
+        return False
 
 
 class StepMeter:

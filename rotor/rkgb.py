@@ -1,5 +1,4 @@
 """rk-GB's published names; see `rotor.graph.rkgb`."""
 
-from rotor.graph.rkgb import Result, make_all_graphs, print_all_graphs, test_rkgb
-
-__all__ = ["Result", "make_all_graphs", "print_all_graphs", "test_rkgb"]
+from rotor.graph.rkgb import *  # noqa: F403
+from rotor.graph.rkgb import __all__ as __all__

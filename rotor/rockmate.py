@@ -1,46 +1,335 @@
-"""Rockmate's published name for a model that trains within a budget."""
+"""Rockmate's published names: a model that trains within a budget, and choices of what plans it."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
+from rotor import memory
+from rotor.errors import InfeasibleError
+from rotor.graph import exact
+from rotor.graph.blockwise import plan_blocks
+from rotor.graph.engine import search
+from rotor.graph.graph import Graph, Storage
+from rotor.graph.program import Program
 from rotor.graphed import GraphCheckpointable
+from rotor.units import parse_bytes
 
-__all__ = ["Rockmate"]
+__all__ = ["Hiremate", "PureCheckmate", "PureRockmate", "PureRotor", "Rockmate"]
+
+_WITHOUT_EFFECT = frozenset(
+    [
+        *("mem_unit", "nb_budget_save", "nb_budget_peak", "ilp_solver", "ilp_solver_params"),
+        *("ilp_time_limit_top", "list_solvers", "top_solvers", "bottom_solvers", "partitioners"),
+        *("partitioner_params", "solve_recursive", "rotor_kwargs", "rotor_solve_with_python"),
+        *("rkgb_res", "cpu_optim", "gpu_optim", "optim_kwargs", "minor_offload_size"),
+    ]
+)
+_ALGORITHMS = {"hilp": "operations", "rotor": "blocks"}
+_ID = datetime.now().strftime("%d_%m_%Y_%H_%M_%S")
+_EXACT_SECONDS = 60.0
+
+Solver = Callable[[Graph, int, dict[str, Any], Any], Program]
+
+
+def _exactly(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
+    del progress
+    seconds = options.get("time_limit") or _EXACT_SECONDS
+    return exact.checkmate(graph, budget, time_limit=seconds).program
+
+
+def _by_blocks(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
+    del options, progress
+    return plan_blocks(graph, budget)
+
+
+_SOLVERS: dict[str, Solver] = {"operations": search, "blocks": _by_blocks, "exact": _exactly}
+
+
+def _budget_bytes(budget: float | str) -> int:
+    whole = int(budget) if isinstance(budget, float) and budget > 0 else budget
+    return parse_bytes(whole, name="budget")
+
+
+def _created(graph: Graph) -> set[int]:
+    """Return the gradients that a step leaves behind."""
+    made = {s for op in graph.operations if op.phase == "backward" for s in op.outputs}
+    return {s for s in made if graph.storages[s].pinned}
 
 
 class Rockmate(GraphCheckpointable):
-    """``Checkpointable(model, sample, budget, engine="graph")``, by its published call.
+    """A model that trains within a budget of activations, by its published call.
 
-    Outputs are the model's own, and ``loss.backward()`` is all that a step needs.
+    It is ``Checkpointable(..., engine="graph")`` with another count: gradients of parameters are
+    not in `budget`, as published. Outputs are the model's own, and ``loss.backward()`` is all that
+    a step needs.
 
     Parameters
     ----------
     original_mod
         Any module.
     model_inputs
-        A sample of the input: a tensor, a tuple for several arguments, a dictionary for keyword
-        arguments. ``None``: the first training forward measures.
+        A sample of the input: a tensor, a list or tuple of positional arguments, a dictionary of
+        keyword arguments. ``None``: the first training forward measures.
     budget
-        The limit of one training step: bytes, or text such as "700MiB"; ``None``: 90 % of what is
-        free.
+        The most that a training step may have allocated above the level at which its forward
+        began, gradients of parameters aside: bytes, or text such as "700MiB"; ``None``: 90 % of
+        what is free, gradients included.
+    solve, solve_sched, get_sequence
+        False leaves planning to `get_sequence`, or to the first step.
+    get_compiled_fct
+        Accepted: a plan is compiled when it first runs.
+    verbose
+        True is ``verbosity=1``.
+    model_kwargs
+        Keyword arguments of the sample.
+    ilp_time_limit
+        ``time_limit`` of what plans, in seconds.
+    keep_outputs, dynamic_batch_dim
+        Accepted: outputs are the caller's, and other shapes get plans of their own.
     **options
-        Those of `Checkpointable`.
+        Those of `Checkpointable`. Published ones that have no effect are named in one warning:
+        units and numbers of budgets (plans are in bytes), solvers and partitioners (the class
+        chooses), options of offloading.
+
+    Attributes
+    ----------
+    budget
+        In bytes; ``None`` where a limit was given in another way, or none.
+
+    Raises
+    ------
+    InfeasibleError
+        No plan was found in the budget; ``minimum_bytes`` is the least budget that one was found
+        for.
+
+    Warns
+    -----
+    UserWarning
+        Names the options that have no effect.
     """
 
+    budget: int | None
     _shown_name = "Rockmate"
+    _solvers: ClassVar[tuple[str, ...]] = ("operations",)
 
     def __init__(
         self,
         original_mod: nn.Module,
         model_inputs: Any = None,
-        budget: int | str | None = None,
+        budget: float | str | None = None,
+        *,
+        solve: bool = True,
+        solve_sched: bool = True,
+        get_sequence: bool = True,
+        get_compiled_fct: bool = True,
+        verbose: bool = False,
+        model_kwargs: dict[str, Any] | None = None,
+        ilp_time_limit: float | None = None,
+        keep_outputs: bool = False,
+        dynamic_batch_dim: Any = None,
         **options: Any,
     ) -> None:
-        super().__init__(original_mod, model_inputs, budget, engine="graph", **options)
+        del get_compiled_fct, keep_outputs, dynamic_batch_dim
+        ignored = sorted(_WITHOUT_EFFECT & options.keys())
+        if ignored:
+            warnings.warn(
+                f"{type(self).__name__} takes these published options, and they have no effect: "
+                f"{', '.join(ignored)}. Plans are made in bytes, by what the class chooses, and "
+                "nothing is offloaded",
+                stacklevel=2,
+            )
+        options = {name: value for name, value in options.items() if name not in _WITHOUT_EFFECT}
+        if ilp_time_limit is not None:
+            options["time_limit"] = ilp_time_limit
+        if verbose:
+            options.setdefault("verbosity", 1)
+        given = None if budget is None else _budget_bytes(budget)
+        self.__dict__["budget"] = given
+        super().__init__(original_mod, engine="graph", **options)
+        if model_inputs is None and not model_kwargs:
+            return
+        args, kwargs = _call_of(model_inputs)
+        self.measure(*args, **kwargs | (model_kwargs or {}))
+        if solve and solve_sched and get_sequence:
+            super().compute_sequence()
+
+    @property
+    def original_mod(self) -> nn.Module:
+        """The wrapped model."""
+        found: nn.Module = self.module
+        return found
+
+    # -- planning
+
+    def compute_sequence(self, *args: Any, **kwargs: Any) -> Program | None:
+        """Compute the program under a limit of the whole step, as `Checkpointable` does.
+
+        With a limit, `budget` is forgotten; without one, it is `get_sequence`.
+        """
+        before = self.budget
+        given = [*args[:1], kwargs.get("custom_mem_limit_bytes"), kwargs.get("mem_limit")]
+        if any(limit is not None for limit in given):
+            self.__dict__["budget"] = None
+        try:
+            return super().compute_sequence(*args, **kwargs)
+        except BaseException:
+            self.__dict__["budget"] = before
+            raise
+
+    def get_sequence(self, budget: float | str | None = None) -> Program | None:
+        """Plan the following steps within a budget, by default the one given before.
+
+        Parameters
+        ----------
+        budget
+            As for the constructor.
+
+        Returns
+        -------
+        Program or None
+            ``None`` where there is no single graph.
+
+        Raises
+        ------
+        ValueError
+            Nothing was measured; InfeasibleError (a ValueError) where no plan was found.
+        """
+        before = self.budget
+        if budget is not None:
+            self.__dict__["budget"] = _budget_bytes(budget)
+        try:
+            return super().compute_sequence()
+        except BaseException:
+            self.__dict__["budget"] = before
+            raise
+
+    def get_compiled_fct(self) -> None:
+        """Compile the plan now instead of in the first step; ValueError: there is none."""
+        self._graph_plan().emitted.prepare()
+
+    def _limit_on(self, device: torch.device) -> int:
+        if self.budget is None:
+            return super()._limit_on(device)
+        absent = [p for p in self.module.parameters() if p.requires_grad and p.grad is None]
+        gradients = sum(memory.rounded_bytes(p.nbytes, p.device) for p in absent)
+        self.__dict__["mem_limit"] = self.budget + gradients
+        return self.budget + gradients
+
+    def _solve(self, graph: Graph, limit: int, options: dict[str, Any], progress: Any) -> Program:
+        if self.budget is None:
+            return self._fastest(graph, limit, options, progress)
+        assert self.mem_limit is not None
+        created = _created(graph)
+        storages = [
+            Storage(0 if number in created else storage.bytes, storage.pinned)
+            for number, storage in enumerate(graph.storages)
+        ]
+        activations = Graph(storages, None, graph.operations)
+        outside = sum(graph.storages[number].bytes for number in created)
+        # The limit has room for gradients of parameters that this step may not make, and none for
+        # gradients of inputs.
+        within = min(self.budget - (self.mem_limit - limit), limit - outside)
+        try:
+            program = self._fastest(activations, max(within, 1), options, progress)
+        except InfeasibleError as error:
+            beside = max(self.mem_limit - self.budget, outside)
+            raise InfeasibleError(str(error), error.minimum_bytes + beside) from error
+        return Program(graph, program.ops)
+
+    def _fastest(
+        self, graph: Graph, budget: int, options: dict[str, Any], progress: Any
+    ) -> Program:
+        found: list[Program] = []
+        refused: list[InfeasibleError] = []
+        for name in self._solvers:
+            try:
+                found.append(_SOLVERS[name](graph, budget, options, progress))
+            except InfeasibleError as error:
+                refused.append(error)
+        if not found:
+            raise min(refused, key=lambda error: error.minimum_bytes)
+        return min(found, key=lambda program: program.time_ns)
+
+    def _make_program(self, key: Any, reserve_bytes: int) -> Any:
+        try:
+            return super()._make_program(key, reserve_bytes)
+        except InfeasibleError as error:
+            if self.budget is None:
+                raise
+            assert self.mem_limit is not None
+            least = error.minimum_bytes - (self.mem_limit - self.budget)
+            raise InfeasibleError(
+                f"no plan was found within a budget of {self.budget} bytes; the least for which "
+                f"one was found is {least} bytes, gradients of parameters aside: give at least "
+                "that, or a smaller batch",
+                least,
+            ) from error
+
+    # -- what is expected
+
+    def expect_time(self) -> float:
+        """Return the predicted milliseconds of a step, as published; ValueError: no plan."""
+        return self.get_expected_makespan() * 1e3
+
+    def expect_mem(self, overhead: bool = False) -> list[int]:
+        """Return the bytes that are live after each operation, gradients of parameters aside.
+
+        Parameters
+        ----------
+        overhead
+            Give the most that is live during each operation instead, its temporaries counted.
+
+        Raises
+        ------
+        ValueError
+            No plan, or no graph.
+        """
+        plan = self._graph_plan()
+        graph, ops = plan.graph, plan.program.ops.tolist()
+        timeline = plan.program.timeline()
+        created = _created(graph)
+        outside = 0
+        expected = []
+        last = sum(storage.bytes for storage in graph.storages if storage.pinned)
+        after = [*timeline.before_bytes.tolist()[1:], last]
+        for index, live, peak in zip(ops, after, timeline.peak_bytes.tolist(), strict=True):
+            new = created.intersection(graph.operations[index].outputs)
+            outside += sum(graph.storages[s].bytes for s in new)
+            expected.append((peak if overhead else live) - outside + plan.own_bytes)
+        return expected
+
+    # -- files
+
+    def save_to_file(self, path: Any, id: str = _ID) -> Path:
+        """Write the plan to ``{path}/{id}_solution.json``; ValueError: no plan, or no graph.
+
+        Returns
+        -------
+        Path
+            The file.
+        """
+        file = Path(path) / f"{id}_solution.json"
+        self.program.to_json(file)
+        return file
+
+    def load_from_file(self, path: Any, id: str = _ID) -> Program:
+        """Have the following steps run what `save_to_file` wrote, as `load_program` does.
+
+        Raises
+        ------
+        ValueError
+            Nothing was measured, or the plan is one of another graph.
+        InfeasibleError
+            It needs more than the budget.
+        """
+        return self.load_program(Path(path) / f"{id}_solution.json")
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the backward is that of the loss.
@@ -56,3 +345,78 @@ class Rockmate(GraphCheckpointable):
             DeprecationWarning,
             stacklevel=2,
         )
+
+
+def _call_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the keyword arguments that a sample stands for."""
+    if isinstance(sample, dict):
+        return (), sample
+    if isinstance(sample, list | tuple):
+        return tuple(sample), {}
+    return (() if sample is None else (sample,)), {}
+
+
+class PureRotor(Rockmate):
+    """`Rockmate` with the chain's algorithm: whole blocks of the model are kept or repeated.
+
+    Blocks lie between the points of the graph that a single tensor passes through.
+    """
+
+    _shown_name = "PureRotor"
+    _solvers = ("blocks",)
+
+
+class PureCheckmate(Rockmate):
+    """`Rockmate` with the exact solver: Checkmate's integer program over all operations.
+
+    For graphs of at most 200 operations, and to optimality for 20 to 40; it needs SciPy, and stops
+    after ``ilp_time_limit`` seconds, by default 60, with the best found.
+    """
+
+    _shown_name = "PureCheckmate"
+    _solvers = ("exact",)
+
+
+class PureRockmate(Rockmate):
+    """`Rockmate` planned by blocks and by operations: the faster plan is taken."""
+
+    _shown_name = "PureRockmate"
+    _solvers = ("blocks", "operations")
+
+
+class Hiremate(Rockmate):
+    """`Rockmate` with a choice of algorithms: the fastest plan that one of them finds is taken.
+
+    Parameters
+    ----------
+    model, model_inputs, budget, **options
+        As for `Rockmate`.
+    algorithms
+        "rotor" keeps or repeats whole blocks, "hilp" (in the published system an integer program)
+        is the planner of operations.
+
+    Raises
+    ------
+    ValueError
+        An algorithm has another name, or there is none.
+    """
+
+    _shown_name = "Hiremate"
+    _solvers = ("operations", "blocks")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        model_inputs: Any = None,
+        budget: float | str | None = None,
+        algorithms: Sequence[str] = ("hilp", "rotor"),
+        **options: Any,
+    ) -> None:
+        wrong = [name for name in algorithms if name not in _ALGORITHMS]
+        if wrong or not algorithms:
+            raise ValueError(
+                f"algorithms = {list(algorithms)}, expected one or several of "
+                f"{', '.join(_ALGORITHMS)}"
+            )
+        self.__dict__["_solvers"] = tuple(_ALGORITHMS[name] for name in algorithms)
+        super().__init__(model, model_inputs, budget, **options)

@@ -136,9 +136,9 @@ def test_algorithms_without_a_permitted_schedule_say_so() -> None:
         once=[False, True, False, False],
     )
     for algorithm in (RecomputeAll(), Griewank(), GriewankHeterogeneous(), ChenSqrt(4)):
-        with pytest.raises(ValueError, match="stage b .*only once"):
+        with pytest.raises(ValueError, match=r"stage b .*only once"):
             algorithm.solve(chain, 1000)
-        with pytest.raises(ValueError, match="stage b .*only once"):
+        with pytest.raises(ValueError, match=r"stage b .*only once"):
             algorithm.curve(chain)
     assert set(ChenSqrt().solve(chain, 1000).count_forwards().values()) == {1}
     last = Chain.from_dict(chain.to_dict() | {"once": [False, False, False, True]})

@@ -172,4 +172,3 @@ def tensors_of(results: Any) -> list[torch.Tensor]:
     if isinstance(results, list | tuple):
         return [tensor for item in results for tensor in tensors_of(item)]
     return []
-

@@ -12,11 +12,15 @@ settings give the same bytes.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["get", "names"]
+__all__ = ["get", "names", "run_all", "shipped_logs"]
 
 # One line per experiment; its module is rotor.experiments.<module>.
 _REGISTRY = {
@@ -46,6 +50,66 @@ def get(name: str) -> ModuleType:
     if not isinstance(name, str) or name not in _REGISTRY:
         raise ValueError(f"no experiment is named {name!r}, expected one of {', '.join(_REGISTRY)}")
     return importlib.import_module(f"rotor.experiments.{_REGISTRY[name]}")
+
+
+def shipped_logs() -> Path:
+    """Return the directory of the logs that come with the package.
+
+    They are of one step of small models, forward and backward, recorded on a CPU; its
+    ``manifest.json`` has their titles.
+    """
+    return Path(str(resources.files("rotor.experiments"))) / "logs"
+
+
+def run_all(
+    directory: Path,
+    *,
+    jobs: int = 1,
+    formats: tuple[str, ...] = ("pdf",),
+    fresh: bool = False,
+    **settings: Any,
+) -> Iterator[tuple[str, Any]]:
+    """Run every experiment, one after the other.
+
+    Parameters
+    ----------
+    directory
+        Where to write.
+    jobs
+        Processes.
+    formats
+        Of the figures, out of "pdf", "png", "svg"; none for no figures.
+    fresh
+        Run again what was run before.
+    **settings
+        Of the experiments' ``Config``; each takes those that it has. ``logs`` are the shipped ones
+        by default.
+
+    Yields
+    ------
+    tuple
+        The name of an experiment and its `rotor.experiments.output.Output`, when it is done.
+
+    Raises
+    ------
+    TypeError
+        No experiment has such a setting.
+    """
+    settings.setdefault("logs", (str(shipped_logs()),))
+    modules = {name: get(name) for name in names()}
+    known = {
+        name: {field.name for field in dataclasses.fields(module.Config)}
+        for name, module in modules.items()
+    }
+    for key in settings:
+        if key == "name" or not any(key in fields for fields in known.values()):
+            raise TypeError(f"no experiment has a setting {key!r}")
+    for name, module in modules.items():
+        chosen = {key: value for key, value in settings.items() if key in known[name]}
+        if "name" in known[name]:
+            chosen["name"] = name
+        config = module.Config(**chosen)
+        yield name, module.run(config, directory, jobs=jobs, formats=formats, fresh=fresh)
 
 
 def __getattr__(name: str) -> Any:

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from rotor import _torch
+from rotor.graph.capture import Unplanned
 from rotor.graph.engine import CapturedStep, build_graph
 from rotor.graph.estimate import Machine
 from rotor.graph.graph import Graph
 from rotor.graph.recorded import MEASURED, Profile, Source
 from rotor.graphed import GraphCheckpointable
 
-__all__ = ["build", "capture_step", "step_graph"]
+__all__ = ["build", "capture_inputs", "capture_step", "step_graph"]
 
 
 def build(
@@ -104,6 +105,25 @@ def capture_step(
         step = wrapper.measure(*args, targets=targets, **kwargs)
     assert step is not None
     return step
+
+
+class _Observed(GraphCheckpointable):
+    """Keeps the inputs of what it captures."""
+
+    def _profiled(self, key: Any, capture: Any, found: Unplanned, *rest: Any) -> CapturedStep:
+        self.__dict__["primals"] = list(found.primals)
+        return super()._profiled(key, capture, found, *rest)
+
+
+def capture_inputs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[CapturedStep, list[Any]]:
+    """One training step of a module, captured and measured, and the tensors that it takes."""
+    wrapper = _Observed(model, engine="graph")
+    step = wrapper.measure(*args, **kwargs)
+    assert step is not None
+    primals: list[Any] = wrapper.__dict__["primals"]
+    return step, primals
 
 
 def _without_values(module: nn.Module, given: Any) -> tuple[Any, nn.Module, Any]:

@@ -66,10 +66,15 @@ def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
         random.setstate(python_state)
 
 
+def layout_of(tensor: torch.Tensor) -> Any:
+    """Return a tensor's strides, or the name of a layout that has none."""
+    return tensor.stride() if tensor.layout == torch.strided else tensor.layout
+
+
 def described(leaf: Any) -> Any:
     """A leaf of the arguments as a plan's key tells it apart."""
     if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+        return (leaf.shape, layout_of(leaf), leaf.dtype, leaf.device, leaf.requires_grad)
     if isinstance(leaf, bool | int | float | str | types.NoneType | torch.dtype | torch.device):
         return (type(leaf), leaf)
     return (type(leaf), id(leaf))

@@ -19,7 +19,7 @@ from rotor.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rotor.graph.engine import GraphPlan
 
-__all__ = ["FORMATS", "LEVELS", "render", "to_dot", "write_plan"]
+__all__ = ["FORMATS", "LEVELS", "render", "to_dot", "write_plan", "write_source"]
 
 FORMATS = ("svg", "pdf", "png", "html", "dot")
 """What `render` writes."""
@@ -85,7 +85,11 @@ def render(
         text = graph_page(graph, places(graph), program, summary, limit_bytes, measured_bytes)
         path.write_text(text, encoding="utf-8")
         return path
-    source = to_dot(graph, program=program, level=level)
+    return write_source(to_dot(graph, program=program, level=level), path, kind)
+
+
+def write_source(source: str, path: Path, kind: str) -> Path:
+    """Write what Graphviz draws of a text in its language; for "dot" the text itself."""
     if kind == "dot":
         path.write_text(source, encoding="utf-8")
     else:

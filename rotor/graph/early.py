@@ -21,9 +21,11 @@ from torch import nn
 from torch.autograd.function import Function
 
 from rotor import _torch
+from rotor.errors import RecomputationError
 from rotor.graph.emit import Emitted, deaths, emit
 from rotor.graph.handover import sharing
 from rotor.graph.lowering import Lowered
+from rotor.graph.proving import Prover
 from rotor.recompute import autocast_off
 
 __all__ = [
@@ -172,14 +174,24 @@ class EarlyCode:
         The primals whose gradients are there at each stop.
     gradients
         How many the call has.
+    prover
+        What may raise after gradients have left.
     """
 
     emitted: Emitted
     groups: list[list[int]]
     gradients: int
+    prover: Prover | None = None
 
     @classmethod
-    def of(cls, lowered: Lowered, ops: Sequence[int], *, spread: bool = False) -> EarlyCode:
+    def of(
+        cls,
+        lowered: Lowered,
+        ops: Sequence[int],
+        *,
+        spread: bool = False,
+        prover: Prover | None = None,
+    ) -> EarlyCode:
         """Return the code of a program.
 
         Parameters
@@ -188,6 +200,8 @@ class EarlyCode:
             The operations, and those that run.
         spread
             Have new gradients leave early too; by default they leave last.
+        prover
+            See `rotor.graph.emit.emit`.
         """
         ops = [int(index) for index in ops]
         handed = {i for task in lowered.tasks for i in task.gradients}
@@ -201,7 +215,7 @@ class EarlyCode:
             over = lowered.tasks[ops[position]].gradients
             groups += [list(over)] if over else []
             groups += [indices for place, indices in late if place == position]
-        return cls(emit(lowered, ops, late), groups, len(lowered.gradients))
+        return cls(emit(lowered, ops, late, prover), groups, len(lowered.gradients), prover)
 
     @property
     def source(self) -> str:
@@ -259,6 +273,7 @@ class Delivery:
         self._parts: Generator[None, None, None] | None = None
         self._given: dict[int, torch.Tensor | None] = {}
         self._next = 0
+        self._before: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
         self.withheld: frozenset[int] = frozenset()
 
     def __call__(self, args: list[Any]) -> tuple[None, ...]:
@@ -284,12 +299,56 @@ class Delivery:
                     self._parts = None
                     if self._marks is not None:
                         self._marks[1]()
-        except BaseException:
-            self._parts = None
-            self._given = {}
+        except RecomputationError:
+            self._restore()
+            self._forget()
             raise
+        except BaseException:
+            self._forget()
+            raise
+        if self._parts is None:
+            self._before.clear()
         found = [(i, self._given.pop(i, None)) for i in self._code.groups[group]]
         return [None if i in self.withheld else gradient for i, gradient in found]
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether the backward may find that gradients were made from wrong values."""
+        return self._code.prover is not None
+
+    def remember(self, owners: Sequence[torch.Tensor]) -> None:
+        """Note gradients that are about to be added to, outside of the device's memory.
+
+        The backward holds no gradient back: in a step that is verified this is how they come back.
+        """
+        if self._parts is not None:
+            for owner in owners:
+                found = owner.grad
+                self._before.append((owner, found, None if found is None else host_copy(found)))
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            for owner, gradient, copied in self._before:
+                if gradient is not None and copied is not None:
+                    gradient.copy_(copied)
+                owner.grad = gradient
+
+    def _forget(self) -> None:
+        self._parts = None
+        self._given = {}
+        self._before.clear()
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor in memory that no allocator of a device counts."""
+    size = tensor.numel() * tensor.element_size()
+    if tensor.layout != torch.strided or not size:
+        return tensor.detach().clone()
+    if tensor.device.type == "cpu":
+        copied = torch.frombuffer(bytearray(size), dtype=tensor.dtype).view(tensor.shape)
+        return copied.copy_(tensor.detach())
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return pinned.copy_(tensor.detach(), non_blocking=True)
 
 
 class _Deliver(Function):
@@ -301,6 +360,7 @@ class _Deliver(Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.delivery = delivery
         ctx.group = group
+        ctx.owners = [tensor for tensor in given if delivery.is_proved and tensor.is_leaf]
         ctx.set_materialize_grads(False)
         # Captured calls look at types.
         return tuple(
@@ -318,6 +378,7 @@ class _Deliver(Function):
                 "of gradients need the plain model (chk.module)"
             )
         found = ctx.delivery.deliver(ctx.group)
+        ctx.delivery.remember(ctx.owners)
         # A call may also return what it was given, which then has a gradient of its own.
         for k, other in enumerate(others):
             if other is not None:

@@ -20,8 +20,19 @@ from torch import fx
 from rotor import _torch
 from rotor.errors import CaptureError
 from rotor.graph.lowering import Lowered, Task, Value
+from rotor.graph.proving import Prover
+from rotor.graph.repeating import is_unspecified
 
-__all__ = ["Emitted", "StepCode", "check_versions", "deaths", "emit", "saved_primals"]
+__all__ = [
+    "Emitted",
+    "StepCode",
+    "check_versions",
+    "checksums_of",
+    "compared_storages",
+    "deaths",
+    "emit",
+    "saved_primals",
+]
 
 _serial = count()
 
@@ -203,6 +214,15 @@ class _Writer:
         if replay is not None:
             self.lines.append(f"set_state({replay[1:]}, now)")
 
+    def note(self, index: int, noted: Sequence[int], is_first: bool) -> None:
+        """Give values that a task has just made to the proof."""
+        for path, storage in self.lowered.tasks[index].made.items():
+            if storage in noted:
+                variable = self.variable(index, path)
+                self.lines.append(
+                    f"proof.{'first' if is_first else 'again'}({storage}, {variable})"
+                )
+
     def assignment(self, index: int, task: Task, kept: set[int]) -> str:
         assert task.node is not None
         value = task.node.meta.get("val")
@@ -280,8 +300,50 @@ def deaths(lowered: Lowered, ops: Sequence[int]) -> tuple[list[set[int]], list[s
     return kept, dying
 
 
+def compared_storages(
+    lowered: Lowered, ops: Sequence[int], kept: Sequence[set[int]]
+) -> dict[int, list[int]]:
+    """Return the storages that a program makes again and reads, and where it makes them.
+
+    Parameters
+    ----------
+    lowered, ops
+        The operations, and those that run.
+    kept
+        Per position, the storages made there that are used (`deaths`).
+
+    Returns
+    -------
+    dict of int to list of int
+        By storage: the position of the first making, then those of every later one that is used.
+    """
+    found: dict[int, list[int]] = {}
+    for position, index in enumerate(ops):
+        task = lowered.tasks[index]
+        for path, storage in task.made.items():
+            if task.node is None or is_unspecified(task.node, path):
+                continue
+            if storage not in found:
+                found[storage] = [position]
+            elif storage in kept[position]:
+                found[storage].append(position)
+    return {storage: places for storage, places in found.items() if len(places) > 1}
+
+
+def checksums_of(lowered: Lowered, ops: Sequence[int]) -> int:
+    """Return how many checksums a verified run of a program makes."""
+    ops = [int(index) for index in ops]
+    if len(ops) == len(set(ops)):
+        return 0
+    kept, _ = deaths(lowered, ops)
+    return sum(map(len, compared_storages(lowered, ops, kept).values()))
+
+
 def emit(
-    lowered: Lowered, ops: Sequence[int], groups: Sequence[tuple[int, Sequence[int]]] = ()
+    lowered: Lowered,
+    ops: Sequence[int],
+    groups: Sequence[tuple[int, Sequence[int]]] = (),
+    prover: Prover | None = None,
 ) -> Emitted:
     """The functions that run a program.
 
@@ -295,6 +357,8 @@ def emit(
         Positions in the backward and the gradients that are handed out after them. With groups, or
         operations that hand gradients over, the backward is a generator, and takes a dictionary
         for the gradients too: it stops before the first run, and after each of these.
+    prover
+        Compares what is computed again with what was computed first; by default nothing does.
     """
     ops = [int(index) for index in ops]
     boundary = ops.index(lowered.loss)
@@ -314,19 +378,36 @@ def emit(
     namespace["set_state"] = lambda i, state: _torch.set_generator_state(devices[i], state)
 
     kept, dying = deaths(lowered, ops)
+    compared = {} if prover is None else compared_storages(lowered, ops, kept)
+    if prover is not None:
+        namespace |= {"begin_proof": prover.begin, "settle_proof": prover.settle}
+    handovers = len(groups) + sum(bool(lowered.tasks[index].gradients) for index in ops)
     remaining = list(runs)
     ran: set[int] = set()
+
+    def hand_out(
+        writer: _Writer, indices: Sequence[int], dying: Sequence[int] | None = None
+    ) -> None:
+        nonlocal handovers
+        handovers -= 1
+        if prover is not None and handovers == 0:
+            writer.lines.append("settle_proof(proof)")
+        writer.hand_out(indices, dying)
 
     def write(writer: _Writer, begin: int, end: int) -> None:
         for position in range(begin, end):
             index = ops[position]
             if lowered.tasks[index].gradients:
-                writer.hand_out(lowered.tasks[index].gradients, sorted(dying[position]))
+                hand_out(writer, lowered.tasks[index].gradients, sorted(dying[position]))
                 continue
             if index in replays and index not in ran:
                 writer.lines.append(f"{replays[index]} = get_state({index})")
             replay = replays[index] if index in replays and index in ran else None
-            writer.run(index, kept[position], replay)
+            made = lowered.tasks[index].made
+            noted = [s for s in made.values() if position in compared.get(s, ())]
+            writer.run(index, kept[position].union(noted), replay)
+            writer.note(index, noted, is_first=index not in ran)
+            writer.drop([s for s in noted if s not in kept[position]])
             ran.add(index)
             remaining[index] -= 1
             if replay is not None and remaining[index] == 0:
@@ -341,12 +422,16 @@ def emit(
     unsaved = [f"p{head.primal_of[n]}" for n in lowered.primals if n in lowered.mutated]
     saved = [f"p{head.primal_of[n]}" for n in saved_primals(lowered)]
     names = [*stored.values(), *states, *unsaved]
+    changed = ", ".join(unsaved)
+    if prover is not None:
+        names.append("proof")
     returned = _outputs_among(lowered, stored)
     checks = ", ".join(f"({name}, {name}._version)" for name in returned)
     forward = [
         "def forward(args):",
         _unpack([f"p{i}" for i in range(len(lowered.primals))], "args"),
         "    args.clear()",
+        *([f"    proof = begin_proof({changed})"] if prover is not None else []),
         *(f"    {line}" for line in head.lines),
         "    token = empty(0)",
         f"    token.kept = [[{checks}], {', '.join(names)}]",
@@ -363,7 +448,7 @@ def emit(
     for position, indices in groups:
         write(tail, reached, position + 1)
         reached = position + 1
-        tail.hand_out(indices)
+        hand_out(tail, indices)
     write(tail, reached, len(ops))
     gradients = [] if in_parts else [tail.argument(node) for node in lowered.gradients]
     tangents = [tail.variable(lowered.loss, (i,)) for i in range(len(lowered.tangents))]
@@ -379,6 +464,7 @@ def emit(
         "    kept = checks = token = None",
         *(["    yield"] if in_parts else []),
         *(f"    {line}" for line in tail.lines),
+        *(["    settle_proof(proof)"] if prover is not None and not in_parts else []),
         f"    return ({', '.join(gradients)}{',' if gradients else ''})",
     ]
     source = "\n".join([*forward, "", *backward, ""])

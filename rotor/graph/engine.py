@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,14 +15,15 @@ from rotor.errors import InfeasibleError
 from rotor.graph import planner
 from rotor.graph.capture import Capture, Captured
 from rotor.graph.early import EarlyCode, EarlyStep, Owners
-from rotor.graph.emit import StepCode, emit
+from rotor.graph.emit import StepCode, checksums_of, emit
 from rotor.graph.estimate import rounded_as
 from rotor.graph.graph import Graph, Operation
 from rotor.graph.handover import with_handovers
 from rotor.graph.inductor import Inductor
-from rotor.graph.lowering import Lowered
+from rotor.graph.lowering import Lowered, Task
 from rotor.graph.profile import Cost
 from rotor.graph.program import Program, simulate
+from rotor.graph.proving import Prover, Tally, proving_bytes
 from rotor.metering import Metered
 from rotor.timelines import PredictedTimeline
 
@@ -34,6 +35,7 @@ __all__ = [
     "make_plan",
     "own_bytes",
     "repriced",
+    "search",
 ]
 
 _SCALARS = 8
@@ -59,6 +61,8 @@ class CapturedStep:
         What the primals are that get gradients; ``None`` where that is not known of all.
     existing
         The gradients that exist when the step begins: new ones are added to them.
+    verifies
+        Whether there are steps in which recomputed values are compared.
     inductor
         What compiles its programs; ``None`` where they are emitted as Python.
     """
@@ -71,6 +75,7 @@ class CapturedStep:
     planned_for: str = ""
     owners: Owners | None = field(default=None, repr=False)
     existing: frozenset[int] = frozenset()
+    verifies: bool = True
     lowered: Lowered = field(init=False, repr=False)
     inductor: Inductor | None = field(init=False, default=None, repr=False)
     _variants: dict[frozenset[int], CapturedStep] = field(
@@ -137,15 +142,32 @@ class CapturedStep:
         sizes = _sizes(self.lowered, self.costs)
         return sum(sizes[storage] for storage in self.lowered.tasks[self.lowered.loss].inputs)
 
-    def own_bytes(self, replayed: int) -> int:
-        """What is kept beside the graph's storages, where so many random states are replayed."""
-        kinds = {self.device.type, self.planned_for or self.device.type}
-        return max(own_bytes(torch.device(kind), replayed) for kind in kinds)
+    def own_bytes(self, replayed: int, compared: int = 0) -> int:
+        """Return what is kept beside the graph's storages.
+
+        Parameters
+        ----------
+        replayed
+            Random states that are put back.
+        compared
+            Checksums of a verified step.
+        """
+        devices = [torch.device(self.device.type), torch.device(self.planned_for or self.device)]
+        compared = compared if self.verifies and self.inductor is None else 0
+        return max(
+            own_bytes(device, replayed) + proving_bytes(self.lowered, device, compared)
+            for device in devices
+        )
+
+    def own_bytes_of(self, code: StepCode, ops: list[int]) -> int:
+        """Return what is kept beside the graph's storages where some code runs a program."""
+        return self.own_bytes(code.replayed, checksums_of(self.lowered, ops))
 
     @property
     def most_own_bytes(self) -> int:
         """The most that is kept beside the graph's storages, whatever is recomputed."""
-        return self.own_bytes(sum(task.random for task in self.lowered.tasks))
+        made = sum(len(task.made) for task in self.lowered.tasks)
+        return self.own_bytes(sum(task.random for task in self.lowered.tasks), 2 * made)
 
     @property
     def assumed_loss_bytes(self) -> int:
@@ -183,6 +205,18 @@ class GraphPlan(Metered):
     own_bytes: int
     loss_bytes: int
     _early: EarlyCode | None = field(default=None, repr=False)
+    _verified: tuple[StepCode, Prover] | None = field(default=None, repr=False)
+    _known: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._known = len(self.step.captured.lowered.unrepeatable)
+        if self.step.inductor is not None:
+            self.proved.unproved = "code that Inductor compiled is not compared"
+
+    @property
+    def is_refuted(self) -> bool:
+        """An operation of this capture was seen to give other bits when it ran again."""
+        return len(self.step.captured.lowered.unrepeatable) != self._known
 
     @property
     def device(self) -> torch.device:
@@ -217,25 +251,80 @@ class GraphPlan(Metered):
         """Operations that run more than once."""
         return int((self.program.runs > 1).sum())
 
-    def install(self) -> None:
-        """Have the next step run this plan; it is compiled now where it was not before."""
-        self.emitted.prepare()
-        self.step.captured.emitted = self.emitted
+    @property
+    def proof(self) -> str:
+        """What verified steps have shown, as text."""
+        if not self.recomputed:
+            return "nothing is recomputed"
+        return self.proved.text("first" if self.step.verifies else "off")
 
-    def _early_code(self, spread: bool) -> EarlyCode | None:
+    def install(self, tally: Tally | None = None) -> StepCode:
+        """Have the next step run this plan; it is compiled now where it was not before.
+
+        Parameters
+        ----------
+        tally
+            Of a step that is verified.
+        """
+        code = self.emitted
+        if tally is not None:
+            if self._verified is None:
+                self._verified = self._verified_code()
+            code, prover = self._verified
+            prover.tally = tally
+        code.prepare()
+        self.step.captured.emitted = code
+        return code
+
+    def tally(self, verify: str | int) -> Tally | None:
+        """Return what notes the proof of the next step; ``None`` where it is not verified."""
+        if self.step.inductor is not None or not self.recomputed:
+            return None
+        is_due = self.proved.is_due(verify)
+        self.proved.ran += 1
+        return Tally(self.proved) if is_due else None
+
+    def _verified_code(self) -> tuple[StepCode, Prover]:
+        """The program with comparisons; gradients are held back to its end where there is room."""
+        lowered, ops = self.step.lowered, self.program.ops.tolist()
+        whole = self.step.captured.lowered
+        if self.step.hands_over:
+            number = {id(task): k for k, task in enumerate(whole.tasks)}
+            costs = dict(zip(map(id, lowered.tasks), self.step.costs, strict=True))
+            held = [number[id(lowered.tasks[k])] for k in ops if id(lowered.tasks[k]) in number]
+            graph = build_graph(whole, [costs[id(t)] for t in whole.tasks], self.loss_bytes)
+            if simulate(graph, held).peak_bytes + self.own_bytes <= self.limit_bytes:
+                prover = Prover(whole, self._refuted)
+                return emit(whole, held, prover=prover), prover
+        prover = Prover(lowered, self._refuted)
+        if self.step.hands_over:
+            return EarlyCode.of(lowered, ops, prover=prover), prover
+        return emit(lowered, ops, prover=prover), prover
+
+    def _refuted(self, tasks: list[Task]) -> None:
+        for task in tasks:
+            task.random, task.once = False, True
+        self.step.captured.lowered.unrepeatable.extend(tasks)
+
+    def _early_code(self, code: StepCode, spread: bool) -> EarlyCode | None:
         """The code that gives gradients early; ``None`` where none do, or it cannot be cut."""
         step = self.step
         if step.owners is None or step.inductor is not None:
             return None
-        if not spread:
-            return self.emitted if isinstance(self.emitted, EarlyCode) else None
+        if not spread or code is not self.emitted:
+            return code if isinstance(code, EarlyCode) else None
         if self._early is None:
             self._early = EarlyCode.of(step.lowered, self.program.ops.tolist(), spread=True)
         return self._early
 
     @contextmanager
     def installed(
-        self, slots: Sequence[_torch.Slot], arguments: Any, *, spread: bool
+        self,
+        slots: Sequence[_torch.Slot],
+        arguments: Any,
+        *,
+        spread: bool,
+        tally: Tally | None = None,
     ) -> Iterator[tuple[Any, EarlyStep | None]]:
         """Have the captured call run this plan; gradients are given as early as it has them.
 
@@ -247,13 +336,14 @@ class GraphPlan(Metered):
             Of the call, nested.
         spread
             Whether somebody waits for new gradients too.
+        tally
+            See `install`.
 
         Returns
         -------
         A context that gives the arguments to call it with, and what gives gradients early.
         """
-        self.install()
-        code = self._early_code(spread)
+        code = self._early_code(self.install(tally), spread)
         if code is None:
             yield arguments, None
             return
@@ -316,8 +406,11 @@ def make_plan(
     reserve_bytes: int = 0,
     options: dict[str, Any] | None = None,
     progress: Any = None,
+    solve: Callable[..., Program] | None = None,
 ) -> GraphPlan:
     """The fastest program found under a limit.
+
+    `solve` is called as `search`, which plans by default.
 
     Raises
     ------
@@ -329,7 +422,7 @@ def make_plan(
     while True:
         try:
             budget = max(limit_bytes - own - reserve_bytes, 1)
-            program = _program(graph, budget, options or {}, progress)
+            program = (solve or search)(graph, budget, options or {}, progress)
         except InfeasibleError as error:
             # Whatever is recomputed in the program of that peak, its random states fit then.
             least = error.minimum_bytes + step.most_own_bytes + reserve_bytes
@@ -339,7 +432,7 @@ def make_plan(
                 least,
             ) from None
         emitted = step.code(program.ops.tolist())
-        needed = step.own_bytes(emitted.replayed)
+        needed = step.own_bytes_of(emitted, program.ops.tolist())
         if program.peak_bytes + needed + reserve_bytes <= limit_bytes:
             break
         own = max(own, needed)
@@ -355,8 +448,8 @@ def make_plan(
     )
 
 
-def _program(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
-    """What the planner finds; with more effort where less of it misses what exists."""
+def search(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
+    """Return what the planner finds; with more effort where less of it misses what exists."""
     try:
         return planner.plan(graph, budget, progress=progress, **options)
     except InfeasibleError as error:

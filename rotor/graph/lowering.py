@@ -128,8 +128,12 @@ class Lowered:
     output_bytes: int
     module: fx.GraphModule
     output_of_tangent: list[int] = field(default_factory=list)
-    unrepeatable: list[int] = field(default_factory=list)
+    unrepeatable: list[Task] = field(default_factory=list)
     draws_once: bool = False
+
+    def input_bytes(self, node: fx.Node) -> int:
+        """Return the bytes of an input's tensors."""
+        return sum(_bytes(tensor) for _, tensor in _tensors(node.meta.get("val")))
 
     def tangents_of_gradients(self) -> list[frozenset[int]]:
         """For each gradient, the numbers of the tangents that it is computed from."""
@@ -406,9 +410,9 @@ def _refuse_sizes_of_data(module: fx.GraphModule) -> None:
         code = [text for text in lines if text and not set(text) <= set("^~")][-2:]
         raise CaptureError(
             f"{node.target} in {f'module {path}' if path else 'the model'} makes a tensor or a "
-            "number that depends on the values of its input, so the bytes of the step are not known "
-            'before it runs: leave the engine at "auto", which runs such a model in parts or by '
-            "the dynamic engine, or give it a fixed size (torch.where, a multiplication by the mask)"
+            "number that depends on the values of its input, so the bytes of the step are not "
+            'known before it runs: leave the engine at "auto", which runs such a model in parts or '
+            "by the dynamic engine, or give it a fixed size (torch.where, a product with the mask)"
             + "".join(f"\n  {text}" for text in code)
         )
 

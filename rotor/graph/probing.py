@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from rotor import _torch, memory
+from rotor.graph.calls import layout_of
 from rotor.replacing import Replaced
 from rotor.values import tensors_of, tensors_within
 
@@ -221,7 +222,7 @@ def described_call(args: Any, kwargs: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             kind = leaf.device.type
             described.append(
-                (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+                (leaf.shape, layout_of(leaf), leaf.dtype, leaf.device, leaf.requires_grad)
             )
         elif isinstance(leaf, bool | int | float | str | None | torch.dtype | torch.device):
             described.append((type(leaf), leaf))

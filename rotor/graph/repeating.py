@@ -154,13 +154,13 @@ def keep_unrepeatable(lowered: Lowered, flags: Iterable[int]) -> None:
         Of each.
     """
     lowered.unrepeatable.clear()
-    for index, (task, found) in enumerate(zip(lowered.tasks, flags, strict=True)):
+    for task, found in zip(lowered.tasks, flags, strict=True):
         if task.node is None:
             continue
         is_unknown = not found & TESTED and not _is_own(task.node.target)
         if found & DIFFERS or is_unknown:
             task.random, task.once = False, True
-            lowered.unrepeatable.append(index)
+            lowered.unrepeatable.append(task)
         elif found & DRAWS and not task.once:
             task.random, task.once = not lowered.draws_once, lowered.draws_once
 
@@ -175,8 +175,7 @@ def described_unrepeatable(graphs: Iterable[Lowered]) -> str:
     """
     found: dict[str, None] = {}
     for lowered in graphs:
-        for index in lowered.unrepeatable:
-            task = lowered.tasks[index]
+        for task in lowered.unrepeatable:
             if any(not lowered.storages[s][1] for s in task.made.values()):
                 assert task.node is not None
                 place = f"module {task.module!r}" if task.module else "the model"

@@ -40,6 +40,10 @@ class DotNode:
         The groups it stands in: its phase, then the names of the path of its module.
     tooltip
         What is shown where the pointer stands on it.
+    colors
+        Fill and outline instead of those of its kind.
+    shape
+        Another shape than a box, by Graphviz's name.
     """
 
     label: Sequence[str]
@@ -47,16 +51,35 @@ class DotNode:
     phase: str
     path: Sequence[str] = ()
     tooltip: str = ""
+    colors: tuple[str, str] | None = None
+    shape: str = ""
 
 
 @dataclass(frozen=True)
 class DotEdge:
-    """An arrow between two boxes, by their numbers."""
+    """An arrow between two boxes, by their numbers.
+
+    Attributes
+    ----------
+    source, target
+        The boxes.
+    label, tooltip
+        Text at it, and where the pointer is on it.
+    style
+        "solid", or one of Graphviz's styles of lines.
+    upward
+        The target is laid out above the source.
+    sideways
+        It has no say in which box is above the other.
+    """
 
     source: int
     target: int
     label: str = ""
     tooltip: str = ""
+    style: str = ""
+    upward: bool = False
+    sideways: bool = False
 
 
 def _quoted(text: str) -> str:
@@ -79,14 +102,19 @@ def _clusters(nodes: Sequence[DotNode]) -> _Cluster:
     root = _Cluster("")
     for number, node in enumerate(nodes):
         cluster = root
-        for name in (node.phase, *node.path):
+        for name in (*([node.phase] if node.phase else []), *node.path):
             cluster = cluster.inside.setdefault(name, _Cluster(name))
         cluster.nodes.append(number)
     return root
 
 
 def dot_source(
-    nodes: Sequence[DotNode], edges: Sequence[DotEdge], *, title: str = "", legend: bool = False
+    nodes: Sequence[DotNode],
+    edges: Sequence[DotEdge],
+    *,
+    title: str = "",
+    legend: bool = False,
+    rows: Sequence[Sequence[int]] = (),
 ) -> str:
     """A graph in the DOT language, boxes grouped by phase and module.
 
@@ -98,6 +126,8 @@ def dot_source(
         Stands above it.
     legend
         Whether to explain the colours of what is kept, dropped and recomputed.
+    rows
+        Boxes, by their numbers, that are laid out beside each other.
     """
     lines = [
         "digraph rotor {",
@@ -127,9 +157,15 @@ def dot_source(
             ("label", edge.label if len(nodes) <= _LARGE else ""),
             ("tooltip", edge.tooltip),
             ("labeltooltip", edge.tooltip),
+            ("style", edge.style),
+            ("dir", "back" if edge.upward else ""),
+            ("constraint", "false" if edge.sideways else ""),
         ]
+        ends = (edge.target, edge.source) if edge.upward else (edge.source, edge.target)
         text = _attributes(pairs)
-        lines.append(f"  n{edge.source} -> n{edge.target}" + (f" [{text}];" if text else ";"))
+        lines.append(f"  n{ends[0]} -> n{ends[1]}" + (f" [{text}];" if text else ";"))
+    for row in rows:
+        lines.append("  { rank=same; " + " ".join(f"n{number};" for number in row) + " }")
     if legend:
         lines += _legend()
     return "\n".join([*lines, "}"]) + "\n"
@@ -143,9 +179,9 @@ def _graph_attributes(title: str, is_large: bool) -> list[tuple[str, str]]:
 
 
 def _node(node: DotNode) -> str:
-    fill, line = COLORS[node.kind]
+    fill, line = node.colors or COLORS[node.kind]
     pairs: list[tuple[str, Any]] = [("label", "\n".join(node.label)), ("fillcolor", fill)]
-    return _attributes([*pairs, ("color", line), ("tooltip", node.tooltip)])
+    return _attributes([*pairs, ("color", line), ("shape", node.shape), ("tooltip", node.tooltip)])
 
 
 def _legend() -> list[str]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rotor.graph.engine import GraphPlan
     from rotor.graph.inductor import Attempt
     from rotor.graph.pieced import PiecesPlan
+    from rotor.metering import Metered
     from rotor.plan import Plan
 
 
@@ -110,8 +111,17 @@ def graph_report(plan: GraphPlan) -> Text:
         ["recomputation", f"{plan.program.slowdown - 1:+.1%}"],
         ["operations run again", f"{plan.recomputed} of {len(plan.graph.operations)}"],
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
+        *loss_rows(plan),
+        ["proof", plan.proof],
     ]
     return table([["plan", ""], *lines])
+
+
+def loss_rows(plan: Metered) -> list[list[str]]:
+    """Return a row on the loss where less is set aside for it than it is assumed to need."""
+    if not plan.short_bytes or plan.measured_bytes is not None:
+        return []
+    return [["assumed for the loss, not set aside", format_bytes(plan.short_bytes)]]
 
 
 def attempt_table(attempts: Sequence[Attempt], backend: str) -> Text:

@@ -1,0 +1,151 @@
+"""Proof that what a program computes again is what it computed first, bit for bit.
+
+Verified steps run another version of a program's code, which makes a checksum of every value that
+it will compute again, compares it on the device when it does, and reads the results once at the end
+of its backward, before any gradient leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rotor.checksums import Mismatch, Proof, Proved, proof_bytes, recomputation_error
+from rotor.graph.lowering import Lowered, Task
+
+__all__ = ["Prover", "Tally", "proving_bytes"]
+
+_CURE = "Its value is kept from now on: run the step again"
+
+
+def proving_bytes(lowered: Lowered, device: torch.device, comparisons: int) -> int:
+    """Return what a verified step needs beside the storages of its program.
+
+    Parameters
+    ----------
+    lowered
+        The operations: buffers that they change are kept as they were.
+    device
+        Where the step runs.
+    comparisons
+        Checksums that it makes; 0 where nothing is computed again.
+    """
+    if not comparisons:
+        return 0
+    sizes = [lowered.input_bytes(node) for node in lowered.mutated]
+    return proof_bytes(device, comparisons) + sum(sizes)
+
+
+class Tally:
+    """One verified step of a plan, whose parts are proved one by one.
+
+    Parameters
+    ----------
+    proved
+        Where the step is noted once all of its parts were compared and were equal.
+    """
+
+    def __init__(self, proved: Proved) -> None:
+        self._proved = proved
+        self._open = 0
+        self._values = 0
+        self._is_sealed = False
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """Note that a part has begun."""
+        self._open += 1
+        self._has_begun = True
+
+    def end(self, values: int) -> None:
+        """Note that so many values of a part were equal."""
+        self._open -= 1
+        self._values += values
+        self._add()
+
+    def seal(self) -> None:
+        """Note that no further part begins."""
+        self._is_sealed = True
+        self._add()
+
+    def _add(self) -> None:
+        if self._is_sealed and self._has_begun and not self._open:
+            self._is_sealed = False
+            self._proved.add(self._values)
+
+
+class _Running:
+    """The checksums of one run of a program, and the buffers that its forward changes."""
+
+    def __init__(self, prover: Prover, buffers: Sequence[torch.Tensor]) -> None:
+        proof = Proof()
+        self.first = proof.first
+        self.again = proof.again
+        self.proof = proof
+        self.tally = prover.tally
+        self.place = prover.place
+        with torch.no_grad():
+            self.buffers = [(buffer, buffer.clone()) for buffer in buffers]
+
+    def restore(self) -> None:
+        """Put the buffers back as they were."""
+        with torch.no_grad():
+            for buffer, before in self.buffers:
+                buffer.copy_(before)
+
+
+class Prover:
+    """Proves the runs of one program.
+
+    Parameters
+    ----------
+    lowered
+        The operations.
+    failed
+        Called with the operations that gave other bits: no plan may compute them again.
+
+    Attributes
+    ----------
+    tally
+        Of the step that runs now; set before its forward.
+    place
+        Path of the module that the next run is of.
+    """
+
+    def __init__(self, lowered: Lowered, failed: Callable[[list[Task]], None]) -> None:
+        self._lowered = lowered
+        self._failed = failed
+        self.tally: Tally | None = None
+        self.place = ""
+
+    def begin(self, *buffers: torch.Tensor) -> _Running:
+        """Return what the code of a run notes its values in."""
+        if self.tally is not None:
+            self.tally.begin()
+        return _Running(self, buffers)
+
+    def settle(self, running: _Running) -> None:
+        """Read the checksums of a run; RecomputationError where one differs."""
+        found = running.proof.finish()
+        if found:
+            raise self._error(running, found)
+        if running.tally is not None:
+            running.tally.end(running.proof.compared)
+            running.tally = None
+            running.buffers = []
+
+    def _error(self, running: _Running, found: list[Mismatch]) -> Exception:
+        producer = {s: task for task in self._lowered.tasks for s in task.made.values()}
+        differing: dict[Any, Mismatch] = {mismatch.site: mismatch for mismatch in found}
+        roots = [s for s in differing if not set(producer[s].inputs) & set(differing)]
+        tasks = list({id(producer[s]): producer[s] for s in roots}.values())
+        running.restore()
+        self._failed(tasks)
+        task, mismatch = producer[roots[0]], differing[roots[0]]
+        assert task.node is not None
+        module = ".".join(part for part in (running.place, task.module) if part)
+        return recomputation_error(
+            str(task.node.target), module, mismatch, _CURE, others=len(found) - 1
+        )

@@ -1,0 +1,112 @@
+"""Models whose inputs, results or gradients are sparse, under a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rotor
+from rotor import dtr
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
+]
+
+
+class Embedded(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.embedding = layer
+        self.linear = nn.Linear(16, 32)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.linear(self.embedding(index))
+        return found
+
+
+class Propagated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, adjacent: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(adjacent @ x).relu()
+        found: torch.Tensor = self.second(adjacent @ x)
+        return found
+
+
+def _adjacent() -> torch.Tensor:
+    weights = torch.rand(40, 40, generator=torch.Generator().manual_seed(3))
+    return weights * (weights > 0.9)
+
+
+def _index(*shape: int) -> torch.Tensor:
+    return torch.randint(200, shape, generator=torch.Generator().manual_seed(4))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor, ...]]]] = {
+    "embedding": (
+        lambda: Embedded(nn.Embedding(200, 16, sparse=True)),
+        lambda: (_index(64),),
+    ),
+    "bag": (
+        lambda: Embedded(nn.EmbeddingBag(200, 16, mode="sum", sparse=True)),
+        lambda: (_index(32, 4),),
+    ),
+    "csr": (Propagated, lambda: (_adjacent().to_sparse_csr(), torch.ones(40, 8))),
+    "coo": (Propagated, lambda: (_adjacent().to_sparse(), torch.ones(40, 8))),
+}
+
+
+def _train(net: nn.Module, model: Any, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(*inputs).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("engine", ["dynamic", "auto"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore::rotor.errors.MemoryLimitWarning")
+def test_sparse_models_train(case: str, engine: str):
+    make, inputs = CASES[case]
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(0)
+    net = make()
+    limited = rotor.Checkpointable(net, mem_limit="4MiB", engine=engine)
+    expected = _train(plain, plain, inputs())
+    found = _train(net, limited, inputs())
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda x: x.to_sparse() * 2,
+        lambda x: x.to_sparse_csr(),
+        lambda x: torch.sparse.mm(x.to_sparse(), x.to_sparse()),
+        lambda x: torch.sparse_coo_tensor(torch.arange(30)[None].repeat(2, 1), x[0], (30, 30)),
+        lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged).sin(),
+    ],
+    ids=["times", "csr", "product", "coo", "jagged"],
+)
+def test_operators_with_sparse_results_run_more_than_once(operator: Callable[..., Any]):
+    x = torch.linspace(-1, 1, 900).reshape(30, 30).relu()
+    expected = operator(x)
+    with dtr.budget("1MiB"):
+        for _ in range(3):
+            found = operator(x)
+    if found.layout is not torch.jagged:
+        found, expected = found.to_dense(), expected.to_dense()
+    else:
+        found, expected = found.values(), expected.values()
+    assert torch.equal(found, expected)
