@@ -22,7 +22,7 @@ C_TESTS := $(patsubst tests/c/%.c,build/c/%,$(wildcard tests/c/test_*.c))
 SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libstdc++.so)
 
 .SECONDARY: $(C_OBJECTS)
-.PHONY: help demo test test-all test-c test-sanitized lint docs bench docs-tables gpu regressions clean
+.PHONY: help demo test test-all test-c test-sanitized lint docs notebooks bench docs-tables gpu regressions clean
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -82,6 +82,9 @@ lint: $(VENV)/.dev ## ruff, mypy
 
 docs: $(VENV)/.dev ## the documentation, warnings are errors
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+notebooks: $(VENV)/.test ## the tutorials executed, as notebooks with their output
+	$(BIN)/python tutorials/make_notebooks.py
 
 bench: $(VENV)/.dev ## every benchmark; a page and a JSON file in benchmarks/results (BENCH=--quick)
 	$(BIN)/python benchmarks/run_all.py $(BENCH)

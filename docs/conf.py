@@ -43,7 +43,10 @@ nitpick_ignore_regex = [
     ("py:obj", r"[A-Z_]+"),  # constants of the module
     ("py:.*", r"(torch|nn|abc|transformers|lightning)\..*"),
     ("py:class", r"rotor\..*\._\w+|rotor\._\w+\..*"),  # private bases
-    ("py:class", r"rotor\..*\.(CandidateAlgorithm|PiecesSteps|Recall|TransparentModule)"),
+    (
+        "py:class",
+        r"rotor\..*\.(CandidateAlgorithm|PiecesSteps|PublishedChain|Recall|TransparentModule)",
+    ),
     ("py:class", r"rotor\.dynamic\.DynamicSteps"),
 ]
 

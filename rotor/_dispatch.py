@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import autograd, overrides
@@ -110,6 +110,91 @@ def backwards_within(mode: Any) -> Iterator[None]:
         yield
     finally:
         autograd._engine_run_backward = run  # type: ignore[attr-defined]
+
+
+class Backward(NamedTuple):
+    """A backward that runs.
+
+    Attributes
+    ----------
+    roots
+        Nodes that it began at.
+    accumulates
+        Whether gradients are added to ``.grad``.
+    is_partial
+        Whether only some tensors' gradients were asked for.
+    """
+
+    roots: tuple[Any, ...]
+    accumulates: bool
+    is_partial: bool
+
+
+_backwards: list[Backward] = []
+
+
+def watch_backwards() -> None:
+    """Have `backwards_through` know of every backward that begins from now on."""
+    run = autograd._engine_run_backward  # type: ignore[attr-defined]
+    if getattr(run, "is_watched", False):
+        return
+
+    def run_watched(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = args[2] if len(args) > 2 else kwargs.get("inputs", ())
+        nodes = tuple([o.node if hasattr(o, "node") else o.grad_fn for o in outputs])
+        this = Backward(nodes, bool(kwargs.get("accumulate_grad", False)), bool(inputs))
+        _backwards.append(this)
+        try:
+            return run(outputs, gradients, *args, **kwargs)
+        finally:
+            _backwards[:] = [other for other in _backwards if other is not this]
+
+    run_watched.is_watched = True  # type: ignore[attr-defined]
+    autograd._engine_run_backward = run_watched  # type: ignore[attr-defined, assignment]
+
+
+def edges_of_leaves(node: Any) -> dict[int, int] | None:
+    """Return how many edges of the running backward lead to each leaf, by the leaf's ``id``.
+
+    Parameters
+    ----------
+    node
+        A node that runs now.
+
+    Returns
+    -------
+    dict of int to int, or None
+        ``None`` where that backward was not seen, or does not add to ``.grad`` of every leaf.
+    """
+    found = None
+    for backward in list(_backwards):
+        counts, is_through = _edges(backward.roots, node)
+        if not is_through:
+            continue
+        if found is not None or not backward.accumulates or backward.is_partial:
+            return None
+        found = counts
+    return found
+
+
+def _edges(roots: tuple[Any, ...], node: Any) -> tuple[dict[int, int], bool]:
+    counts: dict[int, int] = {}
+    seen: set[Any] = set()
+    waiting = [root for root in roots if root is not None]
+    while waiting:
+        this = waiting.pop()
+        variable = getattr(this, "variable", None)
+        if variable is not None:
+            counts[id(variable)] = counts.get(id(variable), 0) + 1
+        elif this not in seen:
+            seen.add(this)
+            waiting.extend(following for following, _ in this.next_functions if following)
+    return counts, node in seen
+
+
+def current_node() -> Any:
+    """Return the node of autograd that runs in this thread."""
+    return torch._C._current_autograd_node()
 
 
 @contextmanager

@@ -36,6 +36,12 @@ def buffer_slots(module: nn.Module) -> list[Slot]:
     return [(slots, name) for name, value in slots.items() if value is not None]
 
 
+def slots_of_module(module: nn.Module) -> list[dict[str, Any]]:
+    """Return the dictionaries of a module's parameters, buffers, children, hooks and the like."""
+    names = vars(nn.Module())
+    return [value for name, value in vars(module).items() if name in names]
+
+
 def child_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Children by name, one used twice standing twice (``named_children`` drops it)."""
     return [(name, child) for name, child in module._modules.items() if child is not None]
@@ -56,9 +62,19 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """The functions registered to run around the forward of the module itself."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
 def hooks_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """The dictionaries of hooks on these tensors, where there are any."""
     return [hooks for tensor in tensors if (hooks := tensor._backward_hooks)]
+
+
+def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether hooks run after a gradient of this tensor was accumulated."""
+    return bool(tensor._post_accumulate_grad_hooks)
 
 
 @contextmanager
@@ -163,7 +179,7 @@ def callable_of(target: Any) -> Any:
 
 
 def is_operator(target: Any) -> bool:
-    """Return whether a node's target is an operator with one overload chosen."""
+    """Return True if the target of a node is an operator with one overload chosen."""
     return isinstance(target, torch._ops.OpOverload)
 
 
@@ -476,6 +492,17 @@ def at_end_of_backward(
         No backward is running.
     """
     torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(done, failed))
+
+
+def check_after_backward(check: Callable[[], object]) -> None:
+    """Have `check` called when the running backward is over; what it raises, the backward raises.
+
+    Raises
+    ------
+    RuntimeError
+        No backward is running.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(check)  # type: ignore[arg-type]
 
 
 def in_checkpoint() -> bool:

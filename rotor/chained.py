@@ -19,25 +19,29 @@ from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence as Schedule
 from rotor.algorithms.utils import DynamicAlgorithm, checked_slots
 from rotor.chain import Chain
+from rotor.chain_proofs import UNMEASURED, NeedsGraph, ProvedChain
 from rotor.checkpointable import Checkpointable, DefaultSlots
 from rotor.distributed import Ranks
 from rotor.executor import Run, run_chain
 from rotor.inspection import Inspection, Measuring, measure
+from rotor.loss_guess import plan_with_guess
 from rotor.metering import StepBytes, cancel_running
 from rotor.plan import Plan, loss_reserve, make_plan, own_bytes
 from rotor.progress import progress
 from rotor.published import LoadedSequence, PublishedChain, modules_of
+from rotor.remeasuring import with_other_input
 from rotor.report.html import chain_page
 from rotor.report.text import plan_report, stage_rows, stage_table
 from rotor.sharded import ShardedRun, Sharding, find_sharding
-from rotor.stages import Structure, find_stages
+from rotor.stages import Stage, Structure, find_stages
 from rotor.units import format_bytes, parse_bytes
 from rotor.values import tensors_of
+from rotor.watching import known_growth, stage_watch
 
 logger = logging.getLogger("rotor")
 
 
-class ChainCheckpointable(PublishedChain, Checkpointable):
+class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
     """What `Checkpointable` makes of an ``nn.Sequential``.
 
     Attributes
@@ -82,6 +86,7 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
             _sharding=sharding,
             _ranks=self._ranks if sharding is None else sharding.ranks,
             _inspections={},
+            _watches={},
             _plans={},
             _latest_key=None,
             _is_unit=_fsdp.is_unit(self),
@@ -91,7 +96,8 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
         del model
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_ranks": None}
+        kept = super().__getstate__() | {"_ranks": None, "_watches": {}}
+        return kept | UNMEASURED if self._has_state() else kept
 
     def share_plans(self, group: Any = None) -> None:
         """Have the processes of a group measure together and run one plan.
@@ -158,7 +164,11 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
                 self._inspections.pop(key[0], None)
                 for plan_key in [k for k in self._plans if k[0] == key[0]]:
                     del self._plans[plan_key]
-                inspection = self._inspect(key[0], custom_input, targets)
+                try:
+                    inspection = self._inspect(key[0], custom_input, targets)
+                except NeedsGraph as found:
+                    self._become_graph(str(found))
+                    return self.measure(custom_input, targets=targets)
                 self.__dict__["_latest_key"] = key
         finally:
             for module, training in flags:
@@ -260,7 +270,12 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
         with progress(1, "computing the curve") as update:
             curve = self._algorithm.curve(chain, progress=update)
         most, least = (
-            own_bytes(inspection, [count] * len(chain), rng=self.preserve_rng_state)
+            own_bytes(
+                inspection,
+                [count] * len(chain),
+                rng=self.preserve_rng_state,
+                verified=self.verify != "off" and self._sharding is None,
+            )
             + self._beside_bytes(inspection)
             for count in (3, 1)
         )
@@ -319,7 +334,6 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
 
     def _inspect(self, key: Any, arg: Any, targets: Sequence[Any]) -> Inspection:
         stages, sharding, ranks = find_stages(self.module), self._sharding, self._ranks
-        loss_fn = self.loss_fn if targets else None
         problem: Exception | None = None
         try:
             self._check_devices(arg)
@@ -337,15 +351,12 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
             stages = sharding.stages(stages)
             measuring_class = together.ShardedMeasuring
             around = together.measuring(sharding, stages)
-        with around, progress(len(stages), "measuring the stages") as update:
-            inspection = measure(
-                stages,
-                arg,
-                loss_fn=loss_fn,
-                targets=targets,
-                progress=update,
-                measuring_class=measuring_class,
-            )
+        earlier = self._measured_alike(key) if ranks is None else None
+        inspection = None
+        if earlier is not None:
+            inspection = with_other_input(earlier, stages, arg, self._observed)
+        if inspection is None:
+            inspection = self._measured(stages, arg, targets, measuring_class, around)
         if ranks is not None:
             inspection = together.joined(ranks, inspection)
         if sharding is not None:
@@ -361,8 +372,28 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
         )
         return inspection
 
-    def _chain(self, key: Any) -> Chain:
+    def _measured(
+        self,
+        stages: list[Stage],
+        arg: Any,
+        targets: Sequence[Any],
+        measuring_class: type[Measuring],
+        around: AbstractContextManager[None],
+    ) -> Inspection:
+        with around, progress(len(stages), "measuring the stages") as update:
+            return measure(
+                stages,
+                arg,
+                loss_fn=self.loss_fn if targets else None,
+                targets=targets,
+                progress=update,
+                measuring_class=measuring_class,
+                observed=self._observed,
+            )
+
+    def _chain(self, key: Any, reserve: int | None = None) -> Chain:
         inspection = self._inspections[key[0]]
+        inspection = known_growth(self._watches, inspection)
         # A parameter that several stages share gets its gradient in the last of them.
         lacking = (self._sharding or self._structure).lacking_gradient(key[1])
         missing = []
@@ -379,7 +410,7 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
                     inspection.stages, inspection.measures, missing, strict=True
                 )
             ]
-        loss_tmp = self._learned_loss.get(key[0])
+        loss_tmp = self._learned_loss.get(key[0]) if reserve is None else reserve
         if loss_tmp is None:
             loss_tmp = loss_reserve(inspection, self.loss_tmp_memory_usage)
         return inspection.chain(
@@ -410,7 +441,7 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
         chain = self._chain(key)
         plain_tail = self._sharding is None
 
-        def plan_under(limit_bytes: int, reserved: int) -> Plan:
+        def plan_under(limit_bytes: int, reserved: int, chain: Chain = chain) -> Plan:
             with progress(1, "computing the schedule") as update:
                 return make_plan(
                     inspection,
@@ -423,9 +454,25 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
                     progress=update,
                     beside_bytes=self._beside_bytes(inspection),
                     plain_tail=plain_tail,
+                    verify=self.verify if plain_tail else "off",
                 )
 
-        if self._ranks is None:
+        is_guessed = (
+            key[0] not in self._learned_loss
+            and not self.loss_tmp_memory_usage
+            and inspection.loss_peak_bytes is None
+            and key[0] not in self._loaded
+        )
+        if self._ranks is None and is_guessed:
+            guess = chain.loss_tmp_bytes
+            plan, reserved = plan_with_guess(
+                lambda loss: plan_under(limit, reserve_bytes, self._chain(key, loss)),
+                guess,
+                limit,
+                min(guess, 0),
+            )
+            plan.short_bytes = guess - reserved
+        elif self._ranks is None:
             plan = plan_under(limit, reserve_bytes)
         else:
             plan = together.plan_once(
@@ -447,18 +494,11 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
             plan.makespan,
             len(plan.schedule.recomputed),
         )
+        if self._sharding is not None:
+            plan.proved.unproved = "stages of sharded models are not compared"
         self._plans[key] = plan
         self.__dict__.update(_latest=plan, _latest_key=key)
         return plan
-
-    def _share_loss(self, measured: Any) -> None:
-        """Take what the loss was seen to need on any rank."""
-        assert self._ranks is not None
-        learned = self._learned_loss.get(measured)
-        found = self._ranks.exchange_ints(learned is not None, learned or 0)
-        known = [size for is_known, size in found if is_known]
-        if known:
-            self._learned_loss[measured] = max(known)
 
     # -- running
 
@@ -486,7 +526,11 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
             wanted = self._ranks.exchange_ints(wants_measure, wants_plan)
             wants_measure, wants_plan = (any(column) for column in zip(*wanted, strict=True))
         if wants_measure and wants_plan:
-            self._inspect(key[0], inputs, targets)
+            try:
+                self._inspect(key[0], inputs, targets)
+            except NeedsGraph as found:
+                self._become_graph(str(found))
+                return self.forward(inputs, targets=targets)
         if plan is None or wants_plan:
             plan = self._replanned(key)
         self.__dict__["_latest"] = plan
@@ -498,18 +542,25 @@ class ChainCheckpointable(PublishedChain, Checkpointable):
 
     def _step(self, plan: Plan, inputs: Any, targets: Sequence[Any]) -> Any:
         self._note_pending(plan)
+        proof = self._proof_of(plan)
         meter = self._start_meter(plan)
+        watch = stage_watch(self, plan) if meter is None else None
         output = run_chain(
-            plan.inspection.stages,
+            plan.inspection.stages if watch is None else watch.stages,
             plan.schedule,
             inputs,
             preserve_rng_state=self.preserve_rng_state,
             flags=plan.inspection.flags,
             started=self._started,
             run_class=Run if self._sharding is None else ShardedRun,
+            proof=proof,
         )
+        if proof is not None:
+            proof.begin_with(output)
         if meter is not None:
             meter.forward_done(output)
+        if watch is not None:
+            watch.forward_done(output)
         return self._with_loss(output, targets)
 
     def _started(self, run: Run) -> None:

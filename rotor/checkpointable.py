@@ -19,7 +19,7 @@ from rotor.algorithms.utils import checked_slots
 from rotor.checksums import checked_verify
 from rotor.distributed import sharers
 from rotor.errors import InfeasibleError, MemoryLimitWarning
-from rotor.metering import StepBytes, StepMeter, cancel_running
+from rotor.metering import StepBytes, StepMeter, StepWatch, cancel_running
 from rotor.report.plot import plot_timeline
 from rotor.stages import Structure, refuse_replicated, refuse_sharded
 from rotor.timelines import Timeline
@@ -28,6 +28,7 @@ from rotor.transparent import TransparentModule
 from rotor.units import format_bytes, parse_bytes
 from rotor.values import tensors_of
 from rotor.verbosity import heard
+from rotor.watching import PeakWatch, is_due, meter_again, note_peak, warn_excess
 
 logger = logging.getLogger("rotor")
 
@@ -474,7 +475,7 @@ class Checkpointable(TransparentModule):
         if old is None:
             return self._make(key)
         try:
-            plan = self._make(key, old.reserve_bytes)
+            plan: Any = self._make(key, old.reserve_bytes)
         except InfeasibleError as error:
             if old.is_refuted:
                 raise
@@ -482,6 +483,9 @@ class Checkpointable(TransparentModule):
             self._warn_over(old, error.minimum_bytes)
             return old
         plan.meterings = old.meterings
+        plan.differs = old.meterings >= METERED_STEPS
+        plan.least_bytes_seen, plan.most_bytes_seen = old.least_bytes_seen, old.most_bytes_seen
+        plan.warned_bytes = old.warned_bytes
         return plan
 
     # -- running
@@ -526,12 +530,12 @@ class Checkpointable(TransparentModule):
 
     # -- metering the first steps of a plan
 
-    def _start_meter(self, plan: StepPlan) -> StepMeter | None:
+    def _start_meter(self, plan: StepPlan) -> StepWatch | None:
         is_crowded, self.__dict__["_crowded"] = self._crowded, False
         if is_crowded or _torch.in_pipeline():
             return None
         if plan.measured_bytes is not None or plan.meterings >= METERED_STEPS:
-            return None
+            return self._watch(plan)
         myself = weakref.ref(self)
 
         def done(step: StepBytes) -> None:
@@ -545,6 +549,29 @@ class Checkpointable(TransparentModule):
         except memory.MeterBusyError as error:
             self._warn_once("busy", f"this step's memory was not measured: {error}")
             return None
+
+    def _watch(self, plan: Any) -> StepWatch | None:
+        """What sees a step of a plan that has been metered; ``None`` where nothing does."""
+        if not plan.is_watched or self.__dict__.get("_ranks") is not None:
+            return None
+        if is_due(plan):
+            return meter_again(self, plan)
+        return PeakWatch(self, plan) if plan.device.type == "cuda" else None
+
+    def _learn_again(self, plan: Any, step: StepBytes) -> None:
+        """Compare a step that was metered later with what its plan knows."""
+        self._learn_peak(plan, step.peak_bytes)
+
+    def _learn_peak(self, plan: Any, peak_bytes: int) -> None:
+        """Have the next step planned for what a step needed beyond the limit."""
+        note_peak(plan, peak_bytes)
+        if peak_bytes <= plan.limit_bytes:
+            return
+        plan.measured_bytes = max(plan.measured_bytes or 0, peak_bytes)
+        if any(known is plan for known in self._plans.values()):
+            plan.reserve_bytes = max(plan.reserve_bytes, peak_bytes - plan.predicted_bytes)
+            plan.outdated = True
+        warn_excess(plan, peak_bytes)
 
     def _warn_over(self, plan: StepPlan, least_bytes: int) -> None:
         self._warn_once(
@@ -560,6 +587,7 @@ class Checkpointable(TransparentModule):
         plan.measured_bytes = step.peak_bytes
         plan.measured_timeline = step.timeline
         plan.meterings += 1
+        note_peak(plan, step.peak_bytes)
         over = step.peak_bytes - plan.limit_bytes
         logger.info(
             "measured peak %s, predicted %s, limit %s",

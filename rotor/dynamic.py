@@ -41,7 +41,7 @@ class DynamicSteps(Checkpointable):
         pending = self._pending() if self._pending is not None else None
         if isinstance(pending, NestedStep) and not pending.is_done:
             self._warn_pending(plan.limit_bytes)
-        meter = self._start_meter(plan)
+        meter: Any = self._start_meter(plan)
         if meter is None:
             cancel_running()
         try:
@@ -237,6 +237,7 @@ class DynamicCheckpointable(DynamicSteps):
             options=self._options,
             reserve_bytes=reserve_bytes,
             assumed_loss_bytes=self.loss_tmp_memory_usage,
+            verify=self.verify,
         )
         self._plans[key] = plan
         self.__dict__.update(_latest=plan, _latest_key=key)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from rotor import dtr
+from rotor.checksums import is_verified
 from rotor.dtr.recall import Stats
 from rotor.dtr.stepping import Unknown, learn_needs
 from rotor.metering import Metered, StepBytes
@@ -67,9 +68,15 @@ class DynamicPlan(Metered):
         Of the outputs in the step that is metered.
     unknown
         Operators of that step whose needs had to be guessed.
+    verify
+        Which steps compare what they compute again (`rotor.Checkpointable`).
+    kept
+        Operators whose results are not evicted, as they came out otherwise when they ran again.
     steps, latest
         How many steps ended, and figures of the last ones.
     """
+
+    is_watched: ClassVar[bool] = False
 
     device: torch.device
     limit_bytes: int
@@ -81,6 +88,8 @@ class DynamicPlan(Metered):
     loss_output_bytes: int = 0
     output_bytes: int = 0
     unknown: Unknown = field(default_factory=list, repr=False)
+    verify: str | int = "off"
+    kept: set[str] = field(default_factory=set)
     steps: int = 0
     latest: deque[StepFigures] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
@@ -154,6 +163,8 @@ class DynamicPlan(Metered):
 
         def ended(step: NestedStep) -> None:
             self.steps += 1
+            if step.is_proved:
+                self.proved.add(step.session.compared)
             room = self.room_for_loss(step.output_bytes)
             self.latest.append(StepFigures(step.session.stats, step.output_bytes, room))
 
@@ -165,8 +176,11 @@ class DynamicPlan(Metered):
             ended=ended,
             is_trial=is_trial,
             observer=None,
+            verify=is_verified(self.verify, self.proved.ran),
+            kept=self.kept,
             **(_DEFAULTS | self.options),
         )
+        self.proved.ran += not is_trial
         step.session.aim(self.limit_bytes - self.reserve_bytes)
         return step
 

@@ -106,11 +106,14 @@ class BudgetError(MemoryError, ValueError):
         What was asked for, what cannot be evicted, with figures.
     minimum_bytes
         The smallest budget, in bytes, with which the operation that failed would have run.
+    needed_bytes
+        What that operation takes.
     """
 
-    def __init__(self, message: str, minimum_bytes: int) -> None:
-        super().__init__(message, minimum_bytes)
+    def __init__(self, message: str, minimum_bytes: int, needed_bytes: int = 0) -> None:
+        super().__init__(message, minimum_bytes, needed_bytes)
         self.minimum_bytes = minimum_bytes
+        self.needed_bytes = needed_bytes
 
     def __str__(self) -> str:
         return str(self.args[0])

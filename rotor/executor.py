@@ -22,6 +22,7 @@ from torch.autograd.function import Function
 from rotor import _torch
 from rotor.recompute import SPLIT_BACKWARD, AutocastState, RngTracker, Snapshot
 from rotor.schedule import FE, FN, Schedule
+from rotor.stage_proofs import StepProof
 from rotor.stages import Stage
 from rotor.values import (
     Flags,
@@ -73,7 +74,7 @@ class _Entry(Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         run = ctx.run
-        run.backward_to(0, True, ())
+        run.backward_to(run.schedule.head, True, ())
         gradient, run.gradient = run.gradient, None
         return None, *gradient
 
@@ -138,11 +139,13 @@ class Run:
     schedule
         What to do.
     arg
-        The input of the first stage.
+        The input of the first stage after the schedule's head.
     preserve_rng_state
         Recompute with the random numbers of the first forward.
     flags
         Which tensors of each activation require gradients, [n + 1]; ``None``: all that could.
+    proof
+        Compares what is made again with what was made first.
     accumulate
         Let the nested backward add to ``.grad`` of the parameters, instead of handing their
         gradients out.
@@ -156,22 +159,24 @@ class Run:
         *,
         preserve_rng_state: bool = True,
         flags: Sequence[Flags] | None = None,
+        proof: StepProof | None = None,
         accumulate: bool = False,
     ) -> None:
-        n, tail = schedule.n, schedule.tail
+        n, head, tail = schedule.n, schedule.head, schedule.tail
         self.stages = stages
         self.schedule = schedule
         self.accumulate = accumulate
+        self.proof = proof
         self.device = tensors_of(arg)[0].device
         self.token = _token(self.device)
         self.x: list[Any] = [None] * (n + 1)
-        self.x[0] = detached(arg)
+        self.x[head] = detached(arg)
         self.input_versions = versions(arg)
         self.known_flags = flags
         self.flags: list[Flags | None] = [None] * (n + 1)
-        self.flags[0] = grad_flags(arg)
+        self.flags[head] = grad_flags(arg)
         self.parameters: list[list[torch.nn.Parameter]] = [
-            stages[i].parameters() if i < tail else [] for i in range(n)
+            stages[i].parameters() if head <= i < tail else [] for i in range(n)
         ]
         self.tapes: list[Any] = [None] * n
         self.snapshots: list[Snapshot | None] = [None] * n
@@ -181,8 +186,8 @@ class Run:
         self.autocast_differs = False
         self.gradient: list[torch.Tensor | None] | None = None
         self.next = tail - 1
-        receivers = [i for i in range(tail) if self.parameters[i]]
-        self.lowest = 0 if any(self.flags_of(0)) else min(receivers, default=0)
+        receivers = [i for i in range(head, tail) if self.parameters[i]]
+        self.lowest = head if any(self.flags_of(head)) else min(receivers, default=head)
 
     def flags_of(self, i: int) -> Flags:
         """Which tensors of x_i require gradients; none while that is not known."""
@@ -199,7 +204,7 @@ class Run:
             if self.flags[i + 1] is None:
                 self._note(i, y)
             self.x[i + 1] = y
-            if kind == FN and i > 0:
+            if kind == FN and i > self.schedule.head:
                 self.x[i] = None
 
     def _call(self, i: int, x: Any) -> Any:
@@ -213,8 +218,10 @@ class Run:
             y = stage(x)
             snapshot.finish()
             self.snapshots[i] = snapshot
+            if self.proof is not None:
+                self.proof.first(i, y)
         else:
-            if i == 0 and versions(x) != self.input_versions:
+            if i == self.schedule.head and versions(x) != self.input_versions:
                 raise RuntimeError(
                     "the input of the chain was changed in place between its forward and its "
                     f"backward, and stage {stage.name} has to be recomputed from it: change a "
@@ -222,6 +229,8 @@ class Run:
                 )
             self.left[i] -= 1
             y = snapshot.recompute(x, last=self.left[i] == 0)
+            if self.proof is not None:
+                self.proof.again(i, y)
         if self.autocast.enabled:
             torch.clear_autocast_cache()
         return y
@@ -306,7 +315,7 @@ class Run:
                     if not every:
                         following = iter(found)
                         found = [next(following) if need else None for need in needs]
-        if i > 0:
+        if i > self.schedule.head:
             self.x[i] = None
         return found
 
@@ -322,10 +331,10 @@ class Run:
 
     def attach(self, arg: Any) -> Any:
         """Put the stages before the tail into the graph; returns the input of the tail."""
-        tail = self.schedule.tail
-        inputs = flagged(arg, self.flags_of(0))
+        head, tail = self.schedule.head, self.schedule.tail
+        inputs = flagged(arg, self.flags_of(head))
         token = _apply_entry(self, *inputs) if inputs else self.token.detach()
-        for i in range(tail):
+        for i in range(head, tail):
             if self.parameters[i]:
                 token = _apply_stage(self, i, token, *self.parameters[i])
         return self.hand_over(token)
@@ -385,6 +394,8 @@ class Run:
                     found = self.back(i, need_x, needs)
                 else:
                     self.back(i, True, [False] * len(self.parameters[i]))
+            if self.next < self.lowest and self.proof is not None:
+                self.proof.settle()
         except BaseException:
             self.release()
             raise
@@ -405,6 +416,7 @@ class Run:
         self.x = [None] * len(self.x)
         self.tapes = [None] * len(self.tapes)
         self.snapshots = [None] * len(self.snapshots)
+        self.proof = None
 
 
 def run_chain(
@@ -416,6 +428,7 @@ def run_chain(
     flags: Sequence[Flags] | None = None,
     started: Callable[[Run], None] | None = None,
     run_class: type[Run] = Run,
+    proof: StepProof | None = None,
 ) -> Any:
     """Run the forward of a chain so that its backward follows the schedule.
 
@@ -433,18 +446,29 @@ def run_chain(
         Called with the run state, where there is one.
     run_class
         What runs the stages before the tail.
+    proof
+        Compares what is made again with what was made first.
 
     Returns
     -------
     The output of the last stage, in the graph.
     """
     y = arg
-    if schedule.tail > 0:
-        run = run_class(stages, schedule, arg, preserve_rng_state=preserve_rng_state, flags=flags)
+    for stage in stages[: schedule.head]:
+        y = stage(y)
+    if schedule.tail > schedule.head:
+        run = run_class(
+            stages,
+            schedule,
+            y,
+            preserve_rng_state=preserve_rng_state,
+            flags=flags,
+            proof=proof,
+        )
         if started is not None:
             started(run)
         run.forward()
-        y = run.attach(arg)
+        y = run.attach(y)
         del run
     for stage in stages[schedule.tail :]:
         y = stage(y)

@@ -255,7 +255,7 @@ class _Search:
         self.rows[runs, batch] = TriedBatch(batch, runs, fits, least, **ran)
         shown = "-" if least is None else format_bytes(least)
         logger.info(
-            "batch %d, %s: least %s, %s", batch, runs, shown, "fits" if fits else "too large"
+            "batch %d (%s): least %s, %s", batch, runs, shown, "fits" if fits else "too large"
         )
 
     # -- with rotor

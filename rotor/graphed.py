@@ -35,7 +35,7 @@ from rotor.graph.program import Program
 from rotor.graph.recorded import MEASURED, price, source_of
 from rotor.graphed_pieces import PiecesSteps
 from rotor.loss_guess import plan_with_guess
-from rotor.metering import StepBytes, StepMeter, cancel_running
+from rotor.metering import StepBytes, StepWatch, cancel_running
 from rotor.progress import progress
 from rotor.report.html import measured_page
 from rotor.report.text import (
@@ -179,15 +179,6 @@ class GraphCheckpointable(PiecesSteps):
                 module.training = training
         return self._steps.get(key[0])
 
-    def _forget(self, measured: Any) -> None:
-        """Measure this kind of step again when it comes."""
-        known: Any
-        for known in (self._plans, self._pieces):
-            for key in [key for key in known if key[0] == measured]:
-                del known[key]
-        for known in (self._steps, self._reasons):
-            known.pop(measured, None)
-
     def compute_sequence(
         self,
         custom_mem_limit_bytes: int | str | None = None,
@@ -325,6 +316,8 @@ class GraphCheckpointable(PiecesSteps):
         """What a plan belongs to: what a capture belongs to, and which gradients are missing."""
         measured = self._key(args, targets, kwargs)
         absent = self._structure.parameter_flags()[1]
+        if self._backend_of((measured, absent)) == "inductor":
+            absent = (True,) * len(absent)
         if (measured, absent) not in self._plans:
             known = sum(key[0] == measured for key in self._plans)
             if known >= _MOST_PLANS and not all(absent):
@@ -578,7 +571,7 @@ class GraphCheckpointable(PiecesSteps):
 
     def _called(
         self, plan: GraphPlan, arguments: Any
-    ) -> tuple[Any, StepMeter | None, Unplanned | None]:
+    ) -> tuple[Any, StepWatch | None, Unplanned | None]:
         """What the captured call gives under a plan, and what meters it; or that it has none."""
         tally = plan.tally(self.verify)
         plan.install(tally)
@@ -594,8 +587,6 @@ class GraphCheckpointable(PiecesSteps):
                 if early is not None:
                     reached.primals[:] = map(early.original, reached.primals)
                 return None, None, reached
-        if tally is not None:
-            tally.seal()
         return output, meter, None
 
     def _learn(self, plan: Any, step: StepBytes) -> None:

@@ -14,14 +14,16 @@ from rotor.dynamic_plan import DynamicPlan
 from rotor.errors import InfeasibleError
 from rotor.graph.kinds import Captures
 from rotor.graph.lowering import Lowered
-from rotor.graph.pieced import PiecesPlan, PiecesStep, learn
+from rotor.graph.pieced import PiecesPlan, PiecesStep, learn, learn_levels
 from rotor.graph.pieces import Pieces, discover
+from rotor.graph.proving import PartsTally
 from rotor.graph.recorded import price
-from rotor.graph.repeating import described_unrepeatable
-from rotor.metering import StepBytes, cancel_running
+from rotor.graph.repeating import attributes_kept, described_unrepeatable, generators_kept
+from rotor.metering import StepBytes, StepWatch, cancel_running
 from rotor.progress import progress
 from rotor.stages import Structure
 from rotor.values import tensors_within
+from rotor.watching import LevelWatch, note_peak, warn_excess
 
 
 class PiecesSteps(DynamicSteps):
@@ -29,8 +31,18 @@ class PiecesSteps(DynamicSteps):
 
     _pieces: dict[Any, Pieces]
     _reasons: dict[Any, tuple[torch.device, str]]
+    _steps: dict[Any, Any]
     _profile: Any
     _structure: Structure
+
+    def _forget(self, measured: Any) -> None:
+        """Measure this kind of step again when it comes."""
+        known: Any
+        for known in (self._plans, self._pieces):
+            for key in [key for key in known if key[0] == measured]:
+                del known[key]
+        for known in (self._steps, self._reasons):
+            known.pop(measured, None)
 
     def _dynamic_plan(self, key: Any) -> DynamicPlan:
         device, reason = self._reasons[key[0]]
@@ -38,7 +50,13 @@ class PiecesSteps(DynamicSteps):
             if isinstance(plan, DynamicPlan) and plan.device == device:
                 return plan
         limit = self._limit_on(device)
-        return DynamicPlan(device, limit, reason, assumed_loss_bytes=self.loss_tmp_memory_usage)
+        return DynamicPlan(
+            device,
+            limit,
+            reason,
+            assumed_loss_bytes=self.loss_tmp_memory_usage,
+            verify=self.verify,
+        )
 
     def _without_pieces(
         self, key: Any, plan: PiecesPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
@@ -47,8 +65,10 @@ class PiecesSteps(DynamicSteps):
         plan.is_over = False
         dynamic = self._dynamic_plan(key)
         cancel_running()
+        modules = list(self.module.modules())
         try:
-            self._try_dynamically(dynamic, args, targets, kwargs)
+            with generators_kept(modules), attributes_kept(modules):
+                self._try_dynamically(dynamic, args, targets, kwargs)
         except InfeasibleError:
             self._warn_once("over", plan.told_over())
             return plan
@@ -91,16 +111,45 @@ class PiecesSteps(DynamicSteps):
     def _step_by_pieces(
         self, plan: PiecesPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
+        tally = PartsTally(plan.proved, self.module) if plan.is_verified(self.verify) else None
         meter = self._start_meter(plan)
-        with PiecesStep(plan, meter) as pieces:
+        with PiecesStep(plan, meter, tally) as pieces:
             output = self.module.forward(*args, **kwargs)
+        if tally is not None:
+            tally.seal()
         self.__dict__["_pending"] = pieces.token
         if meter is not None:
             meter.forward_done(tensors_within(output))
         return self._with_loss(output, targets)
 
+    def _watch(self, plan: Any) -> StepWatch | None:
+        watch = super()._watch(plan)
+        if watch is None and isinstance(plan, PiecesPlan) and plan.levels and plan.is_watched:
+            return LevelWatch(self, plan) if plan.device.type == "cpu" else None
+        return watch
+
+    def _learn_levels(self, plan: PiecesPlan, more: dict[str, int]) -> None:
+        """Have the next steps planned for what the code between the parts was seen to keep."""
+        peak, expected = learn_levels(plan, more)
+        note_peak(plan, peak)
+        plan.differs = True
+        if peak > plan.limit_bytes:
+            plan.measured_bytes = max(plan.measured_bytes or 0, peak)
+            plan.outdated = any(known is plan for known in self._plans.values())
+        warn_excess(plan, expected)
+
+    def _learn_again(self, plan: Any, step: StepBytes) -> None:
+        if not isinstance(plan, PiecesPlan):
+            super()._learn_again(plan, step)
+            return
+        note_peak(plan, step.peak_bytes)
+        plan.outdated = learn(plan, step)
+        warn_excess(plan, step.peak_bytes)
+        plan.is_over = step.peak_bytes > plan.limit_bytes and not plan.outdated
+
     def _learn_pieces(self, plan: PiecesPlan, step: StepBytes) -> None:
         could_do_better = learn(plan, step)
+        note_peak(plan, step.peak_bytes)
         plan.outdated = could_do_better
         over = step.peak_bytes > plan.limit_bytes
         if over and (not could_do_better or plan.meterings >= METERED_STEPS):

@@ -8,8 +8,8 @@ gradients are not accumulated, random states and autocast's cache are as before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,21 +19,20 @@ from rotor import memory, timing
 from rotor.algorithms.sequence import Operation
 from rotor.chain import Chain
 from rotor.executor import Run
-from rotor.recompute import RngTracker, autocast_off
+from rotor.merging import frozen_prefix, merge_stages
+from rotor.observing import Observation, copied_buffers, observe, undisturbed
+from rotor.places import Saved
+from rotor.recompute import autocast_off
 from rotor.schedule import FE, FN, Schedule
 from rotor.stages import Stage
 from rotor.values import (
     Flags,
-    as_leaves,
-    check_output,
     flagged,
     grad_flags,
-    map_tensors,
     tensors_of,
-    versions,
 )
 
-__all__ = ["Chain", "Inspection", "Measuring", "StageMeasure", "measure"]
+__all__ = ["Chain", "Inspection", "Measuring", "StageMeasure", "measure", "merge_stages"]
 
 Progress = Callable[[int, int], object]
 RNG_BYTES = 5056
@@ -71,7 +70,12 @@ class StageMeasure:
     uses_rng
         Whether a forward draws random numbers.
     buffer_bytes
-        The buffers that a forward changes.
+        The buffers that a forward changes, and tensors in other state that it depends on.
+    varies
+        Whether two runs from the same state gave different bits.
+    leaves
+        Whether values in the graph leave the stage, or come into it, beside its output and input;
+        or the stage takes an output that others take too, whose gradients add up in their order.
     """
 
     name: str
@@ -88,6 +92,8 @@ class StageMeasure:
     flags: Flags
     uses_rng: bool
     buffer_bytes: int
+    varies: bool = False
+    leaves: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,8 @@ class Inspection:
         Which tensors of the input require gradients.
     device
         Where the model runs.
+    reasons
+        Why stages may run forward only once, by index.
     loss_peak_bytes, loss_ns
         Peak of the captured loss, forward and backward, with the output that it consumes (which
         the last stage's `xbar_bytes` is then without), and its time; ``None`` without a loss.
@@ -119,6 +127,24 @@ class Inspection:
     device: torch.device
     loss_peak_bytes: int | None = None
     loss_ns: int | None = None
+    reasons: dict[int, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def plain(self) -> tuple[int, int]:
+        """Stages before the first and from the second of these run as plain PyTorch does.
+
+        All whose values in the graph leave them otherwise than by their output, on either side so
+        that least is kept.
+        """
+        return plain_regions(
+            [m.leaves for m in self.measures], [m.xbar_bytes for m in self.measures]
+        )
+
+    @property
+    def once(self) -> list[bool]:
+        """Which stages may run forward only once."""
+        head, tail = self.plain
+        return [m.varies or not head <= i < tail for i, m in enumerate(self.measures)]
 
     @property
     def output_bytes(self) -> int:
@@ -177,6 +203,7 @@ class Inspection:
             loss_tmp_bytes=max(loss_tmp_bytes, -self.output_grad_bytes),
             hold_output=hold_output,
             names=[m.name for m in measures],
+            once=self.once,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -193,98 +220,6 @@ class Inspection:
         }
 
 
-@contextmanager
-def _undisturbed(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
-    """Random states and buffer objects as they are; nothing of the inside stays."""
-    rng = RngTracker(device)
-    states = rng.read()
-    buffers = [(slot, slot[0][slot[1]]) for stage in stages for slot in stage.buffers]
-    autocast = torch.is_autocast_cache_enabled()
-    try:
-        yield
-    finally:
-        rng.write(states)
-        for (slots, name), buffer in buffers:
-            slots[name] = buffer
-        if autocast:
-            torch.clear_autocast_cache()
-
-
-@contextmanager
-def _copied_buffers(stage: Stage) -> Iterator[None]:
-    """The stage runs on copies of its buffers."""
-    kept = [(slot, slot[0][slot[1]]) for slot in stage.buffers]
-    try:
-        for (slots, name), buffer in kept:
-            if buffer is not None:
-                slots[name] = buffer.detach().clone()
-        yield
-    finally:
-        for (slots, name), buffer in kept:
-            slots[name] = buffer
-
-
-def _storages(value: Any) -> set[int]:
-    return {t.untyped_storage().data_ptr() for t in tensors_of(value) if t.numel()}
-
-
-def merge_stages(stages: Sequence[Stage], arg: Any) -> list[Stage]:
-    """Stages that can be cut apart: one that begins in place or only views its input is merged.
-
-    Runs the model forward once, without a graph and on copies of its buffers and its input.
-
-    Raises
-    ------
-    ValueError
-        The first stage changes the model's input in place; named.
-    TypeError
-        A stage returns something other than tensors; named.
-    """
-    merged: list[Stage] = []
-    views_input = False
-    x = map_tensors(arg, lambda tensor: tensor.detach().clone())
-    first = x
-    untouched = versions(first)
-    with torch.no_grad():
-        for stage in stages:
-            before = versions(x)
-            with _copied_buffers(stage):
-                y = stage(x)
-            check_output(stage.name, y)
-            if first is not None and versions(first) != untouched:
-                raise ValueError(
-                    f"stage {stage.name} changes the model's input in place; it would destroy the "
-                    "input that recomputations start from. Make its first operation not in place "
-                    "(inplace=False), or put a stage before it"
-                )
-            only_views = _storages(y) <= _storages(x)
-            if merged and (views_input or versions(x) != before or only_views):
-                merged[-1] = merged[-1].merged_with(stage)
-                views_input = views_input and only_views
-            else:
-                merged.append(stage)
-                views_input = only_views
-            x = y
-            if not views_input:
-                first = None
-    return merged
-
-
-def _frozen_prefix(stages: list[Stage], arg: Any) -> list[Stage]:
-    """First stages that need no gradient, as one stage: nothing inside it is ever kept."""
-    if any(grad_flags(arg)):
-        return stages
-    count = 0
-    while count < len(stages) and not stages[count].parameters():
-        count += 1
-    if count < 2:
-        return stages
-    head = stages[0]
-    for stage in stages[1:count]:
-        head = head.merged_with(stage)
-    return [head, *stages[count:]]
-
-
 def _bytes(tensors: Sequence[torch.Tensor | None], device: torch.device) -> int:
     return memory.storage_bytes(t for t in tensors if t is not None and t.device == device)
 
@@ -296,6 +231,8 @@ class Measuring:
     ----------
     stages, arg
         The stages and the input of the first.
+    observations
+        Each stage as it was observed.
     hold_output
         Whether the caller holds the output.
     """
@@ -303,7 +240,14 @@ class Measuring:
     run_class = Run
     metered_rounds = 1
 
-    def __init__(self, stages: list[Stage], arg: Any, *, hold_output: bool) -> None:
+    def __init__(
+        self,
+        stages: list[Stage],
+        arg: Any,
+        observations: Sequence[Observation],
+        *,
+        hold_output: bool,
+    ) -> None:
         n = len(stages)
         order = [
             *(("Fe", i) for i in range(n)),
@@ -315,18 +259,27 @@ class Measuring:
         schedule = Schedule([Operation(kind, i) for kind, i in order], n, plain_tail=False)
         self.run = self.run_class(stages, schedule, arg, preserve_rng_state=False)
         self.device = self.run.device
-        self.rng = RngTracker(self.device)
+        self.observations = observations
         self.last_input: Any = None
+        self._state = Saved([])
+
+    @staticmethod
+    def around(stage: Stage) -> AbstractContextManager[Any]:
+        """What has to be entered around a stage that is observed."""
+        return nullcontext(stage)
 
     def stage(self, i: int) -> StageMeasure:
         """Measure stage i, whose input is there; leaves the input of the next one."""
         stage = self.stages[i]
         kept = self.run.x[i]
-        flags, uses_rng = self._probe(i)
-        with _copied_buffers(stage):
+        seen = self.observations[i]
+        self.run.flags[i + 1] = seen.flags
+        self._state = Saved(stage.state)
+        with copied_buffers(stage):
             self._round(i, kept)
             metered = [self._metered_round(i, kept) for _ in range(self.metered_rounds)]
             forward, record, backward = self._times(i, kept)
+            self._reset()
             self._forward(i, kept)
         self.run.x[i] = None
         self.last_input = kept if i == len(self.stages) - 1 else None
@@ -347,11 +300,16 @@ class Measuring:
             backward_peak_bytes=peak,
             grad_bytes=gradient,
             pgrad_bytes=parameters,
-            flags=flags,
-            uses_rng=uses_rng,
+            flags=seen.flags,
+            uses_rng=seen.uses_rng,
             buffer_bytes=_bytes(
                 [slots[name] for slots, name in stage.mutable_buffers or ()], self.device
-            ),
+            )
+            + sum(place.saved_bytes(self.device) for place in stage.state),
+            varies=not seen.repeats,
+            leaves=bool(seen.leaves)
+            or seen.is_fed
+            or (i > 0 and self.observations[i - 1].passes_output),
         )
 
     def _metered_round(
@@ -372,31 +330,9 @@ class Measuring:
         )
         return output_bytes, gradient, parameters, figures
 
-    def _probe(self, i: int) -> tuple[Flags, bool]:
-        """Which outputs require gradients, and whether random numbers are drawn."""
-        stage = self.stages[i]
-        with _copied_buffers(stage):
-            before = [
-                (slot, buffer, buffer.clone(), buffer._version)
-                for slot in stage.buffers
-                if (buffer := slot[0][slot[1]]) is not None
-            ]
-            states = self.rng.read()
-            leaves, _ = as_leaves(self.run.x[i], self.run.flags_of(i))
-            with torch.enable_grad():
-                y = stage(leaves)
-            check_output(stage.name, y)
-            flags = grad_flags(y)
-            uses_rng = self.rng.drawn_since(states)
-            stage.mutable_buffers = [
-                slot
-                for slot, buffer, copy, version in before
-                if slot[0][slot[1]] is not buffer
-                or buffer._version != version
-                or not torch.equal(buffer, copy)
-            ]
-        self.run.flags[i + 1] = flags
-        return flags, uses_rng
+    def _reset(self) -> None:
+        """Put back the state that the stage began with."""
+        self._state.put()
 
     def _forward(self, i: int, x: Any) -> None:
         self.run.x[i] = x
@@ -411,6 +347,7 @@ class Measuring:
         mark = mark or _no_mark
         run.x[i] = x
         self.before(i)
+        self._reset()
         mark("Fe")
         with torch.no_grad():
             run.do(FE, i)
@@ -423,6 +360,7 @@ class Measuring:
         parameters = self.gradient_bytes(i, found)
         run.gradient = None
         del held, found
+        self._reset()
         self.before(i)
         mark("Fn")
         self._forward(i, x)
@@ -475,10 +413,12 @@ class Measuring:
         for count in range(1, _MAX_REPEATS + 1):
             run.x[i] = x
             self.before(i)
+            self._reset()
             clock.start()
             self._forward(i, x)
             samples[0].append(clock.stop())
             run.x[i] = x
+            self._reset()
             clock.start()
             with torch.no_grad():
                 run.do(FE, i)
@@ -503,7 +443,8 @@ class Measuring:
 
         def once(mark: Callable[[str], object] = _no_mark) -> int:
             mark("output")
-            with _copied_buffers(self.stages[-1]):
+            self._reset()
+            with copied_buffers(self.stages[-1]):
                 self._forward(n - 1, self.last_input)
             mark("loss")
             clock.start()
@@ -523,6 +464,26 @@ class Measuring:
         return peak, timing.stable_median([once() for _ in range(repeats)], _TOLERANCE)[0]
 
 
+def plain_regions(leaves: Sequence[bool], sizes: Sequence[int]) -> tuple[int, int]:
+    """Return (h, t) so that all that leaves is below h or from t on, and least is kept there.
+
+    Parameters
+    ----------
+    leaves
+        Stages that have to run as plain PyTorch does.
+    sizes
+        Bytes that each stage keeps.
+    """
+    n = len(leaves)
+    marked = [i for i, flag in enumerate(leaves) if flag]
+    heads = [0, *(i + 1 for i in marked)]
+    tails = [*marked, n]
+    return min(
+        zip(heads, tails, strict=True),
+        key=lambda region: (sum(sizes[: region[0]]) + sum(sizes[region[1] :]), region),
+    )
+
+
 def _no_mark(name: str) -> None:
     del name
 
@@ -535,6 +496,7 @@ def measure(
     targets: Sequence[Any] = (),
     progress: Progress | None = None,
     measuring_class: type[Measuring] = Measuring,
+    observed: Callable[[list[Stage], list[Observation]], object] | None = None,
 ) -> Inspection:
     """Measure every stage of a model on a sample of its input.
 
@@ -551,6 +513,8 @@ def measure(
         Called as ``progress(done, total)`` after each stage.
     measuring_class
         How a stage is measured.
+    observed
+        Called with the stages and what was observed of them, before any is measured.
 
     Returns
     -------
@@ -577,9 +541,14 @@ def measure(
             f"the model cannot be measured now: {error}. Measure it before: "
             "Checkpointable(model, sample), or chk.measure(sample)"
         ) from error
-    with _undisturbed(stages, device):
-        merged = _frozen_prefix(merge_stages(stages, arg), arg)
-        measuring = measuring_class(merged, arg, hold_output=loss_fn is None)
+    with undisturbed(stages, device):
+        with undisturbed(stages, device):
+            merged = frozen_prefix(merge_stages(stages, arg), arg)
+        with undisturbed(merged, device):
+            merged, seen = observe(merged, arg, device, measuring_class.around)
+        if observed is not None:
+            observed(merged, seen)
+        measuring = measuring_class(merged, arg, seen, hold_output=loss_fn is None)
         measures = []
         for i in range(len(merged)):
             measures.append(measuring.stage(i))
@@ -598,4 +567,5 @@ def measure(
             device=device,
             loss_peak_bytes=loss_peak,
             loss_ns=loss_ns,
+            reasons={i: s.reason() for i, s in enumerate(seen) if s.reason()},
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -73,10 +73,27 @@ class Metered:
         beside those.
     proved
         What its verified steps have shown.
+    least_bytes_seen, most_bytes_seen
+        The least and the most that a metered or watched step needed; 0 before one.
+    unmetered
+        Steps that ran without being metered.
+    differs
+        Something was seen to differ: the next step is metered.
+    warned_bytes
+        The largest excess that a warning has named.
+    is_watched
+        Steps are watched after the first ones too.
     """
+
+    is_watched: ClassVar[bool] = True
 
     reserve_bytes: int = 0
     short_bytes: int = 0
+    least_bytes_seen: int = 0
+    most_bytes_seen: int = 0
+    unmetered: int = 0
+    differs: bool = field(default=False, repr=False)
+    warned_bytes: int = 0
     measured_bytes: int | None = None
     measured_timeline: Timeline | None = field(default=None, repr=False)
     meterings: int = 0
@@ -87,6 +104,19 @@ class Metered:
     def is_refuted(self) -> bool:
         """A value that the plan computes again came out otherwise: it must not run any more."""
         return False
+
+
+class StepWatch(Protocol):
+    """What sees a step: a meter, or something that takes less time."""
+
+    def mark(self, name: str) -> None:
+        """Begin another part of the step."""
+
+    def forward_done(self, output: Any) -> None:
+        """Mark the end of the forward."""
+
+    def cancel(self) -> None:
+        """Stop without a result."""
 
 
 class StepMeter:

@@ -21,14 +21,16 @@ from torch import nn
 from torch.autograd.function import Function, once_differentiable
 
 from rotor import _dispatch, _torch
+from rotor.additions import Additions
 from rotor.dtr.stepping import StepSession
-from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning
+from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning, RecomputationError
 from rotor.recompute import SPLIT_BACKWARD
 from rotor.values import tensors_of
 
 __all__ = ["NestedStep"]
 
 _OWN_NAMES = frozenset(vars(nn.Module()))
+_AHEAD = {"forward": 3, "loss": 3, "backward": 1}
 _paused: weakref.WeakSet[NestedStep] = weakref.WeakSet()
 
 
@@ -61,6 +63,8 @@ class NestedStep:
         Of the outputs, once the forward has run.
     missed_bytes
         What was lacking of the room for the loss then.
+    is_proved
+        A backward has ended in which all that was computed again was compared.
     """
 
     def __init__(
@@ -89,9 +93,11 @@ class NestedStep:
         self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self.output_bytes = 0
         self.missed_bytes = 0
+        self.is_proved = False
         self.session = StepSession(
             limit, device=device, before_write=_BeforeWrite(self._undo), **settings
         )
+        _dispatch.watch_backwards()
         self._ended = ended
         self.session.count(self._undo.random_state)
 
@@ -132,6 +138,10 @@ class NestedStep:
         except BudgetError as error:
             output, found, kept = None, [], []
             raise self._failed(error) from error
+        except RecomputationError as error:
+            output, found, kept = None, [], []
+            self._differed(error)
+            raise
         except BaseException:
             self.release()
             raise
@@ -238,26 +248,43 @@ class NestedStep:
                     "between its forward and its backward, and what was computed from it was "
                     "evicted: write to it after the backward, or to a copy"
                 )
-            with self.session.running(), _torch.without_hooks(_torch.hooks_of(asked)):
-                found = torch.autograd.grad(
+            additions = self._additions_to(asked)
+            with (
+                _torch.without_hooks(_torch.hooks_of(asked)),
+                additions,
+                self.session.running(),
+            ):
+                made = torch.autograd.grad(
                     [self._edges[k] for k in roots],
                     asked,
                     [gradients[k] for k in roots],
                     retain_graph=keeps,
                     allow_unused=True,
                 )
-            for gradient in found:
+            for gradient in made:
                 if gradient is not None:
                     self.session.pin(gradient)
+            found = additions.finish(asked, made)
+            del made
         except BudgetError as error:
             raise self._failed(error) from error
+        except RecomputationError as error:
+            self._differed(error)
+            raise
         except BaseException:
             self.release()
             raise
+        self.is_proved = self.session.is_verifying
         if not keeps:
             self.release()
         following = iter(found)
         return [next(following) if need else None for need in needed]
+
+    def _additions_to(self, leaves: list[torch.Tensor]) -> Additions:
+        """Gradients that exist get theirs early; in a step that is proved as late as possible."""
+        session = self.session
+        session.additions = Additions(leaves, waits=session.is_verifying, prepare=session.pin)
+        return session.additions
 
     # -- the end
 
@@ -302,16 +329,37 @@ class NestedStep:
                 )
             ended(self)
 
+    def _differed(self, error: RecomputationError) -> None:
+        """Put everything back after a value came out otherwise than before."""
+        traceback.clear_frames(error.__traceback__)
+        self.session.stop_verifying()
+        self.undo()
+        self.release()
+
+    def _gradient_bytes(self) -> int:
+        """Return the bytes of the parameters whose gradients this step makes."""
+        slots = [slot for module in self._modules for slot in _torch.parameter_slots(module)]
+        new = {id(p): p for p in (where[name] for where, name in slots) if p is not None}
+        return sum(p.nbytes for p in new.values() if p.requires_grad and p.grad is None)
+
     def _failed(self, error: BudgetError) -> InfeasibleError:
         # What the frames of the failed program hold would be brought back.
         traceback.clear_frames(error.__traceback__)
         self.undo()
+        additions = self.session.additions
+        added = additions.added if additions is not None else 0
         self.release()
+        # Its backward reads what it made and read, and makes gradients of both.
+        ahead = _AHEAD[self._phase] * error.needed_bytes
+        minimum = error.minimum_bytes + self._gradient_bytes() + ahead
+        gradients = "its gradients, "
+        if added:
+            gradients = f"but for {added} gradients that this step was added to already, "
         return InfeasibleError(
-            f"the {self._phase} does not fit: {error}. The model, its gradients, buffers and the "
-            "random state are as they were before this step: give a larger limit, or a smaller "
-            "batch",
-            error.minimum_bytes,
+            f"the {self._phase} does not fit: {error}. The model, {gradients}buffers and the "
+            "random state are as they were before this step: with gradients that are still to "
+            f"come, give a limit of about {minimum} bytes, or a smaller batch",
+            minimum,
         )
 
     def __del__(self) -> None:

@@ -12,6 +12,7 @@ from rotor import memory
 from rotor.algorithms.sequence import Sequence
 from rotor.algorithms.utils import DynamicAlgorithm, Progress
 from rotor.chain import Chain
+from rotor.checksums import proof_bytes
 from rotor.errors import InfeasibleError
 from rotor.inspection import RNG_BYTES, Inspection
 from rotor.metering import Metered
@@ -40,6 +41,10 @@ class Plan(Metered):
         What the executor itself keeps: random states and copies of buffers.
     earlier_bytes
         Peak of a step that went over, and that another one has to confirm.
+    verify
+        The steps in which recomputed values are compared.
+    refuted
+        One of them came out otherwise.
     """
 
     inspection: Inspection
@@ -49,6 +54,20 @@ class Plan(Metered):
     limit_bytes: int
     own_bytes: int
     earlier_bytes: int | None = field(default=None, repr=False)
+    verify: str | int = field(default="first", repr=False)
+    refuted: bool = field(default=False, repr=False)
+
+    @property
+    def is_refuted(self) -> bool:
+        """A stage was seen to give other bits when it ran again."""
+        return self.refuted
+
+    @property
+    def proof(self) -> str:
+        """What verified steps have shown, as text."""
+        if not self.schedule.recomputed:
+            return "nothing is recomputed"
+        return self.proved.text(self.verify)
 
     @property
     def device(self) -> torch.device:
@@ -78,7 +97,9 @@ class Plan(Metered):
         return PredictedTimeline.of_runs(costs, live, kinds.index("L"))
 
 
-def own_bytes(inspection: Inspection, runs: Items[int], *, rng: bool = True) -> int:
+def own_bytes(
+    inspection: Inspection, runs: Items[int], *, rng: bool = True, verified: bool = False
+) -> int:
     """Bytes kept beside the chain's: random states, copies of buffers, and the caller's scalars.
 
     Parameters
@@ -89,6 +110,8 @@ def own_bytes(inspection: Inspection, runs: Items[int], *, rng: bool = True) -> 
         How often each of them runs forward.
     rng
         Whether random states are preserved.
+    verified
+        Whether recomputed values are compared, in some steps.
     """
     measures = list(zip(inspection.measures, runs, strict=True))
     recomputed = [m for m, count in measures if count > 1]
@@ -99,6 +122,10 @@ def own_bytes(inspection: Inspection, runs: Items[int], *, rng: bool = True) -> 
     if rng and inspection.device.type == "cpu":
         random = sum(m.uses_rng for m in recomputed)
         kept += RNG_BYTES * (random + min(random, 1))
+    if verified and recomputed:
+        kept += sum(m.buffer_bytes for m, _ in measures)
+        made = sum(count * len(m.flags) for m, count in measures if count > 1)
+        kept += proof_bytes(inspection.device, made)
     return kept
 
 
@@ -109,6 +136,18 @@ def loss_reserve(inspection: Inspection, given_bytes: int) -> int:
     if given_bytes:
         return given_bytes
     return LOSS_FACTOR * inspection.output_bytes - inspection.output_grad_bytes
+
+
+def kept_stages(inspection: Inspection) -> str:
+    """A part of a sentence that names the stages which are never recomputed, with a reason."""
+    if not inspection.reasons:
+        return ""
+    i, reason = next(iter(inspection.reasons.items()))
+    count = sum(inspection.once)
+    return (
+        f". {count} of {len(inspection.measures)} stages are never recomputed, stage "
+        f"{inspection.measures[i].name} for one: {reason}"
+    )
 
 
 def make_plan(
@@ -123,6 +162,7 @@ def make_plan(
     progress: Progress | None = None,
     beside_bytes: int = 0,
     plain_tail: bool = True,
+    verify: str | int = "off",
 ) -> Plan:
     """The best schedule of the algorithm under a limit.
 
@@ -144,6 +184,8 @@ def make_plan(
         Kept beside all that the chain and the executor need, by collectives for instance.
     plain_tail
         Whether plain autograd may run the last stages.
+    verify
+        The steps in which recomputed values are compared.
 
     Raises
     ------
@@ -152,6 +194,7 @@ def make_plan(
         `limit_bytes` is.
     """
     n = len(chain)
+    verified = verify != "off"
     resident = chain.x_bytes[0]
     options = dict(options or {})
 
@@ -165,19 +208,29 @@ def make_plan(
                 f"no schedule fits in a limit of {format_bytes(limit_bytes)} ({limit_bytes} "
                 f"bytes): the least that one fits in is {format_bytes(least)} ({least} bytes), "
                 "above the model and its input. Raise mem_limit, make the batch smaller, or cut "
-                "the largest stage into several",
+                f"the largest stage into several{kept_stages(inspection)}",
                 least,
             ) from error
-        schedule = Schedule(sequence, n, plain_tail=plain_tail)
-        kept = own_bytes(inspection, schedule.runs, rng=rng) + beside_bytes
+        schedule = Schedule(sequence, n, plain_tail=plain_tail, head=inspection.plain[0])
+        kept = own_bytes(inspection, schedule.runs, rng=rng, verified=verified) + beside_bytes
         return Plan(
-            inspection, chain, sequence, schedule, limit_bytes, kept, reserve_bytes=reserve_bytes
+            inspection,
+            chain,
+            sequence,
+            schedule,
+            limit_bytes,
+            kept,
+            reserve_bytes=reserve_bytes,
+            verify=verify,
         )
 
     def fits(plan: Plan) -> bool:
         return plan.predicted_bytes + reserve_bytes <= limit_bytes
 
-    fewest, most = (own_bytes(inspection, [count] * n, rng=rng) + beside_bytes for count in (1, 3))
+    fewest, most = (
+        own_bytes(inspection, [count] * n, rng=rng, verified=verified) + beside_bytes
+        for count in (1, 3)
+    )
     found: Plan | None = None
     refusal: InfeasibleError | None = None
     # What the executor keeps depends on the schedule, and the schedule on what is left for it.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rotor import _core, _torch
+from rotor.places import Saved
 from rotor.stages import Stage
 
 States = list[tuple[torch.Tensor, Any]]
@@ -73,6 +74,7 @@ class Snapshot:
         "_parameters",
         "_rng",
         "_stage",
+        "_state",
         "_states",
         "_versions",
         "_watched",
@@ -86,6 +88,7 @@ class Snapshot:
         self._states = None if rng is None else rng.latest or rng.read()
         self._watched: list[tuple[_torch.Slot, torch.Tensor, int]] = []
         self._buffers: list[tuple[_torch.Slot, torch.Tensor]] = []
+        self._state = Saved(stage.state)
         if stage.buffers:
             self._copy_buffers(stage)
 
@@ -140,9 +143,10 @@ class Snapshot:
     def recompute(self, x: Any, *, last: bool) -> Any:
         """Run the stage again as the first time; the `last` run may use up the copies."""
         self._check_parameters()
-        if not self._buffers and self._states is None:
+        if not self._buffers and not self._state and self._states is None:
             return self._stage(x)
         saved = None
+        current = self._state.current()
         replaced = [slots[name] for (slots, name), _ in self._buffers]
         try:
             if self._states is not None and self._rng is not None:
@@ -150,10 +154,13 @@ class Snapshot:
                 self._rng.write(self._states)
             for (slots, name), copy in self._buffers:
                 slots[name] = copy if last else copy.clone()
+            self._state.put(last=last)
             return self._stage(x)
         finally:
             for ((slots, name), _), buffer in zip(self._buffers, replaced, strict=True):
                 slots[name] = buffer
+            for place, value in current:
+                place.put(value)
             if saved is not None and self._rng is not None:
                 self._rng.write(saved)
 

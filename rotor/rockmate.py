@@ -286,6 +286,11 @@ class Rockmate(GraphCheckpointable):
         overhead
             Give the most that is live during each operation instead, its temporaries counted.
 
+        Returns
+        -------
+        list of int
+            One for each run of an operation.
+
         Raises
         ------
         ValueError
@@ -359,7 +364,8 @@ def _call_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 class PureRotor(Rockmate):
     """`Rockmate` with the chain's algorithm: whole blocks of the model are kept or repeated.
 
-    Blocks lie between the points of the graph that a single tensor passes through.
+    Blocks lie between the points of the graph that a single tensor passes through. For parameters
+    see the class `Rockmate`.
     """
 
     _shown_name = "PureRotor"
@@ -371,6 +377,8 @@ class PureCheckmate(Rockmate):
 
     For graphs of at most 200 operations, and to optimality for 20 to 40; it needs SciPy, and stops
     after ``ilp_time_limit`` seconds, by default 60, with the best found.
+
+    For parameters see the class `Rockmate`.
     """
 
     _shown_name = "PureCheckmate"
@@ -378,7 +386,10 @@ class PureCheckmate(Rockmate):
 
 
 class PureRockmate(Rockmate):
-    """`Rockmate` planned by blocks and by operations: the faster plan is taken."""
+    """`Rockmate` planned by blocks and by operations: the faster plan is taken.
+
+    For parameters see the class `Rockmate`.
+    """
 
     _shown_name = "PureRockmate"
     _solvers = ("blocks", "operations")

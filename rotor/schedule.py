@@ -18,18 +18,23 @@ class Schedule:
         Operations with `.kind` and `.stage`.
     n
         Number of stages.
+    head
+        Leave so many first stages to plain autograd: the sequence runs ``Fe_0 .. Fe_head-1`` first
+        and ``B_head-1 .. B_0`` last.
     plain_tail
         Leave the last stages to plain autograd where the sequence runs
         ``Fe_k .. Fe_n-1 L B_n-1 .. B_k`` around the loss.
 
     Attributes
     ----------
+    head
+        The first stage after those that plain autograd runs at the beginning.
     tail
-        The first stage that plain autograd runs, n when there is none.
+        The first stage that plain autograd runs at the end, n when there is none.
     forward
-        (kind, stage) before the loss, without those of the tail.
+        (kind, stage) before the loss, without those of head and tail.
     segments
-        For each stage before the tail, what its backward does: operations that end in its own B.
+        For each stage between head and tail, what its backward does: operations up to its own B.
     runs
         How often each stage runs forward.
     recomputed
@@ -43,7 +48,9 @@ class Schedule:
         An unknown operation.
     """
 
-    def __init__(self, sequence: Iterable[Any], n: int, *, plain_tail: bool = True) -> None:
+    def __init__(
+        self, sequence: Iterable[Any], n: int, *, plain_tail: bool = True, head: int = 0
+    ) -> None:
         ops = [_read(op) for op in sequence]
         losses = [k for k, (kind, _) in enumerate(ops) if kind == LOSS]
         for kind, stage in ops[: losses[0] if losses else None]:
@@ -58,7 +65,15 @@ class Schedule:
             if not 0 <= stage < n:
                 raise ValueError(f"the sequence names stage {stage}, the chain has {n} stages")
         self.n = n
+        self.head = head
         self.tail = n
+        if before[:head] != [(FE, i) for i in range(head)] or after[len(after) - head :] != [
+            (BACKWARD, i) for i in reversed(range(head))
+        ]:
+            raise ValueError(
+                f"the sequence does not begin with Fe_0 .. Fe_{head - 1} kept to the end"
+            )
+        before, after = before[head:], after[: len(after) - head]
         if plain_tail:
             while (
                 before
@@ -70,8 +85,8 @@ class Schedule:
                 after.pop(0)
                 self.tail -= 1
         self.forward = before
-        self.segments = _cut(after, self.tail)
-        self.runs = [int(i >= self.tail) for i in range(n)]
+        self.segments = _cut(after, head, self.tail)
+        self.runs = [int(not head <= i < self.tail) for i in range(n)]
         for kind, stage in before + after:
             self.runs[stage] += kind != BACKWARD
         self.recomputed = frozenset(i for i in range(n) if self.runs[i] > 1)
@@ -84,7 +99,7 @@ def _read(op: Any) -> tuple[int, int]:
     return _CODES[kind], op.stage
 
 
-def _cut(after: list[tuple[int, int]], tail: int) -> list[list[tuple[int, int]]]:
+def _cut(after: list[tuple[int, int]], head: int, tail: int) -> list[list[tuple[int, int]]]:
     segments: list[list[tuple[int, int]]] = [[] for _ in range(tail)]
     expected = tail - 1
     current: list[tuple[int, int]] = []
@@ -94,13 +109,13 @@ def _cut(after: list[tuple[int, int]], tail: int) -> list[list[tuple[int, int]]]
             if op[1] != expected:
                 raise ValueError(
                     f"B_{op[1]} stands where B_{expected} was expected"
-                    if expected >= 0
+                    if expected >= head
                     else f"B_{op[1]} stands after the last backward"
                 )
             segments[expected] = current
             current = []
             expected -= 1
-    if expected >= 0 or current:
-        missing = f"B_{expected}" if expected >= 0 else "nothing"
+    if expected >= head or current:
+        missing = f"B_{expected}" if expected >= head else "nothing"
         raise ValueError(f"the sequence ends where {missing} was expected")
     return segments

@@ -60,6 +60,9 @@ class ShardedStage(Stage):
                 found[id(parameter)] = parameter
         return list(found.values())
 
+    def graph_leaves(self) -> None:
+        """Whole parameters come and go: nothing is known of them."""
+
     def owners(self) -> list[_fsdp.ShardedParameter | None]:
         """For each of `parameters`, how FSDP2 keeps it; ``None`` where it does not."""
         by_id = {id(o.shard): o for o in self._owners if o is not None}

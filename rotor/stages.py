@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rotor import _fsdp, _torch
+from rotor.places import Place
 
 
 class Stage:
@@ -33,9 +34,18 @@ class Stage:
     mutable_buffers
         Those that a forward changes; a recomputation runs on copies of them. ``None`` when nobody
         looked: then every buffer is taken for one.
+    state
+        Other state that a forward depends on and that the stages change.
     """
 
-    __slots__ = ("_parameter_slots", "buffers", "functions", "mutable_buffers", "names")
+    __slots__ = (
+        "_parameter_slots",
+        "buffers",
+        "functions",
+        "mutable_buffers",
+        "names",
+        "state",
+    )
 
     def __init__(self, names: list[str], functions: list[Callable[[Any], Any]]) -> None:
         self.names = names
@@ -43,6 +53,7 @@ class Stage:
         self._parameter_slots: list[_torch.Slot] = []
         self.buffers: list[_torch.Slot] = []
         self.mutable_buffers: list[_torch.Slot] | None = None
+        self.state: list[Place] = []
         for module in self.modules():
             self._parameter_slots += _torch.parameter_slots(module)
             self.buffers += _torch.buffer_slots(module)
@@ -76,6 +87,10 @@ class Stage:
             if parameter is not None and parameter.requires_grad:
                 found[id(parameter)] = parameter
         return list(found.values())
+
+    def graph_leaves(self) -> list[nn.Parameter] | None:
+        """The parameters that its graph can end in; ``None`` where that cannot be seen."""
+        return self.parameters()
 
     def standing(self) -> list[Any]:
         """Whatever stands where the parameters stood when the stage was made."""

@@ -8,7 +8,7 @@ mean and bytes the most, and the first rank plans.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +46,12 @@ class ShardedMeasuring(Measuring):
     run_class = ShardedRun
     # What a thread of gloo gives back is not seen by the meter of the CPU: the least is right.
     metered_rounds = 3
+
+    @staticmethod
+    def around(stage: Stage) -> AbstractContextManager[None]:
+        """The stage's units reduce their gradients, those around it wait."""
+        assert isinstance(stage, ShardedStage)
+        return _fsdp.alone(stage.units)
 
     def stage(self, i: int) -> StageMeasure:
         """Measure stage i; its units reduce their gradients, those around it wait."""
@@ -304,7 +310,7 @@ def plan_once(
         inspection,
         chain,
         sequence,
-        Schedule(sequence, len(chain), plain_tail=plain_tail),
+        Schedule(sequence, len(chain), plain_tail=plain_tail, head=inspection.plain[0]),
         limit,
         own_bytes,
         reserve_bytes=reserve,

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import rotor
-from rotor import _core, algorithms, graph, models, simrd
+from rotor import _core, algorithms, experiments, graph, models, simrd
 from rotor.simrd import networks
 
 
 def main(folder: str | None) -> None:
     """Run them; fails at the first that does not work."""
-    modules = (rotor, models, models.resnet, _core, algorithms, graph, simrd)
+    modules = (rotor, models, models.resnet, _core, algorithms, experiments, graph, simrd)
     if folder is not None:
         for module in modules:
             found = Path(module.__file__).resolve()
@@ -35,6 +35,9 @@ def main(folder: str | None) -> None:
 
     result = simrd.simulate(networks.linear(64), "DTREqClass", ratio=0.25)
     assert result.status == "ok"
+    logs = sorted(experiments.shipped_logs().glob("*.log.gz"))
+    assert logs
+    assert all(simrd.simulate(simrd.parse(log), ratio=1.0).status == "ok" for log in logs)
 
     torch.manual_seed(0)
     model = rotor.Checkpointable(

@@ -269,7 +269,7 @@ def test_fitting(capsys):
     assert code == 0
     assert "rotor, largest" in out
     assert "least" in out
-    assert "batch 32, rotor: least" in err
+    assert "batch 32 (rotor): least" in err
 
 
 def test_models_of_rotor_by_name_and_inputs_by_name(capsys):

@@ -22,6 +22,7 @@ STATES = {
 """What is about the state of a model or machine; errors about arguments speak for themselves."""
 PASSED_ON = {
     "capture",
+    "unrepeatable",
     "over",
     "busy",
     "the graph has no fake tensors",

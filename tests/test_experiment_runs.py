@@ -86,6 +86,13 @@ def test_a_device_that_is_not_there_is_an_error(calls):
         process.describe("cuda:9", WORKER)
 
 
+def test_the_reason_why_nothing_can_run_is_told(calls):
+    worker = (*WORKER[:2], "-c", "import no_such_module")
+    with pytest.raises(ValueError, match="last words: ModuleNotFoundError: No module named 'no_s"):
+        process.describe("cpu", worker)
+    assert calls.exists()
+
+
 # -- runs
 
 

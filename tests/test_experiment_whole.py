@@ -9,11 +9,11 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from rotor.models import workloads
+from experiment_served import served_here
 
-from rotor import dtr, simrd
+from rotor import simrd
 from rotor.cli import main
-from rotor.experiments import process, worker
+from rotor.experiments import process
 
 EXTRA = {"batch_size": 16, "extra_params": {"depth": 4, "mem_dim": 48, "in_dim": 16}}
 SWEPT = {"batch_size": 16, "extra_params": {"depth": [3, 4], "mem_dim": 48, "in_dim": 16}}
@@ -63,24 +63,6 @@ class Hook:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
-
-
-def served_here(requests: list[dict]):
-    """What stands for `process.ask`: the worker's code, without a process."""
-
-    def ask(request, limits, *, worker=None, environment=None):
-        requests.append(dict(request))
-        if request["request"] == "describe":
-            found = worker_module.describe(request["device"], workloads)
-            return process.Answer([{"event": "described", **found}])
-        events: list[dict] = []
-        worker_module.run(dict(request), events.append, workloads, dtr)
-        return process.Answer(json.loads(json.dumps(events)))
-
-    return ask
-
-
-worker_module = worker
 
 
 @pytest.fixture(params=["here", pytest.param("in processes", marks=pytest.mark.slow)])

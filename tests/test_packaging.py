@@ -82,11 +82,12 @@ def test_the_sdist_has_every_source(unpacked):
     expected = {"setup.py", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "Makefile"}
     expected |= {"CONTRIBUTING.md", "CITATION.cff"}
     expected |= files_under("csrc", ".c", ".h")
-    expected |= files_under("rotor", ".py", ".pyi", ".typed", ".css", ".js", ".json")
+    expected |= files_under("rotor", ".py", ".pyi", ".typed", ".css", ".js", ".json", ".gz")
     expected |= files_under("models", ".py")
     expected |= files_under("tests", ".py", ".c", ".h", ".json")
     expected |= files_under("benchmarks", ".py", ".json")
     expected |= files_under("docs", ".md", ".py")
+    expected |= files_under("tutorials", ".py", ".ipynb")
     present = {p.relative_to(unpacked).as_posix() for p in unpacked.rglob("*") if p.is_file()}
     assert expected - present == set()
     assert not any(name.endswith((".so", ".pyc")) for name in present)
@@ -95,7 +96,7 @@ def test_the_sdist_has_every_source(unpacked):
 def test_the_wheel_has_the_package_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    expected = files_under("rotor", ".py", ".pyi", ".typed", ".css", ".js", ".json")
+    expected = files_under("rotor", ".py", ".pyi", ".typed", ".css", ".js", ".json", ".gz")
     expected |= {f"rotor/{name}" for name in files_under("models", ".py")}
     assert expected - names == set()
     extensions = [

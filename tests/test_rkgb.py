@@ -131,12 +131,14 @@ def test_views_of_one_graph(result, net, sample):
         op.name for op in whole.operations if op.phase == "forward"
     ]
     once = simulate(whole, range(len(whole)))
-    for smaller in (result.S, result.P):
-        assert len(smaller) <= len(whole)
-        program = simulate(smaller, range(len(smaller)))
-        assert program.time_ns == once.time_ns
-        assert program.peak_bytes >= once.peak_bytes
-    assert {op.module for op in result.P.operations} >= {"conv", "blocks.0", "blocks.2"}
+    partitioned = simulate(result.P, range(len(result.P)))
+    assert len(result.P) < len(whole)
+    assert partitioned.time_ns == once.time_ns
+    assert partitioned.peak_bytes >= once.peak_bytes
+    assert len(result.S) < len(result.F) < len(whole)
+    assert result.S.total_time == pytest.approx(result.F.total_time)
+    assert {op.phase for op in result.S.operations} == {"forward"}
+    assert {op.module for op in result.P.operations} >= {"conv", "norm", "blocks.0", "blocks.2"}
 
 
 def test_the_raw_graph_has_views_that_cost_nothing(result):
@@ -158,11 +160,11 @@ def test_the_raw_graph_has_views_that_cost_nothing(result):
 def test_graphs_are_printed(result, tmp_path):
     paths = rkgb.print_all_graphs(result, name=tmp_path / "here" / "net", render_format="dot")
     assert [path.name for path in paths] == [
-        "net_raw.dot",
-        "net_forward.dot",
-        "net_simplified.dot",
-        "net_forward_and_backward.dot",
-        "net_partitioned.dot",
+        "net_D_graph.dot",
+        "net_S_graph.dot",
+        "net_K_graph.dot",
+        "net_S_graph_list.dot",
+        "net_K_graph_list.dot",
     ]
     assert all(path.read_text(encoding="utf-8").startswith("digraph") for path in paths)
     with pytest.raises(ValueError, match="no format is named 'gif', expected one of svg, pdf"):
@@ -173,6 +175,7 @@ def test_published_names(net, sample):
     assert rotor.rkgb is rkgb
     assert isinstance(rkgb.test_rkgb(net, (sample, 0.5)), rkgb.Result)
     assert isinstance(rkgb.make_all_graphs(net, {"x": sample}).F, Graph)
+    assert rkgb.all_graphs is rkgb.Result
 
 
 # -- Rockmate

@@ -73,7 +73,7 @@ net = Net()
 # %% [markdown]
 # ## The same as a Sequential
 #
-# rotor takes `Net` as it is: the [next tutorial](02_any_model.py) does that. Here we write it as
+# rotor takes `Net` as it is: the [next tutorial](02_any_model.ipynb) does that. Here we write it as
 # an `nn.Sequential`, because a chain of stages is the case in which the best schedule can be
 # *proven*, and because you can read the schedule.
 #
@@ -347,4 +347,4 @@ loss.backward()
 print(with_loss.report())
 
 # %% [markdown]
-# Next: [any model](02_any_model.py), without Sequential.
+# Next: [any model](02_any_model.ipynb), without Sequential.

@@ -266,6 +266,6 @@ print(adaptive.display())
 
 # %% [markdown]
 # `engine="graph"` makes that an error instead. Where nothing can be captured, the dynamic engine
-# runs the model: [dynamic models](04_dynamic_models.py).
+# runs the model: [dynamic models](04_dynamic_models.ipynb).
 #
-# Next: [reading the curve and the report](03_reading_the_curve.py).
+# Next: [reading the curve and the report](03_reading_the_curve.ipynb).

@@ -246,4 +246,4 @@ for share in (0.75, 0.5):
     print(f"{gibibytes:.2f} GiB: {program.slowdown:.3f} x the time, predicted")
 
 # %% [markdown]
-# Next: [dynamic models](04_dynamic_models.py), where nothing can be planned beforehand.
+# Next: [dynamic models](04_dynamic_models.ipynb), where nothing can be planned beforehand.

@@ -208,7 +208,7 @@ for heuristic in ("DTREqClass", "DTR", "LRU", "LargestStorage", "RandomStorage")
 # A heuristic that suits a program badly makes it *thrash*: what was brought back is evicted again
 # before it was of use. A `MemoryLimitWarning` says so, and the runtime then holds on to what came
 # back most often. How the heuristics fare on other programs and budgets can be asked of the
-# [simulator](05_simulator_and_experiments.py), without running the model again.
+# [simulator](05_simulator_and_experiments.ipynb), without running the model again.
 #
 # ## Reads that no operator makes
 #
@@ -250,4 +250,4 @@ print(limited.display())
 # [Any eager program](../docs/dynamic.md) has the rules, and what cannot be promised: other
 # threads, and extensions that read memory off PyTorch's dispatcher.
 #
-# Next: [the simulator](05_simulator_and_experiments.py).
+# Next: [the simulator](05_simulator_and_experiments.ipynb).

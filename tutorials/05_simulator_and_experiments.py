@@ -222,4 +222,4 @@ Image(out / "graph" / "small_ratio.png", width=420)
 # Everything it measured is in `data/`, with confidence intervals; an interrupted run goes on
 # where it was. [Experiments](../docs/experiments.md) has all settings.
 #
-# Next: [many GPUs](06_many_gpus.py).
+# Next: [many GPUs](06_many_gpus.ipynb).

@@ -5,24 +5,6 @@
 #include "probe.h"
 #include "vector.h"
 
-enum { FEW = 8 };
-
-/* What an operator made or wrote to. */
-typedef struct {
-    PyObject **places; /* references */
-    int64_t *bytes;
-    int32_t *origins; /* -1 for what is new */
-    int32_t *indices; /* among the results, -1 for what was written to */
-    int32_t *nodes;
-    int64_t count;
-    int64_t capacity;
-    int64_t largest;
-    PyObject *few_places[FEW];
-    int64_t few_bytes[FEW];
-    int32_t few_numbers[3 * FEW];
-    void *blocks[3]; /* where there are more than a few */
-} made_t;
-
 typedef struct {
     PyObject *session;
     const rotor_kernel_t *kernel;
@@ -38,82 +20,6 @@ static int call_is_true(PyObject *function) {
     int is_true = answer == NULL ? -1 : PyObject_IsTrue(answer);
     Py_XDECREF(answer);
     return is_true;
-}
-
-static void init_made(made_t *made) {
-    made->places = made->few_places;
-    made->bytes = made->few_bytes;
-    made->origins = made->few_numbers;
-    made->indices = made->few_numbers + FEW;
-    made->nodes = made->few_numbers + 2 * FEW;
-    made->count = made->largest = 0;
-    made->capacity = FEW;
-    made->blocks[0] = made->blocks[1] = made->blocks[2] = NULL;
-}
-
-static void free_made(made_t *made) {
-    for (int64_t k = 0; k < made->count; k++) {
-        Py_DECREF(made->places[k]);
-    }
-    for (int k = 0; k < 3; k++) {
-        PyMem_Free(made->blocks[k]);
-    }
-}
-
-static int grow_made(made_t *made) {
-    size_t count = (size_t)made->count;
-    size_t capacity = 4 * count;
-    void *blocks[3] = {PyMem_Calloc(capacity, sizeof(*made->places)),
-                       PyMem_Calloc(capacity, sizeof(*made->bytes)),
-                       PyMem_Calloc(3 * capacity, sizeof(*made->origins))};
-    if (blocks[0] == NULL || blocks[1] == NULL || blocks[2] == NULL) {
-        for (int k = 0; k < 3; k++) {
-            PyMem_Free(blocks[k]);
-        }
-        PyErr_NoMemory();
-        return -1;
-    }
-    int32_t *numbers = blocks[2];
-    memcpy(blocks[0], made->places, count * sizeof(*made->places));
-    memcpy(blocks[1], made->bytes, count * sizeof(*made->bytes));
-    memcpy(numbers, made->origins, count * sizeof(*numbers));
-    memcpy(numbers + capacity, made->indices, count * sizeof(*numbers));
-    made->places = blocks[0];
-    made->bytes = blocks[1];
-    made->origins = numbers;
-    made->indices = numbers + capacity;
-    made->nodes = numbers + 2 * capacity;
-    made->capacity = (int64_t)capacity;
-    for (int k = 0; k < 3; k++) {
-        PyMem_Free(made->blocks[k]);
-        made->blocks[k] = blocks[k];
-    }
-    return 0;
-}
-
-static int add_made(made_t *made, PyObject *ref, int64_t bytes, int32_t index, int32_t origin) {
-    if (made->count == made->capacity && grow_made(made) != 0) {
-        return -1;
-    }
-    made->places[made->count] = Py_NewRef(ref);
-    made->bytes[made->count] = bytes;
-    made->indices[made->count] = index;
-    made->origins[made->count++] = origin;
-    made->largest = rotor_max(made->largest, bytes);
-    return 0;
-}
-
-static PyObject *numbers_of(const int32_t *numbers, int64_t count) {
-    PyObject *tuple = PyTuple_New((Py_ssize_t)count);
-    for (int64_t k = 0; tuple != NULL && k < count; k++) {
-        PyObject *number = PyLong_FromLong(numbers[k]);
-        if (number == NULL) {
-            Py_CLEAR(tuple);
-        } else {
-            PyTuple_SET_ITEM(tuple, (Py_ssize_t)k, number);
-        }
-    }
-    return tuple;
 }
 
 /* Whether the results are what the handler can take in: strided, on the device that counts. */
@@ -133,7 +39,7 @@ static enum rotor_reading are_plain(rotor_handler_t *self, PyObject *value) {
     return rotor_handler_is_plain(self, value);
 }
 
-static int take_storage(rotor_handler_t *self, PyObject *tensor, int32_t index, made_t *made) {
+static int take_storage(rotor_handler_t *self, PyObject *tensor, int32_t index, rotor_made_t *made) {
     PyObject *storage = PyObject_CallMethodNoArgs(tensor, self->names[NAME_untyped_storage]);
     PyObject *key = storage == NULL ? NULL : PyObject_GetAttr(storage, self->parts[PART_KEY_NAME]);
     PyObject *nbytes = NULL, *ref = NULL;
@@ -155,7 +61,7 @@ static int take_storage(rotor_handler_t *self, PyObject *tensor, int32_t index, 
         goto out;
     }
     bytes = (bytes + self->block_bytes - 1) / self->block_bytes * self->block_bytes;
-    ret = add_made(made, ref, bytes, index, -1);
+    ret = rotor_made_add(made, ref, bytes, index, -1);
 out:
     Py_XDECREF(storage);
     Py_XDECREF(key);
@@ -164,7 +70,7 @@ out:
     return ret;
 }
 
-static int take_storages(rotor_handler_t *self, PyObject *value, int32_t *index, made_t *made) {
+static int take_storages(rotor_handler_t *self, PyObject *value, int32_t *index, rotor_made_t *made) {
     if (PyList_Check(value) || PyTuple_Check(value)) {
         for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(value); k++) {
             if (take_storages(self, PySequence_Fast_GET_ITEM(value, k), index, made) != 0) {
@@ -200,7 +106,7 @@ static enum rotor_reading look_at_written(rotor_handler_t *self, run_t *run) {
 }
 
 /* A new version of each input that is written to and not a source. */
-static int take_written(rotor_handler_t *self, made_t *made) {
+static int take_written(rotor_handler_t *self, rotor_made_t *made) {
     const rotor_recorder_t *book = &self->recorder->book;
     int64_t first = made->count;
     for (int64_t k = 0; k < self->input_count; k++) {
@@ -213,7 +119,7 @@ static int take_written(rotor_handler_t *self, made_t *made) {
         for (int64_t i = first; i < made->count; i++) {
             is_known |= made->origins[i] == ref->node;
         }
-        if (!is_known && add_made(made, (PyObject *)ref, book->nodes[ref->node].bytes, -1,
+        if (!is_known && rotor_made_add(made, (PyObject *)ref, book->nodes[ref->node].bytes, -1,
                                   (int32_t)ref->node) != 0) {
             return -1;
         }
@@ -264,15 +170,15 @@ PyObject *rotor_handler_flags(rotor_handler_t *self) {
 }
 
 /* What Python makes a `Record` of when the operation has to run again. */
-static PyObject *record_of(rotor_handler_t *self, const run_t *run, const made_t *made) {
+static PyObject *record_of(rotor_handler_t *self, const run_t *run, const rotor_made_t *made) {
     int64_t at = 0;
     PyObject *flags = rotor_handler_flags(self);
     PyObject *args = flags == NULL ? NULL : rotor_handler_pattern(self, run->args, &at);
     PyObject *kwargs = run->kwargs == NULL ? Py_NewRef(Py_None) : PyDict_New();
     PyObject *counted =
         PyLong_FromLongLong(run->needs->is_measured ? run->needs->workspace_bytes : 0);
-    PyObject *indices = numbers_of(made->indices, made->count);
-    PyObject *origins = numbers_of(made->origins, made->count);
+    PyObject *indices = rotor_numbers_of(made->indices, made->count);
+    PyObject *origins = rotor_numbers_of(made->origins, made->count);
     PyObject *record = NULL;
     if (args == NULL || kwargs == NULL || counted == NULL || indices == NULL || origins == NULL) {
         goto out;
@@ -358,12 +264,12 @@ static int prepare(rotor_handler_t *self, const run_t *run) {
 }
 
 static int complete(rotor_handler_t *self, const run_t *run, PyObject *results, int64_t took) {
-    made_t made;
+    rotor_made_t made;
     int32_t index = 0;
     int ret = -1;
     PyObject *record = NULL;
 
-    init_made(&made);
+    rotor_made_init(&made);
     if (take_storages(self, results, &index, &made) != 0 || take_written(self, &made) != 0) {
         goto out;
     }
@@ -396,7 +302,7 @@ static int complete(rotor_handler_t *self, const run_t *run, PyObject *results, 
     ret = 0;
 out:
     Py_XDECREF(record);
-    free_made(&made);
+    rotor_made_free(&made);
     return ret;
 }
 

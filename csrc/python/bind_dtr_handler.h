@@ -117,6 +117,7 @@ typedef struct {
     int32_t sole_references;
     char is_cpu;
     char is_open;
+    char is_verifying; /* Python runs operators again, and compares */
     char has_views;
     char watches_writes; /* Python wants to hear of every write to a source */
     bool is_busy;
@@ -134,6 +135,31 @@ typedef struct {
     int64_t mark_capacity;
     int32_t round;
 } rotor_handler_t;
+
+enum { ROTOR_FEW = 8 };
+
+/* What an operator made or wrote to. */
+typedef struct {
+    PyObject **places; /* references */
+    int64_t *bytes;
+    int32_t *origins; /* -1 for what is new */
+    int32_t *indices; /* among the results, -1 for what was written to */
+    int32_t *nodes;
+    int64_t count;
+    int64_t capacity;
+    int64_t largest;
+    PyObject *few_places[ROTOR_FEW];
+    int64_t few_bytes[ROTOR_FEW];
+    int32_t few_numbers[3 * ROTOR_FEW];
+    void *blocks[3]; /* where there are more than a few */
+} rotor_made_t;
+
+void rotor_made_init(rotor_made_t *made);
+void rotor_made_free(rotor_made_t *made);
+/* index: among the results, -1 for what was written to; origin: -1 for what is new. */
+int rotor_made_add(rotor_made_t *made, PyObject *ref, int64_t bytes, int32_t index,
+                   int32_t origin);
+PyObject *rotor_numbers_of(const int32_t *numbers, int64_t count);
 
 enum rotor_reading { READ_OK, READ_SLOW, READ_ERROR };
 

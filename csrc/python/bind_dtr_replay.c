@@ -237,7 +237,7 @@ out:
 /* Whether this file runs a record; -1 with an exception. */
 static int is_ours(rotor_handler_t *self, PyObject *record) {
     if (!PyTuple_CheckExact(record) || !self->is_cpu || !self->has_views ||
-        PyTuple_GET_ITEM(record, RECORD_STATE) != Py_None) {
+        self->is_verifying || PyTuple_GET_ITEM(record, RECORD_STATE) != Py_None) {
         return 0;
     }
     PyObject *origins = PyTuple_GET_ITEM(record, RECORD_ORIGINS);

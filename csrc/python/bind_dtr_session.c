@@ -200,6 +200,8 @@ static PyMethodDef handler_methods[] = {
 
 static PyMemberDef handler_members[] = {
     {"is_open", T_BOOL, offsetof(rotor_handler_t, is_open), 0, "Whether deaths count."},
+    {"is_verifying", T_BOOL, offsetof(rotor_handler_t, is_verifying), 0,
+     "Whether Python runs operators again."},
     {"watches_writes", T_BOOL, offsetof(rotor_handler_t, watches_writes), 0,
      "Whether Python handles what writes to sources."},
     {"kernels", T_OBJECT, offsetof(rotor_handler_t, kernels), READONLY, "By operator."},

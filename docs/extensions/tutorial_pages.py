@@ -90,7 +90,7 @@ def page_of(notebook: Any, stem: str, folder: Path) -> str:
     count = 0
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            text = re.sub(r"\]\((\d\d_\w+)\.py\)", r"](\1.md)", cell.source)
+            text = re.sub(r"\]\((\d\d_\w+)\.ipynb\)", r"](\1.md)", cell.source)
             parts.append(text.replace("](../docs/", "](../"))
         else:
             parts.append(fenced(cell.source, "python"))

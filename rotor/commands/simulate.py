@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rotor.commands import add_output, examples, number, say, write_json
+from rotor.experiments import shipped_logs
 from rotor.report.text import table
 from rotor.simrd import heuristics, runtimes
 from rotor.simrd.logs import Log, parse
@@ -31,13 +33,16 @@ def add(commands: Any) -> None:
         description="Replay a log under one or several budgets and heuristics. Exits with 1 where "
         "a run is out of memory or thrashes.",
         epilog=examples(
-            "simulate model.log --ratio 0.5",
+            "simulate unet --ratio 0.5",
             "simulate model.log --heuristic DTR LRU --ratio 0.3 0.5",
             'simulate model.log.gz --budget "8 GB" --stats',
         ),
     )
     sub.add_argument(
-        "log", metavar="LOG", help="a log, plain or gzipped; it stands before the options"
+        "log",
+        metavar="LOG",
+        help="a log, plain or gzipped, or one that `rotor experiment list` lists, by its name; it "
+        "stands before the options",
     )
     sub.add_argument(
         "--heuristic",
@@ -128,7 +133,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     runtime = runtimes.get(arguments.runtime)
     for heuristic in arguments.heuristic:
         heuristics.check(heuristic, runtime.serves, runtime.name)
-    log = parse(arguments.log)
+    log = parse(_path(arguments.log))
     results = [
         simulate(
             log,
@@ -161,6 +166,13 @@ def _simulate(arguments: argparse.Namespace) -> int:
 def _write_json(results: Sequence[Result], target: str) -> None:
     data = [result.to_dict() for result in results]
     write_json(data[0] if len(data) == 1 else data, target)
+
+
+def _path(name: str) -> str:
+    """Return a path as it is, and that of a shipped log for its name, such as ``unet``."""
+    shipped = shipped_logs() / f"{name}.log.gz"
+    is_name = os.path.basename(name) == name and not os.path.exists(name)
+    return str(shipped) if is_name and shipped.is_file() else name
 
 
 def _write_trace(result: Result, log: Log, path: Path) -> None:

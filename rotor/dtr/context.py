@@ -47,6 +47,7 @@ def budget(
     record_log: Observer | str | os.PathLike[str] | BinaryIO | None = None,
     storage_swap: bool | None = None,
     device: torch.device | str | None = None,
+    verify: str = "off",
 ) -> Iterator[Session]:
     """Run a program with at most so much memory above the level on entry.
 
@@ -81,6 +82,8 @@ def budget(
         default is what this PyTorch can do.
     device
         Whose memory is limited; CUDA where it is in use, else the CPU.
+    verify
+        "always": compare checksums of all bits when something is computed again; "off".
 
     Yields
     ------
@@ -91,6 +94,8 @@ def budget(
     ------
     BudgetError
         The program cannot go on in the budget; it says what would do.
+    RecomputationError
+        Something was computed again and came out otherwise (``verify="always"``).
     RuntimeError
         There is a budget already, or a function is being compiled.
 
@@ -124,6 +129,8 @@ def budget(
     found = torch.device(device)
     if str(found) == "cuda":
         found = torch.device("cuda", torch.cuda.current_device())
+    if verify not in ("always", "off"):
+        raise ValueError(f'verify={verify!r}, expected "always" or "off"')
     if _current:
         raise RuntimeError("budgets do not nest: leave the one before, or change its limit")
     session = Session(
@@ -136,6 +143,7 @@ def budget(
         storage_swap=storage_swap,
         device=found,
         observer=None,
+        verify=verify == "always",
     )
     session.observer = _observer_of(record_log, session)
     _current.append(session)

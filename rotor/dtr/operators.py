@@ -27,6 +27,12 @@ _BATCH_NORMS = {
 # the generators, so running one again would make something else.
 _OWN_STATES = {"aten::_cudnn_rnn": 11, "aten::miopen_rnn": 9}
 
+# Operators of PyTorch and its libraries repeat, unless they say that they draw random numbers.
+_OWN_NAMESPACES = {
+    *("aten", "prims", "prim", "mkldnn", "mkl", "onednn", "quantized", "_quantized", "sparse"),
+    *("torchvision", "inductor", "_c10d_functional", "c10d", "c10d_functional", "profiler"),
+}
+
 # They change the size of a storage, or what a tensor lies on.
 _RESHAPING = {
     "aten::resize_",
@@ -58,6 +64,8 @@ class Operator:
         Positions and names of the arguments that it writes to.
     is_random
         Draws random numbers.
+    is_custom
+        Not one of PyTorch's own: what it depends on is unknown.
     dropout
         Position of a dropout that no generator decides on, and before that of ``train``; -1 for
         other operators.
@@ -69,11 +77,19 @@ class Operator:
         The sizes of its results depend on the elements that it reads.
     kernel
         All this for the handler in C.
+
+    Parameters
+    ----------
+    call
+        The overload.
+    is_watched
+        Python runs it, though nothing about it is unusual.
     """
 
     __slots__ = (
         "call",
         "dropout",
+        "is_custom",
         "is_fresh",
         "is_random",
         "is_reshaping",
@@ -86,7 +102,7 @@ class Operator:
         "written",
     )
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, *, is_watched: bool = False) -> None:
         schema = _dispatch.schema_of(call)
         self.call: Callable[..., Any] = call
         self.name: str = schema.name
@@ -102,6 +118,7 @@ class Operator:
         )
         self.is_fresh = call is aten.lift_fresh.default
         tags = call.tags
+        self.is_custom = self.name.partition("::")[0] not in _OWN_NAMESPACES
         self.is_random = torch.Tag.nondeterministic_seeded in tags
         self.dropout = _OWN_STATES.get(self.name, -1)
         self.varies = torch.Tag.dynamic_output_shape in tags
@@ -113,7 +130,13 @@ class Operator:
         if self.training >= 0 and self.written:
             self.replay = _without_statistics
         is_plain = not (
-            self.is_random or self.is_view or self.varies or self.is_reshaping or self.training >= 0
+            self.is_random
+            or self.is_custom
+            or self.is_view
+            or self.varies
+            or self.is_reshaping
+            or self.training >= 0
+            or is_watched
         )
         self.kernel = _core.Kernel(
             self,

@@ -12,6 +12,7 @@ import torch
 
 from rotor import _core, _dispatch, _torch, memory
 from rotor.dtr.records import Record
+from rotor.dtr.repeating import Verifier
 from rotor.dtr.signatures import known_needs
 from rotor.dtr.storages import StorageRef, bytes_of
 from rotor.errors import BudgetError, MemoryLimitWarning
@@ -127,6 +128,8 @@ class Recall:
         storage_swap: bool | None,
         device: torch.device,
         observer: Observer | None,
+        verify: bool = False,
+        kept: set[str] | None = None,
     ) -> None:
         super().__init__()
         self.device = device
@@ -154,6 +157,9 @@ class Recall:
             has_views=self._bytes.views,
         )
         self._handler.observer = observer
+        self._kept = set() if kept is None else kept
+        self._verifier = Verifier(self._book, self._kept.update) if verify else None
+        self._handler.is_verifying = verify
         self._lock = threading.RLock()
         self._is_cpu = device.type == "cpu"
         self._is_open = True
@@ -173,14 +179,29 @@ class Recall:
     def observer(self, observer: Observer | None) -> None:
         self._handler.observer = observer
 
-    def _make_room(self, nbytes: int, least: int) -> None:
-        """Evict until `nbytes` fit, or, where nothing is left to evict, at least `least`."""
+    @property
+    def is_verifying(self) -> bool:
+        """Whether what is computed again is compared with what it was."""
+        return self._verifier is not None
+
+    def stop_verifying(self) -> None:
+        """Compare nothing from now on."""
+        self._verifier = None
+        self._handler.is_verifying = False
+
+    def _make_room(self, nbytes: int, least: int, *, is_wish: bool = False) -> None:
+        """Evict until `nbytes` fit, or, where nothing is left to evict, at least `least`.
+
+        Where this is a wish, it may stay one.
+        """
         make_room = self._book.make_room
         start = perf_counter_ns()
         taking = 0
         found = make_room(nbytes)
         while found:
             now = perf_counter_ns()
+            if self._verifier is not None:
+                self._verifier.evicting(found[1], found[0])
             self._bytes.take(found[0])
             if self.observer is not None:
                 self.observer.evicted(found[1])
@@ -194,7 +215,7 @@ class Recall:
             return
         assert self.limit is not None
         current = self._book.counters()["current_bytes"] + _scraps(self.limit)
-        if current + least <= self.limit:
+        if is_wish or current + least <= self.limit:
             return
         if self._strict and not self._is_leaving:
             raise self._no_room(current, least)
@@ -217,6 +238,7 @@ class Recall:
             f"bytes beside {current} that cannot be evicted ({len(kept)} storages, the largest "
             f"{named}); a budget of {minimum} bytes gets past this operation",
             minimum,
+            nbytes,
         )
 
     def _storage(self, node: int) -> torch.UntypedStorage:
@@ -258,6 +280,9 @@ class Recall:
         for k, node, storage, _ in wanted:
             index, origin = record.outputs[k], record.origins[k]
             made = results[index].untyped_storage() if index >= 0 else storage_of(origin)
+            if self._verifier is not None:
+                result = results[index] if index >= 0 else None
+                self._verifier.replayed(record, k, node, made, result, storage is not None)
             if storage is None:
                 book.hold(node, made)
                 continue

@@ -86,6 +86,9 @@ class Record:
     needs, counted_bytes
         What it takes, which may become known later; the part of its workspace that the book
         knows.
+    sums
+        Checksums of what it made first, parallel to `outputs` as far as that is new; ``None``:
+        not noted.
     """
 
     __slots__ = (
@@ -100,6 +103,7 @@ class Record:
         "origins",
         "outputs",
         "state",
+        "sums",
     )
 
     def __init__(
@@ -127,6 +131,19 @@ class Record:
         self.state = state
         self.needs = needs
         self.counted_bytes = counted_bytes
+        self.sums: list[int | torch.Tensor] | None = None
+
+    def nodes(self) -> set[int]:
+        """Return the nodes that its arguments lie on."""
+        found: set[int] = set()
+        waiting: list[Any] = [*self.args, *self.kwargs.values()]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, tuple):
+                found.add(value[0])
+            elif isinstance(value, list):
+                waiting.extend(value)
+        return found
 
     def run(self, storage_of: Callable[[int], torch.UntypedStorage]) -> list[torch.Tensor]:
         """Run it on these storages of its nodes, as it ran first.

@@ -12,6 +12,7 @@ from rotor import _dispatch, _profiler, _torch, memory
 from rotor.dtr.operators import Operator
 from rotor.dtr.recall import LONGEST_CHAIN, SMALL_BYTES, Recall, Stats
 from rotor.dtr.records import Needs, Record, pattern, tensors_of
+from rotor.dtr.repeating import known_repeats, repeats
 from rotor.dtr.signatures import (
     guess,
     remember,
@@ -60,6 +61,7 @@ class Session(Recall, _dispatch.DispatchMode):
         super().__init__(limit, device=device, **settings)
         self._handler.watches_writes = type(self)._protect is not Recall._protect
         self._warned_chain = False
+        self._warned_kept: set[str] = set()
         self._generator_bytes: dict[torch.device, int] = {}
 
     # -- figures
@@ -85,6 +87,11 @@ class Session(Recall, _dispatch.DispatchMode):
     def counters(self) -> dict[str, int]:
         """The figures of the book: bytes, nodes, records, times; for tests and reports."""
         return self._book.counters()
+
+    @property
+    def compared(self) -> int:
+        """How many values that were computed again were compared, bit for bit."""
+        return 0 if self._verifier is None else self._verifier.compared
 
     def reset_profile(self) -> None:
         """Begin counts, times and the peak anew."""
@@ -148,7 +155,8 @@ class Session(Recall, _dispatch.DispatchMode):
             return NotImplemented
         kernel = self._handler.kernels.get(func)
         if kernel is None:
-            kernel = self._handler.kernels[func] = Operator(func).kernel
+            is_watched = bool(self._kept) and _dispatch.schema_of(func).name in self._kept
+            kernel = self._handler.kernels[func] = Operator(func, is_watched=is_watched).kernel
         operator = kernel.operator
         if kwargs is None:
             kwargs = {}
@@ -211,6 +219,8 @@ class Session(Recall, _dispatch.DispatchMode):
         recorded = len(nodes)
         nodes.extend(hidden)
 
+        if operator.name in self._kept:
+            is_recording = False
         varies = operator.varies and varies_by_elements(operator, args)
         needs = self._needs_of(operator, args, kwargs, refs)
         generator = state = None
@@ -218,7 +228,7 @@ class Session(Recall, _dispatch.DispatchMode):
         book.begin(nodes)
         try:
             self._catch_up()
-            if operator.is_random:
+            if operator.is_random or operator.is_custom:
                 generator = self._generator(kwargs)
                 kept_bytes = self._state_bytes(generator)
             if varies:
@@ -227,8 +237,10 @@ class Session(Recall, _dispatch.DispatchMode):
             self._make_room(
                 needs.made_bytes + needs.workspace_bytes + kept_bytes, least + kept_bytes
             )
+            states = []
             if generator is not None:
                 state = generator.get_state()
+                states = self._states(operator, generator, state)
             watches = self._is_cpu and (varies or not needs.is_measured)
             if not watches or _profiler.profiler_in_use():
                 start = perf_counter_ns()
@@ -240,6 +252,12 @@ class Session(Recall, _dispatch.DispatchMode):
                 results, peak = run_measured(operator.call, args, kwargs)
                 took = perf_counter_ns() - start
             _refuse_opaque(results)
+            self._has_run(needs, state)
+            if operator.is_custom and is_recording:
+                is_recording = self._may_repeat(operator, args, kwargs, results, needs, states)
+            if operator.is_custom and torch.equal(states[0][0].get_state(), states[0][1]):
+                generator = state = None
+                kept_bytes = 0
             call = Call(operator, replay_args, kwargs, node_of, nodes, recorded, refs, written)
             self._complete(
                 call, results, needs, is_recording, took, peak, (generator, state, kept_bytes)
@@ -250,6 +268,58 @@ class Session(Recall, _dispatch.DispatchMode):
         if varies and peak >= 0:
             self._note_varying(operator, args, kwargs, needs)
         return results
+
+    def _has_run(self, needs: Needs, state: torch.Tensor | None) -> None:
+        """An operator has run, before its results are taken in."""
+
+    def _states(
+        self, operator: Operator, generator: torch.Generator, state: torch.Tensor
+    ) -> list[tuple[torch.Generator, torch.Tensor]]:
+        states = [(generator, state)]
+        if operator.is_custom and not self._is_cpu:
+            states.append((torch.default_generator, torch.default_generator.get_state()))
+        return states
+
+    def _may_repeat(
+        self,
+        operator: Operator,
+        args: Any,
+        kwargs: dict[str, Any],
+        results: Any,
+        needs: Needs,
+        states: list[tuple[torch.Generator, torch.Tensor]],
+    ) -> bool:
+        """Return whether an operator that is not PyTorch's own can be run again."""
+        key = self._handler.signature(operator.kernel, args, kwargs)
+        others = states[1:]  # Only one generator is put back when an operator runs again.
+        if any(not torch.equal(g.get_state(), state) for g, state in others):
+            return self._keep(operator)
+        known = known_repeats().get(key)
+        if known is None:
+            made = sum(t.untyped_storage().nbytes() for t in tensors_of(results))
+            if operator.written or key is None:
+                return self._keep(operator)
+            if self.limit is not None:
+                again = 2 * made + needs.workspace_bytes
+                Recall._make_room(self, again, 0, is_wish=True)
+                if not self._fits(again):
+                    # Another time: until then they are kept.
+                    return False
+            known = known_repeats()[key] = repeats(operator, args, kwargs, results, states)
+        return known or self._keep(operator)
+
+    def _keep(self, operator: Operator) -> bool:
+        if operator.name not in self._warned_kept:
+            self._warned_kept.add(operator.name)
+            warnings.warn(
+                f"{operator.name} does not repeat bit for bit, or could not be tested: what it "
+                "makes stays in memory, and is never computed again. Operators that draw from "
+                "torch's default generator, or nothing at random, and that write to none of their "
+                "arguments can be computed again",
+                MemoryLimitWarning,
+                stacklevel=5,
+            )
+        return False
 
     def _varying_needs(self, operator: Operator, args: Any, known: Needs) -> Needs:
         """What an operator takes whose results depend on elements: what is known is of others."""
@@ -368,6 +438,8 @@ class Session(Recall, _dispatch.DispatchMode):
                 needs,
                 needs.workspace_bytes if needs.is_measured else 0,
             )
+            if self._verifier is not None:
+                self._verifier.ran(record, made)
         else:
             kept_bytes = 0
         numbers = book.finish(

@@ -33,11 +33,16 @@ def guess(operator: Operator, args: Any, kwargs: dict[str, Any], read_bytes: int
     The workspace is taken to be as large as all inputs and outputs.
     """
     try:
-        results = operator.call(*_on_meta(args), **_on_meta(kwargs))
+        args, kwargs = _on_meta(args), _on_meta(kwargs)
+        results = operator.call(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
         return Needs(read_bytes, read_bytes, False)
     made = 0
-    seen = set()
+    # What it writes to is there already.
+    seen = {
+        _dispatch.storage_key(tensor.untyped_storage())
+        for tensor in tensors_of((args, list(kwargs.values())))
+    }
     for tensor in tensors_of(results):
         if tensor.layout is not torch.strided:
             return Needs(read_bytes, read_bytes, False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,19 @@ Unknown = list[tuple[Needs, int]]
 _READY, _RAN = "ready", "ran "
 
 
+class Holding(Protocol):
+    """What keeps gradients back that could be added to others."""
+
+    added: int
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether there are any."""
+
+    def add(self) -> None:
+        """Add them, so that they take no memory."""
+
+
 class StepSession(Session):
     """A session whose program pauses. What was evicted stays so, and what is known is kept.
 
@@ -38,6 +51,11 @@ class StepSession(Session):
         that it makes, it returns, so that it counts.
     **settings
         As for `Session`.
+
+    Attributes
+    ----------
+    additions
+        Gradients of the running backward that wait, and go where memory is short.
     """
 
     def __init__(
@@ -53,6 +71,7 @@ class StepSession(Session):
         self._foreign: dict[int, StorageRef] = {}
         self._mark: Callable[[str], None] | None = None
         self._unknown: Unknown = []
+        self.additions: Holding | None = None
 
     # -- what a session does on its own, and what is noted of it
 
@@ -76,16 +95,18 @@ class StepSession(Session):
             self._mark = mark
         return self._unknown
 
-    def _make_room(self, nbytes: int, least: int) -> None:
-        super()._make_room(nbytes, least)
+    def _make_room(self, nbytes: int, least: int, *, is_wish: bool = False) -> None:
+        if self.additions is not None and self.additions.is_holding:
+            super()._make_room(nbytes, least, is_wish=True)
+            if not self._fits(least):
+                self.additions.add()
+        super()._make_room(nbytes, least, is_wish=is_wish)
         if self._mark is not None:
             self._mark(_READY)
 
-    def _complete(self, call: Any, results: Any, needs: Needs, *rest: Any) -> None:
-        super()._complete(call, results, needs, *rest)
+    def _has_run(self, needs: Needs, state: torch.Tensor | None) -> None:
         if self._mark is not None and not needs.is_measured:
             self._mark(f"{_RAN}{len(self._unknown)}")
-            _, state, _ = rest[-1]
             self._unknown.append((needs, 0 if state is None else state.nbytes))
 
     # -- pausing
@@ -158,7 +179,7 @@ class StepSession(Session):
         with _dispatch.without_modes():
             super().close(warn=warn)
         self._foreign.clear()
-        self._mark = None
+        self._mark = self.additions = None
 
 
 def learn_needs(unknown: Unknown, segments: Iterable[Segment]) -> None:

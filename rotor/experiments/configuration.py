@@ -27,7 +27,7 @@ from rotor.experiments.keys import NO_LIMIT, OPTIONS, fail
 from rotor.simrd import heuristics, runtimes
 from rotor.units import format_bytes
 
-__all__ = ["Configuration", "Trial", "load", "parse", "shipped", "unfold"]
+__all__ = ["Configuration", "Trial", "load", "parse", "shipped", "shipped_text", "unfold"]
 
 MOST_NAMED = 8
 """Keys that a warning names; of more, it says how many."""

@@ -92,7 +92,9 @@ def describe(device: str, worker: Sequence[str]) -> dict[str, Any]:
     try:
         answer = ask({"request": "describe", "device": device}, limits, worker=worker)
     except Failure as failure:
-        raise ValueError(f"experiments cannot run here: {failure}") from failure
+        lines = failure.traceback.strip().splitlines() if failure.kind == _CRASHED else []
+        last = f"; its last words: {lines[-1]}" if lines else ""
+        raise ValueError(f"experiments cannot run here: {failure}{last}") from failure
     return answer.events[-1]
 
 

@@ -108,7 +108,7 @@ def capture_step(
 
 
 class _Observed(GraphCheckpointable):
-    """Keeps the inputs of what it captures."""
+    """Wrapper that keeps the inputs of its capture."""
 
     def _profiled(self, key: Any, capture: Any, found: Unplanned, *rest: Any) -> CapturedStep:
         self.__dict__["primals"] = list(found.primals)
@@ -118,7 +118,7 @@ class _Observed(GraphCheckpointable):
 def capture_inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[CapturedStep, list[Any]]:
-    """One training step of a module, captured and measured, and the tensors that it takes."""
+    """Capture and measure a training step; return it with the tensors that it takes."""
     wrapper = _Observed(model, engine="graph")
     step = wrapper.measure(*args, **kwargs)
     assert step is not None

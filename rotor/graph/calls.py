@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import random
 import types
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from rotor import _torch
+from rotor.graph.repeating import attributes_kept, generators_kept
 from rotor.values import tensors_of
 
 logger = logging.getLogger("rotor")
@@ -51,9 +51,14 @@ def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
     """
     device = tensors_of((args, kwargs))[0].device
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    state, python_state = _torch.get_generator_state(device), random.getstate()
+    state = _torch.get_generator_state(device)
     try:
-        with torch.no_grad():
+        modules = list(module.modules())
+        with (
+            torch.no_grad(),
+            generators_kept(modules),
+            attributes_kept(modules, drops_new=False),
+        ):
             module.forward(*args, **kwargs)
             for buffer, value in buffers:
                 buffer.copy_(value)
@@ -63,7 +68,6 @@ def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
         return False
     finally:
         _torch.set_generator_state(device, state)
-        random.setstate(python_state)
 
 
 def layout_of(tensor: torch.Tensor) -> Any:

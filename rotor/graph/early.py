@@ -25,7 +25,7 @@ from rotor.errors import RecomputationError
 from rotor.graph.emit import Emitted, deaths, emit
 from rotor.graph.handover import sharing
 from rotor.graph.lowering import Lowered
-from rotor.graph.proving import Prover
+from rotor.graph.proving import Prover, host_copy
 from rotor.recompute import autocast_off
 
 __all__ = [
@@ -337,18 +337,6 @@ class Delivery:
         self._parts = None
         self._given = {}
         self._before.clear()
-
-
-def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor in memory that no allocator of a device counts."""
-    size = tensor.numel() * tensor.element_size()
-    if tensor.layout != torch.strided or not size:
-        return tensor.detach().clone()
-    if tensor.device.type == "cpu":
-        copied = torch.frombuffer(bytearray(size), dtype=tensor.dtype).view(tensor.shape)
-        return copied.copy_(tensor.detach())
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    return pinned.copy_(tensor.detach(), non_blocking=True)
 
 
 class _Deliver(Function):

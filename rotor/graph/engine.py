@@ -24,6 +24,7 @@ from rotor.graph.lowering import Lowered, Task
 from rotor.graph.profile import Cost
 from rotor.graph.program import Program, simulate
 from rotor.graph.proving import Prover, Tally, proving_bytes
+from rotor.graph.repeating import keep_from_now_on
 from rotor.metering import Metered
 from rotor.timelines import PredictedTimeline
 
@@ -91,7 +92,8 @@ class CapturedStep:
 
     def with_existing(self, existing: frozenset[int]) -> CapturedStep:
         """Return the same step where some gradients exist when it begins."""
-        if existing == self.existing:
+        if existing == self.existing or self.inductor is not None:
+            # What Inductor compiles gives all gradients in the end.
             return self
         if existing not in self._variants:
             self._variants[existing] = replace(self, existing=existing)
@@ -282,7 +284,11 @@ class GraphPlan(Metered):
             return None
         is_due = self.proved.is_due(verify)
         self.proved.ran += 1
-        return Tally(self.proved) if is_due else None
+        if not is_due:
+            return None
+        tally = Tally(self.proved)
+        tally.seal()
+        return tally
 
     def _verified_code(self) -> tuple[StepCode, Prover]:
         """The program with comparisons; gradients are held back to its end where there is room."""
@@ -302,9 +308,7 @@ class GraphPlan(Metered):
         return emit(lowered, ops, prover=prover), prover
 
     def _refuted(self, tasks: list[Task]) -> None:
-        for task in tasks:
-            task.random, task.once = False, True
-        self.step.captured.lowered.unrepeatable.extend(tasks)
+        keep_from_now_on(self.step.captured.lowered, tasks)
 
     def _early_code(self, code: StepCode, spread: bool) -> EarlyCode | None:
         """The code that gives gradients early; ``None`` where none do, or it cannot be cut."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,8 @@ from rotor.graph.handover import with_handovers
 from rotor.graph.lowering import Lowered
 from rotor.graph.profile import Cost
 from rotor.graph.program import Program
+from rotor.graph.proving import Prover
+from rotor.graph.repeating import keep_from_now_on
 from rotor.values import tensors_within
 
 __all__ = ["Captures", "Kind", "Price", "backward_marks", "marked"]
@@ -71,6 +74,8 @@ class Kind:
     _emitted: dict[int, StepCode] = field(default_factory=dict)
     _options: dict[bool, list[Option]] = field(default_factory=dict)
     _variants: dict[frozenset[int], Kind] = field(default_factory=dict)
+    _verified: dict[int, tuple[StepCode, Prover]] = field(default_factory=dict)
+    _known: int = 0
 
     def __post_init__(self) -> None:
         lowered = self.captured.lowered
@@ -117,8 +122,37 @@ class Kind:
             self._emitted[number] = code
         return self._emitted[number]
 
+    def verified(self, number: int) -> tuple[StepCode, Prover] | None:
+        """Return a program's functions with comparisons; ``None`` where it computes nothing twice.
+
+        Parameters
+        ----------
+        number
+            Of the program.
+        """
+        ops = self.programs[number].ops.tolist()
+        if len(ops) == len(set(ops)):
+            return None
+        if number not in self._verified:
+            prover = Prover(self.lowered, partial(keep_from_now_on, self.captured.lowered))
+            if any(task.gradients for task in self.lowered.tasks):
+                code: StepCode = EarlyCode.of(self.lowered, ops, prover=prover)
+            else:
+                code = emit(self.lowered, ops, prover=prover)
+            self._verified[number] = code, prover
+        return self._verified[number]
+
+    @property
+    def is_refuted(self) -> bool:
+        """An operation gave other bits since the programs were found."""
+        return len(self.captured.lowered.unrepeatable) != self._known
+
     def find_programs(self, options: dict[str, Any]) -> None:
         """Plan the graph for several amounts of what is kept, and several peaks."""
+        self._emitted.clear()
+        self._options.clear()
+        self._verified.clear()
+        self._known = len(self.captured.lowered.unrepeatable)
         lowered = self.lowered
         free = build_graph(lowered, self.costs, 0)
         unplanned = Program(free, range(len(free)))
@@ -363,6 +397,12 @@ class Captures:
             return self._kind(capture, found, module, (args, kwargs))
         self._failures[key] = reason
         return reason
+
+    def refresh(self, kinds: Iterable[Kind]) -> None:
+        """Find the programs again of graphs in which an operation gave other bits."""
+        for kind in kinds:
+            if kind.is_refuted:
+                kind.find_programs(self._options)
 
     def with_existing(self, kind: Kind, module: nn.Module, existing: set[int]) -> Kind:
         """Return a kind where parameters with these ids have gradients when a step begins."""

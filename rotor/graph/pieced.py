@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -18,17 +18,22 @@ from rotor.graph.emit import StepCode
 from rotor.graph.kinds import Kind, backward_marks
 from rotor.graph.pieces import Pieces, Site
 from rotor.graph.probing import described_call
-from rotor.metering import Metered, StepBytes, StepMeter
+from rotor.graph.proving import Tally
+from rotor.metering import Metered, StepBytes, StepWatch
 from rotor.replacing import Replaced
 
 __all__ = [
     "PiecesPlan",
     "PiecesStep",
     "learn",
+    "learn_levels",
     "make_pieces_plan",
     "measured_bases",
     "pieces_curve",
 ]
+
+_MADE_BESIDE = 2
+"""What eager code makes beside what it keeps, in such units: what it is made from, gradients."""
 
 
 @dataclass
@@ -47,8 +52,14 @@ class PiecesPlan(Metered):
         The peaks of that choice.
     least_bytes
         The least limit that could be kept, as far as is known.
+    levels
+        By mark, the most bytes above the level at the begin of a metered step.
+    metered
+        What was beside the pieces in the metered steps of this plan.
     is_over
         A metered step needed more than the limit, and no choice would change it.
+    recomputes
+        The last step computed something again.
     """
 
     device: torch.device
@@ -58,13 +69,44 @@ class PiecesPlan(Metered):
     simulation: Simulation
     limit_bytes: int
     least_bytes: int
+    levels: dict[str, int] = field(default_factory=dict, repr=False)
+    metered: Bases | None = field(default=None, repr=False)
     is_over: bool = field(default=False, repr=False)
+    recomputes: bool = field(default=False, repr=False)
     parts_label: ClassVar[str] = "parts captured"
 
     @property
     def predicted_bytes(self) -> int:
         """Peak of a step; before one was metered, what lies between the pieces is an estimate."""
         return self.simulation.peak_bytes
+
+    @property
+    def is_refuted(self) -> bool:
+        """A part computed something again that came out otherwise."""
+        return self._known != self._counts()
+
+    def _counts(self) -> list[int]:
+        return [len(site.kind.captured.lowered.unrepeatable) for site in self.pieces.sites]
+
+    def __post_init__(self) -> None:
+        self._known = self._counts()
+
+    def is_verified(self, verify: str | int) -> bool:
+        """Return whether the next step is verified; nothing is where nothing is computed again."""
+        sites = zip(self.pieces.sites, self.choice, strict=True)
+        self.recomputes = any(s.kind.verified(k) is not None for s, k in sites)
+        if not self.recomputes:
+            return False
+        is_due = self.proved.is_due(verify)
+        self.proved.ran += 1
+        return is_due
+
+    @property
+    def proof(self) -> str:
+        """What verified steps have shown, as text."""
+        if not self.recomputes:
+            return "nothing was recomputed"
+        return self.proved.text("first")
 
     @property
     def makespan(self) -> float:
@@ -111,6 +153,7 @@ def make_pieces_plan(
     InfeasibleError
         The pieces alone do not fit.
     """
+    pieces.captures.refresh(site.kind for site in pieces.sites)
     options = pieces.options()
     alone = _zero(pieces.bases)
     least_alone = least_bytes(options, alone)
@@ -149,11 +192,16 @@ class PiecesStep:
         What to run.
     meter
         The meter of this step, where there is one.
+    tally
+        Notes the proof of a step that is verified.
     """
 
-    def __init__(self, plan: PiecesPlan, meter: StepMeter | None) -> None:
+    def __init__(
+        self, plan: PiecesPlan, meter: StepWatch | None, tally: Tally | None = None
+    ) -> None:
         self._plan = plan
         self._meter = meter
+        self._tally = tally
         self._sites = {(site.module, site.number): k for k, site in enumerate(plan.pieces.sites)}
         self._counts: dict[nn.Module, int] = {}
         self._stack = ExitStack()
@@ -212,6 +260,10 @@ class PiecesStep:
     def _run(self, k: int, site: Site, forward: Any, args: Any, kwargs: Any) -> Any:
         kind = site.kind
         emitted = kind.emitted(self._plan.choice[k])
+        verified = None if self._tally is None else kind.verified(self._plan.choice[k])
+        if verified is not None:
+            emitted, prover = verified
+            prover.tally, prover.place = self._tally, site.path
         marks = None
         if self._meter is not None:
             marks = backward_marks(self._meter.mark, k)
@@ -241,7 +293,7 @@ class PiecesStep:
         return output, failed
 
 
-def measured_bases(plan: PiecesPlan, step: StepBytes) -> Bases:
+def measured_bases(plan: PiecesPlan, step: StepBytes, *, most: bool = True) -> Bases:
     """What was there beside the pieces of a metered step.
 
     Parameters
@@ -250,6 +302,8 @@ def measured_bases(plan: PiecesPlan, step: StepBytes) -> Bases:
         What ran.
     step
         What was metered.
+    most
+        Keep what was known before where that is more.
     """
     pieces = plan.pieces
     chosen = [options[k] for options, k in zip(pieces.options(), plan.choice, strict=True)]
@@ -280,7 +334,7 @@ def measured_bases(plan: PiecesPlan, step: StepBytes) -> Bases:
         # What was measured before stays true where another choice now needs less.
         return tuple(
             found.get((part, k), value)
-            if not pieces.is_measured
+            if not (most and pieces.is_measured)
             else max(found.get((part, k), value), value)
             for k, value in enumerate(old)
         )
@@ -293,13 +347,24 @@ def measured_bases(plan: PiecesPlan, step: StepBytes) -> Bases:
     )
 
 
+def _most(one: Bases, other: Bases) -> Bases:
+    def column(part: str) -> tuple[int, ...]:
+        return tuple(map(max, zip(getattr(one, part), getattr(other, part), strict=True)))
+
+    return Bases(column("forward"), column("backward"), column("between"))
+
+
 def learn(plan: PiecesPlan, step: StepBytes) -> bool:
     """Note a metered step; whether another choice would do better."""
     pieces = plan.pieces
     plan.measured_bytes = step.peak_bytes
+    for segment in step.segments:
+        plan.levels[segment.name] = max(segment.start_bytes, plan.levels.get(segment.name, 0))
     if pieces.wants_search:
         return True
     plan.meterings += 1
+    alone = measured_bases(plan, step, most=False)
+    plan.metered = alone if plan.metered is None else _most(plan.metered, alone)
     pieces.bases = measured_bases(plan, step)
     pieces.is_measured = True
     options = pieces.options()
@@ -311,6 +376,46 @@ def learn(plan: PiecesPlan, step: StepBytes) -> bool:
     plan.least_bytes = least_bytes(options, pieces.bases) + plan.reserve_bytes
     budget = max(plan.limit_bytes, plan.least_bytes) - plan.reserve_bytes
     return choose(options, pieces.bases, budget) != plan.choice
+
+
+def learn_levels(plan: PiecesPlan, more: dict[str, int]) -> tuple[int, int]:
+    """Note bytes beyond those of the metered step, by mark.
+
+    Returns
+    -------
+    int, int
+        The peak that they account for, and the one to be expected where the code that kept them
+        needs as much again for what it computes from, and for gradients.
+    """
+    pieces = plan.pieces
+    found: dict[tuple[str, int], int] = {}
+    for mark, size in more.items():
+        name, _, number = mark.partition(" ")
+        k = int(number) if number else len(pieces.sites)
+        places = [("between", k + 1 if name == "after" else k)]
+        if number and name in ("forward", "backward"):
+            # What is kept before a piece stays until its backward has run.
+            places = [("forward", k), ("backward", k)] if name == "forward" else [("backward", k)]
+        for place in places:
+            found[place] = max(size, found.get(place, 0))
+
+    metered = plan.metered or pieces.bases
+
+    def raised(part: str) -> tuple[int, ...]:
+        return tuple(
+            size + found.get((part, k), 0) for k, size in enumerate(getattr(metered, part))
+        )
+
+    raised_bases = Bases(raised("forward"), raised("backward"), raised("between"))
+    pieces.bases = _most(pieces.bases, raised_bases)
+    for k in range(len(pieces.sites) + 1):
+        end = f"forward {k}" if k < len(pieces.sites) else "loss"
+        kept = more.get(end, 0) - more.get(f"after {k - 1}", 0)
+        found["between", k] = found.get(("between", k), 0) + _MADE_BESIDE * max(kept, 0)
+    expected = _most(pieces.bases, replace(pieces.bases, between=raised("between")))
+    options = pieces.options()
+    peaks = [simulate(options, bases, plan.choice).peak_bytes for bases in (pieces.bases, expected)]
+    return peaks[0], peaks[1]
 
 
 def pieces_curve(pieces: Pieces, points: int) -> Curve:

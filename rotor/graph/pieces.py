@@ -7,6 +7,7 @@ costs and the programs.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ from rotor.replacing import Replaced
 from rotor.values import tensors_of, tensors_within
 
 __all__ = ["Pieces", "Site", "discover"]
+
+logger = logging.getLogger("rotor")
 
 _SMALLEST_BYTES = 4096
 _SMALLEST_SHARE = 500
@@ -355,7 +358,9 @@ def discover(
             if not search.changed:
                 break
             worth -= search.changed
-    except NeedsBackward:
+    except (NeedsBackward, NotImplementedError, RuntimeError) as error:
+        # Such as transforms of torch.func, which run under no hooks for what autograd saves.
+        logger.info("no parts of the model can be captured: %s", error)
         return None
     if not search.sites:
         return None

@@ -7,7 +7,6 @@ modules' plain attributes as they were.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from torch import nn
 
 from rotor import _torch, memory
 from rotor.graph.calls import layout_of
+from rotor.graph.repeating import attributes_kept, generators_kept
 from rotor.replacing import Replaced
 from rotor.values import tensors_of, tensors_within
 
@@ -114,10 +114,10 @@ class Saves:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has memory of its own; those of functorch have none that is seen."""
+    if _torch.in_functorch():
+        return False
     return tensor.layout == torch.strided and type(tensor) in (torch.Tensor, nn.Parameter)
-
-
-_PLAIN = (bool, int, float, complex, str, type(None), tuple)
 
 
 @contextmanager
@@ -129,25 +129,16 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
         for module in modules
         for slots, name in _torch.buffer_slots(module)
     ]
-    plain = [
-        (m, {name: value for name, value in m.__dict__.items() if type(value) in _PLAIN})
-        for m in modules
-    ]
-    state, python_state = _torch.get_generator_state(device), random.getstate()
+    state = _torch.get_generator_state(device)
     try:
-        yield
+        with generators_kept(modules), attributes_kept(modules):
+            yield
     finally:
         with torch.no_grad():
             for slots, name, buffer, value in buffers:
                 buffer.copy_(value)
                 slots[name] = buffer
-        for module, attributes in plain:
-            for name, value in list(module.__dict__.items()):
-                if type(value) in _PLAIN and name not in attributes:
-                    del module.__dict__[name]
-            module.__dict__.update(attributes)
         _torch.set_generator_state(device, state)
-        random.setstate(python_state)
 
 
 def inner_modules(model: nn.Module) -> dict[nn.Module, str]:

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from rotor import _torch
 from rotor.checksums import Mismatch, Proof, Proved, proof_bytes, recomputation_error
 from rotor.graph.lowering import Lowered, Task
 
-__all__ = ["Prover", "Tally", "proving_bytes"]
+__all__ = ["PartsTally", "Prover", "Tally", "host_copy", "proving_bytes"]
 
 _CURE = "Its value is kept from now on: run the step again"
 
@@ -53,6 +55,7 @@ class Tally:
         self._values = 0
         self._is_sealed = False
         self._has_begun = False
+        self.is_over = False
 
     def begin(self) -> None:
         """Note that a part has begun."""
@@ -71,9 +74,87 @@ class Tally:
         self._add()
 
     def _add(self) -> None:
+        if self.is_over:
+            return
         if self._is_sealed and self._has_begun and not self._open:
-            self._is_sealed = False
+            self.is_over = True
             self._proved.add(self._values)
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor in memory that no allocator of a device counts."""
+    size = tensor.numel() * tensor.element_size()
+    if tensor.layout != torch.strided or not size:
+        return tensor.detach().clone()
+    if tensor.device.type == "cpu":
+        copied = torch.frombuffer(bytearray(size), dtype=tensor.dtype).view(tensor.shape)
+        return copied.copy_(tensor.detach())
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return pinned.copy_(tensor.detach(), non_blocking=True)
+
+
+class _State:
+    """Buffers and gradients of a model before a step, outside of what its device counts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            self._buffers = [(buffer, host_copy(buffer)) for buffer in model.buffers()]
+            self._gradients = [
+                (p, p.grad, None if p.grad is None else host_copy(p.grad))
+                for p in model.parameters()
+            ]
+
+    def restore(self) -> None:
+        """Put them back."""
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
+            for parameter, gradient, copied in self._gradients:
+                if gradient is not None and copied is not None:
+                    gradient.copy_(copied)
+                parameter.grad = gradient
+
+
+class PartsTally(Tally):
+    """One verified step of a model that runs in parts.
+
+    The gradients of one part leave before another's backward begins, so that all parts are read
+    at the end of the whole backward; where one differs, the model gets back what it had.
+
+    Parameters
+    ----------
+    proved
+        See `Tally`.
+    model
+        The model, before its forward.
+    """
+
+    def __init__(self, proved: Proved, model: nn.Module) -> None:
+        super().__init__(proved)
+        self._state: _State | None = _State(model)
+        self._waiting: list[tuple[Prover, _Running]] = []
+
+    def defer(self, prover: Prover, running: _Running) -> None:
+        """Have a part read at the end of the backward."""
+        if not self._waiting:
+            _torch.check_after_backward(self._finish)
+        self._waiting.append((prover, running))
+
+    def _finish(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        found = [(*one, one[1].proof.finish()) for one in waiting]
+        errors = [prover.error(run, differing) for prover, run, differing in found if differing]
+        if errors:
+            if self._state is not None:
+                self._state.restore()
+            raise errors[0]
+        for _, running, _ in found:
+            self.end(running.proof.compared)
+
+    def _add(self) -> None:
+        super()._add()
+        if self.is_over:
+            self._state = None
 
 
 class _Running:
@@ -86,8 +167,9 @@ class _Running:
         self.proof = proof
         self.tally = prover.tally
         self.place = prover.place
+        copied = () if isinstance(prover.tally, PartsTally) else buffers
         with torch.no_grad():
-            self.buffers = [(buffer, buffer.clone()) for buffer in buffers]
+            self.buffers = [(buffer, buffer.clone()) for buffer in copied]
 
     def restore(self) -> None:
         """Put the buffers back as they were."""
@@ -128,15 +210,19 @@ class Prover:
 
     def settle(self, running: _Running) -> None:
         """Read the checksums of a run; RecomputationError where one differs."""
+        if isinstance(running.tally, PartsTally):
+            running.tally.defer(self, running)
+            return
         found = running.proof.finish()
         if found:
-            raise self._error(running, found)
+            raise self.error(running, found)
         if running.tally is not None:
             running.tally.end(running.proof.compared)
             running.tally = None
             running.buffers = []
 
-    def _error(self, running: _Running, found: list[Mismatch]) -> Exception:
+    def error(self, running: _Running, found: list[Mismatch]) -> Exception:
+        """Return the error for values that differ; no plan computes them again."""
         producer = {s: task for task in self._lowered.tasks for s in task.made.values()}
         differing: dict[Any, Mismatch] = {mismatch.site: mismatch for mismatch in found}
         roots = [s for s in differing if not set(producer[s].inputs) & set(differing)]

@@ -11,10 +11,11 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from rotor import _torch
 from rotor.checksums import checksum
@@ -26,9 +27,11 @@ __all__ = [
     "NOT_RUN",
     "TESTED",
     "UNTESTED",
+    "attributes_kept",
     "described_unrepeatable",
     "generators_kept",
     "is_unspecified",
+    "keep_from_now_on",
     "keep_unrepeatable",
     "tested",
 ]
@@ -42,8 +45,11 @@ _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_stride
 _UNSPECIFIED = (
     *("philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"),
     *("log_sumexp", "reserve", "workspace"),
+    *("running_mean_out", "running_var_out"),
 )
-"""Outputs that may hold uninitialised memory: states without dropout, padding, scratch."""
+"""Outputs that may hold uninitialised memory: states without dropout, padding, scratch. And new
+running statistics, which a repetition makes of those that the first run has changed, and discards.
+"""
 
 _MOST_NAMES = 3
 
@@ -71,17 +77,85 @@ def is_unspecified(node: fx.Node, path: Sequence[int]) -> bool:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
-    """Put the generators of Python and NumPy back as they were."""
-    state = random.getstate()
+def generators_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """Put the generators of Python and NumPy, and those in modules' attributes, back as they were.
+
+    Parameters
+    ----------
+    modules
+        Where to look for a `torch.Generator`, or one of NumPy's or Python's.
+    """
     numpy: Any = sys.modules.get("numpy")
-    drawn = None if numpy is None else numpy.random.get_state()
+    restores: list[Callable[[], object]] = [partial(random.setstate, random.getstate())]
+    if numpy is not None:
+        restores.append(partial(numpy.random.set_state, numpy.random.get_state()))
+    for module in modules:
+        for value in module.__dict__.values():
+            if isinstance(value, torch.Generator):
+                restores.append(partial(value.set_state, value.get_state()))
+            elif isinstance(value, random.Random):
+                restores.append(partial(value.setstate, value.getstate()))
+            elif numpy is not None and isinstance(value, numpy.random.RandomState):
+                restores.append(partial(value.set_state, value.get_state()))
+            elif numpy is not None and isinstance(value, numpy.random.Generator):
+                bits = value.bit_generator
+                restores.append(partial(setattr, bits, "state", bits.state))
     try:
         yield
     finally:
-        random.setstate(state)
-        if drawn is not None:
-            numpy.random.set_state(drawn)
+        for restore in restores:
+            restore()
+
+
+_PLAIN = (bool, int, float, complex, str, type(None), tuple)
+_FILLED = (list, dict, set)
+
+
+@contextmanager
+def attributes_kept(modules: Sequence[nn.Module], *, drops_new: bool = True) -> Iterator[None]:
+    """Put plain attributes of modules, tensors and collections among them, back as they were.
+
+    Parameters
+    ----------
+    modules
+        Whose attributes.
+    drops_new
+        Take numbers, texts and tensors away that are new.
+    """
+    before = [(module, dict(module.__dict__)) for module in modules]
+    values = [value for _, found in before for value in found.values()]
+    tensors = [
+        (value, value.detach().clone())
+        for value in values
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided
+    ]
+    filled = [(value, value.copy()) for value in values if type(value) in _FILLED]
+    own = {id(slots) for module in modules for slots in _torch.slots_of_module(module)}
+    filled = [(value, copied) for value, copied in filled if id(value) not in own]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in tensors:
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+        for value, copied in filled:
+            _refill(value, copied)
+        for module, attributes in before:
+            for name, value in list(module.__dict__.items()):
+                if name not in attributes:
+                    if drops_new and type(value) in (*_PLAIN, torch.Tensor):
+                        del module.__dict__[name]
+                elif type(attributes[name]) in (*_PLAIN, torch.Tensor, *_FILLED):
+                    module.__dict__[name] = attributes[name]
+
+
+def _refill(value: Any, copied: Any) -> None:
+    value.clear()
+    if isinstance(value, list):
+        value.extend(copied)
+    else:
+        value.update(copied)
 
 
 def _tensors(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
@@ -163,6 +237,25 @@ def keep_unrepeatable(lowered: Lowered, flags: Iterable[int]) -> None:
             lowered.unrepeatable.append(task)
         elif found & DRAWS and not task.once:
             task.random, task.once = not lowered.draws_once, lowered.draws_once
+
+
+def keep_from_now_on(lowered: Lowered, tasks: Sequence[Task]) -> None:
+    """Mark operations that gave other bits in a step, and others of the same custom operators.
+
+    Parameters
+    ----------
+    lowered
+        The captured operations.
+    tasks
+        Those that did.
+    """
+    targets = [task.node.target for task in tasks if task.node is not None]
+    custom = [target for target in targets if not _is_own(target)]
+    for task in lowered.tasks:
+        is_alike = task.node is not None and task.node.target in custom
+        if (is_alike or any(task is one for one in tasks)) and not task.once:
+            task.random, task.once = False, True
+            lowered.unrepeatable.append(task)
 
 
 def described_unrepeatable(graphs: Iterable[Lowered]) -> str:

@@ -47,7 +47,8 @@ def stage_rows(plan: Plan) -> list[list[str]]:
     forwards = plan.sequence.count_forwards()
     rows = [["stage", "forward", "backward", "output", "kept by Fe", "runs", "how"]]
     for i, measure in enumerate(plan.inspection.measures):
-        how = "kept" if i >= plan.schedule.tail else "scheduled"
+        is_plain = not plan.schedule.head <= i < plan.schedule.tail
+        how = "kept" if is_plain or plan.chain.once[i] else "scheduled"
         if i in plan.schedule.recomputed:
             how = "recomputed"
         rows.append(
@@ -73,12 +74,19 @@ def plan_report(plan: Plan) -> Text:
         ["limit", format_bytes(plan.limit_bytes)],
         ["peak, predicted", format_bytes(plan.predicted_bytes)],
         ["peak, measured", measured],
+        *seen_rows(plan),
         ["step, predicted", format_seconds(plan.makespan)],
         ["recomputation", f"{plan.sequence.makespan / ideal - 1:+.1%}" if ideal else "none"],
         ["stages recomputed", f"{recomputed} of {len(plan.chain)}"],
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
+        *loss_rows(plan),
+        ["proof", plan.proof],
     ]
-    return table([["plan", ""], *lines])
+    text = table([["plan", ""], *lines])
+    reasons = plan.inspection.reasons
+    names = [measure.name for measure in plan.inspection.measures]
+    notes = [f"stage {names[i]} is never recomputed: {why}" for i, why in reasons.items()]
+    return Text("\n".join([text, *notes]))
 
 
 def operation_table(plan: GraphPlan) -> Text:
@@ -107,6 +115,7 @@ def graph_report(plan: GraphPlan) -> Text:
         ["limit", format_bytes(plan.limit_bytes)],
         ["peak, predicted", format_bytes(plan.predicted_bytes)],
         ["peak, measured", measured],
+        *seen_rows(plan),
         ["step, predicted", format_seconds(plan.makespan)],
         ["recomputation", f"{plan.program.slowdown - 1:+.1%}"],
         ["operations run again", f"{plan.recomputed} of {len(plan.graph.operations)}"],
@@ -115,6 +124,14 @@ def graph_report(plan: GraphPlan) -> Text:
         ["proof", plan.proof],
     ]
     return table([["plan", ""], *lines])
+
+
+def seen_rows(plan: Metered) -> list[list[str]]:
+    """Return a row on what steps needed, where that differs by more than rounding."""
+    least, most = plan.least_bytes_seen, plan.most_bytes_seen
+    if not least or format_bytes(least) == format_bytes(most):
+        return []
+    return [["peaks seen", f"{format_bytes(least)} to {format_bytes(most)}"]]
 
 
 def loss_rows(plan: Metered) -> list[list[str]]:
@@ -152,6 +169,7 @@ def dynamic_figures(plan: DynamicPlan) -> list[list[str]]:
         ["limit", format_bytes(plan.limit_bytes)],
         ["peak, predicted", "none: no graph was captured" if plan.reason else "none"],
         ["peak, measured", measured],
+        *seen_rows(plan),
     ]
     if plan.latest:
         step = plan.last
@@ -170,6 +188,7 @@ def dynamic_figures(plan: DynamicPlan) -> list[list[str]]:
             lines.append(["times over the limit", str(stats.overflows)])
     lines.append(["set aside after metering", format_bytes(plan.reserve_bytes)])
     lines.append(["steps", str(plan.steps)])
+    lines.append(["recomputation", plan.proved.text(plan.verify)])
     return lines
 
 
@@ -213,12 +232,14 @@ def pieces_figures(plan: PiecesPlan) -> list[list[str]]:
         ["limit", format_bytes(plan.limit_bytes)],
         ["peak, predicted", format_bytes(plan.predicted_bytes)],
         ["peak, measured", measured],
+        *seen_rows(plan),
         ["least peak possible", format_bytes(plan.least_bytes)],
         [plan.parts_label, plan.parts],
         ["parts, predicted", format_seconds(plan.makespan)],
         ["recomputation in them", f"{plan.makespan / ideal - 1:+.1%}" if ideal else "none"],
         ["between them", f"{known}, at most {format_bytes(max(plan.pieces.bases.between))}"],
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
+        ["proof", plan.proof],
     ]
 
 

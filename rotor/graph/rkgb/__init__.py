@@ -283,7 +283,7 @@ def _built(trace: Trace, step: Graph) -> Result:
 def _partitioned(
     step: Graph, units: Sequence[Unit], blocks: Sequence[Sequence[int]], names: Sequence[str]
 ) -> Graph:
-    """One operation for what a block does at a stretch in each phase."""
+    """Merge consecutive computations of a block and a phase to one operation."""
     home = {number: k for k, block in enumerate(blocks) for number in block}
     groups: list[list[Unit]] = []
     places: list[tuple[str, int]] = []

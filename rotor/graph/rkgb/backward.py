@@ -14,7 +14,7 @@ from rotor.graph.rkgb.forward import Var_info, value_infos
 from rotor.graph.rkgb.grouping import Grouped
 from rotor.graph.rkgb.simplified import S_graph, S_node
 from rotor.graph.rkgb.source import Trace
-from rotor.graph.rkgb.units import Unit, contracted
+from rotor.graph.rkgb.units import Unit, contracted, is_repeatable
 
 __all__ = ["K_C_node", "K_D_node", "K_graph", "build_k"]
 
@@ -32,12 +32,12 @@ class K_C_node:
     main_target
         The main target of its S node.
     is_fwd
-        It belongs to the forward, or is the loss.
+        True in the forward, and for the loss.
     is_rand
-        It draws random numbers.
+        True if it draws random numbers.
     main_code, body_code, inplace_code
-        In the forward as of `S_node`; in the backward everything is main code, and the loss, which
-        is not known, has none.
+        In the forward as of `S_node`, where a repetition leaves `inplace_code` out; in the
+        backward everything is main code, and the loss, which is not known, has none.
     all_targets
         Names that its statements assign; for the loss those of the gradients it hands over.
     tensor_targets, container_targets, inplace_targets
@@ -178,12 +178,12 @@ class K_graph:
     loss_kcn
         The loss; in the graph of a block, the backward of what follows it.
     input_kdn_data, input_kdn_grad
-        Data that is there before the first node (constants; inputs take no bytes), and the
-        gradients of inputs; ``None`` where no input needs one.
+        Data that exists before the first node (constants; inputs take no bytes), and the gradients
+        of inputs; ``None`` where no input needs one.
     output_kdn_data, output_kdn_grad
         Data of the last output, and its gradient.
     init_code
-        Statements of what is there before the first node.
+        Statements of the node of the inputs.
     end_code
         As of `S_graph`; they may run after the backward.
     gradients
@@ -223,6 +223,8 @@ class K_graph:
     def simulate(self, nodes: Iterable[K_C_node] | None = None) -> Program:
         """Check and price computations in some order, operation by operation.
 
+        What runs once, such as the update of a buffer, is left out where a computation is repeated.
+
         Parameters
         ----------
         nodes
@@ -236,10 +238,16 @@ class K_graph:
         Raises
         ------
         InvalidSequenceError
-            A computation runs before what it reads is there; ``position`` says where.
+            A computation runs before its data is made, or again where it must not;
+            ``position`` says where.
         """
-        chosen = self.list_kcn if nodes is None else nodes
-        return simulate(self.step, [index for node in chosen for index in node.operations])
+        ops: list[int] = []
+        done: set[K_C_node] = set()
+        for node in self.list_kcn if nodes is None else nodes:
+            again = node in done and is_repeatable(self.step, node.operations)
+            done.add(node)
+            ops += [k for k in node.operations if not (again and self.step.operations[k].once)]
+        return simulate(self.step, ops)
 
 
 def build_k(
@@ -342,7 +350,7 @@ class _Builder:
         return kcn
 
     def _backward_nodes(self, unit: Unit) -> list[fx.Node]:
-        """The operations of a part of the backward, and the views that they and the caller read."""
+        """Return the operations of a part of the backward, and the views that are read of them."""
         own = {self.trace.lowered.tasks[k].node for k in unit.operations}
         found: set[fx.Node] = set()
         waiting = [node for node in own if node is not None]
@@ -435,7 +443,7 @@ class _Builder:
         return self.sg.output_node
 
     def _hop(self, s_node: S_node, reader: S_node) -> S_node:
-        """What a node reads on the way to the one that goes on with its gradient."""
+        """Return the node, among those that a node reads, whose gradient `reader` goes on with."""
         if reader is s_node or reader in s_node.deps:
             return reader
         backs = {self.node(unit.owner) for unit in self.units if unit.phase == "backward"}

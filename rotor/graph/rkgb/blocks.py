@@ -24,7 +24,7 @@ def cut(sg: S_graph) -> list[list[int]]:
     """Return the numbers of the nodes of each block, in order.
 
     A node ends a block where everything after it depends on what comes before it through this
-    node alone. Inputs and constants are there all the time and hold no block together.
+    node alone. Inputs and constants exist all the time and hold no block together.
 
     Parameters
     ----------
@@ -250,7 +250,7 @@ def unit_of(step: Graph, kcn: K_C_node) -> Unit:
 
 
 def _copied_data(copies: Mapping[K_C_node, K_C_node], part: Part) -> dict[str, K_D_node]:
-    """The data that computations read and make, between their copies; by name."""
+    """Copy the data that computations read and make, to stand between their copies; by name."""
     data: dict[str, K_D_node] = {}
 
     def copied(kdn: K_D_node) -> K_D_node:

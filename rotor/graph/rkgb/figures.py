@@ -167,7 +167,7 @@ def _class_title(number: int, members: Sequence[int], names: Sequence[str]) -> s
 
 
 def _simplified_dot(sg: S_graph, result: Result | None = None) -> str:
-    """The whole forward: blocks of several nodes as groups, in the colours of their classes."""
+    """Draw the whole forward, blocks of several nodes as groups in the colours of their classes."""
     blocks = cut(sg)
     titles = [""] * len(blocks)
     colors = [_SINGLE] * len(blocks)
@@ -193,7 +193,7 @@ def _simplified_dot(sg: S_graph, result: Result | None = None) -> str:
 
 
 def _blocks_dot(graphs: Sequence[S_graph], titles: Sequence[str]) -> str:
-    """Blocks beside each other, each a group."""
+    """Draw blocks beside each other, each a group."""
     nodes: list[DotNode] = []
     edges: list[DotEdge] = []
     for number, (sg, title) in enumerate(zip(graphs, titles, strict=True)):
@@ -256,7 +256,7 @@ def _layer_edges(sg: S_graph, base: int) -> list[DotEdge]:
 
 
 def _backward_dot(graphs: Sequence[K_graph], titles: Sequence[str]) -> str:
-    """The forward from top to bottom, and beside each node its backward, from bottom to top."""
+    """Draw the forward from top to bottom, and each backward beside its forward."""
     nodes: list[DotNode] = []
     edges: list[DotEdge] = []
     rows: list[list[int]] = []
@@ -288,7 +288,7 @@ def _computation_node(kg: K_graph, kcn: K_C_node, path: Sequence[str]) -> DotNod
 
 
 def _data_edges(kg: K_graph, place: dict[K_C_node, int]) -> list[DotEdge]:
-    """Data as arrows from who makes it to who reads it; dashed where it waits for the backward."""
+    """Draw data as arrows from maker to reader; dashed where it waits for the backward."""
     found: dict[tuple[int, int], Any] = {}
     for kdn in kg.list_kdn:
         for maker in kdn.deps:

@@ -30,11 +30,11 @@ class Var_info:
     memsize
         Bytes of the storages that its operation makes; 0 for views and inputs.
     requires_grad
-        It is of floating point and computed from something that gets a gradient.
+        True if it is of floating point and computed from something that gets a gradient.
     is_view
-        It lies on the storage of another value.
+        True if it lies on the storage of another value.
     is_inplace
-        It is the new value of an input that the forward changes in place.
+        True for the new value of an input that the forward changes in place.
     data_owner_name
         The value that its storage was made for.
     data_direct_parent_name
@@ -67,9 +67,9 @@ class B_node:
     deps
         Nodes that it reads.
     is_input
-        It is a tensor among the arguments.
+        True if it is a tensor among the arguments.
     is_rand
-        It draws random numbers.
+        True if it draws random numbers.
     deps_rand
         Names of random values that it reads besides `deps`: none, since every drawing is a node.
     module
@@ -133,7 +133,7 @@ class D_node(B_node):
     users
         Nodes that read it.
     protected
-        It is an input or an output.
+        True for inputs and outputs.
     info
         Properties of its value.
     """
@@ -289,7 +289,7 @@ def _made(trace: Trace, node: fx.Node) -> tuple[int, ...]:
 
 
 def raw_graph(trace: Trace, step: Graph) -> Graph:
-    """Return the forward with its views: a storage of 0 bytes stands for each."""
+    """Return the forward with its views: a storage of 0 bytes for each."""
     lowered = trace.lowered
     storages: list[Storage] = []
     real: dict[int, int] = {}

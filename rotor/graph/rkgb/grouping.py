@@ -95,7 +95,7 @@ class _Grouping:
         return found
 
     def _readers(self, node: fx.Node) -> tuple[list[fx.Node], bool]:
-        """The operations that read a node or a view of it, and whether one of them is returned."""
+        """Return the operations that read a node or its views, and if one of these is returned."""
         readers, is_returned = [], node in self.returned
         waiting, seen = [node], {node}
         while waiting:
@@ -143,7 +143,7 @@ class _Grouping:
         return only if not scope or f"{user}.".startswith(f"{scope}.") else node
 
     def _home_of_effect(self, node: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
-        """An update goes with the last of what it is computed from, else with its module."""
+        """Return the group of the last operation that an update reads, else one of its module."""
         trace = self.trace
         read = [trace.root(n) for n in node.all_input_nodes if n in self.within]
         made = [n for n in read if n in self.home and self.home[n] is not None]
@@ -162,7 +162,7 @@ class _Grouping:
         return min(later or same, key=lambda home: abs(order[home] - order[node]))
 
     def _reaches(self, start: fx.Node | None, goals: set[fx.Node | None]) -> bool:
-        """Whether a group comes before one of the others."""
+        """Return True if a group comes before one of the others."""
         waiting, seen = [start], {start}
         while waiting:
             current = waiting.pop()
@@ -202,7 +202,7 @@ class _Grouping:
         return Grouped([members[root] for root in roots], roots, init, home, effects)
 
     def _ordered(self, node: fx.Node) -> bool:
-        """Whether an operation has its place among those that draw numbers or run once."""
+        """Return True if an operation draws numbers or runs once: their order stays."""
         task = self.trace.lowered.tasks[self.trace.task_of[node]]
         return task.random or task.once
 
@@ -221,9 +221,9 @@ class _Grouping:
                 self.home[node] = self.trace.root(node)
 
     def _sorted(self, members: dict[fx.Node, list[fx.Node]]) -> list[fx.Node]:
-        """The groups in an order in which they can run, as near to the captured one as possible.
+        """Sort the groups so that they can run, as near to the captured order as possible.
 
-        It ends where what is left cannot run.
+        Groups that cannot run are left out.
         """
         order = {node: k for k, node in enumerate(self.trace.forward)}
         before: dict[fx.Node, set[fx.Node]] = {root: set() for root in members}

@@ -46,13 +46,13 @@ class S_node:
     deps, users
         Nodes that it reads or that read it, each with the names that are read.
     is_artefact
-        It is there for sizes only: never, since sizes are numbers in a capture.
+        False: nodes that exist for sizes only do not occur, since sizes are numbers in a capture.
     is_rand
-        It draws random numbers.
+        True if it draws random numbers.
     deps_rand
         Names of random values that it reads besides `deps`: none, since every drawing is a node.
     protected
-        It is an output of the forward.
+        True if it is an output of the forward.
     module
         Path of the module of its main operation.
     layer
@@ -109,7 +109,7 @@ class S_graph:
     nodes
         In the order in which they run.
     init_node
-        The node of the inputs: what is there before the first node runs.
+        The node of the inputs: values that exist before the first node runs.
     output_node
         The node of the last output.
     direct_inputs
@@ -216,7 +216,7 @@ def build_s(trace: Trace, step: Graph, grouped: Grouped) -> S_graph:
 
 
 def _costs(trace: Trace, step: Graph, grouped: Grouped, nodes: Sequence[S_node]) -> Graph:
-    """One operation for each node, and one for what the node of the inputs computes."""
+    """Merge the operations of each node to one, and those of the node of the inputs."""
     groups = {SOURCES: grouped.init}
     groups |= {node.main_target: m for node, m in zip(nodes, grouped.members, strict=True)}
     found = {
@@ -269,7 +269,7 @@ def _node(
 
 
 def _main(root: fx.Node | None, members: Sequence[fx.Node]) -> fx.Node | None:
-    """The first tensor that an operation gives."""
+    """Return the first tensor that an operation gives."""
     if root is None or isinstance(root.meta.get("val"), torch.Tensor):
         return root
     within = set(members)
@@ -291,7 +291,7 @@ def _short(node: fx.Node) -> str:
 
 
 def _layer(root: fx.Node | None) -> str:
-    """The class of the innermost module of an operation, where it is one of PyTorch's own."""
+    """Return the class of the innermost module of an operation; "" unless it is PyTorch's own."""
     stack = root.meta.get("nn_module_stack") if root is not None else None
     if not stack:
         return ""

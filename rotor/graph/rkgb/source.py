@@ -165,7 +165,7 @@ class Trace:
         return outputs, mutations
 
     def _forward_nodes(self) -> list[fx.Node]:
-        """The nodes that the outputs are computed from, and what else the forward runs."""
+        """Return the nodes that outputs are computed from, and others that the forward runs."""
         waiting = [node for node in self.lowered.outputs if isinstance(node, fx.Node)]
         tasks = self.lowered.tasks
         waiting += [node for node, k in self.task_of.items() if tasks[k].phase == "forward"]
@@ -184,7 +184,7 @@ class Trace:
         return found
 
     def is_operation(self, node: fx.Node) -> bool:
-        """Return whether the node makes storages of its own."""
+        """Return True if the node makes storages of its own."""
         return node in self.task_of
 
     def root(self, node: fx.Node) -> fx.Node:
@@ -264,7 +264,7 @@ class Trace:
         return self.constant(value)
 
     def readers_beside(self, primal: fx.Node, inside: set[fx.Node]) -> bool:
-        """Return whether operations outside of `inside` read an input, views included."""
+        """Return True if operations outside of `inside` read an input or its views."""
         waiting, seen = [primal], {primal}
         while waiting:
             for user in waiting.pop().users:
@@ -283,7 +283,7 @@ def _is_item(node: fx.Node) -> bool:
 
 
 def _plain(node: fx.Node) -> str:
-    """The name of a node's operation, without its namespace and overload."""
+    """Return the name of a node's operation, without its namespace and overload."""
     if node.op != "call_function":
         return node.name
     return str(getattr(node.target, "__name__", node.name)).split(".")[0].lstrip("_") or node.name

@@ -13,7 +13,7 @@ from rotor.graph.graph import Graph, Operation, Storage
 from rotor.graph.rkgb.grouping import Grouped
 from rotor.graph.rkgb.source import Trace
 
-__all__ = ["Part", "Unit", "contracted", "part_of", "units_of"]
+__all__ = ["Part", "Unit", "contracted", "is_repeatable", "part_of", "units_of"]
 
 
 @dataclass
@@ -56,7 +56,7 @@ def units_of(trace: Trace, grouped: Grouped) -> list[Unit]:
 
 
 def _owners(trace: Trace, grouped: Grouped) -> dict[int, int]:
-    """For each operation of the backward the S node that it is the backward of.
+    """Return, for each operation of the backward, the S node that it is the backward of.
 
     Autograd numbers the operations of the forward, and what it runs for each in the backward has
     its number. Sums of gradients have none of their own: they come out of order.
@@ -95,7 +95,7 @@ def _owners(trace: Trace, grouped: Grouped) -> dict[int, int]:
 
 
 def _ordered(trace: Trace, late: dict[int, list[int]]) -> list[Unit]:
-    """The backward of each node at a stretch; in parts where other nodes have to come between."""
+    """Sort the backward so that each node runs at a stretch, or in parts where others intervene."""
     tasks = trace.lowered.tasks
     makers = {s: k for k, task in enumerate(tasks) for s in task.made.values()}
     backward = {index for indices in late.values() for index in indices}
@@ -166,11 +166,28 @@ def contracted(
         begin = end
     small = contract(reordered(step, flat), groups, labels)
     paths = [op.module for op in small.operations] if modules is None else modules
+    members = [[order[k] for k in op.extra["operations"]] for op in small.operations]
     operations = [
-        replace(op, module=path, extra={"operations": [order[k] for k in op.extra["operations"]]})
-        for op, path in zip(small.operations, paths, strict=True)
+        replace(op, module=path, once=not is_repeatable(step, own), extra={"operations": own})
+        for op, path, own in zip(small.operations, paths, members, strict=True)
     ]
     return Graph(small.storages, None, operations, name=step.name)
+
+
+def is_repeatable(step: Graph, members: Sequence[int]) -> bool:
+    """Return True if operations can run again, without those of them that run once.
+
+    Parameters
+    ----------
+    step
+        The graph of the step.
+    members
+        Numbers of the operations.
+    """
+    once = [step.operations[k] for k in members if step.operations[k].once]
+    again = [step.operations[k] for k in members if not step.operations[k].once]
+    made = {s for op in once for s in op.outputs}
+    return bool(again) and all(made.isdisjoint(op.inputs) for op in again)
 
 
 @dataclass
@@ -191,7 +208,7 @@ class Part:
 
 
 def part_of(graph: Graph, chosen: Iterable[int], *, loss: bool) -> Part:
-    """Return some operations of a graph; what others made before them is there from the start.
+    """Return some operations of a graph; what others made before them exists from the start.
 
     Parameters
     ----------

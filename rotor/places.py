@@ -1,0 +1,294 @@
+"""Pieces of state that modules hold, and how each is read, copied and put back."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+import sys
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = [
+    "MISSING",
+    "Attribute",
+    "ClosureCell",
+    "Contents",
+    "Entry",
+    "Inner",
+    "Place",
+    "Saved",
+    "copied",
+    "numpy_module",
+    "state_of",
+    "tensors_in",
+]
+
+MISSING: Any = object()
+"""The value of a place that is not there."""
+
+
+def tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value and in plain containers within it."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, dict):
+        for item in list(value.values()):
+            yield from tensors_in(item, depth - 1)
+    elif depth and isinstance(value, list | tuple | set | frozenset | deque):
+        for item in list(value):
+            yield from tensors_in(item, depth - 1)
+
+
+def copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy of a tensor or an iterator, one for each; anything else as it is."""
+    if id(value) in memo:
+        return memo[id(value)][1]
+    made = value
+    if isinstance(value, torch.Tensor):
+        with torch.no_grad():
+            made = value.detach().clone()
+    elif not isinstance(value, nn.Module) and hasattr(value, "__next__"):
+        with warnings.catch_warnings(), suppress(Exception):
+            warnings.simplefilter("ignore")
+            made = copy.copy(value)
+    memo[id(value)] = value, made
+    return made
+
+
+class Place:
+    """A piece of state that a stage changes.
+
+    Parameters
+    ----------
+    name
+        Where it is, for messages: ``0.tau``.
+    owner
+        The object that holds it.
+    key
+        The name or key within `owner`; `None` for the contents as a whole.
+    in_place
+        Whether the value itself is changed, so that a saved one has to be a copy.
+    """
+
+    __slots__ = ("in_place", "key", "name", "owner")
+
+    def __init__(self, name: str, owner: Any, key: Any = None, *, in_place: bool = False) -> None:
+        self.name = name
+        self.owner = owner
+        self.key = key
+        self.in_place = in_place
+
+    @property
+    def identity(self) -> tuple[int, Any]:
+        """Equal for two places of the same state."""
+        return id(self.owner), self.key
+
+    def get(self) -> Any:
+        """Return the value now, as it is."""
+        raise NotImplementedError
+
+    def put(self, value: Any) -> None:
+        """Put a value there that `get` or `copy_of` returned."""
+        raise NotImplementedError
+
+    def copy_of(self, value: Any, memo: dict[int, Any]) -> Any:
+        """A copy of a value where running the stage would change it."""
+        return copied(value, memo) if self.in_place else value
+
+    def saved_bytes(self, device: torch.device) -> int:
+        """Bytes on a device that a saved value holds."""
+        found = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in tensors_in(self.get())
+            if t.device == device and t.layout == torch.strided
+        }
+        return sum(found.values())
+
+    @property
+    def is_generator(self) -> bool:
+        """Whether only stages that change it depend on it."""
+        return False
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
+
+
+class Saved:
+    """The state of places as it is when this is made.
+
+    Parameters
+    ----------
+    places
+        The places.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        memo: dict[int, Any] = {}
+        self._values = [(place, place.copy_of(place.get(), memo)) for place in places]
+
+    def __bool__(self) -> bool:
+        return bool(self._values)
+
+    def put(self, *, last: bool = False) -> None:
+        """Set that state; the `last` time may use up the copies."""
+        memo: dict[int, Any] = {}
+        for place, value in self._values:
+            place.put(value if last else place.copy_of(value, memo))
+
+    def current(self) -> list[tuple[Place, Any]]:
+        """Each place with its value now."""
+        return [(place, place.get()) for place, _ in self._values]
+
+
+class Entry(Place):
+    """A key of a dictionary, an attribute among them."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        """The value; a mark where the key is not there."""
+        return self.owner.get(self.key, MISSING)
+
+    def put(self, value: Any) -> None:
+        """Set the key, or take it out."""
+        if value is MISSING:
+            self.owner.pop(self.key, None)
+        else:
+            self.owner[self.key] = value
+
+
+class Attribute(Place):
+    """An attribute of a class, or one in ``__slots__``."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        """The value; a mark where the attribute is not there."""
+        if isinstance(self.owner, type):
+            return vars(self.owner).get(self.key, MISSING)
+        return getattr(self.owner, self.key, MISSING)
+
+    def put(self, value: Any) -> None:
+        """Set the attribute, or delete it."""
+        if value is not MISSING:
+            setattr(self.owner, self.key, value)
+        elif self.get() is not MISSING:
+            delattr(self.owner, self.key)
+
+
+class ClosureCell(Place):
+    """A variable that a function shares with the one around it."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        """The value; a mark where the variable is not set."""
+        try:
+            return self.owner.cell_contents
+        except ValueError:
+            return MISSING
+
+    def put(self, value: Any) -> None:
+        """Set the variable."""
+        if value is not MISSING:
+            self.owner.cell_contents = value
+
+
+class Contents(Place):
+    """What a list, set, deque or bytearray holds."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        """The elements."""
+        return list(self.owner)
+
+    def copy_of(self, value: Any, memo: dict[int, Any]) -> Any:
+        """The elements, tensors copied where they are changed in place."""
+        return [copied(item, memo) for item in value] if self.in_place else value
+
+    def put(self, value: Any) -> None:
+        """Replace the elements."""
+        self.owner.clear()
+        if isinstance(self.owner, set):
+            self.owner.update(value)
+        else:
+            self.owner.extend(value)
+
+
+class Inner(Place):
+    """The state of an object that gives it out: a generator, an array, a file."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        """The state."""
+        return state_of(self.owner)
+
+    def put(self, value: Any) -> None:
+        """Set the state."""
+        _set_state(self.owner, value)
+
+    @property
+    def is_generator(self) -> bool:
+        """Whether it is a generator: drawing from one changes it."""
+        numpy = numpy_module()
+        is_array = numpy is not None and isinstance(self.owner, numpy.ndarray)
+        return not is_array and not isinstance(self.owner, io.IOBase)
+
+    def saved_bytes(self, device: torch.device) -> int:
+        """Two states, the saved one and, while the stage runs again, the current one."""
+        state = self.get()
+        is_here = isinstance(state, torch.Tensor) and device.type == "cpu"
+        return 2 * state.nbytes if is_here else 0
+
+
+def numpy_module() -> Any:
+    """NumPy, `None` where nothing has imported its generators."""
+    found = sys.modules.get("numpy")
+    return found if found is not None and "numpy.random" in sys.modules else None
+
+
+def state_of(owner: Any) -> Any:
+    """The state of an object that `_set_state` can set; `MISSING` for one that has none."""
+    numpy = numpy_module()
+    if isinstance(owner, torch.Generator):
+        return owner.get_state()
+    if owner is random or isinstance(owner, random.Random):
+        return owner.getstate()
+    if numpy is not None:
+        if owner is numpy.random or isinstance(owner, numpy.random.RandomState):
+            return owner.get_state()
+        if isinstance(owner, numpy.random.Generator):
+            return owner.bit_generator.state
+        if isinstance(owner, numpy.ndarray):
+            return owner.copy()
+    if isinstance(owner, io.IOBase):
+        try:
+            return owner.tell() if owner.readable() and owner.seekable() else MISSING
+        except (OSError, ValueError):
+            return MISSING
+    return MISSING
+
+
+def _set_state(owner: Any, state: Any) -> None:
+    numpy = numpy_module()
+    if isinstance(owner, io.IOBase):
+        owner.seek(state)
+    elif numpy is not None and isinstance(owner, numpy.ndarray):
+        owner[...] = state
+    elif numpy is not None and isinstance(owner, numpy.random.Generator):
+        owner.bit_generator.state = state
+    elif owner is random or isinstance(owner, random.Random):
+        owner.setstate(state)
+    else:
+        owner.set_state(state)
