@@ -23,7 +23,7 @@ class Layers(nn.Module):
 class Drawing(Layers):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = torch.tanh(layer(x) * (1 + random.random()) + float(np.random.rand()))
+            x = torch.tanh(layer(x) * (1 + random.random()) + float(np.random.rand()))  # noqa: NPY002
         return x
 
 
@@ -78,7 +78,7 @@ def test_steps_equal_those_without_a_limit(kind: type[Layers]):
     def train(limit: int | None) -> tuple[list[torch.Tensor], int]:
         torch.manual_seed(0)
         random.seed(0)
-        np.random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
         net = kind()
         model: Any = net
         if limit is not None:

@@ -23,6 +23,7 @@ from rotor.graph.early import Delivery
 from rotor.graph.emit import StepCode, saved_primals
 from rotor.graph.inductor import draw_once
 from rotor.graph.lowering import Lowered, lower
+from rotor.graph.repeating import generators_kept
 from rotor.graph.rewrite import as_in_eager
 from rotor.recompute import SPLIT_BACKWARD
 
@@ -160,12 +161,14 @@ class Capture:
     def _refused(*_: Any) -> Any:
         raise NothingToPlan
 
-    def reach(self, *args: Any) -> Unplanned:
+    def reach(self, module: nn.Module, *args: Any) -> Unplanned:
         """Capture a call without running it; CaptureError as in a call."""
-        try:
-            self(*args)
-        except Unplanned as reached:
-            return reached
+        # The code that dynamo makes draws Python's random numbers before it calls the graph.
+        with generators_kept(module.modules()):
+            try:
+                self(module, *args)
+            except Unplanned as reached:
+                return reached
         raise CaptureError("the call ran without its graph being captured")
 
     @staticmethod

@@ -188,7 +188,7 @@ def dynamic_figures(plan: DynamicPlan) -> list[list[str]]:
             lines.append(["times over the limit", str(stats.overflows)])
     lines.append(["set aside after metering", format_bytes(plan.reserve_bytes)])
     lines.append(["steps", str(plan.steps)])
-    lines.append(["recomputation", plan.proved.text(plan.verify)])
+    lines.append(["proof", plan.proved.text(plan.verify)])
     return lines
 
 
