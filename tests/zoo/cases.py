@@ -89,6 +89,8 @@ class Case:
         Number of steps.
     keeps_gradients
         Whether a step begins with the gradients of the step before it.
+    varies
+        Whether steps of the same shapes differ in their bytes: the first excess is a warning.
     pending
         Forwards before the first backward, each of which has a limit of its own; 0: the step
         allocates beside the model, and is not metered.
@@ -103,6 +105,7 @@ class Case:
     state: Callable[[nn.Module], Any] = lambda _: None
     steps: int = 5
     keeps_gradients: bool = False
+    varies: bool = False
     pending: int = 1
 
 

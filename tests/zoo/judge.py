@@ -20,6 +20,8 @@ from rotor import memory
 
 CLOSE = 1e-5
 EQUAL, REFUSED = "equal and within the limit", "refused in words"
+OVER = "over the limit"
+WARNED = "equal, and the excess was told"
 _REFUSALS = (ValueError, TypeError, RuntimeError, MemoryError)
 
 
@@ -142,8 +144,8 @@ class Cell:
 
     @property
     def is_good(self) -> bool:
-        """Whether the outcome is one of the two that are allowed."""
-        return self.outcome in (EQUAL, REFUSED)
+        """Whether the outcome is an allowed one."""
+        return self.outcome in (EQUAL, REFUSED, WARNED)
 
 
 def judge(name: str, engine: str, share: float, plain: Plain) -> Cell:
@@ -204,7 +206,7 @@ def _judge(case: Case, engine: str, limit_bytes: int, plain: Plain, *, is_metere
     if peaks and max(peaks) > allowed:
         excess = f"{max(peaks) / allowed - 1:+.2%}"
         return Cell(
-            "over the limit",
+            OVER,
             f"peak {max(peaks)} of {allowed} bytes ({excess}), plain {plain.peak_bytes}",
         )
     return Cell(EQUAL, "" if worst == 0 else f"{worst:.1e} relative")

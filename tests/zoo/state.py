@@ -51,10 +51,13 @@ def gumbel_routing() -> Case:
 @case
 def sampled_choice() -> Case:
     def chosen(_: Any, x: torch.Tensor) -> torch.Tensor:
-        index = torch.multinomial(x.detach().softmax(1), 1)
-        return 1 + x.gather(1, index)
+        index = torch.multinomial(x.detach().tanh().softmax(1), 1)
+        return 1 + x.gather(1, index).tanh()
 
-    return Case(lambda: blocks(_noisy(chosen)))
+    return Case(
+        lambda: blocks(_noisy(chosen)),
+        optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=1e-6),
+    )
 
 
 @case
@@ -73,7 +76,7 @@ def stochastic_depth() -> Case:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x if random.random() < 0.3 else super().forward(x)
 
-    return Case(lambda: blocks(Skipped))
+    return Case(lambda: blocks(Skipped), varies=True)
 
 
 @case
