@@ -19,12 +19,14 @@ from rotor import _core, _torch
 from rotor.errors import RecomputationError
 
 __all__ = [
+    "NO_ROOM",
     "VERIFIED_STEPS",
     "Mismatch",
     "Proof",
     "Proved",
     "checked_verify",
     "checksum",
+    "has_room",
     "is_verified",
     "proof_bytes",
     "recomputation_error",
@@ -32,6 +34,9 @@ __all__ = [
 
 VERIFIED_STEPS = 3
 """Planned steps of every plan that ``verify="first"`` looks at."""
+
+NO_ROOM = "the limit has no room for checksums on its device"
+"""Why a plan whose limit is small is not proved."""
 
 _COLUMNS = 4093
 _SMALL_BYTES = 1 << 15
@@ -315,6 +320,21 @@ def proof_bytes(device: torch.device, values: int) -> int:
     return 16 * _SLOTS * chunks + 64 * (_COLUMNS + 3) + (1 << 20)
 
 
+def has_room(device: torch.device, values: int, limit_bytes: int) -> bool:
+    """Return whether proving a step takes at most a fiftieth of its limit; else no step is.
+
+    Parameters
+    ----------
+    device
+        Where the step runs.
+    values
+        Checksums that it makes at most.
+    limit_bytes
+        The limit of the step.
+    """
+    return proof_bytes(device, values) * 50 <= limit_bytes
+
+
 @dataclass
 class Proved:
     """What the verified steps of one plan have shown.
@@ -349,6 +369,8 @@ class Proved:
         verify
             As `checked_verify` returns it.
         """
+        if self.unproved:
+            return False
         return is_verified(verify, min(self.ran, self.steps) if self.is_new else self.ran)
 
     @property

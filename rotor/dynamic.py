@@ -13,6 +13,7 @@ from rotor import dtr
 from rotor.algorithms.curve import Curve
 from rotor.checkpointable import METERED_STEPS, Checkpointable
 from rotor.dynamic_plan import DynamicPlan, check_options
+from rotor.errors import RecomputationError
 from rotor.graph.calls import takes_targets
 from rotor.metering import StepBytes, StepMeter, cancel_running
 from rotor.nested import NestedStep
@@ -87,7 +88,21 @@ class DynamicSteps(Checkpointable):
     def _try_dynamically(
         self, plan: DynamicPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
-        """Run a forward and a backward of which nothing is left; gradients of outputs are ones."""
+        """Run a forward and a backward of which nothing is left; gradients of outputs are ones.
+
+        What does not repeat in it is kept, and it runs once more.
+        """
+        while True:
+            known = len(plan.kept)
+            try:
+                return self._run_trial(plan, args, targets, kwargs)
+            except RecomputationError:
+                if len(plan.kept) == known:
+                    raise
+
+    def _run_trial(
+        self, plan: DynamicPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
         _, output = self._run_dynamically(plan, args, targets, kwargs, is_trial=True)
         outputs = [t for t in tensors_within(output) if t.requires_grad]
         if not outputs:

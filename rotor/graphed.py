@@ -244,7 +244,8 @@ class GraphCheckpointable(PiecesSteps):
         graph = build_graph(step.lowered, step.costs, self._loss_bytes(key))
         with progress(points, "computing the curve") as update:
             found = planner.curve(graph, points, progress=update, **self._options)
-        curve = Curve(found.bytes + step.most_own_bytes, found.seconds)
+        own = [step.most_own_bytes(peak) for peak in found.bytes.tolist()]
+        curve = Curve(found.bytes + own, found.seconds)
         return self._marked(curve, step.device)
 
     def display(self) -> str:

@@ -12,7 +12,7 @@ from rotor import memory
 from rotor.algorithms.sequence import Sequence
 from rotor.algorithms.utils import DynamicAlgorithm, Progress
 from rotor.chain import Chain
-from rotor.checksums import proof_bytes
+from rotor.checksums import NO_ROOM, has_room, proof_bytes
 from rotor.errors import InfeasibleError
 from rotor.inspection import RNG_BYTES, Inspection
 from rotor.metering import Metered
@@ -129,6 +129,11 @@ def own_bytes(
     return kept
 
 
+def _most_compared(inspection: Inspection) -> int:
+    """Return the most checksums that a verified step makes: of three runs of every stage."""
+    return sum(3 * len(m.flags) for m in inspection.measures)
+
+
 def loss_reserve(inspection: Inspection, given_bytes: int) -> int:
     """The loss's temporary: as captured, as given, or 4 x the output with its gradient."""
     if inspection.loss_peak_bytes is not None:
@@ -194,7 +199,8 @@ def make_plan(
         `limit_bytes` is.
     """
     n = len(chain)
-    verified = verify != "off"
+    has_proofs = has_room(inspection.device, _most_compared(inspection), limit_bytes)
+    verified = verify != "off" and has_proofs
     resident = chain.x_bytes[0]
     options = dict(options or {})
 
@@ -213,7 +219,7 @@ def make_plan(
             ) from error
         schedule = Schedule(sequence, n, plain_tail=plain_tail, head=inspection.plain[0])
         kept = own_bytes(inspection, schedule.runs, rng=rng, verified=verified) + beside_bytes
-        return Plan(
+        plan = Plan(
             inspection,
             chain,
             sequence,
@@ -223,6 +229,8 @@ def make_plan(
             reserve_bytes=reserve_bytes,
             verify=verify,
         )
+        plan.proved.unproved = "" if has_proofs else NO_ROOM
+        return plan
 
     def fits(plan: Plan) -> bool:
         return plan.predicted_bytes + reserve_bytes <= limit_bytes

@@ -219,6 +219,7 @@ static int raise_status(rotor_handler_t *self, int status) {
 static void abort_operation(rotor_handler_t *self) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
+    self->recorder->is_borrowed = false;
     (void)rotor_recorder_abort(&self->recorder->book);
     (void)rotor_recorder_release_guards(self->recorder);
     (void)rotor_recorder_settle(self->recorder);

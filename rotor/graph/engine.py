@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from rotor import _torch
+from rotor.checksums import NO_ROOM, has_room
 from rotor.errors import InfeasibleError
 from rotor.graph import planner
 from rotor.graph.capture import Capture, Captured
@@ -144,7 +145,21 @@ class CapturedStep:
         sizes = _sizes(self.lowered, self.costs)
         return sum(sizes[storage] for storage in self.lowered.tasks[self.lowered.loss].inputs)
 
-    def own_bytes(self, replayed: int, compared: int = 0) -> int:
+    @property
+    def _devices(self) -> list[torch.device]:
+        """Where it runs, and where it is planned to run."""
+        return [torch.device(self.device.type), torch.device(self.planned_for or self.device)]
+
+    @property
+    def _most_compared(self) -> int:
+        """Checksums of a verified step, at most."""
+        return 2 * sum(len(task.made) for task in self.lowered.tasks)
+
+    def is_provable(self, limit_bytes: int) -> bool:
+        """Return whether a limit has room for the checksums of a verified step."""
+        return all(has_room(d, self._most_compared, limit_bytes) for d in self._devices)
+
+    def own_bytes(self, replayed: int, compared: int, limit_bytes: int) -> int:
         """Return what is kept beside the graph's storages.
 
         Parameters
@@ -153,23 +168,24 @@ class CapturedStep:
             Random states that are put back.
         compared
             Checksums of a verified step.
+        limit_bytes
+            The limit of the step.
         """
-        devices = [torch.device(self.device.type), torch.device(self.planned_for or self.device)]
-        compared = compared if self.verifies and self.inductor is None else 0
+        proves = self.verifies and self.inductor is None and self.is_provable(limit_bytes)
         return max(
-            own_bytes(device, replayed) + proving_bytes(self.lowered, device, compared)
-            for device in devices
+            own_bytes(device, replayed)
+            + (proving_bytes(self.lowered, device, compared) if proves else 0)
+            for device in self._devices
         )
 
-    def own_bytes_of(self, code: StepCode, ops: list[int]) -> int:
+    def own_bytes_of(self, code: StepCode, ops: list[int], limit_bytes: int) -> int:
         """Return what is kept beside the graph's storages where some code runs a program."""
-        return self.own_bytes(code.replayed, checksums_of(self.lowered, ops))
+        return self.own_bytes(code.replayed, checksums_of(self.lowered, ops), limit_bytes)
 
-    @property
-    def most_own_bytes(self) -> int:
-        """The most that is kept beside the graph's storages, whatever is recomputed."""
-        made = sum(len(task.made) for task in self.lowered.tasks)
-        return self.own_bytes(sum(task.random for task in self.lowered.tasks), 2 * made)
+    def most_own_bytes(self, limit_bytes: int) -> int:
+        """Return the most that is kept beside the graph's storages, whatever is recomputed."""
+        random = sum(task.random for task in self.lowered.tasks)
+        return self.own_bytes(random, self._most_compared, limit_bytes)
 
     @property
     def assumed_loss_bytes(self) -> int:
@@ -214,6 +230,8 @@ class GraphPlan(Metered):
         self._known = len(self.step.captured.lowered.unrepeatable)
         if self.step.inductor is not None:
             self.proved.unproved = "code that Inductor compiled is not compared"
+        elif not self.step.is_provable(self.limit_bytes):
+            self.proved.unproved = NO_ROOM
 
     @property
     def is_refuted(self) -> bool:
@@ -422,21 +440,21 @@ def make_plan(
         None was found; ``minimum_bytes`` is the least limit for which one was.
     """
     graph = build_graph(step.lowered, step.costs, loss_bytes)
-    own = step.own_bytes(0)
+    own = step.own_bytes(0, 0, limit_bytes)
     while True:
         try:
             budget = max(limit_bytes - own - reserve_bytes, 1)
             program = (solve or search)(graph, budget, options or {}, progress)
         except InfeasibleError as error:
             # Whatever is recomputed in the program of that peak, its random states fit then.
-            least = error.minimum_bytes + step.most_own_bytes + reserve_bytes
+            least = error.minimum_bytes + step.most_own_bytes(limit_bytes) + reserve_bytes
             raise InfeasibleError(
                 f"no plan was found that fits in {limit_bytes} bytes; the least limit for which "
                 f"one was found is {least} bytes: give at least that, or a smaller batch",
                 least,
             ) from None
         emitted = step.code(program.ops.tolist())
-        needed = step.own_bytes_of(emitted, program.ops.tolist())
+        needed = step.own_bytes_of(emitted, program.ops.tolist(), limit_bytes)
         if program.peak_bytes + needed + reserve_bytes <= limit_bytes:
             break
         own = max(own, needed)

@@ -50,6 +50,7 @@ _UNSPECIFIED = (
 """Outputs that may hold uninitialised memory: states without dropout, padding, scratch. And new
 running statistics, which a repetition makes of those that the first run has changed, and discards.
 """
+_SEEDED = ("inductor_random", "inductor_randint")
 
 _MOST_NAMES = 3
 
@@ -217,6 +218,11 @@ def _is_own(target: Any) -> bool:
     return namespace is None or namespace in _OWN_NAMESPACES
 
 
+def _is_seeded(target: Any) -> bool:
+    """Return whether an operation makes its numbers of a seed, once Inductor has compiled it."""
+    return getattr(target, "namespace", "") == "prims" and _name_of(target) in _SEEDED
+
+
 def keep_unrepeatable(lowered: Lowered, flags: Iterable[int]) -> None:
     """Mark the operations that draw numbers, and those that must not run a second time.
 
@@ -235,7 +241,7 @@ def keep_unrepeatable(lowered: Lowered, flags: Iterable[int]) -> None:
         if found & DIFFERS or is_unknown:
             task.random, task.once = False, True
             lowered.unrepeatable.append(task)
-        elif found & DRAWS and not task.once:
+        elif found & DRAWS and not task.once and not _is_seeded(task.node.target):
             task.random, task.once = not lowered.draws_once, lowered.draws_once
 
 
