@@ -1,14 +1,14 @@
 """Checksums of tensors' bits, made where the tensors are, and what a step proves with them.
 
-A checksum has 64 bits. Small tensors on a CPU, and those with gaps, are read by the C core
-(`checksum.h`). Of others the words are summed, wrapping, in a prime number of columns, which reads
-memory once with all threads of the device and needs a few KiB; the columns go into 64 bits, each
-with keys of its own. Changes go unseen where they cancel in every column, or in one case of 2^64.
+A checksum has 64 bits. On a CPU the C core reads a tensor once, with keys of every word's own
+(`checksum.h`): changes go unseen in one case of about 2^64. On other devices the words are summed,
+wrapping, in a prime number of columns, which reads memory once with all threads of the device and
+needs a few KiB; the columns go into 64 bits, each with keys of its own. There changes also go
+unseen where they cancel in every column.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -39,21 +39,10 @@ NO_ROOM = "the limit has no room for checksums on its device"
 """Why a plan whose limit is small is not proved."""
 
 _COLUMNS = 4093
-_SMALL_BYTES = 1 << 15
 _SLOTS = 2048
 _KEY_SEED = 20_261_122
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-
-class _Scratch(threading.local):
-    """Columns of a CPU's checksum, outside of PyTorch's allocator; one per thread."""
-
-    def __init__(self) -> None:
-        with torch.inference_mode(False):
-            self.columns = torch.frombuffer(bytearray(8 * _COLUMNS), dtype=torch.int64)
-
-
-_scratch = _Scratch()
 _keys: dict[torch.device, torch.Tensor] = {}
 
 
@@ -97,23 +86,7 @@ def _column_sums(words: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _in_core(tensor: torch.Tensor) -> int:
-    return _core.checksum(
-        tensor.data_ptr(), tensor.element_size(), tuple(tensor.shape), tensor.stride()
-    )
-
-
-def _on_cpu(tensor: torch.Tensor) -> int:
-    if tensor.numel() * tensor.element_size() <= _SMALL_BYTES:
-        return _in_core(tensor)
-    flat = _memory_order(tensor)
-    if flat is None:
-        return _in_core(tensor)
-    words = _words(flat)
-    if words.numel() < 2 * _COLUMNS:
-        return _in_core(tensor)
-    columns = _scratch.columns
-    _column_sums(words, columns)
-    return _in_core(columns)
+    return _core.checksum(tensor.data_ptr(), tensor.element_size(), tensor.shape, tensor.stride())
 
 
 def _on_device(tensor: torch.Tensor, out: torch.Tensor) -> None:
@@ -164,16 +137,17 @@ def checksum(tensor: torch.Tensor) -> int | torch.Tensor:
     TypeError
         The memory cannot be seen, as that of MKL-DNN's layout.
     """
+    parts = _torch.strided_parts(tensor)
+    if not parts:
+        raise TypeError(f"the bits of a tensor of layout {tensor.layout} cannot be read")
+    if all(part.is_cpu for part in parts):
+        # Conjugation and sign as lazy flags are no part of the memory.
+        sums = [_in_core(part) for part in parts]
+        return sums[0] if len(sums) == 1 else _combined(sums)
     with torch.no_grad():
-        parts = [_plain(part) for part in _torch.strided_parts(tensor)]
-        if not parts:
-            raise TypeError(f"the bits of a tensor of layout {tensor.layout} cannot be read")
-        if all(part.device.type == "cpu" for part in parts):
-            sums = [_on_cpu(part) for part in parts]
-            return sums[0] if len(sums) == 1 else _combined(sums)
         found = torch.empty(len(parts), dtype=torch.int64, device=tensor.device)
         for k, part in enumerate(parts):
-            _on_device(part, found[k : k + 1])
+            _on_device(_plain(part), found[k : k + 1])
         if len(parts) == 1:
             return found
         return (found * _keys_on(tensor.device)[: len(parts)]).sum(0, keepdim=True)

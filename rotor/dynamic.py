@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from rotor import dtr
 from rotor.algorithms.curve import Curve
 from rotor.checkpointable import METERED_STEPS, Checkpointable
+from rotor.dtr.recall import MOST_SCRAPS
 from rotor.dynamic_plan import DynamicPlan, check_options
-from rotor.errors import RecomputationError
+from rotor.errors import MemoryLimitWarning, RecomputationError
 from rotor.graph.calls import takes_targets
 from rotor.metering import StepBytes, StepMeter, cancel_running
 from rotor.nested import NestedStep
@@ -22,6 +24,7 @@ from rotor.report.text import dynamic_figures, dynamic_report, dynamic_table, st
 from rotor.stages import refuse_sharded
 from rotor.units import parse_bytes
 from rotor.values import tensors_of, tensors_within
+from rotor.watching import note_peak
 
 _NO_TARGETS: tuple[Any, ...] = ()
 
@@ -53,16 +56,8 @@ class DynamicSteps(Checkpointable):
             raise
         self.__dict__["_pending"] = weakref.ref(step)
         if meter is not None:
-            plan.output_bytes = step.output_bytes
+            plan.output_bytes, step.is_metered = step.output_bytes, True
             meter.forward_done(tensors_within(output))
-        elif step.missed_bytes and plan.loss_bytes is not None:
-            self._warn_once(
-                "loss",
-                f"the limit of {plan.limit_bytes} bytes cannot be kept: after the forward "
-                f"{step.missed_bytes} bytes are missing of those that the loss needs; a limit of "
-                f"{plan.limit_bytes + step.missed_bytes} bytes would do, and loss_fn= makes the "
-                "loss part of what is managed",
-            )
         return output
 
     def _run_dynamically(
@@ -83,7 +78,7 @@ class DynamicSteps(Checkpointable):
 
         step = plan.step(module, is_trial=is_trial)
         plan.unknown = [] if meter is None else step.session.mark_unknown(meter.mark)
-        return step, step.forward(call, (args, kwargs, tuple(targets)), plan.room_for_loss)
+        return step, step.forward(call, (args, kwargs, tuple(targets)), plan.room)
 
     def _try_dynamically(
         self, plan: DynamicPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
@@ -115,25 +110,43 @@ class DynamicSteps(Checkpointable):
         torch.autograd.grad(outputs, needed, given, allow_unused=True)
 
     def _learn_dynamically(self, plan: DynamicPlan, step: StepBytes) -> None:
-        knew_loss = plan.loss_bytes is not None or step.loss_bytes <= plan.room_for_loss(
-            plan.output_bytes
-        )
+        knew_loss = plan.loss_bytes is not None
+        loss, held = plan.loss_bytes or 0, plan.held_bytes
         over = plan.learn(step)
         if over <= 0:
             return
-        if plan.meterings >= METERED_STEPS:
-            self._warn_once(
-                "over",
-                f"the limit of {plan.limit_bytes} bytes could not be kept: the step needed "
-                f"{step.peak_bytes} bytes, {step.loss_bytes} of them at most for the loss; a limit "
-                f"of {step.peak_bytes} bytes would do, and loss_fn= makes the loss part of what is "
-                "managed",
-            )
-            return
-        # What guesses about operators have cost is known now.
+        # What guesses about the loss and operators have cost is known now.
         if knew_loss and not plan.unknown:
-            plan.reserve_bytes += over
-        plan.measured_bytes = None
+            explained = max((plan.loss_bytes or 0) - loss, plan.held_bytes - held, 0)
+            plan.reserve_bytes += max(over - explained, 0)
+        if plan.meterings < METERED_STEPS:
+            plan.measured_bytes = None
+        else:
+            plan.differs = True
+        if knew_loss and step.peak_bytes > plan.warned_bytes:
+            plan.warned_bytes = step.peak_bytes
+            warnings.warn(
+                f"the limit of {plan.limit_bytes} bytes could not be kept: the step needed "
+                f"{step.peak_bytes} bytes, {step.loss_bytes} of them at most for the loss. The "
+                "next steps are run with as much less, and are refused where that is too little; "
+                f"a limit of {step.peak_bytes + MOST_SCRAPS} bytes would do, and loss_fn= makes "
+                "the loss part of what is managed",
+                MemoryLimitWarning,
+                stacklevel=2,
+            )
+
+    def _learn_again(self, plan: Any, step: StepBytes) -> None:
+        if isinstance(plan, DynamicPlan):
+            self._learn_dynamically(plan, step)
+        else:
+            super()._learn_again(plan, step)
+
+    def _learn_peak(self, plan: Any, peak_bytes: int) -> None:
+        if not isinstance(plan, DynamicPlan):
+            super()._learn_peak(plan, peak_bytes)
+            return
+        note_peak(plan, peak_bytes)
+        plan.differs |= peak_bytes > plan.limit_bytes
 
 
 class DynamicCheckpointable(DynamicSteps):

@@ -5,20 +5,23 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from rotor import dtr
+from rotor import _core, dtr
 from rotor.checksums import is_verified
-from rotor.dtr.recall import Stats
+from rotor.dtr.recall import MOST_SCRAPS, Stats
 from rotor.dtr.stepping import Unknown, learn_needs
 from rotor.metering import Metered, StepBytes
 from rotor.nested import NestedStep
 from rotor.timelines import Timeline
+from rotor.watching import note_peak
 
 _LOSS_FACTOR = 4
+_NOISE_BYTES = 1 << 16
+_NOISE_SHARE = 50
 _REMEMBERED = 20
 _STEP_MARKS = ("loss", "backward")
 _SETTINGS = inspect.signature(dtr.budget).parameters
@@ -60,12 +63,19 @@ class DynamicPlan(Metered):
     options
         Settings of the session.
     loss_bytes, held_bytes, loss_output_bytes
-        What the caller's loss was measured to need at most, and to hold when the model's backward
-        began, for outputs of that size; ``None``: not metered yet.
+        What the caller's loss was measured to need at most, and what was in memory beside what
+        the runtime counts when the model's backward began, for outputs of that size; ``None``: not
+        metered yet.
+    step_bytes
+        Peak of the last metered step with outputs of that size.
     assumed_loss_bytes
         What the caller said that the loss needs beside the gradient of the output; 0: nothing.
-    output_bytes
-        Of the outputs in the step that is metered.
+    output_bytes, counted_bytes
+        Of the outputs in the step that is metered, and what the runtime counted when its backward
+        began.
+    level_bytes
+        What the device had given out then beside what the runtime counted, in the first step after
+        a metered one.
     unknown
         Operators of that step whose needs had to be guessed.
     verify
@@ -76,8 +86,6 @@ class DynamicPlan(Metered):
         How many steps ended, and figures of the last ones.
     """
 
-    is_watched: ClassVar[bool] = False
-
     device: torch.device
     limit_bytes: int
     reason: str = ""
@@ -86,7 +94,10 @@ class DynamicPlan(Metered):
     loss_bytes: int | None = None
     held_bytes: int = 0
     loss_output_bytes: int = 0
+    step_bytes: int = 0
     output_bytes: int = 0
+    counted_bytes: int = 0
+    level_bytes: int | None = field(default=None, repr=False)
     unknown: Unknown = field(default_factory=list, repr=False)
     verify: str | int = "off"
     kept: set[str] = field(default_factory=set)
@@ -117,6 +128,9 @@ class DynamicPlan(Metered):
         """Bytes to leave for the loss and the gradient of the output; with what is set aside."""
         return self.reserve_bytes + self._loss(output_bytes)
 
+    def _knows(self, output_bytes: int) -> bool:
+        return self.loss_bytes is not None and output_bytes == self.loss_output_bytes
+
     def _loss(self, output_bytes: int) -> int:
         if self.loss_bytes is not None and output_bytes <= self.loss_output_bytes:
             return self.loss_bytes
@@ -142,13 +156,13 @@ class DynamicPlan(Metered):
         learn_needs(self.unknown, step.segments)
         output_bytes = self.output_bytes
         starts = {segment.name: segment.start_bytes for segment in step.segments}
-        held = max(starts["backward"] - starts["loss"], 0)
-        if not step.output_held:
-            # The runtime sees that the output has gone; what came in its place, it does not see.
-            held += output_bytes
+        held = max(starts["backward"] - self.counted_bytes, 0)
+        note_peak(self, step.peak_bytes)
+        self.level_bytes = None
         if output_bytes >= self.loss_output_bytes:
             self.loss_output_bytes = output_bytes
             self.loss_bytes, self.held_bytes = step.loss_bytes, held
+            self.step_bytes = step.peak_bytes
         else:
             self.loss_bytes = max(self.loss_bytes or 0, step.loss_bytes)
             self.held_bytes = max(self.held_bytes, held)
@@ -156,10 +170,19 @@ class DynamicPlan(Metered):
 
     def step(self, module: nn.Module, *, is_trial: bool = False) -> NestedStep:
         """A step of a module, about to begin; of a trial nothing is left in the end."""
+        level = _level(self.device)
 
         def began(step: NestedStep) -> None:
+            session = step.session
+            if step.is_metered:
+                self.counted_bytes = session.current_bytes
             held = self.held_by_loss(step.output_bytes)
-            step.session.aim(self.limit_bytes - self.reserve_bytes - held)
+            if self._knows(step.output_bytes) and not is_trial:
+                seen = _level(self.device) - level - session.current_bytes
+                known = min(held, max(seen, 0)) if level >= 0 else held
+                session.outside_bytes = self.reserve_bytes + known
+                held += 0 if level < 0 or step.is_metered else self._grown(step, seen)
+            session.aim(self.limit_bytes - self.reserve_bytes - held)
 
         def ended(step: NestedStep) -> None:
             self.steps += 1
@@ -182,7 +205,34 @@ class DynamicPlan(Metered):
         )
         self.proved.ran += not is_trial
         step.session.aim(self.limit_bytes - self.reserve_bytes)
+        step.session.outside_bytes = self.reserve_bytes
         return step
+
+    def _grown(self, step: NestedStep, seen_bytes: int) -> int:
+        """How much more the loss holds than in the first step after the last metered one."""
+        if step.is_crowded:
+            return 0
+        if self.level_bytes is None:
+            self.level_bytes = seen_bytes
+        more = seen_bytes - self.level_bytes
+        if more <= max(_NOISE_BYTES, self.level_bytes // _NOISE_SHARE):
+            return 0
+        self.differs = True
+        return more
+
+    def room(self, step: NestedStep) -> tuple[int, int]:
+        """Bytes to leave for the loss of a step, and those that it is known to need."""
+        wished = self._loss(step.output_bytes)
+        if not self._knows(step.output_bytes):
+            return wished, 0
+        step.tried_bytes = self.step_bytes + MOST_SCRAPS
+        return wished, wished
+
+
+def _level(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return _core.heap_bytes()
 
 
 def _without_parts(timeline: Timeline | None) -> Timeline | None:

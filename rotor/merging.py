@@ -26,7 +26,8 @@ def merge_stages(stages: Sequence[Stage], arg: Any) -> list[Stage]:
     Raises
     ------
     ValueError
-        The first stage changes the model's input in place; named.
+        The first stage changes the model's input in place, or a stage runs only where gradients
+        are enabled; named.
     TypeError
         A stage returns something other than tensors; named.
     """
@@ -39,7 +40,7 @@ def merge_stages(stages: Sequence[Stage], arg: Any) -> list[Stage]:
         for stage in stages:
             before = versions(x)
             with copied_buffers(stage):
-                y = stage(x)
+                y = _run_without_graph(stage, x)
             check_output(stage.name, y)
             if first is not None and versions(first) != untouched:
                 raise ValueError(
@@ -58,6 +59,30 @@ def merge_stages(stages: Sequence[Stage], arg: Any) -> list[Stage]:
             if not views_input:
                 first = None
     return merged
+
+
+def _run_without_graph(stage: Stage, x: Any) -> Any:
+    """Run a stage with gradients disabled; ValueError where it runs with them only."""
+    try:
+        return stage(x)
+    except RuntimeError as error:
+        if not _runs_with_graph(stage, x):
+            raise
+        raise ValueError(
+            f"stage {stage.name} runs only where gradients are enabled, as it computes some in its "
+            f"forward ({error}), and a chain runs stages without a graph too. Put "
+            '"with torch.enable_grad():" around what computes them; or use engine="dynamic"'
+        ) from error
+
+
+def _runs_with_graph(stage: Stage, x: Any) -> bool:
+    x = map_tensors(x, lambda tensor: tensor.detach().clone())
+    with torch.enable_grad(), copied_buffers(stage):
+        try:
+            stage(x)
+        except RuntimeError:
+            return False
+    return True
 
 
 def frozen_prefix(stages: list[Stage], arg: Any) -> list[Stage]:

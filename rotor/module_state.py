@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from rotor import _torch
+from rotor.hook_values import global_names
 from rotor.places import (
     MISSING,
     Attribute,
@@ -322,7 +323,7 @@ class Watch:
                     self._values(variable, cell, ClosureCell, lambda: [None])
             for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
                 self._waiting.append((name, default, None))
-            names = [n for n in _names(value.__code__) if n in value.__globals__]
+            names = [n for n in global_names(value.__code__) if n in value.__globals__]
             self._values(value.__module__, value.__globals__, Entry, lambda: names, unique=value)
 
     def _object(self, name: str, value: Any) -> None:
@@ -405,9 +406,3 @@ def _is_data(value: Any) -> bool:
 def _slot_names(base: type) -> tuple[str, ...]:
     slots = vars(base).get("__slots__", ())
     return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Global names that a function and those within it use."""
-    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    return set(code.co_names).union(*(_names(part) for part in inner))

@@ -24,13 +24,15 @@ from rotor import _dispatch, _torch
 from rotor.additions import Additions
 from rotor.dtr.stepping import StepSession
 from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning, RecomputationError
+from rotor.hook_values import hook_places
+from rotor.places import tensors_in
 from rotor.recompute import SPLIT_BACKWARD
 from rotor.values import tensors_of
 
 __all__ = ["NestedStep"]
 
 _OWN_NAMES = frozenset(vars(nn.Module()))
-_AHEAD = {"forward": 3, "loss": 3, "backward": 1}
+_AHEAD = {"forward": 4, "loss": 1, "backward": 2}
 _paused: weakref.WeakSet[NestedStep] = weakref.WeakSet()
 
 
@@ -61,8 +63,10 @@ class NestedStep:
         What it runs under.
     output_bytes
         Of the outputs, once the forward has run.
-    missed_bytes
-        What was lacking of the room for the loss then.
+    is_metered
+        A meter runs with it.
+    tried_bytes
+        A limit under which such a step was seen to run; 0: none is known.
     is_proved
         A backward has ended in which all that was computed again was compared.
     """
@@ -92,7 +96,8 @@ class NestedStep:
         self._asked: list[torch.Tensor] = []
         self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self.output_bytes = 0
-        self.missed_bytes = 0
+        self.is_metered = False
+        self.tried_bytes = 0
         self.is_proved = False
         self.session = StepSession(
             limit, device=device, before_write=_BeforeWrite(self._undo), **settings
@@ -103,7 +108,9 @@ class NestedStep:
 
     # -- forward
 
-    def forward(self, call: Callable[..., Any], value: Any, room: Callable[[int], int]) -> Any:
+    def forward(
+        self, call: Callable[..., Any], value: Any, room: Callable[[NestedStep], tuple[int, int]]
+    ) -> Any:
         """Run ``call(*value)`` and give what it returns, in the graph of the caller.
 
         Parameters
@@ -113,7 +120,8 @@ class NestedStep:
         value
             Nested values with the caller's tensors.
         room
-            Called with the bytes of the outputs: how many are to be left for the loss.
+            Called with the step when its outputs are known: the bytes to leave for the loss, and
+            those that it is known to need.
 
         Raises
         ------
@@ -134,7 +142,8 @@ class NestedStep:
                 self.session.pin(tensor)
             storages = {_torch.storage_identity(t): t.untyped_storage().nbytes() for t in found}
             self.output_bytes = sum(storages.values())
-            self.missed_bytes = self.session.leave_room(room(self.output_bytes))
+            self._phase = "loss"
+            self.session.leave_room(*room(self))
         except BudgetError as error:
             output, found, kept = None, [], []
             raise self._failed(error) from error
@@ -161,7 +170,6 @@ class NestedStep:
             self.release()
         else:
             _paused.add(self)
-            self._phase = "loss"
         return output
 
     def _connect(self, outputs: list[torch.Tensor], inner: list[torch.Tensor]) -> None:
@@ -198,12 +206,19 @@ class NestedStep:
                     yield vars(module), name, value
 
     def _attributes(self) -> list[torch.Tensor]:
-        return [tensor for _, _, value in self._places() for tensor in tensors_of(value)]
+        found = [tensor for _, _, value in self._places() for tensor in tensors_of(value)]
+        for place in hook_places(self._modules):
+            found += tensors_in(place.get())
+        return found
 
     def _replace_attributes(self, given: dict[int, torch.Tensor]) -> None:
         for where, name, value in self._places():
             if any(id(tensor) in given for tensor in tensors_of(value)):
                 where[name] = replaced(value, given)
+        for place in hook_places(self._modules):
+            value = place.get()
+            if any(id(tensor) in given for tensor in tensors_in(value)):
+                place.put(replaced(value, given))
 
     # -- backward
 
@@ -293,6 +308,11 @@ class NestedStep:
         """Whether nothing is kept any more."""
         return self._ended is None
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether another step waits for its backward."""
+        return any(step is not self for step in _paused)
+
     def undo(self) -> None:
         """Put parameters, buffers, inputs and the random state back to what they were."""
         self._undo.run()
@@ -349,16 +369,23 @@ class NestedStep:
         additions = self.session.additions
         added = additions.added if additions is not None else 0
         self.release()
-        # Its backward reads what it made and read, and makes gradients of both.
+        # Its backward reads what it made and read, makes gradients of both, and the loss is held.
         ahead = _AHEAD[self._phase] * error.needed_bytes
         minimum = error.minimum_bytes + self._gradient_bytes() + ahead
+        if self.tried_bytes:
+            minimum = max(self.tried_bytes, error.minimum_bytes)
         gradients = "its gradients, "
         if added:
             gradients = f"but for {added} gradients that this step was added to already, "
+        named = (
+            f"a step took no more than {minimum} bytes before: give such a limit"
+            if minimum == self.tried_bytes
+            else "with gradients that are still to come, give a limit of at least about "
+            f"{minimum} bytes"
+        )
         return InfeasibleError(
             f"the {self._phase} does not fit: {error}. The model, {gradients}buffers and the "
-            "random state are as they were before this step: with gradients that are still to "
-            f"come, give a limit of about {minimum} bytes, or a smaller batch",
+            f"random state are as they were before this step: {named}, or a smaller batch",
             minimum,
         )
 

@@ -50,6 +50,7 @@ LAYERS = [
             "rotor.timing",
             "rotor.checksums",
             "rotor.places",
+            "rotor.hook_values",
             "rotor.module_state",
             "rotor.transparent",
             "rotor.environment",
@@ -157,8 +158,8 @@ WITHOUT_TORCH = [
 # The same for the headers of the C core.
 C_LAYERS = [
     ["core"],
-    ["vector", "chain", "probe", "bits", "checksum", "classes", "heuristics"],
-    ["sequence", "graph", "dataflow", "log_json", "log_names", "log_writer"],
+    ["vector", "chain", "probe", "bits", "checksum_blocks", "classes", "heuristics"],
+    ["sequence", "graph", "dataflow", "checksum", "log_json", "log_names", "log_writer"],
     ["program"],
     ["envelope", "log", "log_reader", "log_fields", "log_instructions"],
     ["frontier", "persistent", "persistent_kernel", "floating", "revolve"],

@@ -196,3 +196,20 @@ def test_functorch_around_a_plan_is_refused() -> None:
         torch.func.grad(lambda z: chk(z).sum())(x[0])
     assert same(before, list(net.parameters()))
     assert isinstance(chk, rotor.Checkpointable)
+
+
+def test_gradients_within_a_forward_are_refused_in_words() -> None:
+    class Force(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(WIDTH, INNER)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x if x.requires_grad else x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.up(y).tanh().sum(), y, create_graph=True)
+            return x - slope
+
+    net = seeded(lambda: nn.Sequential(Block(), Force(), Block()))
+    chk = rotor.Checkpointable(net, mem_limit="1GB")
+    with pytest.raises(ValueError, match="stage 1 runs only where gradients are enabled"):
+        chk(torch.randn(BATCH, WIDTH))

@@ -78,6 +78,20 @@ def test_exchanged_and_negated_values_are_seen(summed, numel):
     assert summed(rows[torch.arange(9, -1, -1)].contiguous()) != summed(rows)
 
 
+@pytest.mark.parametrize("distance", [1, 8, 4093, 8186, 4093 * 16])
+def test_changes_that_cancel_are_seen(distance):
+    """Sums alone, in columns or without, stay the same."""
+    values = drawn(torch.int64, 100_000)
+    whole = checksum(values)
+    for step in (1, 1 << 31, 1 << 62):
+        values[5] += step
+        values[5 + distance] -= step
+        assert checksum(values) != whole
+        values[5] -= step
+        values[5 + distance] += step
+    assert checksum(values) == whole
+
+
 @WAYS
 @pytest.mark.parametrize("size", [8, 200])
 def test_layouts(summed, size):

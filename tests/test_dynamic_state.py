@@ -101,3 +101,54 @@ def test_steps_equal_those_without_a_limit(kind: type[Layers]):
     found, again = train(620_000)
     assert again > 0
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+CAUGHT: dict[str, torch.Tensor] = {}
+
+
+def hook_and_reader(kind: str) -> tuple[Callable[..., None], Callable[[], torch.Tensor]]:
+    """A forward hook that keeps an output outside of all modules, and what reads it there."""
+    entries: dict[str, torch.Tensor] = {}
+    items: list[torch.Tensor] = []
+    variable = torch.zeros(())
+
+    def to_dictionary(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        entries["feature"] = output
+
+    def to_list(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        items[:] = [output]
+
+    def to_variable(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        nonlocal variable
+        variable = output
+
+    def to_global(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        CAUGHT["feature"] = output
+
+    return {
+        "dictionary": (to_dictionary, lambda: entries["feature"]),
+        "list": (to_list, lambda: items[0]),
+        "variable": (to_variable, lambda: variable),
+        "global": (to_global, lambda: CAUGHT["feature"]),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "list", "variable", "global"])
+def test_values_that_hooks_keep_elsewhere_have_gradients(kind: str) -> None:
+    def gradients(limit: int | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(64, 64), nn.Tanh())])
+        hook, read = hook_and_reader(kind)
+        net[3].register_forward_hook(hook)
+        model: Any = net
+        if limit is not None:
+            model = rotor.Checkpointable(net, mem_limit=limit, engine="dynamic")
+        for k in range(3):
+            net.zero_grad()
+            x = torch.linspace(-1, 1, 256 * 64).reshape(256, 64) + k
+            (model(x).square().mean() + read().abs().mean()).backward()
+        return [p.grad for p in net.parameters() if p.grad is not None]
+
+    expected, found = gradients(None), gradients(620_000)
+    assert len(found) == 12
+    assert all(map(torch.equal, expected, found))

@@ -1,13 +1,14 @@
 #include "checksum.h"
 
+#include "checksum_blocks.h"
+
 #include <string.h>
 
-enum { LANES = 8, BLOCK = LANES * 8, BUFFER = 4096 };
+enum { LANES = ROTOR_CHECKSUM_LANES, BLOCK = ROTOR_CHECKSUM_BLOCK, BUFFER = 4096 };
 
 typedef struct {
-    uint64_t first[LANES];
-    uint64_t second[LANES];
-    uint64_t keys[LANES];
+    rotor_checksum_lanes_t lanes;
+    rotor_checksum_blocks_t add_blocks;
     uint64_t length;
     size_t waiting;
     unsigned char buffer[BUFFER];
@@ -32,43 +33,16 @@ static uint64_t mixed(uint64_t x) {
 static void begin(checksum_t *self) {
     memset(self, 0, offsetof(checksum_t, buffer));
     for (int k = 0; k < LANES; k++) {
-        self->keys[k] = mixed(golden * (uint64_t)(k + 1));
+        self->lanes.keys[k] = mixed(golden * (uint64_t)(k + 1));
     }
-}
-
-/*
- * Adds `count` blocks. Lane k of block i has the keys keys[k] + i * step[k] and the same with its
- * halves exchanged and its bits turned; the products are those of the NH family of hashes.
- */
-static void add_blocks(checksum_t *self, const unsigned char *data, size_t count) {
-    uint64_t first[LANES], second[LANES], keys[LANES], step[LANES];
-    memcpy(first, self->first, sizeof(first));
-    memcpy(second, self->second, sizeof(second));
-    memcpy(keys, self->keys, sizeof(keys));
-    for (int k = 0; k < LANES; k++) {
-        step[k] = golden + ((uint64_t)k << 33) + ((uint64_t)k << 1);
-    }
-    for (size_t i = 0; i < count; i++, data += BLOCK) {
-        uint64_t words[LANES];
-        memcpy(words, data, BLOCK);
-        for (int k = 0; k < LANES; k++) {
-            uint64_t a = words[k] + keys[k];
-            uint64_t b = words[k] ^ ~(keys[k] >> 32 | keys[k] << 32);
-            first[k] += (a & UINT32_MAX) * (a >> 32);
-            second[k] += (b & UINT32_MAX) * (b >> 32);
-            keys[k] += step[k];
-        }
-    }
-    memcpy(self->first, first, sizeof(first));
-    memcpy(self->second, second, sizeof(second));
-    memcpy(self->keys, keys, sizeof(keys));
+    self->add_blocks = rotor_checksum_fastest();
 }
 
 static void add(checksum_t *self, const unsigned char *data, size_t bytes) {
     self->length += bytes;
     if (self->waiting == 0 && bytes >= BUFFER) {
         size_t count = bytes / BLOCK;
-        add_blocks(self, data, count);
+        self->add_blocks(&self->lanes, data, count);
         data += count * BLOCK;
         bytes -= count * BLOCK;
     }
@@ -79,7 +53,7 @@ static void add(checksum_t *self, const unsigned char *data, size_t bytes) {
         data += taken;
         bytes -= taken;
         if (self->waiting == BUFFER) {
-            add_blocks(self, self->buffer, BUFFER / BLOCK);
+            self->add_blocks(&self->lanes, self->buffer, BUFFER / BLOCK);
             self->waiting = 0;
         }
     }
@@ -89,10 +63,10 @@ static uint64_t finish(checksum_t *self) {
     uint64_t sum = mixed(self->length + golden);
     size_t count = (self->waiting + BLOCK - 1) / BLOCK;
     memset(self->buffer + self->waiting, 0, count * BLOCK - self->waiting);
-    add_blocks(self, self->buffer, count);
+    self->add_blocks(&self->lanes, self->buffer, count);
     for (int k = 0; k < LANES; k++) {
-        sum = mixed(sum ^ self->first[k]) + golden;
-        sum = mixed(sum ^ self->second[k]) + golden;
+        sum = mixed(sum ^ self->lanes.first[k]) + golden;
+        sum = mixed(sum ^ self->lanes.second[k]) + golden;
     }
     return sum;
 }

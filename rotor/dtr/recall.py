@@ -20,12 +20,12 @@ from rotor.errors import BudgetError, MemoryLimitWarning
 SMALL_BYTES = 256
 LONGEST_CHAIN = 64
 _NAMED = 5
-_MOST_SCRAPS = 4096
+MOST_SCRAPS = 4096
 
 
 def _scraps(limit: int) -> int:
     """Room for what no operator makes: numbers that PyTorch turns into tensors and keeps."""
-    return min(_MOST_SCRAPS, limit // 256)
+    return min(MOST_SCRAPS, limit // 256)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,13 @@ class Observer(Protocol):
 
 
 class Recall:
-    """The book of a session, and the storages in it."""
+    """The book of a session, and the storages in it.
+
+    Attributes
+    ----------
+    outside_bytes
+        Of the limit, known to be taken by what no operator makes.
+    """
 
     def __init__(
         self,
@@ -162,6 +168,7 @@ class Recall:
         self._handler.is_verifying = verify
         self._lock = threading.RLock()
         self._is_cpu = device.type == "cpu"
+        self.outside_bytes = 0
         self._is_open = True
         self._is_leaving = False
         self._overflows = 0
@@ -214,7 +221,7 @@ class Recall:
                 self._cost_ns += took - taking
             return
         assert self.limit is not None
-        current = self._book.counters()["current_bytes"] + _scraps(self.limit)
+        current = self._book.counters()["current_bytes"] + _scraps(self.limit) + self.outside_bytes
         if is_wish or current + least <= self.limit:
             return
         if self._strict and not self._is_leaving:
@@ -233,10 +240,11 @@ class Recall:
             for size, _, locks in reversed(kept[-_NAMED:])
         )
         minimum = current + nbytes
+        outside = f", and {self.outside_bytes} outside the model" if self.outside_bytes else ""
         return BudgetError(
             f"the budget of {self.limit} bytes is too small: the next operation needs {nbytes} "
             f"bytes beside {current} that cannot be evicted ({len(kept)} storages, the largest "
-            f"{named}); a budget of {minimum} bytes gets past this operation",
+            f"{named}{outside}); a budget of {minimum} bytes gets past this operation",
             minimum,
             nbytes,
         )
@@ -304,7 +312,7 @@ class Recall:
                 f"had run again {_core.OFTEN} times and more ran once more, for "
                 f"{found['worst_repeat_ns'] / 1e9:.3g} s. What they make stays in memory from now "
                 f"on as far as the budget of {self.limit} bytes allows. With "
-                f"{found['held_peak_bytes'] + _MOST_SCRAPS} bytes nothing would have "
+                f"{found['held_peak_bytes'] + MOST_SCRAPS} bytes nothing would have "
                 "been computed again until now",
                 MemoryLimitWarning,
                 stacklevel=2,
@@ -430,7 +438,7 @@ class Recall:
 
     def _fits(self, nbytes: int) -> bool:
         assert self.limit is not None
-        current = self._book.counters()["current_bytes"]
+        current = self._book.counters()["current_bytes"] + self.outside_bytes
         return current + nbytes + _scraps(self.limit) <= self.limit
 
     def _drop_copies(self) -> None:

@@ -127,12 +127,10 @@ class StepSession(Session):
         """Keep within so many bytes where that is possible, and within the limit in any case."""
         self._book.limit(max(wished, 0))
 
-    def leave_room(self, nbytes: int) -> int:
-        """Evict until `nbytes` are left of the limit; how many are missing then."""
-        assert self.limit is not None
+    def leave_room(self, nbytes: int, least: int) -> None:
+        """Evict until `nbytes` are left of the limit; BudgetError: fewer than `least` are."""
         with _dispatch.without_modes():
-            self._make_room(nbytes, 0)
-        return max(self.current_bytes + nbytes - self.limit, 0)
+            self._make_room(nbytes, least)
 
     @property
     def current_bytes(self) -> int:

@@ -1,5 +1,8 @@
 #include "checksum.h"
+#include "checksum_blocks.h"
 #include "testing.h"
+
+#include <string.h>
 
 static uint64_t sum_of(const void *data, int64_t item, int rank, const int64_t *sizes,
                        const int64_t *strides) {
@@ -105,12 +108,46 @@ static void test_refusals(void) {
     CHECK(rotor_checksum(NULL, 8, 1, &none, &one, &sum) == ROTOR_OK);
 }
 
+static void test_versions(void) {
+    static unsigned char data[64 * ROTOR_CHECKSUM_BLOCK + 1];
+    uint64_t x = 1;
+    for (size_t k = 0; k < sizeof(data); k++) {
+        x = x * UINT64_C(6364136223846793005) + 1442695040888963407u;
+        data[k] = (unsigned char)(x >> 56);
+    }
+    rotor_checksum_blocks_t portable = rotor_checksum_version(ROTOR_CHECKSUM_PORTABLE);
+    CHECK(portable != NULL);
+    CHECK(rotor_checksum_version(ROTOR_CHECKSUM_KINDS) == NULL);
+    int found = 0;
+    for (int kind = 0; kind < ROTOR_CHECKSUM_KINDS; kind++) {
+        rotor_checksum_blocks_t version = rotor_checksum_version((rotor_checksum_kind_t)kind);
+        if (version == NULL) {
+            continue;
+        }
+        found += version == rotor_checksum_fastest();
+        for (size_t count = 0; count <= 64; count += count < 4 ? 1 : 15) {
+            rotor_checksum_lanes_t one, other;
+            for (int k = 0; k < ROTOR_CHECKSUM_LANES; k++) {
+                one.first[k] = x * (uint64_t)k;
+                one.second[k] = ~x;
+                one.keys[k] = x ^ UINT64_C(0x123456789abcdef) * (uint64_t)k;
+            }
+            other = one;
+            portable(&one, data + 1, count);
+            version(&other, data + 1, count);
+            CHECK(memcmp(&one, &other, sizeof(one)) == 0);
+        }
+    }
+    CHECK(found == 1);
+}
+
 static const test_case_t cases[] = {
     {"every_bit_counts", test_every_bit_counts},
     {"lengths_and_zeros", test_lengths_and_zeros},
     {"order_and_signs", test_order_and_signs},
     {"strides", test_strides},
     {"refusals", test_refusals},
+    {"versions", test_versions},
 };
 
 TEST_MAIN(cases)

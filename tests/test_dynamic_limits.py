@@ -1,0 +1,194 @@
+"""The dynamic engine's limit holds from the second step on, or the step is refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rotor
+from rotor import memory
+
+STEPS = 5
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(64, 256) for _ in range(5))
+        self.second = nn.ModuleList(nn.Linear(256, 64) for _ in range(5))
+        self.outer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.outer(x)
+        for first, second in zip(self.first, self.second, strict=True):
+            x = x + second(torch.relu(first(x)))
+        return x
+
+
+def sequential() -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Linear(64, 256), nn.ReLU(inplace=True), nn.Linear(256, 64), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def in_double(y: torch.Tensor) -> torch.Tensor:
+    return (y * y).mean().double()
+
+
+def of_four_outputs(y: torch.Tensor) -> torch.Tensor:
+    return (y.repeat(2, 1) * 2).exp().square().mean()
+
+
+def train(model: nn.Module, x: torch.Tensor, loss: Callable[..., Any], steps: int) -> None:
+    for _ in range(steps):
+        model.zero_grad()
+        loss(model(x)).backward()
+
+
+def peak_of(model: nn.Module, x: torch.Tensor, loss: Callable[..., Any]) -> int:
+    model.zero_grad()
+    with memory.meter("cpu") as meter:
+        loss(model(x)).backward()
+    return meter.peak_bytes
+
+
+def peaks_from_the_second_step(
+    make: Callable[[], nn.Module], limit: int, x: torch.Tensor, loss: Callable[..., Any]
+) -> list[int]:
+    """Meter each step in a model of its own: another meter keeps the engine's from running."""
+    peaks = []
+    for step in range(1, STEPS):
+        chk = rotor.Checkpointable(make(), mem_limit=limit, engine="dynamic")
+        train(chk, x, loss, step)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "this step's memory was not measured")
+            peaks.append(peak_of(chk, x, loss))
+    return peaks
+
+
+@pytest.mark.parametrize("loss", [in_double, of_four_outputs])
+@pytest.mark.parametrize("make", [sequential, Residual])
+@pytest.mark.parametrize("fraction", [0.96, 0.93, 0.88])
+def test_the_limit_holds_from_the_second_step_or_the_step_is_refused(
+    make: Callable[[], nn.Module], loss: Callable[..., Any], fraction: float
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(128, 64)
+    plain = make()
+    train(plain, x, loss, 1)
+    limit = int(peak_of(plain, x, loss) * fraction)
+    for _ in range(2):
+        try:
+            peaks = peaks_from_the_second_step(make, limit, x, loss)
+        except rotor.InfeasibleError as error:
+            limit = max(limit, error.minimum_bytes)
+        else:
+            break
+    else:
+        pytest.fail(f"{limit} bytes were named, and do not do")
+    assert max(peaks) <= limit
+
+
+def test_a_step_that_the_loss_leaves_no_room_for_is_refused_and_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model = rotor.Checkpointable(sequential(), mem_limit="2 MB", engine="dynamic")
+    x = torch.randn(128, 64)
+
+    def large(y: torch.Tensor) -> torch.Tensor:
+        return y.repeat(60, 1).square().mean()
+
+    train(model, x, large, 1)
+    model.zero_grad()
+    state = torch.get_rng_state()
+    with pytest.raises(rotor.InfeasibleError, match="the loss does not fit") as raised:
+        model(x)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+    limit = raised.value.minimum_bytes
+    assert max(peaks_from_the_second_step(sequential, limit, x, large)) <= limit
+
+
+def test_what_a_later_loss_holds_is_seen() -> None:
+    torch.manual_seed(0)
+    model = rotor.Checkpointable(sequential(), mem_limit="2 MB", engine="dynamic")
+    x = torch.randn(128, 64)
+    train(model, x, in_double, 3)
+    plan = model._latest
+    metered = plan.meterings
+    held: list[torch.Tensor] = []
+
+    def hoarding(y: torch.Tensor) -> torch.Tensor:
+        held.append(torch.zeros(1 << 17))
+        return in_double(y)
+
+    for _ in range(2):
+        train(model, x, hoarding, 1)
+        held.clear()
+    assert plan.meterings == metered + 1
+    assert plan.held_bytes > 1 << 19
+    assert plan.most_bytes_seen <= 2_000_000
+
+
+@torch.library.custom_op("rotor_tests::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand_like(x) * torch.rand_like(x)
+
+
+noisy.register_autograd(lambda context, gradient: gradient)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = noisy(layer(x)).tanh()
+        return x
+
+
+@pytest.mark.parametrize("fraction", [0.95, 0.8, 0.5])
+def test_random_custom_operators_keep_the_limit_or_warn(fraction: float) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(256, 64)
+    plain = Noisy()
+    train(plain, x, in_double, 1)
+    limit = int(peak_of(plain, x, in_double) * fraction)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            peaks = peaks_from_the_second_step(Noisy, limit, x, in_double)
+        except rotor.InfeasibleError as error:
+            limit = error.minimum_bytes
+            peaks = peaks_from_the_second_step(Noisy, limit, x, in_double)
+    texts = [str(found.message) for found in caught]
+    assert max(peaks) <= limit or any("could not be kept" in text for text in texts)
+
+
+def convolutions() -> nn.Module:
+    layers: list[nn.Module] = []
+    for channels in (3, 16, 16, 16, 16):
+        layers += [nn.Conv2d(channels, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("part", [3, 4, 5, 6, 8])
+def test_the_limit_named_for_convolutions_works(part: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 32, 32)
+    plain = convolutions()
+    train(plain, x, in_double, 1)
+    peak = peak_of(plain, x, in_double)
+    chk = rotor.Checkpointable(convolutions(), mem_limit=peak // part, engine="dynamic")
+    with pytest.raises(rotor.InfeasibleError) as raised:
+        train(chk, x, in_double, 2)
+    limit = raised.value.minimum_bytes
+    assert limit <= peak
+    assert max(peaks_from_the_second_step(convolutions, limit, x, in_double)) <= limit
