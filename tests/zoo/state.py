@@ -339,11 +339,15 @@ def parameter_hook() -> Case:
     return Case(make)
 
 
+def _halve(parameter: torch.Tensor) -> None:
+    parameter.grad.mul_(0.5)
+
+
 @case
 def accumulated_gradient_hook() -> Case:
     def make() -> nn.Module:
         net = blocks()
-        net[1].up.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+        net[1].up.weight.register_post_accumulate_grad_hook(_halve)
         return net
 
     return Case(make)
