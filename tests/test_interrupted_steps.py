@@ -1,0 +1,147 @@
+"""A step that is interrupted anywhere leaves the model as it was, and training goes on."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zoo.cases import Case, Loop, Residual, blocks, rows, usual_step
+from zoo.judge import Snapshot
+
+import rotor
+
+_CLEANUP = {"__exit__", "__del__", "stop", "close", "cancel", "_restore"}
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th call of a Python function of the package.
+
+    Calls made while a context is left are passed over: no program survives those.
+    """
+
+    def __init__(self, number: int | None = None) -> None:
+        self.number = number
+        self.calls = 0
+        self.place = ""
+
+    def __enter__(self) -> Interrupt:
+        sys.setprofile(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _called(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event != "call" or "/rotor/" not in code.co_filename:
+            return
+        # A generator is also called to be closed.
+        if code.co_name in _CLEANUP or code.co_name.startswith("<"):
+            return
+        if self._is_leaving(frame):
+            return
+        self.calls += 1
+        if self.number is not None and self.calls >= self.number:
+            sys.setprofile(None)
+            self.place = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_name}"
+            raise KeyboardInterrupt
+
+    @staticmethod
+    def _is_leaving(frame: FrameType | None) -> bool:
+        while frame is not None:
+            if frame.f_code.co_name in _CLEANUP:
+                return True
+            frame = frame.f_back
+        return False
+
+
+class Dropped(Residual):
+    """A block with dropout and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.norm(super().forward(x)), 0.1)
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "chain": lambda: blocks(Dropped, 4),
+    "graph": lambda: Loop(Dropped, 4),
+    "dynamic": lambda: Loop(Dropped, 4),
+}
+LIMIT = 1_400_000
+
+
+def _new(engine: str) -> tuple[Case, nn.Module, Any, torch.optim.Optimizer]:
+    case = Case(CASES[engine])
+    torch.manual_seed(1)
+    net = case.make()
+    model = rotor.Checkpointable(net, mem_limit=LIMIT, engine=engine)
+    return case, net, model, case.optimizer(net)
+
+
+def _plain(engine: str, steps: int) -> list[Snapshot]:
+    case = Case(CASES[engine])
+    torch.manual_seed(1)
+    net = case.make()
+    optimizer = case.optimizer(net)
+    found = []
+    for k in range(steps):
+        torch.manual_seed(100 + k)
+        loss = usual_step(case, net, net, optimizer, k)
+        found.append(Snapshot.of(case, net, loss))
+    return found
+
+
+def _calls(engine: str) -> int:
+    case, net, model, optimizer = _new(engine)
+    torch.manual_seed(100)
+    with Interrupt() as counted:
+        usual_step(case, model, net, optimizer, 0)
+    return counted.calls
+
+
+@pytest.mark.parametrize("engine", list(CASES))
+@pytest.mark.parametrize(
+    "points", [pytest.param(8, id="few"), pytest.param(40, id="many", marks=pytest.mark.slow)]
+)
+def test_an_interrupted_first_step_can_be_repeated(engine: str, points: int) -> None:
+    plain = _plain(engine, 3)
+    total = _calls(engine)
+    for point in range(points):
+        case, net, model, optimizer = _new(engine)
+        before = Snapshot.of(case, net)
+        torch.manual_seed(100)
+        (x,) = rows()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Interrupt(1 + total * point // points) as interrupt:
+                with suppress(KeyboardInterrupt):
+                    model(x).square().mean().backward()
+            optimizer.zero_grad()
+            after = Snapshot.of(case, net)
+            after.randomness = before.randomness  # a forward may have drawn before it ended
+            ratio, where = before.difference(after)
+            in_model = where.startswith("buffer")  # as a plain forward leaves it
+            assert ratio == 0 or in_model, f"{interrupt.place}: {where} changed"
+            net.load_state_dict({n: t.clone() for n, t in _state(before).items()})
+            for k in range(3):
+                torch.manual_seed(100 + k)
+                loss = usual_step(case, model, net, optimizer, k)
+                ratio, where = plain[k].difference(Snapshot.of(case, net, loss))
+                assert ratio < 1e-5, f"after {interrupt.place}: {where} in step {k}"
+
+
+def _state(snapshot: Snapshot) -> dict[str, torch.Tensor]:
+    named = snapshot.tensors.items()
+    found = {name.removeprefix("buffer "): t for name, t in named if t is not None}
+    return {n: t for n, t in found.items() if n != "loss" and not n.startswith("gradient of")}
