@@ -124,9 +124,8 @@ def test_an_interrupted_first_step_can_be_repeated(engine: str, points: int) -> 
         (x,) = rows()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Interrupt(1 + total * point // points) as interrupt:
-                with suppress(KeyboardInterrupt):
-                    model(x).square().mean().backward()
+            with suppress(KeyboardInterrupt), Interrupt(1 + total * point // points) as interrupt:
+                model(x).square().mean().backward()
             optimizer.zero_grad()
             after = Snapshot.of(case, net)
             after.randomness = before.randomness  # a forward may have drawn before it ended
