@@ -21,7 +21,7 @@ QUICK = (
     "hooked_features_module",
     "random_operator",
     "unique_values",
-    "skip_by_attribute",
+    "dropout_loop",
     "sparse_embedding",
     "accumulation",
 )
