@@ -18,9 +18,10 @@ from rotor.graph.pieced import PiecesPlan, PiecesStep, learn, learn_levels
 from rotor.graph.pieces import Pieces, discover
 from rotor.graph.proving import PartsTally
 from rotor.graph.recorded import price
-from rotor.graph.repeating import attributes_kept, described_unrepeatable, generators_kept
+from rotor.graph.repeating import attributes_kept, described_unrepeatable
 from rotor.metering import StepBytes, StepWatch, cancel_running
 from rotor.progress import progress
+from rotor.recompute import generators_kept
 from rotor.stages import Structure
 from rotor.values import tensors_within
 from rotor.watching import LevelWatch, note_peak, warn_excess

@@ -7,10 +7,7 @@ generators. Where a bit differs, its results are kept; so are they where that ca
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +17,7 @@ from rotor.checksums import checksum
 from rotor.dtr.operators import Operator
 from rotor.dtr.records import Record, tensors_of
 from rotor.errors import RecomputationError
+from rotor.recompute import generators_kept
 
 __all__ = ["Verifier", "known_repeats", "repeats"]
 
@@ -45,20 +43,6 @@ _UNSPECIFIED = {
 def known_repeats() -> dict[Any, bool]:
     """Return what was found in this process, by the signatures of operators and arguments."""
     return _known
-
-
-@contextmanager
-def _python_generators_kept() -> Iterator[None]:
-    """Put the generators of Python and NumPy back as they were."""
-    state = random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    drawn = None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        if drawn is not None:
-            numpy.random.set_state(drawn)
 
 
 def _sums(results: Any) -> list[Any]:
@@ -90,7 +74,7 @@ def repeats(
     try:
         for generator, state in states:
             generator.set_state(state)
-        with _python_generators_kept():
+        with generators_kept():
             return _sums(operator.call(*args, **kwargs)) == first
     finally:
         for (generator, _), state in zip(states, after, strict=True):

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from rotor import _torch
-from rotor.graph.repeating import attributes_kept, generators_kept
+from rotor.graph.repeating import attributes_kept
+from rotor.recompute import generators_kept
 from rotor.values import tensors_of
 
 logger = logging.getLogger("rotor")

@@ -23,9 +23,8 @@ from rotor.graph.early import Delivery
 from rotor.graph.emit import StepCode, saved_primals
 from rotor.graph.inductor import draw_once
 from rotor.graph.lowering import Lowered, lower
-from rotor.graph.repeating import generators_kept
 from rotor.graph.rewrite import as_in_eager
-from rotor.recompute import SPLIT_BACKWARD
+from rotor.recompute import SPLIT_BACKWARD, generators_kept
 
 __all__ = ["Capture", "Captured", "NothingToPlan", "Unplanned", "fresh"]
 

@@ -17,7 +17,8 @@ from torch import nn
 
 from rotor import _torch, memory
 from rotor.graph.calls import layout_of
-from rotor.graph.repeating import attributes_kept, generators_kept
+from rotor.graph.repeating import attributes_kept
+from rotor.recompute import generators_kept
 from rotor.replacing import Replaced
 from rotor.values import tensors_of, tensors_within
 

@@ -19,7 +19,8 @@ from torch import fx
 
 from rotor import _torch, cache, memory
 from rotor.graph.lowering import Lowered, Task
-from rotor.graph.repeating import NOT_RUN, UNTESTED, generators_kept, tested
+from rotor.graph.repeating import NOT_RUN, UNTESTED, tested
+from rotor.recompute import generators_kept
 from rotor.timing import is_single, measure_ns
 
 __all__ = ["Cost", "cost_of_row", "environment_of", "keys_of", "profile"]

@@ -7,11 +7,8 @@ could not be run, unless it is PyTorch's own.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +26,6 @@ __all__ = [
     "UNTESTED",
     "attributes_kept",
     "described_unrepeatable",
-    "generators_kept",
     "is_unspecified",
     "keep_from_now_on",
     "keep_unrepeatable",
@@ -75,37 +71,6 @@ def is_unspecified(node: fx.Node, path: Sequence[int]) -> bool:
         return True
     names = _torch.schema_return_names(node.target)
     return bool(path) and path[0] < len(names) and names[path[0]] in _UNSPECIFIED
-
-
-@contextmanager
-def generators_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Put the generators of Python and NumPy, and those in modules' attributes, back as they were.
-
-    Parameters
-    ----------
-    modules
-        Where to look for a `torch.Generator`, or one of NumPy's or Python's.
-    """
-    numpy: Any = sys.modules.get("numpy")
-    restores: list[Callable[[], object]] = [partial(random.setstate, random.getstate())]
-    if numpy is not None:
-        restores.append(partial(numpy.random.set_state, numpy.random.get_state()))
-    for module in modules:
-        for value in module.__dict__.values():
-            if isinstance(value, torch.Generator):
-                restores.append(partial(value.set_state, value.get_state()))
-            elif isinstance(value, random.Random):
-                restores.append(partial(value.setstate, value.getstate()))
-            elif numpy is not None and isinstance(value, numpy.random.RandomState):
-                restores.append(partial(value.set_state, value.get_state()))
-            elif numpy is not None and isinstance(value, numpy.random.Generator):
-                bits = value.bit_generator
-                restores.append(partial(setattr, bits, "state", bits.state))
-    try:
-        yield
-    finally:
-        for restore in restores:
-            restore()
 
 
 _PLAIN = (bool, int, float, complex, str, type(None), tuple)
