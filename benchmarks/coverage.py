@@ -148,9 +148,9 @@ def judge(name: str, captured: bool, steps: int) -> Row:
         expected = _step(plain, sample, captured=False)
         _seed(step)
         began = time.perf_counter()
-        _step_of = _metered if chk._latest and chk._latest.measured_bytes else _unmetered
+        _step_of = _metered if chk.plan and chk.plan.measured_bytes else _unmetered
         got, peak = _step_of(chk, sample, captured)
-        plan = chk._latest
+        plan = chk.plan
         if step == 0:
             row.capture_s = time.perf_counter() - began
         else:
@@ -199,7 +199,7 @@ def _unmetered(model: Any, sample: Any, captured: bool) -> tuple[torch.Tensor, i
 def _metered(model: Any, sample: Any, captured: bool) -> tuple[torch.Tensor, int | None]:
     from rotor import memory
 
-    if model._latest.outdated:
+    if model.plan.outdated:
         return _unmetered(model, sample, captured)
     with memory.meter("cpu") as meter:
         loss = _step(model, sample, captured)

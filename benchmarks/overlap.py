@@ -81,10 +81,9 @@ def work(options: argparse.Namespace) -> None:
         curve = chk.curve(8)
         chk.compute_sequence(int(curve.bytes[0] + SHARE * (curve.bytes[-1] - curve.bytes[0])))
         if name.endswith("end"):
-            for step in chk._steps.values():
-                step.owners = None
+            chk.plan.step.owners = None
         found[name] = ready(chk, ids, options.steps)
-        found[name] = (*found[name], chk.mem_limit, chk._latest.measured_bytes)
+        found[name] = (*found[name], chk.mem_limit, chk.plan.measured_bytes)
     dist.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 

@@ -90,7 +90,7 @@ def judge(
         chk.get_expected_memory(),
         peak,
         equal,
-        chk._latest.sequence.makespan / ideal,
+        chk.plan.sequence.makespan / ideal,
     )
 
 

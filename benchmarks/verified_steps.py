@@ -138,7 +138,7 @@ def judge(case: Case, device: torch.device, share: float, rounds: int) -> Row:
     for verify in ("always", "always", "off", "off"):
         chk.verify = verify
         timed(case, chk)
-    plan = chk._latest
+    plan = chk.plan
     verified, ratios = plan.proved.steps, []
     for k in range(rounds):
         times = {}
@@ -147,7 +147,7 @@ def judge(case: Case, device: torch.device, share: float, rounds: int) -> Row:
             times[verify] = timed(case, chk)
         ratios.append([a / b for a, b in zip(times["always"], times["off"], strict=True)])
     proved = plan.proved
-    if chk._latest is not plan or proved.steps != verified + rounds or not proved.values:
+    if chk.plan is not plan or proved.steps != verified + rounds or not proved.values:
         raise SystemExit(f"{case.name} ({case.engine}): not every step was verified: {proved}")
     cpu, wall = (statistics.median(column) for column in zip(*ratios, strict=True))
     return Row(case, limit, recomputed(plan, case.engine), proved.values, cpu, wall)

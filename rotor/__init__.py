@@ -20,10 +20,10 @@ from rotor.errors import (
 )
 
 if TYPE_CHECKING:
-    from rotor.checkpointable import Checkpointable
     from rotor.executor import CheckpointOptim
     from rotor.fitting import LargestBatch, largest_batch
     from rotor.rockmate import Hiremate, PureCheckmate, PureRockmate, PureRotor, Rockmate
+    from rotor.wrapper.checkpointable import Checkpointable
 
 __version__ = "2.0.0"
 
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Checkpointable": "rotor.checkpointable",
+    "Checkpointable": "rotor.wrapper.checkpointable",
     "CheckpointOptim": "rotor.executor",
     "LargestBatch": "rotor.fitting",
     "Hiremate": "rotor.rockmate",

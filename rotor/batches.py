@@ -11,7 +11,8 @@ from torch import nn
 
 from rotor import _torch, memory
 from rotor.recompute import RngTracker
-from rotor.stages import gradients_aside, is_plain_sequential
+from rotor.stages import is_plain_sequential
+from rotor.structure import gradients_aside
 from rotor.values import tensors_of
 
 __all__ = [

@@ -27,10 +27,9 @@ from rotor.graph.assembly import Bases, Option, choose, least_bytes, simulate
 from rotor.graph.kinds import Captures
 from rotor.graph.pieced import PiecesPlan
 from rotor.graph.probing import unchanged
-from rotor.metering import StepBytes
 from rotor.progress import progress
 from rotor.sharded import Sharding
-from rotor.stages import gradients_aside
+from rotor.structure import gradients_aside
 from rotor.timing import Clock
 from rotor.values import Flags, map_tensors, tensors_of, tensors_within
 
@@ -149,15 +148,8 @@ def _shifted(bases: Bases, extra: int) -> Bases:
 
 @dataclass
 class BlocksPlan(PiecesPlan):
-    """Which blocks are computed again, chosen under one limit, the same on all ranks.
+    """Which blocks are computed again, chosen under one limit, the same on all ranks."""
 
-    Attributes
-    ----------
-    earlier
-        A step that went over, and that another one has to confirm.
-    """
-
-    earlier: StepBytes | None = field(default=None, repr=False)
     parts_label: ClassVar[str] = "blocks"
     is_watched: ClassVar[bool] = False  # what gloo frees on its threads would be taken for growth
 
@@ -204,8 +196,8 @@ class BlocksPlan(PiecesPlan):
         told = "".join(f"; {name} whole: {reason}" for name, reason in whole.items())
         return f"{len(self.blocks)}{told}"
 
-    def told_over(self) -> str:
-        """What to tell where the limit cannot be kept."""
+    def describe_excess(self) -> str:
+        """Return a sentence on a limit that could not be kept."""
         return (
             f"the limit of {self.limit_bytes} bytes was not kept: the step needed "
             f"{self.measured_bytes} bytes. {len(self.pieces.sites)} blocks of the model are "

@@ -19,9 +19,10 @@ from torch.autograd.function import Function
 
 from rotor import _torch
 from rotor.executor import apply_handoff
-from rotor.recompute import AutocastState, RngTracker, Snapshot
+from rotor.recompute import AutocastState, RngTracker
 from rotor.replacing import Replaced
 from rotor.sharded import ShardedStage, Sharding
+from rotor.snapshots import Snapshot
 from rotor.values import (
     Flags,
     as_leaves,

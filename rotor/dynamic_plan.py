@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -85,6 +85,8 @@ class DynamicPlan(Metered):
     steps, latest
         How many steps ended, and figures of the last ones.
     """
+
+    kind: ClassVar[str] = "dynamic"
 
     device: torch.device
     limit_bytes: int

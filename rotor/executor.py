@@ -20,8 +20,9 @@ import torch
 from torch.autograd.function import Function
 
 from rotor import _torch
-from rotor.recompute import SPLIT_BACKWARD, AutocastState, RngTracker, Snapshot
+from rotor.recompute import SPLIT_BACKWARD, AutocastState, RngTracker
 from rotor.schedule import FE, FN, Schedule
+from rotor.snapshots import Snapshot
 from rotor.stage_proofs import StepProof
 from rotor.stages import Stage
 from rotor.values import (

@@ -16,15 +16,11 @@ from torch import nn
 
 from rotor import batches
 from rotor.chain import Chain
-from rotor.chained import ChainCheckpointable
-from rotor.checkpointable import Checkpointable
-from rotor.dynamic_plan import DynamicPlan
-from rotor.graph.building import step_graph
 from rotor.graph.graph import Graph
 from rotor.graph.program import simulate
 from rotor.graph.recorded import Profile
-from rotor.graphed import GraphCheckpointable
 from rotor.stages import is_plain_sequential
+from rotor.wrapper.checkpointable import Checkpointable
 
 __all__ = ["Input", "Made", "draw", "inputs", "load", "make", "measured", "parse_input"]
 
@@ -404,7 +400,7 @@ def measured(
         options["profile"] = profile
     wrapped: Any = Checkpointable
     wrapper: Checkpointable = wrapped(model, mem_limit=limit, engine=engine, **options)
-    wrapper._measure_sample(sample)
+    wrapper.measure_sample(sample)
     return wrapper
 
 
@@ -420,7 +416,7 @@ def profile_of(path: str, engine: str) -> Profile:
 
 def no_plan(wrapper: Checkpointable) -> str:
     """Why there is no single plan of a wrapped model."""
-    if isinstance(wrapper._planned(), DynamicPlan):
+    if wrapper.plan.kind == "dynamic":
         return (
             "the dynamic engine runs the model, which decides while a step runs: there is no plan "
             "to be shown, and training within the limit works (rotor.Checkpointable, "
@@ -443,13 +439,8 @@ def planned_peak(wrapper: Checkpointable) -> int | None:
 
 def cost_model(wrapper: Checkpointable) -> Chain | Graph:
     """What was measured of a wrapped model; ValueError: it has no single chain or graph."""
-    if isinstance(wrapper, ChainCheckpointable):
-        return wrapper.build_chain()
-    assert isinstance(wrapper, GraphCheckpointable)
-    key = wrapper._latest_key
-    if key is None or key[0] not in wrapper._steps:
-        raise ValueError("the model runs in parts, so there is no single graph to be measured")
-    return step_graph(wrapper._step_of(key))
+    found: Chain | Graph = wrapper.cost_model()
+    return found
 
 
 def plain_peak(model: nn.Module, sample: Any, *, one: bool) -> int | None:

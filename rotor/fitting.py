@@ -21,13 +21,13 @@ from rotor.batches import (
     sum_of,
     unchanged,
 )
-from rotor.checkpointable import METERED_STEPS, Checkpointable
+from rotor.engines.contract import METERED_STEPS
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.fits import BatchFit, LargestBatch, TriedBatch
-from rotor.graphed import GraphCheckpointable
-from rotor.stages import refuse_sharded
+from rotor.structure import refuse_sharded
 from rotor.timing import measure_ns, single_runs
 from rotor.units import format_bytes, parse_bytes
+from rotor.wrapper.checkpointable import Checkpointable
 
 __all__ = ["BatchFit", "LargestBatch", "TriedBatch", "largest_batch"]
 
@@ -288,8 +288,8 @@ class _Search:
         model: Any = Checkpointable(
             self.model, mem_limit=self.limit, engine=self.engine, loss_fn=loss_fn, **self.options
         )
-        is_graph = isinstance(model, GraphCheckpointable)
-        self.engine_name = "graph" if is_graph else "chain"
+        self.engine_name = model.planned_as
+        is_graph = self.engine_name != "chain"
         may_choose = is_graph and "effort" not in self.options
         fast = {"effort": "fast"} if may_choose else {}
         with nullcontext() if self.timed else single_runs():
@@ -301,7 +301,7 @@ class _Search:
         else:
             raise ValueError(
                 "no part of the model can be planned, so no batch can be foreseen: "
-                f"{model._latest.reason}"
+                f"{model.plan.reason}"
             )
         tries = [fast]
         if may_choose and self.limit < least <= _NEAR * self.limit:
@@ -348,7 +348,7 @@ class _Search:
                 # The first steps are metered by the wrapper, and may be planned again.
                 for _ in range(METERED_STEPS + 1):
                     step()
-                    if model._latest.measured_bytes is not None and not model._latest.outdated:
+                    if model.plan.measured_bytes is not None and not model.plan.outdated:
                         break
                 measured = step_bytes(step, self.device)
                 predicted = model.get_expected_memory()

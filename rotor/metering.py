@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -54,12 +55,24 @@ class StepBytes:
         return replace(self, peak_bytes=self.peak_bytes + extra_bytes, segments=segments)
 
 
+class Verdict(Enum):
+    """The next use of a plan."""
+
+    KEEP = "run it again"
+    REPLAN = "another plan would be better"
+    REFUTED = "it must not run again"
+    REMEASURE = "the model runs other code: measure again"
+    GIVE_UP = "it cannot keep the limit: another engine"
+
+
 @dataclass(kw_only=True)
 class Metered:
     """What plans of every kind know of the steps that ran under them.
 
     Attributes
     ----------
+    kind
+        Name of its form: "chain", "graph", "parts" or "dynamic".
     reserve_bytes
         Set aside because a step was seen to need more than predicted.
     measured_bytes, measured_timeline
@@ -83,8 +96,15 @@ class Metered:
         The largest excess that a warning has named.
     is_watched
         Steps are watched after the first ones too.
+    key
+        The kind of step that runs under the plan.
+    earlier
+        A metered step whose figures another one has to confirm.
+    is_over
+        A step needed more than the limit, and no other plan of the engine would change it.
     """
 
+    kind: ClassVar[str]
     is_watched: ClassVar[bool] = True
 
     reserve_bytes: int = 0
@@ -99,6 +119,22 @@ class Metered:
     meterings: int = 0
     outdated: bool = field(default=False, repr=False)
     proved: Proved = field(default_factory=Proved, repr=False)
+    key: Any = field(default=None, repr=False)
+    earlier: StepBytes | None = field(default=None, repr=False)
+    is_over: bool = field(default=False, repr=False)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the next step does with the plan."""
+        if self.is_over:
+            return Verdict.GIVE_UP
+        if self.is_refuted:
+            return Verdict.REFUTED
+        return Verdict.REPLAN if self.outdated else Verdict.KEEP
+
+    def describe_excess(self) -> str:
+        """Return a sentence on a limit that could not be kept."""
+        return "the limit was not kept"
 
     @property
     def is_refuted(self) -> bool:

@@ -14,10 +14,9 @@ from rotor.algorithms.utils import DynamicAlgorithm, Progress, parse_budget
 from rotor.chain import Chain
 from rotor.errors import InfeasibleError
 from rotor.inspection import Inspection
-from rotor.plan import Plan
 from rotor.stages import Stage
 
-__all__ = ["LoadedSequence", "PublishedChain", "modules_of"]
+__all__ = ["LoadedSequence", "PublishedChain", "checked_sequence", "modules_of"]
 
 Values = tuple[list[float], list[float], list[int], list[int], list[int], list[int]]
 
@@ -76,20 +75,20 @@ class LoadedSequence(DynamicAlgorithm):
 class PublishedChain:
     """Published attributes of a model that is planned as a chain."""
 
-    _latest: Plan | None
-    _loaded: dict[Any, Sequence]
-    _plans: dict[Any, Plan]
+    context: Any
     inspection_values: Inspection | None
 
     @property
     def chain(self) -> Chain | None:
         """The cost model of the plan run last, ``None`` without a plan."""
-        return None if self._latest is None else self._latest.chain
+        plan = self.context.latest
+        return None if plan is None else plan.chain
 
     @property
     def sequence(self) -> Sequence | None:
         """The schedule of the plan run last, ``None`` without a plan."""
-        return None if self._latest is None else self._latest.sequence
+        plan = self.context.latest
+        return None if plan is None else plan.sequence
 
     @property
     def all_values(self) -> Values | None:
@@ -112,55 +111,24 @@ class PublishedChain:
             [m.backward_peak_bytes - m.grad_bytes for m in measures],
         )
 
-    def load_plan(self, source: Sequence | str | os.PathLike[str]) -> Sequence:
-        """Have the following steps run a schedule that was saved, instead of planning one.
 
-        The model was measured (`measure`, or a step). The schedule must be one of the same stages;
-        sizes and times are the ones measured here. Should a step need more than predicted, and the
-        schedule not fit any more, it is planned again, as any. `compute_sequence` forgets it.
+def checked_sequence(source: Sequence | str | os.PathLike[str], chain: Chain) -> Sequence:
+    """Return a saved sequence of a chain.
 
-        Parameters
-        ----------
-        source
-            A sequence, its JSON text, or the file at a path: what ``sequence.to_json(path)`` or
-            ``rotor plan --out`` wrote.
-
-        Returns
-        -------
-        Sequence
-            The schedule, priced on the stages measured here.
-
-        Raises
-        ------
-        ValueError
-            Nothing was measured; the file holds no schedule; it is one of another chain, and the
-            message has the first difference.
-        InfeasibleError
-            It needs more than the limit; ``minimum_bytes`` is what it needs.
-        """
-        key = self._measured_key()  # type: ignore[attr-defined]
-        saved = source if isinstance(source, Sequence) else Sequence.from_json(source)
-        difference = _difference(saved, self._chain(key))  # type: ignore[attr-defined]
-        if difference:
-            raise ValueError(
-                f"the plan is one of another chain: {difference}. A plan fits the model that it "
-                "was made with, measured on an input of the same kind"
-            )
-        loaded, plans = dict(self._loaded), dict(self._plans)
-        self._loaded[key[0]] = saved
-        try:
-            plan: Plan = self._make(key, strict=True)  # type: ignore[attr-defined]
-        except InfeasibleError as error:
-            least = error.minimum_bytes
-            self.__dict__["_loaded"] = loaded
-            raise InfeasibleError(
-                f"the plan needs {least} bytes, and the limit is {self.mem_limit} bytes: give at "  # type: ignore[attr-defined]
-                f"least {least} bytes, or a plan that was made for less",
-                least,
-            ) from error
-        kept = {k: p for k, p in plans.items() if k[0] != key[0]}
-        self.__dict__["_plans"] = kept | {key: plan}
-        return plan.sequence
+    Raises
+    ------
+    ValueError
+        The file holds no schedule; it is one of another chain, and the message has the first
+        difference.
+    """
+    saved = source if isinstance(source, Sequence) else Sequence.from_json(source)
+    difference = _difference(saved, chain)
+    if difference:
+        raise ValueError(
+            f"the plan is one of another chain: {difference}. A plan fits the model that it "
+            "was made with, measured on an input of the same kind"
+        )
+    return saved
 
 
 def _difference(saved: Sequence, chain: Chain) -> str:

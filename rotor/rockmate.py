@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,14 +13,16 @@ import torch
 from torch import nn
 
 from rotor import memory
+from rotor.engines.contract import Key, Settings
+from rotor.engines.graph.engine import GraphEngine
 from rotor.errors import InfeasibleError
 from rotor.graph import exact
 from rotor.graph.blockwise import plan_blocks
-from rotor.graph.engine import search
+from rotor.graph.engine import GraphPlan, search
 from rotor.graph.graph import Graph, Storage
 from rotor.graph.program import Program
-from rotor.graphed import GraphCheckpointable
 from rotor.units import parse_bytes
+from rotor.wrapper.checkpointable import Checkpointable, Setting
 
 __all__ = ["Hiremate", "PureCheckmate", "PureRockmate", "PureRotor", "Rockmate"]
 
@@ -63,7 +66,99 @@ def _created(graph: Graph) -> set[int]:
     return {s for s in made if graph.storages[s].pinned}
 
 
-class Rockmate(GraphCheckpointable):
+class _BudgetEngine(GraphEngine):
+    """Captured steps under a budget that gradients of parameters are not in."""
+
+    settings: _Budgeted
+
+    def limit_on(self, device: torch.device, given: Callable[[torch.device], int]) -> int:
+        """Return the budget and the gradients that a step makes."""
+        budget = self.settings.budget
+        if budget is None:
+            return given(device)
+        parameters = self.context.module.parameters()
+        absent = [p for p in parameters if p.requires_grad and p.grad is None]
+        gradients = sum(memory.rounded_bytes(p.nbytes, p.device) for p in absent)
+        self.settings.mem_limit = budget + gradients
+        return budget + gradients
+
+    def solve(self) -> Solver:
+        """Return what finds programs within the budget."""
+        return self._within_budget
+
+    def _within_budget(
+        self, graph: Graph, limit: int, options: dict[str, Any], progress: Any
+    ) -> Program:
+        budget, given = self.settings.budget, self.settings.mem_limit
+        if budget is None:
+            return self._fastest(graph, limit, options, progress)
+        assert given is not None
+        created = _created(graph)
+        storages = [
+            Storage(0 if number in created else storage.bytes, storage.pinned)
+            for number, storage in enumerate(graph.storages)
+        ]
+        activations = Graph(storages, None, graph.operations)
+        outside = sum(graph.storages[number].bytes for number in created)
+        # The limit has room for gradients of parameters that this step may not make, and none for
+        # gradients of inputs.
+        within = min(budget - (given - limit), limit - outside)
+        try:
+            program = self._fastest(activations, max(within, 1), options, progress)
+        except InfeasibleError as error:
+            beside = max(given - budget, outside)
+            raise InfeasibleError(str(error), error.minimum_bytes + beside) from error
+        return Program(graph, program.ops)
+
+    def _fastest(
+        self, graph: Graph, budget: int, options: dict[str, Any], progress: Any
+    ) -> Program:
+        found: list[Program] = []
+        refused: list[InfeasibleError] = []
+        for name in self.settings.solvers:
+            try:
+                found.append(_SOLVERS[name](graph, budget, options, progress))
+            except InfeasibleError as error:
+                refused.append(error)
+        if not found:
+            raise min(refused, key=lambda error: error.minimum_bytes)
+        return min(found, key=lambda program: program.time_ns)
+
+    def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> GraphPlan:
+        """Return the fastest program that was found within the budget."""
+        budget = self.settings.budget
+        try:
+            return super().plan(key, limit_bytes, reserve_bytes)
+        except InfeasibleError as error:
+            if budget is None:
+                raise
+            least = error.minimum_bytes - (limit_bytes - budget)
+            raise InfeasibleError(
+                f"no plan was found within a budget of {budget} bytes; the least for which "
+                f"one was found is {least} bytes, gradients of parameters aside: give at least "
+                "that, or a smaller batch",
+                least,
+            ) from error
+
+
+@dataclass
+class _Budgeted(Settings):
+    """Options of a model within a budget of activations.
+
+    Attributes
+    ----------
+    budget
+        In bytes; ``None`` where a limit was given in another way, or none.
+    solvers
+        Names in `_SOLVERS`, of which the fastest program is taken.
+    """
+
+    budget: int | None = None
+    solvers: tuple[str, ...] = ()
+    graph_class: Any = _BudgetEngine
+
+
+class Rockmate(Checkpointable):
     """A model that trains within a budget of activations, by its published call.
 
     It is ``Checkpointable(..., engine="graph")`` with another count: gradients of parameters are
@@ -115,7 +210,8 @@ class Rockmate(GraphCheckpointable):
         Names the options that have no effect.
     """
 
-    budget: int | None
+    budget = Setting()
+    _settings_class = _Budgeted
     _shown_name = "Rockmate"
     _solvers: ClassVar[tuple[str, ...]] = ("operations",)
 
@@ -151,8 +247,9 @@ class Rockmate(GraphCheckpointable):
         if verbose:
             options.setdefault("verbosity", 1)
         given = None if budget is None else _budget_bytes(budget)
-        self.__dict__["budget"] = given
         super().__init__(original_mod, engine="graph", **options)
+        self.budget = given
+        vars(self._driver.settings)["solvers"] = self._solvers
         if model_inputs is None and not model_kwargs:
             return
         args, kwargs = _call_of(model_inputs)
@@ -176,11 +273,12 @@ class Rockmate(GraphCheckpointable):
         before = self.budget
         given = [*args[:1], kwargs.get("custom_mem_limit_bytes"), kwargs.get("mem_limit")]
         if any(limit is not None for limit in given):
-            self.__dict__["budget"] = None
+            self.budget = None
         try:
-            return super().compute_sequence(*args, **kwargs)
+            found: Program | None = super().compute_sequence(*args, **kwargs)
+            return found
         except BaseException:
-            self.__dict__["budget"] = before
+            self.budget = before
             raise
 
     def get_sequence(self, budget: float | str | None = None) -> Program | None:
@@ -203,74 +301,17 @@ class Rockmate(GraphCheckpointable):
         """
         before = self.budget
         if budget is not None:
-            self.__dict__["budget"] = _budget_bytes(budget)
+            self.budget = _budget_bytes(budget)
         try:
-            return super().compute_sequence()
+            found: Program | None = super().compute_sequence()
+            return found
         except BaseException:
-            self.__dict__["budget"] = before
+            self.budget = before
             raise
 
     def get_compiled_fct(self) -> None:
         """Compile the plan now instead of in the first step; ValueError: there is none."""
-        self._graph_plan().emitted.prepare()
-
-    def _limit_on(self, device: torch.device) -> int:
-        if self.budget is None:
-            return super()._limit_on(device)
-        absent = [p for p in self.module.parameters() if p.requires_grad and p.grad is None]
-        gradients = sum(memory.rounded_bytes(p.nbytes, p.device) for p in absent)
-        self.__dict__["mem_limit"] = self.budget + gradients
-        return self.budget + gradients
-
-    def _solve(self, graph: Graph, limit: int, options: dict[str, Any], progress: Any) -> Program:
-        if self.budget is None:
-            return self._fastest(graph, limit, options, progress)
-        assert self.mem_limit is not None
-        created = _created(graph)
-        storages = [
-            Storage(0 if number in created else storage.bytes, storage.pinned)
-            for number, storage in enumerate(graph.storages)
-        ]
-        activations = Graph(storages, None, graph.operations)
-        outside = sum(graph.storages[number].bytes for number in created)
-        # The limit has room for gradients of parameters that this step may not make, and none for
-        # gradients of inputs.
-        within = min(self.budget - (self.mem_limit - limit), limit - outside)
-        try:
-            program = self._fastest(activations, max(within, 1), options, progress)
-        except InfeasibleError as error:
-            beside = max(self.mem_limit - self.budget, outside)
-            raise InfeasibleError(str(error), error.minimum_bytes + beside) from error
-        return Program(graph, program.ops)
-
-    def _fastest(
-        self, graph: Graph, budget: int, options: dict[str, Any], progress: Any
-    ) -> Program:
-        found: list[Program] = []
-        refused: list[InfeasibleError] = []
-        for name in self._solvers:
-            try:
-                found.append(_SOLVERS[name](graph, budget, options, progress))
-            except InfeasibleError as error:
-                refused.append(error)
-        if not found:
-            raise min(refused, key=lambda error: error.minimum_bytes)
-        return min(found, key=lambda program: program.time_ns)
-
-    def _make_program(self, key: Any, reserve_bytes: int) -> Any:
-        try:
-            return super()._make_program(key, reserve_bytes)
-        except InfeasibleError as error:
-            if self.budget is None:
-                raise
-            assert self.mem_limit is not None
-            least = error.minimum_bytes - (self.mem_limit - self.budget)
-            raise InfeasibleError(
-                f"no plan was found within a budget of {self.budget} bytes; the least for which "
-                f"one was found is {least} bytes, gradients of parameters aside: give at least "
-                "that, or a smaller batch",
-                least,
-            ) from error
+        self.graph_plan().emitted.prepare()
 
     # -- what is expected
 
@@ -296,7 +337,7 @@ class Rockmate(GraphCheckpointable):
         ValueError
             No plan, or no graph.
         """
-        plan = self._graph_plan()
+        plan = self.graph_plan()
         graph, ops = plan.graph, plan.program.ops.tolist()
         timeline = plan.program.timeline()
         created = _created(graph)
@@ -334,7 +375,8 @@ class Rockmate(GraphCheckpointable):
         InfeasibleError
             It needs more than the budget.
         """
-        return self.load_program(Path(path) / f"{id}_solution.json")
+        found: Program = self.load_program(Path(path) / f"{id}_solution.json")
+        return found
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the backward is that of the loss.

@@ -17,18 +17,17 @@ import torch
 from rotor import _fsdp, memory
 from rotor.algorithms.sequence import Sequence as Operations
 from rotor.chain import Chain
-from rotor.distributed import RankError, Ranks, digest
+from rotor.distributed import RankError, Ranks
 from rotor.inspection import Inspection, Measuring, StageMeasure
 from rotor.plan import Plan
 from rotor.schedule import Schedule
 from rotor.sharded import ShardedRun, ShardedStage, Sharding
-from rotor.stages import Stage, gradients_aside
+from rotor.stages import Stage
+from rotor.structure import gradients_aside
 
 __all__ = [
     "ShardedMeasuring",
     "joined",
-    "key_digest",
-    "key_of_all",
     "measuring",
     "plan_once",
     "with_closing",
@@ -202,67 +201,6 @@ def _joined(measures: Sequence[StageMeasure]) -> StageMeasure:
 
 def _mean(numbers: Sequence[int]) -> int:
     return sum(numbers) // len(numbers)
-
-
-def key_digest(value: Any) -> int:
-    """A number for a part of a plan's key, the same on ranks with devices of other numbers."""
-
-    def plain(item: Any) -> Any:
-        if isinstance(item, torch.device):
-            return item.type
-        if isinstance(item, tuple | list):
-            return tuple(plain(part) for part in item)
-        return item
-
-    return digest(plain(value))
-
-
-_FAILED = 2
-
-
-def key_of_all(
-    ranks: Ranks,
-    own_key: Callable[[], tuple[Any, Any]],
-    digests: dict[Any, tuple[int, int]],
-    is_behind: bool,
-) -> tuple[Any, bool]:
-    """The key of a step of all ranks, and whether one of them has something to learn.
-
-    Parameters
-    ----------
-    ranks
-        Those who run the step.
-    own_key
-        Gives this rank's: what a measure belongs to, and which gradients are missing.
-    digests
-        The numbers for keys, filled here.
-    is_behind
-        Whether this rank has something to learn.
-
-    Raises
-    ------
-    RankError
-        Another rank has no valid input; or the ranks do not have the same parameters without
-        gradients.
-    """
-    try:
-        key = own_key()
-    except Exception:
-        ranks.exchange_ints(0, 0, _FAILED)
-        raise
-    if key not in digests:
-        digests[key] = (key_digest(key[0]), key_digest(key[1]))
-    mine = digests[key]
-    found = ranks.exchange_ints(*mine, is_behind)
-    for rank, other in enumerate(found):
-        if other[2] == _FAILED:
-            raise RankError(f"rank {rank} cannot go on: the error that it raised says why")
-    if any(other[1] != mine[1] for other in found):
-        raise RankError(
-            "which parameters have gradients, or are reduced, differs between ranks: set "
-            "gradients to None, and set_requires_gradient_sync(), on all of them alike"
-        )
-    return ((key[0], tuple(other[0] for other in found)), key[1]), any(o[2] for o in found)
 
 
 def plan_once(

@@ -130,10 +130,10 @@ class Graphs:
 
     def is_planned(self) -> list[str]:
         found = []
-        (step,) = self.planned._steps.values()
+        step = self.planned.plan.step
         if len(step.capture.graphs) != 1:
             found.append(f"{len(step.capture.graphs)} graphs")
-        plan = self.planned._latest
+        plan = self.planned.plan
         if plan.measured_bytes is None or plan.measured_bytes > plan.limit_bytes:
             found.append(f"measured {plan.measured_bytes} bytes, limit {plan.limit_bytes}")
         return found
@@ -178,7 +178,7 @@ def inside_of_a_model(rank: int) -> list[str]:
     planned = Headed(limited(copy.deepcopy(plain.body)))
     planned.load_state_dict(plain.state_dict())
     found = [train(rank, DistributedDataParallel(model), 3) for model in (plain, planned)]
-    (step,) = planned.body._steps.values()
+    step = planned.body.plan.step
     graphs = len(step.capture.graphs)
     return differences(*found) + ([] if graphs == 1 else [f"{graphs} graphs"])
 

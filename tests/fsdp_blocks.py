@@ -77,11 +77,11 @@ def tighten(model: rotor.Checkpointable, extra: int = 0) -> int:
 
 def is_slower(model: rotor.Checkpointable) -> bool:
     """Whether the plan computes anything again."""
-    return model._latest.makespan > model._latest.unplanned_time
+    return model.plan.makespan > model.plan.unplanned_time
 
 
 def same_choices(model: rotor.Checkpointable) -> list[str]:
-    found = on_all((model._latest.choice, model._latest.limit_bytes))
+    found = on_all((model.plan.choice, model.plan.limit_bytes))
     return [] if found[0] == found[1] else [f"choices {found}"]
 
 
@@ -114,7 +114,7 @@ def orders(*, root: bool, reshard: bool, shard_first: bool) -> list[str]:
     limit = tighten(planned)
     found += trained(plain, planned, STEPS) + peaks(plain, planned, limit)
     middle = tighten(planned, 300_000)
-    if all(planned._latest.recomputed):
+    if all(planned.plan.recomputed):
         found.append("the limit in the middle is not used")
     found += trained(plain, planned, 3) + peaks(plain, planned, middle, share=0.95)
     if len(planned.curve().bytes) < 3 or "blocks" not in planned.report():
@@ -187,10 +187,10 @@ def unusual_blocks() -> list[str]:
     plain, planned = make(False), make(True)
     planned.measure(batch(0))
     limit = tighten(planned)
-    names = [block.name for block in planned._latest.blocks]
+    names = [block.name for block in planned.plan.blocks]
     expected = ["frozen", *(f"blocks.{k}" for k in range(BLOCKS))]
     found = [] if names == expected else [f"blocks {names}"]
-    outside = planned._latest.pieces.told_outside()
+    outside = planned.plan.pieces.told_outside()
     if "twice: it is called several times" not in outside:
         found.append(outside)
     found += trained(plain, planned, 4) + peaks(plain, planned, limit, share=0.9)
@@ -240,7 +240,7 @@ def ranks_that_differ() -> list[str]:
     limit = tighten(planned)
     planned.compute_sequence(mem_limit=limit + (1 - rank) * 200_000)
     found = same_choices(planned)
-    if planned._latest.limit_bytes != limit:
+    if planned.plan.limit_bytes != limit:
         found.append("the least limit does not hold")
     planned.mem_limit = 2 * limit
     for model in (plain, planned):
@@ -295,7 +295,7 @@ def refusals() -> list[str]:
     closed = rotor.Checkpointable(shard(model, root=False))
     closed.measure(batch(0))
     closed.compute_sequence(mem_limit="1GB")
-    if "blocks.0: it uses tensors that require" not in closed._latest.pieces.told_outside():
+    if "blocks.0: it uses tensors that require" not in closed.plan.pieces.told_outside():
         found.append("a block with a gradient of its own way is planned")
     planned = rotor.Checkpointable(shard(Network(), root=False), batch(0), "1GB")
     found += refused(lambda: copy.deepcopy(planned), TypeError, "state_dict")

@@ -41,12 +41,12 @@ class Deep(nn.Module):
 
 def programs(model: rotor.Checkpointable) -> int:
     """How many blocks run a program of their graph."""
-    return sum(k >= FIRST_PROGRAM for k in model._latest.choice)
+    return sum(k >= FIRST_PROGRAM for k in model.plan.choice)
 
 
 def least_of_whole(model: rotor.Checkpointable) -> int:
     """The least limit if blocks could only be computed again whole, or kept."""
-    plan = model._latest
+    plan = model.plan
     options = [site[:FIRST_PROGRAM] for site in plan.pieces.options()]
     return least_bytes(options, plan.pieces.bases) + plan.reserve_bytes
 
@@ -70,14 +70,14 @@ def several_limits() -> list[str]:
         used += programs(planned)
         found += trained(plain, planned, 3)
         found += peaks(plain, planned, limit, share=0.95)
-        plan = planned._latest
+        plan = planned.plan
         if not 0.8 * plan.predicted_bytes <= plan.measured_bytes <= plan.predicted_bytes:
             found.append(f"measured {plan.measured_bytes} of {plan.predicted_bytes}, {limit}")
     if used < 3:
         found.append(f"{used} programs are used")
     if "a part kept" not in planned.display():
         found.append(planned.display())
-    ways = [[p.ops.tolist() for p in b.graph.kind.programs] for b in planned._latest.blocks]
+    ways = [[p.ops.tolist() for p in b.graph.kind.programs] for b in planned.plan.blocks]
     everywhere = on_all(ways)
     return found if everywhere[0] == everywhere[1] else [*found, "programs differ between ranks"]
 
@@ -96,7 +96,7 @@ def without_graphs() -> list[str]:
     planned.measure(batch(0))
     limit = tighten(planned)
     found = trained(plain, planned, 3) + peaks(plain, planned, limit, share=0.95)
-    graphs = [block.graph is not None for block in planned._latest.blocks]
+    graphs = [block.graph is not None for block in planned.plan.blocks]
     if graphs != [False, False] + [True] * (BLOCKS - 2):
         found.append(f"graphs {graphs}")
     report = planned.report().replace("\n", " ")
@@ -113,7 +113,7 @@ def lost_graphs() -> list[str]:
     limit = tighten(planned, 300_000)
     found = trained(plain, planned, 2)
     if programs(planned) < 2:
-        found.append(f"choice {planned._latest.choice}")
+        found.append(f"choice {planned.plan.choice}")
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -125,7 +125,7 @@ def lost_graphs() -> list[str]:
     logging.getLogger("rotor").removeHandler(handler)
     if not any("was captured for other arguments or Python values" in line for line in told):
         found.append(f"told {told}")
-    if any(a != b for a, b in zip(*on_all(planned._latest.choice), strict=True)):
+    if any(a != b for a, b in zip(*on_all(planned.plan.choice), strict=True)):
         found.append("choices differ")
     planned.measure(batch(0))
     planned.compute_sequence(mem_limit=limit)
@@ -214,7 +214,7 @@ def transformers_models() -> list[str]:
                 step(planned, 0)
                 peaks[planned].clear()
         if min(peaks[planned]) > limit or not programs(planned):
-            found.append(f"peaks {peaks[planned]}, limit {limit}, {planned._latest.choice}")
+            found.append(f"peaks {peaks[planned]}, limit {limit}, {planned.plan.choice}")
     return found
 
 

@@ -117,7 +117,7 @@ def kept(
     peak = peak_of(model)
     found = []
     if peak > limit:
-        found.append(f"peak {peak}, limit {limit}, predicted {model._latest.predicted_bytes}")
+        found.append(f"peak {peak}, limit {limit}, predicted {model.plan.predicted_bytes}")
     if plain_bytes is not None and peak > share * plain_bytes:
         found.append(f"peak {peak}, plain {plain_bytes}")
     return found
@@ -176,7 +176,7 @@ def on_all(value: Any) -> list[Any]:
 
 
 def same_plans(model: rotor.Checkpointable) -> list[str]:
-    found = on_all((str(model._latest.sequence), model._latest.limit_bytes))
+    found = on_all((str(model.plan.sequence), model.plan.limit_bytes))
     return [] if found[0] == found[1] else [f"plans {found}"]
 
 

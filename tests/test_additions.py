@@ -51,7 +51,7 @@ def _step(net: nn.Module, name: str, **limited: Any) -> tuple[int, Any]:
     x = torch.linspace(-1, 1, torch.Size(MODELS[name][1]).numel()).reshape(MODELS[name][1])
     model(x).square().mean().backward()
     if limited:
-        return model._latest.last.stats.peak_bytes, model
+        return model.plan.last.stats.peak_bytes, model
     return 0, model
 
 

@@ -83,13 +83,13 @@ def test_scaled_steps(engine, captured, dtype):
     found, weights = train(model, dtype, captured)
     expected, wanted = train(make(), dtype)
     if engine == "graph":
-        assert model._latest.recomputed > 0
+        assert model.plan.recomputed > 0
     assert found == expected
     assert all(equal(one, other) for one, other in zip(weights, wanted, strict=True))
     # The step that overflowed was left out, and the scale halved.
     assert equal(weights[0], weights[1])
     assert [scale for _, scale in found] == [1024.0, 512.0, 512.0, 512.0]
-    assert model._latest.measured_bytes <= LIMIT
+    assert model.plan.measured_bytes <= LIMIT
 
 
 def test_autocast_on_and_off_are_two_plans():
@@ -104,4 +104,4 @@ def test_autocast_on_and_off_are_two_plans():
                 output = one(x)
             output.float().sum().backward()
         assert equal([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
-    assert len({key[0] for key in model._plans}) == 2
+    assert len({key[0] for key in model.plans}) == 2

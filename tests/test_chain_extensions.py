@@ -164,9 +164,9 @@ def test_equal_within_the_limit(kind: type[Block], share: float) -> None:
     plain = train(net, net)
     net = seeded(make)
     chk = planned(net, share)
-    assert chk._planned().schedule.recomputed
+    assert chk.plan.schedule.recomputed
     assert same(plain, train(net, chk))
-    assert chk._planned().measured_bytes <= chk.mem_limit
+    assert chk.plan.measured_bytes <= chk.mem_limit
 
 
 def test_hooks_on_the_stages_themselves() -> None:
@@ -181,7 +181,7 @@ def test_hooks_on_the_stages_themselves() -> None:
     plain = train(net, net)
     net = seeded(make)
     chk = planned(net, 0.0)
-    assert chk._planned().schedule.recomputed
+    assert chk.plan.schedule.recomputed
     assert same(plain, train(net, chk))
 
 

@@ -44,7 +44,7 @@ def test_a_value_that_differs_stops_the_step(
     net = seeded(lambda: nn.Sequential(*(Block() for _ in range(2)), Drifting(), Block(), Block()))
     chk = planned(net, 0.0)
     chk.compute_sequence(mem_limit=chk.mem_limit + 2_000_000 * existing, algo=_everything_again())
-    assert 2 in chk._planned().schedule.recomputed
+    assert 2 in chk.plan.schedule.recomputed
     x = torch.randn(BATCH, WIDTH)
     if existing:
         chk(x).sum().backward()
@@ -59,7 +59,7 @@ def test_a_value_that_differs_stops_the_step(
     assert torch.equal(net[2].seen, seen)
     monkeypatch.setattr(Drifting, "drifts", False)
     chk.compute_sequence(mem_limit="10MB", algo=rotor.algorithms.Persistent())
-    assert chk._planned().sequence.count_forwards()[2] == 1
+    assert chk.plan.sequence.count_forwards()[2] == 1
     chk(x).square().mean().backward()
     assert "stage 2 is never recomputed: it gave other bits" in chk.report()
 
@@ -74,7 +74,7 @@ def test_proofs_are_reported_and_can_be_left_out() -> None:
         chk = planned(net, 0.0, verify=verify)
         for _ in range(6):
             chk(torch.randn(BATCH, WIDTH)).square().mean().backward()
-        plan = chk._planned()
+        plan = chk.plan
         assert plan.schedule.recomputed
         assert plan.proved.steps >= due if due else plan.proved.steps == 0
         values = f"{len(plan.schedule.recomputed)} recomputed value"
@@ -118,7 +118,7 @@ def test_one_measurement_serves_inputs_with_and_without_gradients(
     chk(x.requires_grad_()).square().mean().backward()
     assert len(measured_stages) <= once + (4 if is_frozen else 2)
     assert x.grad is not None
-    assert chk._planned().measured_bytes <= chk.mem_limit
+    assert chk.plan.measured_bytes <= chk.mem_limit
     measured = chk.inspection_values
     whole = rotor.Checkpointable(seeded(make), engine="chain").measure(x)
     assert [m.name for m in measured.measures] == [m.name for m in whole.measures]
@@ -146,4 +146,4 @@ def test_the_guess_for_the_loss_never_makes_a_limit_infeasible() -> None:
     chk.compute_sequence(mem_limit=limit)
     assert "assumed for the loss, not set aside" in chk.report()
     assert same(plain, train(net, chk, loss=lambda y: y.sum()))
-    assert chk._planned().measured_bytes <= limit
+    assert chk.plan.measured_bytes <= limit

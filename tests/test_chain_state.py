@@ -16,7 +16,6 @@ from chain_blocks import BATCH, INNER, WIDTH, Block, planned, same, seeded, trai
 from torch import nn
 
 import rotor
-from rotor.chained import ChainCheckpointable
 
 STEPS_SEEN = 0
 
@@ -225,10 +224,10 @@ def test_state_of_stages_is_kept(kind: type[Block]) -> None:
     chk = planned(net, 0.1)
     assert same(before, [m.state() for m in net])
     assert drawn == (random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
-    assert chk._planned().schedule.recomputed
+    assert chk.plan.schedule.recomputed
     found = train(net, chk)
     assert same(plain, found)
-    assert chk._planned().measured_bytes <= chk.mem_limit
+    assert chk.plan.measured_bytes <= chk.mem_limit
 
 
 def test_state_that_another_stage_changed_is_that_of_the_first_run() -> None:
@@ -271,7 +270,7 @@ def test_state_that_another_stage_changed_is_that_of_the_first_run() -> None:
     plain = train(net, net)
     net = seeded(make)
     chk = planned(net, 0.0)
-    assert {0, 2} <= chk._planned().schedule.recomputed
+    assert {0, 2} <= chk.plan.schedule.recomputed
     assert same(plain, train(net, chk))
 
 
@@ -308,11 +307,11 @@ def test_auxiliary_losses_reach_every_parameter(engine: str, share: float) -> No
     chk = rotor.Checkpointable(net, mem_limit=limit, engine=engine)
     found = train(net, chk, loss=auxiliary(net))
     assert same(plain, found)
-    assert chk._planned().measured_bytes <= limit
-    assert isinstance(chk, ChainCheckpointable) == (engine == "chain")
+    assert chk.plan.measured_bytes <= limit
+    assert (chk.planned_as == "chain") == (engine == "chain")
     if engine == "chain":
-        assert chk._planned().inspection.plain == (1, 6)
-        assert bool(chk._planned().schedule.recomputed) == (share < 1)
+        assert chk.plan.inspection.plain == (1, 6)
+        assert bool(chk.plan.schedule.recomputed) == (share < 1)
         assert "stage 0 is never recomputed: 0.aux has values of its graph" in chk.report()
 
 
@@ -334,10 +333,10 @@ def test_features_of_hooks_reach_every_parameter() -> None:
     net = seeded(make)
     chk = planned(net, 0.0)
     assert not features
-    assert chk._planned().inspection.plain == (3, 6)
-    assert chk._planned().schedule.recomputed
+    assert chk.plan.inspection.plain == (3, 6)
+    assert chk.plan.schedule.recomputed
     assert same(plain, train(net, chk, loss=loss))
-    assert chk._planned().measured_bytes <= chk.mem_limit
+    assert chk.plan.measured_bytes <= chk.mem_limit
     least = int(chk.curve().bytes[0])
     with pytest.raises(rotor.InfeasibleError, match="3 of 6 stages are never recomputed, stage 0"):
         chk.compute_sequence(mem_limit=least // 2)
@@ -379,10 +378,10 @@ def test_skip_connections_through_attributes(engine: str) -> None:
     net = seeded(make)
     chk = rotor.Checkpointable(net, mem_limit=limit, engine=engine)
     assert same(plain, train(net, chk))
-    assert chk._planned().measured_bytes <= limit
+    assert chk.plan.measured_bytes <= limit
     if engine == "chain":
         assert chk.names[0] == "0+1+2+3+4+5"
-        assert chk._planned().schedule.recomputed
+        assert chk.plan.schedule.recomputed
 
 
 @pytest.mark.parametrize("engine", ["auto", "chain"])
@@ -429,7 +428,7 @@ def test_what_does_not_repeat_is_kept() -> None:
     net = seeded(lambda: nn.Sequential(Block(), Block(), Clocked(), Block(), Block()))
     with pytest.warns(rotor.MemoryLimitWarning, match="stage 2 gave other bits in a second run"):
         chk = planned(net, 0.0)
-    plan = chk._planned()
+    plan = chk.plan
     assert plan.chain.once == [False, False, True, False, False]
     assert plan.sequence.count_forwards()[2] == 1
     assert plan.schedule.recomputed

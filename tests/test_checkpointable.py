@@ -90,7 +90,7 @@ def test_first_step_is_metered_and_a_dear_loss_is_learned():
         for parameter in chk.parameters():
             parameter.grad = None
         dear(chk(x)).backward()
-        measured.append(chk._latest.measured_bytes)
+        measured.append(chk.plan.measured_bytes)
     assert least < limit < measured[0]
     assert measured[1] <= limit
     assert step_peak(chk, x, dear) <= chk.get_expected_memory() <= limit
@@ -301,15 +301,15 @@ def test_other_inputs_get_other_plans():
         default_loss(chk(images(batch))).backward()
         for parameter in chk.parameters():
             parameter.grad = None
-    assert len(chk._plans) == 2
+    assert len(chk.plans) == 2
     chk[2].eval()
     default_loss(chk(images(4))).backward()
-    assert len(chk._plans) == 3
+    assert len(chk.plans) == 3
     default_loss(chk(images(4))).backward()
-    assert len(chk._plans) == 4
+    assert len(chk.plans) == 4
     chk.module[0][0].weight.requires_grad_(False)
     default_loss(chk(images(4))).backward()
-    assert len(chk._plans) == 5
+    assert len(chk.plans) == 5
 
 
 def test_existing_gradients_are_not_counted_again():
@@ -360,7 +360,7 @@ def test_two_pending_forwards_warn_once():
     x = images()
     chk = rotor.Checkpointable(conv_net(), x)
     chk.compute_sequence("1GiB", algo=RecomputeAll())
-    chk._latest.measured_bytes = 1
+    chk.plan.measured_bytes = 1
     y = chk(x)
     with pytest.warns(rotor.MemoryLimitWarning, match="each keeps its own limit"):
         z = chk(x)
@@ -375,7 +375,7 @@ def test_a_running_profiler_skips_metering_with_a_warning():
     chk = rotor.Checkpointable(conv_net(), x, "1GiB")
     with torch.profiler.profile(), pytest.warns(rotor.MemoryLimitWarning, match="not measured"):
         default_loss(chk(x)).backward()
-    assert chk._latest.measured_bytes is None
+    assert chk.plan.measured_bytes is None
 
 
 # -- unusual stages

@@ -74,7 +74,7 @@ def check(found: Any, expected: Any, model: rotor.Checkpointable) -> None:
     assert found[0] == expected[0]
     for got, wanted in zip(found[1], expected[1], strict=True):
         assert torch.equal(got, wanted)
-    assert model._latest.measured_bytes <= LIMIT
+    assert model.plan.measured_bytes <= LIMIT
 
 
 @pytest.mark.parametrize("engine", ["graph", "dynamic"])

@@ -190,7 +190,7 @@ def test_steps_are_proved_as_often_as_asked():
         for _ in range(5):
             net.zero_grad()
             model(torch.ones(256, 64)).square().mean().backward()
-        plan = model._latest
+        plan = model.plan
         assert plan.proved.steps == proved
         assert plan.last.stats.rematerializations > 0
         assert (plan.proved.values > 0) == (proved > 0)

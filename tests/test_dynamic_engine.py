@@ -141,15 +141,15 @@ def test_steps_are_the_plain_ones_and_keep_the_limit(name, fraction):
     assert same(run(chk, expected.case, 0), expected.left[0])
     assert same(run(chk, expected.case, 1), expected.left[1])
     # Metered until one keeps the limit: the second does.
-    assert chk._latest.meterings in (1, 2)
-    assert chk._latest.measured_bytes <= limit
+    assert chk.plan.meterings in (1, 2)
+    assert chk.plan.measured_bytes <= limit
     assert same(run(chk, expected.case, 2), expected.left[2])
-    assert chk._latest.reserve_bytes == 0
+    assert chk.plan.reserve_bytes == 0
     with memory.meter("cpu") as meter:
         left = run(chk, expected.case, 3)
     assert same(left, expected.left[3])
     assert meter.peak_bytes <= limit
-    stats = chk._latest.last.stats
+    stats = chk.plan.last.stats
     assert stats.evictions > 0
     assert stats.overflows == 0
 
@@ -166,8 +166,8 @@ def test_a_captured_loss_is_within_the_limit_from_the_second_step():
         loss = chk(*expected.case.arguments, targets=(torch.zeros(1),))
         loss.backward()
         assert torch.equal(loss.detach(), expected.left[seed][0])
-    assert chk._latest.measured_bytes <= limit
-    assert chk._latest.last.output_bytes == 4
+    assert chk.plan.measured_bytes <= limit
+    assert chk.plan.last.output_bytes == 4
 
 
 def large_loss(y: torch.Tensor) -> torch.Tensor:
@@ -192,7 +192,7 @@ def test_a_loss_that_needs_more_than_assumed_is_learned_in_the_first_step(pair, 
         for _ in range(metered):
             chk.zero_grad()
             large_loss(chk(x)).backward()
-        plan = chk._latest
+        plan = chk.plan
         assert plan.loss_bytes > 4 * x.nbytes
         assert plan.meterings == min(metered, 2)
         # The step after is metered here; what meters it keeps the engine from doing it.
@@ -214,7 +214,7 @@ def test_operators_are_learned_in_a_metered_step(pair):
     before = set(known)
     chk.compute_sequence(10_000_000)
     chk(x).sum().backward()
-    plan = chk._latest
+    plan = chk.plan
     assert plan.meterings == 1
     assert plan.measured_bytes < 10_000_000
     learned = [needs for key, needs in known.items() if key not in before]
@@ -279,7 +279,7 @@ def test_without_strictness_the_limit_is_passed_with_a_warning(pair):
     chk = limited(copy.deepcopy(model), 40_000, strict=False)
     with pytest.warns(MemoryLimitWarning, match="the budget of 40000 bytes is too small"):
         both(model, chk, lambda m: [m(x).sum().backward() or x])
-    assert chk._latest.last.stats.overflows > 0
+    assert chk.plan.last.stats.overflows > 0
     assert "times over the limit" in chk.report()
 
 
@@ -298,7 +298,7 @@ def test_a_graph_may_be_kept_for_a_second_backward(pair):
         return [y.detach()]
 
     both(model, chk, act)
-    assert chk._latest.last.stats.evictions > 0
+    assert chk.plan.last.stats.evictions > 0
 
 
 def test_two_forwards_before_a_backward(pair):

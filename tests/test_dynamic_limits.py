@@ -119,7 +119,7 @@ def test_what_a_later_loss_holds_is_seen() -> None:
     model = rotor.Checkpointable(sequential(), mem_limit="2 MB", engine="dynamic")
     x = torch.randn(128, 64)
     train(model, x, in_double, 3)
-    plan = model._latest
+    plan = model.plan
     metered = plan.meterings
     held: list[torch.Tensor] = []
 

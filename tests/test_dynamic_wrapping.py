@@ -92,7 +92,7 @@ def test_arguments_and_outputs_of_many_kinds(kind):
 
     for seed in range(2):
         both(model, chk, act, seed)
-    assert chk._latest.last.stats.evictions > 0
+    assert chk.plan.last.stats.evictions > 0
 
 
 def test_outputs_may_be_unused_or_dropped():
@@ -152,7 +152,7 @@ def test_state_carried_from_step_to_step():
         return [m.state, m.average]
 
     both(model, chk, act)
-    assert chk._latest.last.stats.evictions > 0
+    assert chk.plan.last.stats.evictions > 0
 
 
 def test_under_autocast(pair):
@@ -178,7 +178,7 @@ def test_without_training_or_gradients_the_plain_model_runs(pair):
     model.train()
     with torch.no_grad():
         both(model, chk, lambda m: [m(x)])
-    assert chk._latest is None
+    assert chk.plan is None
     for m in (model, chk):
         m.requires_grad_(False)
     both(model, chk, lambda m: [m(x)])
@@ -298,4 +298,4 @@ def test_trees_of_every_shape_share_a_limit():
             tree = treelstm.random_parse_tree(draw.randint(4, 24), seed)
             x = torch.randn(len(tree), 8, 32)
             both(model, chk, lambda m, x=x, tree=tree: [m(x, tree).sum().backward() or x], seed)
-    assert chk._latest.steps == 6
+    assert chk.plan.steps == 6

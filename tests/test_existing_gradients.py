@@ -208,11 +208,11 @@ def test_existing_gradients_are_not_paid_again(name, engine):
 
     given = [p.grad for p in model.parameters()]
     step(chk, x)
-    assert type(chk._latest) is (PiecesPlan if engine == "parts" else GraphPlan)
+    assert type(chk.plan) is (PiecesPlan if engine == "parts" else GraphPlan)
     peak = metered(chk, x)
     # As far from what plain PyTorch needs as without existing gradients, which that has right.
     assert peak - eager <= max(first - eager_first, 0) + 1024
-    assert peak <= chk._latest.predicted_bytes
+    assert peak <= chk.plan.predicted_bytes
     if name == "rnn in parts":
         # The least that is known before a step is that of the largest part.
         assert least_limit(chk) < least_first - largest
@@ -242,4 +242,4 @@ def test_a_graph_plans_as_if_existing_gradients_had_no_bytes(name):
     _, largest = gradient_bytes(model)
     step(chk, x)
     # Beside these bytes only one gradient at a time, and the small ones that leave with it.
-    assert least_limit(chk) <= floor + 1.25 * largest + chk._latest.own_bytes
+    assert least_limit(chk) <= floor + 1.25 * largest + chk.plan.own_bytes

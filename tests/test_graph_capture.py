@@ -109,8 +109,8 @@ def check(
                 assert found.is_close(expected, tolerance)
             else:
                 assert expected.differences(found) == []
-        assert chk._latest.measured_bytes is not None
-        assert chk._latest.measured_bytes <= chk.mem_limit
+        assert chk.plan.measured_bytes is not None
+        assert chk.plan.measured_bytes <= chk.mem_limit
     return chk
 
 

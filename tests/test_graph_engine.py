@@ -163,7 +163,7 @@ def test_limit_holds_from_the_first_step_with_a_captured_loss(name):
         assert torch.equal(loss, found)
         assert meter.peak_bytes <= chk.get_expected_memory() <= limit
         # The generator's states are reserved for the whole step, wherever the peak lies.
-        beside = chk._graph_plan().own_bytes
+        beside = chk.plan.own_bytes
         assert meter.peak_bytes == pytest.approx(chk.get_expected_memory(), rel=0.01, abs=beside)
         assert equal_gradients(plain, chk)
         assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), chk.buffers(), strict=True))
@@ -186,7 +186,7 @@ def test_limit_holds_from_the_second_step_with_the_loss_outside(name):
             torch.manual_seed(seed)
             cross_entropy(call(x), t).backward()
         assert equal_gradients(plain, chk)
-        measured.append(chk._latest.measured_bytes)
+        measured.append(chk.plan.measured_bytes)
     assert all(m <= limit for m in measured[1:])
     with memory.meter("cpu") as meter:
         chk.zero_grad()
@@ -204,14 +204,14 @@ def test_a_dear_loss_is_learned_and_planned_for():
 
     chk = rotor.Checkpointable(copy.deepcopy(model), x, "1GiB", engine="graph")
     dear(chk(x)).backward()
-    free = chk._latest.measured_bytes
+    free = chk.plan.measured_bytes
     chk.zero_grad()
     limit = free - 12_000
     chk.compute_sequence(limit)
     for _ in range(3):
         chk.zero_grad()
         dear(chk(x)).backward()
-    assert chk._latest.measured_bytes <= limit
+    assert chk.plan.measured_bytes <= limit
     assert int(chk.program.runs.max()) > 1
 
 
@@ -308,7 +308,7 @@ def test_abandoned_steps_leave_nothing():
     try:
         for k in range(50):
             y = chk(x)
-            token = weakref.ref(chk._pending())
+            token = weakref.ref(chk.plan.step.capture.token())
             if k % 3 == 0:
                 y.sum().backward()
             del y
@@ -339,7 +339,7 @@ def test_measuring_frees_what_it_measured():
     with memory.meter("cpu") as meter:
         chk.measure(x)
         torch._dynamo.reset()
-        chk._steps.clear()
+        del chk
         gc.collect()
     assert meter.peak_bytes < 200_000
 
@@ -355,14 +355,14 @@ def test_every_signature_has_a_plan():
     for count in (8, 4, 8, 5):
         x = rows(count)
         assert step(plain, plain, (x,)).differences(step(model, chk, (x,))) == []
-    assert len(chk._plans) == 3
+    assert len(chk.plans) == 3
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = chk(rows(8))
     y.float().sum().backward()
-    assert len(chk._plans) == 4
+    assert len(chk.plans) == 4
     model.l[0].weight.requires_grad_(False)
     chk(rows(8)).sum().backward()
-    assert len(chk._plans) == 5
+    assert len(chk.plans) == 5
 
 
 @quiet
@@ -420,7 +420,7 @@ def test_changed_python_values_are_planned_again():
     for scale in (1.5, 1.5, 2.5, 2.5, 1.5, 2.5):
         model.scale = plain.scale = scale
         assert step(plain, plain, (x,)).differences(step(model, chk, (x,))) == []
-    assert len(chk._latest.step.capture.graphs) == 2
+    assert len(chk.plan.step.capture.graphs) == 2
 
 
 def test_ever_changing_python_values_end_in_the_dynamic_engine():
@@ -467,7 +467,7 @@ def test_a_loss_with_several_values_and_an_argument_called_targets():
     loss, values = chk(rows(), targets=(rows(),))
     loss.backward()
     assert values["mean"].shape == ()
-    assert chk._latest.measured_bytes <= chk.get_expected_memory()
+    assert chk.plan.measured_bytes <= chk.get_expected_memory()
 
     class Model(Dense):
         def forward(self, x, targets=None):
@@ -579,7 +579,7 @@ def test_the_dynamic_engine_runs_where_there_is_no_graph(sample):
     assert "y = self.rnn(x)" in texts[0]
     assert "no graph was captured" in chk.report()
     assert len(chk.display().splitlines()) == 5
-    assert chk._latest.measured_bytes <= 150_000
+    assert chk.plan.measured_bytes <= 150_000
     with pytest.raises(ValueError, match="runs without a graph"):
         _ = chk.graph
     with pytest.raises(ValueError, match="runs without a graph"):

@@ -140,7 +140,7 @@ def both(model, x, fraction, *, steps=2, loss_fn=None, **call):
 
 def keeps_or_says(model):
     """Whether the report's last measured program kept the limit, or FX runs."""
-    plan = model._planned()
+    plan = model.plan
     if plan.step.inductor is None:
         return "runs by FX" in model.report()
     return plan.measured_bytes <= plan.limit_bytes
@@ -215,7 +215,7 @@ def test_the_two_graphs_repeat_what_the_program_repeats():
     step = model.measure(torch.randn(64, 16))
     model.compute_sequence()
     model.compute_sequence(int(model.program.peak_bytes * 0.8))
-    plan = model._planned()
+    plan = model.plan
     again = [n for n, runs in enumerate(plan.program.runs) if runs > 1]
     assert again
     for index in again:
@@ -352,8 +352,8 @@ def test_steps_over_the_limit_are_planned_smaller(monkeypatch):
     chk, seen = planned(model, limit, loss_fn=F.mse_loss), [0]
     for _ in range(MOST_ATTEMPTS):
         chk(x, targets=(target,)).backward()
-        seen.append(chk._planned().measured_bytes)
-    attempts = chk._planned().step.inductor.attempts
+        seen.append(chk.plan.measured_bytes)
+    attempts = chk.plan.step.inductor.attempts
     assert len(attempts) == MOST_ATTEMPTS
     assert attempts[0].measured_bytes > limit >= attempts[-1].measured_bytes
     assert attempts[-1].target_bytes < attempts[0].target_bytes == limit
@@ -384,7 +384,7 @@ def test_what_never_fits_stays_with_fx_and_says_so(monkeypatch):
     report = chk.report()
     assert "runs by FX" in report
     assert "Inductor, program 1" in report
-    assert chk._planned().measured_bytes <= limit
+    assert chk.plan.measured_bytes <= limit
     torch.manual_seed(0)
     plain(x, targets=(target,)).backward()
     pairs = zip(chk.parameters(), plain.parameters(), strict=True)
@@ -401,16 +401,16 @@ def test_dropout_and_norm_equal_the_unplanned_run(caplog):
         unplanned, limited, expected, found = both(
             model, x, 0.8, loss_fn=F.mse_loss, targets=(target,)
         )
-    assert limited._planned().recomputed > 0
+    assert limited.plan.recomputed > 0
     assert equal(expected, found)
     assert limited.module.norm.num_batches_tracked == 2
     assert keeps_or_says(limited)
     assert "compiled by Inductor in" in caplog.text
     assert "Inductor, program 1" in limited.report()
     # A limit that leads to the same program finds it compiled.
-    code = unplanned._planned().emitted
+    code = unplanned.plan.emitted
     unplanned.compute_sequence("2GB")
-    assert unplanned._planned().emitted is code
+    assert unplanned.plan.emitted is code
 
 
 @slow
@@ -422,9 +422,9 @@ def test_convolutions_keep_their_limit(fraction):
     _, limited, expected, found = both(
         model, x, fraction, steps=4, loss_fn=F.cross_entropy, targets=(target,)
     )
-    assert limited._planned().recomputed > 0
-    assert limited._planned().step.inductor is not None
-    assert limited._planned().measured_bytes <= limited.mem_limit
+    assert limited.plan.recomputed > 0
+    assert limited.plan.step.inductor is not None
+    assert limited.plan.measured_bytes <= limited.mem_limit
     assert equal(expected, found)
 
 
@@ -436,9 +436,9 @@ def test_attention_equals_the_unplanned_run(dropout):
     _, limited, expected, found = both(
         model, x, 0.93, steps=4, loss_fn=F.mse_loss, targets=(torch.zeros(4, 12, 16),)
     )
-    assert limited._planned().recomputed > 0
+    assert limited.plan.recomputed > 0
     assert keeps_or_says(limited)
-    assert limited._planned().step.inductor is not None
+    assert limited.plan.step.inductor is not None
     assert equal(expected, found)
 
 
@@ -457,5 +457,5 @@ def test_a_loss_outside_accumulation_and_another_batch():
             loss_of(each(batch)).backward()
     pairs = zip(unplanned.parameters(), limited.parameters(), strict=True)
     assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
-    assert len(limited._plans) == 2
+    assert len(limited.plans) == 2
     assert limited.module.norm.num_batches_tracked == 4

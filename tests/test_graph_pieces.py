@@ -247,14 +247,14 @@ def peaks_of_steps(model, chk, x, plain, steps):
         for parameter in (*model.parameters(), *plain.parameters()):
             parameter.grad = None
         expected = step(plain, plain, (x,), seed=seed)
-        latest = chk._latest
+        latest = chk.plan
         if latest is not None and latest.measured_bytes is not None and not latest.outdated:
             with memory.meter("cpu") as meter:
                 found = step(model, chk, (x,), seed=seed)
             peaks.append(meter.peak_bytes)
         else:
             found = step(model, chk, (x,), seed=seed)
-            peaks.append(chk._latest.measured_bytes)
+            peaks.append(chk.plan.measured_bytes)
         assert expected.differences(found) == []
     return peaks
 
@@ -276,14 +276,14 @@ def test_limits_hold(name):
     plain, twin = copy.deepcopy(model), copy.deepcopy(model)
     peak = peak_of(twin, x)
     chk = rotor.Checkpointable(model, x, peak)
-    assert [site.name for site in chk._latest.pieces.sites] == parts
+    assert [site.name for site in chk.plan.pieces.sites] == parts
     times = []
     for fraction in (0.75, 0.55):
         limit = int(fraction * peak)
         chk.compute_sequence(limit)
         measured = peaks_of_steps(model, chk, x, plain, 3)
         assert max(measured[1:]) <= limit
-        plan = chk._latest
+        plan = chk.plan
         assert isinstance(plan, PiecesPlan)
         # The random state that is current is counted for every part.
         assert 0.98 * plan.predicted_bytes <= plan.measured_bytes <= plan.predicted_bytes
@@ -301,10 +301,10 @@ def test_another_path_is_planned_when_it_is_taken():
     chk = rotor.Checkpointable(model, mem_limit=limit)
     measured = peaks_of_steps(model, chk, x, plain, 6)
     assert max(measured[1:]) <= limit
-    names = {site.name for site in chk._latest.pieces.sites}
+    names = {site.name for site in chk.plan.pieces.sites}
     assert names == {"trunk", "left.0", "left.1", "right.0", "right.1"}
     # The trunk's input requires no gradient, those of all others do.
-    assert len(chk._latest.pieces.captures.kinds) == 2
+    assert len(chk.plan.pieces.captures.kinds) == 2
 
 
 def test_the_warning_says_what_is_planned_and_why():
@@ -352,7 +352,7 @@ def limit_of_the_parts_alone(model, x):
     """A wrapped model under a limit that leaves nothing for what lies between its parts."""
     with pytest.warns(rotor.MemoryLimitWarning, match="no single graph"):
         chk = rotor.Checkpointable(model, x, "1GiB")
-    pieces = chk._latest.pieces
+    pieces = chk.plan.pieces
     nothing = (0,) * len(pieces.bases.forward)
     least = least_bytes(pieces.options(), Bases(nothing, nothing, (*nothing, 0)))
     chk.compute_sequence(least)
@@ -372,8 +372,8 @@ def test_the_dynamic_engine_takes_over_where_the_rest_of_the_model_breaks_the_li
     (text,) = [str(w.message) for w in caught]
     assert f"limit of {limit} bytes was not kept" in text
     assert "The dynamic engine keeps the limit" in text
-    assert isinstance(chk._latest, DynamicPlan)
-    assert chk._latest.measured_bytes <= limit
+    assert isinstance(chk.plan, DynamicPlan)
+    assert chk.plan.measured_bytes <= limit
 
 
 def test_a_limit_that_nothing_keeps_is_reported(monkeypatch):
@@ -390,7 +390,7 @@ def test_a_limit_that_nothing_keeps_is_reported(monkeypatch):
             step(model, chk, (x,))
     (text,) = [str(w.message) for w in caught]
     assert f"limit of {limit} bytes was not kept" in text
-    assert f"a limit of {chk._latest.least_bytes} bytes" in text
+    assert f"a limit of {chk.plan.least_bytes} bytes" in text
 
 
 @quiet
@@ -455,7 +455,7 @@ def test_parts_whose_inputs_are_changed_in_place_run_plain():
     for seed in range(3):
         expected = step(plain, plain, (x,), seed=seed)
         assert expected.differences(step(model, chk, (x,), seed=seed)) == []
-    names = [site.name for site in chk._latest.pieces.sites]
+    names = [site.name for site in chk.plan.pieces.sites]
     assert names[:2] == ["blocks.0", "blocks.1"]
     assert "blocks.2" not in names
 
@@ -477,7 +477,7 @@ def test_losses_behind_a_model_in_pieces():
         found = chk(x, targets=(x,))
         found.backward()
         assert torch.equal(expected, found)
-    assert chk._latest.measured_bytes <= chk._latest.limit_bytes
+    assert chk.plan.measured_bytes <= chk.plan.limit_bytes
 
 
 @quiet
@@ -495,7 +495,7 @@ def test_a_second_shape_and_changed_values():
     for x, scale in ((rows(), 1.0), (rows(48), 1.0), (rows(), 2.0), (rows(), 2.0), (rows(), 1.0)):
         model.blocks[1].scale = plain.blocks[1].scale = scale
         assert step(plain, plain, (x,)).differences(step(model, chk, (x,))) == []
-    assert len(chk._plans) == 2
+    assert len(chk.plans) == 2
 
 
 @quiet
@@ -511,7 +511,7 @@ def test_gradients_inside_of_the_forward_end_in_the_dynamic_engine():
     plain = copy.deepcopy(model)
     chk = rotor.Checkpointable(model, mem_limit="1GiB")
     assert step(plain, plain, (x,)).differences(step(model, chk, (x,))) == []
-    assert isinstance(chk._latest, DynamicPlan)
+    assert isinstance(chk.plan, DynamicPlan)
 
 
 # -- probing

@@ -32,7 +32,7 @@ class Net(nn.Module):
 def backward_masks(chk):
     return [
         tuple(task.node.args[-1])
-        for task in chk._latest.step.lowered.tasks
+        for task in chk.plan.step.lowered.tasks
         if task.node is not None and "convolution_backward" in str(task.node.target)
     ]
 

@@ -134,7 +134,7 @@ def test_training_is_the_same_in_fewer_bytes(kind):
     assert len(plain.validated) > 0
     assert same_weights(plain, module)
     assert max(module.peaks) <= LIMIT < max(plain.peaks)
-    assert limit.model._latest.measured_bytes <= LIMIT
+    assert limit.model.plan.measured_bytes <= LIMIT
     assert "limit" in limit.report()
     assert list(vars(module.net)) == names
     assert list(module.state_dict()) == list(plain.state_dict())
@@ -147,7 +147,7 @@ def test_accumulation_and_bf16():
         fit(candidate, *callbacks, accumulate_grad_batches=2, precision="bf16-mixed")
     assert plain.losses == module.losses
     assert same_weights(plain, module)
-    assert limit.model._latest.measured_bytes <= LIMIT
+    assert limit.model.plan.measured_bytes <= LIMIT
 
 
 def test_checkpoints_are_those_of_the_plain_module(tmp_path):
@@ -227,7 +227,7 @@ def test_a_loss_inside_of_the_module_is_planned():
     fit(module, limit)
     assert plain.losses == module.losses
     assert same_weights(plain, module)
-    plan = limit.model._latest
+    plan = limit.model.plan
     assert plan.measured_bytes <= LIMIT
     assert plan.meterings == 1
     assert plan.step.loss_captured
@@ -268,7 +268,7 @@ def test_either_name_of_the_package():
 
     limit = RotorCallback(LIMIT)
     fit(Other(), limit, kind=old.Trainer)
-    assert limit.model._latest.measured_bytes <= LIMIT
+    assert limit.model.plan.measured_bytes <= LIMIT
 
 
 def test_without_lightning_the_extra_is_named(monkeypatch):

@@ -64,11 +64,11 @@ def test_the_loss_of_the_output_is_planned(as_tuple):
             outputs.append([output[key], output[name]])
         assert same(*outputs)
         assert same(left(plain), left(module))
-        measured = limit.model._latest.measured_bytes
+        measured = limit.model.plan.measured_bytes
         assert measured is not None
         assert measured <= limit.model.mem_limit
-    assert limit.model._latest.recomputed > 0
-    assert limit.model._latest.meterings == 1
+    assert limit.model.plan.recomputed > 0
+    assert limit.model.plan.meterings == 1
 
 
 def test_another_output_of_a_planned_loss_has_no_gradient():

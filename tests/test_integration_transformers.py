@@ -134,7 +134,7 @@ def test_training_is_the_same_in_fewer_bytes(tmp_path):
     # With accumulation a step of the Trainer is two of ours; gradients stay in between.
     gradients = sum(p.nbytes for p in model.parameters())
     assert 0 < metered.peak_bytes <= LIMIT + gradients < usual.peak_bytes
-    plans = limit.model._plans.values()
+    plans = limit.model.plans.values()
     assert all(plan.measured_bytes <= LIMIT for plan in plans)
     assert all(plan.meterings == 1 and plan.recomputed > 0 for plan in plans)
     assert "limit" in limit.report()
@@ -170,7 +170,7 @@ def test_bf16_and_generation(tmp_path):
     assert [one.shape for one in ids[0][1]] == [one.shape for one in ids[1][1]]
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.allclose(p, q, atol=3e-4)
-    assert limit.model._latest.measured_bytes <= LIMIT
+    assert limit.model.plan.measured_bytes <= LIMIT
     assert not limit._planned.active
 
 
@@ -198,7 +198,7 @@ def test_losses_of_ones_own(tmp_path):
     train(plain, tmp_path, compute_loss_func=outside)
     train(model, tmp_path, limit, compute_loss_func=outside)
     assert same_weights(plain, model)
-    assert limit.model._latest.measured_bytes <= 1_000_000
+    assert limit.model.plan.measured_bytes <= 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_the_callback_comes_before_mixed_precision(tmp_path):
     with pytest.raises(ValueError, match="give this callback to a Trainer"):
         limit.report()
     made(limit, disable_tqdm=True).train()
-    assert limit.model._latest.measured_bytes <= LIMIT
+    assert limit.model.plan.measured_bytes <= LIMIT
 
 
 def test_wrong_limits_are_told_when_the_trainer_is_made(tmp_path):

@@ -49,7 +49,7 @@ def test_a_graph_is_planned_beside_the_largest_reserve_that_fits(measured):
     limit = with_guess - guess // 3
     chk = rotor.Checkpointable(Wide(), mem_limit=limit, engine="graph", effort="fast")
     output = chk(x)
-    plan = chk._latest
+    plan = chk.plan
     assert 0 < plan.loss_bytes < guess
     assert plan.short_bytes == guess - plan.loss_bytes
     assert plan.predicted_bytes <= limit
@@ -59,7 +59,7 @@ def test_a_graph_is_planned_beside_the_largest_reserve_that_fits(measured):
     # A loss that needs little: the next step knows, and nothing was over.
     output.backward(torch.ones_like(output))
     chk(x).sum().backward()
-    assert chk._latest.measured_bytes <= limit
+    assert chk.plan.measured_bytes <= limit
     assert "assumed for the loss" not in chk.report()
 
 
@@ -67,7 +67,7 @@ def test_every_limit_that_is_feasible_without_a_guess_is_planned(measured):
     limit = least(measured, 0)
     chk = rotor.Checkpointable(Wide(), mem_limit=limit, engine="graph", effort="fast")
     output = chk(torch.ones(ROWS, WIDTH))
-    assert chk._latest.predicted_bytes <= limit
+    assert chk.plan.predicted_bytes <= limit
     output.backward(torch.ones_like(output))
     with pytest.raises(InfeasibleError) as raised:
         rotor.Checkpointable(Wide(), mem_limit=1000, engine="graph", effort="fast")(

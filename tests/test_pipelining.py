@@ -40,7 +40,7 @@ def limited(model: nn.Module, engine: str) -> rotor.Checkpointable:
     with pytest.raises(rotor.InfeasibleError) as caught:
         wrapped.compute_sequence(mem_limit=1)
     wrapped.compute_sequence(mem_limit=caught.value.minimum_bytes)
-    plan: Any = wrapped._latest
+    plan: Any = wrapped.plan
     assert plan.schedule.recomputed if engine == "chain" else plan.recomputed
     return wrapped
 
@@ -77,7 +77,7 @@ def compare(rank: int, engine: str, schedule: str) -> list[str]:
             found.append(f"{name} differs by {error / q.grad.norm():.1e}")
     if losses and not torch.equal(torch.stack(losses), torch.stack(parts)):
         found.append("losses")
-    if module._latest.measured_bytes is not None:
+    if module.plan.measured_bytes is not None:
         found.append("a step was metered while messages were on their way")
     return found
 
@@ -138,10 +138,10 @@ def test_several_microbatches_in_flight_are_not_metered():
         outputs = [model(x) for _ in range(3)]
     for output in outputs:
         output.sum().backward()
-    assert model._latest.measured_bytes is None
+    assert model.plan.measured_bytes is None
     del outputs
     model(x).sum().backward()
-    assert model._latest.measured_bytes is not None
+    assert model.plan.measured_bytes is not None
 
 
 if __name__ == "__main__":

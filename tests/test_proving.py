@@ -46,7 +46,7 @@ def unchanged(model, before):
 
 def source_of(chk):
     """The code that ran last."""
-    return chk._latest.step.captured.emitted.source
+    return chk.plan.step.captured.emitted.source
 
 
 @pytest.mark.parametrize("verify", ["first", "always", "off", 2])
@@ -68,8 +68,8 @@ def test_which_steps_are_compared(verify):
     if verify == "off":
         assert 'not proved: verify="off"' in chk.report()
     else:
-        values = chk._latest.proved.values
-        assert values >= chk._latest.recomputed
+        values = chk.plan.proved.values
+        assert values >= chk.plan.recomputed
         assert f"proved in {sum(compared)} steps: {values} recomputed values" in chk.report()
 
 
@@ -88,7 +88,7 @@ def test_every_recomputed_value_that_is_used_is_compared():
         if runs > 1
     }
     assert again <= recomputed
-    assert len(again) >= chk._latest.recomputed
+    assert len(again) >= chk.plan.recomputed
 
 
 def test_a_plan_without_recomputation_has_nothing_to_prove():
@@ -116,8 +116,8 @@ def test_a_mismatch_leaves_everything_as_it_was(norm, exist, is_roomy):
         sizes = [p.nbytes for p in model.parameters()]
         chk.compute_sequence(least.value.minimum_bytes + is_roomy * sum(sizes))
         train(chk, x, accumulate=True)
-        assert chk._latest.step.hands_over
-        assert chk._latest.recomputed
+        assert chk.plan.step.hands_over
+        assert chk.plan.recomputed
         assert ("yield" in source_of(chk)) == (not is_roomy)
     else:
         model.zero_grad()
@@ -143,7 +143,7 @@ def test_the_value_is_kept_from_then_on():
         train(chk, x)
     for _ in range(4):
         train(chk, x)
-    assert chk._latest.proved.steps == 3
+    assert chk.plan.proved.steps == 3
     assert set(runs_of(chk, "liar")) == {1}
 
 
@@ -163,7 +163,7 @@ def test_steps_without_a_backward_prove_nothing():
     for _ in range(5):
         chk(sample())
     train(chk, sample())
-    assert chk._latest.proved.steps == 1
+    assert chk.plan.proved.steps == 1
 
 
 def test_a_kept_graph_is_compared_again():
@@ -196,9 +196,9 @@ def test_verified_steps_keep_the_limit_and_are_predicted(norm):
         # The first step is metered by the plan itself.
         with memory.meter("cpu") if number else nullcontext() as meter:
             chk(x, targets=(target,)).backward()
-        peak = meter.peak_bytes if number else chk._latest.measured_bytes
+        peak = meter.peak_bytes if number else chk.plan.measured_bytes
         assert chk.mem_limit * 0.9 < peak <= chk.get_expected_memory() <= chk.mem_limit
-    assert chk._latest.proved.steps == 4
+    assert chk.plan.proved.steps == 4
 
 
 def test_gradients_equal_with_and_without_proofs():
@@ -219,10 +219,10 @@ def test_parts_of_a_model_are_proved_and_refuted(norm, gradients):
     model, x = Stack("liar", norm=norm, parts=True), sample()
     # What lies between the parts is only known after a step: the limit is what is needed then.
     chk, _ = planned(model, x, 1.15)
-    plan = chk._latest
+    plan = chk.plan
     for _ in range(3):
         train(chk, x)
-        plan = chk._latest
+        plan = chk.plan
     assert "recomputed values, bit for bit" in chk.report()
     assert plan.recomputes
     chk.verify = "always"
@@ -244,5 +244,5 @@ def test_parts_of_a_model_are_proved_and_refuted(norm, gradients):
 
 def test_compiled_plans_claim_nothing():
     chk, _ = planned(Stack("repeats"), sample(), engine="graph", backend="inductor")
-    assert chk._latest.recomputed
+    assert chk.plan.recomputed
     assert "not proved: code that Inductor compiled is not compared" in chk.report()

@@ -162,7 +162,7 @@ def test_long_timelines_are_thinned():
 @pytest.mark.parametrize("make", [chain_step, graph_step])
 def test_a_metered_step_leaves_its_timeline(make):
     chk, limit = make()
-    plan = chk._latest
+    plan = chk.plan
     measured, predicted = plan.measured_timeline, plan.predicted_timeline
     assert measured.peak_bytes == plan.measured_bytes <= limit
     assert [name for name, _ in measured.marks] == ["loss", "backward"]
@@ -181,7 +181,7 @@ def test_a_metered_step_leaves_its_timeline(make):
 
 def test_measured_and_predicted_lie_on_each_other():
     chk, _ = graph_step()
-    measured, predicted = chk._latest.measured_timeline, chk._latest.predicted_timeline
+    measured, predicted = chk.plan.measured_timeline, chk.plan.predicted_timeline
     runs = np.searchsorted(predicted.seconds, measured.on_clock_of(predicted), side="right") - 1
     live = predicted.live_bytes
     reach = 3
@@ -205,12 +205,12 @@ def test_plots(make):
     assert set(lines) == {"predicted", "measured", "limit"}
     peak = max(lines["predicted"].get_ydata()) * 2**20
     assert peak == pytest.approx(chk.get_expected_memory())
-    assert max(lines["measured"].get_ydata()) * 2**20 == chk._latest.measured_bytes
+    assert max(lines["measured"].get_ydata()) * 2**20 == chk.plan.measured_bytes
     assert lines["limit"].get_ydata()[0] * 2**20 == pytest.approx(limit)
     given = Figure().subplots()
     assert chk.plot_timeline(given) is given
     # A device whose meter tells only the peak.
-    chk._latest.measured_timeline = None
+    chk.plan.measured_timeline = None
     labels = {line.get_label() for line in chk.plot_timeline().get_lines()}
     assert labels == {"predicted", "measured peak", "limit"}
 
@@ -260,7 +260,7 @@ def test_pages_have_both_timelines(make, tmp_path):
     path = tmp_path / "plan.html"
     assert str(chk.report(path)) == str(chk.report())
     data = data_of(path)
-    plan = chk._latest
+    plan = chk.plan
     assert data["limit"] == limit
     assert max(data["peak"]) + data["own"] == plan.predicted_bytes
     assert max(level for _, level in data["traced"]) == data["measured"] == plan.measured_bytes
@@ -273,7 +273,7 @@ def test_pages_have_both_timelines(make, tmp_path):
 def test_the_page_of_a_chain_tells_its_schedule(tmp_path):
     chk, _ = chain_step()
     chk.report(tmp_path / "chain.html")
-    data, plan = data_of(tmp_path / "chain.html"), chk._latest
+    data, plan = data_of(tmp_path / "chain.html"), chk.plan
     names = [op[0] for op in data["ops"]]
     assert " ".join(names[k] for k in data["program"]) == str(plan.sequence)
     assert sum(op[8] for op in data["ops"]) == len(plan.sequence)
@@ -309,8 +309,8 @@ def test_programs_are_loaded_by_a_method(tmp_path):
     loaded = other.load_program(tmp_path / "plan.json")
     assert loaded == chk.program == other.program
     other(x, targets=(target,)).backward()
-    assert other._latest.program is loaded
-    assert other._latest.measured_bytes <= limit
+    assert other.plan.program is loaded
+    assert other.plan.measured_bytes <= limit
     another = rotor.Checkpointable(
         Residual(), loss_fn=cross_entropy, mem_limit=limit, effort="fast"
     )

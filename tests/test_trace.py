@@ -200,7 +200,7 @@ def test_schedules(seed, tmp_path_factory):
 
 def check_step(trace: dict, chk, limit: int) -> None:
     """A plan and its metered step."""
-    plan = chk._planned()
+    plan = chk.plan
     predicted, measured = plan.predicted_timeline, plan.measured_timeline
     levels = [level for _, level in counter(trace, "live bytes")]
     assert levels == [*predicted.live_bytes.tolist(), predicted.live_bytes[-1]]
@@ -260,7 +260,7 @@ def test_a_step_that_nobody_predicted(tmp_path):
     chk.report(tmp_path / "plan.html")
     chk.report(tmp_path / "trace.json")
     trace = checked(tmp_path / "trace.json")
-    plan = chk._planned()
+    plan = chk.plan
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
     assert '"program":[]' in page
     assert f'"measured":{plan.measured_bytes}' in page

@@ -50,7 +50,7 @@ def one_model(module: nn.Module) -> list[str]:
 
 def kept(model: rotor.Checkpointable, limit: int) -> list[str]:
     """Whether every plan was measured within the limit, and recomputes."""
-    plans = list(model._plans.values())
+    plans = list(model.plans.values())
     found = [f"measured {p.measured_bytes}" for p in plans if p.measured_bytes > limit]
     if not plans or not all(map(recomputes, plans)):
         found.append("nothing is recomputed")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import rotor
-from rotor import memory, watching
+from rotor import growth, memory, watching
 from rotor.algorithms import RecomputeAll
 from rotor.graph.pieced import PiecesPlan
 from rotor.inspection import measure
@@ -128,15 +128,15 @@ def test_bytes_that_no_tensor_holds_are_metered_and_not_taken_for_growth():
     model = chain()
     model.insert(2, caches := Caches())
     chk = trained(model, limit_between(chain()))
-    steps = chk._latest.meterings
+    steps = chk.plan.meterings
     caches.sizes[0] = 4 << 20
     step(chk, FEW)
     caches.sizes[0] = 0
-    assert chk._latest.differs
+    assert chk.plan.differs
     step(chk, FEW)
-    assert not chk._latest.differs
-    assert chk._latest.most_bytes_seen <= chk._latest.limit_bytes
-    assert chk._latest.meterings == steps
+    assert not chk.plan.differs
+    assert chk.plan.most_bytes_seen <= chk.plan.limit_bytes
+    assert chk.plan.meterings == steps
 
 
 def test_a_chain_learns_what_its_stages_keep_of_another_batch():
@@ -167,7 +167,7 @@ def test_a_stage_that_is_recomputed_is_seen_in_the_backward():
     chk.compute_sequence("100MB", algo=RecomputeAll())
     for _ in range(3):
         step(chk, FEW)
-    plan = chk._latest
+    plan = chk.plan
     assert "Fn_1" in str(plan.sequence)
     plan.limit_bytes = plan.measured_bytes
     with pytest.warns(rotor.MemoryLimitWarning, match="was needed by .*3"):
@@ -183,7 +183,7 @@ def test_each_new_maximum_is_told_once():
     assert len(told_bytes(caught)) == 1
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        chk._latest.limit_bytes = chk._latest.warned_bytes = chk.get_expected_memory()
+        chk.plan.limit_bytes = chk.plan.warned_bytes = chk.get_expected_memory()
         for selected in (ROWS, ROWS, MANY, ROWS):
             step(chk, selected)
     assert len(told_bytes(caught)) == 1
@@ -191,13 +191,13 @@ def test_each_new_maximum_is_told_once():
 
 def test_batches_alike_change_nothing():
     chk = trained(chain(), limit_between(chain()))
-    plan = chk._latest
+    plan = chk.plan
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
             step(chk, FEW)
-    assert chk._latest is plan
-    assert not watching.stage_watch(chk, plan).growth
+    assert chk.plan is plan
+    assert not growth.stage_watch(chk._driver.engines[0], plan).growth
     copied = pickle.loads(pickle.dumps(copy.deepcopy(chk)))
     step(copied, FEW)
 
@@ -205,14 +205,14 @@ def test_batches_alike_change_nothing():
 def test_layers_of_pytorch_are_not_watched():
     x = torch.randn(4, WIDTH)
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))
-    assert watching.StageWatch.of(measure(find_stages(plain), x)) is None
+    assert growth.StageWatch.of(measure(find_stages(plain), x)) is None
     mixed = measure(find_stages(nn.Sequential(nn.Linear(WIDTH, WIDTH), Selected())), x)
-    watched = watching.StageWatch.of(mixed)
+    watched = growth.StageWatch.of(mixed)
     assert watched.stages[0] is mixed.stages[0]
     assert watched.stages[1] is not mixed.stages[1]
     hooked = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     hooked[0].register_forward_hook(lambda *_: None)
-    assert watching.can_vary(find_stages(hooked)[0])
+    assert growth.can_vary(find_stages(hooked)[0])
 
 
 @pytest.mark.filterwarnings(NOT_CAPTURED)
@@ -221,8 +221,8 @@ def test_parts_learn_what_the_code_between_them_keeps():
     plain = Between()
     limit = limit_between(plain)
     chk = trained(copy.deepcopy(plain), limit, effort="fast")
-    assert isinstance(chk._latest, PiecesPlan)
-    assert chk._latest.choice == [0, 0]
+    assert isinstance(chk.plan, PiecesPlan)
+    assert chk.plan.choice == [0, 0]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         step(chk, MANY)
@@ -235,7 +235,7 @@ def test_parts_learn_what_the_code_between_them_keeps():
         for _ in range(2):
             step(chk, MANY)
     # The least that the parts can do beside what the code between them needs.
-    assert chk._latest.predicted_bytes >= 0.9 * needed
+    assert chk.plan.predicted_bytes >= 0.9 * needed
     assert peak_of(chk, MANY) <= needed
     assert "peaks seen" in chk.report()
     step(plain, MANY)
@@ -255,16 +255,16 @@ def test_a_graph_is_metered_now_and_then(monkeypatch):
         y = chk(x)
         sum((y * k).tanh().sum() for k in range(1, copies + 1)).backward()
 
-    while chk._latest is None or chk._latest.outdated or chk._latest.measured_bytes is None:
+    while chk.plan is None or chk.plan.outdated or chk.plan.measured_bytes is None:
         run(1)
-    assert chk._latest.measured_bytes <= chk._latest.limit_bytes
+    assert chk.plan.measured_bytes <= chk.plan.limit_bytes
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(4):
             run(40)
     assert told_bytes(caught)
     assert told_bytes(caught)[0] > 40 * x.nbytes
-    assert chk._latest.most_bytes_seen == max(told_bytes(caught))
+    assert chk.plan.most_bytes_seen == max(told_bytes(caught))
 
 
 def test_watching_stops_for_a_meter_of_the_callers(monkeypatch):
@@ -299,7 +299,7 @@ def test_the_peak_of_cuda_is_read_without_setting_it_back(monkeypatch):
 
 def test_steps_that_are_due(monkeypatch):
     monkeypatch.setattr(watching, "_EVERY", 100)
-    plan = trained(chain(), "100MB")._latest
+    plan = trained(chain(), "100MB").plan
     plan.unmetered = 0
     due = [k for k in range(1, 301) if watching.is_due(plan)]
     assert due == [16, 64, 100, 200, 300]

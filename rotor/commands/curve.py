@@ -66,8 +66,7 @@ def _run(arguments: argparse.Namespace) -> int:
     subject = Subject(arguments)
     subject.check()
     model = wrapped(subject, arguments, effort="fast")
-    is_chain = factories.takes_one(subject.model, subject.engine)
-    found: Curve = model.curve() if is_chain else model.curve(arguments.points)  # type: ignore[call-arg]
+    found: Curve = model.curve(arguments.points)
     plain, where = None, "this machine"
     if subject.profile is not None:
         free, where = subject.profile.free_bytes, "that machine"

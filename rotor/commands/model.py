@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rotor.units import parse_bytes
 
 if TYPE_CHECKING:
-    from rotor.checkpointable import Checkpointable
+    from rotor.wrapper.checkpointable import Checkpointable
 
 __all__ = ["Subject", "add_model", "add_profile", "limit_of", "wrapped"]
 

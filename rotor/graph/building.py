@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from rotor import _torch
-from rotor.graph.capture import Unplanned
+from rotor.engines.contract import Call, Settings
 from rotor.graph.engine import CapturedStep, build_graph
 from rotor.graph.estimate import Machine
 from rotor.graph.graph import Graph
 from rotor.graph.recorded import MEASURED, Profile, Source
-from rotor.graphed import GraphCheckpointable
+from rotor.transparent import TransparentModule
+from rotor.wrapper.driver import Driver
 
 __all__ = ["build", "capture_inputs", "capture_step", "step_graph"]
 
@@ -87,7 +88,7 @@ def capture_step(
             "give a loss function and its targets together, or neither; an argument of the model "
             "that is named so goes by its position"
         )
-    model = getattr(model, "module", model) if isinstance(model, GraphCheckpointable) else model
+    model = getattr(model, "module", model) if isinstance(model, TransparentModule) else model
     mode: Any = nullcontext()
     given = (args, kwargs, targets)
     tensors = _torch.tree_flatten(given)[0]
@@ -100,29 +101,22 @@ def capture_step(
                 "Profile"
             )
         mode, model, (args, kwargs, targets) = _without_values(model, given)
-    wrapper = GraphCheckpointable(model, engine="graph", loss_fn=loss_fn, profile=profile)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    driver = Driver(Settings(model, engine="graph", loss_fn=loss_fn, profile=profile))
     with mode:
-        step = wrapper.measure(*args, targets=targets, **kwargs)
-    assert step is not None
+        step: CapturedStep = driver.measure(Call(args, kwargs, tuple(targets)))
     return step
-
-
-class _Observed(GraphCheckpointable):
-    """Wrapper that keeps the inputs of its capture."""
-
-    def _profiled(self, key: Any, capture: Any, found: Unplanned, *rest: Any) -> CapturedStep:
-        self.__dict__["primals"] = list(found.primals)
-        return super()._profiled(key, capture, found, *rest)
 
 
 def capture_inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[CapturedStep, list[Any]]:
     """Capture and measure a training step; return it with the tensors that it takes."""
-    wrapper = _Observed(model, engine="graph")
-    step = wrapper.measure(*args, **kwargs)
-    assert step is not None
-    primals: list[Any] = wrapper.__dict__["primals"]
+    driver = Driver(Settings(model, engine="graph"))
+    primals: list[Any] = []
+    vars(driver.engines[0])["primals"] = primals
+    step: CapturedStep = driver.measure(Call(args, kwargs))
     return step, primals
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from rotor import _inductor, _torch
+from rotor.engines.contract import NothingToPlan
 from rotor.errors import CaptureError
 from rotor.graph.early import Delivery
 from rotor.graph.emit import StepCode, saved_primals
@@ -49,10 +50,6 @@ class Captured:
     emitted: StepCode | None = None
     saved: int = 0
     reached: list[frozenset[int]] | None = None
-
-
-class NothingToPlan(Exception):
-    """Nothing in the call needs a gradient."""
 
 
 class Unplanned(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -214,6 +214,8 @@ class GraphPlan(Metered):
     own_bytes
         What is kept beside the graph's storages: random states, the caller's scalars.
     """
+
+    kind: ClassVar[str] = "graph"
 
     step: CapturedStep
     graph: Graph

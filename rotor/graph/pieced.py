@@ -19,7 +19,7 @@ from rotor.graph.kinds import Kind, backward_marks
 from rotor.graph.pieces import Pieces, Site
 from rotor.graph.probing import described_call
 from rotor.graph.proving import Tally
-from rotor.metering import Metered, StepBytes, StepWatch
+from rotor.metering import Metered, StepBytes, StepWatch, Verdict
 from rotor.replacing import Replaced
 
 __all__ = [
@@ -56,11 +56,11 @@ class PiecesPlan(Metered):
         By mark, the most bytes above the level at the begin of a metered step.
     metered
         What was beside the pieces in the metered steps of this plan.
-    is_over
-        A metered step needed more than the limit, and no choice would change it.
     recomputes
         The last step computed something again.
     """
+
+    kind: ClassVar[str] = "parts"
 
     device: torch.device
     reason: str
@@ -71,7 +71,6 @@ class PiecesPlan(Metered):
     least_bytes: int
     levels: dict[str, int] = field(default_factory=dict, repr=False)
     metered: Bases | None = field(default=None, repr=False)
-    is_over: bool = field(default=False, repr=False)
     recomputes: bool = field(default=False, repr=False)
     parts_label: ClassVar[str] = "parts captured"
 
@@ -79,6 +78,13 @@ class PiecesPlan(Metered):
     def predicted_bytes(self) -> int:
         """Peak of a step; before one was metered, what lies between the pieces is an estimate."""
         return self.simulation.peak_bytes
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the next step does with the plan."""
+        if self.pieces.wants_search and not self.is_over:
+            return Verdict.REMEASURE
+        return super().verdict
 
     @property
     def is_refuted(self) -> bool:
@@ -123,8 +129,8 @@ class PiecesPlan(Metered):
         """How many there are."""
         return str(len(self.pieces.sites))
 
-    def told_over(self) -> str:
-        """What to tell where the limit cannot be kept."""
+    def describe_excess(self) -> str:
+        """Return a sentence on a limit that could not be kept."""
         outside = self.pieces.told_outside()
         count = len(self.pieces.sites)
         return (

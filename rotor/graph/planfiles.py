@@ -8,12 +8,12 @@ from typing import Any
 
 from rotor.graph.drawing import write_plan
 from rotor.graph.program import Program
-from rotor.graphed import GraphCheckpointable
+from rotor.wrapper.checkpointable import Checkpointable
 
 __all__ = ["load_program", "write_report"]
 
 
-def write_report(model: GraphCheckpointable, path: str | os.PathLike[str]) -> Path:
+def write_report(model: Checkpointable, path: str | os.PathLike[str]) -> Path:
     """Write a page on a model's plan: figures, timeline, operations, what is recomputed most.
 
     Parameters
@@ -34,18 +34,18 @@ def write_report(model: GraphCheckpointable, path: str | os.PathLike[str]) -> Pa
         No plan was made yet, or the model runs without a graph.
     """
     _check_engine(model)
-    return write_plan(model._graph_plan(), path)
+    return write_plan(model.graph_plan(), path)
 
 
 def _check_engine(model: Any) -> None:
-    if not isinstance(model, GraphCheckpointable):
+    if not isinstance(model, Checkpointable) or model.planned_as not in ("graph", "blocks"):
         raise TypeError(
             f"expected a Checkpointable of the graph engine, got {type(model).__name__}: give "
             'engine="graph"'
         )
 
 
-def load_program(model: GraphCheckpointable, source: Program | str | os.PathLike[str]) -> Program:
+def load_program(model: Checkpointable, source: Program | str | os.PathLike[str]) -> Program:
     """Have a model run a program that was saved, instead of planning one.
 
     The model was measured (its ``measure``, or a step). The program must be one of the
@@ -73,4 +73,5 @@ def load_program(model: GraphCheckpointable, source: Program | str | os.PathLike
         It needs more than the model's limit; ``minimum_bytes`` is what it needs.
     """
     _check_engine(model)
-    return model.load_program(source)
+    found: Program = model.load_plan(source)
+    return found

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from rotor.checkpointable import Checkpointable
 from rotor.integrations.planned import PlannedForward
+from rotor.wrapper.checkpointable import Checkpointable
 
 __all__ = ["Limited"]
 

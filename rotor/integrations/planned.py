@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.function import Function
 
-from rotor.checkpointable import Checkpointable
+from rotor.wrapper.checkpointable import Checkpointable
 
 __all__ = ["PlannedForward"]
 
@@ -127,7 +127,7 @@ class PlannedForward:
             self._warn_of_shapes()
 
     def _warn_of_shapes(self) -> None:
-        count = len(self.model._plans)
+        count = len(self.model.plans)
         if count > _MANY_SHAPES and not self._warned:
             self._warned = True
             warnings.warn(

@@ -145,8 +145,8 @@ def test_gradients_of_parameters_are_not_in_the_budget(span):
     for _ in range(2):
         rk.zero_grad()
         rk(ids()).square().mean().backward()
-        assert rk._latest.measured_bytes is None or rk._latest.measured_bytes <= rk.mem_limit
-    assert rk._latest.measured_bytes > gradients
+        assert rk.plan.measured_bytes is None or rk.plan.measured_bytes <= rk.mem_limit
+    assert rk.plan.measured_bytes > gradients
 
 
 def test_gradients_that_exist_need_no_room_beside_the_budget(span):
@@ -157,7 +157,7 @@ def test_gradients_that_exist_need_no_room_beside_the_budget(span):
         rk.zero_grad(set_to_none=False)
         rk(ids()).square().mean().backward()
     assert rk.mem_limit < budget + gradient_bytes(net) // 2
-    assert rk._latest.measured_bytes <= rk.mem_limit
+    assert rk.plan.measured_bytes <= rk.mem_limit
     assert max(rk.expect_mem(overhead=True)) <= budget
 
 
@@ -214,7 +214,7 @@ def test_options_with_effect_warn_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rk = rotor.Rockmate(model(1), ids(), "1 GB", verbose=False, ilp_time_limit=5.0)
-    assert rk._options == {"time_limit": 5.0}
+    assert rk.options == {"time_limit": 5.0}
     assert rotor.Rockmate(model(1), None, "1 GB", verbose=True).verbosity == 1
     with pytest.raises(TypeError, match="unknown option 'nb_budgets'"):
         rotor.Rockmate(model(1), ids(), "1 GB", nb_budgets=3)

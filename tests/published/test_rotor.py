@@ -316,12 +316,12 @@ def test_an_algorithm_by_name():
     by_class = chk.compute_sequence("1GB", algo=Floating, mem_slots=100)
     by_name = chk.compute_sequence("1GB", algo="floating", mem_slots=100)
     assert by_name == by_class
-    assert isinstance(chk._algorithm, Floating)
+    assert isinstance(chk.algorithm, Floating)
     chk.compute_sequence("1GB", algo="persistent")
-    assert isinstance(chk._algorithm, Persistent)
+    assert isinstance(chk.algorithm, Persistent)
     with pytest.raises(ValueError, match="no algorithm is named 'swimming', expected one of persi"):
         chk.compute_sequence(algo="swimming")
-    assert isinstance(chk._algorithm, Persistent)
+    assert isinstance(chk.algorithm, Persistent)
 
 
 # -- plans in files
@@ -363,7 +363,7 @@ def test_a_plan_of_the_command_line_is_loaded(tmp_path, capsys):
         actual = gradients(chk, chk(x))
         assert equal(actual, gradients(plain, plain(x)))
         assert chk.sequence == loaded
-        assert chk._latest.measured_bytes is None or chk._latest.measured_bytes <= limit
+        assert chk.plan.measured_bytes is None or chk.plan.measured_bytes <= limit
 
 
 def test_a_loaded_plan_gives_way_where_it_does_not_fit():

@@ -1,0 +1,1 @@
+"""Engines: ways to run the training steps of a module within a limit."""

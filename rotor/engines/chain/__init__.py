@@ -1,0 +1,1 @@
+"""Chains: an ``nn.Sequential`` under an optimal schedule."""

@@ -1,0 +1,583 @@
+"""The chain engine: the stages of an ``nn.Sequential``, under an optimal schedule."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from rotor import algorithms, memory, together
+from rotor.algorithms import Persistent
+from rotor.algorithms.curve import Curve
+from rotor.algorithms.sequence import Sequence as Schedule
+from rotor.algorithms.utils import DynamicAlgorithm
+from rotor.chain import Chain
+from rotor.engines.contract import Call, Context, DefaultSlots, IsPending, Key, StartMeter, Unsuited
+from rotor.engines.learning import MeteredEngine, confirmed
+from rotor.errors import InfeasibleError
+from rotor.executor import Run, run_chain
+from rotor.growth import StageWatch, known_growth, stage_watch
+from rotor.inspection import Inspection, Measuring, measure
+from rotor.loss_guess import plan_with_guess
+from rotor.metering import StepBytes, cancel_running
+from rotor.observing import Observation
+from rotor.peers import SharingRanks
+from rotor.plan import Plan, loss_reserve, make_plan, own_bytes
+from rotor.progress import progress
+from rotor.published import LoadedSequence, PublishedChain, checked_sequence, modules_of
+from rotor.remeasuring import with_other_input
+from rotor.sharded import ShardedRun, find_sharding
+from rotor.stage_proofs import StepProof
+from rotor.stages import Stage, find_stages
+from rotor.units import format_bytes, parse_bytes
+from rotor.values import tensors_of
+
+__all__ = ["ChainEngine"]
+
+logger = logging.getLogger("rotor")
+
+
+class ChainEngine(PublishedChain, MeteredEngine):
+    """Stages of an ``nn.Sequential``, measured one by one and scheduled together.
+
+    Attributes
+    ----------
+    names, functions
+        The stages, by name and as modules; as measured once there is a measure.
+    inspection_values
+        The last measure, ``None`` before one.
+    """
+
+    name: ClassVar[str] = "chain"
+    published: ClassVar[frozenset[str]] = frozenset(
+        [
+            *("names", "functions", "inspection_values", "chain", "sequence", "all_values"),
+            *("build_chain", "cost_model", "algorithm"),
+        ]
+    )
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        stages = find_stages(context.module)
+        self._sharding = find_sharding(context.module, context.wrapper())
+        if self._sharding is not None:
+            stages = self._sharding.stages(stages)
+            context.peers = SharingRanks(self._sharding.ranks)
+        self.names = [stage.name for stage in stages]
+        self.functions = modules_of(stages)
+        self.inspection_values: Inspection | None = None
+        self.watches: dict[int, tuple[Inspection, StageWatch | None]] = {}
+        self._inspections: dict[Any, Inspection] = {}
+        self._loaded: dict[Any, Schedule] = {}
+
+    def check(self) -> None:
+        """Raise where the costs of operations are given, which chains do not take."""
+        if self.settings.profile != "measured":
+            raise ValueError(
+                "the stages of a chain are always measured here: profile= is for graphs, give "
+                'engine="graph"'
+            )
+
+    def is_portable(self) -> bool:
+        """Return whether no stage has state of which a copy of the model has its own."""
+        return not any(s.state for found in self._inspections.values() for s in found.stages)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: value for name, value in self.__dict__.items() if name != "context"}
+        return kept | {"watches": {}}
+
+    @property
+    def _flags(self) -> Any:
+        """What knows which parameters have gradients: FSDP2's shards, or the modules."""
+        return self._sharding or self.context.structure
+
+    @property
+    def algorithm(self) -> DynamicAlgorithm:
+        """What finds schedules."""
+        return self.settings.algorithm or Persistent()
+
+    # -- calls
+
+    def call_of(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[Any]
+    ) -> Call:
+        """Return the call of a step: a chain takes one input."""
+        given = (*args, *kwargs.values())
+        if len(given) != 1 or kwargs.keys() - {"inputs", "input", "custom_input"}:
+            raise TypeError(
+                f"an nn.Sequential takes one input, got {len(args)} arguments"
+                + (f" and {', '.join(kwargs)}" if kwargs else "")
+            )
+        return Call(given, {}, tuple(targets))
+
+    def call_of_sample(self, sample: Any) -> Call:
+        """Return the call with the sample as its input."""
+        return Call((sample,))
+
+    def prepared(self, call: Call) -> Call:
+        """Return a call with the input as FSDP2 would cast it."""
+        if self._sharding is None:
+            return call
+        self._sharding.prepare()
+        if self._sharding.root is None:
+            return call
+        return replace(call, args=self._sharding.root.cast_inputs(call.args))
+
+    def key(self, call: Call) -> Key:
+        """Return the kind of a step."""
+        tensors = tensors_of(call.args[0])
+        if not tensors:
+            raise ValueError("the input holds no tensor, expected a tensor or a tuple with tensors")
+        kind = tensors[0].device.type
+        if self._sharding is not None:
+            self._sharding.prepare()
+        structure = self.context.structure
+        structure.check_dropout()
+        required, absent = self._flags.parameter_flags()
+        targets = call.targets
+        measured = (
+            tuple([(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]),
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+            structure.training_flags(),
+            required,
+            tuple([(t.shape, t.dtype) for t in tensors_of(targets)]) if targets else None,
+        )
+        return Key(measured, absent)
+
+    # -- measuring
+
+    def is_measured(self, key: Key) -> bool:
+        """Return whether the stages were measured on such an input."""
+        return key.measured in self._inspections
+
+    def forget(self, measured: Any) -> None:
+        """Drop the measure of an input."""
+        self._inspections.pop(measured, None)
+
+    def device_of(self, key: Key) -> torch.device:
+        """Return where the stages run."""
+        return self._inspections[key.measured].device
+
+    def measure(self, key: Key, call: Call) -> Inspection:
+        """Measure every stage on the input of a call."""
+        arg, peers, sharding = call.args[0], self.context.peers, self._sharding
+        stages = find_stages(self.context.module)
+        problem: Exception | None = None
+        try:
+            self.context.check_devices(arg)
+            cancel_running()
+            memory.meter(tensors_of(arg)[0].device).start().stop()
+        except Exception as error:
+            problem = error
+        peers.all_well(problem)
+        measuring_class: type[Measuring] = Measuring
+        around: AbstractContextManager[None] = nullcontext()
+        if sharding is not None:
+            stages = sharding.stages(stages)
+            measuring_class = together.ShardedMeasuring
+            around = together.measuring(sharding, stages)
+        earlier = self._measured_alike(key.measured) if peers.ranks is None else None
+        inspection = None
+        if earlier is not None:
+            inspection = with_other_input(earlier, stages, arg, self._observed)
+        if inspection is None:
+            inspection = self._measured(stages, call, measuring_class, around)
+        if peers.ranks is not None:
+            inspection = together.joined(peers.ranks, inspection)
+        if sharding is not None:
+            inspection = together.with_closing(sharding, inspection)
+        merged = [stage.name for stage in inspection.stages if len(stage.names) > 1]
+        if merged:
+            logger.info("merged because they cannot be cut apart: %s", ", ".join(merged))
+        self._inspections[key.measured] = inspection
+        self.inspection_values = inspection
+        self.names = [stage.name for stage in inspection.stages]
+        self.functions = modules_of(inspection.stages)
+        return inspection
+
+    def _measured(
+        self,
+        stages: list[Stage],
+        call: Call,
+        measuring_class: type[Measuring],
+        around: AbstractContextManager[None],
+    ) -> Inspection:
+        with around, progress(len(stages), "measuring the stages") as update:
+            return measure(
+                stages,
+                call.args[0],
+                loss_fn=self.settings.loss_fn if call.targets else None,
+                targets=call.targets,
+                progress=update,
+                measuring_class=measuring_class,
+                observed=self._observed,
+            )
+
+    def _measured_alike(self, measured: Any) -> Inspection | None:
+        """Return the measure for inputs that differ only in whether they require gradients."""
+
+        def without_flags(measured: Any) -> Any:
+            return tuple([tensor[:-1] for tensor in measured[0]]), measured[1:]
+
+        for other, inspection in self._inspections.items():
+            if without_flags(other) == without_flags(measured):
+                return inspection
+        return None
+
+    def _observed(self, stages: Sequence[Stage], seen: Sequence[Observation]) -> None:
+        """Have another engine plan what a chain cannot; warn of stages that are kept.
+
+        Raises
+        ------
+        Unsuited
+            Values leave stages in a way that a graph of operations can follow, and a chain cannot.
+        RuntimeError
+            They leave a stage of a sharded model.
+        """
+        leaving = [i for i, s in enumerate(seen) if s.leaves or s.is_fed]
+        if leaving:
+            i = leaving[0]
+            reason = f"stage {stages[i].name}: {seen[i].reason()}"
+            if self._sharding is not None:
+                raise RuntimeError(
+                    f"{reason}, which recomputing stages of a sharded model would lose: return it "
+                    "from the stage, in a tuple with its output"
+                )
+            is_fed = any(s.is_fed for s in seen)
+            is_free = self.settings.engine == "auto" and self.settings.preserve_rng_state
+            if is_free and not is_fed and self.context.peers.ranks is None:
+                logger.info("planned as a graph of operations, not as a chain: %s", reason)
+                raise Unsuited(reason)
+        varying = [stage.name for stage, s in zip(stages, seen, strict=True) if not s.repeats]
+        if varying:
+            self.context.warn(
+                "varying",
+                f"stage {', '.join(varying)} gave other bits in a second run from the same state: "
+                "it is never recomputed, and what it makes is kept. It depends on state that "
+                "cannot be set back, or one of its kernels is not deterministic "
+                "(torch.use_deterministic_algorithms)",
+            )
+
+    # -- planning
+
+    def build_chain(self, mem_limit: int | str | None = None) -> Chain:
+        """Return the cost model of the measured stages.
+
+        Parameters
+        ----------
+        mem_limit
+            Accepted as published; the cost model is in bytes and does not depend on it.
+
+        Raises
+        ------
+        ValueError
+            Nothing was measured.
+        """
+        if mem_limit is not None:
+            parse_bytes(mem_limit)
+        return self._chain(self.context.measured_key())
+
+    def cost_model(self) -> Chain:
+        """Return the cost model of what was measured last; ValueError: nothing was."""
+        return self.build_chain()
+
+    def _chain(self, key: Key, loss_bytes: int | None = None) -> Chain:
+        inspection = known_growth(self.watches, self._inspections[key.measured])
+        # A parameter that several stages share gets its gradient in the last of them.
+        lacking = self._flags.lacking_gradient(key.absent)
+        missing = []
+        for stage in reversed(inspection.stages):
+            ids = [id(parameter) for parameter in stage.parameters()]
+            missing.append([i in lacking for i in ids])
+            lacking.difference_update(ids)
+        missing.reverse()
+        gradients = None
+        if self._sharding is not None:
+            gradients = [
+                sum(self._sharding.gradient_bytes(stage, m.pgrad_bytes, absent))
+                for stage, m, absent in zip(
+                    inspection.stages, inspection.measures, missing, strict=True
+                )
+            ]
+        if loss_bytes is None:
+            loss_bytes = self.context.learned_loss.get(key.measured)
+        if loss_bytes is None:
+            loss_bytes = loss_reserve(inspection, self.settings.loss_tmp_memory_usage)
+        return inspection.chain(
+            loss_tmp_bytes=loss_bytes,
+            hold_output=inspection.loss_peak_bytes is None,
+            rng=self.settings.preserve_rng_state,
+            missing=missing,
+            gradients=gradients,
+        )
+
+    def _beside_bytes(self, inspection: Inspection) -> int:
+        if self._sharding is None:
+            return 0
+        return self._sharding.own_bytes(inspection.stages, inspection.device)
+
+    def choose(self, algo: Any, options: dict[str, Any]) -> None:
+        """Set the algorithm of the following plans.
+
+        Parameters
+        ----------
+        algo
+            An algorithm of `rotor.algorithms`, its class, or its name.
+        options
+            Given to the class where `algo` is one or a name, else to its ``solve``.
+        """
+        if algo is None and not options:
+            return
+        if isinstance(algo, str):
+            algo = algorithms.get(algo)
+        if isinstance(algo, type):
+            algo, options = algo(**options), {}
+        self.settings.algorithm, self.settings.options = algo, options
+
+    def begin_planning(self) -> None:
+        """Forget sequences that were loaded."""
+        self._loaded = {}
+
+    def plan(
+        self, key: Key, limit_bytes: int, reserve_bytes: int = 0, *, is_strict: bool = False
+    ) -> Plan:
+        """Return the best schedule under a limit, the same on all ranks."""
+        algorithm = self.algorithm
+        if key.measured in self._loaded:
+            loaded = self._loaded[key.measured]
+            algorithm = LoadedSequence(loaded, None if is_strict else algorithm)
+        inspection, ranks = self._inspections[key.measured], self.context.peers.ranks
+        options = dict(self.settings.options)
+        if not isinstance(self.settings.mem_slots, DefaultSlots):
+            options.setdefault("mem_slots", self.settings.mem_slots)
+        if ranks is not None:
+            self._share_loss(key.measured)
+        chain = self._chain(key)
+        plain_tail = self._sharding is None
+
+        def plan_under(limit_bytes: int, reserved: int, chain: Chain = chain) -> Plan:
+            with progress(1, "computing the schedule") as update:
+                return make_plan(
+                    inspection,
+                    chain,
+                    limit_bytes,
+                    algorithm,
+                    reserve_bytes=reserved,
+                    rng=self.settings.preserve_rng_state,
+                    options=options,
+                    progress=update,
+                    beside_bytes=self._beside_bytes(inspection),
+                    plain_tail=plain_tail,
+                    verify=self.settings.verify if plain_tail else "off",
+                )
+
+        is_guessed = (
+            key.measured not in self.context.learned_loss
+            and not self.settings.loss_tmp_memory_usage
+            and inspection.loss_peak_bytes is None
+            and key.measured not in self._loaded
+        )
+        if ranks is not None:
+            plan = together.plan_once(
+                ranks,
+                plan_under,
+                limit_bytes,
+                reserve_bytes,
+                chain,
+                inspection,
+                plain_tail=plain_tail,
+            )
+        elif is_guessed:
+            guess = chain.loss_tmp_bytes
+            plan, reserved = plan_with_guess(
+                lambda loss: plan_under(limit_bytes, reserve_bytes, self._chain(key, loss)),
+                guess,
+                limit_bytes,
+                min(guess, 0),
+            )
+            plan.short_bytes = guess - reserved
+        else:
+            plan = plan_under(limit_bytes, reserve_bytes)
+        logger.info(
+            "planned %d stages: predicted peak %s of %s, %.4g s a step, %d stages recomputed",
+            len(plan.chain),
+            format_bytes(plan.predicted_bytes),
+            format_bytes(plan.limit_bytes),
+            plan.makespan,
+            len(plan.schedule.recomputed),
+        )
+        if self._sharding is not None:
+            plan.proved.unproved = "stages of sharded models are not compared"
+        return plan
+
+    def _share_loss(self, measured: Any) -> None:
+        """Take what the loss was seen to need on any rank."""
+        assert self.context.peers.ranks is not None
+        learned = self.context.learned_loss.get(measured)
+        found = self.context.peers.ranks.exchange_ints(learned is not None, learned or 0)
+        known = [size for is_known, size in found if is_known]
+        if known:
+            self.context.learned_loss[measured] = max(known)
+
+    def result(self, plan: Plan) -> Schedule:
+        """Return the schedule of a plan."""
+        return plan.sequence
+
+    def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
+        """Return step time against limit, every limit at once."""
+        del points
+        chain, inspection = self._chain(key), self._inspections[key.measured]
+        with progress(1, "computing the curve") as update:
+            curve = self.algorithm.curve(chain, progress=update)
+        most, least = (
+            own_bytes(
+                inspection,
+                [count] * len(chain),
+                rng=self.settings.preserve_rng_state,
+                verified=self.settings.verify != "off" and self._sharding is None,
+            )
+            + self._beside_bytes(inspection)
+            for count in (3, 1)
+        )
+        limits = curve.bytes - chain.x_bytes[0] + most
+        if curve.seconds[-1] <= chain.ideal_time:
+            limits[-1] += least - most
+        useful = limits < limits[-1]
+        useful[-1] = True
+        return Curve(limits[useful], curve.seconds[useful]), inspection.device
+
+    def load(self, key: Key, source: Any, limit_bytes: int) -> Plan:
+        """Return the plan of a saved schedule; those of other gradients follow it too."""
+        saved = checked_sequence(source, self._chain(key))
+        before = self._loaded
+        self._loaded = before | {key.measured: saved}
+        try:
+            plan = self.plan(key, limit_bytes, is_strict=True)
+        except BaseException as error:
+            self._loaded = before
+            if not isinstance(error, InfeasibleError):
+                raise
+            least = error.minimum_bytes
+            raise InfeasibleError(
+                f"the plan needs {least} bytes, and the limit is {limit_bytes} bytes: give at "
+                f"least {least} bytes, or a plan that was made for less",
+                least,
+            ) from error
+        for other in [k for k in self.context.plans if k.measured == key.measured]:
+            del self.context.plans[other]
+        return plan
+
+    # -- running
+
+    def run(self, plan: Plan, call: Call, start: StartMeter) -> tuple[Any, IsPending]:
+        """Run a step under a plan."""
+        proof = self._proof_of(plan)
+        meter = start()
+        watch = stage_watch(self, plan) if meter is None else None
+        runs: list[weakref.ref[Run]] = []
+        output = run_chain(
+            plan.inspection.stages if watch is None else watch.stages,
+            plan.schedule,
+            call.args[0],
+            preserve_rng_state=self.settings.preserve_rng_state,
+            flags=plan.inspection.flags,
+            started=lambda run: runs.append(weakref.ref(run)),
+            run_class=Run if self._sharding is None else ShardedRun,
+            proof=proof,
+        )
+        if proof is not None:
+            proof.begin_with(output)
+        if meter is not None:
+            meter.forward_done(output)
+        if watch is not None:
+            watch.forward_done(output)
+
+        def is_pending() -> bool:
+            return any(run is not None and not run.is_done() for run in [ref() for ref in runs])
+
+        return self.context.with_loss(output, call.targets), is_pending
+
+    def _proof_of(self, plan: Plan) -> StepProof | None:
+        """Return what compares the values of the next step; ``None`` where it is not verified."""
+        if self._sharding is not None or not plan.schedule.recomputed:
+            return None
+        is_due = plan.proved.is_due(self.settings.verify)
+        plan.proved.ran += 1
+        if not is_due:
+            return None
+        myself = weakref.ref(self)
+
+        def failed(stages: list[int]) -> None:
+            plan.refuted = plan.outdated = True
+            for i in stages:
+                measures = plan.inspection.measures
+                measures[i] = replace(measures[i], varies=True)
+                plan.inspection.reasons[i] = "it gave other bits when it ran again in a backward"
+            if (engine := myself()) is not None:
+                engine._forget_chains(plan)
+
+        return StepProof(
+            plan.inspection.stages,
+            plan.proved,
+            self.context.module.parameters(),
+            plan.limit_bytes - plan.predicted_bytes - plan.reserve_bytes,
+            failed,
+        )
+
+    def _forget_chains(self, refuted: Plan) -> None:
+        """Have every plan of the same measure made again."""
+        self._loaded.clear()
+        for plan in self.context.plans.values():
+            if plan.inspection is refuted.inspection:
+                plan.refuted = plan.outdated = True
+
+    # -- learning
+
+    def learn(self, plan: Plan, step: StepBytes) -> None:
+        """Compare a metered step with its plan; of a sharded model, two steps."""
+        if self._sharding is None:
+            super().learn(plan, step)
+            return
+        # The model's own unit is gathered before the forward begins.
+        step = step.shifted(self._sharding.base_bytes(plan.device))
+        is_over = step.peak_bytes > plan.limit_bytes
+        is_less = self._loss_of(plan, step) < plan.chain.loss_tmp_bytes
+        known = confirmed(plan, step, is_doubtful=is_over or is_less)
+        if known is not None:
+            super().learn(plan, known)
+
+    def warn_over(self, plan: Plan, least_bytes: int) -> None:
+        """Warn of a limit that could not be kept; of ranks, on those that went over."""
+        is_over = (plan.measured_bytes or 0) > plan.limit_bytes
+        if self.context.peers.ranks is None or is_over:
+            super().warn_over(plan, least_bytes)
+
+    def learn_loss(self, plan: Plan, step: StepBytes) -> bool:
+        """Note what the caller's loss needed; return whether the plan did not know."""
+        learned, assumed = self._loss_of(plan, step), plan.chain.loss_tmp_bytes
+        if learned == assumed:
+            return False
+        if self.context.peers.ranks is not None and plan.meterings > 1 and learned < assumed:
+            # Another rank's loss needs more.
+            return False
+        self.context.learned_loss[plan.key.measured] = learned
+        return True
+
+    @staticmethod
+    def _loss_of(plan: Plan, step: StepBytes) -> int:
+        """Bytes of the loss in a metered step, as `Chain.loss_tmp_bytes` counts them."""
+        if plan.inspection.loss_peak_bytes is not None:
+            return plan.chain.loss_tmp_bytes
+        # Another step may hold the output longer than this one did.
+        released = 0 if step.output_held else plan.inspection.output_bytes
+        return step.loss_bytes + released - plan.inspection.output_grad_bytes
+
+    def repriced(self, plan: Plan) -> int:
+        """Return the peak of a plan's schedule with the costs that are known now."""
+        corrected = Schedule(plan.sequence.codes, self._chain(plan.key))
+        return corrected.peak_bytes - plan.chain.x_bytes[0] + plan.own_bytes

@@ -1,0 +1,1 @@
+"""Dynamic: memory that is decided while a step runs."""

@@ -1,0 +1,251 @@
+"""The dynamic engine: any model runs as it is, and memory is decided while it runs."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from rotor import dtr
+from rotor.algorithms.curve import Curve
+from rotor.dtr.recall import MOST_SCRAPS
+from rotor.dynamic_plan import DynamicPlan, check_options
+from rotor.engines.contract import METERED_STEPS, Call, Context, Engine, IsPending, Key, StartMeter
+from rotor.errors import MemoryLimitWarning, RecomputationError
+from rotor.graph.repeating import attributes_kept
+from rotor.metering import StepBytes, StepMeter, cancel_running
+from rotor.nested import NestedStep
+from rotor.recompute import generators_kept
+from rotor.structure import refuse_sharded
+from rotor.values import tensors_of, tensors_within
+from rotor.watching import note_peak
+
+__all__ = ["DynamicEngine"]
+
+
+class DynamicEngine(Engine):
+    """Steps under a session of `rotor.dtr`.
+
+    What a step computes is evicted when memory gets short, and computed again. Nothing is captured,
+    measured or planned before, so whatever a model does in its forward it may do; whether a limit
+    can be kept shows in the first step.
+    """
+
+    name: ClassVar[str] = "dynamic"
+    depends_on_structure: ClassVar[bool] = False
+    plans_ahead: ClassVar[bool] = False
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._by_device: dict[torch.device, DynamicPlan] = {}
+
+    @property
+    def _is_asked_for(self) -> bool:
+        return self.settings.engine == self.name
+
+    def check(self) -> None:
+        """Raise where random numbers may differ, or costs of operations are given."""
+        if not self.settings.preserve_rng_state:
+            raise ValueError(
+                "the dynamic engine always recomputes with the random numbers of the first "
+                "forward: leave preserve_rng_state at True"
+            )
+        if not (isinstance(self.settings.profile, str) and self.settings.profile == "measured"):
+            raise ValueError(
+                "the dynamic engine measures while it runs: profile= is for graphs, give "
+                'engine="graph"'
+            )
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise TypeError for an option that `rotor.dtr.budget` does not take."""
+        check_options(dict(options))
+
+    def check_sharding(self) -> None:
+        """Raise where the model is sharded."""
+        refuse_sharded(self.context.module, "operations")
+
+    # -- the limit
+
+    def key(self, call: Call) -> Key:
+        """Return the device: its limit holds for steps of every kind."""
+        args, kwargs = call.arguments
+        tensors = tensors_of((args, kwargs)) or list(self.context.module.parameters())
+        if not tensors:
+            raise ValueError("neither the arguments nor the model hold a tensor")
+        device = tensors[0].device
+        if device not in self._by_device:
+            refuse_sharded(self.context.module)
+            self.context.check_devices((tensors, args, kwargs))
+        return Key(device, ())
+
+    def is_measured(self, key: Key) -> bool:
+        """Return whether steps can run: always where nothing else was asked for first."""
+        return self._is_asked_for or key.measured in self.context.refusals
+
+    def forget(self, measured: Any) -> None:
+        """Keep everything: nothing was measured."""
+
+    def device_of(self, key: Key) -> torch.device:
+        """Return where such steps run."""
+        if self._is_asked_for:
+            device: torch.device = key.measured
+            return device
+        return self.context.refusals[key.measured].device
+
+    def measure(self, key: Key, call: Call) -> None:
+        """Measure nothing: a step shows whether its limit can be kept."""
+
+    def take_over(self, reason: str) -> None:
+        """Warn that this engine runs what no other could plan."""
+        self.context.warn(
+            "capture",
+            "no single graph of the model could be captured, so its memory is not planned: the "
+            "dynamic engine runs it, which evicts and recomputes while a step runs. The reason:\n"
+            f"{reason}",
+        )
+
+    def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> DynamicPlan:
+        """Return what is known of steps on a device, the same for all of them."""
+        device = self.device_of(key)
+        known = self._by_device.get(device)
+        if known is not None and known.limit_bytes == limit_bytes:
+            return known
+        plan = self._by_device[device] = DynamicPlan(
+            device,
+            limit_bytes,
+            "" if self._is_asked_for else self.context.refusals[key.measured].reason,
+            options=self.settings.options if self._is_asked_for else {},
+            reserve_bytes=reserve_bytes,
+            assumed_loss_bytes=self.settings.loss_tmp_memory_usage,
+            verify=self.settings.verify,
+        )
+        return plan
+
+    def begin_planning(self) -> None:
+        """Forget what was learned under another limit."""
+        self._by_device = {}
+
+    def try_out(self, key: Key, call: Call) -> None:
+        """Raise InfeasibleError where a step does not fit in the limit."""
+        cancel_running()
+        modules = list(self.context.module.modules())
+        with generators_kept(modules), attributes_kept(modules):
+            self._try(self._by_device[self.device_of(key)], call)
+
+    def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
+        """Raise ValueError: what a limit costs is not known before a step has run under it."""
+        if not self._is_asked_for:
+            reason = self.context.refusals[key.measured].reason
+            raise ValueError(f"the model runs without a graph: {reason}")
+        raise ValueError(
+            "the dynamic engine decides while a step runs: what a limit costs is not known before. "
+            'Give engine="graph" for a curve, or run steps under several limits and read report()'
+        )
+
+    # -- running
+
+    def run(self, plan: DynamicPlan, call: Call, start: StartMeter) -> tuple[Any, IsPending]:
+        """Run a step under a session of the dynamic runtime."""
+        if dtr.current() is not None:
+            raise RuntimeError(
+                "a model with a limit was called within rotor.dtr.budget, or within another model "
+                "with a limit, and budgets do not nest: wrap the outermost model only"
+            )
+        meter: Any = start()
+        if meter is None:
+            cancel_running()
+        step, output = self._run(plan, call, meter=meter)
+        if meter is not None:
+            plan.output_bytes, step.is_metered = step.output_bytes, True
+            meter.forward_done(tensors_within(output))
+        held = weakref.ref(step)
+
+        def is_pending() -> bool:
+            found = held()
+            return found is not None and not found.is_done
+
+        return output, is_pending
+
+    def _run(
+        self,
+        plan: DynamicPlan,
+        call: Call,
+        *,
+        meter: StepMeter | None = None,
+        is_trial: bool = False,
+    ) -> tuple[NestedStep, Any]:
+        module, loss_fn = self.context.module, self.settings.loss_fn
+
+        def forward(args: Any, kwargs: dict[str, Any], targets: Sequence[Any]) -> Any:
+            output = module.forward(*args, **kwargs)
+            return output if not targets or loss_fn is None else loss_fn(output, *targets)
+
+        step = plan.step(module, is_trial=is_trial)
+        plan.unknown = [] if meter is None else step.session.mark_unknown(meter.mark)
+        return step, step.forward(forward, (*call.arguments, call.targets), plan.room)
+
+    def _try(self, plan: DynamicPlan, call: Call) -> None:
+        """Run a forward and a backward of which nothing is left; gradients of outputs are ones.
+
+        What does not repeat in it is kept, and it runs once more.
+        """
+        while True:
+            known = len(plan.kept)
+            try:
+                return self._run_trial(plan, call)
+            except RecomputationError:
+                if len(plan.kept) == known:
+                    raise
+
+    def _run_trial(self, plan: DynamicPlan, call: Call) -> None:
+        _, output = self._run(plan, call, is_trial=True)
+        outputs = [t for t in tensors_within(output) if t.requires_grad]
+        if not outputs:
+            raise ValueError(
+                "nothing in this step needs a gradient: call the plain model, chk.module"
+            )
+        inputs = [*self.context.module.parameters(), *tensors_of(call.arguments)]
+        needed = [t for t in inputs if t.requires_grad]
+        given = [torch.ones_like(t) for t in outputs]
+        torch.autograd.grad(outputs, needed, given, allow_unused=True)
+
+    # -- learning
+
+    def learn(self, plan: DynamicPlan, step: StepBytes) -> None:
+        """Set room aside for what a metered step needed beyond the limit."""
+        knew_loss = plan.loss_bytes is not None
+        loss, held = plan.loss_bytes or 0, plan.held_bytes
+        over = plan.learn(step)
+        if over <= 0:
+            return
+        # What guesses about the loss and operators have cost is known now.
+        if knew_loss and not plan.unknown:
+            explained = max((plan.loss_bytes or 0) - loss, plan.held_bytes - held, 0)
+            plan.reserve_bytes += max(over - explained, 0)
+        if plan.meterings < METERED_STEPS:
+            plan.measured_bytes = None
+        else:
+            plan.differs = True
+        if knew_loss and step.peak_bytes > plan.warned_bytes:
+            plan.warned_bytes = step.peak_bytes
+            warnings.warn(
+                f"the limit of {plan.limit_bytes} bytes could not be kept: the step needed "
+                f"{step.peak_bytes} bytes, {step.loss_bytes} of them at most for the loss. The "
+                "next steps are run with as much less, and are refused where that is too little; "
+                f"a limit of {step.peak_bytes + MOST_SCRAPS} bytes would do, and loss_fn= makes "
+                "the loss part of what is managed",
+                MemoryLimitWarning,
+                stacklevel=2,
+            )
+
+    def learn_again(self, plan: DynamicPlan, step: StepBytes) -> None:
+        """Do as in the first metered steps."""
+        self.learn(plan, step)
+
+    def learn_peak(self, plan: DynamicPlan, peak_bytes: int) -> None:
+        """Have the next step metered where this one was over the limit."""
+        note_peak(plan, peak_bytes)
+        plan.differs |= peak_bytes > plan.limit_bytes

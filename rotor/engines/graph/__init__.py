@@ -1,0 +1,1 @@
+"""Graphs: a captured step under a program of operations."""

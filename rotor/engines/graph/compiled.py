@@ -1,0 +1,106 @@
+"""The compiled graph engine: planned graphs that Inductor compiles (``backend="inductor"``)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from rotor.engines.contract import Context, Key
+from rotor.engines.graph.engine import GraphEngine
+from rotor.errors import InfeasibleError
+from rotor.graph.engine import GraphPlan
+from rotor.graph.inductor import Attempt
+from rotor.metering import StepBytes
+from rotor.report.text import attempt_table
+from rotor.units import format_bytes
+
+__all__ = ["CompiledEngine"]
+
+logger = logging.getLogger("rotor")
+
+_WORTH_COMPILING = 0.95
+
+
+class CompiledEngine(GraphEngine):
+    """Captured steps whose programs Inductor compiles.
+
+    Inductor fuses operations as it likes, so that a program's bytes are known when it has run. The
+    first steps are metered; where one needed more than the limit, the step is planned again with
+    what fuses far apart kept apart, then for fewer bytes; where none of these fits, our own code
+    (``backend="fx"``) runs, and a warning says so.
+    """
+
+    backend: ClassVar[str] = "inductor"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.attempts: dict[Any, list[Attempt]] = {}
+
+    def refined(self, key: Key) -> Key:
+        """Return the key of a plan: what Inductor compiles gives all gradients in the end."""
+        return Key(key.measured, (True,) * len(key.absent))
+
+    def begin_planning(self) -> None:
+        """Drop the compiled programs, and what was learned of them."""
+        for step in [found for known in self.steps.values() for found in known.variants()]:
+            if step.inductor is not None:
+                step.inductor.begin()
+        super().begin_planning()
+
+    def learn(self, plan: GraphPlan, step: StepBytes) -> None:
+        """Compare a metered step with the limit; plan for less, or give up."""
+        inductor = plan.step.inductor
+        assert inductor is not None
+        if not self.context.is_current(plan):
+            super().learn(plan, step)
+            return
+        plan.measured_bytes = step.peak_bytes
+        inductor.learn(plan.limit_bytes - plan.reserve_bytes, plan.predicted_bytes, step.peak_bytes)
+        logger.info(
+            "Inductor: measured peak %s, predicted %s, limit %s",
+            format_bytes(step.peak_bytes),
+            format_bytes(plan.predicted_bytes),
+            format_bytes(plan.limit_bytes),
+        )
+        new_loss = self.learn_loss(plan, step)
+        if step.peak_bytes > plan.limit_bytes:
+            target = inductor.next_target(plan.limit_bytes)
+            if target is None:
+                self._give_up(plan)
+                return
+            plan.reserve_bytes = plan.limit_bytes - target
+            plan.outdated = True
+        elif new_loss and plan.recomputed and plan.reserve_bytes == 0:
+            # The loss needs less than was assumed: a faster program may fit.
+            plan.outdated = self.repriced(plan) < _WORTH_COMPILING * plan.limit_bytes
+
+    def replan(self, old: GraphPlan, make: Callable[[int], Any]) -> Any:
+        """Return a plan for what was learned; the old one, given up, where none fits."""
+        try:
+            return make(old.reserve_bytes)
+        except InfeasibleError:
+            self._give_up(old)
+            return old
+
+    def remarks(self, plan: Any, key: Key | None) -> list[Any]:
+        """Return the table of the programs that were compiled, and what runs now."""
+        if plan.kind == "graph" and plan.step.inductor is not None:
+            return [attempt_table(plan.step.inductor.attempts, "Inductor")]
+        tried = [] if key is None else self.attempts.get(key.measured, [])
+        return [attempt_table(tried, "FX" if plan.kind == "graph" else "blocks")]
+
+    def _give_up(self, plan: GraphPlan) -> None:
+        assert plan.step.inductor is not None
+        attempts = list(plan.step.inductor.attempts)
+        self.attempts[plan.key.measured] = attempts
+        plan.is_over = True
+        found = ", ".join(
+            f"{a.measured_bytes} bytes ({a.predicted_bytes} planned)" for a in attempts
+        )
+        self.context.warn(
+            f"inductor {plan.key!r}",
+            f"the limit of {plan.limit_bytes} bytes was not kept by the code that Inductor "
+            f'compiled: it needed {found}. The next steps run our own code, backend="fx", which '
+            "needs what is planned; a higher limit or a smaller batch would let Inductor run",
+        )

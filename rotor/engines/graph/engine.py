@@ -1,0 +1,386 @@
+"""The graph engine: forward, loss and backward captured as one graph, under a program."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from rotor import _torch
+from rotor.algorithms.curve import Curve
+from rotor.engines.contract import (
+    Call,
+    CannotPlan,
+    Context,
+    IsPending,
+    Key,
+    PlanAgain,
+    StartMeter,
+)
+from rotor.engines.learning import MeteredEngine
+from rotor.errors import CaptureError
+from rotor.graph import planner
+from rotor.graph.calls import check_arguments, described, run_once
+from rotor.graph.capture import Capture, Unplanned, fresh
+from rotor.graph.early import owners_of
+from rotor.graph.engine import (
+    CapturedStep,
+    GraphPlan,
+    build_graph,
+    check_options,
+    make_plan,
+    repriced,
+)
+from rotor.graph.graph import Graph
+from rotor.graph.loading import loaded_plan
+from rotor.graph.lowering import Lowered
+from rotor.graph.program import Program
+from rotor.graph.proving import Tally
+from rotor.graph.recorded import MEASURED, price, source_of
+from rotor.graph.repeating import described_unrepeatable
+from rotor.loss_guess import plan_with_guess
+from rotor.metering import StepBytes, cancel_running
+from rotor.progress import progress
+from rotor.structure import refuse_sharded
+from rotor.units import format_bytes
+from rotor.values import tensors_within
+
+__all__ = ["GraphEngine", "captured_key", "check_generator", "warn_unrepeatable"]
+
+logger = logging.getLogger("rotor")
+
+_MOST_PLANS = 8
+"""Of one kind of step, for as many sets of gradients that exist."""
+
+
+def _call(module: Any, loss_fn: Any, args: Any, kwargs: Any, targets: Any) -> Any:
+    output = module.forward(*args, **kwargs)
+    return output if loss_fn is None else loss_fn(output, *targets)
+
+
+def check_generator(context: Context) -> None:
+    """Raise ValueError where random numbers are not to be those of the first forward."""
+    if not context.settings.preserve_rng_state:
+        raise ValueError(
+            "a graph is always recomputed with the random numbers of the first forward: leave "
+            "preserve_rng_state at True"
+        )
+
+
+def captured_key(context: Context, call: Call) -> Key:
+    """Return the kind of a step that is captured: its arguments, modes, and flags."""
+    leaves, spec = _torch.tree_flatten((*call.arguments, call.targets))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        raise ValueError("the arguments hold no tensor, expected at least one")
+    kind = tensors[0].device.type
+    if kind == "meta":
+        raise ValueError(
+            "the arguments are meta tensors, which nothing can be trained on: "
+            "rotor.graph.build(model, ..., profile=Machine(...)) and rotor.graph.plan plan "
+            "without values"
+        )
+    required, absent = context.structure.parameter_flags()
+    measured = (
+        str(spec),
+        tuple([described(leaf) for leaf in leaves]),
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+        context.structure.training_flags(),
+        required,
+    )
+    return Key(measured, absent)
+
+
+def warn_unrepeatable(context: Context, graphs: Sequence[Lowered]) -> None:
+    """Warn of operations that gave other bits in a second run."""
+    text = described_unrepeatable(graphs)
+    if text:
+        context.warn("unrepeatable", text)
+
+
+class GraphEngine(MeteredEngine):
+    """Captured steps of any module.
+
+    The first training forward of each kind captures forward, loss (``loss_fn=``) and backward as
+    one graph, measures its operations and plans them; `graph` is the cost model, `program` the
+    plan.
+    """
+
+    name: ClassVar[str] = "graph"
+    published: ClassVar[frozenset[str]] = frozenset(
+        ["graph", "program", "cost_model", "graph_plan", "options"]
+    )
+    backend: ClassVar[str] = "fx"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.steps: dict[Any, CapturedStep] = {}
+        self.primals: list[Any] | None = None
+        """Where it is a list, it takes the tensors of the next capture."""
+
+    def check(self) -> None:
+        """Raise where random numbers may differ, or the profile is none."""
+        check_generator(self.context)
+        self.settings.profile = source_of(self.settings.profile)
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise TypeError for an option that the planner does not take."""
+        check_options(dict(options))
+
+    def check_sharding(self) -> None:
+        """Raise where the model is sharded and nothing else was asked for than its graph."""
+        if self.settings.engine != "auto" or self.settings.backend == "inductor":
+            refuse_sharded(self.context.module)
+
+    # -- measuring
+
+    def key(self, call: Call) -> Key:
+        """Return the kind of a step."""
+        return captured_key(self.context, call)
+
+    def refined(self, key: Key) -> Key:
+        """Return the key of a plan: after several, one plan makes every gradient anew."""
+        if key not in self.context.plans and not all(key.absent):
+            known = sum(other.measured == key.measured for other in self.context.plans)
+            if known >= _MOST_PLANS:
+                return Key(key.measured, (True,) * len(key.absent))
+        return key
+
+    def is_measured(self, key: Key) -> bool:
+        """Return whether such a step was captured."""
+        return key.measured in self.steps
+
+    def has_measures(self) -> bool:
+        """Return whether anything was captured."""
+        return bool(self.steps)
+
+    def forget(self, measured: Any) -> None:
+        """Drop the capture of a kind of step."""
+        self.steps.pop(measured, None)
+
+    def device_of(self, key: Key) -> torch.device:
+        """Return where such steps run."""
+        return self.steps[key.measured].device
+
+    def measure(self, key: Key, call: Call) -> CapturedStep:
+        """Capture a step and measure its operations."""
+        refuse_sharded(self.context.module)
+        args, kwargs = call.arguments
+        self.context.check_devices((args, kwargs))
+        check_arguments(self.context.module, args, kwargs)
+        loss_fn = self.settings.loss_fn if call.targets else None
+        cancel_running()
+        arguments = (args, kwargs, call.targets)
+        with progress(1, "capturing the model"):
+            try:
+                capture, found = self._captured(loss_fn, arguments)
+            except CaptureError as error:
+                raise CannotPlan(error) from None
+        return self._profiled(key, capture, found, call, loss_captured=loss_fn is not None)
+
+    def _captured(self, loss_fn: Any, arguments: Any) -> tuple[Capture, Unplanned]:
+        module = self.context.module
+        capture = Capture(fresh(_call), self.backend)
+        try:
+            return capture, capture.reach(module, loss_fn, *arguments)
+        except CaptureError as error:
+            # Modules that prepare themselves in their first forward can be captured after it.
+            if not run_once(module, arguments[0], arguments[1]):
+                raise error from None
+            capture = Capture(fresh(_call), self.backend)
+            return capture, capture.reach(module, loss_fn, *arguments)
+
+    def _profiled(
+        self, key: Key, capture: Capture, found: Unplanned, call: Call, *, loss_captured: bool
+    ) -> CapturedStep:
+        source, lowered, device = self.settings.profile, found.captured.lowered, call.device
+        arguments = (*call.arguments, call.targets)
+        owners = owners_of(lowered, found.primals, self.context.structure.parameters, arguments)
+        if self.primals is not None:
+            self.primals[:] = found.primals
+        try:
+            with progress(1, "measuring the operations") as update:
+                costs = price(source, lowered, device, found.primals, progress=update)
+        finally:
+            # The inputs of the call must not live as long as a frame that is in a cycle.
+            found.primals.clear()
+            found.__traceback__ = None
+        warn_unrepeatable(self.context, [lowered])
+        planned_for = "" if source == MEASURED else source.device
+        step = CapturedStep(
+            capture, found.captured, costs, device, loss_captured, planned_for, owners
+        )
+        step.verifies = self.settings.verify != "off"
+        self.steps[key.measured] = step
+        return step
+
+    # -- planning
+
+    @property
+    def graph(self) -> Graph:
+        """The cost model of the step planned last; ValueError: no plan, or no graph."""
+        return self.graph_plan().graph
+
+    @property
+    def program(self) -> Program:
+        """The program of the step planned last; ValueError: no plan, or no graph."""
+        return self.graph_plan().program
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the planner."""
+        return self.settings.options
+
+    def graph_plan(self) -> GraphPlan:
+        """Return the plan that ran last; ValueError: none, or the model runs without a graph."""
+        plan = self.context.latest
+        if plan is None:
+            raise ValueError("no plan was made: call compute_sequence(), or train a step")
+        if plan.key is None or plan.key.measured not in self.steps:
+            raise ValueError(f"the model runs without a graph: {plan.reason}")
+        found: GraphPlan = plan
+        return found
+
+    def cost_model(self) -> Graph:
+        """Return the graph of what was measured last; ValueError: there is no single one."""
+        key = self.context.measured_key()
+        if key.measured not in self.steps:
+            raise ValueError("the model runs in parts, so there is no single graph to be measured")
+        step = self._step_of(key)
+        return build_graph(step.lowered, step.costs, step.loss_workspace(0, None))
+
+    def _step_of(self, key: Key) -> CapturedStep:
+        """Return what was captured, with the gradients that exist."""
+        if key.measured not in self.steps:
+            reason = self.context.refusals[key.measured].reason
+            raise ValueError(f"the model runs without a graph: {reason}")
+        step = self.steps[key.measured]
+        return step.with_existing(step.existing_among(key.absent))
+
+    def _loss_bytes(self, key: Key) -> int:
+        return self.steps[key.measured].loss_workspace(
+            self.settings.loss_tmp_memory_usage, self.context.learned_loss.get(key.measured)
+        )
+
+    def begin_planning(self) -> None:
+        """Drop the compiled programs."""
+        for step in self.steps.values():
+            step.capture.forget_programs()
+
+    def solve(self) -> Any:
+        """Return what finds programs, where it is not the planner of operations."""
+        return None
+
+    def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> GraphPlan:
+        """Return the fastest program that was found under a limit."""
+        step = self._step_of(key)
+        with progress(1, "planning") as update:
+
+            def plan_with(loss_bytes: int) -> GraphPlan:
+                return make_plan(
+                    step,
+                    limit_bytes,
+                    loss_bytes,
+                    reserve_bytes=reserve_bytes,
+                    options=self.settings.options,
+                    progress=update,
+                    solve=self.solve(),
+                )
+
+            loss_bytes = self._loss_bytes(key)
+            learned = self.context.learned_loss
+            is_known = key.measured in learned or self.settings.loss_tmp_memory_usage
+            if is_known or not loss_bytes:
+                plan = plan_with(loss_bytes)
+            else:
+                plan, reserved = plan_with_guess(plan_with, loss_bytes, limit_bytes)
+                plan.short_bytes = loss_bytes - reserved
+        logger.info(
+            "planned %d operations: predicted peak %s of %s, %.4g s a step, %d run more than once",
+            len(step.lowered.tasks),
+            format_bytes(plan.predicted_bytes),
+            format_bytes(plan.limit_bytes),
+            plan.makespan,
+            plan.recomputed,
+        )
+        return plan
+
+    def result(self, plan: GraphPlan) -> Program:
+        """Return the program of a plan."""
+        return plan.program
+
+    def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
+        """Return what `rotor.graph.curve` finds, as limits of this step."""
+        step = self._step_of(key)
+        graph = build_graph(step.lowered, step.costs, self._loss_bytes(key))
+        with progress(points, "computing the curve") as update:
+            found = planner.curve(graph, points, progress=update, **self.settings.options)
+        own = [step.most_own_bytes(peak) for peak in found.bytes.tolist()]
+        return Curve(found.bytes + own, found.seconds), step.device
+
+    def load(self, key: Key, source: Any, limit_bytes: int) -> GraphPlan:
+        """Return the plan of a saved program, priced with the times measured here."""
+        step = self._step_of(key)
+        plan = loaded_plan(step, source, limit_bytes)
+        if not step.loss_captured:
+            # What the loss needs is known with the program: seeing it again changes nothing.
+            self.context.learned_loss[key.measured] = plan.loss_bytes
+        return plan
+
+    # -- running
+
+    def run(self, plan: GraphPlan, call: Call, start: StartMeter) -> tuple[Any, IsPending]:
+        """Run a step under a plan."""
+        capture = plan.step.capture
+        tally = plan.tally(self.settings.verify)
+        plan.install(tally)
+        meter = start()
+        try:
+            output = self._called(plan, call, tally)
+        except Unplanned as reached:
+            # A Python value that the code depends on has changed: this is another graph.
+            cancel_running()
+            loss_captured = plan.step.loss_captured
+            self._profiled(plan.key, capture, reached, call, loss_captured=loss_captured)
+            raise PlanAgain from reached
+        except CaptureError as error:
+            raise CannotPlan(error) from None
+        if meter is not None and capture.ran is not plan.step.captured:
+            meter.cancel()
+            meter = None
+        if meter is not None or plan.step.several_tangents:
+            tensors = tensors_within(output)
+            capture.note_absent_tangents(tensors)
+            if meter is not None:
+                meter.forward_done(tensors)
+        token = capture.token
+        return output, lambda: token is not None and token() is not None
+
+    def _called(self, plan: GraphPlan, call: Call, tally: Tally | None) -> Any:
+        """Return what the captured call gives under a plan."""
+        arguments = (*call.arguments, call.targets)
+        loss_fn = self.settings.loss_fn if call.targets else None
+        slots, spread = self.context.structure.parameters, _torch.in_ddp()
+        with plan.installed(slots, arguments, spread=spread, tally=tally) as (given, early):
+            try:
+                return plan.step.capture(self.context.module, loss_fn, *given)
+            except Unplanned as reached:
+                if early is not None:
+                    reached.primals[:] = map(early.original, reached.primals)
+                raise
+
+    # -- learning
+
+    def learn_loss(self, plan: GraphPlan, step: StepBytes) -> bool:
+        """Note what the caller's loss needed; return whether the plan did not know."""
+        learned = max(step.loss_bytes - plan.step.tangent_bytes, 0)
+        if plan.step.loss_captured or learned == plan.loss_bytes:
+            return False
+        self.context.learned_loss[plan.key.measured] = learned
+        return True
+
+    def repriced(self, plan: GraphPlan) -> int:
+        """Return the peak of a plan's program with the loss that is known now."""
+        return repriced(plan, self._loss_bytes(plan.key))

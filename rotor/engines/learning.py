@@ -1,0 +1,120 @@
+"""What metered steps teach: rules that engines share."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from rotor.engines.contract import METERED_STEPS, Engine
+from rotor.errors import InfeasibleError
+from rotor.metering import StepBytes
+from rotor.units import format_bytes
+from rotor.watching import note_peak, warn_excess
+
+__all__ = ["MeteredEngine", "confirmed"]
+
+logger = logging.getLogger("rotor")
+
+
+def confirmed(plan: Any, step: StepBytes, *, is_doubtful: bool) -> StepBytes | None:
+    """Return a step whose figures count; ``None`` where another step has to confirm them.
+
+    On the CPU, threads of gloo give buffers back late. Of two steps the lower peak is right, and
+    the larger loss.
+
+    Parameters
+    ----------
+    plan
+        Under which the step ran; `Metered.earlier` keeps a step that was not believed.
+    step
+        What was metered.
+    is_doubtful
+        Late buffers would explain its figures.
+    """
+    earlier = plan.earlier
+    if earlier is None:
+        plan.earlier = step if is_doubtful else None
+        return None if is_doubtful else step
+    lower = step if step.peak_bytes <= earlier.peak_bytes else earlier
+    return replace(lower, loss_bytes=max(step.loss_bytes, earlier.loss_bytes))
+
+
+class MeteredEngine(Engine):
+    """An engine whose plans predict a peak, which metered steps correct."""
+
+    @abstractmethod
+    def learn_loss(self, plan: Any, step: StepBytes) -> bool:
+        """Note what the caller's loss needed; return whether the plan did not know."""
+
+    @abstractmethod
+    def repriced(self, plan: Any) -> int:
+        """Return the peak that is predicted of a plan, now that the loss is known."""
+
+    def replan(self, old: Any, make: Callable[[int], Any]) -> Any:
+        """Return a plan that knows what metered steps taught; the old one where none fits."""
+        try:
+            plan = make(old.reserve_bytes)
+        except InfeasibleError as error:
+            if old.is_refuted:
+                raise
+            old.outdated = False
+            self.warn_over(old, error.minimum_bytes)
+            return old
+        plan.meterings = old.meterings
+        plan.differs = old.meterings >= METERED_STEPS
+        plan.least_bytes_seen, plan.most_bytes_seen = old.least_bytes_seen, old.most_bytes_seen
+        plan.warned_bytes = old.warned_bytes
+        return plan
+
+    def learn(self, plan: Any, step: StepBytes) -> None:
+        """Compare a metered step with its plan; have it made again where that helps."""
+        plan.measured_bytes = step.peak_bytes
+        plan.measured_timeline = step.timeline
+        plan.meterings += 1
+        note_peak(plan, step.peak_bytes)
+        over = step.peak_bytes - plan.limit_bytes
+        logger.info(
+            "measured peak %s, predicted %s, limit %s",
+            format_bytes(step.peak_bytes),
+            format_bytes(plan.predicted_bytes),
+            format_bytes(plan.limit_bytes),
+        )
+        if not self.context.is_current(plan):
+            return
+        new_loss = self.learn_loss(plan, step)
+        if plan.meterings >= METERED_STEPS:
+            if over > 0:
+                self.warn_over(plan, step.peak_bytes)
+            return
+        if over > 0 or new_loss:
+            explained = self.repriced(plan)
+            plan.reserve_bytes = max(plan.reserve_bytes, step.peak_bytes - explained)
+            plan.outdated = True
+
+    def learn_again(self, plan: Any, step: StepBytes) -> None:
+        """Compare a step that was metered later with what its plan knows."""
+        self.learn_peak(plan, step.peak_bytes)
+
+    def learn_peak(self, plan: Any, peak_bytes: int) -> None:
+        """Have the next step planned for what a step needed beyond the limit."""
+        note_peak(plan, peak_bytes)
+        if peak_bytes <= plan.limit_bytes:
+            return
+        plan.measured_bytes = max(plan.measured_bytes or 0, peak_bytes)
+        if self.context.is_current(plan):
+            plan.reserve_bytes = max(plan.reserve_bytes, peak_bytes - plan.predicted_bytes)
+            plan.outdated = True
+        warn_excess(plan, peak_bytes)
+
+    def warn_over(self, plan: Any, least_bytes: int) -> None:
+        """Warn that the limit of a plan cannot be kept."""
+        self.context.warn(
+            "over",
+            f"the limit of {plan.limit_bytes} bytes could not be kept: the step needed "
+            f"{plan.measured_bytes} bytes, {plan.predicted_bytes} were predicted. Something "
+            "outside the model, such as the loss, allocates during the step; a limit of "
+            f"{least_bytes} bytes would do, and loss_fn= makes the loss part of the plan",
+        )

@@ -1,0 +1,1 @@
+"""Parts: captured pieces or sharded blocks of a model, chosen together."""

@@ -1,0 +1,163 @@
+"""The parts engine: captured parts of a model that has no single graph, planned together."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from rotor.algorithms.curve import Curve
+from rotor.engines.contract import (
+    METERED_STEPS,
+    Call,
+    CannotPlan,
+    Context,
+    IsPending,
+    Key,
+    StartMeter,
+)
+from rotor.engines.graph.engine import captured_key, warn_unrepeatable
+from rotor.engines.learning import MeteredEngine
+from rotor.errors import CaptureError
+from rotor.graph.kinds import Captures
+from rotor.graph.pieced import (
+    PiecesPlan,
+    PiecesStep,
+    learn,
+    learn_levels,
+    make_pieces_plan,
+    pieces_curve,
+)
+from rotor.graph.pieces import Pieces, discover
+from rotor.graph.proving import PartsTally
+from rotor.graph.recorded import price
+from rotor.metering import StepBytes, StepWatch, cancel_running
+from rotor.progress import progress
+from rotor.values import tensors_within
+from rotor.watching import LevelWatch, note_peak, warn_excess
+
+__all__ = ["PartsEngine"]
+
+
+class PartsEngine(MeteredEngine):
+    """The largest children of a model that can be captured, where the whole cannot be."""
+
+    name: ClassVar[str] = "parts"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.pieces: dict[Key, Pieces] = {}
+
+    # -- measuring and planning
+
+    def key(self, call: Call) -> Key:
+        """Return the kind of a step."""
+        return captured_key(self.context, call)
+
+    def is_measured(self, key: Key) -> bool:
+        """Return whether parts were captured, for the gradients that exist."""
+        return key in self.pieces
+
+    def has_measures(self) -> bool:
+        """Return whether anything was captured."""
+        return bool(self.pieces)
+
+    def forget(self, measured: Any) -> None:
+        """Drop the parts of a kind of step."""
+        for key in [key for key in self.pieces if key.measured == measured]:
+            del self.pieces[key]
+
+    def device_of(self, key: Key) -> torch.device:
+        """Return where such steps run."""
+        return self.context.refusals[key.measured].device
+
+    def measure(self, key: Key, call: Call) -> None:
+        """Capture the parts of the model; those of an earlier search stay where they fit."""
+        cancel_running()
+        device, reason = self.device_of(key), self.context.refusals[key.measured].reason
+        captures = next(
+            (p.captures for other, p in self.pieces.items() if self.device_of(other) == device),
+            None,
+        )
+        old = self.pieces.pop(key, None)
+        if captures is None:
+            options = {"effort": "fast"} | self.settings.options
+            captures = Captures(device, partial(price, self.settings.profile), options)
+        module = self.context.module
+        lacking = self.context.structure.lacking_gradient(key.absent)
+        existing = {id(p) for p in module.parameters() if p.requires_grad} - lacking
+        with progress(1, "capturing the parts of the model") as update:
+            found = discover(module, *call.arguments, captures, update, existing)
+        if found is None:
+            raise CannotPlan(CaptureError(reason))
+        pieces = self.pieces[key] = found if old is None else found.with_earlier(old)
+        warn_unrepeatable(self.context, pieces.graphs())
+        self.context.warn("capture", f"{pieces.told()} The reason:\n{reason}")
+
+    def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> PiecesPlan:
+        """Return the fastest choice under a limit."""
+        device, reason = self.device_of(key), self.context.refusals[key.measured].reason
+        return make_pieces_plan(device, reason, self.pieces[key], limit_bytes, reserve_bytes)
+
+    def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
+        """Return time of the parts against limit."""
+        return pieces_curve(self.pieces[key], points), self.device_of(key)
+
+    # -- running
+
+    def run(self, plan: PiecesPlan, call: Call, start: StartMeter) -> tuple[Any, IsPending]:
+        """Run the model with the programs of a plan in the place of its parts."""
+        module, verify = self.context.module, self.settings.verify
+        tally = PartsTally(plan.proved, module) if plan.is_verified(verify) else None
+        meter = start()
+        with PiecesStep(plan, meter, tally) as pieces:
+            output = module.forward(*call.args, **call.kwargs)
+        if tally is not None:
+            tally.seal()
+        if meter is not None:
+            meter.forward_done(tensors_within(output))
+        token = pieces.token
+        is_pending = None if token is None else lambda: token() is not None
+        return self.context.with_loss(output, call.targets), is_pending
+
+    def watch(self, plan: PiecesPlan) -> StepWatch | None:
+        """Return what compares the heap between the parts with that of a metered step."""
+        has_levels = plan.levels and plan.is_watched and plan.device.type == "cpu"
+        return LevelWatch(self, plan) if has_levels else None
+
+    # -- learning
+
+    def learn_levels(self, plan: PiecesPlan, more: dict[str, int]) -> None:
+        """Have the next steps planned for what the code between the parts was seen to keep."""
+        peak, expected = learn_levels(plan, more)
+        note_peak(plan, peak)
+        plan.differs = True
+        if peak > plan.limit_bytes:
+            plan.measured_bytes = max(plan.measured_bytes or 0, peak)
+            plan.outdated = self.context.is_current(plan)
+        warn_excess(plan, expected)
+
+    def learn(self, plan: PiecesPlan, step: StepBytes) -> None:
+        """Compare a metered step with its plan; have it chosen again where that helps."""
+        plan.measured_timeline = step.timeline
+        plan.outdated = learn(plan, step)
+        note_peak(plan, step.peak_bytes)
+        is_final = not plan.outdated or plan.meterings >= METERED_STEPS
+        if step.peak_bytes > plan.limit_bytes and is_final:
+            plan.is_over = True
+
+    def learn_again(self, plan: PiecesPlan, step: StepBytes) -> None:
+        """Compare a step that was metered later with what its plan knows."""
+        note_peak(plan, step.peak_bytes)
+        plan.outdated = learn(plan, step)
+        warn_excess(plan, step.peak_bytes)
+        plan.is_over = step.peak_bytes > plan.limit_bytes and not plan.outdated
+
+    def learn_loss(self, plan: PiecesPlan, step: StepBytes) -> bool:
+        """Nothing: the loss is a part of what lies between the parts."""
+        return False
+
+    def repriced(self, plan: PiecesPlan) -> int:
+        """Return the predicted peak."""
+        return plan.predicted_bytes

@@ -1,0 +1,252 @@
+"""The engine of sharded blocks: modules that FSDP2 shards one by one, planned together."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from rotor import memory
+from rotor.algorithms.curve import Curve
+from rotor.block_calls import candidates
+from rotor.block_plan import Blocks, BlocksPlan, make_blocks_plan, measure_blocks, most
+from rotor.blocks import BlockStep
+from rotor.engines.contract import METERED_STEPS, Call, Context, IsPending, Key, StartMeter
+from rotor.engines.graph.engine import captured_key, check_generator, warn_unrepeatable
+from rotor.engines.learning import MeteredEngine, confirmed
+from rotor.graph.calls import check_arguments
+from rotor.graph.engine import check_options
+from rotor.graph.kinds import Captures
+from rotor.graph.pieced import learn, pieces_curve
+from rotor.graph.recorded import MEASURED, price, source_of
+from rotor.metering import StepBytes, cancel_running
+from rotor.peers import SharingRanks
+from rotor.sharded import Sharding
+from rotor.values import tensors_of, tensors_within
+
+__all__ = ["ShardedBlocksEngine"]
+
+logger = logging.getLogger("rotor")
+
+
+class ShardedBlocksEngine(MeteredEngine):
+    """Blocks that are sharded by ``fully_shard``, before or after wrapping.
+
+    There is no graph of the model: each block keeps what autograd saves, or is computed again in
+    the backward, as one plan says that all ranks share. All ranks measure, plan and train in step.
+    """
+
+    name: ClassVar[str] = "blocks"
+    published: ClassVar[frozenset[str]] = frozenset(
+        ["graph", "program", "cost_model", "graph_plan"]
+    )
+
+    def __init__(self, context: Context, sharding: Sharding) -> None:
+        super().__init__(context)
+        context.peers = SharingRanks(sharding.ranks)
+        self._ranks = sharding.ranks
+        self._sharding = sharding
+        self._candidates = candidates(context.module, sharding)
+        self._measured: dict[Any, Blocks] = {}
+        self._blocks: dict[Key, Blocks] = {}
+        self._captures: dict[torch.device, Captures] = {}
+
+    def check(self) -> None:
+        """Raise where random numbers may differ, or costs of operations are given."""
+        check_generator(self.context)
+        self.settings.profile = source_of(self.settings.profile)
+        if self.settings.profile != MEASURED:
+            raise ValueError(
+                "the blocks of a sharded model are always measured here: profile= is for graphs"
+            )
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise TypeError for an option that the planner does not take."""
+        check_options(dict(options))
+
+    # -- measuring and planning
+
+    def prepared(self, call: Call) -> Call:
+        """Return a call with its arguments as FSDP2 would cast them."""
+        self._sharding.prepare()
+        if self._sharding.root is None:
+            return call
+        args, kwargs = self._sharding.root.cast_inputs(call.arguments)
+        return replace(call, args=args, kwargs=kwargs)
+
+    def key(self, call: Call) -> Key:
+        """Return the kind of a step on this rank."""
+        self._sharding.prepare()
+        self.context.structure.check_dropout()
+        required, absent = self._sharding.parameter_flags()
+        return Key((*captured_key(self.context, call).measured[:-1], required), absent)
+
+    def is_measured(self, key: Key) -> bool:
+        """Return whether the blocks were measured."""
+        return key.measured in self._measured
+
+    def forget(self, measured: Any) -> None:
+        """Drop the measure of a kind of step."""
+        self._measured.pop(measured, None)
+        for key in [key for key in self._blocks if key.measured == measured]:
+            del self._blocks[key]
+
+    def device_of(self, key: Key) -> torch.device:
+        """Return where such steps run."""
+        return self._measured[key.measured].device
+
+    def measure(self, key: Key, call: Call) -> None:
+        """Measure the blocks in training steps of which nothing is left; every rank has to."""
+        args, kwargs = call.arguments
+        problem: Exception | None = None
+        try:
+            self.context.check_devices((args, kwargs))
+            check_arguments(self.context.module, args, kwargs)
+            cancel_running()
+            memory.meter(tensors_of((args, kwargs))[0].device).start().stop()
+        except Exception as error:
+            problem = error
+        self.context.peers.all_well(problem)
+
+        def forward(arguments: Any) -> Any:
+            own_args, own_kwargs = arguments
+            output = self.context.module.forward(*own_args, **own_kwargs)
+            return self.context.with_loss(output, call.targets)
+
+        found = self._measured[key.measured] = measure_blocks(
+            self.context.module,
+            self._sharding,
+            self._candidates,
+            forward,
+            (args, kwargs),
+            has_loss=bool(call.targets) and self.settings.loss_fn is not None,
+            preserve_rng_state=self.settings.preserve_rng_state,
+            captures=self._captures_on(call.device),
+        )
+        kinds = dict.fromkeys(b.graph.kind for b in found.sites if b.graph is not None)
+        warn_unrepeatable(self.context, [kind.lowered for kind in kinds])
+
+    def _captures_on(self, device: torch.device) -> Captures:
+        if device not in self._captures:
+            options = {"effort": "fast"} | self.settings.options
+            pricing = partial(price, self.settings.profile)
+            self._captures[device] = Captures(device, pricing, options)
+        return self._captures[device]
+
+    def _known_blocks(self, key: Key) -> Blocks:
+        """Return the blocks of a step, as they are known now."""
+        if key in self._blocks:
+            return self._blocks[key]
+        return self._measured[key.measured].shifted(self._sharding.unreduced_bytes())
+
+    def begin_planning(self) -> None:
+        """Keep what steps taught of the blocks."""
+
+    def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> BlocksPlan:
+        """Return the fastest choice under the least limit of all ranks."""
+        blocks = self._known_blocks(key)
+        # Steps that were metered on one rank count for all.
+        lost = [block.is_lost for block in blocks.sites]
+        found = self._ranks.exchange((blocks.bases, blocks.is_measured, lost))
+        blocks = replace(
+            blocks,
+            bases=most([bases for bases, *_ in found]),
+            is_measured=any(is_measured for _, is_measured, _ in found),
+        )
+        for block, *flags in zip(blocks.sites, *(lost for *_, lost in found), strict=True):
+            block.is_lost = any(flags)
+        plan = make_blocks_plan(
+            self._ranks,
+            blocks,
+            limit_bytes,
+            reserve_bytes=max(reserve_bytes, self._sharding.late_bytes(blocks.device)),
+            loss_tmp_bytes=self.settings.loss_tmp_memory_usage,
+        )
+        known: Any = plan.pieces
+        self._blocks[key] = known
+        return plan
+
+    def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
+        """Return time of this rank's blocks against limit."""
+        blocks, plan = self._known_blocks(key), self.context.plans.get(key)
+        if plan is None:
+            blocks = blocks.with_assumed_loss(self.settings.loss_tmp_memory_usage)
+        reserve = self._sharding.late_bytes(blocks.device) if plan is None else plan.reserve_bytes
+        found = pieces_curve(blocks, points)  # type: ignore[arg-type]
+        return Curve(found.bytes + reserve, found.seconds), blocks.device
+
+    def load(self, key: Key, source: Any, limit_bytes: int) -> Any:
+        """Raise ValueError: there is no graph."""
+        self.graph_plan()
+
+    def graph_plan(self) -> Any:
+        """Raise ValueError: there is no graph."""
+        raise ValueError("the model runs without a graph: it is sharded")
+
+    graph = program = property(graph_plan)
+    cost_model = graph_plan
+
+    # -- running
+
+    def run(self, plan: BlocksPlan, call: Call, start: StartMeter) -> tuple[Any, IsPending]:
+        """Run the model with blocks that keep, or compute again, what the plan says."""
+        meter = start()
+        with BlockStep(
+            [block.stage for block in plan.blocks],
+            [block.flags for block in plan.blocks],
+            plan.choice,
+            plan.device,
+            [None if block.is_lost else block.graph for block in plan.blocks],
+            preserve_rng_state=self.settings.preserve_rng_state,
+            marks=meter,
+        ) as step:
+            output = self.context.module.forward(*call.args, **call.kwargs)
+        for k in step.failed:
+            # Ranks agree before the next step that they have to plan again.
+            plan.blocks[k].is_lost = plan.outdated = True
+            logger.warning(
+                "block %s was captured for other arguments or Python values: it is computed again "
+                "whole from now on. Call measure() again where it stays as it is now",
+                plan.blocks[k].name,
+            )
+        if meter is not None:
+            meter.forward_done(tensors_within(output))
+        held = None if step.latest is None else weakref.ref(step.latest)
+
+        def is_pending() -> bool:
+            found = None if held is None else held()
+            return found is not None and not found.is_done
+
+        return self.context.with_loss(output, call.targets), is_pending
+
+    # -- learning
+
+    def learn(self, plan: BlocksPlan, step: StepBytes) -> None:
+        """Compare metered steps with their plan."""
+        step = step.shifted(self._sharding.base_bytes(plan.device))
+        known = confirmed(plan, step, is_doubtful=step.peak_bytes > plan.limit_bytes)
+        if known is None:
+            return
+        plan.measured_timeline = known.timeline
+        plan.outdated = learn(plan, known)
+        is_final = not plan.outdated or plan.meterings >= METERED_STEPS
+        if known.peak_bytes > plan.limit_bytes and is_final:
+            self.context.warn("over", plan.describe_excess())
+
+    def warn_over(self, plan: BlocksPlan, least_bytes: int) -> None:
+        """Warn of a limit that could not be kept, on ranks that went over."""
+        if (plan.measured_bytes or 0) > plan.limit_bytes:
+            self.context.warn("over", plan.describe_excess())
+
+    def learn_loss(self, plan: BlocksPlan, step: StepBytes) -> bool:
+        """Nothing: the loss is a part of what lies between the blocks."""
+        return False
+
+    def repriced(self, plan: BlocksPlan) -> int:
+        """Return the predicted peak."""
+        return plan.predicted_bytes

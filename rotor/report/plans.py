@@ -1,0 +1,92 @@
+"""Plans of every kind, as text, pages and traces."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rotor.graph.drawing import write_plan
+from rotor.report.html import chain_page, measured_page
+from rotor.report.text import (
+    Text,
+    dynamic_figures,
+    dynamic_report,
+    dynamic_table,
+    graph_report,
+    operation_table,
+    part_rows,
+    pieces_figures,
+    pieces_report,
+    pieces_table,
+    plan_report,
+    stage_rows,
+    stage_table,
+    step_rows,
+)
+from rotor.tracing import is_trace, write_plan_trace
+
+__all__ = ["checked_path", "describe", "tabulate", "write"]
+
+
+def _write_chain(plan: Any, path: Path) -> None:
+    path.write_text(chain_page(plan, stage_rows(plan)), encoding="utf-8")
+
+
+def _write_parts(plan: Any, path: Path) -> None:
+    text = measured_page(plan, pieces_figures(plan), ("Parts", part_rows(plan)))
+    path.write_text(text, encoding="utf-8")
+
+
+def _write_steps(plan: Any, path: Path) -> None:
+    text = measured_page(plan, dynamic_figures(plan), ("Last steps", step_rows(plan)))
+    path.write_text(text, encoding="utf-8")
+
+
+class _View(NamedTuple):
+    report: Callable[[Any], Text]
+    table: Callable[[Any], Text]
+    write_page: Callable[[Any, Path], Any]
+
+
+_VIEWS = {
+    "chain": _View(plan_report, stage_table, _write_chain),
+    "graph": _View(graph_report, operation_table, write_plan),
+    "parts": _View(pieces_report, pieces_table, _write_parts),
+    "dynamic": _View(dynamic_report, dynamic_table, _write_steps),
+}
+"""By `rotor.metering.Metered.kind`."""
+
+
+def describe(plan: Any) -> Text:
+    """Return limit, predicted and measured peak, and time of a plan."""
+    return _VIEWS[plan.kind].report(plan)
+
+
+def tabulate(plan: Any) -> Text:
+    """Return a table of the parts of the model, and what a plan does with them."""
+    return _VIEWS[plan.kind].table(plan)
+
+
+def checked_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a report; ValueError: it is neither a page nor a trace."""
+    file = Path(path)
+    if not (_is_page(file) or is_trace(file)):
+        raise ValueError(
+            "a report is written as a page, to a .html file, or as a trace, to a .json or "
+            f".json.gz file, not {file.name}"
+        )
+    return file
+
+
+def write(plan: Any, file: Path) -> None:
+    """Write a plan as a page, or as a trace, by the name of the file."""
+    if _is_page(file):
+        _VIEWS[plan.kind].write_page(plan, file)
+    else:
+        write_plan_trace(plan, file)
+
+
+def _is_page(file: Path) -> bool:
+    return file.suffix.lower() in (".html", ".htm")

@@ -1,0 +1,1 @@
+"""The wrapper: a model that trains within a limit."""

@@ -1,0 +1,524 @@
+"""`Checkpointable`: a model that trains within a memory limit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from rotor import _inductor, _torch, memory
+from rotor.algorithms.curve import Curve
+from rotor.algorithms.utils import checked_slots
+from rotor.checksums import checked_verify
+from rotor.distributed import Ranks
+from rotor.engines.contract import DEFAULT_SLOTS, Settings
+from rotor.graph.calls import takes_targets
+from rotor.report import plans as views
+from rotor.report.plot import plot_timeline
+from rotor.report.text import Text
+from rotor.stages import find_stages
+from rotor.structure import refuse_replicated
+from rotor.transparent import TransparentModule
+from rotor.units import parse_bytes
+from rotor.verbosity import heard
+from rotor.wrapper.driver import Driver
+from rotor.wrapper.registry import ENGINES
+
+__all__ = ["BACKENDS", "Checkpointable", "Setting"]
+
+BACKENDS = ("fx", "inductor")
+"""Values of ``backend=``."""
+
+_NO_TARGETS: tuple[Any, ...] = ()
+_NOT_COMPILED = (
+    "a model with a limit runs its own plan, which torch.compile leaves as it is: "
+    'rotor.Checkpointable(model, backend="inductor") compiles plans'
+)
+
+
+class Setting:
+    """An option of a wrapped model, kept in the settings of its driver."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, model: Any, owner: type) -> Any:
+        return self if model is None else getattr(model._driver.settings, self._name)
+
+    def __set__(self, model: Any, value: Any) -> None:
+        setattr(model._driver.settings, self._name, value)
+
+
+class Checkpointable(TransparentModule):
+    """A model that trains as before, in a given number of bytes.
+
+    Parameters
+    ----------
+    model
+        Any module. An ``nn.Sequential`` is planned as a chain of stages (nested ones are explored);
+        everything else as a captured graph of operations.
+    custom_input
+        A sample of the input: the model is measured, and a plan made, at once; for graphs a tuple
+        stands for several arguments, a dictionary for keyword arguments. Without it, the first
+        training forward does both.
+    mem_limit
+        The most that one training step (forward, loss, backward) may have allocated on the
+        model's device at any moment above the level at which its forward began: bytes, or text
+        such as "700MiB". ``None``: 90 % of what is free when the first training forward begins,
+        divided by the processes of ``torchrun`` that share it.
+    mem_slots
+        Chains are planned on this many slots of memory. Where nobody gives a number, the exact
+        solver is used where that is cheap, and 500 slots otherwise.
+    verbosity
+        0: warnings, 1: what is done, 2: details; the level of ``logging.getLogger("rotor")`` while
+        this model is at work.
+    preserve_rng_state
+        Recompute with the random numbers of the first forward.
+    loss_tmp_memory_usage
+        Bytes that the loss needs beside the gradient of the output; by default 4 times the
+        output, its gradient included, is set aside until the first step has been metered.
+    engine
+        "auto", "chain", "graph", or "dynamic": nothing is planned, the model runs as it is, what it
+        computes is evicted when memory gets short, and computed again.
+    loss_fn
+        ``loss_fn(output, *targets)``: the loss becomes part of the plan, and
+        ``model(x, targets=(t,))`` returns it.
+    profile
+        For graphs, what operations cost: "measured" runs each distinct one here; a
+        `rotor.graph.Machine` estimates them, a `rotor.graph.Profile`, or the path of one, has what
+        was measured elsewhere: then nothing is run before the first step.
+    backend
+        For graphs, what runs a plan: "fx", Python code of our own, whose bytes are exact, or
+        "inductor", which compiles it; there the measured peak decides, and the limit holds when
+        the first steps have been metered (docs/graph.md).
+    verify
+        The steps in which what is recomputed is compared, bit for bit, with what was computed
+        first: "first", the first 3 of every plan; "always"; a number n, every n-th too; "off".
+        Where it differs, the backward raises `rotor.RecomputationError`.
+    **options
+        For graphs: ``effort``, ``seed`` and ``time_limit`` of `rotor.graph.plan`.
+
+    Attributes
+    ----------
+    module
+        The wrapped model.
+    mem_limit
+        The limit in bytes, ``None`` before it is known.
+    mem_slots, verbosity, preserve_rng_state, loss_tmp_memory_usage, engine, loss_fn
+        As given.
+    backend, verify
+        As given.
+    plan
+        The plan that ran, or was made, last; ``None`` before one.
+    plans
+        Every plan, by kind of step.
+    names, functions, inspection_values, chain, sequence, all_values
+        Of an ``nn.Sequential`` that is planned as a chain: its stages, the last measure, the cost
+        model and the schedule.
+    graph, program
+        Of a captured graph: the cost model, and the program.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The model is no module, or no ``nn.Sequential`` with ``engine="chain"``; the limit is not a
+        positive number of bytes.
+    InfeasibleError
+        No plan fits in the limit; ``minimum_bytes`` is the least that one fits in.
+
+    Notes
+    -----
+    Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova: Optimal checkpointing for heterogeneous
+    chains, hal-02352969. The memory model is described in docs/memory-model.md.
+    """
+
+    _shown_name = "Checkpointable"
+    _settings_class: ClassVar[type[Settings]] = Settings
+    _driver: Driver
+    mem_limit = Setting()
+    mem_slots = Setting()
+    verbosity = Setting()
+    preserve_rng_state = Setting()
+    loss_tmp_memory_usage = Setting()
+    engine = Setting()
+    loss_fn = Setting()
+    backend = Setting()
+    verify = Setting()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        custom_input: Any = None,
+        mem_limit: int | str | None = None,
+        mem_slots: int = DEFAULT_SLOTS,
+        verbosity: int = 0,
+        preserve_rng_state: bool = True,
+        loss_tmp_memory_usage: int = 0,
+        *,
+        engine: str = "auto",
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        profile: Any = "measured",
+        backend: str = "fx",
+        verify: str | int = "first",
+        **options: Any,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+        if engine not in ENGINES:
+            raise ValueError(f"unknown engine {engine!r}, expected one of {', '.join(ENGINES)}")
+        if backend not in BACKENDS:
+            raise ValueError(f"unknown backend {backend!r}, expected one of {', '.join(BACKENDS)}")
+        if backend == "inductor":
+            if engine in ("chain", "dynamic"):
+                raise ValueError(
+                    f'backend="inductor" compiles captured graphs, and engine="{engine}" has none: '
+                    'use engine="graph"'
+                )
+            _inductor.check()
+        refuse_replicated(model)
+        settings = self._settings_class(
+            model,
+            mem_limit=None if mem_limit is None else parse_bytes(mem_limit),
+            mem_slots=mem_slots if mem_slots is DEFAULT_SLOTS else checked_slots(mem_slots),
+            verbosity=verbosity,
+            preserve_rng_state=preserve_rng_state,
+            loss_tmp_memory_usage=loss_tmp_memory_usage
+            and parse_bytes(loss_tmp_memory_usage, name="loss_tmp_memory_usage"),
+            engine=engine,
+            loss_fn=loss_fn,
+            profile=profile,
+            backend=backend,
+            verify=checked_verify(verify),
+            options=options,
+        )
+        super().__init__(model)
+        self.__dict__["_driver"] = Driver(settings, self)
+        if custom_input is not None:
+            self.measure_sample(custom_input)
+            self.compute_sequence()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "forward" in cls.__dict__:
+            cls.forward = _torch.untraced(cls.forward, _NOT_COMPILED)  # type: ignore[method-assign]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._driver.attach(self)
+
+    def __repr__(self) -> str:
+        return f"{self._shown_name}({self.module!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        module, driver = self.__dict__.get("module"), self.__dict__.get("_driver")
+        if driver is not None and name in driver.engines[0].published:
+            return getattr(driver.engines[0], name)
+        if name == "model" and module is not None:
+            # Published: the wrapped model, unless it has something of that name itself.
+            return getattr(module, name, module)
+        return super().__getattr__(name)
+
+    @property
+    def planned_as(self) -> str:
+        """The form in which steps are planned: "chain", "graph", "blocks" or "dynamic"."""
+        return self._driver.engines[0].name
+
+    # -- measuring and planning
+
+    @property
+    def plan(self) -> Any:
+        """The plan that ran, or was made, last; ``None`` before one."""
+        return self._driver.context.latest
+
+    @property
+    def plans(self) -> Mapping[Any, Any]:
+        """Every plan, by kind of step."""
+        return self._driver.context.plans
+
+    @heard
+    def measure(self, *args: Any, targets: Sequence[Any] = (), **kwargs: Any) -> Any:
+        """Measure a training step on a sample of the arguments.
+
+        Nothing is changed: parameters, gradients, buffers, random states, training flags. The
+        model is measured in training mode: a chain stage by stage, a graph by capturing it and
+        running each of its operations, blocks of a sharded model on all ranks at once; under the
+        dynamic engine, a step runs within the limit.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            What the model takes; a chain takes one input.
+        targets
+            With ``loss_fn``: what it takes beside the output.
+
+        Returns
+        -------
+        Inspection, CapturedStep or None
+            The measure of a chain, or of a graph; ``None`` where there is no single one: a warning
+            has said why, and what runs instead.
+
+        Raises
+        ------
+        ValueError
+            The input is on another device than the model, holds no tensor, or is changed in place
+            by the first stage; nothing in the step needs a gradient.
+        TypeError
+            A stage returns something other than tensors; the model does not take such arguments.
+        CaptureError
+            There is no single graph, with ``engine="graph"``; the message has the reason and the
+            line of code.
+        InfeasibleError
+            The step does not fit in the limit, with ``engine="dynamic"``.
+        """
+        return self._driver.measure(self._driver.engines[0].call_of(args, kwargs, targets))
+
+    @heard
+    def measure_sample(self, sample: Any) -> Any:
+        """Measure on a sample as the constructor takes it.
+
+        For chains it is the input; else a tuple stands for several arguments, a dictionary for
+        keyword arguments.
+        """
+        return self._driver.measure(self._driver.engines[0].call_of_sample(sample))
+
+    @heard
+    def compute_sequence(
+        self,
+        custom_mem_limit_bytes: int | str | None = None,
+        mem_slots: int | None = None,
+        algo: Any = None,
+        *,
+        mem_limit: int | str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Plan the following steps, under the limit given here or before.
+
+        Parameters
+        ----------
+        custom_mem_limit_bytes, mem_limit
+            The limit, by its published name or by ours; by default the one given before.
+        mem_slots
+            Plan a chain on this many slots; graphs are planned in bytes.
+        algo
+            For chains, an algorithm of `rotor.algorithms`, its class, or its name such as
+            "floating"; ``Persistent()`` by default.
+        **options
+            For chains, given to the class where `algo` is one or a name, else to its ``solve``. For
+            graphs ``effort``, ``seed`` and ``time_limit`` of `rotor.graph.plan`. Under the dynamic
+            engine ``heuristic``, ``seed``, ``strict``, ``sample``, ``ignore_small`` and
+            ``storage_swap`` of `rotor.dtr.budget`.
+
+        Returns
+        -------
+        Sequence, Program or None
+            The schedule of a chain, or the program of a graph, priced by the simulator; ``None``
+            where there is no single one.
+
+        Raises
+        ------
+        ValueError
+            Nothing was measured; two different limits are given; no algorithm has that name;
+            InfeasibleError (a ValueError) when no plan fits.
+        """
+        if custom_mem_limit_bytes is not None and mem_limit is not None:
+            raise ValueError("give the limit once: mem_limit= or custom_mem_limit_bytes=")
+        given = custom_mem_limit_bytes if mem_limit is None else mem_limit
+        limit = None if given is None else parse_bytes(given)
+        slots = None if mem_slots is None else checked_slots(mem_slots)
+        return self._driver.compute(limit, slots, algo, options)
+
+    @heard
+    def curve(self, points: int = 40) -> Curve:
+        """Step time against limit: every limit at once, the model's input not counted.
+
+        Its picture, `Curve.plot`, marks where nothing is recomputed, the limit, and what the
+        device has free. Plain PyTorch recomputes nothing either; a captured graph may need less
+        than it all the same.
+
+        Parameters
+        ----------
+        points
+            Limits that are tried, for graphs; of a chain every point is known.
+
+        Raises
+        ------
+        ValueError
+            Nothing was measured; the dynamic engine runs the model.
+        """
+        curve, device = self._driver.curve(points)
+        profile = self._driver.settings.profile
+        is_here = isinstance(profile, str)
+        free = memory.free_bytes(device) if is_here else profile.free_bytes
+        marks = [
+            ("nothing recomputed", int(curve.bytes[-1])),
+            ("limit", self.mem_limit),
+            (f"free on {device if is_here else 'that machine'}", free),
+        ]
+        curve.marks = tuple([(name, size) for name, size in marks if size is not None])
+        return curve
+
+    @heard
+    def load_plan(self, source: Any) -> Any:
+        """Have the following steps run a schedule or a program that was saved.
+
+        The model was measured (`measure`, or a step). The plan must be one of the same stages, or
+        of the same operations on the same storages; sizes and times are the ones measured here.
+        Should a step need more than predicted, it is planned again, as any. `compute_sequence`
+        forgets it.
+
+        Parameters
+        ----------
+        source
+            A sequence or a program, its JSON text, or the file at a path: what its
+            ``to_json(path)`` or ``rotor plan --out`` wrote.
+
+        Returns
+        -------
+        Sequence or Program
+            The plan, priced on what was measured here.
+
+        Raises
+        ------
+        ValueError
+            Nothing was measured; the file holds no plan; it is one of another model, and the
+            message has the first difference; the model has no plan of that form.
+        InfeasibleError
+            It needs more than the limit; ``minimum_bytes`` is what it needs.
+        """
+        return self._driver.load(source)
+
+    def load_program(self, source: Any) -> Any:
+        """Do as `load_plan`."""
+        return self.load_plan(source)
+
+    def share_plans(self, group: Any = None) -> None:
+        """Have the processes of a group measure together and run one plan.
+
+        Replicas of a model, under DistributedDataParallel for instance, get the same result from
+        different plans; with this they also run the same schedule, under the least limit of all. A
+        model sharded by ``fully_shard`` does so by itself. Each process of the group has to call
+        this, and from then on has to measure, plan and train in step with the others. A copy of the
+        model plans for itself again.
+
+        Parameters
+        ----------
+        group
+            A process group; the default one without it.
+
+        Raises
+        ------
+        RuntimeError
+            There is no process group.
+        TypeError
+            The model is not planned as a chain.
+        """
+        find_stages(self.module)
+        self._driver.share_plans(Ranks(group))
+
+    # -- what is known of a plan
+
+    def get_expected_memory(self) -> int:
+        """Predicted peak of a step, in bytes above the level at its start; ValueError: no plan."""
+        return int(self._driver.planned().predicted_bytes)
+
+    def get_expected_makespan(self) -> float:
+        """Predicted seconds of a step, forward and backward; ValueError: no plan."""
+        return float(self._driver.planned().makespan)
+
+    def display(self) -> str:
+        """A table of the parts of the model and what the plan does with them; ValueError: no plan.
+
+        Under the dynamic engine, a table of the last steps.
+        """
+        return self._with_remarks(views.tabulate(self._driver.planned()))
+
+    def report(self, path: str | os.PathLike[str] | None = None, *, snapshot: bool = False) -> str:
+        """Limit, predicted and measured peak, and time, as text.
+
+        Parameters
+        ----------
+        path
+            Write this file too. ``.html``: a page that needs nothing else, with the live bytes over
+            time, predicted and measured, and what is kept, dropped and recomputed. ``.json`` or
+            ``.json.gz``: the same as a trace, which https://ui.perfetto.dev and chrome://tracing
+            open.
+        snapshot
+            Save the snapshot of CUDA's allocator beside that file, ending in ``.pickle``, for
+            https://pytorch.org/memory_viz. It holds what was recorded:
+            `rotor.memory.record_history`.
+
+        Raises
+        ------
+        ValueError
+            There is no plan; the path ends otherwise; a trace is wanted of a model that runs
+            without a plan, and no step was metered.
+        RuntimeError
+            A snapshot is wanted, and there is no CUDA.
+        """
+        plan = self._driver.planned()
+        text = self._with_remarks(views.describe(plan))
+        if path is None:
+            if snapshot:
+                raise ValueError("snapshot=True saves a file beside the report: give it a path")
+            return text
+        file = views.checked_path(path)
+        if snapshot:
+            memory.save_snapshot(file.with_name(file.name.split(".")[0] + ".pickle"))
+        views.write(plan, file)
+        return text
+
+    def _with_remarks(self, text: Text) -> Text:
+        driver = self._driver
+        remarks = driver.engines[0].remarks(driver.planned(), driver.context.latest_key)
+        return Text("\n\n".join([text, *remarks])) if remarks else text
+
+    def plot_timeline(self, ax: Any = None) -> Any:
+        """Draw the live bytes of a step with matplotlib: predicted, measured, and the limit.
+
+        The measured ones are those of the last metered step, brought to the clock of the
+        prediction: forward, loss and backward each. On CUDA only their peak is known.
+
+        Parameters
+        ----------
+        ax
+            The axes to draw on; by default those of a new figure.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes that were drawn on.
+
+        Raises
+        ------
+        ImportError
+            matplotlib is not installed; the message names the extra that brings it.
+        ValueError
+            There is no plan; or one that predicts nothing, and no step was metered.
+        """
+        return plot_timeline(self._driver.planned(), ax)
+
+    # -- running
+
+    def forward(self, *args: Any, targets: Any = _NO_TARGETS, **kwargs: Any) -> Any:
+        """The model's output, or its loss where ``loss_fn`` and `targets` are given.
+
+        In training mode with gradients enabled the plan is followed (and made, the first time);
+        otherwise the plain model runs.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            What the wrapped model takes.
+        targets
+            With ``loss_fn``: what it takes beside the output.
+        """
+        driver = self._driver
+        if self.loss_fn is None and targets is not _NO_TARGETS and takes_targets(self.module):
+            kwargs["targets"], targets = targets, _NO_TARGETS
+        call = driver.engines[0].call_of(args, kwargs, targets)
+        return driver.step(call) if driver.is_training(call) else driver.plain(call)
+
+    forward = _torch.untraced(heard(forward), _NOT_COMPILED)

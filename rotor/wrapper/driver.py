@@ -1,0 +1,539 @@
+"""The driver: decides when a model is measured, planned, metered and planned again.
+
+It runs the steps of one wrapped model, whatever its engine: the kind of the step, its measure, its
+plan, the run, what is metered, what that teaches.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor import _fsdp, _torch, memory
+from rotor.algorithms.curve import Curve
+from rotor.distributed import Ranks, sharers
+from rotor.engines.contract import (
+    METERED_STEPS,
+    Call,
+    CannotPlan,
+    Context,
+    Engine,
+    IsPending,
+    Key,
+    NothingToPlan,
+    PlanAgain,
+    Refusal,
+    Settings,
+    Unsuited,
+    Verdict,
+)
+from rotor.errors import InfeasibleError, MemoryLimitWarning
+from rotor.metering import StepBytes, StepMeter, StepWatch, cancel_running
+from rotor.peers import Alone, Peers, SharingRanks
+from rotor.structure import ModelState
+from rotor.units import format_bytes
+from rotor.verbosity import logging_at
+from rotor.watching import PeakWatch, is_due, meter_again
+from rotor.wrapper.registry import engines_for
+
+__all__ = ["Driver"]
+
+logger = logging.getLogger("rotor")
+
+_HOPELESS = 4
+"""Refused kinds of step after which a model without any graph is not captured again."""
+
+
+class Driver:
+    """Runs the steps of a model within its limit.
+
+    Parameters
+    ----------
+    settings
+        The model, and its options.
+    wrapper
+        The module that stands for the model; it is not held.
+
+    Attributes
+    ----------
+    settings
+        The same.
+    engines
+        The engines of the model, in the order in which they are asked.
+    context
+        Shared by the engines.
+    """
+
+    def __init__(self, settings: Settings, wrapper: nn.Module | None = None) -> None:
+        self.settings = settings
+        self.context: Context
+        self.engines: list[Engine]
+        self._wrapper: Callable[[], nn.Module | None] = _reference(wrapper)
+        self._warned: set[str] = set()
+        self._unplanned: set[Any] = set()
+        self._is_pending: IsPending = None
+        self._is_crowded = False
+        self._group_peers: Peers = Alone()
+        self._discover()
+        self.engines[0].check_options(settings.options)
+        self.engines[0].check_sharding()
+        self.engines[0].check()
+
+    def _discover(self) -> None:
+        """Find the structure of the model and its engines; nothing is measured any more."""
+        latest = self.context.latest if hasattr(self, "context") else None
+        self.context = Context(
+            self.settings,
+            self._wrapper,
+            self.warn,
+            ModelState(self.settings.module),
+            peers=self._group_peers,
+            latest=latest,
+        )
+        self._is_unit = _fsdp.is_unit(self._wrapper())
+        self._unplanned = set()
+        self.engines = engines_for(self.context)
+
+    def _rediscover_if_changed(self) -> None:
+        if not self.engines[0].depends_on_structure:
+            return
+        if not self.context.structure.is_current() or (
+            _fsdp.is_unit(self._wrapper()) != self._is_unit
+        ):
+            self._discover()
+
+    def attach(self, wrapper: nn.Module) -> None:
+        """Make a module the one that stands for the model."""
+        self._wrapper = self.context.wrapper = _reference(wrapper)
+
+    def share_plans(self, ranks: Ranks) -> None:
+        """Have the processes of a group measure together and run one plan."""
+        self._group_peers = SharingRanks(ranks)
+        self._discover()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.context.peers is not self._group_peers:
+            raise TypeError(
+                "a model sharded by fully_shard cannot be pickled or copied: save its state_dict() "
+                "with torch.distributed.checkpoint, and shard and wrap a new model"
+            )
+        engine, context = self.engines[0], self.context
+        kept = (engine, dict(context.plans), context.latest, context.latest_key)
+        learned = dict(context.learned_loss)
+        return {
+            "settings": self.settings,
+            "warned": self._warned,
+            "kept": kept if engine.is_portable() else None,
+            "learned_loss": learned,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.settings = state["settings"]
+        self._warned = state["warned"]
+        self._wrapper = _reference(None)
+        self._group_peers = Alone()
+        self._is_pending, self._is_crowded = None, False
+        self._discover()
+        self.context.learned_loss.update(state["learned_loss"])
+        if state["kept"] is not None:
+            engine, plans, self.context.latest, self.context.latest_key = state["kept"]
+            self.context.plans.update(plans)
+            engine.context = self.context
+            self.engines[0] = engine
+
+    # -- the limit, and warnings
+
+    def warn(self, topic: str, text: str) -> None:
+        """Warn of the limit, once for each topic."""
+        if topic not in self._warned:
+            self._warned.add(topic)
+            warnings.warn(text, MemoryLimitWarning, stacklevel=7)
+
+    def limit_on(self, device: torch.device) -> int:
+        """Return the limit; 90 % of what is free now where none was given, shared with others."""
+        if self.settings.mem_limit is None:
+            count = sharers(device)
+            limit = memory.free_bytes(device) * 9 // 10 // count
+            self.settings.mem_limit = limit
+            logger.info(
+                "no limit was given: 90 %% of free memory%s, %s",
+                f", shared by {count} processes" if count > 1 else "",
+                format_bytes(limit),
+            )
+        return self.settings.mem_limit
+
+    # -- engines of a kind of step
+
+    def engine_of(self, key: Key) -> Engine:
+        """Return the engine that plans a kind of step."""
+        refusal = self.context.refusals.get(key.measured)
+        return self.engines[0 if refusal is None else refusal.engine]
+
+    def planned(self) -> Any:
+        """Return the plan that ran last; ValueError: none was made."""
+        if self.context.latest is None:
+            raise ValueError("no plan was made: call compute_sequence(), or train a step")
+        return self.context.latest
+
+    def _refuse(self, key: Key, call: Call, reason: str) -> bool:
+        """Hand a kind of step to the next engine; return whether there is one."""
+        known = self.context.refusals.get(key.measured)
+        following = (0 if known is None else known.engine) + 1
+        if following >= len(self.engines):
+            return False
+        self.context.refusals[key.measured] = Refusal(following, call.device, reason)
+        self.engines[following].take_over(reason)
+        return True
+
+    def _is_hopeless(self) -> bool:
+        """Return whether the model differs from call to call: capturing takes more than a step."""
+        refusals, last = self.context.refusals.values(), len(self.engines) - 1
+        return (
+            last > 0
+            and len(refusals) >= _HOPELESS
+            and all(refusal.engine == last for refusal in refusals)
+            and not any(engine.has_measures() for engine in self.engines[:-1])
+        )
+
+    # -- measuring and planning
+
+    def measure(self, call: Call) -> Any:
+        """Measure on a sample, leaving no trace; return what was measured, where it is one thing.
+
+        Raises
+        ------
+        ValueError
+            Nothing in the step needs a gradient.
+        """
+        self._rediscover_if_changed()
+        with _training(self.settings.module), torch.enable_grad():
+            call = self.engines[0].prepared(call)
+            key = self._agreed_key(call)[0]
+            for plan_key in [k for k in self.context.plans if k.measured == key.measured]:
+                del self.context.plans[plan_key]
+            self.context.refusals.pop(key.measured, None)
+            for engine in self.engines:
+                engine.forget(key.measured)
+            try:
+                found = self._measure(key, call)
+            except Unsuited:
+                return self._with_other_engines(self.engines[0]).measure(call)
+            except NothingToPlan:
+                raise ValueError(
+                    "nothing in this step needs a gradient: call the plain model, chk.module"
+                ) from None
+            self.context.latest_key = self.engine_of(key).refined(key)
+        return found
+
+    def _with_other_engines(self, engine: Engine) -> Driver:
+        """Return the driver itself, without an engine that the model does not suit."""
+        self.settings.unsuited.add(engine.name)
+        self._discover()
+        self.engines[0].check()
+        return self
+
+    def _agreed_key(self, call: Call) -> tuple[Key, bool]:
+        engine, plans = self.engines[0], self.context.plans
+        is_behind = not plans or any(plan.outdated for plan in plans.values())
+        (measured, absent), is_one_behind = self.context.peers.agree(
+            lambda: engine.key(call), is_behind
+        )
+        return Key(measured, absent), is_one_behind
+
+    def _measure(self, key: Key, call: Call, *, again: bool = False) -> Any:
+        """Measure a kind of step by the first engine that can."""
+        if key.measured not in self.context.refusals and self._is_hopeless():
+            last = next(reversed(self.context.refusals.values()))
+            self.context.refusals[key.measured] = last
+        while True:
+            engine = self.engine_of(key)
+            if engine.is_measured(key) and not again:
+                if not engine.plans_ahead and engine is self.engines[0]:
+                    if key not in self.context.plans:
+                        self._make(key)
+                    engine.try_out(key, call)
+                return None
+            try:
+                return engine.measure(key, call)
+            except CannotPlan as refused:
+                if not self._refuse(key, call, str(refused.error)):
+                    raise refused.error from None
+                again = False
+
+    def _make(self, key: Key, reserve_bytes: int = 0) -> Any:
+        """Plan a kind of step that was measured."""
+        engine, settings = self.engine_of(key), self.settings
+        is_given = settings.mem_limit is not None
+        limit = engine.limit_on(engine.device_of(key), self.limit_on)
+        plan = engine.plan(key, limit, reserve_bytes)
+        if not is_given:
+            # Ranks share the least of their limits.
+            settings.mem_limit = plan.limit_bytes
+        return self._install(key, plan)
+
+    def _install(self, key: Key, plan: Any) -> Any:
+        plan.key = key
+        self.context.plans[key] = plan
+        self.context.latest, self.context.latest_key = plan, key
+        return plan
+
+    def compute(
+        self,
+        limit_bytes: int | None,
+        mem_slots: int | None,
+        algo: Any,
+        options: dict[str, Any],
+    ) -> Any:
+        """Plan the following steps again; what was is restored where that fails."""
+        settings, context = self.settings, self.context
+        engine = self.engines[0]
+        key = context.measured_key() if engine.plans_ahead else None
+        owner = engine if key is None else self.engine_of(key)
+        before = (dict(vars(settings)), context.plans)
+        states = [(known, dict(vars(known))) for known in {engine, owner}]
+        try:
+            engine.choose(algo, options)
+            if limit_bytes is not None:
+                settings.mem_limit = limit_bytes
+            if mem_slots is not None:
+                settings.mem_slots = mem_slots
+            context.plans = {}
+            for known in {engine, owner}:
+                known.begin_planning()
+            if key is None:
+                return None
+            plan = self._make(key)
+            return owner.result(plan)
+        except BaseException:
+            vars(settings).update(before[0])
+            context.plans = before[1]
+            for known, state in states:
+                vars(known).update(state)
+            raise
+
+    def curve(self, points: int) -> tuple[Curve, torch.device]:
+        """Return step time against limit of what was measured last, and where steps run."""
+        engine = self.engines[0]
+        key = self.context.measured_key() if engine.plans_ahead else Key(None, None)
+        if key.measured is not None:
+            engine = self.engine_of(key)
+        return engine.curve(key, points)
+
+    def load(self, source: Any) -> Any:
+        """Have the following steps run a plan that was saved; return it."""
+        if not self.engines[0].plans_ahead:
+            return self.engines[0].load(Key(None, None), source, 0)
+        key = self.context.measured_key()
+        # A kind of step that another engine took over has no plan of the first one's form.
+        engine = self.engines[0]
+        limit = engine.limit_on(self.engine_of(key).device_of(key), self.limit_on)
+        plan = self._install(key, engine.load(key, source, limit))
+        return engine.result(plan)
+
+    # -- running
+
+    def is_training(self, call: Call) -> bool:
+        """Return whether a call trains; raises where it cannot be planned for."""
+        if call.targets and self.settings.loss_fn is None:
+            raise ValueError("targets are for a loss: give Checkpointable(..., loss_fn=) too")
+        if not (self.settings.module.training and torch.is_grad_enabled()):
+            return False
+        self.engines[0].check_sharding()
+        if _torch.in_functorch():
+            raise RuntimeError(
+                "torch.func transforms (grad, vmap, functional_call inside them) cannot go through "
+                "a plan that recomputes: apply them to the plain model, chk.module"
+            )
+        if _torch.in_checkpoint() or _torch.in_backward():
+            raise RuntimeError(
+                "a model with a limit was called within torch.utils.checkpoint, or otherwise in a "
+                "backward: what a plan keeps would be computed twice. Take that checkpoint away, "
+                "the plan recomputes what it must; or leave the limit to one model, the outermost"
+            )
+        return True
+
+    def plain(self, call: Call) -> Any:
+        """Return what the plain model gives."""
+        output = self.settings.module.forward(*call.args, **call.kwargs)
+        return self.context.with_loss(output, call.targets)
+
+    def step(self, call: Call) -> Any:
+        """Run the forward of a training step under a plan, which is made where there is none."""
+        self._rediscover_if_changed()
+        key, is_one_behind = self._agreed_key(call)
+        try:
+            plan = self._ready(key, call, is_one_behind=is_one_behind)
+        except Unsuited:
+            return self._with_other_engines(self.engines[0]).step(call)
+        if plan is None:
+            return self.plain(call)
+        self.context.latest, self.context.latest_key = plan, plan.key
+        key = plan.key
+        if self._is_pending is not None and self._is_pending():
+            self._warn_pending(plan.limit_bytes)
+        try:
+            return self._run(plan, call)
+        except PlanAgain as found:
+            plan = self._make(plan.key, plan.reserve_bytes)
+            try:
+                return self._run(plan, call)
+            except PlanAgain:
+                raise (found.__cause__ or found) from None
+        except CannotPlan as refused:
+            # It was captured before, but the code now wants other graphs all the time.
+            cancel_running()
+            self.engine_of(key).forget(key.measured)
+            if not self._refuse(key, call, str(refused.error)):
+                raise refused.error from None
+            self._measure(key, call)
+            return self._run(self._make(key), call)
+
+    def _ready(self, key: Key, call: Call, *, is_one_behind: bool) -> Any:
+        """Return the plan of a step; ``None`` where nothing in it needs a gradient."""
+        plans, engine = self.context.plans, self.engine_of(key)
+        key = engine.refined(key)
+        plan = plans.get(key)
+        if plan is not None and plan.verdict is Verdict.GIVE_UP:
+            plan = self._give_up(key, call, plan)
+            engine = self.engine_of(key)
+        is_stale = plan is not None and plan.verdict is Verdict.REMEASURE
+        if is_stale:
+            plan = None
+            del plans[key]
+        wants_plan = plan is None or plan.verdict is not Verdict.KEEP
+        wants_measure, wants_plan = self.context.peers.settle(
+            is_one_behind, is_stale or not engine.is_measured(key), wants_plan
+        )
+        if plan is not None and not wants_plan:
+            plan.key = key
+            return plan
+        if key.measured in self._unplanned:
+            return None
+        if wants_measure:
+            try:
+                self._measure(key, call, again=is_stale)
+            except NothingToPlan:
+                self._unplanned.add(key.measured)
+                return None
+            key = self.engine_of(key).refined(key)
+        plan = self._replanned(key)
+        if plan.verdict is Verdict.GIVE_UP:
+            return self._ready(key, call, is_one_behind=is_one_behind)
+        return plan
+
+    def _replanned(self, key: Key) -> Any:
+        """Return a plan that knows what the last metered steps taught."""
+        old = self.context.plans.get(key)
+        if old is None:
+            return self._make(key)
+        return self.engine_of(key).replan(old, lambda reserve: self._make(key, reserve))
+
+    def _give_up(self, key: Key, call: Call, plan: Any) -> Any:
+        """Return the plan of the next engine where that keeps the limit; ``None`` to make one."""
+        context, before = self.context, self.context.refusals.get(key.measured)
+        plan.is_over = False
+        if not self._refuse(key, call, plan.describe_excess()):
+            return plan
+        following = self.engine_of(key)
+        if not following.is_measured(key):
+            del context.plans[key]
+            return None
+        taken = self._make(key)
+        try:
+            following.try_out(key, call)
+        except InfeasibleError:
+            self.warn("over", plan.describe_excess())
+            if before is None:
+                del context.refusals[key.measured]
+            else:
+                context.refusals[key.measured] = before
+            return self._install(key, plan)
+        self.warn(
+            "over",
+            f"{plan.describe_excess()}. The dynamic engine keeps the limit: from now on it runs "
+            "the model, evicts and recomputes while a step runs, and nothing is planned",
+        )
+        return taken
+
+    def _run(self, plan: Any, call: Call) -> Any:
+        engine = self.engine_of(plan.key)
+        started: list[StepWatch] = []
+
+        def start() -> StepWatch | None:
+            meter = self._start_meter(engine, plan)
+            if meter is not None:
+                started.append(meter)
+            return meter
+
+        try:
+            output, self._is_pending = engine.run(plan, call, start)
+        except BaseException:
+            for meter in started:
+                meter.cancel()
+            raise
+        return output
+
+    def _warn_pending(self, limit_bytes: int) -> None:
+        self.warn(
+            "pending",
+            "a forward began while the backward of an earlier one was still to come: each "
+            f"keeps its own limit's worth of memory ({format_bytes(limit_bytes)})",
+        )
+        # What several steps at once need says nothing of one.
+        cancel_running()
+        self._is_crowded = True
+
+    # -- metering
+
+    def _start_meter(self, engine: Engine, plan: Any) -> StepWatch | None:
+        is_crowded, self._is_crowded = self._is_crowded, False
+        if is_crowded or _torch.in_pipeline():
+            return None
+        if plan.measured_bytes is not None or plan.meterings >= METERED_STEPS:
+            return self._watch(engine, plan)
+        learner, verbosity = weakref.ref(engine), self.settings.verbosity
+
+        def done(step: StepBytes) -> None:
+            found = learner()
+            if found is not None:
+                with logging_at(verbosity):
+                    found.learn(plan, step)
+
+        try:
+            gradients = [p.grad for p in self.settings.module.parameters() if p.grad is not None]
+            return StepMeter(plan.device, done, gradients)
+        except memory.MeterBusyError as error:
+            self.warn("busy", f"this step's memory was not measured: {error}")
+            return None
+
+    def _watch(self, engine: Engine, plan: Any) -> StepWatch | None:
+        """Return what sees a step of a plan that has been metered; ``None`` where nothing does."""
+        if not plan.is_watched or self.context.peers.ranks is not None:
+            return None
+        if is_due(plan):
+            return meter_again(engine, plan)
+        return PeakWatch(engine, plan) if plan.device.type == "cuda" else engine.watch(plan)
+
+
+def _reference(module: nn.Module | None) -> Callable[[], nn.Module | None]:
+    return (lambda: None) if module is None else weakref.ref(module)
+
+
+@contextmanager
+def _training(module: nn.Module) -> Any:
+    """A module in training mode, with the flags that it had afterwards."""
+    flags = [(part, part.training) for part in module.modules()]
+    if not module.training:
+        module.train()
+    try:
+        yield
+    finally:
+        for part, training in flags:
+            part.training = training
