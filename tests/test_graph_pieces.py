@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import rotor
 from rotor import memory
 from rotor.dynamic_plan import DynamicPlan
+from rotor.engines.dynamic.engine import DynamicEngine
 from rotor.errors import InfeasibleError
 from rotor.graph.assembly import Bases, Option, choose, least_bytes, simulate, undominated
 from rotor.graph.pieced import PiecesPlan
@@ -383,7 +384,7 @@ def test_a_limit_that_nothing_keeps_is_reported(monkeypatch):
     def infeasible(*_):
         raise InfeasibleError("too small", 1)
 
-    monkeypatch.setattr(chk, "_try_dynamically", infeasible)
+    monkeypatch.setattr(DynamicEngine, "try_out", infeasible)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(5):

@@ -280,16 +280,16 @@ def test_the_peak_of_cuda_is_read_without_setting_it_back(monkeypatch):
     monkeypatch.setattr(watching, "_cuda_counters", lambda _: next(counters))
     seen = []
 
-    class Model(nn.Module):
-        def _learn_peak(self, plan, peak_bytes):
+    class Engine:
+        def learn_peak(self, plan, peak_bytes):
             seen.append((plan.device, peak_bytes))
 
     class Plan:
         device = "cuda:0"
 
-    model = Model()
+    engine = Engine()
     for _ in range(3):
-        watch = watching.PeakWatch(model, Plan())
+        watch = watching.PeakWatch(engine, Plan())
         y = torch.ones(2, requires_grad=True) * 2
         watch.forward_done(y)
         y.sum().backward()
