@@ -18,142 +18,43 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# From the bottom up. A module may import modules of lower layers and of its own; a package stands
-# for everything in it. A new module needs a place here.
+# From the bottom up: folders, and single modules beside them. A module may import what lower layers
+# have, and its own folder; imports within functions count.
 LAYERS = [
-    (
-        "leaves",
-        [
-            "rotor.errors",
-            "rotor.units",
-            "rotor.progress",
-            "rotor.schedule",
-            "rotor.cache",
-            "rotor.timelines",
-            "rotor.verbosity",
-        ],
-    ),
-    ("binding", ["rotor._core"]),
-    ("chain", ["rotor.chain"]),
-    ("algorithms", ["rotor.algorithms"]),
-    ("simulator", ["rotor.simrd"]),
-    ("graphs", ["rotor.graph"]),
-    (
-        "private PyTorch names",
-        ["rotor._torch", "rotor._inductor", "rotor._dispatch", "rotor._fsdp", "rotor._profiler"],
-    ),
-    (
-        "values and probes",
-        [
-            "rotor.values",
-            "rotor.memory",
-            "rotor.timing",
-            "rotor.checksums",
-            "rotor.places",
-            "rotor.hook_values",
-            "rotor.module_state",
-            "rotor.transparent",
-            "rotor.environment",
-            "rotor.distributed",
-        ],
-    ),
-    (
-        "execution",
-        [
-            "rotor.stages",
-            "rotor.recompute",
-            "rotor.stage_proofs",
-            "rotor.executor",
-            "rotor.sharded",
-            "rotor.blocks",
-            "rotor.metering",
-            "rotor.loss_guess",
-            "rotor.replacing",
-        ],
-    ),
-    ("batches", ["rotor.batches"]),
-    ("dynamic", ["rotor.dtr"]),
-    ("inspection", ["rotor.observing", "rotor.merging", "rotor.inspection", "rotor.remeasuring"]),
-    (
-        "plans",
-        [
-            "rotor.plan",
-            "rotor.watching",
-            "rotor.published",
-            "rotor.together",
-            "rotor.block_calls",
-            "rotor.block_graphs",
-            "rotor.block_plan",
-            "rotor.graph.rewrite",
-            "rotor.graph.lowering",
-            "rotor.graph.repeating",
-            "rotor.graph.proving",
-            "rotor.graph.emit",
-            "rotor.graph.early",
-            "rotor.graph.handover",
-            "rotor.graph.inductor",
-            "rotor.graph.capture",
-            "rotor.graph.profile",
-            "rotor.graph.estimate",
-            "rotor.graph.recorded",
-            "rotor.graph.engine",
-            "rotor.graph.calls",
-            "rotor.graph.probing",
-            "rotor.graph.kinds",
-            "rotor.graph.pieces",
-            "rotor.graph.pieced",
-            "rotor.graph.loading",
-            "rotor.additions",
-            "rotor.nested",
-            "rotor.dynamic_plan",
-            "rotor.watching",
-        ],
-    ),
-    ("reports", ["rotor.report", "rotor.graph.drawing", "rotor.tracing"]),
-    ("experiments", ["rotor.experiments"]),
-    (
-        "wrapper",
-        [
-            "rotor.checkpointable",
-            "rotor.chain_proofs",
-            "rotor.chained",
-            "rotor.dynamic",
-            "rotor.graphed_pieces",
-            "rotor.graphed",
-            "rotor.graphed_blocks",
-            "rotor.graphed_inductor",
-        ],
-    ),
-    (
-        "on the wrapper",
-        [
-            "rotor.graph.building",
-            "rotor.graph.planfiles",
-            "rotor.graph.rkgb",
-            "rotor.factories",
-            "rotor.fits",
-            "rotor.fitting",
-            "rotor.rkgb",
-            "rotor.rockmate",
-        ],
-    ),
-    ("integrations", ["rotor.integrations"]),
-    ("models", ["rotor.models"]),
-    ("public names", ["rotor"]),
-    ("training experiments", ["rotor.experiments.worker"]),
-    ("command line", ["rotor.cli", "rotor.commands", "rotor.__main__"]),
+    ["_core", "errors", "units"],
+    ["chain", "timing", "_pytorch"],
+    ["common", ""],
+    ["meter", "algorithms"],
+    ["graph", "simrd"],
+    ["report", "dtr"],
+    ["engines"],
+    ["wrapper", "memory", "inspection"],
+    ["fit", "rkgb", "rockmate", "integrations", "experiments", "models"],
+    ["commands"],
+    ["__main__"],
 ]
-WITHOUT_TORCH = [
-    "leaves",
-    "binding",
+# The same within the folder of the engines: what they share comes first.
+ENGINES = [
+    ["contract", "peers", "loss_guess", "learning"],
+    ["chain"],
+    ["graph"],
+    ["dynamic"],
+    ["parts"],
+]
+MOST_LAYERS, MOST_NAMES = 11, 22
+
+WITHOUT_TORCH = (
+    "errors",
+    "units",
     "chain",
     "algorithms",
-    "simulator",
-    "graphs",
+    "graph",
+    "simrd",
+    "report",
     "experiments",
-    "public names",
-    "command line",
-]
+)
+"""Folders that need no PyTorch, but for these modules."""
+WITH_TORCH = ("rotor.experiments.worker",)
 
 # The same for the headers of the C core.
 C_LAYERS = [
@@ -184,15 +85,8 @@ MOST_LINES = 620
 # `Tensor._version` is what PyTorch's own documentation calls the version counter.
 ALLOWED_PRIVATE = {"_version"}
 # Overrides the part of nn.Module that is made to be overridden, and shares its dictionaries.
-SHARES_MODULES = "rotor/transparent.py"
-PRIVATE_FILES = (
-    "rotor/_torch.py",
-    "rotor/_inductor.py",
-    "rotor/_dispatch.py",
-    "rotor/_fsdp.py",
-    "rotor/_profiler.py",
-    SHARES_MODULES,
-)
+SHARES_MODULES = "rotor/wrapper/transparent.py"
+PRIVATE_FOLDER = "rotor/_pytorch/"
 
 
 class Import(NamedTuple):
@@ -251,57 +145,59 @@ def imports_of(path: Path) -> Iterator[Import]:
     yield from visit(ast.parse(path.read_text(encoding="utf-8")), False, False)
 
 
-def layer_of(module: str) -> int:
-    """The layer of a module by its longest prefix in the table; the root stands for itself only."""
+def place_of(module: str, layers: list[list[str]], depth: int) -> tuple[int, str]:
+    """The number of a module's layer, and the name that it has there."""
     parts = module.split(".")
-    for length in range(len(parts), 0, -1):
-        prefix = ".".join(parts[:length])
-        if prefix == "rotor" and module != "rotor":
-            break
-        for index, (_, members) in enumerate(LAYERS):
-            if prefix in members:
-                return index
-    raise AssertionError(f"{module} has no layer: give it one in LAYERS of {__file__}")
+    name = parts[depth] if len(parts) > depth else ""
+    for index, members in enumerate(layers):
+        if name in members:
+            return index, name
+    raise AssertionError(f"{module} has no layer: give {name} one in {__file__}")
 
 
-def test_the_table_names_what_exists():
-    members = {member for _, names in LAYERS for member in names}
-    missing = members - set(MODULES) - {"rotor._core"}
-    assert missing == set()
+def arrows(module: str) -> set[str]:
+    """The modules of this package that a module imports, anywhere in it."""
+    found = {i.name for i in imports_of(MODULES[module]) if not i.is_typing}
+    return {name for name in found if name.split(".")[0] == "rotor" and name != module}
+
+
+def test_folders_are_few():
+    assert len(LAYERS) <= MOST_LAYERS
+    names = {path.stem for path in (ROOT / "rotor").iterdir() if path.suffix in ("", ".py")}
+    names -= {"__init__", "__main__", "__pycache__", "models"}
+    assert len(names) <= MOST_NAMES, sorted(names)
+    assert names | {"_core", "models", "__main__", ""} == {name for row in LAYERS for name in row}
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_arrows_point_down(module):
-    own = layer_of(module)
+    own, folder = place_of(module, LAYERS, 1)
     upward = []
-    for name, _, is_typing in imports_of(MODULES[module]):
-        if name.split(".")[0] == "rotor" and not is_typing and layer_of(name) > own:
+    for name in arrows(module):
+        layer, other = place_of(name, LAYERS, 1)
+        if layer > own or (layer == own and other != folder):
             upward.append(name)
-    assert upward == [], f"{module} imports from layers above its own"
+    assert upward == [], f"{module} imports from layers that are not below its own"
 
 
-def test_no_cycles():
-    graph = {
-        module: {
-            name
-            for name, is_lazy, is_typing in imports_of(path)
-            if name.split(".")[0] == "rotor" and not is_lazy and not is_typing and name != module
-        }
-        for module, path in MODULES.items()
-    }
+@pytest.mark.parametrize("module", sorted(m for m in MODULES if m.startswith("rotor.engines.")))
+def test_arrows_between_engines_point_down(module):
+    own, folder = place_of(module, ENGINES, 2)
+    for name in arrows(module):
+        if name.startswith("rotor.engines."):
+            layer, other = place_of(name, ENGINES, 2)
+            assert layer < own or (layer == own and (own == 0 or other == folder)), name
+
+
+def test_no_circles():
+    graph = {module: arrows(module) - {module} for module in MODULES}
     assert len(list(TopologicalSorter(graph).static_order())) >= len(MODULES)
 
 
-def test_report_takes_types_only_from_plans():
-    for path in python_files("rotor/report"):
-        runtime = {i.name for i in imports_of(path) if not i.is_typing}
-        outside = {name for name in runtime if name.split(".")[:2] != ["rotor", "report"]}
-        assert {name for name in outside if name.startswith("rotor")} <= {"rotor.units"}, path
-
-
-def test_planning_layers_do_not_name_torch():
+def test_planning_folders_do_not_name_torch():
     for module, path in MODULES.items():
-        if LAYERS[layer_of(module)][0] in WITHOUT_TORCH:
+        folder = place_of(module, LAYERS, 1)[1]
+        if folder in WITHOUT_TORCH and module not in WITH_TORCH:
             roots = {i.name.split(".")[0] for i in imports_of(path) if not i.is_typing}
             assert "torch" not in roots, module
 
@@ -310,7 +206,7 @@ def test_planning_works_without_torch():
     script = """
 import sys
 sys.modules["torch"] = None
-import rotor, rotor.chain, rotor.algorithms, rotor.units, rotor.progress
+import rotor, rotor.chain, rotor.algorithms, rotor.units, rotor.common.progress
 chain = rotor.Chain([1, 2], [2, 1], [4, 4, 4], [8, 8], [0, 0], [0, 0])
 for name in rotor.algorithms.names():
     sequence = rotor.algorithms.get(name)().solve(chain, "1 KB")
@@ -377,14 +273,14 @@ def private_uses(path: Path) -> list[str]:
     return found
 
 
-def test_private_names_of_pytorch_stand_in_one_file():
+def test_private_names_of_pytorch_are_in_one_folder():
     assert {"_parameters", "_execution_engine", "_C", "_backward_hooks"} <= private_names()
-    assert len(private_uses(ROOT / "rotor/_torch.py")) > 10
+    assert len(private_uses(ROOT / PRIVATE_FOLDER / "core.py")) > 10
     found = []
     for path in python_files("rotor", "models"):
-        if relative(path) not in PRIVATE_FILES:
+        if not relative(path).startswith(PRIVATE_FOLDER) and relative(path) != SHARES_MODULES:
             found += private_uses(path)
-    assert found == [], "move these to rotor/_torch.py"
+    assert found == [], f"move these to {PRIVATE_FOLDER}"
 
 
 def test_transparent_modules_touch_only_what_modules_override():

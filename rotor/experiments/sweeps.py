@@ -20,7 +20,8 @@ from rotor.experiments.cells import Cell, run_cells
 from rotor.experiments.output import LogFile, Output, find_logs, open_log
 from rotor.simrd import heuristics
 from rotor.simrd.results import Result
-from rotor.simrd.simulate import Baseline, simulate
+from rotor.simrd.settings import Baseline
+from rotor.simrd.simulate import simulate
 
 __all__ = ["GROUPS", "RATIOS", "Config", "Series", "failure_line", "run"]
 

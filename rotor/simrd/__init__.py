@@ -18,7 +18,8 @@ from rotor.simrd import heuristics, runtimes
 from rotor.simrd.interactive import Interactive
 from rotor.simrd.logs import Log, LogWriter, parse
 from rotor.simrd.results import Failure, LockedSet, Result, results_to_csv
-from rotor.simrd.simulate import Baseline, baseline, simulate
+from rotor.simrd.settings import Baseline
+from rotor.simrd.simulate import baseline, simulate
 
 if TYPE_CHECKING:
     from rotor.simrd import checkmate, networks, static

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from rotor import _core
 from rotor.simrd.heuristics import HeuristicLike
 from rotor.simrd.results import Failure, LockedSet
-from rotor.simrd.simulate import check_count, failure_of, locked_set, make_settings
+from rotor.simrd.settings import check_count, make_settings
+from rotor.simrd.simulate import failure_of, locked_set
 from rotor.units import parse_bytes
 
 __all__ = ["Interactive"]

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +25,7 @@ from rotor import _core
 from rotor.errors import MalformedLogError
 from rotor.progress import progress
 from rotor.simrd.log_writer import LogWriter
-
-if TYPE_CHECKING:
-    from rotor.simrd.simulate import Baseline
+from rotor.simrd.settings import Baseline, compute_baseline
 
 __all__ = ["OUTPUT_CONDITIONS", "CommandKind", "Log", "LogSource", "LogWriter", "parse"]
 
@@ -266,9 +264,11 @@ class Log:
     @cached_property
     def baseline(self) -> Baseline:
         """The log run without a budget: what ratios of budgets refer to."""
-        from rotor.simrd.simulate import baseline
-
-        return baseline(self)
+        if not self._core.is_finished:
+            raise ValueError(
+                f"the log {self.name!r} was not read to its end; parse() it, or finish() it"
+            )
+        return compute_baseline(self._core)
 
     def __repr__(self) -> str:
         return (
