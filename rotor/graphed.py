@@ -317,8 +317,6 @@ class GraphCheckpointable(PiecesSteps):
         """What a plan belongs to: what a capture belongs to, and which gradients are missing."""
         measured = self._key(args, targets, kwargs)
         absent = self._structure.parameter_flags()[1]
-        if self._backend_of((measured, absent)) == "inductor":
-            absent = (True,) * len(absent)
         if (measured, absent) not in self._plans:
             known = sum(key[0] == measured for key in self._plans)
             if known >= _MOST_PLANS and not all(absent):
