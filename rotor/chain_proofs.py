@@ -43,6 +43,7 @@ class ProvedChain:
     verify: str | int
     _inspections: dict[Any, Inspection]
     _learned_loss: dict[Any, int]
+    _graph_options: dict[str, Any]
     _loaded: dict[Any, Any]
     _plans: dict[Any, Plan]
     _ranks: Any
@@ -91,7 +92,9 @@ class ProvedChain:
         for name in _CHAIN_ONLY:
             self.__dict__.pop(name, None)
         self.__class__ = BlockCheckpointable  # type: ignore[assignment]
-        self.__dict__.update(_structure=Structure(self.module), _learned_loss={})
+        self.__dict__.update(
+            _options=self._graph_options, _structure=Structure(self.module), _learned_loss={}
+        )
         self._begin()  # type: ignore[attr-defined]
 
     def _proof_of(self, plan: Plan) -> StepProof | None:

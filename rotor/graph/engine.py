@@ -383,13 +383,14 @@ class GraphPlan(Metered):
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raise TypeError for an option that `rotor.graph.plan` does not take."""
+    """Raise TypeError or ValueError for an option that `rotor.graph.plan` does not take."""
     unknown = sorted(set(options) - {"effort", "seed", "time_limit"})
     if unknown:
         raise TypeError(
             f"unknown option {unknown[0]!r}, expected effort, seed or time_limit of "
             "rotor.graph.plan"
         )
+    planner.check_effort(options.get("effort", "default"))
 
 
 def build_graph(lowered: Lowered, costs: list[Cost], loss_bytes: int) -> Graph:
