@@ -84,6 +84,19 @@ class ProvedChain:
                 "(torch.use_deterministic_algorithms)",
             )
 
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """Leave it to `_graphs_options`, which knows the engine."""
+
+    def _graphs_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return what the model is planned with as a graph; TypeError: no such option."""
+        if options and self.engine == "chain":
+            raise TypeError(f"unknown option {next(iter(options))!r}")
+        if options:
+            from rotor.graph.engine import check_options
+
+            check_options(options)
+        return options
+
     def _become_graph(self, reason: str) -> None:
         """Plan the model as a captured graph from now on."""
         from rotor.graphed_blocks import BlockCheckpointable

@@ -68,23 +68,9 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
                 "the stages of a chain are always measured here: profile= is for graphs, give "
                 'engine="graph"'
             )
-        if self.engine == "chain":
-            super()._check_options(self._options)
-        elif self._options:
-            from rotor.graph.engine import check_options
-
-            check_options(self._options)
-        self.__dict__.update(
-            _algorithm=Persistent(),
-            _graph_options=self._options,
-            _options={},
-            _ranks=None,
-            _digests={},
-        )
+        self.__dict__.update(_graph_options=self._graphs_options(self._options), _options={})
+        self.__dict__.update(_algorithm=Persistent(), _ranks=None, _digests={})
         self._look()
-
-    def _check_options(self, options: dict[str, Any]) -> None:
-        """Nothing: the model may turn out to be a graph, see `_begin`."""
 
     def _look(self) -> None:
         """Find the stages, and what shards them; nothing is measured any more."""
