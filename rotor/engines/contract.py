@@ -127,6 +127,8 @@ class Settings:
         The plain model.
     mem_limit
         The limit in bytes; ``None`` before it is known.
+    algorithm, algorithm_options
+        What finds schedules of chains, and keywords of its ``solve``.
     unsuited
         Names of engines that cannot plan the model.
     graph_class
@@ -148,6 +150,7 @@ class Settings:
     verify: str | int = "first"
     options: dict[str, Any] = field(default_factory=dict)
     algorithm: Any = None
+    algorithm_options: dict[str, Any] = field(default_factory=dict)
     unsuited: set[str] = field(default_factory=set)
     graph_class: Any = None
 

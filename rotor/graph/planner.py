@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,22 @@ _UNIT = (10, 10_000)
 _MOST_RUNS = 300
 _MOST_POINTS = 10_000
 _LARGEST_EFFORT = 1_000_000
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError for an option that `rotor.graph.plan` does not take."""
+    unknown = sorted(set(options) - {"effort", "seed", "time_limit"})
+    if unknown:
+        raise TypeError(
+            f"unknown option {unknown[0]!r}, expected effort, seed or time_limit of "
+            "rotor.graph.plan"
+        )
+    check_effort(options.get("effort", "default"))
+
+
+def check_effort(effort: str | int) -> None:
+    """Raise TypeError or ValueError where `plan` takes no such effort."""
+    _effort(effort, _EFFORTS)
 
 
 def _effort(effort: str | int, named: dict[str, tuple[int, int]]) -> tuple[int, int]:

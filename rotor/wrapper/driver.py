@@ -192,6 +192,13 @@ class Driver:
         self.engines[following].take_over(reason)
         return True
 
+    def _hand_back(self, key: Key, before: Refusal | None) -> None:
+        """Give a kind of step back to the engine that had it."""
+        if before is None:
+            self.context.refusals.pop(key.measured, None)
+        else:
+            self.context.refusals[key.measured] = before
+
     def _is_hopeless(self) -> bool:
         """Return whether the model differs from call to call: capturing takes more than a step."""
         refusals, last = self.context.refusals.values(), len(self.engines) - 1
@@ -252,6 +259,7 @@ class Driver:
         if key.measured not in self.context.refusals and self._is_hopeless():
             last = next(reversed(self.context.refusals.values()))
             self.context.refusals[key.measured] = last
+        before = self.context.refusals.get(key.measured)
         while True:
             engine = self.engine_of(key)
             if engine.is_measured(key) and not again:
@@ -266,6 +274,10 @@ class Driver:
                 if not self._refuse(key, call, str(refused.error)):
                     raise refused.error from None
                 again = False
+            except memory.MeterBusyError:
+                # The next step looks again.
+                self._hand_back(key, before)
+                raise
 
     def _make(self, key: Key, reserve_bytes: int = 0) -> Any:
         """Plan a kind of step that was measured."""
@@ -450,10 +462,7 @@ class Driver:
             following.try_out(key, call)
         except InfeasibleError:
             self.warn("over", plan.describe_excess())
-            if before is None:
-                del context.refusals[key.measured]
-            else:
-                context.refusals[key.measured] = before
+            self._hand_back(key, before)
             return self._install(key, plan)
         self.warn(
             "over",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -21,6 +21,7 @@ from rotor.engines.contract import Call, Context, DefaultSlots, IsPending, Key, 
 from rotor.engines.learning import MeteredEngine, confirmed
 from rotor.errors import InfeasibleError
 from rotor.executor import Run, run_chain
+from rotor.graph.planner import check_options
 from rotor.growth import StageWatch, known_growth, stage_watch
 from rotor.inspection import Inspection, Measuring, measure
 from rotor.loss_guess import plan_with_guess
@@ -82,6 +83,12 @@ class ChainEngine(PublishedChain, MeteredEngine):
                 "the stages of a chain are always measured here: profile= is for graphs, give "
                 'engine="graph"'
             )
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise TypeError for an option that no engine takes: "auto" may come to a graph."""
+        if self.settings.engine == self.name:
+            super().check_options(options)
+        check_options(options)
 
     def is_portable(self) -> bool:
         """Return whether no stage has state of which a copy of the model has its own."""
@@ -337,7 +344,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
             algo = algorithms.get(algo)
         if isinstance(algo, type):
             algo, options = algo(**options), {}
-        self.settings.algorithm, self.settings.options = algo, options
+        self.settings.algorithm, self.settings.algorithm_options = algo, options
 
     def begin_planning(self) -> None:
         """Forget sequences that were loaded."""
@@ -352,7 +359,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
             loaded = self._loaded[key.measured]
             algorithm = LoadedSequence(loaded, None if is_strict else algorithm)
         inspection, ranks = self._inspections[key.measured], self.context.peers.ranks
-        options = dict(self.settings.options)
+        options = dict(self.settings.algorithm_options)
         if not isinstance(self.settings.mem_slots, DefaultSlots):
             options.setdefault("mem_slots", self.settings.mem_slots)
         if ranks is not None:

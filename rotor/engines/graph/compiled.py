@@ -37,10 +37,6 @@ class CompiledEngine(GraphEngine):
         super().__init__(context)
         self.attempts: dict[Any, list[Attempt]] = {}
 
-    def refined(self, key: Key) -> Key:
-        """Return the key of a plan: what Inductor compiles gives all gradients in the end."""
-        return Key(key.measured, (True,) * len(key.absent))
-
     def begin_planning(self) -> None:
         """Drop the compiled programs, and what was learned of them."""
         for step in [found for known in self.steps.values() for found in known.variants()]:

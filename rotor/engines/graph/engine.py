@@ -29,13 +29,13 @@ from rotor.graph.engine import (
     CapturedStep,
     GraphPlan,
     build_graph,
-    check_options,
     make_plan,
     repriced,
 )
 from rotor.graph.graph import Graph
 from rotor.graph.loading import loaded_plan
 from rotor.graph.lowering import Lowered
+from rotor.graph.planner import check_options
 from rotor.graph.program import Program
 from rotor.graph.proving import Tally
 from rotor.graph.recorded import MEASURED, price, source_of
@@ -127,7 +127,7 @@ class GraphEngine(MeteredEngine):
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise TypeError for an option that the planner does not take."""
-        check_options(dict(options))
+        check_options(options)
 
     def check_sharding(self) -> None:
         """Raise where the model is sharded and nothing else was asked for than its graph."""

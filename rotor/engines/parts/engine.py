@@ -32,6 +32,7 @@ from rotor.graph.pieced import (
 from rotor.graph.pieces import Pieces, discover
 from rotor.graph.proving import PartsTally
 from rotor.graph.recorded import price
+from rotor.memory import MeterBusyError
 from rotor.metering import StepBytes, StepWatch, cancel_running
 from rotor.progress import progress
 from rotor.values import tensors_within
@@ -87,8 +88,13 @@ class PartsEngine(MeteredEngine):
         module = self.context.module
         lacking = self.context.structure.lacking_gradient(key.absent)
         existing = {id(p) for p in module.parameters() if p.requires_grad} - lacking
-        with progress(1, "capturing the parts of the model") as update:
-            found = discover(module, *call.arguments, captures, update, existing)
+        try:
+            with progress(1, "capturing the parts of the model") as update:
+                found = discover(module, *call.arguments, captures, update, existing)
+        except MeterBusyError:
+            if old is not None:
+                self.pieces[key] = old
+            raise
         if found is None:
             raise CannotPlan(CaptureError(reason))
         pieces = self.pieces[key] = found if old is None else found.with_earlier(old)

@@ -20,9 +20,9 @@ from rotor.engines.contract import METERED_STEPS, Call, Context, IsPending, Key,
 from rotor.engines.graph.engine import captured_key, check_generator, warn_unrepeatable
 from rotor.engines.learning import MeteredEngine, confirmed
 from rotor.graph.calls import check_arguments
-from rotor.graph.engine import check_options
 from rotor.graph.kinds import Captures
 from rotor.graph.pieced import learn, pieces_curve
+from rotor.graph.planner import check_options
 from rotor.graph.recorded import MEASURED, price, source_of
 from rotor.metering import StepBytes, cancel_running
 from rotor.peers import SharingRanks
@@ -67,7 +67,7 @@ class ShardedBlocksEngine(MeteredEngine):
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise TypeError for an option that the planner does not take."""
-        check_options(dict(options))
+        check_options(options)
 
     # -- measuring and planning
 
