@@ -63,6 +63,7 @@ LAYERS = [
             "rotor.stages",
             "rotor.recompute",
             "rotor.stage_proofs",
+            "rotor.sharded_proofs",
             "rotor.executor",
             "rotor.sharded",
             "rotor.blocks",

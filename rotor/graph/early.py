@@ -25,7 +25,7 @@ from rotor.errors import RecomputationError
 from rotor.graph.emit import Emitted, deaths, emit
 from rotor.graph.handover import sharing
 from rotor.graph.lowering import Lowered
-from rotor.graph.proving import Prover, host_copy
+from rotor.graph.proving import Prover
 from rotor.recompute import autocast_off
 
 __all__ = [
