@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from rotor import _torch
+from rotor import _fsdp, _torch
 from rotor.blocks import BlockStage
 from rotor.checksums import Mismatch, Proof, Proved, recomputation_error
 from rotor.distributed import Ranks
@@ -20,9 +21,10 @@ from rotor.places import Place, Saved
 from rotor.replacing import Replaced
 from rotor.sharded_proofs import ShardedGradients, found_together
 from rotor.stage_proofs import CURE, host_copy
+from rotor.stages import Stage
 from rotor.values import grad_flags, tensors_of, tensors_within
 
-__all__ = ["BlocksProof", "Kept", "observe_blocks"]
+__all__ = ["BlocksProof", "Kept", "described_kept", "observe_blocks"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,17 @@ class Kept:
     reason: str = ""
     varies: bool = False
     has_state: bool = False
+
+
+@contextmanager
+def _around(stage: Stage) -> Iterator[None]:
+    """Only units within the block, whose hooks run with it, end a backward."""
+    assert isinstance(stage, BlockStage)
+    inner = [unit for unit in stage.units if stage.module not in unit.modules]
+    with _fsdp.alone(inner):
+        yield
+    for unit in inner:
+        unit.settle()
 
 
 def observe_blocks(
@@ -67,7 +80,7 @@ def observe_blocks(
         Those who run it: what one of them sees holds for all.
     """
     device = tensors_of(arguments)[0].device
-    observer = Observer(device, BlockStage.undisturbing)
+    observer = Observer(device, _around)
     resident = [*model.parameters(), *model.buffers(), *tensors_of(arguments)]
     saves = Saves(resident, lambda *_: None)
     places = {stage.module: k for k, stage in enumerate(stages)}

@@ -83,6 +83,7 @@ LAYERS = [
             "rotor.published",
             "rotor.together",
             "rotor.block_calls",
+            "rotor.block_proofs",
             "rotor.block_graphs",
             "rotor.block_plan",
             "rotor.graph.rewrite",

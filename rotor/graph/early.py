@@ -27,6 +27,7 @@ from rotor.graph.handover import sharing
 from rotor.graph.lowering import Lowered
 from rotor.graph.proving import Prover
 from rotor.recompute import autocast_off
+from rotor.stage_proofs import host_copy
 
 __all__ = [
     "Delivery",
