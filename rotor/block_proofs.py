@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from rotor.stage_proofs import CURE, host_copy
 from rotor.stages import Stage
 from rotor.values import grad_flags, tensors_of, tensors_within
 
-__all__ = ["BlocksProof", "Kept", "described_kept", "observe_blocks"]
+__all__ = ["BlocksProof", "Kept", "observe_blocks"]
 
 
 @dataclass(frozen=True)
@@ -256,18 +256,3 @@ class BlocksProof(PartsTally):
         self._saved.put(last=True)
         if self._gradients is not None:
             self._gradients.restore()
-
-
-def described_kept(names: Iterable[str]) -> str:
-    """Return the warning about blocks that do not repeat.
-
-    Parameters
-    ----------
-    names
-        Of the blocks, with their types.
-    """
-    return (
-        f"block {', '.join(names)} gave other bits in a second run from the same state: it is "
-        "never recomputed, and what it makes is kept. It depends on state that cannot be set back, "
-        "or one of its kernels is not deterministic (torch.use_deterministic_algorithms)"
-    )

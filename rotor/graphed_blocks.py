@@ -22,7 +22,7 @@ from rotor.block_plan import (
     measure_blocks,
     most,
 )
-from rotor.block_proofs import BlocksProof, Kept, described_kept
+from rotor.block_proofs import BlocksProof, Kept
 from rotor.blocks import BlockStage, BlockStep
 from rotor.checkpointable import METERED_STEPS
 from rotor.graph.calls import check_arguments, takes_targets
@@ -180,7 +180,13 @@ class BlockCheckpointable(GraphCheckpointable):
         blocks = self._measured[key[0]].sites
         varying = [f"{b.name} ({type(b.stage.module).__name__})" for b in blocks if b.kept.varies]
         if varying:
-            self._warn_once("varying", described_kept(varying))
+            self._warn_once(
+                "varying",
+                f"block {', '.join(varying)} gave other bits in a second run from the same state: "
+                "it is never recomputed, and what it makes is kept. It depends on state that "
+                "cannot be set back, or one of its kernels is not deterministic "
+                "(torch.use_deterministic_algorithms)",
+            )
         kinds = dict.fromkeys(b.graph.kind for b in blocks if b.graph is not None)
         self._warn_unrepeatable([kind.lowered for kind in kinds])
 
