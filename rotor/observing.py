@@ -29,6 +29,7 @@ __all__ = [
     "Observation",
     "Observer",
     "copied_buffers",
+    "kept_bytes",
     "note_state",
     "observe",
     "undisturbed",
@@ -225,29 +226,70 @@ def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(value)
 
 
-def _walk(value: Any, known: set[int]) -> _Walk:
-    walk = _Walk(outputs=[_digest(tensor) for tensor in tensors_of(value)])
-    waiting = [t.grad_fn for t in reversed(tensors_of(value)) if t.grad_fn is not None]
-    walk.variables += [t for t in tensors_of(value) if t.requires_grad and t.grad_fn is None]
+def _nodes_of(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Yield the nodes of the graph that tensors end, each once."""
+    waiting = [t.grad_fn for t in reversed(tensors) if t.grad_fn is not None]
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
+        yield node
+        waiting += [n for n, _ in reversed(node.next_functions) if n is not None]
+
+
+def _walk(value: Any, known: set[int]) -> _Walk:
+    walk = _Walk(outputs=[_digest(tensor) for tensor in tensors_of(value)])
+    walk.variables += [t for t in tensors_of(value) if t.requires_grad and t.grad_fn is None]
+    for node in _nodes_of(tensors_of(value)):
         variable = getattr(node, "variable", None)
         if isinstance(variable, torch.Tensor):
             walk.variables.append(variable)
-        else:
-            for tensor in _saved_tensors(node):
-                if tensor.layout == torch.strided:
-                    storage = tensor.untyped_storage()
-                    # FSDP2 frees whole parameters when a stage has run.
-                    if storage.data_ptr() in known or (tensor.numel() and not storage.nbytes()):
-                        continue
-                walk.saved.append(_digest(tensor))
-        waiting += [n for n, _ in reversed(node.next_functions) if n is not None]
+            continue
+        for tensor in _saved_tensors(node):
+            if _is_strided(tensor):
+                is_freed = tensor.numel() and not tensor.untyped_storage().nbytes()
+                # FSDP2 frees whole parameters when a stage has run.
+                if is_freed or _address(tensor) in known:
+                    continue
+            walk.saved.append(_digest(tensor))
     return walk
+
+
+def kept_bytes(stage: Stage, x: Any, y: Any) -> int:
+    """Return the bytes of the tensors that an output and its graph hold.
+
+    Parameters
+    ----------
+    stage
+        Its parameters and buffers do not count.
+    x
+        Its input, which does not count either.
+    y
+        Its output.
+    """
+    tensors = list(tensors_of(y))
+    for node in _nodes_of(tensors_of(y)):
+        tensors += _saved_tensors(node)
+    sizes = {_address(t): t.untyped_storage().nbytes() for t in tensors if _is_strided(t)}
+    own = [
+        tensor
+        for module in stage.modules()
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    ]
+    for tensor in [*tensors_of(x), *own]:
+        if _is_strided(tensor):
+            sizes.pop(_address(tensor), None)
+    return sum(sizes.values())
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _digest(tensor: torch.Tensor) -> Any:
