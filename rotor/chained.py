@@ -275,7 +275,7 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
                 inspection,
                 [count] * len(chain),
                 rng=self.preserve_rng_state,
-                verified=self.verify != "off" and self._sharding is None,
+                verified=self.verify != "off",
             )
             + self._beside_bytes(inspection)
             for count in (3, 1)
@@ -455,7 +455,7 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
                     progress=update,
                     beside_bytes=self._beside_bytes(inspection),
                     plain_tail=plain_tail,
-                    verify=self.verify if plain_tail else "off",
+                    verify=self.verify,
                 )
 
         is_guessed = (
@@ -495,8 +495,6 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
             plan.makespan,
             len(plan.schedule.recomputed),
         )
-        if self._sharding is not None:
-            plan.proved.unproved = "stages of sharded models are not compared"
         self._plans[key] = plan
         self.__dict__.update(_latest=plan, _latest_key=key)
         return plan

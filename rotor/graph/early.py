@@ -25,8 +25,9 @@ from rotor.errors import RecomputationError
 from rotor.graph.emit import StepCode, deaths, emit
 from rotor.graph.handover import sharing
 from rotor.graph.lowering import Lowered
-from rotor.graph.proving import Prover, host_copy
+from rotor.graph.proving import Prover
 from rotor.recompute import autocast_off
+from rotor.stage_proofs import host_copy
 
 __all__ = [
     "Delivery",
