@@ -24,6 +24,7 @@ _NOISE_BYTES = 1 << 16
 _NOISE_SHARE = 50
 _REMEMBERED = 20
 _STEP_MARKS = ("loss", "backward")
+_BEGAN = "backward of the model"
 _SETTINGS = inspect.signature(dtr.budget).parameters
 OPTIONS = frozenset({"heuristic", "seed", "strict", "sample", "ignore_small", "storage_swap"})
 _DEFAULTS = {name: _SETTINGS[name].default for name in OPTIONS}
@@ -155,16 +156,16 @@ class DynamicPlan(Metered):
         self.meterings += 1
         learn_needs(self.unknown, step.segments)
         output_bytes = self.output_bytes
-        starts = {segment.name: segment.start_bytes for segment in step.segments}
-        held = max(starts["backward"] - self.counted_bytes, 0)
+        loss_bytes, level_bytes = _of_loss(step)
+        held = max(level_bytes - self.counted_bytes, 0)
         note_peak(self, step.peak_bytes)
         self.level_bytes = None
         if output_bytes >= self.loss_output_bytes:
             self.loss_output_bytes = output_bytes
-            self.loss_bytes, self.held_bytes = step.loss_bytes, held
+            self.loss_bytes, self.held_bytes = loss_bytes, held
             self.step_bytes = step.peak_bytes
         else:
-            self.loss_bytes = max(self.loss_bytes or 0, step.loss_bytes)
+            self.loss_bytes = max(self.loss_bytes or 0, loss_bytes)
             self.held_bytes = max(self.held_bytes, held)
         return step.peak_bytes - self.limit_bytes
 
@@ -176,10 +177,12 @@ class DynamicPlan(Metered):
             session = step.session
             if step.is_metered:
                 self.counted_bytes = session.current_bytes
+                session.mark(_BEGAN)
             held = self.held_by_loss(step.output_bytes)
             if self._knows(step.output_bytes) and not is_trial:
                 seen = _level(self.device) - level - session.current_bytes
-                known = min(held, max(seen, 0)) if level >= 0 else held
+                # The level of the CPU's heap is that of Python's objects too.
+                known = min(held, max(seen, 0)) if self.device.type == "cuda" else held
                 session.outside_bytes = self.reserve_bytes + known
                 held += 0 if level < 0 or step.is_metered else self._grown(step, seen)
             session.aim(self.limit_bytes - self.reserve_bytes - held)
@@ -233,6 +236,19 @@ def _level(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return _core.heap_bytes()
+
+
+def _of_loss(step: StepBytes) -> tuple[int, int]:
+    """Return what the loss took of a step, and the level when the model's backward began.
+
+    The gradient of the first of several outputs arrives before the loss has ended.
+    """
+    names = [segment.name for segment in step.segments]
+    if _BEGAN not in names:
+        return step.loss_bytes, step.segments[names.index("backward")].start_bytes
+    first, last = names.index("loss"), names.index(_BEGAN)
+    peak = max(segment.peak_bytes for segment in step.segments[first:last])
+    return peak - step.segments[first].start_bytes, step.segments[last].start_bytes
 
 
 def _without_parts(timeline: Timeline | None) -> Timeline | None:
