@@ -20,11 +20,13 @@ from rotor.timelines import Timeline
 from rotor.watching import note_peak
 
 _LOSS_FACTOR = 4
+_ROOM_FACTOR = 64
+"""Evicted before a loss of which nothing is known, as far as the limit has not so much left."""
+
 _NOISE_BYTES = 1 << 16
 _NOISE_SHARE = 50
 _REMEMBERED = 20
 _STEP_MARKS = ("loss", "backward")
-_BEGAN = "backward of the model"
 _SETTINGS = inspect.signature(dtr.budget).parameters
 OPTIONS = frozenset({"heuristic", "seed", "strict", "sample", "ignore_small", "storage_swap"})
 _DEFAULTS = {name: _SETTINGS[name].default for name in OPTIONS}
@@ -156,16 +158,16 @@ class DynamicPlan(Metered):
         self.meterings += 1
         learn_needs(self.unknown, step.segments)
         output_bytes = self.output_bytes
-        loss_bytes, level_bytes = _of_loss(step)
-        held = max(level_bytes - self.counted_bytes, 0)
+        starts = {segment.name: segment.start_bytes for segment in step.segments}
+        held = max(starts["backward"] - self.counted_bytes, 0)
         note_peak(self, step.peak_bytes)
         self.level_bytes = None
         if output_bytes >= self.loss_output_bytes:
             self.loss_output_bytes = output_bytes
-            self.loss_bytes, self.held_bytes = loss_bytes, held
+            self.loss_bytes, self.held_bytes = step.loss_bytes, held
             self.step_bytes = step.peak_bytes
         else:
-            self.loss_bytes = max(self.loss_bytes or 0, loss_bytes)
+            self.loss_bytes = max(self.loss_bytes or 0, step.loss_bytes)
             self.held_bytes = max(self.held_bytes, held)
         return step.peak_bytes - self.limit_bytes
 
@@ -177,7 +179,6 @@ class DynamicPlan(Metered):
             session = step.session
             if step.is_metered:
                 self.counted_bytes = session.current_bytes
-                session.mark(_BEGAN)
             held = self.held_by_loss(step.output_bytes)
             if self._knows(step.output_bytes) and not is_trial:
                 seen = _level(self.device) - level - session.current_bytes
@@ -185,6 +186,9 @@ class DynamicPlan(Metered):
                 known = min(held, max(seen, 0)) if self.device.type == "cuda" else held
                 session.outside_bytes = self.reserve_bytes + known
                 held += 0 if level < 0 or step.is_metered else self._grown(step, seen)
+            elif not is_trial:
+                session.outside_bytes = self.reserve_bytes + step.gradient_bytes
+                held = max(held, step.gradient_bytes)
             session.aim(self.limit_bytes - self.reserve_bytes - held)
 
         def ended(step: NestedStep) -> None:
@@ -227,8 +231,9 @@ class DynamicPlan(Metered):
         """Bytes to leave for the loss of a step, and those that it is known to need."""
         wished = self._loss(step.output_bytes)
         if not self._knows(step.output_bytes):
-            return wished, 0
-        step.tried_bytes = self.step_bytes + MOST_SCRAPS
+            is_guess = self.loss_bytes is None and not self.assumed_loss_bytes
+            return max(wished, _ROOM_FACTOR * step.output_bytes if is_guess else 0), 0
+        step.tried_bytes = self.step_bytes + 2 * MOST_SCRAPS
         return wished, wished
 
 
@@ -236,19 +241,6 @@ def _level(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return _core.heap_bytes()
-
-
-def _of_loss(step: StepBytes) -> tuple[int, int]:
-    """Return what the loss took of a step, and the level when the model's backward began.
-
-    The gradient of the first of several outputs arrives before the loss has ended.
-    """
-    names = [segment.name for segment in step.segments]
-    if _BEGAN not in names:
-        return step.loss_bytes, step.segments[names.index("backward")].start_bytes
-    first, last = names.index("loss"), names.index(_BEGAN)
-    peak = max(segment.peak_bytes for segment in step.segments[first:last])
-    return peak - step.segments[first].start_bytes, step.segments[last].start_bytes
 
 
 def _without_parts(timeline: Timeline | None) -> Timeline | None:

@@ -95,11 +95,6 @@ class StepSession(Session):
             self._mark = mark
         return self._unknown
 
-    def mark(self, name: str) -> None:
-        """Begin another part of a meter that knows of such operators."""
-        if self._mark is not None:
-            self._mark(name)
-
     def _make_room(self, nbytes: int, least: int, *, is_wish: bool = False) -> None:
         if self.additions is not None and self.additions.is_holding:
             super()._make_room(nbytes, least, is_wish=True)
