@@ -131,8 +131,8 @@ class DynamicSteps(Checkpointable):
                 f"the limit of {plan.limit_bytes} bytes could not be kept: the step needed "
                 f"{step.peak_bytes} bytes, {plan.loss_bytes} of them at most for the loss"
                 f"{unknown}. The next steps are run with as much less, and are refused where that "
-                f"is too little; a limit of {step.peak_bytes + 2 * MOST_SCRAPS} bytes would do, and "
-                "loss_fn= makes the loss part of what is managed",
+                f"is too little; a limit of {step.peak_bytes + 2 * MOST_SCRAPS} bytes would do, "
+                "and loss_fn= makes the loss part of what is managed",
                 MemoryLimitWarning,
                 stacklevel=2,
             )
