@@ -183,11 +183,11 @@ def _judge(case: Case, engine: str, limit_bytes: int, plain: Plain, *, is_metere
             _seed(100 + k)
             last = k >= case.steps - 2
             last &= is_metered
+            if not case.keeps_gradients:
+                optimizer.zero_grad()
             if last:
                 # A copy within a meter would be counted.
                 model.before, model.is_metered = Snapshot.of(case, net), True
-            if not case.keeps_gradients:
-                optimizer.zero_grad()
             with memory.meter("cpu") if last else _NoMeter() as meter:
                 loss = case.step(case, model, net, optimizer, k)
             if last:
@@ -221,7 +221,10 @@ class _Entrance:
         self.is_metered = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_metered:
+        if self.is_metered:
+            # The batch was drawn after the copy.
+            self.before.randomness = _randomness()
+        else:
             self.before = self._look()
         return self.model(*args, **kwargs)
 
