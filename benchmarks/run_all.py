@@ -151,6 +151,12 @@ BENCHMARKS = (
         gpu_limit_s=20,
     ),
     Benchmark(
+        "verified_steps.py",
+        "what proving a step while it runs costs",
+        _words("--shrink 4 --shares 0.05 --rounds 5"),
+        one_thread=True,
+    ),
+    Benchmark(
         "dtr_table.py",
         "what each mechanism of the dynamic runtime is worth",
         _words("gpt --ablation --tiny --rounds 1"),

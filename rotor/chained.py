@@ -68,6 +68,7 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
                 "the stages of a chain are always measured here: profile= is for graphs, give "
                 'engine="graph"'
             )
+        self.__dict__.update(_graph_options=self._graphs_options(self._options), _options={})
         self.__dict__.update(_algorithm=Persistent(), _ranks=None, _digests={})
         self._look()
 
@@ -576,13 +577,19 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
 
     def _learn(self, plan: Any, step: StepBytes) -> None:
         if self._sharding is not None:
-            # What the model's own unit gathers is there before the forward begins.
-            peak = step.peak_bytes + self._sharding.base_bytes(plan.device)
-            peak = min(peak, plan.earlier_bytes or peak)
-            step = replace(step, peak_bytes=peak)
-            if peak > plan.limit_bytes and plan.earlier_bytes is None:
-                # On the CPU, what threads of gloo give back is not seen: another step may tell.
-                plan.earlier_bytes = peak
+            # The model's own unit is gathered before the forward begins.
+            step = step.shifted(self._sharding.base_bytes(plan.device))
+            if plan.earlier is not None:
+                step = replace(
+                    step,
+                    peak_bytes=min(step.peak_bytes, plan.earlier.peak_bytes),
+                    loss_bytes=max(step.loss_bytes, plan.earlier.loss_bytes),
+                )
+            elif step.peak_bytes > plan.limit_bytes or self._loss_of(plan, step) < (
+                plan.chain.loss_tmp_bytes
+            ):
+                # On the CPU, threads of gloo give buffers back late: another step confirms it.
+                plan.earlier = step
                 return
         super()._learn(plan, step)
 
@@ -591,17 +598,23 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
             super()._warn_over(plan, least_bytes)
 
     def _learn_loss(self, key: Any, plan: Plan, step: StepBytes) -> bool:
-        captured = plan.inspection.loss_peak_bytes is not None
-        # Another step may hold the output longer than this one did.
-        released = 0 if step.output_held else plan.inspection.output_bytes
-        learned = step.loss_bytes + released - plan.inspection.output_grad_bytes
-        if captured or learned == plan.chain.loss_tmp_bytes:
+        learned = self._loss_of(plan, step)
+        if learned == plan.chain.loss_tmp_bytes:
             return False
         if self._ranks is not None and plan.meterings > 1 and learned < plan.chain.loss_tmp_bytes:
             # Another rank's loss needs more.
             return False
         self._learned_loss[key[0]] = learned
         return True
+
+    @staticmethod
+    def _loss_of(plan: Plan, step: StepBytes) -> int:
+        """Bytes of the loss in a metered step, as `Chain.loss_tmp_bytes` counts them."""
+        if plan.inspection.loss_peak_bytes is not None:
+            return plan.chain.loss_tmp_bytes
+        # Another step may hold the output longer than this one did.
+        released = 0 if step.output_held else plan.inspection.output_bytes
+        return step.loss_bytes + released - plan.inspection.output_grad_bytes
 
     def _repriced(self, key: Any, plan: Plan) -> int:
         corrected = Schedule(plan.sequence.codes, self._chain(key))

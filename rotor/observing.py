@@ -25,7 +25,7 @@ from rotor.recompute import RngTracker
 from rotor.stages import Stage
 from rotor.values import Flags, as_leaves, check_output, detached, grad_flags, tensors_of
 
-__all__ = ["Observation", "copied_buffers", "observe", "undisturbed"]
+__all__ = ["Observation", "copied_buffers", "kept_bytes", "observe", "undisturbed"]
 
 
 @dataclass
@@ -218,30 +218,68 @@ def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(value)
 
 
-def _walk(value: Any, known: set[int], *, is_whole: bool) -> _Walk:
-    walk = _Walk(outputs=[_digest(tensor) for tensor in tensors_of(value)])
-    if not is_whole:
-        return walk
-    waiting = [t.grad_fn for t in reversed(tensors_of(value)) if t.grad_fn is not None]
-    walk.variables += [t for t in tensors_of(value) if t.requires_grad and t.grad_fn is None]
+def _nodes_of(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Yield the nodes of the graph that tensors end, each once."""
+    waiting = [t.grad_fn for t in reversed(tensors) if t.grad_fn is not None]
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
+        yield node
+        waiting += [n for n, _ in reversed(node.next_functions) if n is not None]
+
+
+def _walk(value: Any, known: set[int], *, is_whole: bool) -> _Walk:
+    walk = _Walk(outputs=[_digest(tensor) for tensor in tensors_of(value)])
+    if not is_whole:
+        return walk
+    walk.variables += [t for t in tensors_of(value) if t.requires_grad and t.grad_fn is None]
+    for node in _nodes_of(tensors_of(value)):
         variable = getattr(node, "variable", None)
         if isinstance(variable, torch.Tensor):
             walk.variables.append(variable)
-        else:
-            for tensor in _saved_tensors(node):
-                if (
-                    tensor.layout != torch.strided
-                    or tensor.untyped_storage().data_ptr() not in known
-                ):
-                    walk.saved.append(_digest(tensor))
-        waiting += [n for n, _ in reversed(node.next_functions) if n is not None]
+            continue
+        for tensor in _saved_tensors(node):
+            if not _is_strided(tensor) or _address(tensor) not in known:
+                walk.saved.append(_digest(tensor))
     return walk
+
+
+def kept_bytes(stage: Stage, x: Any, y: Any) -> int:
+    """Return the bytes of the tensors that an output and its graph hold.
+
+    Parameters
+    ----------
+    stage
+        Its parameters and buffers do not count.
+    x
+        Its input, which does not count either.
+    y
+        Its output.
+    """
+    tensors = list(tensors_of(y))
+    for node in _nodes_of(tensors_of(y)):
+        tensors += _saved_tensors(node)
+    sizes = {_address(t): t.untyped_storage().nbytes() for t in tensors if _is_strided(t)}
+    own = [
+        tensor
+        for module in stage.modules()
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    ]
+    for tensor in [*tensors_of(x), *own]:
+        if _is_strided(tensor):
+            sizes.pop(_address(tensor), None)
+    return sum(sizes.values())
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _digest(tensor: torch.Tensor) -> Any:

@@ -15,7 +15,7 @@ from rotor.chain import Chain
 from rotor.checksums import NO_ROOM, has_room, proof_bytes
 from rotor.errors import InfeasibleError
 from rotor.inspection import RNG_BYTES, Inspection
-from rotor.metering import Metered
+from rotor.metering import Metered, StepBytes
 from rotor.schedule import Schedule
 from rotor.timelines import PredictedTimeline
 from rotor.units import format_bytes
@@ -39,8 +39,8 @@ class Plan(Metered):
         The limit it was made for.
     own_bytes
         What the executor itself keeps: random states and copies of buffers.
-    earlier_bytes
-        Peak of a step that went over, and that another one has to confirm.
+    earlier
+        A metered step whose figures another one has to confirm.
     verify
         The steps in which recomputed values are compared.
     refuted
@@ -53,7 +53,7 @@ class Plan(Metered):
     schedule: Schedule
     limit_bytes: int
     own_bytes: int
-    earlier_bytes: int | None = field(default=None, repr=False)
+    earlier: StepBytes | None = field(default=None, repr=False)
     verify: str | int = field(default="first", repr=False)
     refuted: bool = field(default=False, repr=False)
 

@@ -21,6 +21,7 @@ from rotor import _core, _torch, memory
 from rotor.errors import MemoryLimitWarning
 from rotor.inspection import Inspection
 from rotor.metering import Metered, StepBytes, StepMeter
+from rotor.observing import kept_bytes
 from rotor.stages import Stage
 from rotor.units import format_bytes
 from rotor.values import tensors_of
@@ -70,7 +71,7 @@ def can_vary(stage: Stage) -> bool:
 class _WatchedStage:
     """A stage that tells how the heap has grown while it ran."""
 
-    def __init__(self, stage: Stage, note: Callable[[int], None]) -> None:
+    def __init__(self, stage: Stage, note: Callable[[int, Any, Any], None]) -> None:
         self._stage = stage
         self._note = note
 
@@ -80,7 +81,7 @@ class _WatchedStage:
     def __call__(self, x: Any) -> Any:
         before = _core.heap_bytes()
         y = self._stage(x)
-        self._note(_core.heap_bytes() - before)
+        self._note(_core.heap_bytes() - before, x, y)
         return y
 
 
@@ -108,13 +109,16 @@ class StageWatch:
     growth
         The most that was seen beyond the measure, by stage.
     is_new
-        More of it was seen than was told of.
+        More of it was seen than the plan knows.
+    is_unexplained
+        The heap grew by more than the tensors of a stage hold: by what a kernel caches, say.
     """
 
     def __init__(self, inspection: Inspection) -> None:
         self.inspection = inspection
         self.growth: Growth = {}
         self.is_new = False
+        self.is_unexplained = False
         self._is_queued = False
         self._told: Callable[[], None] | None = None
         self._measures = inspection.measures
@@ -136,7 +140,7 @@ class StageWatch:
 
     def forward_done(self, output: Any) -> None:
         """Have the end of the backward looked at, where a stage has kept more."""
-        if not self.is_new:
+        if not (self.is_new or self.is_unexplained):
             return
         for tensor in tensors_of(output):
             if tensor.requires_grad:
@@ -153,19 +157,24 @@ class StageWatch:
 
     def _finish(self) -> None:
         self._is_queued = False
-        if self.is_new and self._told is not None:
-            self.is_new = False
+        if (self.is_new or self.is_unexplained) and self._told is not None:
             self._told()
+            self.is_new = self.is_unexplained = False
 
-    def _noting(self, i: int) -> Callable[[int], None]:
-        def note(grown_bytes: int) -> None:
+    def _noting(self, i: int) -> Callable[[int, Any, Any], None]:
+        def note(grown_bytes: int, x: Any, y: Any) -> None:
             measure = self._measures[i]
             is_recorded = torch.is_grad_enabled()
             expected = measure.xbar_bytes if is_recorded else measure.output_bytes
             more = grown_bytes - expected
             kept, given = self.growth.get(i, (0, 0))
             noise = max(_NOISE_BYTES, expected // _NOISE_SHARE)
-            if more <= (kept if is_recorded else given) + noise:
+            known = (kept if is_recorded else given) + noise
+            if more <= known:
+                return
+            more = min(more, kept_bytes(self.inspection.stages[i], x, y) - expected)
+            if more <= known:
+                self.is_unexplained = True
                 return
             self.growth[i] = (more, given) if is_recorded else (kept, more)
             self.is_new = True
@@ -241,11 +250,11 @@ def stage_watch(model: Any, plan: Any) -> StageWatch | None:
 
 def _learn_growth(model: Any, plan: Any, watch: StageWatch) -> None:
     key = next((k for k, known in model._plans.items() if known is plan), None)
-    if key is None:
+    plan.differs = True
+    if key is None or not watch.is_new:
         return
     peak = model._repriced(key, plan)
     note_peak(plan, peak)
-    plan.differs = True
     if peak > plan.limit_bytes:
         plan.measured_bytes = max(plan.measured_bytes or 0, peak)
         plan.outdated = True

@@ -113,7 +113,7 @@ def mixed_precision() -> list[str]:
         planned = rotor.Checkpointable(shard(make_model(), root=root, mp_policy=policy))
         planned.measure(batch(0))
         limit = tighten(planned)
-        found += compare(plain, planned, 3) + kept(planned, limit)
+        found += compare(plain, planned, 4) + kept(planned, limit)
     return found
 
 
@@ -134,7 +134,7 @@ def prefetches_and_meshes() -> list[str]:
         plain, planned = models[0], rotor.Checkpointable(models[1])
         planned.measure(batch(0))
         limit = tighten(planned)
-        found += compare(plain, planned, 3) + kept(planned, limit)
+        found += compare(plain, planned, 4) + kept(planned, limit)
     return found
 
 

@@ -112,6 +112,33 @@ def limit_between(model):
     return (few + 4 * many) // 5
 
 
+class Caches(nn.Module):
+    """Keeps bytes that no tensor holds, as a kernel does that prepares itself once."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.caches = [0] * 100, []
+
+    def forward(self, x):
+        self.caches.append(bytes(self.sizes[0]))
+        return torch.tanh(x)
+
+
+def test_bytes_that_no_tensor_holds_are_metered_and_not_taken_for_growth():
+    model = chain()
+    model.insert(2, caches := Caches())
+    chk = trained(model, limit_between(chain()))
+    steps = chk._latest.meterings
+    caches.sizes[0] = 4 << 20
+    step(chk, FEW)
+    caches.sizes[0] = 0
+    assert chk._latest.differs
+    step(chk, FEW)
+    assert not chk._latest.differs
+    assert chk._latest.most_bytes_seen <= chk._latest.limit_bytes
+    assert chk._latest.meterings == steps
+
+
 def test_a_chain_learns_what_its_stages_keep_of_another_batch():
     plain = chain()
     limit = limit_between(plain)
