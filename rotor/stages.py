@@ -201,6 +201,17 @@ def refuse_replicated(model: nn.Module) -> None:
             )
 
 
+def shared_parameters(stages: Iterable[Stage]) -> set[int]:
+    """Return the ids of the parameters that more than one of the stages has."""
+    found: set[int] = set()
+    shared: set[int] = set()
+    for stage in stages:
+        ids = {id(parameter) for parameter in stage.parameters()}
+        shared |= found & ids
+        found |= ids
+    return shared
+
+
 @contextmanager
 def gradients_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Parameters without gradients inside, and with those that they had afterwards."""

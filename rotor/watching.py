@@ -46,7 +46,7 @@ _FIRST_STEPS = (16, 64)
 _EVERY = 256
 """Steps after which one is metered again, though nothing was seen to differ."""
 
-_NOISE_BYTES = 1 << 16
+_NOISE_BYTES = 1 << 17
 _NOISE_SHARE = 50
 """Less than these bytes, and than this part of what was expected, is taken for noise."""
 

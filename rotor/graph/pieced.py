@@ -264,6 +264,8 @@ class PiecesStep:
             site = self._plan.pieces.sites[k]
             if site.failed or site.signature != described_call(args, kwargs):
                 self._plan.pieces.is_stale |= not site.failed
+                # It runs without a plan, and needs what the next metered step tells.
+                self._plan.differs = True
                 return forward(*args, **kwargs)
             return self._run(k, site, forward, args, kwargs)
 
