@@ -6,7 +6,7 @@ only views its input belongs to the module before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -86,9 +86,13 @@ class Stage:
                 found[id(parameter)] = parameter
         return list(found.values())
 
-    def graph_leaves(self) -> list[nn.Parameter] | None:
-        """The parameters that its graph can end in; ``None`` where that cannot be seen."""
+    def graph_leaves(self) -> list[nn.Parameter]:
+        """The parameters that its graph can end in."""
         return self.parameters()
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether a flag holds on any rank that runs this stage together with others."""
+        return flag
 
     def standing(self) -> list[Any]:
         """Whatever stands where the parameters stood when the stage was made."""
@@ -144,3 +148,14 @@ def find_stages(model: nn.Module) -> list[Stage]:
     if not stages:
         raise ValueError("the nn.Sequential is empty: there is nothing to run")
     return stages
+
+
+def shared_parameters(stages: Iterable[Stage]) -> set[int]:
+    """Return the ids of the parameters that more than one of the stages has."""
+    found: set[int] = set()
+    shared: set[int] = set()
+    for stage in stages:
+        ids = {id(parameter) for parameter in stage.parameters()}
+        shared |= found & ids
+        found |= ids
+    return shared

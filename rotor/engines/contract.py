@@ -355,6 +355,9 @@ class Engine(ABC):
             None fits beside the reserve.
         """
 
+    def expect(self, plan: Any) -> None:
+        """Look, before a step, whether it will need more than its plan knows."""
+
     def replan(self, old: Any, make: Callable[[int], Any]) -> Any:
         """Return a plan that knows what metered steps taught, or the old one.
 

@@ -76,6 +76,8 @@ class MeteredEngine(Engine):
         plan.meterings += 1
         note_peak(plan, step.peak_bytes)
         over = step.peak_bytes - plan.limit_bytes
+        if plan.warned_bytes:
+            warn_excess(plan, step.peak_bytes)
         logger.info(
             "measured peak %s, predicted %s, limit %s",
             format_bytes(step.peak_bytes),

@@ -419,6 +419,8 @@ class Driver:
         if is_stale:
             plan = None
             del plans[key]
+        if plan is not None:
+            engine.expect(plan)
         wants_plan = plan is None or plan.verdict is not Verdict.KEEP
         wants_measure, wants_plan = self.context.peers.settle(
             is_one_behind, is_stale or not engine.is_measured(key), wants_plan
@@ -526,7 +528,7 @@ class Driver:
         """Return what sees a step of a plan that has been metered; ``None`` where nothing does."""
         if not plan.is_watched or self.context.peers.ranks is not None:
             return None
-        if is_due(plan):
+        if is_due(plan, self.context.structure.parameters):
             return meter_again(engine, plan)
         return PeakWatch(engine, plan) if plan.device.type == "cuda" else engine.watch(plan)
 

@@ -33,8 +33,9 @@ from rotor.progress import progress
 from rotor.published import LoadedSequence, PublishedChain, checked_sequence, modules_of
 from rotor.remeasuring import with_other_input
 from rotor.sharded import ShardedRun, find_sharding
+from rotor.sharded_proofs import ShardedProof
 from rotor.stage_proofs import StepProof
-from rotor.stages import Stage, find_stages
+from rotor.stages import Stage, find_stages, shared_parameters
 from rotor.units import format_bytes, parse_bytes
 from rotor.values import tensors_of
 
@@ -247,9 +248,18 @@ class ChainEngine(PublishedChain, MeteredEngine):
             They leave a stage of a sharded model.
         """
         leaving = [i for i, s in enumerate(seen) if s.leaves or s.is_fed]
-        if leaving:
-            i = leaving[0]
-            reason = f"stage {stages[i].name}: {seen[i].reason()}"
+        reason = f"stage {stages[leaving[0]].name}: {seen[leaving[0]].reason()}" if leaving else ""
+        varying = [
+            f"{stage.name} ({' and '.join(type(f).__name__ for f in stage.functions)})"
+            for stage, s in zip(stages, seen, strict=True)
+            if not s.repeats
+        ]
+        if self._sharding is not None:
+            # All ranks go on, or none does.
+            found = self._sharding.ranks.exchange((reason, varying))
+            reason = next((other for other, _ in found if other), "")
+            varying = list(dict.fromkeys(name for _, names in found for name in names))
+        if reason:
             if self._sharding is not None:
                 raise RuntimeError(
                     f"{reason}, which recomputing stages of a sharded model would lose: return it "
@@ -260,7 +270,6 @@ class ChainEngine(PublishedChain, MeteredEngine):
             if is_free and not is_fed and self.context.peers.ranks is None:
                 logger.info("planned as a graph of operations, not as a chain: %s", reason)
                 raise Unsuited(reason)
-        varying = [stage.name for stage, s in zip(stages, seen, strict=True) if not s.repeats]
         if varying:
             self.context.warn(
                 "varying",
@@ -297,6 +306,9 @@ class ChainEngine(PublishedChain, MeteredEngine):
         inspection = known_growth(self.watches, self._inspections[key.measured])
         # A parameter that several stages share gets its gradient in the last of them.
         lacking = self._flags.lacking_gradient(key.absent)
+        if self._sharding is None:
+            # Autograd adds up what several stages give before it adds that to an existing one.
+            lacking |= shared_parameters(inspection.stages)
         missing = []
         for stage in reversed(inspection.stages):
             ids = [id(parameter) for parameter in stage.parameters()]
@@ -380,7 +392,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
                     progress=update,
                     beside_bytes=self._beside_bytes(inspection),
                     plain_tail=plain_tail,
-                    verify=self.settings.verify if plain_tail else "off",
+                    verify=self.settings.verify,
                 )
 
         is_guessed = (
@@ -418,8 +430,6 @@ class ChainEngine(PublishedChain, MeteredEngine):
             plan.makespan,
             len(plan.schedule.recomputed),
         )
-        if self._sharding is not None:
-            plan.proved.unproved = "stages of sharded models are not compared"
         return plan
 
     def _share_loss(self, measured: Any) -> None:
@@ -446,7 +456,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
                 inspection,
                 [count] * len(chain),
                 rng=self.settings.preserve_rng_state,
-                verified=self.settings.verify != "off" and self._sharding is None,
+                verified=self.settings.verify != "off",
             )
             + self._beside_bytes(inspection)
             for count in (3, 1)
@@ -511,15 +521,18 @@ class ChainEngine(PublishedChain, MeteredEngine):
 
     def _proof_of(self, plan: Plan) -> StepProof | None:
         """Return what compares the values of the next step; ``None`` where it is not verified."""
-        if self._sharding is not None or not plan.schedule.recomputed:
+        if not plan.schedule.recomputed:
             return None
-        is_due = plan.proved.is_due(self.settings.verify)
+        sharding = self._sharding
+        # Ranks compare in the same steps.
+        is_due = plan.proved.is_due(self.settings.verify if sharding is None else plan.verify)
         plan.proved.ran += 1
         if not is_due:
             return None
         myself = weakref.ref(self)
 
         def failed(stages: list[int]) -> None:
+            cancel_running()
             plan.refuted = plan.outdated = True
             for i in stages:
                 measures = plan.inspection.measures
@@ -528,6 +541,10 @@ class ChainEngine(PublishedChain, MeteredEngine):
             if (engine := myself()) is not None:
                 engine._forget_chains(plan)
 
+        if sharding is not None:
+            return ShardedProof(
+                plan.inspection.stages, plan.proved, failed, sharding.ranks, sharding.gradients_now
+            )
         return StepProof(
             plan.inspection.stages,
             plan.proved,

@@ -24,6 +24,8 @@ from rotor.graph.kinds import Captures
 from rotor.graph.pieced import (
     PiecesPlan,
     PiecesStep,
+    expect_additions,
+    is_of_additions,
     learn,
     learn_levels,
     make_pieces_plan,
@@ -36,7 +38,7 @@ from rotor.memory import MeterBusyError
 from rotor.metering import StepBytes, StepWatch, cancel_running
 from rotor.progress import progress
 from rotor.values import tensors_within
-from rotor.watching import LevelWatch, note_peak, warn_excess
+from rotor.watching import LevelWatch, note_peak, sparse_growth, warn_excess, warn_sparse
 
 __all__ = ["PartsEngine"]
 
@@ -110,11 +112,19 @@ class PartsEngine(MeteredEngine):
         """Return time of the parts against limit."""
         return pieces_curve(self.pieces[key], points), self.device_of(key)
 
+    def expect(self, plan: PiecesPlan) -> None:
+        """Plan for sparse gradients that have grown since a step was metered."""
+        more = sparse_growth(plan, self.context.structure.parameters)
+        if more:
+            expect_additions(plan, more)
+
     # -- running
 
     def run(self, plan: PiecesPlan, call: Call, start: StartMeter) -> tuple[Any, IsPending]:
         """Run the model with the programs of a plan in the place of its parts."""
         module, verify = self.context.module, self.settings.verify
+        if plan.measured_bytes is None:
+            sparse_growth(plan, self.context.structure.parameters)
         tally = PartsTally(plan.proved, module) if plan.is_verified(verify) else None
         meter = start()
         with PiecesStep(plan, meter, tally) as pieces:
@@ -149,6 +159,9 @@ class PartsEngine(MeteredEngine):
         plan.measured_timeline = step.timeline
         plan.outdated = learn(plan, step)
         note_peak(plan, step.peak_bytes)
+        if is_of_additions(plan):
+            warn_sparse(plan, step.peak_bytes)
+            return
         is_final = not plan.outdated or plan.meterings >= METERED_STEPS
         if step.peak_bytes > plan.limit_bytes and is_final:
             plan.is_over = True
@@ -157,6 +170,9 @@ class PartsEngine(MeteredEngine):
         """Compare a step that was metered later with what its plan knows."""
         note_peak(plan, step.peak_bytes)
         plan.outdated = learn(plan, step)
+        if is_of_additions(plan):
+            warn_sparse(plan, step.peak_bytes)
+            return
         warn_excess(plan, step.peak_bytes)
         plan.is_over = step.peak_bytes > plan.limit_bytes and not plan.outdated
 

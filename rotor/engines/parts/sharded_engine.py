@@ -15,6 +15,7 @@ from rotor import memory
 from rotor.algorithms.curve import Curve
 from rotor.block_calls import candidates
 from rotor.block_plan import Blocks, BlocksPlan, make_blocks_plan, measure_blocks, most
+from rotor.block_proofs import BlocksProof, Kept
 from rotor.blocks import BlockStep
 from rotor.engines.contract import METERED_STEPS, Call, Context, IsPending, Key, StartMeter
 from rotor.engines.graph.engine import captured_key, check_generator, warn_unrepeatable
@@ -128,6 +129,17 @@ class ShardedBlocksEngine(MeteredEngine):
             preserve_rng_state=self.settings.preserve_rng_state,
             captures=self._captures_on(call.device),
         )
+        names = [
+            f"{b.name} ({type(b.stage.module).__name__})" for b in found.sites if b.kept.varies
+        ]
+        if names:
+            self.context.warn(
+                "varying",
+                f"block {', '.join(names)} gave other bits in a second run from the same state: "
+                "it is never recomputed, and what it makes is kept. It depends on state that "
+                "cannot be set back, or one of its kernels is not deterministic "
+                "(torch.use_deterministic_algorithms)",
+            )
         kinds = dict.fromkeys(b.graph.kind for b in found.sites if b.graph is not None)
         warn_unrepeatable(self.context, [kind.lowered for kind in kinds])
 
@@ -166,6 +178,7 @@ class ShardedBlocksEngine(MeteredEngine):
             limit_bytes,
             reserve_bytes=max(reserve_bytes, self._sharding.late_bytes(blocks.device)),
             loss_tmp_bytes=self.settings.loss_tmp_memory_usage,
+            verify=self.settings.verify,
         )
         known: Any = plan.pieces
         self._blocks[key] = known
@@ -195,6 +208,7 @@ class ShardedBlocksEngine(MeteredEngine):
 
     def run(self, plan: BlocksPlan, call: Call, start: StartMeter) -> tuple[Any, IsPending]:
         """Run the model with blocks that keep, or compute again, what the plan says."""
+        proof = self._proof_of(plan)
         meter = start()
         with BlockStep(
             [block.stage for block in plan.blocks],
@@ -204,8 +218,11 @@ class ShardedBlocksEngine(MeteredEngine):
             [None if block.is_lost else block.graph for block in plan.blocks],
             preserve_rng_state=self.settings.preserve_rng_state,
             marks=meter,
+            proof=proof,
         ) as step:
             output = self.context.module.forward(*call.args, **call.kwargs)
+        if proof is not None:
+            proof.begin_with(output)
         for k in step.failed:
             # Ranks agree before the next step that they have to plan again.
             plan.blocks[k].is_lost = plan.outdated = True
@@ -223,6 +240,30 @@ class ShardedBlocksEngine(MeteredEngine):
             return found is not None and not found.is_done
 
         return self.context.with_loss(output, call.targets), is_pending
+
+    def _proof_of(self, plan: BlocksPlan) -> BlocksProof | None:
+        """Return what compares the values of the next step; ``None`` where it is not verified."""
+        if not plan.is_verified(self.settings.verify):
+            return None
+        context = weakref.ref(self.context)
+
+        def failed(numbers: list[int]) -> None:
+            cancel_running()
+            for k in numbers:
+                plan.blocks[k].kept = Kept("it gave other bits when it ran again in a backward")
+            plan.refuted = plan.outdated = True
+            for other in () if (found := context()) is None else found.plans.values():
+                if other.blocks == plan.blocks:
+                    other.refuted = other.outdated = True
+
+        return BlocksProof(
+            self.context.module,
+            [block.stage for block in plan.blocks],
+            plan.proved,
+            self._ranks,
+            self._sharding.gradients_now,
+            failed,
+        )
 
     # -- learning
 
