@@ -24,7 +24,7 @@ from common import (
 from torch import nn
 
 import rotor
-from rotor.progress import progress
+from rotor.common.progress import progress
 from rotor.report.text import table
 from rotor.units import format_bytes, format_seconds
 

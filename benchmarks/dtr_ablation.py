@@ -22,7 +22,8 @@ import torch
 from common import read_clock
 from dtr_cases import Plain, Program, medians, results, same, step, timed
 
-from rotor import _core, _dispatch, dtr, memory
+from rotor import _core, dtr, memory
+from rotor._pytorch import dispatch
 from rotor.dtr import recall, runtime
 from rotor.errors import BudgetError
 
@@ -68,7 +69,7 @@ def _book(**options: Any) -> Callable[[], list[Any]]:
 
 _Recorder = _core.Recorder
 _known_needs = recall.known_needs
-_handler_parts = _dispatch.handler_parts
+_handler_parts = dispatch.handler_parts
 
 
 def _needs(**changes: int) -> Callable[[], list[Any]]:
@@ -97,8 +98,8 @@ def _recorded_backward() -> list[Any]:
         )
 
     return [
-        mock.patch.object(_dispatch, "graph_task", nowhere),
-        mock.patch.object(_dispatch, "handler_parts", parts),
+        mock.patch.object(dispatch, "graph_task", nowhere),
+        mock.patch.object(dispatch, "handler_parts", parts),
     ]
 
 

@@ -29,7 +29,7 @@ from torch import nn
 from torch._functorch import config as functorch_config
 
 import rotor
-from rotor.graph.capture import fresh
+from rotor.engines.graph.capture import fresh
 
 MOST_STEPS = 5
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from rotor.algorithms.sequence import Sequence
-from rotor.executor import run_chain
+from rotor.engines.chain.run import run_chain
+from rotor.engines.chain.schedule import Schedule
+from rotor.engines.chain.stages import find_stages
 from rotor.report.text import table
-from rotor.schedule import Schedule
-from rotor.stages import find_stages
 from rotor.timing import Clock
 
 

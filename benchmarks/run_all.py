@@ -364,7 +364,7 @@ def _value(cell: str) -> float | str:
 def machine() -> dict[str, Any]:
     """Processor, devices and versions, and the commit of the sources."""
     import rotor
-    from rotor import environment
+    from rotor.commands import environment
 
     found = environment.describe()
     known: dict[str, Any] = {"processor": _processor(), "cpus": found["cpus"]}

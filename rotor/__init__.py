@@ -20,8 +20,8 @@ from rotor.errors import (
 )
 
 if TYPE_CHECKING:
-    from rotor.executor import CheckpointOptim
-    from rotor.fitting import LargestBatch, largest_batch
+    from rotor.engines.chain.run import CheckpointOptim
+    from rotor.fit.search import LargestBatch, largest_batch
     from rotor.rockmate import Hiremate, PureCheckmate, PureRockmate, PureRotor, Rockmate
     from rotor.wrapper.checkpointable import Checkpointable
 
@@ -49,14 +49,14 @@ __all__ = [
 
 _LAZY = {
     "Checkpointable": "rotor.wrapper.checkpointable",
-    "CheckpointOptim": "rotor.executor",
-    "LargestBatch": "rotor.fitting",
+    "CheckpointOptim": "rotor.engines.chain.run",
+    "LargestBatch": "rotor.fit.search",
     "Hiremate": "rotor.rockmate",
     "PureCheckmate": "rotor.rockmate",
     "PureRockmate": "rotor.rockmate",
     "PureRotor": "rotor.rockmate",
     "Rockmate": "rotor.rockmate",
-    "largest_batch": "rotor.fitting",
+    "largest_batch": "rotor.fit.search",
 }
 _MODEL_FAMILIES = ("densenet", "gpt", "inception", "resnet", "vgg")
 _SUBMODULES = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rotor.cli import main
+from rotor.commands.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

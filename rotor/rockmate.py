@@ -12,15 +12,15 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rotor import memory
 from rotor.engines.contract import Key, Settings
 from rotor.engines.graph.engine import GraphEngine
+from rotor.engines.graph.planned import GraphPlan, search
 from rotor.errors import InfeasibleError
 from rotor.graph import exact
 from rotor.graph.blockwise import plan_blocks
-from rotor.graph.engine import GraphPlan, search
 from rotor.graph.graph import Graph, Storage
 from rotor.graph.program import Program
+from rotor.meter import allocator
 from rotor.units import parse_bytes
 from rotor.wrapper.checkpointable import Checkpointable, Setting
 
@@ -78,7 +78,7 @@ class _BudgetEngine(GraphEngine):
             return given(device)
         parameters = self.context.module.parameters()
         absent = [p for p in parameters if p.requires_grad and p.grad is None]
-        gradients = sum(memory.rounded_bytes(p.nbytes, p.device) for p in absent)
+        gradients = sum(allocator.rounded_bytes(p.nbytes, p.device) for p in absent)
         self.settings.mem_limit = budget + gradients
         return budget + gradients
 

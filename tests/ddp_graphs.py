@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rotor
-from rotor import _inductor
-from rotor.graph.early import EarlyCode
+from rotor._pytorch import inductor as _inductor
+from rotor.engines.graph.early import EarlyCode
 
 WIDTH = 32
 

@@ -248,7 +248,7 @@ def ranks_that_differ() -> list[str]:
         model(batch(0)).sum().backward()
         model(batch(1, rows=256 + 32 * rank)).sum().backward()
     found += differences(plain, planned) + same_choices(planned)
-    kind, words = (ValueError, "no tensor") if rank else (rotor.distributed.RankError, "rank 1")
+    kind, words = (ValueError, "no tensor") if rank else (rotor.common.ranks.RankError, "rank 1")
     found += refused(lambda: planned(None if rank else batch(0)), kind, words)
     for model in (plain, planned.module):
         model.reset_iter_state()

@@ -19,7 +19,7 @@ from torchvision_standins import import_torchvision
 
 import rotor
 from rotor import memory
-from rotor.blocks import FIRST_PROGRAM
+from rotor.engines.parts.blocks import FIRST_PROGRAM
 from rotor.graph.assembly import least_bytes
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "fsdp.md"

@@ -220,7 +220,7 @@ def ranks_that_differ() -> list[str]:
         model(batch(1, rows=256 + 32 * rank)).sum().backward()
     found += differences(plain, planned) + same_plans(planned)
     nothing = {} if rank else batch(0)
-    kind, words = (ValueError, "no tensor") if rank else (rotor.distributed.RankError, "rank 1")
+    kind, words = (ValueError, "no tensor") if rank else (rotor.common.ranks.RankError, "rank 1")
     found += refused(lambda: planned(nothing), kind, words)
     plain.reset_iter_state()
     planned.module.reset_iter_state()

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rotor.graph.capture import Capture, Unplanned, fresh
-from rotor.graph.emit import emit
-from rotor.graph.lowering import Lowered
-from rotor.values import tensors_within
+from rotor.common.tensor_trees import tensors_within
+from rotor.engines.graph.capture import Capture, Unplanned, fresh
+from rotor.engines.graph.emit import emit
+from rotor.engines.graph.lowering import Lowered
 
 BATCH, TIME, WIDTH = 3, 4, 8
 KINDS = [

@@ -18,12 +18,12 @@ import rotor
 from rotor import memory
 from rotor.algorithms import Persistent
 from rotor.chain import Chain
-from rotor.dynamic_plan import DynamicPlan
+from rotor.engines.chain.plan import Plan
+from rotor.engines.dynamic.plan import DynamicPlan
+from rotor.engines.graph.planned import GraphPlan, build_graph, make_plan
+from rotor.engines.parts.pieced import PiecesPlan
 from rotor.graph import planner
-from rotor.graph.engine import GraphPlan, build_graph, make_plan
 from rotor.graph.graph import Graph
-from rotor.graph.pieced import PiecesPlan
-from rotor.plan import Plan
 
 with contextlib.suppress(ModuleNotFoundError):
     # Transformers imports torchvision where it is there.

@@ -12,9 +12,9 @@ from random_graphs import training_graph
 from test_graph_render import random_graph, small_graph
 
 from rotor import Chain, algorithms
+from rotor.common.timeline import Timeline
 from rotor.graph import plan, render, simulate
 from rotor.report.html import measured_page, sequence_page
-from rotor.timelines import Timeline
 
 pytestmark = pytest.mark.skipif(chromium.program() is None, reason="needs Chromium")
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import rotor
-from rotor import cache
+from rotor.common import cache
 
 ENVIRONMENT = "here"
 ROWS = {"add": [10, 0, 64], "mul": [20, 8]}
@@ -127,11 +127,11 @@ import pwd
 def unknown(uid):
     raise KeyError(f"getpwuid(): uid not found: {uid}")
 pwd.getpwuid = unknown
-from rotor import cache
+from rotor.common import cache
 assert cache.directory() is None
 cache.store("profile", "here", {"a": [1]})
 assert cache.load("profile", "here") == {}
-from rotor.environment import describe
+from rotor.commands.environment import describe
 print(describe()["cache"])
 """
 

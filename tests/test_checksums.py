@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import rotor
-from rotor import checksums, memory
-from rotor.checksums import Proof, Proved, checked_verify, checksum, is_verified
+from rotor import memory
+from rotor.common import checksums
+from rotor.common.checksums import Proof, Proved, checked_verify, checksum, is_verified
 
 DTYPES = [
     torch.bool,

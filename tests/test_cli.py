@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import rotor
-from rotor.cli import main
+from rotor.commands.main import main
 from rotor.simrd import LogWriter, Result, heuristics, networks, simulate
 
 
@@ -261,7 +261,7 @@ def test_an_interruption_is_said_and_exits_with_130(log, tmp_path, monkeypatch, 
 
 def test_the_module_runs_without_torch(log):
     check = (
-        "import sys; from rotor.cli import main; "
+        "import sys; from rotor.commands.main import main; "
         f"code = main(['simulate', {str(log)!r}, '--ratio', '0.5']); "
         "assert 'torch' not in sys.modules; assert 'matplotlib' not in sys.modules; sys.exit(code)"
     )

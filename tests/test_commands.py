@@ -13,8 +13,8 @@ import pytest
 
 import rotor
 from rotor.algorithms.curve import Curve
-from rotor.cli import main
 from rotor.commands.curve import curve_text
+from rotor.commands.main import main
 from rotor.graph import Graph, Profile, Program
 
 FACTORY = """
@@ -166,9 +166,9 @@ def test_planning_for_the_machine_of_a_profile(capsys, monkeypatch):
     def runs(*_, **__):
         raise AssertionError("something was run")
 
-    monkeypatch.setattr("rotor.factories.check_forward", runs)
-    monkeypatch.setattr("rotor.factories.plain_peak", runs)
-    monkeypatch.setattr("rotor.graph.profile._measure", runs)
+    monkeypatch.setattr("rotor.commands.factories.check_forward", runs)
+    monkeypatch.setattr("rotor.commands.factories.plain_peak", runs)
+    monkeypatch.setattr("rotor.engines.graph.profile._measure", runs)
     there = Graph.from_dict(
         data_of(capsys, "measure", *GRAPH, "--profile", "there.json")["measured"]
     )
@@ -217,7 +217,7 @@ def test_a_saved_program_is_run_by_the_model(capsys):
     report = data_of(capsys, "report", "plan.json", "--html", "plan.html")
     assert report["peak_bytes"] == program.peak_bytes
     assert report["operations"] == len(program.graph)
-    from rotor import factories
+    from rotor.commands import factories
 
     made = factories.make("net.py:gated")
     sample = factories.draw(factories.inputs(["16,8"], ["int64"], [50]), factories.device_of("cpu"))
@@ -363,7 +363,7 @@ def test_failures_exit_with_1_and_tracebacks_are_shown_on_demand(capsys, monkeyp
     def fails():
         raise RuntimeError("the probe is gone")
 
-    monkeypatch.setattr("rotor.environment.describe", fails)
+    monkeypatch.setattr("rotor.commands.environment.describe", fails)
     code, out, err = run(capsys, "info")
     assert (code, out) == (1, "")
     assert err == "rotor: failed: RuntimeError: the probe is gone (--debug shows where)\n"

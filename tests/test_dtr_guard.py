@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rotor import _dispatch, dtr
+from rotor import dtr
+from rotor._pytorch import dispatch
 from rotor.errors import MemoryLimitWarning
 
 pytestmark = [
@@ -25,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:the budget of"),
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
 ]
-SWAPS = [False, *([True] if _dispatch.has_storage_swap() else [])]
+SWAPS = [False, *([True] if dispatch.has_storage_swap() else [])]
 WIDTH = 1000
 BYTES = 4 * WIDTH
 
@@ -37,8 +38,8 @@ def make():
 
 
 def is_evicted(session, tensor):
-    with _dispatch.without_functions():
-        ref = session._table[_dispatch.storage_key(tensor.untyped_storage())]
+    with dispatch.without_functions():
+        ref = session._table[dispatch.storage_key(tensor.untyped_storage())]
     return not session._book.describe(ref.node)[1]
 
 
@@ -185,7 +186,7 @@ def test_after_the_context_nothing_is_left_of_the_guard():
         assert torch.utils.dlpack.to_dlpack is not function
     assert torch.utils.dlpack.to_dlpack is torch.to_dlpack is function
     assert torch.autograd._engine_run_backward is run
-    assert not _dispatch.in_function_modes()
+    assert not dispatch.in_function_modes()
 
 
 class _Square(torch.autograd.Function):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from dynamic_cases import CASES, Plain
 
-from rotor import _core, _dispatch, dtr, memory
+from rotor import _core, dtr, memory
+from rotor._pytorch import dispatch
 from rotor.dtr import runtime, signatures
 from rotor.dtr.operators import Operator
 
@@ -73,8 +74,8 @@ def test_sessions_are_let_go():
 @pytest.mark.parametrize("name", ["gpt", "lstm", "treelstm"])
 def test_without_dlpack_attributes_are_read(name, monkeypatch):
     plain = Plain(CASES[name])
-    parts = _dispatch.handler_parts
-    monkeypatch.setattr(_dispatch, "handler_parts", lambda device: (*parts(device)[:-1], None))
+    parts = dispatch.handler_parts
+    monkeypatch.setattr(dispatch, "handler_parts", lambda device: (*parts(device)[:-1], None))
     limit = int(plain.peak_bytes * 0.6)
     equal, peak_bytes, stats = plain.under(limit)
     assert equal
@@ -121,7 +122,7 @@ def test_gradients_that_somebody_keeps_do_not_change():
 
 
 def test_only_the_engines_own_sums_are_made_in_place():
-    assert _dispatch.sole_owners() is not None
+    assert dispatch.sole_owners() is not None
 
     class Twice(torch.autograd.Function):
         @staticmethod
@@ -244,7 +245,7 @@ def test_arguments_are_checked():
 
 
 def test_while_a_cuda_graph_is_captured_python_decides(monkeypatch):
-    parts = _dispatch.handler_parts
+    parts = dispatch.handler_parts
     asked = []
     seen = []
 
@@ -253,7 +254,7 @@ def test_while_a_cuda_graph_is_captured_python_decides(monkeypatch):
         return len(asked) > 3
 
     monkeypatch.setattr(
-        _dispatch, "handler_parts", lambda device: (*parts(device)[:-2], capturing, None)
+        dispatch, "handler_parts", lambda device: (*parts(device)[:-2], capturing, None)
     )
     monkeypatch.setattr(
         runtime.Session, "_handle", lambda self, func, types, args, kwargs: seen.append(func)

@@ -14,11 +14,12 @@ from dynamic_cases import CASES, Plain, results, same, step, treelstm
 from torch import nn
 from torch.nn import functional as F
 
-from rotor import _core, _dispatch, dtr, memory
+from rotor import _core, dtr, memory
+from rotor._pytorch import dispatch
 from rotor.dtr.operators import Operator
 from rotor.errors import BudgetError, MemoryLimitWarning
 
-SWAPS = [False, *([True] if _dispatch.has_storage_swap() else [])]
+SWAPS = [False, *([True] if dispatch.has_storage_swap() else [])]
 
 
 @cache

@@ -11,9 +11,9 @@ from torch import nn
 from training import Result, default_loss, schedules, twins
 
 from rotor.algorithms.sequence import Operation, Sequence
-from rotor.executor import CheckpointOptim, run_chain
-from rotor.schedule import Schedule
-from rotor.stages import find_stages
+from rotor.engines.chain.run import CheckpointOptim, run_chain
+from rotor.engines.chain.schedule import Schedule
+from rotor.engines.chain.stages import find_stages
 
 NAMES = ["kept", "recompute_all", "halves", "each", "mixed"]
 

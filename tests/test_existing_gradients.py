@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 import rotor
 from rotor import memory
+from rotor.engines.graph.planned import GraphPlan, build_graph
+from rotor.engines.parts.pieced import PiecesPlan
 from rotor.graph import planner
-from rotor.graph.engine import GraphPlan, build_graph
 from rotor.graph.graph import Graph
-from rotor.graph.pieced import PiecesPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:no single graph of the model")
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from experiment_runs import BASELINE, FIXED, RATIO, WORKER, parse, requests_of, run, text_of
 
-from rotor.cli import main
+from rotor.commands.main import main
 from rotor.experiments import analysis, configuration, process, runs
 from rotor.experiments.process import Failure, Limits
 from rotor.report import experiment_figures

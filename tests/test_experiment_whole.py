@@ -12,7 +12,7 @@ import pytest
 from experiment_served import served_here
 
 from rotor import simrd
-from rotor.cli import main
+from rotor.commands.main import main
 from rotor.experiments import process
 
 EXTRA = {"batch_size": 16, "extra_params": {"depth": 4, "mem_dim": 48, "in_dim": 16}}

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import rotor
-from rotor import batches, fitting, memory, timing
-from rotor.fitting import BatchFit, LargestBatch, largest_batch
+from rotor import memory, timing
+from rotor.fit import batches, search
+from rotor.fit.search import BatchFit, LargestBatch, largest_batch
 
 cross_entropy = nn.functional.cross_entropy
 
@@ -185,7 +186,7 @@ def test_the_search_ends_where_it_is_told():
 
 
 def test_without_timing_the_answer_is_the_same(monkeypatch):
-    monkeypatch.setattr(fitting, "_STEP_SECONDS", 0.01)
+    monkeypatch.setattr(search, "_STEP_SECONDS", 0.01)
     options = {"loss_fn": cross_entropy, "multiple_of": 16, "points": 1, "targets": (labels(8),)}
     usual = largest_batch(mlp(), torch.randn(8, 32), 60_000, **options)
     quick = largest_batch(mlp(), torch.randn(8, 32), 60_000, timed=False, **options)
@@ -195,8 +196,8 @@ def test_without_timing_the_answer_is_the_same(monkeypatch):
 
     # Rough times of operations are not for later plans.
     kept = []
-    monkeypatch.setattr("rotor.cache.store", lambda *row: kept.append(row))
-    monkeypatch.setattr("rotor.cache.load", lambda *_: {})
+    monkeypatch.setattr("rotor.common.cache.store", lambda *row: kept.append(row))
+    monkeypatch.setattr("rotor.common.cache.load", lambda *_: {})
     sample = {"x": torch.randn(8, 16)}
     quick = largest_batch(Gated(), sample, 80_000, timed=False, max_batch=16, **options)
     assert quick.engine == "graph"
@@ -214,14 +215,14 @@ def test_one_run_is_all_without_timing():
 
 
 def test_where_a_measured_peak_is_over_the_next_size_down_is_taken(limit, monkeypatch):
-    true_peak = fitting.step_bytes
+    true_peak = search.step_bytes
     calls = []
 
     def peak(step, device):
         calls.append(1)
         return limit + 1 if len(calls) == 1 else true_peak(step, device)
 
-    monkeypatch.setattr(fitting, "step_bytes", peak)
+    monkeypatch.setattr(search, "step_bytes", peak)
     model = mlp(4)
     got = largest_batch(model, torch.randn(4, 32), limit, multiple_of=32, points=1)
     assert got.refused is not None
@@ -230,14 +231,14 @@ def test_where_a_measured_peak_is_over_the_next_size_down_is_taken(limit, monkey
 
 
 def test_out_of_memory_is_a_size_that_does_not_fit(monkeypatch):
-    planned = fitting._Search._planned
+    planned = search._Search._planned
 
     def fails(self, size):
         if size * self.unit > 24:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return planned(self, size)
 
-    monkeypatch.setattr(fitting._Search, "_planned", fails)
+    monkeypatch.setattr(search._Search, "_planned", fails)
     got = largest_batch(mlp(2), torch.randn(4, 32), "10 MB", multiple_of=8, points=1)
     assert got.largest.batch == 24
     assert got.refused.least_bytes is None
@@ -295,7 +296,7 @@ def test_throughput():
 
 
 def test_the_examples_of_the_docstrings():
-    results = doctest.testmod(fitting)
+    results = doctest.testmod(search)
     assert (results.failed, results.attempted > 2) == (0, True)
 
 

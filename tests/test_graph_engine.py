@@ -17,7 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import rotor
-from rotor import _torch, cache, memory
+from rotor import memory
+from rotor._pytorch import core
+from rotor.common import cache
 from rotor.errors import CaptureError
 
 quiet = pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
@@ -547,7 +549,7 @@ def test_an_output_changed_in_place():
 
 def test_missing_private_names_name_the_versions_that_work():
     with pytest.raises(ImportError, match=r"lacks torch\._C\.nothing.*PyTorch 2\.11 to 2\.13"):
-        _torch.check(["_C.nothing"])
+        core.check(["_C.nothing"])
 
 
 # -- no graph

@@ -12,12 +12,12 @@ from test_graph_engine import Language, Residual, cross_entropy
 from torch import fx, nn
 
 import rotor
-from rotor import cache
 from rotor import graph as rg
-from rotor.graph import estimate as est
-from rotor.graph import profile as measuring
-from rotor.graph import recorded
-from rotor.graph.building import capture_step
+from rotor.common import cache
+from rotor.engines.graph import estimate as est
+from rotor.engines.graph import profile as measuring
+from rotor.engines.graph import recorded
+from rotor.wrapper.building import capture_step
 
 aten = torch.ops.aten
 SLOW = rg.Machine("slow", 1e9, 1e10, 1e-6, low_precision_flops_per_second=4e9)

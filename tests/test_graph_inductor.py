@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import rotor
-from rotor import _inductor
-from rotor.graph.capture import Capture, Unplanned, fresh
-from rotor.graph.inductor import MOST_ATTEMPTS, Inductor, InductorCode
+from rotor._pytorch import inductor as _inductor
+from rotor.engines.graph.capture import Capture, Unplanned, fresh
+from rotor.engines.graph.inductor import MOST_ATTEMPTS, Inductor, InductorCode
 
 
 def _compiles() -> str:

@@ -24,11 +24,11 @@ from test_graph_inductor import Planned, needs_compiler
 from torch import nn
 
 import rotor
-from rotor import _inductor
-from rotor.graph.early import EarlyCode
-from rotor.graph.handover import with_handovers
-from rotor.graph.inductor import MOST_SEGMENTS, InductorCode
-from rotor.graph.profile import Cost
+from rotor._pytorch import inductor as _inductor
+from rotor.engines.graph.early import EarlyCode
+from rotor.engines.graph.handover import with_handovers
+from rotor.engines.graph.inductor import MOST_SEGMENTS, InductorCode
+from rotor.engines.graph.profile import Cost
 
 SMALL_BYTES = 2048
 

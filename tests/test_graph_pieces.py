@@ -17,13 +17,13 @@ from torch.nn import functional as F
 
 import rotor
 from rotor import memory
-from rotor.dynamic_plan import DynamicPlan
+from rotor.common.forward_patch import Replaced
 from rotor.engines.dynamic.engine import DynamicEngine
+from rotor.engines.dynamic.plan import DynamicPlan
+from rotor.engines.parts.pieced import PiecesPlan
+from rotor.engines.parts.probe import described_call, unchanged, weigh
 from rotor.errors import InfeasibleError
 from rotor.graph.assembly import Bases, Option, choose, least_bytes, simulate, undominated
-from rotor.graph.pieced import PiecesPlan
-from rotor.graph.probing import described_call, unchanged, weigh
-from rotor.replacing import Replaced
 
 quiet = pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rotor.graph import Graph, Operation, Program, Storage, plan, render, simulate, summarise
 from rotor.graph.contraction import block_of, blocks, contract, followers, forward_part, places
-from rotor.graph.drawing import FORMATS, to_dot
+from rotor.report.drawing import FORMATS, to_dot
 
 MODULES = ("", "stem", "layers.0.first", "layers.0.second", "layers.1.first", "head")
 

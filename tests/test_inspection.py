@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import rotor
+from rotor.engines.chain.stages import find_stages
 from rotor.inspection import Chain, measure, merge_stages
-from rotor.stages import find_stages
 
 F = 4  # bytes of a float
 

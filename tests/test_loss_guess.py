@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import rotor
+from rotor.engines.graph.planned import make_plan
+from rotor.engines.loss_guess import plan_with_guess
 from rotor.errors import InfeasibleError
-from rotor.graph.engine import make_plan
-from rotor.loss_guess import plan_with_guess
 
 WIDTH, OUTPUTS, ROWS = 128, 2048, 256
 

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from rotor import _core, _profiler, _torch, memory
+from rotor import _core, memory
+from rotor._pytorch import core
+from rotor._pytorch import profiler as _profiler
 from rotor.memory import MeterBusyError, Segment, meter
 
 
@@ -129,12 +131,12 @@ def test_a_meter_runs_from_a_forward_to_the_end_of_its_backward():
 
     def arrived(grad):
         m.mark("backward")
-        _torch.at_end_of_backward(lambda: (m.stop(), ended.append(_torch.in_backward())))
+        core.at_end_of_backward(lambda: (m.stop(), ended.append(core.in_backward())))
 
     y.register_hook(arrived)
     y.sum().backward()
     assert ended == [False]
-    assert not _torch.profiler_enabled_here()
+    assert not core.profiler_enabled_here()
     scalar = LINEAR_RELU_SCALAR
     forward, loss, backward = m.segments
     assert forward == Segment("forward", 0, 2 * activation, activation)
@@ -168,7 +170,7 @@ def test_a_meter_stopped_inside_a_backward_has_its_figures_afterwards():
     (segment,) = m.segments
     assert segment.start_bytes == segment.end_bytes == m.end_bytes
     assert m.peak_bytes < late[0].nbytes
-    assert not _torch.profiler_enabled_here()
+    assert not core.profiler_enabled_here()
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -182,9 +184,9 @@ def test_the_end_of_a_backward_is_reported_outside_it_when_it_fails(nested):
 
         @staticmethod
         def backward(ctx, grad):
-            _torch.at_end_of_backward(
+            core.at_end_of_backward(
                 lambda: said.append("done"),
-                lambda: said.append(("failed", _torch.in_backward())),
+                lambda: said.append(("failed", core.in_backward())),
             )
             if nested:
                 with torch.enable_grad():
@@ -202,8 +204,8 @@ def test_the_end_of_a_backward_is_its_last_act_without_a_profiler():
     x = torch.ones(3, requires_grad=True)
     y = x * 2
     y.register_hook(
-        lambda grad: _torch.at_end_of_backward(
-            lambda: said.append((_torch.in_backward(), x.grad is not None)),
+        lambda grad: core.at_end_of_backward(
+            lambda: said.append((core.in_backward(), x.grad is not None)),
             lambda: said.append("failed"),
         )
     )
@@ -213,7 +215,7 @@ def test_the_end_of_a_backward_is_its_last_act_without_a_profiler():
 
 def test_no_end_of_a_backward_without_one():
     with pytest.raises(RuntimeError, match="backward"):
-        _torch.at_end_of_backward(lambda: None)
+        core.at_end_of_backward(lambda: None)
 
 
 def test_existing_tensors_that_are_told_of_are_seen_when_they_go():
@@ -430,14 +432,14 @@ def test_a_meter_stops_when_the_block_raises():
     with pytest.raises(KeyError), m:
         raise KeyError
     assert m.segments == []
-    assert not _torch.profiler_enabled_here()
+    assert not core.profiler_enabled_here()
 
 
 def test_a_meter_that_is_dropped_stops():
     m = meter("cpu").start()
-    assert _torch.profiler_enabled_here()
+    assert core.profiler_enabled_here()
     del m
-    assert not _torch.profiler_enabled_here()
+    assert not core.profiler_enabled_here()
     with meter("cpu"):
         pass
 
@@ -496,16 +498,16 @@ def test_metering_is_silent():
 
 
 def test_missing_private_names_are_said():
-    _torch.check()
+    core.check()
     with pytest.raises(ImportError, match=r"lacks torch\._C\._gone, torch\.nn\.gone\.x\. It works"):
-        _torch.check(["_C._profiler", "_C._gone", "nn.gone.x"])
+        core.check(["_C._profiler", "_C._gone", "nn.gone.x"])
 
 
 def test_functorch_is_detected():
     seen = []
 
     def square(x):
-        seen.append(_torch.in_functorch())
+        seen.append(core.in_functorch())
         return x * x
 
     with warnings.catch_warnings():

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import rotor
-from rotor import _dispatch, dtr
+from rotor import dtr
+from rotor._pytorch import dispatch
 
 SETTINGS: dict[str, tuple[Any, str]] = {
     "all": (torch.backends, "tf32"),
@@ -42,12 +43,12 @@ def test_programs_run_within_a_budget(setting: str):
         return gradient
 
     expected = step()
-    flags = _dispatch.backend_flags()
+    flags = dispatch.backend_flags()
     with dtr.budget(140_000) as session:
         found = step()
     assert session.stats.rematerializations > 0
     assert torch.equal(found, expected)
-    assert _dispatch.backend_flags() == flags
+    assert dispatch.backend_flags() == flags
 
 
 def test_operators_run_again_with_the_settings_they_had():

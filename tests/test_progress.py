@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from rotor import progress as module
-from rotor.progress import progress
+from rotor.common import progress as module
+from rotor.common.progress import progress
 
 
 class _Terminal(io.StringIO):
@@ -107,5 +107,7 @@ def test_no_stderr_at_all_is_no_terminal(now, monkeypatch, caplog):
 
 
 def test_progress_needs_neither_torch_nor_rich():
-    code = "import sys, rotor.progress; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
+    code = (
+        "import sys, rotor.common.progress; sys.exit({'torch', 'rich'} & set(sys.modules) != set())"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,10 +11,10 @@ from torch import nn
 from unrepeatable import OPERATORS, Stack, operator, planned, runs_of, same, sample, step
 
 import rotor
-from rotor import cache
+from rotor.common import cache
+from rotor.engines.graph.repeating import is_unspecified
 from rotor.errors import MemoryLimitWarning
 from rotor.graph import Machine
-from rotor.graph.repeating import is_unspecified
 
 UNREPEATABLE = "operations that do not repeat bit for bit"
 
@@ -75,7 +75,7 @@ def test_what_is_known_of_an_operator_comes_from_the_cache(tmp_path, monkeypatch
     assert UNREPEATABLE in told[0]
     # A table that was written before operations were tested says nothing of that.
     (path,) = tmp_path.glob("profile-*.json")
-    environment = rotor.graph.profile.environment_of(torch.device("cpu"))
+    environment = rotor.engines.graph.profile.environment_of(torch.device("cpu"))
     table = cache.load("profile", environment)
     path.unlink()
     cache.store("profile", environment, {key: row[:-1] for key, row in table.items()})

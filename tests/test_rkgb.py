@@ -12,7 +12,7 @@ from torch import nn
 import rotor
 from rotor import rkgb
 from rotor.graph import Graph, Program, build, plan, simulate
-from rotor.graph.planfiles import load_program, write_report
+from rotor.wrapper.planfiles import load_program, write_report
 
 
 class Net(nn.Module):

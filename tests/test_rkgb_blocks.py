@@ -16,8 +16,8 @@ from torch import nn
 
 from rotor import rkgb
 from rotor.graph import simulate
-from rotor.graph.rkgb.blocks import classes, cut
-from rotor.graph.rkgb.units import part_of
+from rotor.rkgb.blocks import classes, cut
+from rotor.rkgb.units import part_of
 
 ROOT = Path(__file__).resolve().parents[1]
 

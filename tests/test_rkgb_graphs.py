@@ -14,7 +14,7 @@ from torch import nn
 
 from rotor import rkgb
 from rotor.graph import plan, simulate
-from rotor.graph.rkgb.units import _ordered
+from rotor.rkgb.units import _ordered
 
 ELEMENTWISE = (nn.ReLU, nn.GELU, nn.Tanh)
 

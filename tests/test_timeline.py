@@ -17,7 +17,7 @@ from torch import nn
 import rotor
 from rotor import graph as rg
 from rotor import memory
-from rotor.timelines import PredictedTimeline, Timeline, thinned, timeline_of
+from rotor.common.timeline import PredictedTimeline, Timeline, thinned, timeline_of
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,10 @@ from test_graph_render import random_graph
 from test_timeline import chain_step, graph_step
 
 import rotor
-from rotor import algorithms, cli, memory
+from rotor import algorithms, memory
+from rotor.commands import main
 from rotor.graph import Graph, Operation, simulate
-from rotor.tracing import write_plan_trace, write_program_trace, write_sequence_trace
+from rotor.report.tracing import write_plan_trace, write_program_trace, write_sequence_trace
 
 PLAN, MEASURED = 1, 2
 FATES = {"kept", "checkpoint", "dropped", "recomputed"}
@@ -325,17 +326,17 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     program = simulate(graph, range(len(graph)))
     program.to_json("program.json")
     for name, operations in (("plan", len(sequence)), ("program", len(graph))):
-        assert cli.main(["report", f"{name}.json", "--trace", "trace.json"]) == 0
+        assert main.main(["report", f"{name}.json", "--trace", "trace.json"]) == 0
         assert "trace.json has the trace" in capsys.readouterr().err
         assert len(runs_of(checked(Path("trace.json")))) == operations
     chain.to_json("chain.json")
     graph.save("graph.json")
     for name in ("chain", "graph"):
-        assert cli.main(["report", f"{name}.json", "--trace", "other.json"]) == 2
+        assert main.main(["report", f"{name}.json", "--trace", "other.json"]) == 2
         assert f"--trace is for plans, and this is a {name}" in capsys.readouterr().err
-    assert cli.main(["report", "plan.json", "--trace", "trace.txt"]) == 2
+    assert main.main(["report", "plan.json", "--trace", "trace.txt"]) == 2
     assert "expected a name that ends in .json or .json.gz" in capsys.readouterr().err
     assert not Path("other.json").exists()
     factory = ["resnet18", "--input", "2,3,64,64", "--limit", "1GiB", "--quiet"]
-    assert cli.main(["plan", *factory, "--trace", "step.json.gz"]) == 0
+    assert main.main(["plan", *factory, "--trace", "step.json.gz"]) == 0
     assert runs_of(checked(Path("step.json.gz")))

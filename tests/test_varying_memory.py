@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 import rotor
-from rotor import growth, memory, watching
+from rotor import memory
 from rotor.algorithms import RecomputeAll
-from rotor.graph.pieced import PiecesPlan
+from rotor.engines.chain import growth
+from rotor.engines.chain.stages import find_stages
+from rotor.engines.parts.pieced import PiecesPlan
 from rotor.inspection import measure
-from rotor.stages import find_stages
+from rotor.meter import watch as watching
 
 WIDTH, INNER, ROWS = 64, 256, 1024
 FEW, MANY = 64, 800

@@ -19,7 +19,7 @@ enum {
         NAME_COUNT
 };
 
-/* What PyTorch is to the handler: `rotor._dispatch.handler_parts`, in this order. */
+/* What PyTorch is to the handler: `rotor._pytorch.dispatch.handler_parts`, in this order. */
 enum {
     PART_TENSOR_TYPE,
     PART_PLAIN_TYPES,

@@ -61,7 +61,8 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--points {arguments.points}: expected 2 or more")
     if arguments.plot is not None:
         _check_plot(arguments.plot)
-    from rotor import factories, memory
+    from rotor.commands import factories
+    from rotor.meter import allocator
 
     subject = Subject(arguments)
     subject.check()
@@ -72,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
         free, where = subject.profile.free_bytes, "that machine"
         plain = factories.planned_peak(model)
     else:
-        free = memory.free_bytes(subject.device)
+        free = allocator.free_bytes(subject.device)
         if not arguments.no_plain:
             if int(found.bytes[-1]) * _ROOM <= free:
                 plain = factories.plain_peak(subject.model, subject.sample, one=subject.is_one)

@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     limit = limit_of(arguments.limit)
-    from rotor.fitting import largest_batch
+    from rotor.fit.search import largest_batch
 
     subject = Subject(arguments)
     subject.check()

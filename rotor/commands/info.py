@@ -6,8 +6,7 @@ import argparse
 from typing import Any
 
 import rotor
-from rotor import environment
-from rotor.commands import add_output, columns, give
+from rotor.commands import add_output, columns, environment, give
 from rotor.units import format_bytes
 
 __all__ = ["add"]

@@ -56,7 +56,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.save is not None and subject.is_one:
         raise ValueError("--save is of operations, not of stages: give --engine graph too")
     subject.check()
-    from rotor import factories
+    from rotor.commands import factories
 
     found = factories.cost_model(wrapped(subject, arguments))
     if isinstance(found, Chain):

@@ -109,7 +109,7 @@ class Subject:
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        from rotor import factories
+        from rotor.commands import factories
 
         path = getattr(arguments, "profile", None)
         self.profile = None if path is None else factories.profile_of(path, arguments.engine)
@@ -136,7 +136,7 @@ class Subject:
 
     def check(self) -> None:
         """Raise ValueError where the model does not run on its sample; not for other machines."""
-        from rotor import factories
+        from rotor.commands import factories
 
         if self.profile is not None:
             return
@@ -166,7 +166,7 @@ def wrapped(
     subject: Subject, arguments: argparse.Namespace, limit: int | None = None, effort: str = ""
 ) -> Checkpointable:
     """The model in a `rotor.Checkpointable`, measured on its sample."""
-    from rotor import factories
+    from rotor.commands import factories
 
     chosen = arguments.effort or effort
     return factories.measured(

@@ -47,7 +47,7 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     limit = limit_of(arguments.limit)
     check_pages(arguments)
-    from rotor import factories
+    from rotor.commands import factories
 
     subject = Subject(arguments)
     subject.check()

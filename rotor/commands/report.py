@@ -15,7 +15,7 @@ from rotor.commands.measure import chain_text, graph_text
 from rotor.graph import Graph, Program, render, summarise
 from rotor.report.html import sequence_page
 from rotor.report.text import table
-from rotor.tracing import write_program_trace, write_sequence_trace
+from rotor.report.tracing import write_program_trace, write_sequence_trace
 from rotor.units import format_bytes, format_seconds
 
 __all__ = ["add"]

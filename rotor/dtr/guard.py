@@ -20,8 +20,8 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from rotor import _dispatch
-from rotor.values import tensors_of
+from rotor._pytorch import dispatch
+from rotor.common.tensor_trees import tensors_of
 
 
 class Guarded(Protocol):
@@ -113,8 +113,8 @@ def guarded(session: Guarded) -> Iterator[None]:
     """
     guard = Guard(session)
     with (
-        _dispatch.backwards_within(guard),
-        _dispatch.dlpack_after(session.pin),
+        dispatch.backwards_within(guard),
+        dispatch.dlpack_after(session.pin),
         guard,
     ):
         yield

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from rotor import _dispatch
+from rotor._pytorch import dispatch
 from rotor.simrd.log_writer import LogWriter
 
 START = "START"
@@ -138,7 +138,7 @@ class ProgramLog:
         outputs: list[tuple[int, int]],
         written: list[tuple[int, int]],
     ) -> None:
-        task = _dispatch.graph_task()
+        task = dispatch.graph_task()
         if task > self._backward:
             self._backward = task
             self._writer.annotate(BACKWARD)

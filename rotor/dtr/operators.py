@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from rotor import _core, _dispatch
+from rotor import _core
+from rotor._pytorch import dispatch
 
 aten = torch.ops.aten
 
@@ -103,7 +104,7 @@ class Operator:
     )
 
     def __init__(self, call: Any, *, is_watched: bool = False) -> None:
-        schema = _dispatch.schema_of(call)
+        schema = dispatch.schema_of(call)
         self.call: Callable[..., Any] = call
         self.name: str = schema.name
         self.written: list[int | str] = [
@@ -140,8 +141,8 @@ class Operator:
         )
         self.kernel = _core.Kernel(
             self,
-            _dispatch.direct_call(call),
-            _dispatch.direct_call(aten.add_.Tensor) if call is aten.add.Tensor else None,
+            dispatch.direct_call(call),
+            dispatch.direct_call(aten.add_.Tensor) if call is aten.add.Tensor else None,
             tuple(where for where in self.written if isinstance(where, int)),
             is_view=self.is_view and not self.is_fresh,
             is_simple=is_plain and all(isinstance(where, int) for where in self.written),
@@ -158,4 +159,4 @@ def _without_statistics(
     _variance: None,
     *settings: Any,
 ) -> Any:
-    return _dispatch.batch_norm_without_statistics(x, weight, bias, *settings)
+    return dispatch.batch_norm_without_statistics(x, weight, bias, *settings)

@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 
-from rotor import _dispatch, _torch, memory
+from rotor._pytorch import core, dispatch
 from rotor.dtr.context import budget, current
 from rotor.dtr.guard import Guard
 from rotor.dtr.log import ProgramLog
 from rotor.dtr.recall import Stats
 from rotor.dtr.runtime import Session
 from rotor.dtr.storages import StorageRef
+from rotor.meter import allocator as memory
 from rotor.simrd.log_writer import LogWriter
 from rotor.units import parse_bytes
 
@@ -183,7 +184,7 @@ def _level(device: torch.device) -> int:
         warnings.simplefilter("ignore")  # Objects that warn when they are looked at.
         for item in gc.get_objects():
             if issubclass(type(item), torch.Tensor):
-                tensors += [part for part in _torch.strided_parts(item) if _is_on(part, device)]
+                tensors += [part for part in core.strided_parts(item) if _is_on(part, device)]
     return memory.storage_bytes(tensors)
 
 
@@ -205,7 +206,7 @@ def unset_memory_budget() -> None:
     context, session = _state.context, _state.session
     if context is None or session is None:
         return
-    operators, functions = _dispatch.innermost_modes()
+    operators, functions = dispatch.innermost_modes()
     if operators is not session or not isinstance(functions, Guard):
         raise RuntimeError(
             "modes of PyTorch were entered after set_memory_budget and are still on: leave them "
@@ -273,7 +274,7 @@ def _checked(is_on: bool, function: str) -> bool:
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a tensor, got {type(tensor).__name__}")
-    return list(_torch.strided_parts(tensor))
+    return list(core.strided_parts(tensor))
 
 
 def is_checkpoint(tensor: torch.Tensor) -> bool:

@@ -10,12 +10,14 @@ from typing import Any, Protocol
 
 import torch
 
-from rotor import _core, _dispatch, _torch, memory
+from rotor import _core
+from rotor._pytorch import core, dispatch
 from rotor.dtr.records import Record
 from rotor.dtr.repeating import Verifier
 from rotor.dtr.signatures import known_needs
 from rotor.dtr.storages import StorageRef, bytes_of
 from rotor.errors import BudgetError, MemoryLimitWarning
+from rotor.meter import allocator
 
 SMALL_BYTES = 256
 LONGEST_CHAIN = 64
@@ -153,11 +155,11 @@ class Recall:
         self._needs = known_needs(device)
         self._handler = _core.Handler(
             self._book,
-            _dispatch.handler_parts(device),
+            dispatch.handler_parts(device),
             self._table,
             self._needs,
             device,
-            block_bytes=memory.rounded_bytes(1, device),
+            block_bytes=allocator.rounded_bytes(1, device),
             small_bytes=SMALL_BYTES,
             longest_chain=LONGEST_CHAIN,
             has_views=self._bytes.views,
@@ -367,12 +369,12 @@ class Recall:
 
     def reference(self, tensor: torch.Tensor) -> StorageRef | None:
         """The session's reference to the storage of a tensor, ``None`` where it has seen none."""
-        with _dispatch.without_functions():
-            return self._table.get(_dispatch.storage_key(tensor.untyped_storage()))
+        with dispatch.without_functions():
+            return self._table.get(dispatch.storage_key(tensor.untyped_storage()))
 
     def pin_all(self) -> None:
         """Have everything that the program holds in memory for as long as the session lasts."""
-        with self._lock, _dispatch.without_functions(), _dispatch.without_modes():
+        with self._lock, dispatch.without_functions(), dispatch.without_modes():
             for ref in list(self._table.values()):
                 storage = ref()
                 if storage is not None:
@@ -389,21 +391,21 @@ class Recall:
     def give_up(self, tensor: torch.Tensor) -> None:
         """Before no operator writes to a tensor: it stays, and nothing is computed from it."""
         self._bring(tensor, True)
-        for part in _torch.strided_parts(tensor):
-            with self._lock, _dispatch.without_functions(), _dispatch.without_modes():
-                ref = self._table.get(_dispatch.storage_key(part.untyped_storage()))
+        for part in core.strided_parts(tensor):
+            with self._lock, dispatch.without_functions(), dispatch.without_modes():
+                ref = self._table.get(dispatch.storage_key(part.untyped_storage()))
                 if ref is not None and self._is_open:
                     self._protect(ref.node)
 
     def _bring(self, tensor: torch.Tensor, pin: bool) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"expected a tensor, got {type(tensor).__name__}")
-        for part in _torch.strided_parts(tensor):
-            with self._lock, _dispatch.without_functions():
-                ref = self._table.get(_dispatch.storage_key(part.untyped_storage()))
+        for part in core.strided_parts(tensor):
+            with self._lock, dispatch.without_functions():
+                ref = self._table.get(dispatch.storage_key(part.untyped_storage()))
                 if ref is None or not self._is_open:
                     continue
-                with _dispatch.without_modes():
+                with dispatch.without_modes():
                     self._book.begin([ref.node])
                     try:
                         self._catch_up()
@@ -458,7 +460,7 @@ class Recall:
         copy = torch.UntypedStorage(storage.nbytes(), device=storage.device)
         copy.copy_(storage)
         took = perf_counter_ns() - start
-        ref = self._table[_dispatch.storage_key(storage)]
+        ref = self._table[dispatch.storage_key(storage)]
         again = ref.node = self._book.copied(node, copy)
         if self.observer is not None:
             size = self._book.describe(again)[0]

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from rotor import _core, _dispatch, _torch
+from rotor import _core
+from rotor._pytorch import core, dispatch
 from rotor.dtr.operators import Operator
 
 Flags = tuple[Any, ...]
@@ -40,7 +41,7 @@ def tensor_on(storage: torch.UntypedStorage, spec: Spec) -> torch.Tensor:
     tensor = torch.empty(0, dtype=dtype, device=device)
     tensor.set_(storage, offset, shape, stride)
     if bits is not None:
-        tensor = _dispatch.unconjugated(tensor, *bits)
+        tensor = dispatch.unconjugated(tensor, *bits)
     return tensor
 
 
@@ -158,17 +159,17 @@ class Record:
             return tensor_on(storage_of(spec[0]), spec)
 
         now = torch.is_grad_enabled()
-        flags = _dispatch.backend_flags() if self.flags is not None else None
+        flags = dispatch.backend_flags() if self.flags is not None else None
         state = None
         try:
-            _torch.set_grad_enabled(self.grad_enabled)
+            core.set_grad_enabled(self.grad_enabled)
             if flags != self.flags:
-                _dispatch.write_flags(self.flags)
+                dispatch.write_flags(self.flags)
             if self.generator is not None:
                 state = self.generator.get_state()
                 assert self.state is not None
                 self.generator.set_state(self.state)
-            with _dispatch.BelowAutograd():
+            with dispatch.BelowAutograd():
                 results = self.operator.replay(
                     *filled(self.args, tensor_of),
                     **{name: filled(value, tensor_of) for name, value in self.kwargs.items()},
@@ -177,8 +178,8 @@ class Record:
             if state is not None and self.generator is not None:
                 self.generator.set_state(state)
             if flags != self.flags and flags is not None:
-                _dispatch.write_flags(flags)
-            _torch.set_grad_enabled(now)
+                dispatch.write_flags(flags)
+            core.set_grad_enabled(now)
         return tensors_of(results)
 
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from rotor import _core, _torch
-from rotor.checksums import checksum
+from rotor import _core
+from rotor._pytorch import core
+from rotor.common.checksums import checksum
+from rotor.common.generators import generators_kept
 from rotor.dtr.operators import Operator
 from rotor.dtr.records import Record, tensors_of
 from rotor.errors import RecomputationError
-from rotor.recompute import generators_kept
 
 __all__ = ["Verifier", "known_repeats", "repeats"]
 
@@ -87,7 +88,7 @@ def _is_specified(operator: Operator, index: int) -> bool:
         return True
     if operator.name in _EMPTY or operator.varies:
         return False
-    names = _torch.schema_return_names(operator.call)
+    names = core.schema_return_names(operator.call)
     named = names[index] if index < len(names) else ""
     return index == 0 or (bool(named) and named not in _UNSPECIFIED)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rotor import _dispatch, _profiler, _torch, memory
+from rotor._pytorch import core, dispatch, profiler
 from rotor.dtr.operators import Operator
 from rotor.dtr.recall import LONGEST_CHAIN, SMALL_BYTES, Recall, Stats
 from rotor.dtr.records import Needs, Record, pattern, tensors_of
@@ -22,6 +22,7 @@ from rotor.dtr.signatures import (
 )
 from rotor.dtr.storages import StorageRef, reference
 from rotor.errors import MemoryLimitWarning
+from rotor.meter import allocator
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBER_BYTES = 16
@@ -54,7 +55,7 @@ class Call(NamedTuple):
     written: list[int]
 
 
-class Session(Recall, _dispatch.DispatchMode):
+class Session(Recall, dispatch.DispatchMode):
     """A program that runs under a budget; `budget` makes and enters one."""
 
     def __init__(self, limit: int | None, *, device: torch.device, **settings: Any) -> None:
@@ -106,7 +107,7 @@ class Session(Recall, _dispatch.DispatchMode):
         return (
             storage.nbytes()
             if self._is_cpu
-            else memory.rounded_bytes(storage.nbytes(), self.device)
+            else allocator.rounded_bytes(storage.nbytes(), self.device)
         )
 
     def _adopt(self, storage: torch.UntypedStorage, is_foreign: bool) -> StorageRef:
@@ -119,7 +120,7 @@ class Session(Recall, _dispatch.DispatchMode):
 
     def _ref_of(self, tensor: torch.Tensor) -> StorageRef:
         storage = tensor.untyped_storage()
-        ref = self._table.get(_dispatch.storage_key(storage))
+        ref = self._table.get(dispatch.storage_key(storage))
         if ref is None:
             # Numbers among an operator's arguments become tensors unseen.
             ref = self._adopt(storage, tensor.dim() > 0 or tensor.nbytes > _NUMBER_BYTES)
@@ -127,8 +128,8 @@ class Session(Recall, _dispatch.DispatchMode):
 
     def manage(self, tensor: torch.Tensor) -> None:
         """Count a tensor among the sources, before an operator reads it."""
-        with self._lock, _dispatch.without_functions():
-            for part in _torch.strided_parts(tensor):
+        with self._lock, dispatch.without_functions():
+            for part in core.strided_parts(tensor):
                 self._ref_of(part)
 
     # -- operators
@@ -142,11 +143,11 @@ class Session(Recall, _dispatch.DispatchMode):
 
     def _handle(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
         """Run an operator that the handler in C leaves to Python."""
-        if _dispatch.in_function_modes():
-            with _dispatch.without_functions():
+        if dispatch.in_function_modes():
+            with dispatch.without_functions():
                 return self.__torch_dispatch__(func, types, args, kwargs)
         if types and not all(kind in _PLAIN for kind in types):
-            if any(issubclass(kind, _dispatch.FakeTensor) for kind in types):
+            if any(issubclass(kind, dispatch.FakeTensor) for kind in types):
                 raise RuntimeError(
                     "torch.compile within rotor.dtr.budget: compiled kernels would read what is "
                     "evicted. Leave the function uncompiled, or compile it and use "
@@ -155,7 +156,7 @@ class Session(Recall, _dispatch.DispatchMode):
             return NotImplemented
         kernel = self._handler.kernels.get(func)
         if kernel is None:
-            is_watched = bool(self._kept) and _dispatch.schema_of(func).name in self._kept
+            is_watched = bool(self._kept) and dispatch.schema_of(func).name in self._kept
             kernel = self._handler.kernels[func] = Operator(func, is_watched=is_watched).kernel
         operator = kernel.operator
         if kwargs is None:
@@ -168,7 +169,7 @@ class Session(Recall, _dispatch.DispatchMode):
 
     def _see_fresh(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        if _dispatch.storage_key(storage) not in self._table:
+        if dispatch.storage_key(storage) not in self._table:
             self._adopt(storage, False)
 
     def _run(self, operator: Operator, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -179,7 +180,7 @@ class Session(Recall, _dispatch.DispatchMode):
                 "evicted. Capture before entering the context"
             )
         _refuse_opaque((args, tuple(kwargs.values())))
-        is_recording = _dispatch.graph_task() < 0 or torch.is_grad_enabled()
+        is_recording = dispatch.graph_task() < 0 or torch.is_grad_enabled()
         refs, node_of = self._refs(args, kwargs)
         if -1 in node_of.values():
             is_recording = False
@@ -242,7 +243,7 @@ class Session(Recall, _dispatch.DispatchMode):
                 state = generator.get_state()
                 states = self._states(operator, generator, state)
             watches = self._is_cpu and (varies or not needs.is_measured)
-            if not watches or _profiler.profiler_in_use():
+            if not watches or profiler.profiler_in_use():
                 start = perf_counter_ns()
                 results = operator.call(*args, **kwargs)
                 took = perf_counter_ns() - start
@@ -432,7 +433,7 @@ class Session(Recall, _dispatch.DispatchMode):
                 indices,
                 origins,
                 torch.is_grad_enabled(),
-                _dispatch.backend_flags(),
+                dispatch.backend_flags(),
                 generator,
                 state,
                 needs,
@@ -507,11 +508,11 @@ class Session(Recall, _dispatch.DispatchMode):
         seen = set()
         for index, tensor in enumerate(tensors_of(results)):
             if tensor.layout is not torch.strided:
-                for part in _torch.strided_parts(tensor):
+                for part in core.strided_parts(tensor):
                     self._see_fresh(part)
                 continue
             storage = tensor.untyped_storage()
-            key = _dispatch.storage_key(storage)
+            key = dispatch.storage_key(storage)
             if key in self._table or key in seen:
                 continue
             seen.add(key)

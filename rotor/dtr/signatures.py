@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rotor import _dispatch, _profiler
+from rotor._pytorch import dispatch, profiler
 from rotor.dtr.operators import Operator
 from rotor.dtr.records import Needs, tensors_of
 
@@ -40,15 +40,15 @@ def guess(operator: Operator, args: Any, kwargs: dict[str, Any], read_bytes: int
     made = 0
     # What it writes to is there already.
     seen = {
-        _dispatch.storage_key(tensor.untyped_storage())
+        dispatch.storage_key(tensor.untyped_storage())
         for tensor in tensors_of((args, list(kwargs.values())))
     }
     for tensor in tensors_of(results):
         if tensor.layout is not torch.strided:
             return Needs(read_bytes, read_bytes, False)
         storage = tensor.untyped_storage()
-        if _dispatch.storage_key(storage) not in seen:
-            seen.add(_dispatch.storage_key(storage))
+        if dispatch.storage_key(storage) not in seen:
+            seen.add(dispatch.storage_key(storage))
             made += storage.nbytes()
     return Needs(made, made + read_bytes, False)
 
@@ -115,7 +115,7 @@ def _on_meta(value: Any) -> Any:
 
 def run_measured(call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, int]:
     """Run an operator with the CPU's allocator watched: its results, and its peak in bytes."""
-    trace = _profiler.AllocationTrace()
+    trace = profiler.AllocationTrace()
     trace.start()
     try:
         results = call(*args, **kwargs)
@@ -123,7 +123,7 @@ def run_measured(call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
         events = trace.stop()
     level = peak = 0
     for event in events:
-        if isinstance(event, _profiler.Allocation):
+        if isinstance(event, profiler.Allocation):
             level += event.nbytes
             peak = max(peak, level)
     return results, peak

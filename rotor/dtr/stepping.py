@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import torch
 
-from rotor import _dispatch
+from rotor._pytorch import dispatch
 from rotor.dtr.context import running
 from rotor.dtr.records import Needs
 from rotor.dtr.runtime import Session
 from rotor.dtr.storages import StorageRef
-from rotor.memory import Segment
+from rotor.meter.allocator import Segment
 
 __all__ = ["StepSession", "Unknown", "learn_needs"]
 
@@ -129,7 +129,7 @@ class StepSession(Session):
 
     def leave_room(self, nbytes: int, least: int) -> None:
         """Evict until `nbytes` are left of the limit; BudgetError: fewer than `least` are."""
-        with _dispatch.without_modes():
+        with dispatch.without_modes():
             self._make_room(nbytes, least)
 
     @property
@@ -145,15 +145,15 @@ class StepSession(Session):
 
     def made(self, tensor: torch.Tensor) -> bool:
         """Whether the storage of a tensor was made in this session."""
-        key = _dispatch.storage_key(tensor.untyped_storage())
+        key = dispatch.storage_key(tensor.untyped_storage())
         ref = self._table.get(key)
         return ref is not None and self._foreign.get(key) is not ref
 
     def protect(self, storage: torch.UntypedStorage) -> None:
         """Before a storage is written to: compute what depends on it, and keep that in memory."""
-        ref = self._table.get(_dispatch.storage_key(storage))
+        ref = self._table.get(dispatch.storage_key(storage))
         if ref is not None and self._is_open:
-            with self._lock, _dispatch.without_modes():
+            with self._lock, dispatch.without_modes():
                 super()._protect(ref.node)
 
     def has_lost(self, tensors: Iterable[torch.Tensor]) -> bool:
@@ -162,19 +162,19 @@ class StepSession(Session):
         What was not evicted is kept in memory from now on.
         """
         for tensor in tensors:
-            ref = self._table.get(_dispatch.storage_key(tensor.untyped_storage()))
+            ref = self._table.get(dispatch.storage_key(tensor.untyped_storage()))
             if ref is None:
                 continue
             nodes = self._book.dependents(ref.node)
             if not all(self._book.describe(node)[1] for node in nodes):
                 return True
-            with _dispatch.without_modes():
+            with dispatch.without_modes():
                 self._restore(nodes)
         return False
 
     def close(self, *, warn: bool = True) -> None:
         """Bring back what is evicted and still in use, and forget everything."""
-        with _dispatch.without_modes():
+        with dispatch.without_modes():
             super().close(warn=warn)
         self._foreign.clear()
         self._mark = self.additions = None

@@ -7,14 +7,15 @@ from typing import Protocol
 
 import torch
 
-from rotor import _core, _dispatch
+from rotor import _core
+from rotor._pytorch import dispatch
 
 StorageRef = _core.StorageRef
 
 
 def reference(storage: torch.UntypedStorage, gone: Callable[[StorageRef], None]) -> StorageRef:
     """Refer to a storage weakly; `gone` is called when it dies."""
-    return StorageRef(storage, gone, _dispatch.storage_key(storage))
+    return StorageRef(storage, gone, dispatch.storage_key(storage))
 
 
 class Bytes(Protocol):
@@ -40,11 +41,11 @@ class Swapping:
 
     def take(self, storage: torch.UntypedStorage) -> None:
         """Leave a shell of the same size."""
-        _dispatch.swap_bytes(storage, _dispatch.empty_shell(storage.device, storage.nbytes()))
+        dispatch.swap_bytes(storage, dispatch.empty_shell(storage.device, storage.nbytes()))
 
     def give(self, storage: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
         """Exchange the shell for the bytes."""
-        _dispatch.swap_bytes(storage, source)
+        dispatch.swap_bytes(storage, source)
 
 
 class Resizing:
@@ -72,8 +73,8 @@ def bytes_of(swap: bool | None) -> Bytes:
         Swapping was asked for and this PyTorch cannot.
     """
     if swap is None:
-        swap = _dispatch.has_storage_swap()
-    if swap and not _dispatch.has_storage_swap():
+        swap = dispatch.has_storage_swap()
+    if swap and not dispatch.has_storage_swap():
         raise ValueError(
             f"PyTorch {torch.__version__} cannot swap the bytes of storages: leave storage_swap "
             "out, or pass False to resize and copy"

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from rotor.algorithms.curve import Curve
-from rotor.metering import StepBytes, StepWatch, Verdict
-from rotor.peers import Alone, Peers
-from rotor.structure import ModelState
-from rotor.values import tensors_of
+from rotor.common.model_state import ModelState
+from rotor.common.tensor_trees import tensors_of
+from rotor.engines.peers import Alone, Peers
+from rotor.meter.step_meter import StepBytes, StepWatch, Verdict
 
 __all__ = [
     "DEFAULT_SLOTS",

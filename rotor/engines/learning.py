@@ -10,9 +10,9 @@ from typing import Any
 
 from rotor.engines.contract import METERED_STEPS, Engine
 from rotor.errors import InfeasibleError
-from rotor.metering import StepBytes
+from rotor.meter.step_meter import StepBytes
+from rotor.meter.watch import note_peak, warn_excess
 from rotor.units import format_bytes
-from rotor.watching import note_peak, warn_excess
 
 __all__ = ["MeteredEngine", "confirmed"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rotor.chain import check_header, read_json, write_json
-from rotor.progress import progress
+from rotor.common.progress import progress
 
 __all__ = ["Cell", "Store", "run_cells", "usable_cpus"]
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 import rotor
-from rotor import memory
+from rotor.meter import allocator
 from rotor.simrd.log_writer import LogWriter
 
 __all__ = ["describe", "main", "run"]
@@ -202,7 +202,7 @@ class _Runner:
         }
         if not metered:
             return figures | self._step(training, batch, level, log)
-        with memory.meter(self.device) as meter:
+        with allocator.meter(self.device) as meter:
             figures |= self._step(training, batch, level, log)
         return figures | {"total_mem": (level + meter.peak_bytes) / _MB}
 

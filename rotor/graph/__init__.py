@@ -10,16 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rotor.graph.building import build
-    from rotor.graph.drawing import render
-    from rotor.graph.estimate import Machine
+    from rotor.engines.graph.estimate import Machine
+    from rotor.engines.graph.recorded import Profile, save_profile
     from rotor.graph.exact import Proof, checkmate
     from rotor.graph.graph import Graph, Operation, Storage
-    from rotor.graph.planfiles import load_program, write_report
     from rotor.graph.planner import PlanCurve, curve, lower_bound, plan
     from rotor.graph.program import Program, Timeline, simulate
-    from rotor.graph.recorded import Profile, save_profile
     from rotor.graph.summaries import Summary, summarise
+    from rotor.report.drawing import render
+    from rotor.wrapper.building import build
+    from rotor.wrapper.planfiles import load_program, write_report
 
 __all__ = [
     "Graph",
@@ -45,38 +45,43 @@ __all__ = [
     "write_report",
 ]
 
-# Names are imported when they are first used: those of capture need PyTorch.
+# Published names by module, imported when they are first used: those of capture need PyTorch.
 _LAZY = {
-    "Graph": "graph",
-    "Operation": "graph",
-    "Storage": "graph",
-    "Program": "program",
-    "Timeline": "program",
-    "simulate": "program",
-    "PlanCurve": "planner",
-    "Proof": "exact",
-    "checkmate": "exact",
-    "curve": "planner",
-    "lower_bound": "planner",
-    "plan": "planner",
-    "build": "building",
-    "render": "drawing",
-    "Machine": "estimate",
-    "Profile": "recorded",
-    "save_profile": "recorded",
-    "load_program": "planfiles",
-    "write_report": "planfiles",
-    "Summary": "summaries",
-    "summarise": "summaries",
+    "Graph": "rotor.graph.graph",
+    "Operation": "rotor.graph.graph",
+    "Storage": "rotor.graph.graph",
+    "Program": "rotor.graph.program",
+    "Timeline": "rotor.graph.program",
+    "simulate": "rotor.graph.program",
+    "PlanCurve": "rotor.graph.planner",
+    "Proof": "rotor.graph.exact",
+    "checkmate": "rotor.graph.exact",
+    "curve": "rotor.graph.planner",
+    "lower_bound": "rotor.graph.planner",
+    "plan": "rotor.graph.planner",
+    "build": "rotor.wrapper.building",
+    "render": "rotor.report.drawing",
+    "Machine": "rotor.engines.graph.estimate",
+    "Profile": "rotor.engines.graph.recorded",
+    "save_profile": "rotor.engines.graph.recorded",
+    "load_program": "rotor.wrapper.planfiles",
+    "write_report": "rotor.wrapper.planfiles",
+    "Summary": "rotor.graph.summaries",
+    "summarise": "rotor.graph.summaries",
 }
-_SUBMODULES = ("graph", "planner", "program", "rkgb")
+_SUBMODULES = {
+    "graph": "rotor.graph.graph",
+    "planner": "rotor.graph.planner",
+    "program": "rotor.graph.program",
+    "rkgb": "rotor.rkgb",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(importlib.import_module(f"rotor.graph.{_LAZY[name]}"), name)
+        return getattr(importlib.import_module(_LAZY[name]), name)
     if name in _SUBMODULES:
-        return importlib.import_module(f"rotor.graph.{name}")
+        return importlib.import_module(_SUBMODULES[name])
     raise AttributeError(f"module 'rotor.graph' has no attribute {name!r}")
 
 

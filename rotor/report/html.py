@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from rotor.algorithms.sequence import Operation
     from rotor.algorithms.sequence import Sequence as Schedule
     from rotor.chain import Chain
-    from rotor.graph.engine import GraphPlan
+    from rotor.common.timeline import PredictedTimeline, Timeline
+    from rotor.engines.chain.plan import Plan
+    from rotor.engines.graph.planned import GraphPlan
     from rotor.graph.graph import Graph
     from rotor.graph.program import Program
     from rotor.graph.summaries import Summary
-    from rotor.plan import Plan
-    from rotor.timelines import PredictedTimeline, Timeline
 
 __all__ = ["chain_page", "graph_page", "measured_page", "plan_page", "sequence_page"]
 

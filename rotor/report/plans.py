@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rotor.graph.drawing import write_plan
+from rotor.report.drawing import write_plan
 from rotor.report.html import chain_page, measured_page
 from rotor.report.text import (
     Text,
@@ -25,7 +25,7 @@ from rotor.report.text import (
     stage_table,
     step_rows,
 )
-from rotor.tracing import is_trace, write_plan_trace
+from rotor.report.tracing import is_trace, write_plan_trace
 
 __all__ = ["checked_path", "describe", "tabulate", "write"]
 
@@ -56,7 +56,7 @@ _VIEWS = {
     "parts": _View(pieces_report, pieces_table, _write_parts),
     "dynamic": _View(dynamic_report, dynamic_table, _write_steps),
 }
-"""By `rotor.metering.Metered.kind`."""
+"""By `rotor.meter.step_meter.Metered.kind`."""
 
 
 def describe(plan: Any) -> Text:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from rotor.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from rotor.dynamic_plan import DynamicPlan
-    from rotor.graph.engine import GraphPlan
-    from rotor.graph.inductor import Attempt
-    from rotor.graph.pieced import PiecesPlan
-    from rotor.metering import Metered
-    from rotor.plan import Plan
+    from rotor.engines.chain.plan import Plan
+    from rotor.engines.dynamic.plan import DynamicPlan
+    from rotor.engines.graph.inductor import Attempt
+    from rotor.engines.graph.planned import GraphPlan
+    from rotor.engines.parts.pieced import PiecesPlan
+    from rotor.meter.step_meter import Metered
 
 
 class Text(str):

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rotor.algorithms.sequence import Sequence as Schedule
-    from rotor.graph.engine import GraphPlan
+    from rotor.common.timeline import PredictedTimeline, Timeline
+    from rotor.engines.chain.plan import Plan
+    from rotor.engines.graph.planned import GraphPlan
     from rotor.graph.program import Program
     from rotor.graph.summaries import Summary
-    from rotor.plan import Plan
-    from rotor.timelines import PredictedTimeline, Timeline
 
 __all__ = [
     "SUFFIXES",

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rotor import _core
+from rotor.common.progress import progress
 from rotor.errors import MalformedLogError
-from rotor.progress import progress
 from rotor.simrd.log_writer import LogWriter
 from rotor.simrd.settings import Baseline, compute_baseline
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rotor import _core
-from rotor.progress import progress as show_progress
+from rotor.common.progress import progress as show_progress
 from rotor.simrd.heuristics import HeuristicLike
 from rotor.simrd.logs import Log, LogSource, parse
 from rotor.simrd.results import (

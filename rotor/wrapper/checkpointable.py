@@ -9,23 +9,25 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rotor import _inductor, _torch, memory
+from rotor._pytorch import core
+from rotor._pytorch import inductor as _inductor
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.utils import checked_slots
-from rotor.checksums import checked_verify
-from rotor.distributed import Ranks
+from rotor.common.checksums import checked_verify
+from rotor.common.model_state import refuse_replicated
+from rotor.common.ranks import Ranks
+from rotor.common.verbosity import heard
+from rotor.engines.chain.stages import find_stages
 from rotor.engines.contract import DEFAULT_SLOTS, Settings
-from rotor.graph.calls import takes_targets
+from rotor.engines.graph.calls import takes_targets
+from rotor.meter import allocator as memory
 from rotor.report import plans as views
 from rotor.report.plot import plot_timeline
 from rotor.report.text import Text
-from rotor.stages import find_stages
-from rotor.structure import refuse_replicated
-from rotor.transparent import TransparentModule
 from rotor.units import parse_bytes
-from rotor.verbosity import heard
 from rotor.wrapper.driver import Driver
 from rotor.wrapper.registry import ENGINES
+from rotor.wrapper.transparent import TransparentModule
 
 __all__ = ["BACKENDS", "Checkpointable", "Setting"]
 
@@ -205,7 +207,7 @@ class Checkpointable(TransparentModule):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "forward" in cls.__dict__:
-            cls.forward = _torch.untraced(cls.forward, _NOT_COMPILED)  # type: ignore[method-assign]
+            cls.forward = core.untraced(cls.forward, _NOT_COMPILED)  # type: ignore[method-assign]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -523,4 +525,4 @@ class Checkpointable(TransparentModule):
         call = driver.engines[0].call_of(args, kwargs, targets)
         return driver.step(call) if driver.is_training(call) else driver.plain(call)
 
-    forward = _torch.untraced(heard(forward), _NOT_COMPILED)
+    forward = core.untraced(heard(forward), _NOT_COMPILED)

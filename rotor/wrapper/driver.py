@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor import _fsdp, _torch, memory
+from rotor._pytorch import core, fsdp
 from rotor.algorithms.curve import Curve
-from rotor.distributed import Ranks, sharers
+from rotor.common.model_state import ModelState
+from rotor.common.ranks import Ranks, sharers
+from rotor.common.verbosity import logging_at
 from rotor.engines.contract import (
     METERED_STEPS,
     Call,
@@ -34,13 +36,12 @@ from rotor.engines.contract import (
     Unsuited,
     Verdict,
 )
+from rotor.engines.peers import Alone, Peers, SharingRanks
 from rotor.errors import InfeasibleError, MemoryLimitWarning
-from rotor.metering import StepBytes, StepMeter, StepWatch, cancel_running
-from rotor.peers import Alone, Peers, SharingRanks
-from rotor.structure import ModelState
+from rotor.meter import allocator
+from rotor.meter.step_meter import StepBytes, StepMeter, StepWatch, cancel_running
+from rotor.meter.watch import PeakWatch, is_due, meter_again
 from rotor.units import format_bytes
-from rotor.verbosity import logging_at
-from rotor.watching import PeakWatch, is_due, meter_again
 from rotor.wrapper.registry import engines_for
 
 __all__ = ["Driver"]
@@ -97,7 +98,7 @@ class Driver:
             peers=self._group_peers,
             latest=latest,
         )
-        self._is_unit = _fsdp.is_unit(self._wrapper())
+        self._is_unit = fsdp.is_unit(self._wrapper())
         self._unplanned = set()
         self.engines = engines_for(self.context)
 
@@ -105,7 +106,7 @@ class Driver:
         if not self.engines[0].depends_on_structure:
             return
         if not self.context.structure.is_current() or (
-            _fsdp.is_unit(self._wrapper()) != self._is_unit
+            fsdp.is_unit(self._wrapper()) != self._is_unit
         ):
             self._discover()
 
@@ -160,7 +161,7 @@ class Driver:
         """Return the limit; 90 % of what is free now where none was given, shared with others."""
         if self.settings.mem_limit is None:
             count = sharers(device)
-            limit = memory.free_bytes(device) * 9 // 10 // count
+            limit = allocator.free_bytes(device) * 9 // 10 // count
             self.settings.mem_limit = limit
             logger.info(
                 "no limit was given: 90 %% of free memory%s, %s",
@@ -274,7 +275,7 @@ class Driver:
                 if not self._refuse(key, call, str(refused.error)):
                     raise refused.error from None
                 again = False
-            except memory.MeterBusyError:
+            except allocator.MeterBusyError:
                 # The next step looks again.
                 self._hand_back(key, before)
                 raise
@@ -358,12 +359,12 @@ class Driver:
         if not (self.settings.module.training and torch.is_grad_enabled()):
             return False
         self.engines[0].check_sharding()
-        if _torch.in_functorch():
+        if core.in_functorch():
             raise RuntimeError(
                 "torch.func transforms (grad, vmap, functional_call inside them) cannot go through "
                 "a plan that recomputes: apply them to the plain model, chk.module"
             )
-        if _torch.in_checkpoint() or _torch.in_backward():
+        if core.in_checkpoint() or core.in_backward():
             raise RuntimeError(
                 "a model with a limit was called within torch.utils.checkpoint, or otherwise in a "
                 "backward: what a plan keeps would be computed twice. Take that checkpoint away, "
@@ -505,7 +506,7 @@ class Driver:
 
     def _start_meter(self, engine: Engine, plan: Any) -> StepWatch | None:
         is_crowded, self._is_crowded = self._is_crowded, False
-        if is_crowded or _torch.in_pipeline():
+        if is_crowded or core.in_pipeline():
             return None
         if plan.measured_bytes is not None or plan.meterings >= METERED_STEPS:
             return self._watch(engine, plan)
@@ -520,7 +521,7 @@ class Driver:
         try:
             gradients = [p.grad for p in self.settings.module.parameters() if p.grad is not None]
             return StepMeter(plan.device, done, gradients)
-        except memory.MeterBusyError as error:
+        except allocator.MeterBusyError as error:
             self.warn("busy", f"this step's memory was not measured: {error}")
             return None
 

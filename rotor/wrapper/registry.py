@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from rotor import _fsdp
+from rotor._pytorch import fsdp
 from rotor.engines.chain.engine import ChainEngine
+from rotor.engines.chain.sharded import find_sharding
+from rotor.engines.chain.stages import is_plain_sequential
 from rotor.engines.contract import Context, Engine
 from rotor.engines.dynamic.engine import DynamicEngine
 from rotor.engines.graph.compiled import CompiledEngine
 from rotor.engines.graph.engine import GraphEngine
 from rotor.engines.parts.engine import PartsEngine
 from rotor.engines.parts.sharded_engine import ShardedBlocksEngine
-from rotor.sharded import find_sharding
-from rotor.stages import is_plain_sequential
 
 __all__ = ["ENGINES", "engines_for"]
 
@@ -36,7 +36,7 @@ def engines_for(context: Context) -> list[Engine]:
     is_chain = is_plain_sequential(settings.module) and is_timed
     if settings.engine == "chain" or (is_chain and ChainEngine.name not in settings.unsuited):
         return [ChainEngine(context)]
-    sharding = find_sharding(settings.module, context.wrapper()) if _fsdp.is_loaded() else None
+    sharding = find_sharding(settings.module, context.wrapper()) if fsdp.is_loaded() else None
     if sharding is not None:
         return [ShardedBlocksEngine(context, sharding)]
     return [graph(context), *_without_graph(context)]

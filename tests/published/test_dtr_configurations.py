@@ -20,7 +20,7 @@ from experiment_served import served_here
 from rotor.models import workloads
 
 from rotor import simrd
-from rotor.cli import main
+from rotor.commands.main import main
 from rotor.experiments import configuration, process
 from rotor.experiments.output import find_logs
 

@@ -128,7 +128,7 @@ def test_the_publish_workflow_has_the_name_from_one_variable(tmp_path):
         text = (copy / "pyproject.toml").read_text(encoding="utf-8")
         settings = tomllib.loads(text)
         assert settings["project"]["name"] == "train-in-bytes"
-        assert settings["project"]["scripts"] == {"rotor": "rotor.cli:main"}
+        assert settings["project"]["scripts"] == {"rotor": "rotor.commands.main:main"}
         extras = settings["project"]["optional-dependencies"]
         assert "train-in-bytes[plot,draw]" in extras["tutorials"]
         assert "rotor[" not in text

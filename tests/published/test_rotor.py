@@ -17,7 +17,7 @@ import rotor
 from rotor.algorithms import Floating, Persistent
 from rotor.algorithms import sequence as sq
 from rotor.algorithms.sequence import Sequence
-from rotor.cli import main
+from rotor.commands.main import main
 
 WIDTH, BATCH = 32, 512
 

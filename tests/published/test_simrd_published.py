@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rotor import experiments, simrd
-from rotor.cli import main
+from rotor.commands.main import main
 from rotor.experiments import adversarial, linear, static, sweeps
 from rotor.experiments.output import find_logs, read_results
 

@@ -11,33 +11,40 @@ from typing import Any, ClassVar
 
 import torch
 
-from rotor import algorithms, memory, together
+from rotor import algorithms
 from rotor.algorithms import Persistent
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence as Schedule
 from rotor.algorithms.utils import DynamicAlgorithm
 from rotor.chain import Chain
+from rotor.common.progress import progress
+from rotor.common.tensor_trees import tensors_of
+from rotor.engines.chain import collective
+from rotor.engines.chain.growth import StageWatch, known_growth, stage_watch
+from rotor.engines.chain.measure import Inspection, Measuring, measure
+from rotor.engines.chain.observe import Observation
+from rotor.engines.chain.plan import Plan, loss_reserve, make_plan, own_bytes
+from rotor.engines.chain.proofs import StepProof
+from rotor.engines.chain.published import (
+    LoadedSequence,
+    PublishedChain,
+    checked_sequence,
+    modules_of,
+)
+from rotor.engines.chain.remeasure import with_other_input
+from rotor.engines.chain.run import Run, run_chain
+from rotor.engines.chain.sharded import ShardedRun, find_sharding
+from rotor.engines.chain.sharded_proofs import ShardedProof
+from rotor.engines.chain.stages import Stage, find_stages, shared_parameters
 from rotor.engines.contract import Call, Context, DefaultSlots, IsPending, Key, StartMeter, Unsuited
 from rotor.engines.learning import MeteredEngine, confirmed
+from rotor.engines.loss_guess import plan_with_guess
+from rotor.engines.peers import SharingRanks
 from rotor.errors import InfeasibleError
-from rotor.executor import Run, run_chain
 from rotor.graph.planner import check_options
-from rotor.growth import StageWatch, known_growth, stage_watch
-from rotor.inspection import Inspection, Measuring, measure
-from rotor.loss_guess import plan_with_guess
-from rotor.metering import StepBytes, cancel_running
-from rotor.observing import Observation
-from rotor.peers import SharingRanks
-from rotor.plan import Plan, loss_reserve, make_plan, own_bytes
-from rotor.progress import progress
-from rotor.published import LoadedSequence, PublishedChain, checked_sequence, modules_of
-from rotor.remeasuring import with_other_input
-from rotor.sharded import ShardedRun, find_sharding
-from rotor.sharded_proofs import ShardedProof
-from rotor.stage_proofs import StepProof
-from rotor.stages import Stage, find_stages, shared_parameters
+from rotor.meter import allocator
+from rotor.meter.step_meter import StepBytes, cancel_running
 from rotor.units import format_bytes, parse_bytes
-from rotor.values import tensors_of
 
 __all__ = ["ChainEngine"]
 
@@ -179,7 +186,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         try:
             self.context.check_devices(arg)
             cancel_running()
-            memory.meter(tensors_of(arg)[0].device).start().stop()
+            allocator.meter(tensors_of(arg)[0].device).start().stop()
         except Exception as error:
             problem = error
         peers.all_well(problem)
@@ -187,8 +194,8 @@ class ChainEngine(PublishedChain, MeteredEngine):
         around: AbstractContextManager[None] = nullcontext()
         if sharding is not None:
             stages = sharding.stages(stages)
-            measuring_class = together.ShardedMeasuring
-            around = together.measuring(sharding, stages)
+            measuring_class = collective.ShardedMeasuring
+            around = collective.measuring(sharding, stages)
         earlier = self._measured_alike(key.measured) if peers.ranks is None else None
         inspection = None
         if earlier is not None:
@@ -196,9 +203,9 @@ class ChainEngine(PublishedChain, MeteredEngine):
         if inspection is None:
             inspection = self._measured(stages, call, measuring_class, around)
         if peers.ranks is not None:
-            inspection = together.joined(peers.ranks, inspection)
+            inspection = collective.joined(peers.ranks, inspection)
         if sharding is not None:
-            inspection = together.with_closing(sharding, inspection)
+            inspection = collective.with_closing(sharding, inspection)
         merged = [stage.name for stage in inspection.stages if len(stage.names) > 1]
         if merged:
             logger.info("merged because they cannot be cut apart: %s", ", ".join(merged))
@@ -402,7 +409,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
             and key.measured not in self._loaded
         )
         if ranks is not None:
-            plan = together.plan_once(
+            plan = collective.plan_once(
                 ranks,
                 plan_under,
                 limit_bytes,

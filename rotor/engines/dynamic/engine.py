@@ -11,17 +11,17 @@ import torch
 
 from rotor import dtr
 from rotor.algorithms.curve import Curve
+from rotor.common.generators import generators_kept
+from rotor.common.model_state import refuse_sharded
+from rotor.common.tensor_trees import tensors_of, tensors_within
 from rotor.dtr.recall import MOST_SCRAPS
-from rotor.dynamic_plan import DynamicPlan, check_options
 from rotor.engines.contract import METERED_STEPS, Call, Context, Engine, IsPending, Key, StartMeter
+from rotor.engines.dynamic.plan import DynamicPlan, check_options
+from rotor.engines.dynamic.step import NestedStep
+from rotor.engines.graph.repeating import attributes_kept
 from rotor.errors import MemoryLimitWarning, RecomputationError
-from rotor.graph.repeating import attributes_kept
-from rotor.metering import StepBytes, StepMeter, cancel_running
-from rotor.nested import NestedStep
-from rotor.recompute import generators_kept
-from rotor.structure import refuse_sharded
-from rotor.values import tensors_of, tensors_within
-from rotor.watching import note_peak
+from rotor.meter.step_meter import StepBytes, StepMeter, cancel_running
+from rotor.meter.watch import note_peak
 
 __all__ = ["DynamicEngine"]
 

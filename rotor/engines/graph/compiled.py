@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from rotor.engines.contract import Context, Key
 from rotor.engines.graph.engine import GraphEngine
+from rotor.engines.graph.inductor import Attempt
+from rotor.engines.graph.planned import GraphPlan
 from rotor.errors import InfeasibleError
-from rotor.graph.engine import GraphPlan
-from rotor.graph.inductor import Attempt
-from rotor.metering import StepBytes
+from rotor.meter.step_meter import StepBytes
 from rotor.report.text import attempt_table
 from rotor.units import format_bytes
 

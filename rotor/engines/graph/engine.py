@@ -8,8 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from rotor import _torch
+from rotor._pytorch import core
 from rotor.algorithms.curve import Curve
+from rotor.common.model_state import refuse_sharded
+from rotor.common.progress import progress
+from rotor.common.tensor_trees import tensors_within
 from rotor.engines.contract import (
     Call,
     CannotPlan,
@@ -19,33 +22,30 @@ from rotor.engines.contract import (
     PlanAgain,
     StartMeter,
 )
-from rotor.engines.learning import MeteredEngine
-from rotor.errors import CaptureError
-from rotor.graph import planner
-from rotor.graph.calls import check_arguments, described, run_once
-from rotor.graph.capture import Capture, Unplanned, fresh
-from rotor.graph.early import owners_of
-from rotor.graph.engine import (
+from rotor.engines.graph.calls import check_arguments, described, run_once
+from rotor.engines.graph.capture import Capture, Unplanned, fresh
+from rotor.engines.graph.early import owners_of
+from rotor.engines.graph.loading import loaded_plan
+from rotor.engines.graph.lowering import Lowered
+from rotor.engines.graph.planned import (
     CapturedStep,
     GraphPlan,
     build_graph,
     make_plan,
     repriced,
 )
+from rotor.engines.graph.proving import Tally
+from rotor.engines.graph.recorded import MEASURED, price, source_of
+from rotor.engines.graph.repeating import described_unrepeatable
+from rotor.engines.learning import MeteredEngine
+from rotor.engines.loss_guess import plan_with_guess
+from rotor.errors import CaptureError
+from rotor.graph import planner
 from rotor.graph.graph import Graph
-from rotor.graph.loading import loaded_plan
-from rotor.graph.lowering import Lowered
 from rotor.graph.planner import check_options
 from rotor.graph.program import Program
-from rotor.graph.proving import Tally
-from rotor.graph.recorded import MEASURED, price, source_of
-from rotor.graph.repeating import described_unrepeatable
-from rotor.loss_guess import plan_with_guess
-from rotor.metering import StepBytes, cancel_running
-from rotor.progress import progress
-from rotor.structure import refuse_sharded
+from rotor.meter.step_meter import StepBytes, cancel_running
 from rotor.units import format_bytes
-from rotor.values import tensors_within
 
 __all__ = ["GraphEngine", "captured_key", "check_generator", "warn_unrepeatable"]
 
@@ -71,7 +71,7 @@ def check_generator(context: Context) -> None:
 
 def captured_key(context: Context, call: Call) -> Key:
     """Return the kind of a step that is captured: its arguments, modes, and flags."""
-    leaves, spec = _torch.tree_flatten((*call.arguments, call.targets))
+    leaves, spec = core.tree_flatten((*call.arguments, call.targets))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if not tensors:
         raise ValueError("the arguments hold no tensor, expected at least one")
@@ -362,7 +362,7 @@ class GraphEngine(MeteredEngine):
         """Return what the captured call gives under a plan."""
         arguments = (*call.arguments, call.targets)
         loss_fn = self.settings.loss_fn if call.targets else None
-        slots, spread = self.context.structure.parameters, _torch.in_ddp()
+        slots, spread = self.context.structure.parameters, core.in_ddp()
         with plan.installed(slots, arguments, spread=spread, tally=tally) as (given, early):
             try:
                 return plan.step.capture(self.context.module, loss_fn, *given)

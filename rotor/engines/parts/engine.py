@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from rotor.algorithms.curve import Curve
+from rotor.common.progress import progress
+from rotor.common.tensor_trees import tensors_within
 from rotor.engines.contract import (
     METERED_STEPS,
     Call,
@@ -18,10 +20,11 @@ from rotor.engines.contract import (
     StartMeter,
 )
 from rotor.engines.graph.engine import captured_key, warn_unrepeatable
+from rotor.engines.graph.proving import PartsTally
+from rotor.engines.graph.recorded import price
 from rotor.engines.learning import MeteredEngine
-from rotor.errors import CaptureError
-from rotor.graph.kinds import Captures
-from rotor.graph.pieced import (
+from rotor.engines.parts.kinds import Captures
+from rotor.engines.parts.pieced import (
     PiecesPlan,
     PiecesStep,
     expect_additions,
@@ -31,14 +34,11 @@ from rotor.graph.pieced import (
     make_pieces_plan,
     pieces_curve,
 )
-from rotor.graph.pieces import Pieces, discover
-from rotor.graph.proving import PartsTally
-from rotor.graph.recorded import price
-from rotor.memory import MeterBusyError
-from rotor.metering import StepBytes, StepWatch, cancel_running
-from rotor.progress import progress
-from rotor.values import tensors_within
-from rotor.watching import LevelWatch, note_peak, sparse_growth, warn_excess, warn_sparse
+from rotor.engines.parts.pieces import Pieces, discover
+from rotor.errors import CaptureError
+from rotor.meter.allocator import MeterBusyError
+from rotor.meter.step_meter import StepBytes, StepWatch, cancel_running
+from rotor.meter.watch import LevelWatch, note_peak, sparse_growth, warn_excess, warn_sparse
 
 __all__ = ["PartsEngine"]
 

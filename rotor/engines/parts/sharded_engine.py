@@ -11,24 +11,30 @@ from typing import Any, ClassVar
 
 import torch
 
-from rotor import memory
 from rotor.algorithms.curve import Curve
-from rotor.block_calls import candidates
-from rotor.block_plan import Blocks, BlocksPlan, make_blocks_plan, measure_blocks, most
-from rotor.block_proofs import BlocksProof, Kept
-from rotor.blocks import BlockStep
+from rotor.common.tensor_trees import tensors_of, tensors_within
+from rotor.engines.chain.sharded import Sharding
 from rotor.engines.contract import METERED_STEPS, Call, Context, IsPending, Key, StartMeter
+from rotor.engines.graph.calls import check_arguments
 from rotor.engines.graph.engine import captured_key, check_generator, warn_unrepeatable
+from rotor.engines.graph.recorded import MEASURED, price, source_of
 from rotor.engines.learning import MeteredEngine, confirmed
-from rotor.graph.calls import check_arguments
-from rotor.graph.kinds import Captures
-from rotor.graph.pieced import learn, pieces_curve
+from rotor.engines.parts.block_calls import candidates
+from rotor.engines.parts.block_plan import (
+    Blocks,
+    BlocksPlan,
+    make_blocks_plan,
+    measure_blocks,
+    most,
+)
+from rotor.engines.parts.block_proofs import BlocksProof, Kept
+from rotor.engines.parts.blocks import BlockStep
+from rotor.engines.parts.kinds import Captures
+from rotor.engines.parts.pieced import learn, pieces_curve
+from rotor.engines.peers import SharingRanks
 from rotor.graph.planner import check_options
-from rotor.graph.recorded import MEASURED, price, source_of
-from rotor.metering import StepBytes, cancel_running
-from rotor.peers import SharingRanks
-from rotor.sharded import Sharding
-from rotor.values import tensors_of, tensors_within
+from rotor.meter import allocator
+from rotor.meter.step_meter import StepBytes, cancel_running
 
 __all__ = ["ShardedBlocksEngine"]
 
@@ -109,7 +115,7 @@ class ShardedBlocksEngine(MeteredEngine):
             self.context.check_devices((args, kwargs))
             check_arguments(self.context.module, args, kwargs)
             cancel_running()
-            memory.meter(tensors_of((args, kwargs))[0].device).start().stop()
+            allocator.meter(tensors_of((args, kwargs))[0].device).start().stop()
         except Exception as error:
             problem = error
         self.context.peers.all_well(problem)

@@ -1,0 +1,1 @@
+"""Private names of PyTorch, one module for each subject."""

@@ -1,0 +1,423 @@
+"""The private PyTorch names of the dynamic runtime: modes, and storages that lose their bytes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import autograd, overrides
+from torch.utils import _python_dispatch
+
+from rotor._pytorch import core
+
+
+def has_storage_swap() -> bool:
+    """Whether a storage can take over another's bytes without a copy (PyTorch 2.13)."""
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def swap_bytes(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Exchange the bytes of two storages; tensors and graphs on them see nothing."""
+    storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
+def empty_shell(device: torch.device, nbytes: int) -> torch.UntypedStorage:
+    """A storage that says it has `nbytes` and has none."""
+    shell: Any = torch._C._construct_storage_from_data_pointer(0, device, nbytes)
+    return shell  # type: ignore[no-any-return]
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """A number that no other storage has as long as this one lives."""
+    return storage._cdata  # type: ignore[no-any-return]
+
+
+def graph_task() -> int:
+    """The number of the backward that runs in this thread, -1 for none."""
+    return torch._C._current_graph_task_id()
+
+
+class BelowAutograd:
+    """Operators called in this context do not see autograd or autocast."""
+
+    def __enter__(self) -> None:
+        self._guards = (torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast())
+
+    def __exit__(self, *_: object) -> None:
+        del self._guards
+
+
+def _below_autograd() -> Any:
+    """An object: operators do not see autograd or autocast as long as it lives."""
+    return (torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast())
+
+
+def unconjugated(tensor: torch.Tensor, conjugate: bool, negative: bool) -> torch.Tensor:
+    """The tensor with these lazy bits set."""
+    if conjugate:
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if negative else tensor
+
+
+def dispatch_modes() -> int:
+    """How many modes see the operators that this thread dispatches."""
+    return torch._C._len_torch_dispatch_stack()
+
+
+def without_modes() -> Any:
+    """A context in which no mode or subclass sees operators."""
+    return torch._C._DisableTorchDispatch()
+
+
+FakeTensor = torch._subclasses.FakeTensor
+
+
+def innermost_modes() -> tuple[Any, Any]:
+    """What was entered last and is on, of the modes over operators and of those over functions."""
+    functions = overrides._get_current_function_mode_stack()
+    return _python_dispatch._get_current_dispatch_mode(), functions[-1] if functions else None
+
+
+def in_function_modes() -> bool:
+    """Whether a mode sees the functions of PyTorch that this thread calls."""
+    return torch._C._is_torch_function_mode_enabled()
+
+
+def without_functions() -> Any:
+    """A context in which no mode or subclass sees functions of PyTorch."""
+    return torch._C.DisableTorchFunction()
+
+
+@contextmanager
+def backwards_within(mode: Any) -> Iterator[None]:
+    """Whatever backward this thread runs in the context runs within a mode too."""
+    run = autograd._engine_run_backward  # type: ignore[attr-defined]
+    owner = threading.get_ident()
+
+    def run_within(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != owner:
+            return run(*args, **kwargs)
+        with mode:
+            return run(*args, **kwargs)
+
+    autograd._engine_run_backward = run_within  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        autograd._engine_run_backward = run  # type: ignore[attr-defined]
+
+
+class Backward(NamedTuple):
+    """A backward that runs.
+
+    Attributes
+    ----------
+    roots
+        Nodes that it began at.
+    accumulates
+        Whether gradients are added to ``.grad``.
+    is_partial
+        Whether only some tensors' gradients were asked for.
+    """
+
+    roots: tuple[Any, ...]
+    accumulates: bool
+    is_partial: bool
+
+
+_backwards: list[Backward] = []
+
+
+def watch_backwards() -> None:
+    """Have `backwards_through` know of every backward that begins from now on."""
+    run = autograd._engine_run_backward  # type: ignore[attr-defined]
+    if getattr(run, "is_watched", False):
+        return
+
+    def run_watched(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = args[2] if len(args) > 2 else kwargs.get("inputs", ())
+        nodes = tuple([o.node if hasattr(o, "node") else o.grad_fn for o in outputs])
+        this = Backward(nodes, bool(kwargs.get("accumulate_grad", False)), bool(inputs))
+        _backwards.append(this)
+        try:
+            return run(outputs, gradients, *args, **kwargs)
+        finally:
+            _backwards[:] = [other for other in _backwards if other is not this]
+
+    run_watched.is_watched = True  # type: ignore[attr-defined]
+    autograd._engine_run_backward = run_watched  # type: ignore[attr-defined, assignment]
+
+
+def edges_of_leaves(node: Any) -> dict[int, int] | None:
+    """Return how many edges of the running backward lead to each leaf, by the leaf's ``id``.
+
+    Parameters
+    ----------
+    node
+        A node that runs now.
+
+    Returns
+    -------
+    dict of int to int, or None
+        ``None`` where that backward was not seen, or does not add to ``.grad`` of every leaf.
+    """
+    found = None
+    for backward in list(_backwards):
+        counts, is_through = _edges(backward.roots, node)
+        if not is_through:
+            continue
+        if found is not None or not backward.accumulates or backward.is_partial:
+            return None
+        found = counts
+    return found
+
+
+def _edges(roots: tuple[Any, ...], node: Any) -> tuple[dict[int, int], bool]:
+    counts: dict[int, int] = {}
+    seen: set[Any] = set()
+    waiting = [root for root in roots if root is not None]
+    while waiting:
+        this = waiting.pop()
+        variable = getattr(this, "variable", None)
+        if variable is not None:
+            counts[id(variable)] = counts.get(id(variable), 0) + 1
+        elif this not in seen:
+            seen.add(this)
+            waiting.extend(following for following, _ in this.next_functions if following)
+    return counts, node in seen
+
+
+def current_node() -> Any:
+    """Return the node of autograd that runs in this thread."""
+    return torch._C._current_autograd_node()
+
+
+@contextmanager
+def dlpack_after(prepare: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """In the context `torch.to_dlpack`, which no mode sees, prepares its tensor."""
+    homes: list[Any] = [torch, torch.utils.dlpack]
+    export = torch.to_dlpack  # type: ignore[attr-defined]
+
+    def to_dlpack(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As without a budget (`torch.to_dlpack`)."""
+        prepare(tensor)
+        return export(tensor, *args, **kwargs)
+
+    for home in homes:
+        home.to_dlpack = to_dlpack
+    try:
+        yield
+    finally:
+        for home in homes:
+            home.to_dlpack = export
+
+
+class DispatchMode(_python_dispatch.TorchDispatchMode):
+    """A mode whose handler is called without the wrapper that keeps dynamo out of it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+# Parents first: what is set nowhere below follows them.
+_CPU_PRECISIONS = (
+    ("generic", "all"),
+    ("mkldnn", "all"),
+    ("mkldnn", "matmul"),
+    ("mkldnn", "conv"),
+    ("mkldnn", "rnn"),
+)
+_CUDA_PRECISIONS = (("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"))
+
+
+def _precision_readers(names: tuple[tuple[str, str], ...]) -> tuple[Callable[[], str], ...]:
+    # The older flags cannot be read once one of these was set; setting them sets these.
+    return tuple(partial(torch._C._get_fp32_precision_getter, *name) for name in names)
+
+
+_FLAGS: tuple[Callable[[], Any], ...] = (
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_deterministic_algorithms_warn_only,
+    torch._C._get_mkldnn_enabled,
+    *_precision_readers(_CPU_PRECISIONS),
+    *_precision_readers(_CUDA_PRECISIONS),
+    torch._C._get_cudnn_enabled,
+    torch._C._get_cudnn_benchmark,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+    torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+)
+_CPU_FLAGS = 3 + len(_CPU_PRECISIONS)
+
+
+def backend_flags() -> tuple[Any, ...]:
+    """The settings of PyTorch's backends that change what kernels compute."""
+    return tuple([read() for read in _FLAGS])
+
+
+def write_flags(flags: tuple[Any, ...]) -> None:
+    """Set what `backend_flags` read."""
+    names = (*_CPU_PRECISIONS, *_CUDA_PRECISIONS)
+    torch.use_deterministic_algorithms(flags[0], warn_only=flags[1])
+    torch._C._set_mkldnn_enabled(flags[2])
+    for name, precision in zip(names, flags[3:], strict=False):
+        if torch._C._get_fp32_precision_getter(*name) != precision:
+            torch._C._set_fp32_precision_setter(*name, precision)
+    cudnn, benchmark, deterministic, half, bfloat16 = flags[3 + len(names) :]
+    torch._C._set_cudnn_enabled(cudnn)
+    torch._C._set_cudnn_benchmark(benchmark)
+    torch._C._set_cudnn_deterministic(deterministic)
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = half
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = bfloat16
+
+
+def direct_call(function: Any) -> Any:
+    """What an operator calls, without its wrapper in Python."""
+    return getattr(function, "_op", function)
+
+
+# Nodes of autograd that run no sum. One that is seen meanwhile is the engine's, which adds up what
+# reaches a tensor from several sides.
+_NODES = """
+    Add Addbmm Addmm Addmv AdaptiveAvgPool2D Alias AsStrided AvgPool2D Baddbmm Bmm Cat Clone
+    ConstantPadNd Convolution Cos Div Dot Embedding Exp Expand Gather Gelu Index IndexSelect
+    LeakyRelu LogSoftmax MaskedFill MaxPool2DWithIndices Mean Mm Mul Mv NativeBatchNorm
+    NativeDropout NativeLayerNorm Neg NllLoss Permute Relu Repeat ReshapeAlias Select Sigmoid
+    Silu Sin Slice Softmax Split SplitWithSizes Squeeze Stack Sub Sum T Tanh ToCopy Transpose
+    Unbind UnsafeSplit UnsafeView Unsqueeze View
+"""
+_WITHOUT_SUMS = frozenset(f"{name}Backward{k}" for name in _NODES.split() for k in (0, 1))
+
+
+class _Owners(DispatchMode):
+    """Notes who holds the first argument of each sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.add.Tensor:
+            # One reference is that of the call itself.
+            self.seen.append((sys.getrefcount(args[0]) - 1, *_owners(args[0])))
+        return func(*args, **(kwargs or {}))
+
+
+def _owners(tensor: Any) -> tuple[int, int]:
+    """How many hold a tensor, and how many its storage."""
+    return tensor._use_count(), torch._C._storage_Use_Count(storage_key(tensor.untyped_storage()))
+
+
+@cache
+def _sole_owners() -> tuple[int, int, int] | None:
+    """References to the first term of the engine's sums where nobody else holds it.
+
+    In Python, to the tensor and to the storage; ``None`` where that cannot be told.
+    """
+    if not hasattr(torch.Tensor, "_use_count") or not hasattr(torch._C, "_storage_Use_Count"):
+        return None
+    kept: list[Any] = []
+    with torch.inference_mode(False), torch.enable_grad(), _Owners() as alone:
+        x = torch.ones(4, requires_grad=True)
+        torch.stack([x * 1, x * 2, x * 3, x * 4]).sum().backward()
+    with torch.inference_mode(False), torch.enable_grad(), _Owners() as shared:
+        x = torch.ones(4, requires_grad=True)
+        parts: list[Any] = [x * 1, x * 2]
+        for part in parts:
+            part.grad_fn.register_hook(lambda made, _: kept.append(made))
+        torch.stack(parts).sum().backward()
+    if len(alone.seen) != 3 or len(set(alone.seen)) != 1 or len(shared.seen) != 1:
+        return None
+    return alone.seen[0] if shared.seen[0] > alone.seen[0] else None
+
+
+def sole_owners() -> tuple[int, int, int] | None:
+    """The same, in a place where it can be found out."""
+    return None if dispatch_modes() or graph_task() >= 0 or in_functorch() else _sole_owners()
+
+
+def is_engines(tensor: torch.Tensor) -> bool:
+    """Whether the first term of a sum in a backward is held by autograd's engine only.
+
+    Without a mode the engine adds to such a term in place; with one it makes a new tensor.
+    """
+    owners = _sole_owners()
+    node: Any = torch._C._current_autograd_node()
+    return (
+        owners is not None
+        and node is not None
+        and node.name() in _WITHOUT_SUMS
+        and _owners(tensor) == owners[1:]
+    )
+
+
+def handler_parts(device: torch.device) -> tuple[Any, ...]:
+    """What PyTorch is to `rotor._core.Handler` (csrc/python/bind_dtr_handler.h)."""
+    return (
+        torch.Tensor,
+        (torch.Tensor, torch.nn.Parameter),
+        torch.strided,
+        torch._C._is_torch_function_mode_enabled,
+        torch._C.DisableTorchFunction,
+        torch._C._current_graph_task_id,
+        torch.is_grad_enabled,
+        torch.device("cpu"),
+        tuple(
+            kind
+            for kind in vars(torch).values()
+            if isinstance(kind, torch.dtype) and kind.is_complex
+        ),
+        _FLAGS,
+        "_cdata",
+        _CPU_FLAGS,
+        (torch.dtype, torch.layout, torch.device, torch.memory_format),
+        torch.empty,
+        core.set_grad_enabled,
+        _below_autograd,
+        unconjugated,
+        is_engines,
+        -1 if (owners := sole_owners()) is None else owners[0],
+        None if device.type == "cpu" else torch.cuda.is_current_stream_capturing,
+        getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
+    )
+
+
+batch_norm_without_statistics = torch.ops.aten._native_batch_norm_legit.no_stats
+
+
+def schema_of(function: Any) -> Any:
+    """What an operator's arguments and results are."""
+    return function._schema
+
+
+in_functorch = core.in_functorch
+
+
+core.check(
+    (
+        "_C._AutoDispatchBelowAutograd",
+        "_C._get_fp32_precision_getter",
+        "_C._set_fp32_precision_setter",
+        "_C._DisableAutocast",
+        "_C._DisableTorchDispatch",
+        "_C._is_torch_function_mode_enabled",
+        "_C.DisableTorchFunction",
+        "autograd._engine_run_backward",
+        "overrides._get_current_function_mode_stack",
+        "utils._python_dispatch._get_current_dispatch_mode",
+        "_C._construct_storage_from_data_pointer",
+        "_C._current_autograd_node",
+        "_C._len_torch_dispatch_stack",
+        "_conj",
+        "_neg_view",
+        "ops.aten._native_batch_norm_legit.no_stats",
+    )
+)

@@ -1,0 +1,369 @@
+"""Every private name of FSDP2 (``fully_shard``) that rotor uses; looked for when a model has it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor._pytorch import core
+
+_REQUIRED = (
+    "distributed._composable_state._module_state_mapping",
+    "distributed.fsdp.FSDPModule._get_fsdp_state",
+    "distributed.fsdp.FSDPModule.reshard",
+    "distributed.fsdp.FSDPModule.unshard",
+    "distributed.fsdp._fully_shard._fsdp_common.TrainingState.IDLE",
+    "distributed.fsdp._fully_shard._fsdp_param.FSDPParam.all_gather_inputs",
+    "distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.lazy_init",
+    "distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.reshard",
+    "distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.unshard",
+    "distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.wait_for_unshard",
+    "distributed.fsdp._fully_shard._fsdp_state.FSDPState._cast_forward_inputs",
+    "distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
+    "distributed.fsdp._fully_shard._fsdp_state.FSDPStateContext",
+)
+_MANAGED = "_is_fsdp_managed_module"
+
+
+def _module_class() -> Any:
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+
+
+def is_loaded() -> bool:
+    """Whether anybody can have sharded a model."""
+    return _module_class() is not None
+
+
+def is_unit(module: Any) -> bool:
+    """Whether ``fully_shard`` was applied to this very module."""
+    known = _module_class()
+    return known is not None and isinstance(module, known)
+
+
+def managed(modules: Iterable[nn.Module]) -> list[bool]:
+    """Which modules have parameters that FSDP, the first or the second, cares for; [] if none."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    found = [_MANAGED in module.__dict__ for module in modules]
+    return found if any(found) else []
+
+
+class ShardedParameter:
+    """A parameter of FSDP2: its shard, which the optimizer sees, and the whole while gathered.
+
+    Attributes
+    ----------
+    unit
+        What gathers it.
+    """
+
+    __slots__ = ("_param", "unit")
+
+    def __init__(self, unit: Unit, param: Any) -> None:
+        self.unit = unit
+        self._param = param
+
+    @property
+    def shard(self) -> nn.Parameter:
+        """The sharded parameter."""
+        found: nn.Parameter = self._param.sharded_param
+        return found
+
+    @property
+    def whole(self) -> Any:
+        """The whole parameter, with or without memory; ``None`` before it was gathered first."""
+        return getattr(self._param, "_unsharded_param", None)
+
+    @property
+    def slots(self) -> list[core.Slot]:
+        """Where it stands in its modules: (the dictionary of the module, its name)."""
+        info = self._param._module_info
+        modules = [info.module, *info.shared_modules]
+        names = [info.param_name, *info.shared_param_names]
+        return [(m._parameters, name) for m, name in zip(modules, names, strict=True)]
+
+    @property
+    def gathered_numel(self) -> int:
+        """Elements of the whole parameter as it is gathered, padding included."""
+        return int(self._param.padded_sharded_param_size.numel()) * self.unit.world_size
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the whole parameter."""
+        dtype = self._param.param_dtype or self._param.orig_dtype
+        return self.gathered_numel * int(dtype.itemsize)
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of its whole gradient in the type in which gradients are reduced."""
+        kept = self._param.param_dtype or self._param.orig_dtype
+        return self.gathered_numel * int((self._param.reduce_dtype or kept).itemsize)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's shard of the gradient."""
+        return int(self._param.sharded_param._local_tensor.numel()) * int(
+            self._param.orig_dtype.itemsize
+        )
+
+    def whole_gradient(self) -> torch.Tensor | None:
+        """The gradient that has not been reduced yet, where there is one."""
+        if self._param.unsharded_accumulated_grad is not None:
+            found: torch.Tensor = self._param.unsharded_accumulated_grad
+            return found
+        return None if self.whole is None else self.whole.grad
+
+    def gradients(self) -> tuple[Any, Any, Any]:
+        """Its gradients as they are: for `put_gradients`."""
+        whole = getattr(self._param, "_unsharded_param", None)
+        return (
+            self._param.sharded_param.grad,
+            None if whole is None else whole.grad,
+            self._param.unsharded_accumulated_grad,
+        )
+
+    def take_gradients(self) -> tuple[Any, Any, Any]:
+        """Take its gradients away: for `put_gradients`."""
+        taken = self.gradients()
+        self.put_gradients((None, None, None))
+        return taken
+
+    def put_gradients(self, gradients: tuple[Any, Any, Any]) -> None:
+        """Give it the gradients that it had."""
+        self._param.sharded_param.grad = gradients[0]
+        whole = getattr(self._param, "_unsharded_param", None)
+        if whole is not None:
+            whole.grad = gradients[1]
+        self._param.unsharded_accumulated_grad = gradients[2]
+
+    def local_gradient(self) -> torch.Tensor | None:
+        """The shard of its gradient on this rank."""
+        gradient = self._param.sharded_param.grad
+        return None if gradient is None else gradient._local_tensor
+
+
+class Unit:
+    """What one call of ``fully_shard`` made: parameters that are gathered together.
+
+    Attributes
+    ----------
+    modules
+        The modules before whose forward they are gathered.
+    parameters
+        The parameters.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self.modules: tuple[nn.Module, ...] = tuple(state._modules)
+        self.parameters = [
+            ShardedParameter(self, param) for group in self._groups for param in group.fsdp_params
+        ]
+
+    @property
+    def _groups(self) -> list[Any]:
+        found: list[Any] = self._state._fsdp_param_groups
+        return found
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks a parameter is cut over."""
+        info = self._groups[0].mesh_info
+        return int(getattr(info, "shard_mesh_size", 1))
+
+    @property
+    def mesh(self) -> Any:
+        """The device mesh of its collectives; ``None`` without parameters."""
+        return self._groups[0].mesh_info.mesh if self._groups else None
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a backward reduces gradients, or leaves them whole (gradient accumulation)."""
+        return all(group.reduce_grads for group in self._groups)
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether parameters are given back after the forward."""
+        return all(group.post_forward_mesh_info is not None for group in self._groups)
+
+    @property
+    def reduce_buffers(self) -> int:
+        """How many inputs of earlier reductions are kept."""
+        return max((int(g.reduce_scatter_max_input_buffers) for g in self._groups), default=0)
+
+    @property
+    def prefetches(self) -> int:
+        """How many other units it has gathered ahead, in a forward or a backward, at most."""
+        asked = self._state._states_to_forward_prefetch, self._state._states_to_backward_prefetch
+        return 1 + len(asked[0]) + len(asked[1])
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of its whole parameters."""
+        return sum(p.gathered_bytes for p in self.parameters)
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of its whole gradients, as they are reduced."""
+        return sum(p.reduced_bytes for p in self.parameters if p.shard.requires_grad)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether its parameters are whole now."""
+        return bool(self._groups) and all(group.is_unsharded for group in self._groups)
+
+    def shares_buffers_with(self, other: Unit) -> bool:
+        """Whether both have one root: then buffers of one may live on while the other runs."""
+        return self._state._state_ctx is other._state._state_ctx
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether it is known what its root is: from the first forward on."""
+        return self._state._is_root is not None
+
+    def prepare(self) -> None:
+        """Make it a root, as its first forward would, where nothing was decided yet."""
+        if not self.is_prepared:
+            self._state._lazy_init()
+
+    def cast_inputs(self, arg: Any) -> Any:
+        """The input as its forward would get it, under a policy of mixed precision."""
+        (found,), _ = self._state._cast_forward_inputs((arg,), {})
+        return found
+
+    def gather(self) -> None:
+        """Make its parameters whole."""
+        for group in self._groups:
+            group.lazy_init()
+            group.unshard()
+            group.wait_for_unshard()
+
+    def reshard(self) -> None:
+        """Give the whole parameters back; nothing happens where they are not whole."""
+        for group in self._groups:
+            if group.is_unsharded:
+                group.reshard()
+
+    def settle(self) -> None:
+        """After its backward: as before it, so that its modules may be run again."""
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+        self._state._training_state = TrainingState.IDLE
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a sharded tensor; any other one as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def units() -> list[Unit]:
+    """All units of this process.
+
+    Raises
+    ------
+    ImportError
+        Private names are missing; the message says which, and which PyTorch versions work.
+    """
+    check()
+    mapping = attrgetter("distributed._composable_state._module_state_mapping")(torch)
+    found: dict[int, Unit] = {}
+    for module, reference in list(mapping.items()):
+        if is_unit(module):
+            state = reference()
+            if state is not None and id(state) not in found:
+                found[id(state)] = Unit(module._get_fsdp_state())
+    return list(found.values())
+
+
+def check() -> None:
+    """Look for the private names of FSDP2 that rotor needs.
+
+    Raises
+    ------
+    ImportError
+        Names are missing; the message says which, and which PyTorch versions work.
+    """
+    core.check(_REQUIRED)
+
+
+@contextmanager
+def undisturbed(known: Iterable[Unit]) -> Iterator[None]:
+    """Forwards and backwards of single modules, in the middle of a forward or before the first.
+
+    What they leave in FSDP2 is put back afterwards: its states, the order of prefetches, gradients.
+    Gradients are reduced meanwhile, whatever was set.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    states = [unit._state for unit in known]
+    contexts = list({id(s._state_ctx): s._state_ctx for s in states}.values())
+    communications = list({id(s._comm_ctx): s._comm_ctx for s in states}.values())
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    parameters = [p for unit in known for p in unit.parameters]
+    kept = [
+        *((c, dict(vars(c))) for c in contexts),
+        *((s, {"_training_state": s._training_state}) for s in states),
+        *(
+            (
+                group,
+                {
+                    "_training_state": group._training_state,
+                    "_post_forward_indices": list(group._post_forward_indices),
+                    "reduce_grads": group.reduce_grads,
+                    "all_reduce_grads": group.all_reduce_grads,
+                },
+            )
+            for group in groups
+        ),
+    ]
+    orders = [(c.post_forward_order, list(c.post_forward_order)) for c in communications]
+    gradients = [(p, p.take_gradients()) for p in parameters]
+    try:
+        for context in contexts:
+            context.iter_forward_root = None
+            context.post_backward_final_callback_queued = False
+            context.is_last_backward = True
+        for state in states:
+            state._training_state = TrainingState.IDLE
+        for group in groups:
+            group._training_state = TrainingState.IDLE
+            group._post_forward_indices = []
+            group.reduce_grads = group.all_reduce_grads = True
+        for order, _ in orders:
+            order.clear()
+        yield
+    finally:
+        for owner, values in kept:
+            vars(owner).update(values)
+        for order, entries in orders:
+            order[:] = entries
+        for parameter, taken in gradients:
+            parameter.put_gradients(taken)
+
+
+@contextmanager
+def alone(known: Iterable[Unit]) -> Iterator[None]:
+    """Backwards end for these units only: others, whole now, stay so with their gradients."""
+    contexts: dict[int, tuple[Any, list[Any]]] = {}
+    for unit in known:
+        state = unit._state
+        contexts.setdefault(id(state._state_ctx), (state._state_ctx, []))[1].append(state)
+    kept = [(context, context.all_states) for context, _ in contexts.values()]
+    try:
+        for context, states in contexts.values():
+            context.all_states = states
+        yield
+    finally:
+        for context, all_states in kept:
+            context.all_states = all_states
+
+
+def flat_group(mesh: Any) -> Any:
+    """The process group of all ranks of a mesh of several dimensions."""
+    return mesh._flatten().get_group()

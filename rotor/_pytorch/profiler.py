@@ -1,0 +1,180 @@
+"""The profiler of PyTorch, whose events of the CPU's allocator its public interface leaves out."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from rotor._pytorch import core
+
+
+def profiler_in_use() -> bool:
+    """Whether a profiler records, or is about to, anywhere in this process: they do not nest."""
+    profiler = torch.autograd.profiler
+    if core.profiler_enabled_here() or profiler._is_profiler_enabled:
+        return True
+    # A profiler with a schedule is prepared before it records, and only the object shows it.
+    return "ProfilerStep" in profiler.KinetoStepTracker._step_dict and any(
+        issubclass(type(candidate), profiler.profile)
+        and getattr(candidate, "entered", False)
+        and candidate.kineto_results is None
+        for candidate in gc.get_objects()
+    )
+
+
+class Allocation(NamedTuple):
+    """Memory allocated (`nbytes` > 0) or freed (< 0) at an address of the CPU, and when.
+
+    `total_bytes` is what all threads have allocated then, from a level that nobody knows; negative
+    where only this thread was watched.
+    """
+
+    address: int
+    nbytes: int
+    ns: int = 0
+    total_bytes: int = -1
+
+
+class Mark(str):
+    """A name between allocations, and when it was set."""
+
+    ns: int = 0
+
+    @classmethod
+    def at(cls, name: str, ns: int) -> Mark:
+        """A mark with its time."""
+        made = cls(name)
+        made.ns = ns
+        return made
+
+
+_SILENT = "99"
+_ERRORS_ONLY = 2
+
+
+def _cpp_flags() -> tuple[ctypes.c_int | None, ctypes.c_bool | None]:
+    """Two flags of PyTorch's C++, where the library shows them.
+
+    The level below which it says nothing, and whether the CPU's allocator counts, and tells, what
+    threads without a profiler allocate and free.
+    """
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    path = Path(torch.__file__).parent / "lib" / f"libc10.{suffix}"
+    try:
+        library = ctypes.CDLL(str(path))
+        level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None, None
+    try:
+        return level, ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage")
+    except ValueError:
+        return level, None
+
+
+class AllocationTrace:
+    """Records the events of the CPU's allocator in this thread and in the backwards it runs.
+
+    The public ``prof.events()`` leaves them out. Only events and marks are recorded, no operations.
+    Memory that is freed but was allocated before the start is not seen by PyTorch. While a trace
+    records, C++ warnings are off: PyTorch warns about every thousandth such free.
+
+    Parameters
+    ----------
+    totals
+        Whether allocations tell, where PyTorch can, what all threads have allocated.
+    """
+
+    def __init__(self, *, totals: bool = False) -> None:
+        self._level, counting = _cpp_flags()
+        self._counting = counting if totals else None
+        self._old_level = 0
+        self._old_counting = False
+
+    def start(self) -> None:
+        """Begin; no profiler may be in use."""
+        profiler, autograd = torch._C._profiler, torch._C._autograd
+        config = profiler.ProfilerConfig(
+            profiler.ProfilerState.KINETO,
+            False,
+            True,
+            False,
+            False,
+            False,
+            profiler._ExperimentalConfig(),
+            "",
+        )
+        activities = {profiler.ProfilerActivity.CPU}
+        # Kineto reads this once, at its first use, and reports every start and stop otherwise.
+        quiet = "KINETO_LOG_LEVEL" not in os.environ
+        if quiet:
+            os.environ["KINETO_LOG_LEVEL"] = _SILENT
+        try:
+            autograd._prepare_profiler(config, activities)
+        finally:
+            if quiet:
+                del os.environ["KINETO_LOG_LEVEL"]
+        scopes = {profiler.RecordScope.USER_SCOPE}
+        autograd._enable_profiler(config, activities, scopes)  # type: ignore[call-arg]
+        if self._level is not None:
+            self._old_level = self._level.value
+            self._level.value = max(self._old_level, _ERRORS_ONLY)
+        if self._counting is not None:
+            self._old_counting, self._counting.value = self._counting.value, True
+
+    def mark(self, name: str) -> None:
+        """Put a name between the events before it and those after it."""
+        autograd = torch._C._autograd
+        autograd._record_function_with_args_exit(autograd._record_function_with_args_enter(name))
+
+    def stop(self) -> list[Allocation | str]:
+        """End, in the thread that began: allocations and marks in the order of time."""
+        result = torch._C._autograd._disable_profiler()
+        if self._counting is not None:
+            self._counting.value = self._old_counting
+        if self._level is not None:
+            self._level.value = self._old_level
+        timed: list[tuple[int, Allocation | str]] = []
+        pending = list(reversed(result.experimental_event_tree()))
+        while pending:
+            event = pending.pop()
+            if event.tag == torch._C._profiler._EventType.Allocation:
+                fields: Any = event.extra_fields
+                if fields.device.type == "cpu":
+                    ns = event.start_time_ns
+                    total = -1 if self._counting is None else fields.total_allocated
+                    timed.append((ns, Allocation(fields.ptr, fields.alloc_size, ns, total)))
+            else:
+                ns = event.start_time_ns
+                timed.append((ns, Mark.at(event.name, ns)))
+                pending.extend(reversed(event.children))
+        timed.sort(key=lambda entry: entry[0])
+        return [entry for _, entry in timed]
+
+
+core.check(
+    (
+        "_C._autograd._disable_profiler",
+        "_C._autograd._enable_profiler",
+        "_C._autograd._prepare_profiler",
+        "_C._autograd._record_function_with_args_enter",
+        "_C._autograd._record_function_with_args_exit",
+        "_C._profiler.ProfilerActivity.CPU",
+        "_C._profiler.ProfilerConfig",
+        "_C._profiler.ProfilerState.KINETO",
+        "_C._profiler.RecordScope.USER_SCOPE",
+        "_C._profiler._EventType.Allocation",
+        "_C._profiler._ExperimentalConfig",
+        "_C._profiler._ExtraFields_Allocation.alloc_size",
+        "_C._profiler._ExtraFields_Allocation.ptr",
+        "_C._profiler._ExtraFields_Allocation.total_allocated",
+        "_C._profiler._ProfilerEvent.start_time_ns",
+        "autograd.profiler.KinetoStepTracker._step_dict",
+        "autograd.profiler._is_profiler_enabled",
+    )
+)

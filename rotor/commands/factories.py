@@ -1,0 +1,469 @@
+"""Models and samples from what a command line names: callables in modules and files, shapes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor.chain import Chain
+from rotor.engines.chain.stages import is_plain_sequential
+from rotor.engines.graph.recorded import Profile
+from rotor.fit import batches
+from rotor.graph.graph import Graph
+from rotor.graph.program import simulate
+from rotor.wrapper.checkpointable import Checkpointable
+
+__all__ = ["Input", "Made", "draw", "inputs", "load", "make", "measured", "parse_input"]
+
+_LONGEST = 1 << 40
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor to be drawn.
+
+    Attributes
+    ----------
+    shape
+        Its shape.
+    dtype
+        Its type; floating ones are drawn from a normal distribution.
+    high
+        Whole numbers are drawn from 0 up to here, this one excluded.
+    name
+        The argument of the model that it goes to; ``None``: by position.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    high: int | None = None
+    name: str | None = None
+
+    def draw(self, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+        """A tensor of random numbers."""
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            drawn = torch.randn(self.shape, generator=generator)
+        else:
+            high = 2 if self.dtype == torch.bool else self.high
+            assert high is not None
+            drawn = torch.randint(high, self.shape, generator=generator)
+        return drawn.to(device=device, dtype=self.dtype)
+
+    def __str__(self) -> str:
+        shape = ",".join(map(str, self.shape))
+        return f"{f'{self.name}=' if self.name else ''}{shape} {str(self.dtype)[6:]}"
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model, and the sample that came with it.
+
+    Attributes
+    ----------
+    model
+        The model.
+    sample
+        As the constructor of `rotor.Checkpointable` takes it; ``None`` where none came.
+    """
+
+    model: nn.Module
+    sample: Any = None
+
+
+def load(name: str) -> Callable[..., Any]:
+    """The callable that is named so.
+
+    Parameters
+    ----------
+    name
+        ``package.module:callable``, ``path/file.py:callable``, or a name of `rotor.models`.
+
+    Raises
+    ------
+    ValueError
+        There is no such file, module or callable; or importing it fails.
+    """
+    where, separator, wanted = name.rpartition(":")
+    if not separator:
+        if wanted.endswith(".py") or "/" in wanted or "." in wanted:
+            raise ValueError(f"{name!r} names no callable, expected such as {name}:make_model")
+        where = "rotor.models"
+    module = _file(Path(where)) if where.endswith(".py") or "/" in where else _module(where)
+    found: Any = module
+    for part in wanted.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        names = sorted(
+            key
+            for key, value in vars(module).items()
+            if callable(value)
+            and not key.startswith("_")
+            and (getattr(value, "__module__", None) or "").startswith(module.__name__)
+        )
+        listed = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+        raise ValueError(f"{where} has no callable {wanted!r}; it has {listed or 'none'}")
+    called: Callable[..., Any] = found
+    return called
+
+
+def _module(name: str) -> Any:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise ValueError(
+                f"there is no module {name!r}: expected package.module:callable, "
+                "path/file.py:callable, or a name of rotor.models"
+            ) from error
+        raise ValueError(f"importing {name} failed: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"importing {name} failed: {type(error).__name__}: {error}") from error
+
+
+def _file(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    name = f"rotor_factory_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    # What is captured looks its globals up by the module's name.
+    sys.modules[name] = module
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"running {path} failed: {type(error).__name__}: {error}") from error
+    return module
+
+
+def make(name: str, arguments: Mapping[str, Any] | None = None) -> Made:
+    """Call a factory.
+
+    Parameters
+    ----------
+    name
+        Of the callable, as for `load`; it gives a module, or a module and a sample.
+    arguments
+        Keyword arguments for it.
+
+    Returns
+    -------
+    Made
+        The module, and the sample where the factory gave one.
+
+    Raises
+    ------
+    ValueError
+        It cannot be found, fails, or gives something else.
+    """
+    function = load(name)
+    try:
+        made = function(**(arguments or {}))
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"calling {name} failed: {type(error).__name__}: {error}") from error
+    sample = None
+    if isinstance(made, tuple) and len(made) == 2:
+        made, sample = made
+    if isinstance(made, nn.Module):
+        return Made(made, sample)
+    kind = "a class" if inspect.isclass(made) else f"{type(made).__name__}"
+    raise ValueError(f"{name} gave {kind}, expected an nn.Module, or (an nn.Module, a sample)")
+
+
+def parse_input(text: str) -> tuple[str | None, tuple[int, ...]]:
+    """A name and a shape from text such as ``32,3,224,224`` or ``ids=8x128``.
+
+    Raises
+    ------
+    ValueError
+        It cannot be read, or a size is not positive.
+    """
+    name, separator, shape = text.rpartition("=")
+    try:
+        sizes = tuple(int(size) for size in shape.replace("x", ",").split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1 or max(sizes) > _LONGEST:
+        raise ValueError(
+            f"--input {text!r} is no shape, expected positive sizes such as 32,3,224,224"
+        )
+    if separator and not name.isidentifier():
+        raise ValueError(f"--input {text!r}: {name!r} is no name of an argument")
+    return name or None, sizes
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    """A type of PyTorch's by its name, such as ``int64``; ValueError: there is none."""
+    found = getattr(torch, text.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"there is no dtype {text!r}, expected one such as float32 or int64")
+    return found
+
+
+def inputs(
+    shapes: Sequence[str], dtypes: Sequence[str] = (), highs: Sequence[int] = ()
+) -> list[Input]:
+    """Inputs from what stands on a command line.
+
+    Parameters
+    ----------
+    shapes
+        As for `parse_input`.
+    dtypes
+        One for all, or one for each; float32 where none is given.
+    highs
+        One for all, or one for each of those that are whole numbers.
+
+    Raises
+    ------
+    ValueError
+        Something cannot be read, the numbers of them do not match, or whole numbers have no bound.
+    """
+    parsed = [parse_input(shape) for shape in shapes]
+    kinds = [parse_dtype(dtype) for dtype in dtypes] or [torch.float32]
+    if len(kinds) == 1:
+        kinds *= len(parsed)
+    if len(kinds) != len(parsed):
+        raise ValueError(
+            f"{len(kinds)} --dtype for {len(parsed)} --input: give one for all, or one for each"
+        )
+    whole = [
+        k
+        for k, kind in enumerate(kinds)
+        if not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
+    ]
+    bounds = list(highs) * (len(whole) if len(highs) == 1 else 1)
+    if len(bounds) != len(whole):
+        raise ValueError(
+            f"{len(highs)} --high for {len(whole)} --input of whole numbers: give the number of "
+            "different values, such as --high 1000, one for all or one for each"
+        )
+    if bounds and min(bounds) < 1:
+        raise ValueError(f"--high {min(bounds)}: expected a number of 1 or more")
+    high_of = dict(zip(whole, bounds, strict=True))
+    return [
+        Input(shape, kind, high_of.get(k), name)
+        for k, ((name, shape), kind) in enumerate(zip(parsed, kinds, strict=True))
+    ]
+
+
+def draw(given: Sequence[Input], device: torch.device, seed: int = 0) -> Any:
+    """A sample as the constructor of `rotor.Checkpointable` takes it.
+
+    Parameters
+    ----------
+    given
+        Inputs as `inputs` read them.
+    device
+        Where they are made.
+    seed
+        Of their values.
+
+    Raises
+    ------
+    ValueError
+        Named and unnamed inputs are mixed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    named = [one for one in given if one.name is not None]
+    if named and len(named) != len(given):
+        raise ValueError("some --input have names and some have none: name all of them, or none")
+    tensors = [one.draw(device, generator) for one in given]
+    if named:
+        return {str(one.name): tensor for one, tensor in zip(given, tensors, strict=True)}
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """A sample with its tensors on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: to_device(part, device) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(to_device(part, device) for part in value)
+    return value
+
+
+def check_forward(model: nn.Module, sample: Any, *, one: bool) -> None:
+    """Run a model forward once, without gradients, in evaluation mode.
+
+    Parameters
+    ----------
+    model, sample
+        The model and its sample.
+    one
+        Whether the sample is one argument, whatever it is.
+
+    Raises
+    ------
+    ValueError
+        It fails: the sample is none of this model's.
+    """
+    args: tuple[Any, ...] = sample if isinstance(sample, tuple) and not one else (sample,)
+    kwargs: dict[str, Any] = {}
+    if isinstance(sample, dict) and not one:
+        args, kwargs = (), sample
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with torch.no_grad():
+            model(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the model does not run on this input: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        for module, training in flags:
+            module.training = training
+
+
+def takes_one(model: nn.Module, engine: str) -> bool:
+    """Whether a sample is one argument, whatever it is: chains of stages take one."""
+    return engine != "graph" and is_plain_sequential(model)
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device that is named so; by default CUDA's where there is one.
+
+    Raises
+    ------
+    ValueError
+        There is no such device here, or rotor knows none of its type.
+    """
+    if name is None:
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name!r}: expected cpu, cuda, or such as cuda:1") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {name!r}: rotor plans for cpu and cuda devices")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ValueError(f"--device {name!r}: this machine has {count} CUDA devices")
+        return torch.device("cuda", device.index or 0)
+    return torch.device("cpu")
+
+
+def seed(number: int) -> None:
+    """Seed the generators that parameters are drawn from."""
+    torch.manual_seed(number)
+
+
+def measured(
+    model: nn.Module,
+    sample: Any,
+    limit: int | None,
+    *,
+    engine: str = "auto",
+    effort: str = "",
+    profile: Profile | None = None,
+) -> Checkpointable:
+    """A model wrapped and measured on a sample, not planned yet.
+
+    Parameters
+    ----------
+    model, sample, limit, engine
+        As for `rotor.Checkpointable`.
+    effort
+        Of planning, where the engine is that of graphs; by default its own.
+    profile
+        Of the machine to plan for, where it is not this one.
+
+    Raises
+    ------
+    ValueError
+        The model cannot be measured on the sample.
+    """
+    is_chain = engine == "chain" or takes_one(model, engine)
+    options: dict[str, Any] = {"effort": effort} if effort and not is_chain else {}
+    if profile is not None:
+        options["profile"] = profile
+    wrapped: Any = Checkpointable
+    wrapper: Checkpointable = wrapped(model, mem_limit=limit, engine=engine, **options)
+    wrapper.measure_sample(sample)
+    return wrapper
+
+
+def profile_of(path: str, engine: str) -> Profile:
+    """The profile in a file; ValueError: it holds none, or the engine plans without one."""
+    if engine == "chain":
+        raise ValueError("--profile is of operations, and --engine chain measures stages here")
+    try:
+        return Profile.load(Path(path))
+    except ValueError as error:
+        raise ValueError(f"--profile {path}: {error}") from None
+
+
+def no_plan(wrapper: Checkpointable) -> str:
+    """Why there is no single plan of a wrapped model."""
+    if wrapper.plan.kind == "dynamic":
+        return (
+            "the dynamic engine runs the model, which decides while a step runs: there is no plan "
+            "to be shown, and training within the limit works (rotor.Checkpointable, "
+            "rotor.dtr.budget)"
+        )
+    return (
+        "the model runs in parts, without a single plan to be saved: `rotor curve` and `rotor fit` "
+        "work"
+    )
+
+
+def planned_peak(wrapper: Checkpointable) -> int | None:
+    """Peak of a step that recomputes nothing, by the simulator; ``None`` without a single graph."""
+    try:
+        graph = cost_model(wrapper)
+    except ValueError:
+        return None
+    return simulate(graph, range(len(graph))).peak_bytes if isinstance(graph, Graph) else None
+
+
+def cost_model(wrapper: Checkpointable) -> Chain | Graph:
+    """What was measured of a wrapped model; ValueError: it has no single chain or graph."""
+    found: Chain | Graph = wrapper.cost_model()
+    return found
+
+
+def plain_peak(model: nn.Module, sample: Any, *, one: bool) -> int | None:
+    """Peak of a plain training step, by a run; ``None`` where it is out of memory.
+
+    The loss is that of `rotor.fit.batches.sum_of`. Nothing of the model is changed.
+    """
+    args: tuple[Any, ...] = sample if isinstance(sample, tuple) and not one else (sample,)
+    kwargs: dict[str, Any] = {}
+    if isinstance(sample, dict) and not one:
+        args, kwargs = (), sample
+    device = batches.device_of((args, kwargs, ()))
+
+    def step() -> None:
+        batches.sum_of(model(*args, **kwargs)).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    with batches.unchanged(model, device):
+        try:
+            step()
+            return batches.step_bytes(step, device)
+        except (RuntimeError, MemoryError) as error:
+            if not batches.is_out_of_memory(error):
+                raise
+            return None

@@ -1,0 +1,155 @@
+"""The state of a model that plans depend on, and models that cannot be planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from rotor._pytorch import core, fsdp
+
+__all__ = ["ModelState", "gradients_aside", "refuse_replicated", "refuse_sharded"]
+
+
+def refuse_sharded(model: nn.Module, planned_as: str = "a graph") -> None:
+    """Raise when FSDP swaps parameters of the model while it runs.
+
+    Parameters
+    ----------
+    model
+        The model.
+    planned_as
+        What it would be planned as.
+
+    Raises
+    ------
+    RuntimeError
+        Names the module.
+    """
+    if not fsdp.is_loaded():
+        return
+    modules = dict(model.named_modules())
+    managed = fsdp.managed(modules.values()) or [False] * len(modules)
+    for (name, module), is_managed in zip(modules.items(), managed, strict=True):
+        if is_managed or fsdp.is_unit(module):
+            where = f"module {name}" if name else "the model"
+            raise RuntimeError(
+                f"{where} is sharded by fully_shard (FSDP2): its parameters are swapped while it "
+                f"runs, and planned as {planned_as} it would silently lose gradients. Leave the "
+                'engine at "auto", which plans an nn.Sequential as a chain and any other model by '
+                "its sharded blocks (docs/fsdp.md); or use DistributedDataParallel"
+            )
+
+
+def refuse_replicated(model: nn.Module) -> None:
+    """Raise where a part of the model is a DistributedDataParallel, which has to be outside.
+
+    Raises
+    ------
+    TypeError
+        Names the module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            kind = type(module).__name__
+            where = f"module {name}" if name else "the model"
+            raise TypeError(
+                f"{where} is a {kind}: what it does with gradients would be lost, or done twice, "
+                "where they are computed under a plan. Wrap the other way round: "
+                f"{kind}(rotor.Checkpointable(model))"
+            )
+
+
+@contextmanager
+def gradients_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Parameters without gradients inside, and with those that they had afterwards."""
+    kept = [(parameter, parameter.grad) for parameter in parameters]
+    try:
+        for parameter, _ in kept:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+def _draws_in_cudnn(tensor: torch.Tensor) -> bool:
+    """Whether a recurrent layer with such weights takes its dropout from cuDNN."""
+    return tensor.is_cuda and bool(torch.backends.cudnn.is_acceptable(tensor))
+
+
+class ModelState:
+    """What a plan depends on in a model, read fast before every step.
+
+    Parameters
+    ----------
+    model
+        The wrapped model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules = list(model.modules())
+        self._types = [type(module) for module in self._modules]
+        self._children = [
+            (children, tuple(children.values()))
+            for children in map(core.child_slots, self._modules)
+        ]
+        self._parameters = [slot for m in self._modules for slot in core.parameter_slots(m)]
+        self._managed = fsdp.managed(self._modules)
+        self._recurrent = [m for m in self._modules if isinstance(m, nn.RNNBase)]
+
+    @property
+    def parameters(self) -> list[core.Slot]:
+        """Where parameters stand: (the dictionary of their module, their name)."""
+        return self._parameters
+
+    def is_current(self) -> bool:
+        """Whether the model has the modules it had, of the types that they had, sharded alike."""
+        return (
+            [type(module) for module in self._modules] == self._types
+            and all(tuple(children.values()) == then for children, then in self._children)
+            and fsdp.managed(self._modules) == self._managed
+        )
+
+    def check_dropout(self) -> None:
+        """Raise where a recurrent layer has dropout that cannot be drawn again.
+
+        Raises
+        ------
+        RuntimeError
+            Names the layer, and says what to do.
+        """
+        for module in self._recurrent:
+            draws = module.training and module.dropout > 0 and module.num_layers > 1
+            if draws and _draws_in_cudnn(next(module.parameters())):
+                kind = type(module).__name__
+                raise RuntimeError(
+                    f"the dropout of {kind}(..., dropout={module.dropout}) is drawn from a state "
+                    "of cuDNN that no generator restores, so computing the layer again would take "
+                    "other masks, and gradients would be wrong. Set dropout=0 and put nn.Dropout "
+                    "between layers of one each; or torch.backends.cudnn.enabled = False; or use "
+                    'engine="dynamic", which keeps what such a layer makes'
+                )
+
+    def training_flags(self) -> tuple[bool, ...]:
+        """The training flag of every module."""
+        return tuple([module.training for module in self._modules])
+
+    def parameter_flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Which parameters require gradients, and which have none yet."""
+        parameters = [slots.get(name) for slots, name in self._parameters]
+        return (
+            tuple([p is not None and p.requires_grad for p in parameters]),
+            tuple([p is not None and p.grad is None for p in parameters]),
+        )
+
+    def lacking_gradient(self, flags: tuple[bool, ...]) -> set[int]:
+        """The ids of the parameters that had no gradient, by the second of `parameter_flags`."""
+        return {
+            id(slots[name])
+            for (slots, name), absent in zip(self._parameters, flags, strict=True)
+            if absent
+        }

@@ -1,0 +1,408 @@
+"""State that modules have beside their parameters and buffers.
+
+Attributes, plain tensors, containers and generators that a forward may change: in the modules
+themselves, in objects that they hold, in hooks on them, and in global names that their code uses.
+A `Watch` notes all of it, finds what has changed since, and puts it back.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import types
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor._pytorch import core
+from rotor.common.hook_values import global_names
+from rotor.common.places import (
+    MISSING,
+    Attribute,
+    ClosureCell,
+    Contents,
+    Entry,
+    Inner,
+    Place,
+    copied,
+    numpy_module,
+    state_of,
+)
+
+__all__ = ["Watch"]
+
+_MOST_CELLS = 20_000
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CODE: Any = (
+    types.FunctionType
+    | types.MethodType
+    | types.BuiltinFunctionType
+    | types.ModuleType
+    | functools.partial
+    | type
+)
+_INTERNALS = frozenset(vars(nn.Module())) | {"training"}
+_LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "scipy"}
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
+def _is_library(name: str | None) -> bool:
+    """Whether state of a Python module of that name is left alone."""
+    name = name or ""
+    package = name.split(".")[0]
+    if package == "rotor":
+        return not name.startswith("rotor.models")
+    return name != "__main__" and (package in _LIBRARIES or _is_installed(package))
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values are the same object, or scalars and states that are equal."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return False
+    if isinstance(a, _SCALARS):
+        return a == b or repr(a) == repr(b)
+    if isinstance(a, tuple | list) and len(a) == len(b):
+        return all(_same(one, other) for one, other in zip(a, b, strict=True))
+    return False
+
+
+def _same_state(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same_state(a[key], b[key]) for key in a)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(_same_state(x, y) for x, y in zip(a, b, strict=True))
+    if hasattr(a, "tobytes"):
+        return bool(a.tobytes() == b.tobytes() and a.dtype == b.dtype)
+    return bool(a == b)
+
+
+def _position(iterator: Any) -> Any:
+    """Where an iterator is, `MISSING` where it does not say."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return repr(iterator.__reduce__()[1:])
+        except Exception:
+            return MISSING
+
+
+class _Values:
+    """Named values of one owner as they were: a dictionary, an object, a class, a closure."""
+
+    def __init__(
+        self, name: str, owner: Any, kind: type[Place], keys: Callable[[], Iterable[Any]]
+    ) -> None:
+        self.name = name
+        self.owner = owner
+        self.kind = kind
+        self.keys = keys
+        self.before = {place.key: place.get() for place in self.places()}
+
+    def places(self) -> list[Place]:
+        return [
+            self.kind(f"{self.name}.{key}" if key is not None else self.name, self.owner, key)
+            for key in self.keys()
+        ]
+
+    def changed(self) -> list[Place]:
+        places = {place.key: place for place in self.places()}
+        for key in self.before:
+            if key not in places:
+                places[key] = self.kind(f"{self.name}.{key}", self.owner, key)
+        return [
+            place
+            for key, place in places.items()
+            if not _same(place.get(), self.before.get(key, MISSING))
+        ]
+
+    def restore(self) -> None:
+        for place in self.changed():
+            place.put(self.before.get(place.key, MISSING))
+
+
+class _Whole:
+    """The contents of a container, or the state of an object, as they were."""
+
+    def __init__(self, place: Place, same: Callable[[Any, Any], bool]) -> None:
+        self.place = place
+        self.same = same
+        self.before = place.get()
+
+    def changed(self) -> list[Place]:
+        return [] if self.same(self.before, self.place.get()) else [self.place]
+
+    def restore(self) -> None:
+        if self.changed():
+            self.place.put(self.before)
+
+
+class _Mutable:
+    """A tensor or an iterator that may be changed in place, as it was, with what holds it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.holders: list[Place] = []
+        self.is_tensor = isinstance(value, torch.Tensor)
+        self.version = value._version if self.is_tensor else _position(value)
+        self.copy = copied(value, {})
+
+    def changed(self) -> list[Place]:
+        if self.is_tensor:
+            same = self.value._version == self.version and _same_bits(self.value, self.copy)
+        else:
+            same = _position(self.value) == self.version
+        if same:
+            return []
+        return [type(h)(h.name, h.owner, h.key, in_place=True) for h in self.holders]
+
+    def restore(self) -> None:
+        if not self.changed():
+            return
+        if self.is_tensor:
+            # What holds the tensor keeps holding it, and no graph takes it for changed.
+            with torch.no_grad():
+                self.value.data.copy_(self.copy)
+            return
+        memo: dict[int, Any] = {}
+        for holder in self.holders:
+            value = holder.get()
+            if isinstance(holder, Contents):
+                value = [self.copy if item is self.value else item for item in value]
+            else:
+                value = self.copy
+            holder.in_place = True
+            holder.put(holder.copy_of(value, memo))
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    with torch.no_grad():
+        return torch.equal(a, b) or bool(torch.equal(a.isnan(), b.isnan()) and _finite(a, b))
+
+
+def _finite(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+class Watch:
+    """State of modules as it is when this is made.
+
+    Parameters
+    ----------
+    modules
+        Modules by name, with the functions that are no modules.
+
+    Attributes
+    ----------
+    generators
+        Names of running generators (functions with ``yield``), which nothing can set back.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, Any]]) -> None:
+        self._cells: dict[Any, _Values | _Whole | _Mutable] = {}
+        self._waiting: deque[tuple[str, Any, Place | None]] = deque()
+        self._seen: set[int] = set()
+        self._keep: list[Any] = []
+        self._own: set[int] = set()
+        self.generators: list[str] = []
+        modules = list(modules)
+        for _, module in modules:
+            if isinstance(module, nn.Module):
+                self._own.update(id(inner) for inner in module.modules())
+        numpy = numpy_module()
+        self._state("Python's random generator", random)
+        if numpy is not None:
+            self._state("NumPy's random generator", numpy.random)
+        for name, module in modules:
+            self._waiting.append((name, module, None))
+        while self._waiting and len(self._seen) < _MOST_CELLS:
+            self._visit(*self._waiting.popleft())
+        self._owners = {
+            key[0] for key, cell in self._cells.items() if not isinstance(cell, _Mutable)
+        }
+
+    # -- what there is
+
+    def _visit(self, name: str, value: Any, holder: Place | None) -> None:
+        if isinstance(value, _SCALARS) or value is MISSING:
+            return
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, nn.Parameter) and value.grad_fn is None:
+                self._mutable(value, holder)
+            return
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        self._keep.append(value)
+        if isinstance(value, nn.Module):
+            self._module(name, value)
+        elif isinstance(value, _CODE):
+            self._code(name, value)
+        elif isinstance(value, dict):
+            self._values(name, value, Entry, lambda: list(value))
+        elif isinstance(value, list | set | deque | bytearray):
+            self._contents(name, value)
+        elif isinstance(value, tuple | frozenset):
+            for k, item in enumerate(value):
+                self._waiting.append((f"{name}[{k}]", item, None))
+        elif isinstance(value, types.GeneratorType):
+            self.generators.append(name)
+        elif state_of(value) is not MISSING:
+            self._state(name, value)
+        elif hasattr(value, "__next__"):
+            self._mutable(value, holder)
+        else:
+            self._object(name, value)
+
+    def _module(self, name: str, module: nn.Module) -> None:
+        slots = vars(module)
+        if type(module).__module__.startswith("rotor.") and _is_library(type(module).__module__):
+            slots = {}
+
+        def keys() -> list[str]:
+            return [key for key in slots if key not in _INTERNALS]
+
+        self._values(name, slots, Entry, keys)
+        for hook in core.forward_hooks(module):
+            self._waiting.append((f"a hook of {name}", hook, None))
+        if id(module) not in self._own:
+            buffers = {key: slots for slots, key in core.buffer_slots(module)}
+            for key, where in buffers.items():
+                place = Entry(f"{name}.{key}", where, key)
+                self._waiting.append((place.name, place.get(), place))
+        for key, child in core.child_modules(module):
+            self._waiting.append((f"{name}.{key}", child, None))
+        self._class(type(module))
+
+    def _class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if _is_library(base.__module__) or id(base) in self._seen:
+                continue
+            self._seen.add(id(base))
+
+            def keys(base: type = base) -> list[str]:
+                return [
+                    key
+                    for key, value in vars(base).items()
+                    if not key.startswith("__") and not callable(value) and _is_data(value)
+                ]
+
+            self._values(base.__qualname__, base, Attribute, keys)
+            for value in list(vars(base).values()):
+                function = getattr(value, "__func__", getattr(value, "fget", value))
+                if isinstance(function, types.FunctionType):
+                    self._waiting.append((function.__qualname__, function, None))
+
+    def _code(self, name: str, value: Any) -> None:
+        if isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self._waiting.append((name, part, None))
+        elif isinstance(value, types.MethodType):
+            self._waiting += [(name, value.__self__, None), (name, value.__func__, None)]
+        elif isinstance(value, types.FunctionType) and not _is_library(value.__module__):
+            for variable, cell in zip(
+                value.__code__.co_freevars, value.__closure__ or (), strict=True
+            ):
+                if id(cell) not in self._seen:
+                    self._seen.add(id(cell))
+                    self._values(variable, cell, ClosureCell, lambda: [None])
+            for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
+                self._waiting.append((name, default, None))
+            names = [n for n in global_names(value.__code__) if n in value.__globals__]
+            self._values(value.__module__, value.__globals__, Entry, lambda: names, unique=value)
+
+    def _object(self, name: str, value: Any) -> None:
+        if _is_library(type(value).__module__) and not isinstance(value, types.SimpleNamespace):
+            return
+        slots = getattr(value, "__dict__", None)
+        if isinstance(slots, dict):
+            self._values(name, slots, Entry, lambda: list(slots))
+        names = [
+            key
+            for base in type(value).__mro__
+            for key in _slot_names(base)
+            if key not in ("__dict__", "__weakref__")
+        ]
+        if names:
+            self._values(name, value, Attribute, lambda: names)
+        self._class(type(value))
+
+    def _values(
+        self,
+        name: str,
+        owner: Any,
+        kind: type[Place],
+        keys: Callable[[], Iterable[Any]],
+        unique: Any = None,
+    ) -> None:
+        self._keep.append(owner)
+        cell = _Values(name, owner, kind, keys)
+        self._cells[id(owner), id(unique) if unique is not None else None] = cell
+        for place in cell.places():
+            self._waiting.append((place.name, place.get(), place))
+
+    def _contents(self, name: str, value: Any) -> None:
+        place = Contents(name, value)
+        self._cells[id(value), None] = _Whole(place, _same)
+        if not isinstance(value, bytearray):
+            for k, item in enumerate(list(value)):
+                self._waiting.append((f"{name}[{k}]", item, place))
+
+    def _state(self, name: str, owner: Any) -> None:
+        self._keep.append(owner)
+        self._cells[id(owner), None] = _Whole(Inner(name, owner), _same_state)
+
+    def _mutable(self, value: Any, holder: Place | None) -> None:
+        if holder is None:
+            return
+        key = (id(value), "in place")
+        if key not in self._cells:
+            self._keep.append(value)
+            self._cells[key] = _Mutable(value)
+        cell = self._cells[key]
+        assert isinstance(cell, _Mutable)
+        cell.holders.append(holder)
+
+    # -- what has changed
+
+    def changed(self) -> list[Place]:
+        """Return the places whose state is another than before."""
+        found: dict[Any, Place] = {}
+        for cell in self._cells.values():
+            for place in cell.changed():
+                if place.identity not in found or place.in_place:
+                    found[place.identity] = place
+        return list(found.values())
+
+    def reaches(self, place: Place) -> bool:
+        """Whether the modules could read or change a place."""
+        return id(place.owner) in self._owners
+
+    def restore(self) -> None:
+        """Put everything back as it was."""
+        for cell in self._cells.values():
+            cell.restore()
+
+
+def _is_data(value: Any) -> bool:
+    return not isinstance(value, property | staticmethod | classmethod | types.MemberDescriptorType)
+
+
+def _slot_names(base: type) -> tuple[str, ...]:
+    slots = vars(base).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)

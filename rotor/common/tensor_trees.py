@@ -1,0 +1,132 @@
+"""What passes between stages: a tensor, or tensors nested in tuples, lists and dictionaries.
+
+Numbers, strings and ``None`` may stand among the tensors; they are passed on as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from rotor._pytorch import core
+
+Flags = tuple[bool, ...]
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in a value, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [leaf for leaf in core.tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def tensors_within(value: Any) -> list[torch.Tensor]:
+    """The tensors in what a model returns: also in dataclasses, mappings and plain objects."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif id(item) not in seen:
+            seen.add(id(item))
+            waiting.extend(_inside(item))
+    return found[::-1]
+
+
+def _inside(item: Any) -> list[Any]:
+    if isinstance(item, Mapping):
+        return list(item.values())
+    if isinstance(item, list | tuple | set | frozenset):
+        return list(item)
+    if item is None or callable(item) or isinstance(item, str | bytes | int | float | complex):
+        return []
+    slots = [getattr(item, name, None) for name in getattr(item, "__slots__", ())]
+    return [*getattr(item, "__dict__", {}).values(), *slots]
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The value with `function` applied to each tensor, in order."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    leaves, spec = core.tree_flatten(value)
+    return core.tree_unflatten(
+        [function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
+    )
+
+
+def detached(value: Any) -> Any:
+    """The value with its tensors cut from the graph; storages are shared."""
+    return map_tensors(value, torch.Tensor.detach)
+
+
+def as_leaves(value: Any, flags: Flags) -> tuple[Any, list[torch.Tensor]]:
+    """A detached copy whose flagged tensors require gradients, and those tensors."""
+    if isinstance(value, torch.Tensor):
+        leaf = value.detach()
+        if flags[0]:
+            leaf.requires_grad_(True)
+            return leaf, [leaf]
+        return leaf, []
+    copies = [tensor.detach() for tensor in tensors_of(value)]
+    wanted = [copy.requires_grad_() for copy, flag in zip(copies, flags, strict=True) if flag]
+    return with_tensors(value, copies), wanted
+
+
+def with_tensors(value: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """The value with its tensors replaced, in order."""
+    following = iter(tensors)
+    return map_tensors(value, lambda _: next(following))
+
+
+def flagged(value: Any, flags: Flags) -> list[torch.Tensor]:
+    """The flagged tensors of a value."""
+    if isinstance(value, torch.Tensor):
+        return [value] if flags[0] else []
+    return [t for t, flag in zip(tensors_of(value), flags, strict=True) if flag]
+
+
+def grad_flags(value: Any) -> Flags:
+    """Which tensors of a value require gradients."""
+    return tuple(tensor.requires_grad for tensor in tensors_of(value))
+
+
+def differentiable(value: Any) -> Flags:
+    """Which tensors of a value could require gradients."""
+    return tuple(t.is_floating_point() or t.is_complex() for t in tensors_of(value))
+
+
+def versions(value: Any) -> tuple[int, ...]:
+    """The version counters of a value's tensors: changed when one was written to."""
+    if isinstance(value, torch.Tensor):
+        return (value._version,)
+    return tuple(tensor._version for tensor in tensors_of(value))
+
+
+def check_output(name: str, value: Any) -> None:
+    """Raise when a stage returned something that cannot be passed on.
+
+    Raises
+    ------
+    TypeError
+        Names the stage and the type.
+    """
+    if isinstance(value, torch.Tensor):
+        return
+    leaves = core.tree_flatten(value)[0]
+    wrong = [
+        leaf
+        for leaf in leaves
+        if not isinstance(leaf, torch.Tensor | int | float | complex | str | type(None))
+    ]
+    if wrong or not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        found = type(wrong[0] if wrong else value).__name__
+        raise TypeError(
+            f"stage {name} returned {found}, expected a tensor or a tuple, list or dict with "
+            "tensors: return the tensors that the next stage needs"
+        )

@@ -1,0 +1,270 @@
+"""Measuring a chain on several ranks at once, and one plan for all of them.
+
+Stages that FSDP2 shards run collective operations whenever they run, measured or not: every rank
+measures in step with the others, the same number of rounds. Their measures become one, times the
+mean and bytes the most, and the first rank plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rotor._pytorch import fsdp
+from rotor.algorithms.sequence import Sequence as Operations
+from rotor.chain import Chain
+from rotor.common.model_state import gradients_aside
+from rotor.common.ranks import RankError, Ranks
+from rotor.engines.chain.measure import Inspection, Measuring, StageMeasure
+from rotor.engines.chain.plan import Plan
+from rotor.engines.chain.schedule import Schedule
+from rotor.engines.chain.sharded import ShardedRun, ShardedStage, Sharding
+from rotor.engines.chain.stages import Stage
+from rotor.meter import allocator
+
+__all__ = [
+    "ShardedMeasuring",
+    "joined",
+    "measuring",
+    "plan_once",
+    "with_closing",
+]
+
+_ROUNDS = 5
+_SUMS = ("forward_ns", "record_ns", "backward_ns")
+_SAME = ("name", "flags")
+_EITHER = ("uses_rng",)
+
+
+class ShardedMeasuring(Measuring):
+    """Measures the stages of a sharded model; every rank at once."""
+
+    run_class = ShardedRun
+    # What a thread of gloo gives back is not seen by the meter of the CPU: the least is right.
+    metered_rounds = 3
+
+    @staticmethod
+    @contextmanager
+    def around(stage: Stage) -> Iterator[None]:
+        """The stage's units are gathered, so that its leaves are known; those around it wait."""
+        assert isinstance(stage, ShardedStage)
+        with fsdp.alone(stage.units):
+            for unit in stage.units:
+                unit.gather()
+            yield
+            for unit in stage.units:
+                unit.settle()
+
+    def stage(self, i: int) -> StageMeasure:
+        """Measure stage i; its units reduce their gradients, those around it wait."""
+        with fsdp.alone(self._units(i)):
+            return super().stage(i)
+
+    def before(self, i: int) -> None:
+        """Gather what the forward would find gathered, since it is never given back."""
+        for unit in self._units(i):
+            if not unit.reshards_after_forward:
+                unit.gather()
+
+    def is_enough(self, count: int, is_stable: bool, spent_ns: int) -> bool:
+        """After the same number of rounds on every rank."""
+        del is_stable, spent_ns
+        return count >= _ROUNDS
+
+    def back(self, i: int) -> Sequence[torch.Tensor | None]:
+        """B of stage i; the gradients are taken away from where FSDP2 put them."""
+        super().back(i)
+        stage = self._stage(i)
+        found: list[torch.Tensor | None] = []
+        for parameter, owner in zip(stage.parameters(), stage.owners(), strict=True):
+            if owner is None:
+                found.append(parameter.grad)
+                parameter.grad = None
+            else:
+                whole = owner.whole_gradient()
+                found.append(owner.local_gradient() if whole is None else whole)
+                owner.put_gradients((None, None, None))
+        return found
+
+    def gradient_bytes(self, i: int, found: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+        """Shards of one unit lie in one buffer, whose rest is the first one's."""
+        del i
+        present = [g for g in found if g is not None]
+        sizes = [0 if g is None else g.numel() * g.element_size() for g in found]
+        total = allocator.storage_bytes(g for g in present if g.device == self.device)
+        if sizes:
+            sizes[0] += max(0, total - sum(sizes))
+        return tuple(sizes)
+
+    def _stage(self, i: int) -> ShardedStage:
+        stage = self.stages[i]
+        assert isinstance(stage, ShardedStage)
+        return stage
+
+    def _units(self, i: int) -> list[fsdp.Unit]:
+        return self._stage(i).units
+
+
+@contextmanager
+def measuring(sharding: Sharding, stages: Sequence[Stage]) -> Iterator[None]:
+    """A sharded model as its stages can be measured, inside of its forward or before the first.
+
+    Gradients are set aside, and what is around the stages is gathered.
+    """
+    plain = [
+        parameter
+        for stage in stages
+        if isinstance(stage, ShardedStage)
+        for parameter, owner in zip(stage.parameters(), stage.owners(), strict=True)
+        if owner is None
+    ]
+    with ExitStack() as stack:
+        stack.enter_context(fsdp.undisturbed(sharding.units))
+        for unit in sharding.outer(stages):
+            if not unit.is_gathered:
+                unit.gather()
+                stack.callback(unit.reshard)
+        try:
+            with gradients_aside(plain):
+                yield
+        finally:
+            for stage in stages:
+                if isinstance(stage, ShardedStage):
+                    for unit in stage.units:
+                        unit.reshard()
+
+
+def joined(ranks: Ranks, inspection: Inspection) -> Inspection:
+    """One measure of all ranks' measures: times are means, bytes the most of any rank.
+
+    Raises
+    ------
+    RankError
+        The ranks have not measured the same stages.
+    """
+    mine = (inspection.input_bytes, inspection.output_grad_bytes)
+    loss = (inspection.loss_peak_bytes or 0, inspection.loss_ns or 0)
+    found = ranks.exchange((inspection.measures, mine, loss, inspection.reasons))
+    for rank, (measures, *_) in enumerate(found):
+        for own, other in zip(found[0][0], measures, strict=False):
+            _check_same(own, other, rank)
+        if len(measures) != len(found[0][0]):
+            raise RankError(
+                f"rank 0 has {len(found[0][0])} stages, rank {rank} has {len(measures)}: every "
+                "rank needs the same model"
+            )
+    stages = zip(*(measures for measures, *_ in found), strict=True)
+    reasons: dict[int, str] = {}
+    for *_, others in found:
+        reasons = others | reasons
+    has_loss = inspection.loss_peak_bytes is not None
+    return replace(
+        inspection,
+        measures=[_joined(measures) for measures in stages],
+        input_bytes=max(sizes[0] for _, sizes, *_ in found),
+        output_grad_bytes=max(sizes[1] for _, sizes, *_ in found),
+        loss_peak_bytes=max(peak for _, _, (peak, _), _ in found) if has_loss else None,
+        loss_ns=_mean([ns for _, _, (_, ns), _ in found]) if has_loss else None,
+        reasons=dict(sorted(reasons.items())),
+    )
+
+
+def with_closing(sharding: Sharding, inspection: Inspection) -> Inspection:
+    """With the reductions at the end of a step, of what is gathered around the stages."""
+    first = inspection.measures[0]
+    closing = sharding.closing_bytes(inspection.stages)
+    peak = max(first.backward_peak_bytes, closing)
+    return replace(
+        inspection, measures=[replace(first, backward_peak_bytes=peak), *inspection.measures[1:]]
+    )
+
+
+def _check_same(own: StageMeasure, other: StageMeasure, rank: int) -> None:
+    for name in _SAME:
+        if getattr(own, name) != getattr(other, name):
+            raise RankError(
+                f"rank 0 has a stage {own.name} with {name} {getattr(own, name)}, where rank "
+                f"{rank} has {other.name} with {getattr(other, name)}: every rank needs the same "
+                "model, with the same parameters frozen, and inputs of the same kind"
+            )
+
+
+def _joined(measures: Sequence[StageMeasure]) -> StageMeasure:
+    values: dict[str, Any] = {}
+    for name, own in vars(measures[0]).items():
+        every = [getattr(m, name) for m in measures]
+        if name in _SAME:
+            values[name] = own
+        elif name in _EITHER:
+            values[name] = any(every)
+        elif name in _SUMS:
+            values[name] = _mean(every)
+        elif isinstance(own, tuple):
+            values[name] = tuple(max(column) for column in zip(*every, strict=True))
+        else:
+            values[name] = max(every)
+    return StageMeasure(**values)
+
+
+def _mean(numbers: Sequence[int]) -> int:
+    return sum(numbers) // len(numbers)
+
+
+def plan_once(
+    ranks: Ranks,
+    make: Callable[[int, int], Plan],
+    limit_bytes: int,
+    reserve_bytes: int,
+    chain: Chain,
+    inspection: Inspection,
+    *,
+    plain_tail: bool,
+) -> Plan:
+    """The plan of the first rank, on all of them.
+
+    Parameters
+    ----------
+    ranks
+        Those who run it.
+    make
+        Makes a plan under a limit, with a reserve.
+    limit_bytes, reserve_bytes
+        Of this rank: the least limit of all holds, and the largest reserve.
+    chain, inspection
+        What is planned, the same on all ranks.
+    plain_tail
+        Whether plain autograd may run the last stages.
+
+    Raises
+    ------
+    InfeasibleError
+        No schedule fits; on every rank.
+    """
+    limit, reserve = ranks.joint_limit(limit_bytes, reserve_bytes)
+    own: list[Plan] = []
+
+    def decide() -> tuple[Any, int, str | int, str]:
+        own.append(make(limit, reserve))
+        plan = own[0]
+        return plan.sequence.codes, plan.own_bytes, plan.verify, plan.proved.unproved
+
+    codes, own_bytes, verify, unproved = ranks.decide(decide)
+    if own:
+        return own[0]
+    sequence = Operations(codes, chain)
+    plan = Plan(
+        inspection,
+        chain,
+        sequence,
+        Schedule(sequence, len(chain), plain_tail=plain_tail, head=inspection.plain[0]),
+        limit,
+        own_bytes,
+        reserve_bytes=reserve,
+        verify=verify,
+    )
+    plan.proved.unproved = unproved
+    return plan

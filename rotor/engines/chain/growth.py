@@ -1,0 +1,227 @@
+"""Stages of a chain that keep more than was measured: found out, and planned for.
+
+A stage that works on selected rows was measured on the first batch. What it keeps in later steps is
+compared with that, by the level of the C library's heap before and after.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor import _core
+from rotor._pytorch import core
+from rotor.common.tensor_trees import tensors_of
+from rotor.engines.chain.measure import Inspection
+from rotor.engines.chain.observe import kept_bytes
+from rotor.engines.chain.stages import Stage
+from rotor.meter.watch import NOISE_BYTES, NOISE_SHARE, note_peak, warn_excess
+
+__all__ = ["StageWatch", "can_vary", "grown", "known_growth", "stage_watch"]
+
+Growth = dict[int, tuple[int, int]]
+"""By number of a stage: bytes that it kept, and gave, beyond what was measured."""
+
+
+def can_vary(stage: Stage) -> bool:
+    """Return whether a stage may keep other bytes for an input of the same shape.
+
+    PyTorch's own layers do not.
+    """
+    if not all(isinstance(function, nn.Module) for function in stage.functions):
+        return True
+    return any(
+        not type(module).__module__.startswith("torch.nn.modules.") or core.has_hooks(module)
+        for module in stage.modules()
+    )
+
+
+class _WatchedStage:
+    """A stage that tells how the heap has grown while it ran."""
+
+    def __init__(self, stage: Stage, note: Callable[[int, Any, Any], None]) -> None:
+        self._stage = stage
+        self._note = note
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def __call__(self, x: Any) -> Any:
+        before = _core.heap_bytes()
+        y = self._stage(x)
+        self._note(_core.heap_bytes() - before, x, y)
+        return y
+
+
+class StageWatch:
+    """Compares what the stages of a chain keep with what was measured.
+
+    Parameters
+    ----------
+    inspection
+        What was measured.
+
+    Attributes
+    ----------
+    inspection
+        The same.
+    stages
+        Those to run in their place.
+    growth
+        The most that was seen beyond the measure, by stage.
+    is_new
+        More of it was seen than the plan knows.
+    is_unexplained
+        The heap grew by more than the tensors of a stage hold: by what a kernel caches, say.
+    """
+
+    def __init__(self, inspection: Inspection) -> None:
+        self.inspection = inspection
+        self.growth: Growth = {}
+        self.is_new = False
+        self.is_unexplained = False
+        self._is_queued = False
+        self._told: Callable[[], None] | None = None
+        self._measures = inspection.measures
+        self.stages: list[Any] = [
+            _WatchedStage(stage, self._noting(i)) if can_vary(stage) else stage
+            for i, stage in enumerate(inspection.stages)
+        ]
+
+    @staticmethod
+    def of(inspection: Inspection) -> StageWatch | None:
+        """Return the watch of a chain; ``None`` where nothing can vary, or be seen."""
+        if inspection.device.type != "cpu" or _core.heap_bytes() < 0:
+            return None
+        return StageWatch(inspection) if any(map(can_vary, inspection.stages)) else None
+
+    def tell(self, told: Callable[[], None]) -> None:
+        """Have `told` called at the end of a backward, when a stage has kept more."""
+        self._told = told
+
+    def forward_done(self, output: Any) -> None:
+        """Have the end of the backward looked at, where a stage has kept more."""
+        if not (self.is_new or self.is_unexplained):
+            return
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._queue())
+                return
+
+    def _queue(self) -> None:
+        if not self._is_queued:
+            self._is_queued = True
+            core.at_end_of_backward(self._finish, self._abandon)
+
+    def _abandon(self) -> None:
+        self._is_queued = False
+
+    def _finish(self) -> None:
+        self._is_queued = False
+        if (self.is_new or self.is_unexplained) and self._told is not None:
+            self._told()
+            self.is_new = self.is_unexplained = False
+
+    def _noting(self, i: int) -> Callable[[int, Any, Any], None]:
+        def note(grown_bytes: int, x: Any, y: Any) -> None:
+            measure = self._measures[i]
+            is_recorded = torch.is_grad_enabled()
+            expected = measure.xbar_bytes if is_recorded else measure.output_bytes
+            more = grown_bytes - expected
+            kept, given = self.growth.get(i, (0, 0))
+            noise = max(NOISE_BYTES, expected // NOISE_SHARE)
+            known = (kept if is_recorded else given) + noise
+            if more <= known:
+                return
+            more = min(more, kept_bytes(self.inspection.stages[i], x, y) - expected)
+            if more <= known:
+                self.is_unexplained = True
+                return
+            self.growth[i] = (more, given) if is_recorded else (kept, more)
+            self.is_new = True
+            if core.in_backward():
+                self._queue()
+
+        return note
+
+
+def grown(inspection: Inspection, growth: Growth) -> Inspection:
+    """Return an inspection in which stages keep more than was measured.
+
+    Parameters
+    ----------
+    inspection
+        What was measured.
+    growth
+        What was seen beyond it. Temporaries are taken to grow with what is kept.
+    """
+    measures = list(inspection.measures)
+    for i, (kept, given) in growth.items():
+        m = measures[i]
+        measures[i] = replace(
+            m,
+            output_bytes=m.output_bytes + given,
+            xbar_bytes=m.xbar_bytes + max(kept, given),
+            forward_nograd_tmp_bytes=m.forward_nograd_tmp_bytes + max(kept - given, 0),
+            backward_peak_bytes=m.backward_peak_bytes + max(kept, given),
+        )
+        if i + 1 < len(measures):
+            following = measures[i + 1]
+            measures[i + 1] = replace(following, grad_bytes=following.grad_bytes + given)
+    return replace(inspection, measures=measures)
+
+
+Watches = dict[int, tuple[Inspection, StageWatch | None]]
+"""The watches of a model, by the identity of what was measured."""
+
+
+def known_growth(watches: Watches, inspection: Inspection) -> Inspection:
+    """Return an inspection with what its stages were seen to keep beyond it."""
+    known, watch = watches.get(id(inspection), (None, None))
+    return grown(inspection, watch.growth) if known is inspection and watch else inspection
+
+
+def stage_watch(engine: Any, plan: Any) -> StageWatch | None:
+    """Return what sees how much the stages keep in a step; ``None`` where that cannot vary.
+
+    Parameters
+    ----------
+    engine
+        Of chains; its next steps are planned for what is seen.
+    plan
+        Under which the step runs.
+    """
+    inspection, watches = plan.inspection, engine.watches
+    if engine.context.peers.ranks is not None:
+        return None
+    if watches.get(id(inspection), (None,))[0] is not inspection:
+        watches[id(inspection)] = (inspection, StageWatch.of(inspection))
+    watch: StageWatch | None = watches[id(inspection)][1]
+    if watch is not None:
+        myself, watched = weakref.ref(engine), weakref.ref(watch)
+
+        def told() -> None:
+            found, seen = myself(), watched()
+            if found is not None and seen is not None:
+                _learn_growth(found, plan, seen)
+
+        watch.tell(told)
+    return watch
+
+
+def _learn_growth(engine: Any, plan: Any, watch: StageWatch) -> None:
+    plan.differs = True
+    if not (watch.is_new and engine.context.is_current(plan)):
+        return
+    peak = engine.repriced(plan)
+    note_peak(plan, peak)
+    if peak > plan.limit_bytes:
+        plan.measured_bytes = max(plan.measured_bytes or 0, peak)
+        plan.outdated = True
+        names = [plan.inspection.measures[i].name for i in sorted(watch.growth)]
+        warn_excess(plan, peak, names)

@@ -1,0 +1,567 @@
+"""Measures the stages of a model: what the cost model of a chain is made of.
+
+Each stage is run through the executor's own operations, once under an exact meter of allocated
+bytes and then until its times are stable, one stage at a time, so that measuring needs no more
+memory than the least schedule. It changes nothing: buffers are replaced by copies meanwhile,
+gradients are not accumulated, random states and autocast's cache are as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rotor import timing
+from rotor.algorithms.sequence import Operation
+from rotor.chain import Chain
+from rotor.common.generators import autocast_off
+from rotor.common.places import Saved
+from rotor.common.tensor_trees import (
+    Flags,
+    flagged,
+    grad_flags,
+    tensors_of,
+)
+from rotor.engines.chain.merge import frozen_prefix, merge_stages
+from rotor.engines.chain.observe import Observation, copied_buffers, observe, undisturbed
+from rotor.engines.chain.run import Run
+from rotor.engines.chain.schedule import FE, FN, Schedule
+from rotor.engines.chain.stages import Stage
+from rotor.meter import allocator
+from rotor.meter.step_meter import check_idle
+
+__all__ = ["Chain", "Inspection", "Measuring", "StageMeasure", "measure", "merge_stages"]
+
+Progress = Callable[[int, int], object]
+RNG_BYTES = 5056
+"""The state of PyTorch's generator on the CPU."""
+
+_MIN_REPEATS, _MAX_REPEATS = 5, 25
+_TOLERANCE = 0.03
+_SECONDS_PER_STAGE = 2.0
+
+
+@dataclass(frozen=True)
+class StageMeasure:
+    """What one stage costs; times in ns, sizes in bytes.
+
+    Attributes
+    ----------
+    name
+        The names of the modules in it, joined by "+".
+    forward_ns, record_ns, backward_ns
+        Forward without a graph (Fn), forward that records one (Fe), backward (B).
+    output_bytes
+        The stage's output.
+    xbar_bytes
+        What Fe keeps, the output included.
+    forward_tmp_bytes, forward_nograd_tmp_bytes
+        Temporaries of Fe and of Fn.
+    backward_peak_bytes
+        Peak of B above the level at its start.
+    grad_bytes
+        The gradient of the stage's input.
+    pgrad_bytes
+        The gradient of each parameter, in the order of ``Stage.parameters``.
+    flags
+        Which tensors of the output require gradients.
+    uses_rng
+        Whether a forward draws random numbers.
+    buffer_bytes
+        The buffers that a forward changes, and tensors in other state that it depends on.
+    varies
+        Whether two runs from the same state gave different bits.
+    leaves
+        Whether values in the graph leave the stage, or come into it, beside its output and input;
+        or the stage takes an output that others take too, whose gradients add up in their order.
+    """
+
+    name: str
+    forward_ns: int
+    record_ns: int
+    backward_ns: int
+    output_bytes: int
+    xbar_bytes: int
+    forward_tmp_bytes: int
+    forward_nograd_tmp_bytes: int
+    backward_peak_bytes: int
+    grad_bytes: int
+    pgrad_bytes: tuple[int, ...]
+    flags: Flags
+    uses_rng: bool
+    buffer_bytes: int
+    varies: bool = False
+    leaves: bool = False
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The measures of all stages of a model, for one kind of input.
+
+    Attributes
+    ----------
+    stages
+        The stages as they were measured: in-place and viewing ones merged.
+    measures
+        One for each stage.
+    input_bytes, output_grad_bytes
+        The model's input, and the gradient of its output.
+    input_flags
+        Which tensors of the input require gradients.
+    device
+        Where the model runs.
+    reasons
+        Why stages may run forward only once, by index.
+    loss_peak_bytes, loss_ns
+        Peak of the captured loss, forward and backward, with the output that it consumes (which
+        the last stage's `xbar_bytes` is then without), and its time; ``None`` without a loss.
+    """
+
+    stages: list[Stage] = field(repr=False)
+    measures: list[StageMeasure]
+    input_bytes: int
+    output_grad_bytes: int
+    input_flags: Flags
+    device: torch.device
+    loss_peak_bytes: int | None = None
+    loss_ns: int | None = None
+    reasons: dict[int, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def plain(self) -> tuple[int, int]:
+        """Stages before the first and from the second of these run as plain PyTorch does.
+
+        All whose values in the graph leave them otherwise than by their output, on either side so
+        that least is kept.
+        """
+        return plain_regions(
+            [m.leaves for m in self.measures], [m.xbar_bytes for m in self.measures]
+        )
+
+    @property
+    def once(self) -> list[bool]:
+        """Which stages may run forward only once."""
+        head, tail = self.plain
+        return [m.varies or not head <= i < tail for i, m in enumerate(self.measures)]
+
+    @property
+    def output_bytes(self) -> int:
+        """The model's output."""
+        return self.measures[-1].output_bytes
+
+    @property
+    def flags(self) -> list[Flags]:
+        """Which tensors of each activation require gradients, [n + 1]."""
+        return [self.input_flags, *(m.flags for m in self.measures)]
+
+    def chain(
+        self,
+        *,
+        loss_tmp_bytes: int,
+        hold_output: bool,
+        missing: Sequence[Sequence[bool]],
+        rng: bool = True,
+        gradients: Sequence[int] | None = None,
+    ) -> Chain:
+        """The cost model of these stages.
+
+        Parameters
+        ----------
+        loss_tmp_bytes
+            Peak of the loss above the level at its start, less the output's gradient.
+        hold_output
+            Whether the caller holds the output.
+        missing
+            For each stage, which of its parameters have no gradient yet.
+        rng
+            Whether random states are preserved: on the CPU one is held while a stage runs that
+            will be recomputed, and two when it has run.
+        gradients
+            Bytes of the gradients that each stage leaves, where they are not those of `missing`.
+        """
+        measures = self.measures
+        state = RNG_BYTES if rng and self.device.type == "cpu" else 0
+        grads = [*(m.grad_bytes for m in measures), self.output_grad_bytes]
+        return Chain(
+            [m.forward_ns / 1e9 for m in measures],
+            [(m.backward_ns + max(0, m.record_ns - m.forward_ns)) / 1e9 for m in measures],
+            [self.input_bytes, *(m.output_bytes for m in measures)],
+            [m.xbar_bytes for m in measures],
+            [m.forward_tmp_bytes for m in measures],
+            [m.backward_peak_bytes - m.grad_bytes for m in measures],
+            forward_nograd_tmp_bytes=[
+                state + max(state, m.forward_nograd_tmp_bytes) for m in measures
+            ],
+            grad_bytes=grads,
+            pgrad_bytes=gradients
+            or [
+                sum(size for size, absent in zip(m.pgrad_bytes, absents, strict=True) if absent)
+                for m, absents in zip(measures, missing, strict=True)
+            ],
+            loss_tmp_bytes=max(loss_tmp_bytes, -self.output_grad_bytes),
+            hold_output=hold_output,
+            names=[m.name for m in measures],
+            once=self.once,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The measures as plain data, for JSON."""
+        return {
+            "format": "rotor.inspection",
+            "version": 1,
+            "device": str(self.device),
+            "input_bytes": self.input_bytes,
+            "output_grad_bytes": self.output_grad_bytes,
+            "loss_peak_bytes": self.loss_peak_bytes,
+            "loss_ns": self.loss_ns,
+            "stages": [dict(vars(m)) for m in self.measures],
+        }
+
+
+def _bytes(tensors: Sequence[torch.Tensor | None], device: torch.device) -> int:
+    return allocator.storage_bytes(t for t in tensors if t is not None and t.device == device)
+
+
+class Measuring:
+    """One pass over the stages, from the input to the output.
+
+    Parameters
+    ----------
+    stages, arg
+        The stages and the input of the first.
+    observations
+        Each stage as it was observed.
+    hold_output
+        Whether the caller holds the output.
+    """
+
+    run_class = Run
+    metered_rounds = 1
+
+    def __init__(
+        self,
+        stages: list[Stage],
+        arg: Any,
+        observations: Sequence[Observation],
+        *,
+        hold_output: bool,
+    ) -> None:
+        n = len(stages)
+        order = [
+            *(("Fe", i) for i in range(n)),
+            ("L", n),
+            *(("B", i) for i in range(n - 1, -1, -1)),
+        ]
+        self.stages = stages
+        self.hold_output = hold_output
+        schedule = Schedule([Operation(kind, i) for kind, i in order], n, plain_tail=False)
+        self.run = self.run_class(stages, schedule, arg, preserve_rng_state=False)
+        self.device = self.run.device
+        self.observations = observations
+        self.last_input: Any = None
+        self._state = Saved([])
+
+    @staticmethod
+    def around(stage: Stage) -> AbstractContextManager[Any]:
+        """What has to be entered around a stage that is observed."""
+        return nullcontext(stage)
+
+    def stage(self, i: int) -> StageMeasure:
+        """Measure stage i, whose input is there; leaves the input of the next one."""
+        stage = self.stages[i]
+        kept = self.run.x[i]
+        seen = self.observations[i]
+        self.run.flags[i + 1] = seen.flags
+        self._state = Saved(stage.state)
+        with copied_buffers(stage):
+            self._round(i, kept)
+            metered = [self._metered_round(i, kept) for _ in range(self.metered_rounds)]
+            forward, record, backward = self._times(i, kept)
+            self._reset()
+            self._forward(i, kept)
+        self.run.x[i] = None
+        self.last_input = kept if i == len(self.stages) - 1 else None
+        output_bytes, gradient, parameters, *_ = metered[0]
+        xbar, forward_tmp, nograd_tmp, peak = (
+            max(0, min(column))
+            for column in zip(*(figures for *_, figures in metered), strict=True)
+        )
+        return StageMeasure(
+            name=stage.name,
+            forward_ns=forward,
+            record_ns=record,
+            backward_ns=backward,
+            output_bytes=output_bytes,
+            xbar_bytes=xbar,
+            forward_tmp_bytes=forward_tmp,
+            forward_nograd_tmp_bytes=nograd_tmp,
+            backward_peak_bytes=peak,
+            grad_bytes=gradient,
+            pgrad_bytes=parameters,
+            flags=seen.flags,
+            uses_rng=seen.uses_rng,
+            buffer_bytes=_bytes(
+                [slots[name] for slots, name in stage.mutable_buffers or ()], self.device
+            )
+            + sum(place.saved_bytes(self.device) for place in stage.state),
+            varies=not seen.repeats,
+            leaves=bool(seen.leaves)
+            or seen.is_fed
+            or (i > 0 and self.observations[i - 1].passes_output),
+        )
+
+    def _metered_round(
+        self, i: int, x: Any
+    ) -> tuple[int, int, tuple[int, ...], tuple[int, int, int, int]]:
+        """Sizes of output, the input's gradient, the parameters'; xbar, and the peaks above it."""
+        with allocator.meter(self.device) as meter:
+            output_bytes, arriving, gradient, parameters = self._round(i, x, meter.mark)
+        segments = {s.name: s for s in meter.segments}
+        fe, back, fn = segments["Fe"], segments["B"], segments["Fn"]
+        # A saved tensor may be dropped at the very start of B: its peak counts from what Fe kept.
+        level = fe.end_bytes + arriving
+        figures = (
+            fe.end_bytes - fe.start_bytes,
+            fe.peak_bytes - fe.end_bytes,
+            fn.peak_bytes - fn.start_bytes - output_bytes,
+            back.peak_bytes - level,
+        )
+        return output_bytes, gradient, parameters, figures
+
+    def _reset(self) -> None:
+        """Put back the state that the stage began with."""
+        self._state.put()
+
+    def _forward(self, i: int, x: Any) -> None:
+        self.run.x[i] = x
+        with torch.no_grad():
+            self.run.do(FN, i)
+
+    def _round(
+        self, i: int, x: Any, mark: Callable[[str], object] | None = None
+    ) -> tuple[int, int, int, tuple[int, ...]]:
+        """Fe, B and Fn of stage i: sizes of output, its gradient, the input's, the parameters'."""
+        run = self.run
+        mark = mark or _no_mark
+        run.x[i] = x
+        self.before(i)
+        self._reset()
+        mark("Fe")
+        with torch.no_grad():
+            run.do(FE, i)
+        held = self._give_gradient(i, mark)
+        arriving = _bytes(run.gradient or [], self.device)
+        mark("B")
+        found = self.back(i)
+        mark("rest")
+        gradient = _bytes(run.gradient or [], self.device)
+        parameters = self.gradient_bytes(i, found)
+        run.gradient = None
+        del held, found
+        self._reset()
+        self.before(i)
+        mark("Fn")
+        self._forward(i, x)
+        mark("end")
+        output_bytes = _bytes(tensors_of(run.x[i + 1]), self.device)
+        run.x[i + 1] = None
+        return output_bytes, arriving, gradient, parameters
+
+    def _give_gradient(self, i: int, mark: Callable[[str], object]) -> Any:
+        """A gradient of ones for the output of stage i; returns an output that the caller holds.
+
+        A captured loss consumes the output, so that what the last Fe keeps is without it.
+        """
+        run = self.run
+        last = i == len(self.stages) - 1
+        y = run.x[i + 1]
+        likes = [(t.shape, t.dtype, t.device) for t in flagged(y, run.flags_of(i + 1))]
+        if last and not self.hold_output:
+            run.x[i + 1] = y = None
+        mark("grad")
+        run.gradient = [torch.ones(s, dtype=dtype, device=where) for s, dtype, where in likes]
+        run.x[i + 1] = None
+        return y if last else None
+
+    def before(self, i: int) -> None:
+        """What has to be there before stage i runs, and is not counted as its own."""
+
+    def gradient_bytes(self, i: int, found: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+        """The bytes of what `back` returned, one for each parameter."""
+        del i
+        return tuple(_bytes([g], self.device) for g in found)
+
+    def is_enough(self, count: int, is_stable: bool, spent_ns: int) -> bool:
+        """Whether a stage's times are known: `count` rounds in `spent_ns`, which `is_stable`."""
+        if timing.is_single():
+            return True
+        return count >= _MIN_REPEATS and (is_stable or spent_ns > _SECONDS_PER_STAGE * 1e9)
+
+    def back(self, i: int) -> Sequence[torch.Tensor | None]:
+        """B of stage i: the gradients of its parameters."""
+        with autocast_off(self.device.type):
+            return self.run.back(i, True, [True] * len(self.run.parameters[i]))
+
+    def _times(self, i: int, x: Any) -> tuple[int, int, int]:
+        """Medians of Fn, Fe and B of stage i, ns."""
+        run = self.run
+        clock = timing.Clock(self.device)
+        samples: tuple[list[int], list[int], list[int]] = ([], [], [])
+        spent = 0
+        for count in range(1, _MAX_REPEATS + 1):
+            run.x[i] = x
+            self.before(i)
+            self._reset()
+            clock.start()
+            self._forward(i, x)
+            samples[0].append(clock.stop())
+            run.x[i] = x
+            self._reset()
+            clock.start()
+            with torch.no_grad():
+                run.do(FE, i)
+            samples[1].append(clock.stop())
+            held = self._give_gradient(i, _no_mark)
+            clock.start()
+            self.back(i)
+            samples[2].append(clock.stop())
+            run.gradient = None
+            del held
+            spent += sum(s[-1] for s in samples)
+            medians = [timing.stable_median(s, _TOLERANCE) for s in samples]
+            if self.is_enough(count, all(stable for _, stable in medians), spent):
+                break
+        return medians[0][0], medians[1][0], medians[2][0]
+
+    def loss(self, loss_fn: Callable[..., torch.Tensor], targets: Sequence[Any]) -> tuple[int, int]:
+        """Peak of the loss, its input included, above the level without both; and its time."""
+        n = len(self.stages)
+        run = self.run
+        clock = timing.Clock(self.device)
+
+        def once(mark: Callable[[str], object] = _no_mark) -> int:
+            mark("output")
+            self._reset()
+            with copied_buffers(self.stages[-1]):
+                self._forward(n - 1, self.last_input)
+            mark("loss")
+            clock.start()
+            with torch.enable_grad():
+                token = run.token.detach().requires_grad_()
+                loss = loss_fn(run.hand_over(token), *targets)
+            torch.autograd.grad(loss, token, allow_unused=True)
+            run.gradient = None
+            return clock.stop()
+
+        once()
+        with allocator.meter(self.device) as meter:
+            once(meter.mark)
+        segments = {s.name: s for s in meter.segments}
+        peak = segments["loss"].peak_bytes - segments["output"].start_bytes
+        repeats = 1 if timing.is_single() else _MIN_REPEATS
+        return peak, timing.stable_median([once() for _ in range(repeats)], _TOLERANCE)[0]
+
+
+def plain_regions(leaves: Sequence[bool], sizes: Sequence[int]) -> tuple[int, int]:
+    """Return (h, t) so that all that leaves is below h or from t on, and least is kept there.
+
+    Parameters
+    ----------
+    leaves
+        Stages that have to run as plain PyTorch does.
+    sizes
+        Bytes that each stage keeps.
+    """
+    n = len(leaves)
+    marked = [i for i, flag in enumerate(leaves) if flag]
+    heads = [0, *(i + 1 for i in marked)]
+    tails = [*marked, n]
+    return min(
+        zip(heads, tails, strict=True),
+        key=lambda region: (sum(sizes[: region[0]]) + sum(sizes[region[1] :]), region),
+    )
+
+
+def _no_mark(name: str) -> None:
+    del name
+
+
+def measure(
+    stages: Sequence[Stage],
+    arg: Any,
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    targets: Sequence[Any] = (),
+    progress: Progress | None = None,
+    measuring_class: type[Measuring] = Measuring,
+    observed: Callable[[list[Stage], list[Observation]], object] | None = None,
+) -> Inspection:
+    """Measure every stage of a model on a sample of its input.
+
+    Parameters
+    ----------
+    stages
+        As `find_stages` found them.
+    arg
+        The input: a tensor, or tensors in tuples, lists and dictionaries.
+    loss_fn, targets
+        Where given, ``loss_fn(output, *targets)`` is measured too, and the output is taken to be
+        held by nobody else.
+    progress
+        Called as ``progress(done, total)`` after each stage.
+    measuring_class
+        How a stage is measured.
+    observed
+        Called with the stages and what was observed of them, before any is measured.
+
+    Returns
+    -------
+    Inspection
+        What was measured of each stage, and of the loss.
+
+    Raises
+    ------
+    ValueError
+        The input holds no tensor; the first stage changes it in place.
+    TypeError
+        A stage returns something other than tensors.
+    MeterBusyError
+        A profiler is running, so that memory cannot be metered (CPU).
+    """
+    tensors = tensors_of(arg)
+    if not tensors:
+        raise ValueError("the input holds no tensor, expected a tensor or a tuple with tensors")
+    device = tensors[0].device
+    check_idle(device)
+    with undisturbed(stages, device):
+        with undisturbed(stages, device):
+            merged = frozen_prefix(merge_stages(stages, arg), arg)
+        with undisturbed(merged, device):
+            merged, seen = observe(merged, arg, device, measuring_class.around)
+        if observed is not None:
+            observed(merged, seen)
+        measuring = measuring_class(merged, arg, seen, hold_output=loss_fn is None)
+        measures = []
+        for i in range(len(merged)):
+            measures.append(measuring.stage(i))
+            if progress is not None:
+                progress(i + 1, len(merged))
+        run = measuring.run
+        output_grad = _bytes(flagged(run.x[-1], measures[-1].flags), device)
+        run.x[-1] = None
+        loss_peak, loss_ns = measuring.loss(loss_fn, targets) if loss_fn else (None, None)
+        return Inspection(
+            stages=merged,
+            measures=measures,
+            input_bytes=_bytes(tensors, device),
+            output_grad_bytes=output_grad,
+            input_flags=grad_flags(arg),
+            device=device,
+            loss_peak_bytes=loss_peak,
+            loss_ns=loss_ns,
+            reasons={i: s.reason() for i, s in enumerate(seen) if s.reason()},
+        )

@@ -1,0 +1,100 @@
+"""Stages that can be cut apart: those that cannot are joined with a neighbour."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rotor.common.tensor_trees import check_output, grad_flags, map_tensors, tensors_of, versions
+from rotor.engines.chain.observe import copied_buffers
+from rotor.engines.chain.stages import Stage
+
+__all__ = ["frozen_prefix", "merge_stages"]
+
+
+def _storages(value: Any) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tensors_of(value) if t.numel()}
+
+
+def merge_stages(stages: Sequence[Stage], arg: Any) -> list[Stage]:
+    """Stages that can be cut apart: one that begins in place or only views its input is merged.
+
+    Runs the model forward once, without a graph and on copies of its buffers and its input.
+
+    Raises
+    ------
+    ValueError
+        The first stage changes the model's input in place, or a stage runs only where gradients
+        are enabled; named.
+    TypeError
+        A stage returns something other than tensors; named.
+    """
+    merged: list[Stage] = []
+    views_input = False
+    x = map_tensors(arg, lambda tensor: tensor.detach().clone())
+    first = x
+    untouched = versions(first)
+    with torch.no_grad():
+        for stage in stages:
+            before = versions(x)
+            with copied_buffers(stage):
+                y = _run_without_graph(stage, x)
+            check_output(stage.name, y)
+            if first is not None and versions(first) != untouched:
+                raise ValueError(
+                    f"stage {stage.name} changes the model's input in place; it would destroy the "
+                    "input that recomputations start from. Make its first operation not in place "
+                    "(inplace=False), or put a stage before it"
+                )
+            only_views = _storages(y) <= _storages(x)
+            if merged and (views_input or versions(x) != before or only_views):
+                merged[-1] = merged[-1].merged_with(stage)
+                views_input = views_input and only_views
+            else:
+                merged.append(stage)
+                views_input = only_views
+            x = y
+            if not views_input:
+                first = None
+    return merged
+
+
+def _run_without_graph(stage: Stage, x: Any) -> Any:
+    """Run a stage with gradients disabled; ValueError where it runs with them only."""
+    try:
+        return stage(x)
+    except RuntimeError as error:
+        if not _runs_with_graph(stage, x):
+            raise
+        raise ValueError(
+            f"stage {stage.name} runs only where gradients are enabled, as it computes some in its "
+            f"forward ({error}), and a chain runs stages without a graph too. Put "
+            '"with torch.enable_grad():" around what computes them; or use engine="dynamic"'
+        ) from error
+
+
+def _runs_with_graph(stage: Stage, x: Any) -> bool:
+    x = map_tensors(x, lambda tensor: tensor.detach().clone())
+    with torch.enable_grad(), copied_buffers(stage):
+        try:
+            stage(x)
+        except RuntimeError:
+            return False
+    return True
+
+
+def frozen_prefix(stages: list[Stage], arg: Any) -> list[Stage]:
+    """First stages that need no gradient, as one stage: nothing inside it is ever kept."""
+    if any(grad_flags(arg)):
+        return stages
+    count = 0
+    while count < len(stages) and not stages[count].parameters():
+        count += 1
+    if count < 2:
+        return stages
+    head = stages[0]
+    for stage in stages[1:count]:
+        head = head.merged_with(stage)
+    return [head, *stages[count:]]

@@ -1,0 +1,544 @@
+"""Observes stages before they are measured: what each changes, keeps and reads beside its output.
+
+A stage runs twice from the same state, with a graph. Of a graph that is alive after the output was
+dropped, something has left the stage by another way: an attribute, a hook, a global name. A graph
+that ends in a tensor that is neither the stage's input nor its parameter began somewhere else. A
+stage whose outputs, or what its graph keeps, differ between both runs does not repeat.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rotor._pytorch import core
+from rotor.common.checksums import checksum
+from rotor.common.generators import RngTracker
+from rotor.common.module_state import Watch
+from rotor.common.places import Place, Saved, tensors_in
+from rotor.common.tensor_trees import (
+    Flags,
+    as_leaves,
+    check_output,
+    detached,
+    grad_flags,
+    tensors_of,
+)
+from rotor.engines.chain.stages import Stage
+
+__all__ = [
+    "Observation",
+    "Observer",
+    "copied_buffers",
+    "kept_bytes",
+    "note_state",
+    "observe",
+    "undisturbed",
+]
+
+
+@dataclass
+class Observation:
+    """A stage's behaviour beside its output.
+
+    Attributes
+    ----------
+    flags
+        Which tensors of the output require gradients.
+    uses_rng
+        Whether a forward draws random numbers of PyTorch's own generators.
+    mutable_buffers
+        Buffers that a forward changes.
+    changes
+        Other state that a forward changes.
+    leaves
+        Where values that require gradients leave the stage; empty where none does.
+    reads
+        Earliest stage whose graph the stage reads beside its input; its own index where none.
+    passes_output
+        Whether such a value was made of the output, or is the output.
+    is_fed
+        Whether the stage reads a value in the graph that no stage made.
+    repeats
+        Whether two runs gave the same bits.
+    """
+
+    flags: Flags
+    uses_rng: bool
+    mutable_buffers: list[core.Slot]
+    changes: list[Place]
+    leaves: list[str]
+    passes_output: bool
+    reads: int
+    is_fed: bool
+    repeats: bool
+    reaches: Any = field(default=None, repr=False)
+
+    def reason(self) -> str:
+        """Why the stage may run forward only once; empty where it may run again."""
+        if self.leaves:
+            return f"{', '.join(self.leaves)} has values of its graph beside its output"
+        if self.is_fed:
+            return "it reads a value in the graph that no stage made"
+        return "" if self.repeats else "two runs of it from the same state gave different bits"
+
+
+@contextmanager
+def copied_buffers(stage: Stage) -> Iterator[None]:
+    """Have the stage run on copies of its buffers."""
+    kept = [(slot, slot[0][slot[1]]) for slot in stage.buffers]
+    try:
+        for (slots, name), buffer in kept:
+            if buffer is not None:
+                slots[name] = buffer.detach().clone()
+        yield
+    finally:
+        for (slots, name), buffer in kept:
+            slots[name] = buffer
+
+
+def _named(stage: Stage) -> list[tuple[str, Any]]:
+    return list(zip(stage.names, stage.functions, strict=True))
+
+
+@contextmanager
+def undisturbed(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
+    """Leave random states, buffers and other state of the stages as they are.
+
+    Raises
+    ------
+    ValueError
+        A stage holds a running generator, which nothing can set back.
+    """
+    rng = RngTracker(device)
+    states = rng.read()
+    buffers = [(slot, slot[0][slot[1]]) for stage in stages for slot in stage.buffers]
+    watch = Watch([named for stage in stages for named in _named(stage)])
+    if watch.generators:
+        raise ValueError(
+            f"{watch.generators[0]} is a running generator (a function with yield), which "
+            "measuring the stages would move on and nothing can set back: keep a list or an "
+            'iterator of one there, or use engine="dynamic", which measures nothing'
+        )
+    autocast = torch.is_autocast_cache_enabled()
+    try:
+        yield
+    finally:
+        rng.write(states)
+        for (slots, name), buffer in buffers:
+            slots[name] = buffer
+        watch.restore()
+        if autocast:
+            torch.clear_autocast_cache()
+
+
+class _Mark:
+    """Something in a node of a graph whose end is the end of the node."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _accumulator(parameter: torch.Tensor) -> Any:
+    """The node that adds up the gradient of a leaf."""
+    with torch.enable_grad():
+        node: Any = parameter.view_as(parameter).grad_fn
+        return node.next_functions[0][0]
+
+
+class _Leaves:
+    """Leaves of a stage's graph, to tell whether a graph is alive after the stage's output went."""
+
+    def __init__(self, leaves: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+        self._leaves = [weakref.ref(leaf) for leaf in leaves]
+        self._nodes: list[Any] = []
+        self._marks: list[weakref.ref[Any]] = []
+        for parameter in parameters:
+            if parameter.is_leaf:
+                self._hold(parameter)
+
+    def _hold(self, parameter: torch.Tensor) -> None:
+        node = _accumulator(parameter)
+        mark = _Mark()
+        node.metadata["rotor"] = mark
+        found = weakref.ref(mark)
+        del mark, node
+        if found() is not None:
+            # Others, such as DistributedDataParallel, hold the node themselves.
+            _accumulator(parameter).metadata.pop("rotor", None)
+            return
+        node = _accumulator(parameter)
+        mark = _Mark()
+        node.metadata["rotor"] = mark
+        self._nodes.append(node)
+        self._marks.append(weakref.ref(mark))
+
+    def are_alive(self) -> bool:
+        """Whether a graph ends in one of them; only when the output has been dropped."""
+        self._nodes.clear()
+        if not self._any():
+            return False
+        gc.collect()
+        return self._any()
+
+    def _any(self) -> bool:
+        return any(ref() is not None for ref in [*self._leaves, *self._marks])
+
+
+class _Ends:
+    """Where the graph of an output begins, to tell whether it is alive after the output went."""
+
+    def __init__(self, value: Any) -> None:
+        self._marks: list[weakref.ref[Any]] = []
+        for tensor in tensors_of(value):
+            if tensor.grad_fn is not None:
+                mark = _Mark()
+                node: Any = tensor.grad_fn
+                node.metadata["rotor"] = mark
+                self._marks.append(weakref.ref(mark))
+            elif tensor.requires_grad:
+                self._marks.append(weakref.ref(tensor))
+
+    def are_alive(self) -> bool:
+        """Whether something goes on from there."""
+        return any(ref() is not None for ref in self._marks)
+
+
+@dataclass
+class _Walk:
+    """A stage's graph: leaves that it ends in, and a digest of what its nodes keep."""
+
+    variables: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    saved: list[Any] = field(default_factory=list)
+
+
+def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:
+    found: list[Any] = []
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            try:
+                found.append(getattr(node, name))
+            except RuntimeError:
+                continue
+    with suppress(RuntimeError):
+        found.append(getattr(node, "saved_tensors", ()))
+    found += list(getattr(node, "__dict__", {}).values())
+    for value in found:
+        yield from tensors_in(value)
+
+
+def _nodes_of(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Yield the nodes of the graph that tensors end, each once."""
+    waiting = [t.grad_fn for t in reversed(tensors) if t.grad_fn is not None]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        waiting += [n for n, _ in reversed(node.next_functions) if n is not None]
+
+
+def _walk(value: Any, known: set[int]) -> _Walk:
+    walk = _Walk(outputs=[_digest(tensor) for tensor in tensors_of(value)])
+    walk.variables += [t for t in tensors_of(value) if t.requires_grad and t.grad_fn is None]
+    for node in _nodes_of(tensors_of(value)):
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            walk.variables.append(variable)
+            continue
+        for tensor in _saved_tensors(node):
+            if _is_strided(tensor):
+                is_freed = tensor.numel() and not tensor.untyped_storage().nbytes()
+                # FSDP2 frees whole parameters when a stage has run.
+                if is_freed or _address(tensor) in known:
+                    continue
+            walk.saved.append(_digest(tensor))
+    return walk
+
+
+def kept_bytes(stage: Stage, x: Any, y: Any) -> int:
+    """Return the bytes of the tensors that an output and its graph hold.
+
+    Parameters
+    ----------
+    stage
+        Its parameters and buffers do not count.
+    x
+        Its input, which does not count either.
+    y
+        Its output.
+    """
+    tensors = list(tensors_of(y))
+    for node in _nodes_of(tensors_of(y)):
+        tensors += _saved_tensors(node)
+    sizes = {_address(t): t.untyped_storage().nbytes() for t in tensors if _is_strided(t)}
+    own = [
+        tensor
+        for module in stage.modules()
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    ]
+    for tensor in [*tensors_of(x), *own]:
+        if _is_strided(tensor):
+            sizes.pop(_address(tensor), None)
+    return sum(sizes.values())
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _digest(tensor: torch.Tensor) -> Any:
+    try:
+        return tuple(tensor.shape), tensor.dtype, checksum(tensor.detach())
+    except (TypeError, RuntimeError):
+        return tuple(tensor.shape), tensor.dtype
+
+
+def _as_numbers(digest: Sequence[Any]) -> list[Any]:
+    return [
+        tuple(int(part) if isinstance(part, torch.Tensor) else part for part in entry)
+        for entry in digest
+    ]
+
+
+def _pointers(tensors: Sequence[torch.Tensor]) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tensors if t.layout == torch.strided}
+
+
+class Observer:
+    """Runs the stages in order and observes them.
+
+    Parameters
+    ----------
+    device
+        Where they run.
+    around
+        Gives what has to be entered around a stage.
+    """
+
+    def __init__(
+        self, device: torch.device, around: Callable[[Stage], AbstractContextManager[Any]]
+    ) -> None:
+        self._around = around
+        self._rng = RngTracker(device)
+        self._makers: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self._owners: dict[int, int] = {}
+        self._count = 0
+
+    def stage(self, stage: Stage, x: Any, flags: Flags) -> tuple[Observation, Any]:
+        """Observe the next stage on its input; returns its output as well, without a graph."""
+        i = self._count
+        self._count += 1
+        watch = Watch(_named(stage))
+        states = self._rng.read()
+        found, first, _ = self._run(stage, x, flags, i, watch)
+        changed = watch.changed()
+        found.changes = changed
+        if found.leaves:
+            found.leaves = [
+                place.name
+                for place in changed
+                if any(t.requires_grad for t in tensors_in(place.get()))
+            ] or [f"an object that {stage.name} does not hold itself"]
+        watch.restore()
+        self._rng.write(states)
+        _, second, y = self._run(stage, x, flags, i, None)
+        found.repeats = _as_numbers(first[0]) == _as_numbers(second[0])
+        if stage.on_any_rank(found.repeats and _as_numbers(first[1]) != _as_numbers(second[1])):
+            # Workspaces that kernels save have bytes which nothing reads: gradients decide.
+            found.repeats &= self._same_gradients(stage, x, flags, watch, states)
+        found.reaches = watch.reaches
+        for parameter in stage.graph_leaves():
+            self._owners.setdefault(id(parameter), i)
+        return found, y
+
+    def _run(
+        self, stage: Stage, x: Any, flags: Flags, i: int, watch: Watch | None
+    ) -> tuple[Observation, tuple[list[Any], list[Any]], Any]:
+        with self._around(stage), copied_buffers(stage):
+            before = [
+                (slot, buffer, buffer.clone(), buffer._version)
+                for slot in stage.buffers
+                if (buffer := slot[0][slot[1]]) is not None
+            ]
+            states = self._rng.read()
+            leaves, wanted = as_leaves(x, flags)
+            parameters = stage.graph_leaves()
+            alive = _Leaves(wanted, parameters)
+            with torch.enable_grad():
+                y = stage(leaves)
+            check_output(stage.name, y)
+            uses_rng = self._rng.drawn_since(states)
+            mutable = [
+                slot
+                for slot, buffer, copy, version in before
+                if slot[0][slot[1]] is not buffer
+                or buffer._version != version
+                or not torch.equal(buffer, copy)
+            ]
+        own = {id(t) for t in (*wanted, *parameters)}
+        known = _pointers([*tensors_of(x), *parameters])
+        walk = _walk(y, known)
+        foreign = [t for t in walk.variables if id(t) not in own]
+        reads, is_fed = self._origins(foreign, i)
+        self._makers += [(weakref.ref(leaf), i) for leaf in wanted]
+        found = Observation(
+            flags=grad_flags(y),
+            uses_rng=uses_rng,
+            mutable_buffers=mutable,
+            changes=[],
+            leaves=[],
+            passes_output=False,
+            reads=reads,
+            is_fed=is_fed,
+            repeats=True,
+        )
+        digest = walk.outputs, walk.saved
+        end = _Ends(y)
+        y = detached(y)
+        del walk, foreign, leaves, wanted, before
+        torch.clear_autocast_cache()
+        if watch is not None and alive.are_alive():
+            found.leaves = [""]
+            found.passes_output = end.are_alive()
+        return found, digest, y
+
+    def _same_gradients(
+        self, stage: Stage, x: Any, flags: Flags, watch: Watch, states: Any
+    ) -> bool:
+        """Whether gradients of two more runs are equal, or differ for one run as well."""
+        after = Saved(watch.changed())
+        rng = self._rng.read()
+
+        def gradients(twice: bool) -> list[list[Any]]:
+            watch.restore()
+            self._rng.write(states)
+            with self._around(stage), copied_buffers(stage):
+                with torch.enable_grad():
+                    leaves, wanted = as_leaves(x, flags)
+                    y = stage(leaves)
+                inputs = [*wanted, *stage.graph_leaves()]
+                ends = [t for t in tensors_of(y) if t.requires_grad]
+                if not ends or not inputs:
+                    return [[], []]
+                found = []
+                for again in (True, False) if twice else (False,):
+                    made = torch.autograd.grad(
+                        ends,
+                        inputs,
+                        [torch.ones_like(t) for t in ends],
+                        retain_graph=again,
+                        allow_unused=True,
+                    )
+                    found.append(_as_numbers([_digest(g) for g in made if g is not None]))
+                return found
+
+        try:
+            differ = stage.on_any_rank(gradients(False) != gradients(False))
+            return not differ or len(set(map(str, gradients(True)))) > 1
+        finally:
+            after.put(last=True)
+            self._rng.write(rng)
+
+    def _origins(self, foreign: Sequence[torch.Tensor], i: int) -> tuple[int, bool]:
+        """The earliest stage that these leaves belong to, and whether one belongs to none."""
+        makers = {id(leaf): k for ref, k in self._makers if (leaf := ref()) is not None}
+        origins = [makers.get(id(t), self._owners.get(id(t))) for t in foreign]
+        known = [k for k in origins if k is not None and k < i]
+        return min(known, default=i), any(k is None for k in origins)
+
+
+def observe(
+    stages: Sequence[Stage],
+    arg: Any,
+    device: torch.device,
+    around: Callable[[Stage], AbstractContextManager[Any]] = nullcontext,
+) -> tuple[list[Stage], list[Observation]]:
+    """Observe the stages; those that read what another one made are joined with it.
+
+    Parameters
+    ----------
+    stages
+        As they can be cut apart.
+    arg
+        The input.
+    device
+        Where it is.
+    around
+        Gives what has to be entered around a stage.
+
+    Returns
+    -------
+    The stages, joined ones as one, and for each what was observed.
+    """
+    observer = Observer(device, around)
+    x, flags = detached(arg), grad_flags(arg)
+    found: list[Observation] = []
+    for stage in stages:
+        seen, x = observer.stage(stage, x, flags)
+        flags = seen.flags
+        found.append(seen)
+    joined: list[Stage] = []
+    seen_of: list[Observation] = []
+    ends: list[int] = []
+    for i, (stage, seen) in enumerate(zip(stages, found, strict=True)):
+        while joined and ends[-1] >= seen.reads:
+            earlier, before = joined.pop(), seen_of.pop()
+            stage, seen = earlier.merged_with(stage), _joined(before, seen)
+            ends.pop()
+        joined.append(stage)
+        seen_of.append(seen)
+        ends.append(i)
+    note_state(joined, seen_of)
+    return joined, seen_of
+
+
+def _joined(a: Observation, b: Observation) -> Observation:
+    return Observation(
+        flags=b.flags,
+        uses_rng=a.uses_rng or b.uses_rng,
+        mutable_buffers=[*a.mutable_buffers, *b.mutable_buffers],
+        changes=[*a.changes, *b.changes],
+        leaves=[*a.leaves, *b.leaves],
+        passes_output=b.passes_output,
+        reads=min(a.reads, b.reads),
+        is_fed=a.is_fed or b.is_fed,
+        repeats=a.repeats and b.repeats,
+        reaches=lambda place: a.reaches(place) or b.reaches(place),
+    )
+
+
+def note_state(stages: Sequence[Stage], observations: Sequence[Observation]) -> None:
+    """Give each stage the state that recomputing it has to restore.
+
+    Parameters
+    ----------
+    stages, observations
+        The stages, and what was observed of each.
+    """
+    places: dict[Any, Place] = {}
+    for seen in observations:
+        for place in seen.changes:
+            known = places.get(place.identity)
+            if known is None or place.in_place:
+                places[place.identity] = place
+    for stage, seen in zip(stages, observations, strict=True):
+        own = {place.identity for place in seen.changes}
+        stage.mutable_buffers = seen.mutable_buffers
+        stage.state = [
+            place
+            for identity, place in places.items()
+            if identity in own or (seen.reaches(place) and not place.is_generator)
+        ]

@@ -1,0 +1,264 @@
+"""Plans: a schedule for one kind of step under a limit, with what it is predicted to need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from rotor.algorithms.sequence import Sequence
+from rotor.algorithms.utils import DynamicAlgorithm, Progress
+from rotor.chain import Chain
+from rotor.common.checksums import NO_ROOM, has_room, proof_bytes
+from rotor.common.timeline import PredictedTimeline
+from rotor.engines.chain.measure import RNG_BYTES, Inspection
+from rotor.engines.chain.schedule import Schedule
+from rotor.errors import InfeasibleError
+from rotor.meter import allocator
+from rotor.meter.step_meter import Metered
+from rotor.units import format_bytes
+
+_SCALARS = 8
+"""Numbers, such as the loss itself, that the caller holds while the backward runs."""
+
+_ATTEMPTS = 4
+LOSS_FACTOR = 4
+
+
+@dataclass
+class Plan(Metered):
+    """One schedule and its figures; bytes are above the level at which a step begins.
+
+    Attributes
+    ----------
+    inspection, chain, sequence, schedule
+        What was measured, its cost model, the operations, and these in the executor's form.
+    limit_bytes
+        The limit it was made for.
+    own_bytes
+        What the executor itself keeps: random states and copies of buffers.
+    verify
+        The steps in which recomputed values are compared.
+    refuted
+        One of them came out otherwise.
+    """
+
+    kind: ClassVar[str] = "chain"
+
+    inspection: Inspection
+    chain: Chain
+    sequence: Sequence
+    schedule: Schedule
+    limit_bytes: int
+    own_bytes: int
+    verify: str | int = field(default="first", repr=False)
+    refuted: bool = field(default=False, repr=False)
+
+    @property
+    def is_refuted(self) -> bool:
+        """A stage was seen to give other bits when it ran again."""
+        return self.refuted
+
+    @property
+    def proof(self) -> str:
+        """What verified steps have shown, as text."""
+        if not self.schedule.recomputed:
+            return "nothing is recomputed"
+        return self.proved.text(self.verify)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.inspection.device
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Peak of a step by the simulator, the executor's own bytes included."""
+        return self.sequence.peak_bytes - self.chain.x_bytes[0] + self.own_bytes
+
+    @property
+    def makespan(self) -> float:
+        """Seconds of a step by the simulator; a captured loss is included."""
+        return self.sequence.makespan + (self.inspection.loss_ns or 0) / 1e9
+
+    @property
+    def predicted_timeline(self) -> PredictedTimeline:
+        """Live bytes of a step by the simulator."""
+        times = {"B": self.chain.backward_time, "L": [(self.inspection.loss_ns or 0) / 1e9]}
+        costs = []
+        for op in self.sequence:
+            known = times.get(op.kind, self.chain.forward_time)
+            costs.append(known[0 if op.kind == "L" else op.stage] * 1e9)
+        live = self.sequence.timeline.peak_bytes - self.chain.x_bytes[0] + self.own_bytes
+        kinds = [op.kind for op in self.sequence]
+        return PredictedTimeline.of_runs(costs, live, kinds.index("L"))
+
+
+def own_bytes(
+    inspection: Inspection, runs: Items[int], *, rng: bool = True, verified: bool = False
+) -> int:
+    """Bytes kept beside the chain's: random states, copies of buffers, and the caller's scalars.
+
+    Parameters
+    ----------
+    inspection
+        The measured stages.
+    runs
+        How often each of them runs forward.
+    rng
+        Whether random states are preserved.
+    verified
+        Whether recomputed values are compared, in some steps.
+    """
+    measures = list(zip(inspection.measures, runs, strict=True))
+    recomputed = [m for m, count in measures if count > 1]
+    kept = _SCALARS * allocator.rounded_bytes(8, inspection.device)
+    kept += sum(m.buffer_bytes for m in recomputed)
+    # The last run of a stage takes the copy itself, one before it a copy of the copy.
+    kept += max((m.buffer_bytes for m, count in measures if count > 2), default=0)
+    if rng and inspection.device.type == "cpu":
+        random = sum(m.uses_rng for m in recomputed)
+        kept += RNG_BYTES * (random + min(random, 1))
+    if verified and recomputed:
+        kept += sum(m.buffer_bytes for m, _ in measures)
+        made = sum(count * len(m.flags) for m, count in measures if count > 1)
+        kept += proof_bytes(inspection.device, made)
+    return kept
+
+
+def _most_compared(inspection: Inspection) -> int:
+    """Return the most checksums that a verified step makes: of three runs of every stage."""
+    return sum(3 * len(m.flags) for m in inspection.measures)
+
+
+def loss_reserve(inspection: Inspection, given_bytes: int) -> int:
+    """The loss's temporary: as captured, as given, or 4 x the output with its gradient."""
+    if inspection.loss_peak_bytes is not None:
+        return inspection.loss_peak_bytes - inspection.output_grad_bytes
+    if given_bytes:
+        return given_bytes
+    return LOSS_FACTOR * inspection.output_bytes - inspection.output_grad_bytes
+
+
+def kept_stages(inspection: Inspection) -> str:
+    """A part of a sentence that names the stages which are never recomputed, with a reason."""
+    if not inspection.reasons:
+        return ""
+    i, reason = next(iter(inspection.reasons.items()))
+    count = sum(inspection.once)
+    return (
+        f". {count} of {len(inspection.measures)} stages are never recomputed, stage "
+        f"{inspection.measures[i].name} for one: {reason}"
+    )
+
+
+def make_plan(
+    inspection: Inspection,
+    chain: Chain,
+    limit_bytes: int,
+    algorithm: DynamicAlgorithm,
+    *,
+    reserve_bytes: int = 0,
+    rng: bool = True,
+    options: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+    beside_bytes: int = 0,
+    plain_tail: bool = True,
+    verify: str | int = "off",
+) -> Plan:
+    """The best schedule of the algorithm under a limit.
+
+    Parameters
+    ----------
+    inspection, chain
+        What was measured, and its cost model.
+    limit_bytes
+        The most that a step may allocate above the level at its start.
+    algorithm, options
+        What solves it, and keywords of its ``solve``.
+    reserve_bytes
+        Set aside beside what is predicted.
+    rng
+        Whether random states are preserved.
+    progress
+        Called as ``progress(done, total)`` during a long computation.
+    beside_bytes
+        Kept beside all that the chain and the executor need, by collectives for instance.
+    plain_tail
+        Whether plain autograd may run the last stages.
+    verify
+        The steps in which recomputed values are compared.
+
+    Raises
+    ------
+    InfeasibleError
+        No schedule fits; `minimum_bytes` is the least limit that one fits in, counted as
+        `limit_bytes` is.
+    """
+    n = len(chain)
+    has_proofs = has_room(inspection.device, _most_compared(inspection), limit_bytes)
+    verified = verify != "off" and has_proofs
+    resident = chain.x_bytes[0]
+    options = dict(options or {})
+
+    def solve(own: int) -> Plan:
+        budget = limit_bytes - own - reserve_bytes + resident
+        try:
+            sequence = algorithm.solve(chain, max(budget, 1), progress=progress, **options)
+        except InfeasibleError as error:
+            least = error.minimum_bytes - resident + own + reserve_bytes
+            raise InfeasibleError(
+                f"no schedule fits in a limit of {format_bytes(limit_bytes)} ({limit_bytes} "
+                f"bytes): the least that one fits in is {format_bytes(least)} ({least} bytes), "
+                "above the model and its input. Raise mem_limit, make the batch smaller, or cut "
+                f"the largest stage into several{kept_stages(inspection)}",
+                least,
+            ) from error
+        schedule = Schedule(sequence, n, plain_tail=plain_tail, head=inspection.plain[0])
+        kept = own_bytes(inspection, schedule.runs, rng=rng, verified=verified) + beside_bytes
+        plan = Plan(
+            inspection,
+            chain,
+            sequence,
+            schedule,
+            limit_bytes,
+            kept,
+            reserve_bytes=reserve_bytes,
+            verify=verify,
+        )
+        plan.proved.unproved = "" if has_proofs else NO_ROOM
+        return plan
+
+    def fits(plan: Plan) -> bool:
+        return plan.predicted_bytes + reserve_bytes <= limit_bytes
+
+    fewest, most = (
+        own_bytes(inspection, [count] * n, rng=rng, verified=verified) + beside_bytes
+        for count in (1, 3)
+    )
+    found: Plan | None = None
+    refusal: InfeasibleError | None = None
+    # What the executor keeps depends on the schedule, and the schedule on what is left for it.
+    waiting, tried = [fewest, most], set[int]()
+    while waiting:
+        own = waiting.pop(0)
+        if own in tried:
+            continue
+        tried.add(own)
+        try:
+            plan = solve(own)
+        except InfeasibleError as error:
+            refusal = error
+            continue
+        if fits(plan) and own == fewest:
+            return plan
+        if fits(plan) and (found is None or plan.makespan < found.makespan):
+            found = plan
+        if len(tried) < _ATTEMPTS:
+            waiting.append(plan.own_bytes)
+    if found is None:
+        assert refusal is not None
+        raise refusal
+    return found

@@ -1,0 +1,184 @@
+"""Proves a step of a chain: what stages make again against what they made first.
+
+Checksums are made where the tensors are, and compared at the end of the backward. Where one
+differs, gradients, buffers and other state of the model are put back as they were before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor.common.checksums import Mismatch, Proof, Proved, recomputation_error
+from rotor.common.places import Place, Saved
+from rotor.common.tensor_trees import tensors_of
+from rotor.engines.chain.stages import Stage
+from rotor.meter import allocator as memory
+
+__all__ = ["CURE", "StepProof", "host_copy"]
+
+CURE = (
+    "Run the step again: from now on this stage is run once, and what it makes is kept. Or mend "
+    "it: draw from PyTorch's generators, keep state in buffers, use "
+    "torch.use_deterministic_algorithms(True)"
+)
+"""What a user can do about a stage that does not repeat."""
+
+_ADDED = (
+    ". Gradients that existed before the step did not fit in the limit a second time, so that a "
+    "part of this step is added to them: call zero_grad() first"
+)
+
+
+_Gradient = tuple[nn.Parameter, Any, int, Any]
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor in memory that no allocator of a device counts."""
+    size = tensor.numel() * tensor.element_size()
+    if tensor.layout != torch.strided or not size:
+        return tensor.detach().clone()
+    if tensor.device.type == "cpu":
+        copied = torch.frombuffer(bytearray(size), dtype=tensor.dtype).view(tensor.shape)
+        return copied.copy_(tensor.detach())
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return pinned.copy_(tensor.detach(), non_blocking=True)
+
+
+class StepProof:
+    """The comparisons of one step.
+
+    Parameters
+    ----------
+    stages
+        The stages of the chain.
+    proved
+        Takes what was shown.
+    parameters
+        Those whose gradients are put back.
+    room_bytes
+        What copies of existing gradients may take.
+    failed
+        Called with the indices of stages that gave other bits.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        proved: Proved,
+        parameters: Iterable[nn.Parameter],
+        room_bytes: int,
+        failed: Callable[[list[int]], object],
+    ) -> None:
+        self._stages = stages
+        self._proved = proved
+        self._failed = failed
+        self._proof = Proof()
+        self._has_begun = self._is_added = False
+        self._gradients = self._copied_gradients(list(parameters), room_bytes)
+        slots = [
+            slot
+            for stage in stages
+            for slot in (stage.buffers if stage.mutable_buffers is None else stage.mutable_buffers)
+        ]
+        self._buffers = [
+            (slot, buffer, buffer.detach().clone())
+            for slot in slots
+            if (buffer := slot[0][slot[1]]) is not None
+        ]
+        places: dict[Any, Place] = {p.identity: p for stage in stages for p in stage.state}
+        self._state = Saved(places.values())
+
+    def begin_with(self, output: Any) -> None:
+        """Note the gradients that exist when the backward of an output begins."""
+        for tensor in tensors_of(output):
+            node: Any = tensor.grad_fn
+            if node is not None:
+                node.register_prehook(self._begin)
+
+    @staticmethod
+    def _copied_gradients(parameters: list[nn.Parameter], room_bytes: int) -> list[_Gradient]:
+        existing = [p.grad for p in parameters if p.grad is not None]
+        has_room = memory.storage_bytes(existing) <= room_bytes
+        found = []
+        for parameter in parameters:
+            gradient: Any = parameter.grad
+            copy = None
+            if gradient is not None and has_room:
+                copy = gradient.detach().clone()
+            found.append((parameter, gradient, getattr(gradient, "_version", 0), copy))
+        return found
+
+    def _begin(self, gradients: Any) -> None:
+        """Take gradients that were changed since the forward as they are now."""
+        del gradients
+        if self._has_begun:
+            return
+        self._has_begun = True
+        found: list[_Gradient] = []
+        for parameter, gradient, version, copy in self._gradients:
+            now: Any = parameter.grad
+            is_same = now is gradient and getattr(now, "_version", 0) == version
+            found.append((parameter, now, version, copy if is_same else None))
+            self._is_added |= now is not None and found[-1][3] is None
+        self._gradients = found
+
+    def first(self, i: int, value: Any) -> None:
+        """Note the output of stage i when it is made for the first time."""
+        for k, tensor in enumerate(tensors_of(value)):
+            self._proof.first((i, k), tensor)
+
+    def again(self, i: int, value: Any) -> None:
+        """Compare the output of stage i, made again."""
+        for k, tensor in enumerate(tensors_of(value)):
+            self._proof.again((i, k), tensor)
+
+    def settle(self) -> None:
+        """Read all comparisons, at the end of a backward.
+
+        Raises
+        ------
+        RecomputationError
+            One differs; gradients, buffers and state are as before the step.
+        """
+        values = self._proof.compared
+        found = self._proof.finish()
+        if not found:
+            self._passed(values)
+            return
+        self._refuse(found)
+
+    def _passed(self, values: int) -> None:
+        self._proved.add(values)
+        self._gradients, self._buffers = [], []
+
+    def _refuse(self, found: Sequence[Mismatch], cure: str = CURE) -> None:
+        """Put everything back, and raise."""
+        self._restore()
+        differing: dict[int, Mismatch] = {}
+        for mismatch in found:
+            differing.setdefault(mismatch.site[0], mismatch)  # type: ignore[index]
+        roots = sorted(i for i in differing if i - 1 not in differing)
+        self._failed(roots)
+        stage = self._stages[roots[0]]
+        raise recomputation_error(
+            " and ".join(type(function).__name__ for function in stage.functions),
+            stage.name,
+            differing[roots[0]],
+            cure + (_ADDED if self._is_added else ""),
+            others=len(found) - 1,
+        )
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            for parameter, gradient, _, copy in self._gradients:
+                if copy is not None:
+                    gradient.copy_(copy)
+                parameter.grad = gradient
+            for (slots, name), buffer, copy in self._buffers:
+                buffer.copy_(copy)
+                slots[name] = buffer
+        self._state.put(last=True)

@@ -1,0 +1,146 @@
+"""Names of the published interface for chains, and plans of chains that were saved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence as Items
+from typing import Any, ClassVar
+
+from torch import nn
+
+from rotor.algorithms.curve import Curve
+from rotor.algorithms.sequence import Sequence
+from rotor.algorithms.utils import DynamicAlgorithm, Progress, parse_budget
+from rotor.chain import Chain
+from rotor.engines.chain.measure import Inspection
+from rotor.engines.chain.stages import Stage
+from rotor.errors import InfeasibleError
+
+__all__ = ["LoadedSequence", "PublishedChain", "checked_sequence", "modules_of"]
+
+Values = tuple[list[float], list[float], list[int], list[int], list[int], list[int]]
+
+
+def modules_of(stages: Items[Stage]) -> list[nn.Module]:
+    """Return one module for each stage: its own, or a Sequential of several."""
+    found = []
+    for stage in stages:
+        modules = [function for function in stage.functions if isinstance(function, nn.Module)]
+        found.append(modules[0] if len(modules) == 1 else nn.Sequential(*modules))
+    return found
+
+
+class LoadedSequence(DynamicAlgorithm):
+    """A saved sequence where it fits in the budget, and an algorithm where it does not.
+
+    Parameters
+    ----------
+    sequence
+        The operations.
+    otherwise
+        The algorithm; without one InfeasibleError is raised.
+    """
+
+    name: ClassVar[str] = "loaded"
+
+    def __init__(self, sequence: Sequence, otherwise: DynamicAlgorithm | None = None) -> None:
+        self.sequence = sequence
+        self.otherwise = otherwise
+
+    def solve(
+        self,
+        chain: Chain,
+        budget_bytes: int | str,
+        *,
+        mem_slots: int | None = None,
+        progress: Progress | None = None,
+    ) -> Sequence:
+        """Return the sequence, priced on `chain`, or what the algorithm finds."""
+        sequence = Sequence(self.sequence.codes, chain)
+        if sequence.peak_bytes <= parse_budget(budget_bytes):
+            return sequence
+        if self.otherwise is None:
+            raise InfeasibleError(
+                f"the plan needs {sequence.peak_bytes} bytes", sequence.peak_bytes
+            )
+        return self.otherwise.solve(chain, budget_bytes, mem_slots=mem_slots, progress=progress)
+
+    def curve(self, chain: Chain, *, progress: Progress | None = None) -> Curve:
+        """Return the one point of the sequence."""
+        del progress
+        sequence = Sequence(self.sequence.codes, chain)
+        return Curve([sequence.peak_bytes], [sequence.makespan])
+
+
+class PublishedChain:
+    """Published attributes of a model that is planned as a chain."""
+
+    context: Any
+    inspection_values: Inspection | None
+
+    @property
+    def chain(self) -> Chain | None:
+        """The cost model of the plan run last, ``None`` without a plan."""
+        plan = self.context.latest
+        return None if plan is None else plan.chain
+
+    @property
+    def sequence(self) -> Sequence | None:
+        """The schedule of the plan run last, ``None`` without a plan."""
+        plan = self.context.latest
+        return None if plan is None else plan.sequence
+
+    @property
+    def all_values(self) -> Values | None:
+        """The last measure in its published form, ``None`` before one.
+
+        Six lists, times in milliseconds and sizes in bytes: forward times, backward times, what
+        each forward keeps (the input first), activations (the input first), temporaries of the
+        forwards, temporaries of the backwards.
+        """
+        found = self.inspection_values
+        if found is None:
+            return None
+        measures = found.measures
+        return (
+            [m.forward_ns / 1e6 for m in measures],
+            [m.backward_ns / 1e6 for m in measures],
+            [found.input_bytes, *(m.xbar_bytes for m in measures)],
+            [found.input_bytes, *(m.output_bytes for m in measures)],
+            [m.forward_tmp_bytes for m in measures],
+            [m.backward_peak_bytes - m.grad_bytes for m in measures],
+        )
+
+
+def checked_sequence(source: Sequence | str | os.PathLike[str], chain: Chain) -> Sequence:
+    """Return a saved sequence of a chain.
+
+    Raises
+    ------
+    ValueError
+        The file holds no schedule; it is one of another chain, and the message has the first
+        difference.
+    """
+    saved = source if isinstance(source, Sequence) else Sequence.from_json(source)
+    difference = _difference(saved, chain)
+    if difference:
+        raise ValueError(
+            f"the plan is one of another chain: {difference}. A plan fits the model that it "
+            "was made with, measured on an input of the same kind"
+        )
+    return saved
+
+
+def _difference(saved: Sequence, chain: Chain) -> str:
+    """Return the first difference of the stages; empty where there is none."""
+    if saved.chain is not None:
+        there, here = saved.chain.names or [], chain.names or []
+        if len(there) != len(here):
+            return f"it has {len(there)} stages, the model has {len(here)}"
+        for index, (one, other) in enumerate(zip(there, here, strict=True)):
+            if one != other:
+                return f"stage {index} is {one} in it, {other} in the model"
+    backwards = {op.stage for op in saved if op.kind == "B"}
+    if backwards != set(range(len(chain))):
+        return f"it has {len(backwards)} backwards, the model has {len(chain)} stages"
+    return ""

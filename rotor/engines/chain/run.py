@@ -1,0 +1,590 @@
+"""Runs a schedule of a chain: the same numbers as the plain model, in less memory.
+
+The real activations and gradients live in a `Run`, which alone owns them, so that they go as early
+as in plain autograd. Autograd sees one small node for each stage that has parameters, chained by
+tokens without memory of their own: the gradients of parameters leave the node as they are made, so
+hooks on them (those of DistributedDataParallel, say) fire stage by stage. The backward of a node
+does the operations of the schedule up to its own B: recomputations, and a nested
+``torch.autograd.grad`` over the graph that Fe recorded.
+
+Stages that the schedule keeps right up to the loss run in plain autograd.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import Function
+
+from rotor._pytorch import core
+from rotor.common.generators import SPLIT_BACKWARD, AutocastState, RngTracker
+from rotor.common.tensor_trees import (
+    Flags,
+    as_leaves,
+    check_output,
+    detached,
+    differentiable,
+    flagged,
+    grad_flags,
+    tensors_of,
+    versions,
+    with_tensors,
+)
+from rotor.engines.chain.proofs import StepProof
+from rotor.engines.chain.schedule import FE, FN, Schedule
+from rotor.engines.chain.snapshot import Snapshot
+from rotor.engines.chain.stages import Stage
+
+_HANDOFF_BYTES = 16_384
+"""Outputs below this size are kept through their backward: a handoff would cost more time."""
+
+_tokens: dict[torch.device, torch.Tensor] = {}
+
+
+def _token(device: torch.device) -> torch.Tensor:
+    if device not in _tokens:
+        _tokens[device] = torch.zeros((), device=device)
+    return _tokens[device]
+
+
+class _Handoff(Function):
+    """The root of a stage's graph: its backward gives the gradient away and keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, cell: list[Any], token: torch.Tensor, *outputs: torch.Tensor) -> Any:
+        ctx.cell = cell
+        return token.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, None, *ctx.cell.pop()
+
+
+class _Entry(Function):
+    """Between the inputs of the chain and its first token."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, *inputs: torch.Tensor) -> Any:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        return run.token.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        run = ctx.run
+        run.backward_to(run.schedule.head, True, ())
+        gradient, run.gradient = run.gradient, None
+        return None, *gradient
+
+
+class _StageNode(Function):
+    """One stage with parameters; its backward ends with the B of that stage."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Run, stage: int, token: torch.Tensor, *parameters: torch.Tensor
+    ) -> Any:
+        ctx.run = run
+        ctx.stage = stage
+        return token.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        run = ctx.run
+        _, _, need_x, *needs = ctx.needs_input_grad
+        return None, None, run.token, *run.backward_to(ctx.stage, need_x, needs)
+
+
+class _Boundary(Function):
+    """Hands the last activation to plain autograd; takes its gradient and returns at once."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, token: torch.Tensor) -> Any:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        stage = run.schedule.tail
+        outputs = [tensor.detach() for tensor in tensors_of(run.x[stage])]
+        fixed = [t for t, flag in zip(outputs, run.flags_of(stage), strict=True) if not flag]
+        ctx.mark_non_differentiable(*fixed)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        run = ctx.run
+        run.take_gradient(
+            [g for g, flag in zip(gradients, run.flags_of(run.schedule.tail), strict=True) if flag]
+        )
+        return None, run.token
+
+
+def _any_given(gradient: Sequence[torch.Tensor | None]) -> bool:
+    return any(g is not None for g in gradient)
+
+
+apply_handoff = core.bare_apply(_Handoff)
+_apply_entry = core.bare_apply(_Entry)
+_apply_stage = core.bare_apply(_StageNode)
+_apply_boundary = core.bare_apply(_Boundary)
+
+
+class Run:
+    """The state of one training step: activations, recorded graphs, and the current gradient.
+
+    Parameters
+    ----------
+    stages
+        The stages of the chain.
+    schedule
+        What to do.
+    arg
+        The input of the first stage after the schedule's head.
+    preserve_rng_state
+        Recompute with the random numbers of the first forward.
+    flags
+        Which tensors of each activation require gradients, [n + 1]; ``None``: all that could.
+    proof
+        Compares what is made again with what was made first.
+    accumulate
+        Let the nested backward add to ``.grad`` of the parameters, instead of handing their
+        gradients out.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        schedule: Schedule,
+        arg: Any,
+        *,
+        preserve_rng_state: bool = True,
+        flags: Sequence[Flags] | None = None,
+        proof: StepProof | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        n, head, tail = schedule.n, schedule.head, schedule.tail
+        self.stages = stages
+        self.schedule = schedule
+        self.accumulate = accumulate
+        self.proof = proof
+        self.device = tensors_of(arg)[0].device
+        self.token = _token(self.device)
+        self.x: list[Any] = [None] * (n + 1)
+        self.x[head] = detached(arg)
+        self.input_versions = versions(arg)
+        self.known_flags = flags
+        self.flags: list[Flags | None] = [None] * (n + 1)
+        self.flags[head] = grad_flags(arg)
+        self.parameters: list[list[torch.nn.Parameter]] = [
+            stages[i].parameters() if head <= i < tail else [] for i in range(n)
+        ]
+        self.tapes: list[Any] = [None] * n
+        self.snapshots: list[Snapshot | None] = [None] * n
+        self.left = [runs - 1 for runs in schedule.runs]
+        self.rng = RngTracker(self.device) if preserve_rng_state else None
+        self.autocast = AutocastState(self.device.type)
+        self.autocast_differs = False
+        self.gradient: list[torch.Tensor | None] | None = None
+        self.next = tail - 1
+        receivers = [i for i in range(head, tail) if self.parameters[i]]
+        self.lowest = head if any(self.flags_of(head)) else min(receivers, default=head)
+
+    def flags_of(self, i: int) -> Flags:
+        """Which tensors of x_i require gradients; none while that is not known."""
+        return self.flags[i] or ()
+
+    # -- operations
+
+    def do(self, kind: int, i: int) -> None:
+        """One forward operation, Fn, Fck or Fe of stage i; grad mode is off around it."""
+        if kind == FE:
+            self._record(i)
+        else:
+            y = self._call(i, self.x[i])
+            if self.flags[i + 1] is None:
+                self._note(i, y)
+            self.x[i + 1] = y
+            if kind == FN and i > self.schedule.head:
+                self.x[i] = None
+
+    def _call(self, i: int, x: Any) -> Any:
+        stage = self.stages[i]
+        if i not in self.schedule.recomputed:
+            if self.rng is not None:
+                self.rng.latest = None
+            y = stage(x)
+        elif (snapshot := self.snapshots[i]) is None:
+            snapshot = Snapshot(stage, self.rng)
+            y = stage(x)
+            snapshot.finish()
+            self.snapshots[i] = snapshot
+            if self.proof is not None:
+                self.proof.first(i, y)
+        else:
+            if i == self.schedule.head and versions(x) != self.input_versions:
+                raise RuntimeError(
+                    "the input of the chain was changed in place between its forward and its "
+                    f"backward, and stage {stage.name} has to be recomputed from it: change a "
+                    "copy of the input instead"
+                )
+            self.left[i] -= 1
+            y = snapshot.recompute(x, last=self.left[i] == 0)
+            if self.proof is not None:
+                self.proof.again(i, y)
+        if self.autocast.enabled:
+            torch.clear_autocast_cache()
+        return y
+
+    def _note(self, i: int, y: Any) -> Flags:
+        """Which tensors of the output of stage i require gradients, when it is first seen."""
+        check_output(self.stages[i].name, y)
+        if self.known_flags is not None:
+            flags = self.known_flags[i + 1]
+        elif any(self.flags_of(i)) or self.parameters[i]:
+            flags = differentiable(y)
+        else:
+            flags = (False,) * len(tensors_of(y))
+        self.flags[i + 1] = flags
+        return flags
+
+    def _record(self, i: int) -> None:
+        leaves, wanted = as_leaves(self.x[i], self.flags_of(i))
+        cell: list[Any] | None = None
+        core.set_grad_enabled(True)
+        try:
+            y = self._call(i, leaves)
+            roots = flagged(y, self.flags[i + 1] or self._note(i, y))
+            if not (len(roots) == 1 and roots[0].nbytes < _HANDOFF_BYTES):
+                cell = []
+                roots = [apply_handoff(cell, self.token, *roots)]
+        finally:
+            core.set_grad_enabled(False)
+        self.tapes[i] = (wanted, roots[0], cell)
+        self.x[i + 1] = detached(y)
+
+    def back(self, i: int, need_x: bool, needs: Sequence[bool]) -> Sequence[torch.Tensor | None]:
+        """B of stage i: makes the gradient of x_i the current one.
+
+        Parameters
+        ----------
+        i
+            The stage; `gradient` belongs to its output.
+        need_x
+            Whether the gradient of the stage's input is wanted.
+        needs
+            Which parameters' gradients are wanted.
+
+        Returns
+        -------
+        Gradients of the stage's parameters; ``None`` where not wanted, or accumulated.
+        """
+        wanted, root, cell = self.tapes[i]
+        self.tapes[i] = None
+        self.x[i + 1] = None
+        self.snapshots[i] = None
+        gradient, self.gradient = self.gradient, [None] * len(wanted)
+        parameters = self.parameters[i]
+        found: Sequence[torch.Tensor | None] = [None] * len(needs)
+        if root.requires_grad and gradient and (gradient[0] is not None or _any_given(gradient)):
+            given = gradient[0]
+            if cell is not None:
+                cell.append(gradient)
+                given = self.token
+            del gradient
+            if self.accumulate:
+                torch.autograd.backward(root, given)
+                self.gradient = [leaf.grad for leaf in wanted]
+            else:
+                inputs = wanted if need_x else []
+                every = all(needs)
+                asked = (
+                    parameters
+                    if every
+                    else [p for p, need in zip(parameters, needs, strict=True) if need]
+                )
+                if inputs or asked:
+                    everything = (*inputs, *asked)
+                    hooked = core.hooks_of(asked)
+                    if hooked:
+                        with core.without_hooks(hooked):
+                            answer = core.run_backward(root, given, everything)
+                    else:
+                        answer = core.run_backward(root, given, everything)
+                    self.gradient = list(answer[: len(inputs)])
+                    found = answer[len(inputs) :]
+                    if not every:
+                        following = iter(found)
+                        found = [next(following) if need else None for need in needs]
+        if i > self.schedule.head:
+            self.x[i] = None
+        return found
+
+    # -- a whole step
+
+    def forward(self) -> None:
+        """The operations before the loss, those of the tail left out."""
+        with torch.no_grad():
+            for kind, i in self.schedule.forward:
+                self.do(kind, i)
+        if self.rng is not None:
+            self.rng.latest = None
+
+    def attach(self, arg: Any) -> Any:
+        """Put the stages before the tail into the graph; returns the input of the tail."""
+        head, tail = self.schedule.head, self.schedule.tail
+        inputs = flagged(arg, self.flags_of(head))
+        token = _apply_entry(self, *inputs) if inputs else self.token.detach()
+        for i in range(head, tail):
+            if self.parameters[i]:
+                token = _apply_stage(self, i, token, *self.parameters[i])
+        return self.hand_over(token)
+
+    def hand_over(self, token: torch.Tensor) -> Any:
+        """The input of the tail, in the graph after `token`; the run does not hold it any more."""
+        tail = self.schedule.tail
+        outputs = _apply_boundary(self, token)
+        value = with_tensors(self.x[tail], outputs)
+        self.x[tail] = None
+        return value
+
+    def splits_backward(self) -> bool:
+        """Whether the backward that runs now leaves parameters' gradients to another one."""
+        return core.splits_backward(p for stage in self.parameters for p in stage)
+
+    def take_gradient(self, gradient: list[torch.Tensor | None]) -> None:
+        """Begin the backward with the gradients of the last activation.
+
+        Raises
+        ------
+        RuntimeError
+            The backward has been begun before, or is to be differentiated itself.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a backward with create_graph=True cannot go through a schedule that recomputes: "
+                "gradients of gradients need the plain model (chk.module), or a limit under which "
+                "nothing is recomputed"
+            )
+        if self.next != self.schedule.tail - 1 or self.gradient is not None:
+            raise RuntimeError(
+                "a second backward through the same forward: its activations were freed by the "
+                "first one. Call the model again before each backward; retain_graph=True works "
+                "only for the plain model (chk.module)"
+            )
+        if self.splits_backward():
+            raise RuntimeError(SPLIT_BACKWARD)
+        self.gradient = gradient
+        self.autocast_differs = not self.autocast.is_current()
+
+    def backward_to(
+        self, stage: int, need_x: bool, needs: Sequence[bool]
+    ) -> Sequence[torch.Tensor | None]:
+        """Everything down to the B of `stage`; returns the gradients of its parameters."""
+        found: Sequence[torch.Tensor | None] = ()
+        try:
+            while self.next >= stage:
+                i = self.next
+                if self.autocast_differs:
+                    with self.autocast:
+                        self._redo(i)
+                else:
+                    self._redo(i)
+                self.next = i - 1
+                if i == stage:
+                    found = self.back(i, need_x, needs)
+                else:
+                    self.back(i, True, [False] * len(self.parameters[i]))
+            if self.next < self.lowest and self.proof is not None:
+                self.proof.settle()
+        except BaseException:
+            self.release()
+            raise
+        if self.next < self.lowest:
+            self.release()
+        return found
+
+    def _redo(self, i: int) -> None:
+        for kind, k in self.schedule.segments[i][:-1]:
+            self.do(kind, k)
+
+    def is_done(self) -> bool:
+        """Whether the backward has come to its end."""
+        return self.next < self.lowest
+
+    def release(self) -> None:
+        """Free every activation, graph and snapshot that is left."""
+        self.x = [None] * len(self.x)
+        self.tapes = [None] * len(self.tapes)
+        self.snapshots = [None] * len(self.snapshots)
+        self.proof = None
+
+
+def run_chain(
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    arg: Any,
+    *,
+    preserve_rng_state: bool = True,
+    flags: Sequence[Flags] | None = None,
+    started: Callable[[Run], None] | None = None,
+    run_class: type[Run] = Run,
+    proof: StepProof | None = None,
+) -> Any:
+    """Run the forward of a chain so that its backward follows the schedule.
+
+    Parameters
+    ----------
+    stages, schedule
+        The chain and what to do with it.
+    arg
+        Input of the first stage: a tensor, or tensors in tuples, lists and dictionaries.
+    preserve_rng_state
+        Recompute with the random numbers of the first forward.
+    flags
+        Which tensors of each activation require gradients; ``None``: all that could.
+    started
+        Called with the run state, where there is one.
+    run_class
+        What runs the stages before the tail.
+    proof
+        Compares what is made again with what was made first.
+
+    Returns
+    -------
+    The output of the last stage, in the graph.
+    """
+    y = arg
+    for stage in stages[: schedule.head]:
+        y = stage(y)
+    if schedule.tail > schedule.head:
+        run = run_class(
+            stages,
+            schedule,
+            y,
+            preserve_rng_state=preserve_rng_state,
+            flags=flags,
+            proof=proof,
+        )
+        if started is not None:
+            started(run)
+        run.forward()
+        y = run.attach(y)
+        del run
+    for stage in stages[schedule.tail :]:
+        y = stage(y)
+    return y
+
+
+def _last(sequence: Sequence[Any], n: int) -> int:
+    """Return the number of stages before the loss of a sequence."""
+    losses = [op.stage for op in sequence if getattr(op, "kind", None) == "L"]
+    if losses and losses[0] < 0:
+        return max((op.stage + 1 for op in sequence), default=n)
+    return losses[0] if losses else n
+
+
+class CheckpointOptim(Function):
+    """A whole chain as one autograd node, as published.
+
+    ``CheckpointOptim.apply(functions, sequence, names, preserve_rng_state, arg)`` runs `functions`
+    one after the other on `arg`, a tensor or a tuple of tensors, by `sequence`, and returns what
+    the last one that the sequence names returns. The gradients of parameters are added to their
+    ``.grad`` by the nested backward of each stage. `Checkpointable` uses the finer form of
+    `run_chain`.
+
+    Raises
+    ------
+    ValueError
+        A Backward in the forward part of the sequence, or a Loss in the backward part.
+    AttributeError
+        An unknown operation.
+    TypeError
+        `arg` is no tensor, and has none in it.
+
+    Warns
+    -----
+    UserWarning
+        `arg` requires no gradient: autograd will not call the backward.
+
+    Notes
+    -----
+    Beaumont et al., hal-02352969, section 5.
+    """
+
+    @classmethod
+    def apply(
+        cls,
+        functions: Sequence[Callable[[Any], Any]],
+        sequence: Iterable[Any],
+        names: Sequence[str] | None,
+        preserve_rng_state: bool,
+        arg: Any,
+    ) -> Any:
+        """Run the functions by the sequence; see the class."""
+        sequence = list(sequence)
+        if [getattr(op, "kind", None) for op in sequence] == ["L"]:
+            # Sequence.without_suffix left every stage to the caller.
+            return arg
+        # Autograd sees the tensors that it is given one by one, and none within a tuple.
+        tensors = [] if isinstance(arg, torch.Tensor) else tensors_of(arg)
+        return super().apply(functions, sequence, names, preserve_rng_state, arg, *tensors)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        functions: Sequence[Callable[[Any], Any]],
+        sequence: Iterable[Any],
+        names: Sequence[str] | None,
+        preserve_rng_state: bool,
+        arg: Any,
+        *parts: torch.Tensor,
+    ) -> Any:
+        """Run the operations before the loss; see the class for the parameters."""
+        del parts
+        if not tensors_of(arg):
+            raise TypeError(f"arg must be a tensor or a tuple of tensors, got {type(arg).__name__}")
+        if names is None:
+            names = [str(i) for i in range(len(functions))]
+        stages = [Stage([name], [f]) for name, f in zip(names, functions, strict=True)]
+        sequence = list(sequence)
+        # The caller runs what Sequence.without_suffix left out: the loss has the first such stage.
+        stages = stages[: _last(sequence, len(stages))]
+        schedule = Schedule(sequence, len(stages), plain_tail=False)
+        ctx.is_one = isinstance(arg, torch.Tensor)
+        if not any(tensor.requires_grad for tensor in tensors_of(arg)):
+            warnings.warn(
+                "the input requires no gradient, so autograd will not call the backward of the "
+                "chain and its parameters will get none: call arg.requires_grad_(), or use "
+                "Checkpointable",
+                stacklevel=2,
+            )
+        run = Run(stages, schedule, arg, preserve_rng_state=preserve_rng_state, accumulate=True)
+        run.forward()
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        value = run.x[schedule.n]
+        run.x[schedule.n] = None
+        tensors = tensors_of(value)
+        flags = run.flags_of(schedule.n)
+        ctx.mark_non_differentiable(
+            *[t for t, flag in zip(tensors, flags, strict=True) if not flag]
+        )
+        flat = isinstance(value, tuple) and not any(isinstance(v, tuple | list) for v in value)
+        outputs = value if flat else tuple(tensors)
+        ctx.is_tensor = [isinstance(v, torch.Tensor) for v in outputs]
+        return value if isinstance(value, torch.Tensor) else outputs
+
+    @staticmethod
+    def backward(ctx: Any, *args: torch.Tensor | None) -> Any:
+        """Run the operations after the loss; return the gradient of `arg`."""
+        run: Run = ctx.run
+        flags = run.flags_of(run.schedule.n)
+        given = [g for g, is_tensor in zip(args, ctx.is_tensor, strict=True) if is_tensor]
+        run.take_gradient([g for g, flag in zip(given, flags, strict=True) if flag])
+        needs = [True] * len(run.parameters[0])
+        run.lowest = 0
+        run.backward_to(0, any(ctx.needs_input_grad[4:]), needs)
+        gradient, run.gradient = iter(run.gradient or ()), None
+        found = [next(gradient, None) if flag else None for flag in run.flags_of(0)]
+        return None, None, None, None, *(found if ctx.is_one else (None, *found))

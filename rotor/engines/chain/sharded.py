@@ -1,0 +1,446 @@
+"""Chains whose parameters are sharded by FSDP2 (``fully_shard``).
+
+FSDP2 puts whole parameters in the place of sharded ones while a module runs, and takes gradients
+out of ``.grad`` of the whole ones in hooks of autograd. So autograd cannot be asked about the
+parameters of a stage: its B is a nested ``backward()``, which meets the hooks as a plain step
+would, and one node stands for all stages, with a token that requires a gradient in place of
+parameters. What a recomputation has gathered is given back after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import Function
+
+from rotor._pytorch import core, fsdp
+from rotor.common.ranks import Ranks
+from rotor.common.tensor_trees import flagged
+from rotor.engines.chain.run import Run
+from rotor.engines.chain.schedule import FE
+from rotor.engines.chain.sharded_proofs import ShardedGradients, ShardedProof
+from rotor.engines.chain.stages import Stage
+from rotor.meter import allocator
+
+__all__ = ["ShardedRun", "ShardedStage", "Sharding", "find_sharding"]
+
+
+class ShardedStage(Stage):
+    """A stage with parameters that FSDP2 gathers.
+
+    Parameters
+    ----------
+    names, functions
+        As of any stage.
+    sharding
+        Of the model.
+
+    Attributes
+    ----------
+    units
+        What is gathered while the stage runs, and given back after it.
+    """
+
+    __slots__ = ("_owners", "_sharding", "units")
+
+    def __init__(self, names: list[str], functions: list[Any], sharding: Sharding) -> None:
+        super().__init__(names, functions)
+        self._sharding = sharding
+        own = set(self.modules())
+        self.units = [unit for unit in sharding.units if own.issuperset(unit.modules)]
+        self._owners = [sharding.owner(slot) for slot in self._parameter_slots]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that require a gradient now, sharded ones as shards, once each."""
+        found: dict[int, nn.Parameter] = {}
+        for owner, (slots, name) in zip(self._owners, self._parameter_slots, strict=True):
+            parameter = slots.get(name) if owner is None else owner.shard
+            if parameter is not None and parameter.requires_grad:
+                found[id(parameter)] = parameter
+        return list(found.values())
+
+    def graph_leaves(self) -> list[nn.Parameter]:
+        """The parameters that its graph can end in: whole ones, once they were gathered."""
+        found: dict[int, nn.Parameter] = {}
+        for owner, (slots, name) in zip(self._owners, self._parameter_slots, strict=True):
+            parameter = slots.get(name) if owner is None else owner.whole
+            if parameter is not None and parameter.requires_grad:
+                found[id(parameter)] = parameter
+        return list(found.values())
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether a flag holds on any rank; a collective operation."""
+        return any(other for (other,) in self._sharding.ranks.exchange_ints(flag))
+
+    def owners(self) -> list[fsdp.ShardedParameter | None]:
+        """For each of `parameters`, how FSDP2 keeps it; ``None`` where it does not."""
+        by_id = {id(o.shard): o for o in self._owners if o is not None}
+        return [by_id.get(id(parameter)) for parameter in self.parameters()]
+
+    def every_owner(self) -> list[fsdp.ShardedParameter]:
+        """What FSDP2 keeps of the stage."""
+        return [owner for owner in self._owners if owner is not None]
+
+    def standing(self) -> list[Any]:
+        """The shards of the parameters, which stay what they are while whole ones come and go."""
+        return [
+            slots.get(name) if owner is None else owner.shard
+            for owner, (slots, name) in zip(self._owners, self._parameter_slots, strict=True)
+        ]
+
+    def merged_with(self, following: Stage) -> Stage:
+        """One stage of this and the one after it."""
+        return ShardedStage(
+            [*self.names, *following.names],
+            [*self.functions, *following.functions],
+            self._sharding,
+        )
+
+    def reshard(self) -> None:
+        """Give back what a recomputation has gathered, where the forward would have."""
+        for unit in self.units:
+            if unit.reshards_after_forward:
+                unit.reshard()
+
+
+class Sharding:
+    """What FSDP2 does with a model that is planned as a chain.
+
+    Parameters
+    ----------
+    model
+        The wrapped model.
+    roots
+        The modules whose call is a step of the model: the model, and its wrapper.
+    units
+        The units that gather parameters of the model.
+    around
+        Units of modules that contain the model.
+
+    Attributes
+    ----------
+    ranks
+        The processes that have to run the same plan.
+    root
+        The unit whose forward is that of the model, where there is one.
+
+    Raises
+    ------
+    RuntimeError
+        Some modules are sharded in a way that cannot be planned; says which, and what to do.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        roots: Sequence[nn.Module],
+        units: list[fsdp.Unit],
+        around: Sequence[fsdp.Unit] = (),
+    ) -> None:
+        places = {id(module): k for k, module in enumerate([*roots, *model.modules()])}
+        self.units = sorted(units, key=lambda u: min(places.get(id(m), -1) for m in u.modules))
+        self._around = around
+        self._is_prepared = False
+        self.root = next(
+            (u for u in units if any(m is root for m in u.modules for root in roots)), None
+        )
+        self._owners = {
+            (id(slots), name): parameter
+            for unit in units
+            for parameter in unit.parameters
+            for slots, name in parameter.slots
+        }
+        self._shards = [parameter for unit in units for parameter in unit.parameters]
+        held = {id(slots) for m in model.modules() for slots, _ in core.parameter_slots(m)}
+        plain: dict[int, core.Slot] = {}
+        for module in model.modules():
+            for slot in core.parameter_slots(module):
+                if self.owner(slot) is None:
+                    plain.setdefault(id(slot[0][slot[1]]), slot)
+        self._plain = list(plain.values())
+        self._mine = [p for p in self._shards if any(id(slots) in held for slots, _ in p.slots)]
+        self.ranks = Ranks(_group_of(units))
+
+    def owner(self, slot: core.Slot) -> fsdp.ShardedParameter | None:
+        """How FSDP2 keeps the parameter that stands there; ``None`` where it does not."""
+        return self._owners.get((id(slot[0]), slot[1]))
+
+    def stages(self, stages: Iterable[Stage]) -> list[Stage]:
+        """The stages, as stages of a sharded model.
+
+        Raises
+        ------
+        RuntimeError
+            One unit has modules in several stages.
+        """
+        found = [ShardedStage(stage.names, stage.functions, self) for stage in stages]
+        inside = {id(unit) for stage in found for unit in stage.units}
+        for unit in self.units:
+            if len(unit.modules) > 1 and id(unit) not in inside:
+                kinds = ", ".join(type(module).__name__ for module in unit.modules)
+                raise RuntimeError(
+                    f"one call of fully_shard([...]) has modules of several stages ({kinds}), "
+                    "whose parameters come and go together: the stages cannot be recomputed one "
+                    "by one. Shard each of them by a call of its own, or put them into one stage"
+                )
+        return list(found)
+
+    def outer(self, stages: Sequence[Stage]) -> list[fsdp.Unit]:
+        """The units around the stages: gathered before the first, and until the last backward."""
+        inside = {id(u) for stage in stages for u in getattr(stage, "units", ())}
+        return [unit for unit in self.units if id(unit) not in inside]
+
+    def prepare(self) -> None:
+        """Have FSDP2 decide which units are roots, as the first forward would.
+
+        Raises
+        ------
+        RuntimeError
+            The model is a part of a sharded one that has not run yet.
+        """
+        if self._is_prepared:
+            return
+        for unit in self._around:
+            if not unit.is_prepared:
+                kind = type(unit.modules[0]).__name__
+                raise RuntimeError(
+                    f"the model is part of a {kind} that is sharded too and has not run yet: "
+                    "measuring a part first would make it a root of its own, which FSDP2 refuses "
+                    "later. Give no sample and do not call measure(): the first training step "
+                    "measures"
+                )
+        for unit in self.units:
+            unit.prepare()
+        self._is_prepared = True
+
+    # -- what a plan depends on
+
+    def parameter_flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Which parameters require gradients; which have none yet, and which units reduce."""
+        mine = self._mine
+        plain = [slots[name] for slots, name in self._plain]
+        required = [p.shard.requires_grad for p in mine] + [p.requires_grad for p in plain]
+        absent = [
+            p.shard.grad is None if p.unit.reduces else p.whole_gradient() is None for p in mine
+        ]
+        absent += [p.grad is None for p in plain]
+        required += [unit.reshards_after_forward for unit in self.units]
+        return tuple(required), (*absent, *(unit.reduces for unit in self.units))
+
+    def lacking_gradient(self, flags: Sequence[bool]) -> set[int]:
+        """The ids of the parameters that had no gradient, by the second of `parameter_flags`."""
+        parameters = [p.shard for p in self._mine]
+        parameters += [slots[name] for slots, name in self._plain]
+        return {id(p) for p, absent in zip(parameters, flags, strict=False) if absent}
+
+    def gradients_now(self) -> ShardedGradients:
+        """Copies of the gradients that exist now, to be put back."""
+        plain = [slots[name] for slots, name in self._plain]
+        return ShardedGradients(self._shards, [p for p in plain if p is not None])
+
+    # -- bytes beyond those of the stages
+
+    def gradient_bytes(
+        self, stage: Stage, measured: Sequence[int], missing: Sequence[bool]
+    ) -> list[int]:
+        """Bytes of gradients that a stage leaves, one for each of its parameters.
+
+        Parameters
+        ----------
+        stage
+            The stage.
+        measured
+            What its B left when it was measured, gradients reduced.
+        missing
+            Which of the parameters have no gradient yet, and get one from this stage.
+        """
+        assert isinstance(stage, ShardedStage)
+        own = {id(unit) for unit in stage.units}
+        found = []
+        for owner, size, absent in zip(stage.owners(), measured, missing, strict=True):
+            if owner is not None and id(owner.unit) in own and not owner.unit.reduces:
+                size = owner.reduced_bytes
+            is_outer = owner is not None and id(owner.unit) not in own
+            # Whole gradients of what an outer unit gathers are new in every step.
+            is_new = owner.whole_gradient() is None if owner is not None and is_outer else absent
+            found.append(size if is_new else 0)
+        return found
+
+    def closing_bytes(self, stages: Sequence[Stage]) -> int:
+        """What the last reduction of all needs: that of what is around the stages."""
+        outer = [unit for unit in self.outer(stages) if unit.reduces]
+        shards = sum(p.shard_bytes for unit in outer for p in unit.parameters)
+        return sum(unit.reduced_bytes for unit in outer) + shards
+
+    def unreduced_bytes(self) -> int:
+        """Whole gradients that the next backward makes and leaves (gradient accumulation)."""
+        return sum(
+            p.reduced_bytes
+            for p in self._mine
+            if not p.unit.reduces and p.shard.requires_grad and p.whole_gradient() is None
+        )
+
+    def own_bytes(self, stages: Sequence[Stage], device: torch.device) -> int:
+        """Whole parameters and buffers of collectives that live on between operations.
+
+        Parameters of stages that are not given back after the forward; those of the model itself;
+        and where the units have a root in common, which lets collectives of one stage overlap with
+        the next, one block or more that are gathered ahead, and that are being reduced.
+        """
+        inside = [unit for stage in stages for unit in getattr(stage, "units", ())]
+        kept = {id(unit): unit for unit in inside if not unit.reshards_after_forward}
+        total = sum(self._rounded(unit, device) for unit in kept.values())
+        total += self.base_bytes(device)
+        shared = [u for u in inside if any(u.shares_buffers_with(o) for o in self.units if o != u)]
+        if shared:
+            together = [*shared, *self.outer(stages)]
+            buffers = max(unit.reduce_buffers for unit in together)
+            ahead = max(unit.prefetches for unit in together)
+            total += ahead * max(unit.gathered_bytes for unit in together)
+            total += buffers * max(unit.reduced_bytes for unit in together)
+        elif inside:
+            total += self.late_bytes(device)
+        return total
+
+    def late_bytes(self, device: torch.device) -> int:
+        """What a thread of gloo, on the CPU, may give back a moment after the collective."""
+        if device.type != "cpu":
+            return 0
+        inside = [unit for unit in self.units if unit is not self.root]
+        return max((max(u.gathered_bytes, u.reduced_bytes) for u in inside), default=0)
+
+    def base_bytes(self, device: torch.device) -> int:
+        """What the model's own unit gathers before the model's forward begins."""
+        return 0 if self.root is None else self._rounded(self.root, device)
+
+    def _rounded(self, unit: fsdp.Unit, device: torch.device) -> int:
+        return sum(allocator.rounded_bytes(p.gathered_bytes, device) for p in unit.parameters)
+
+
+def _group_of(units: Sequence[fsdp.Unit]) -> Any:
+    """The process group of all ranks that take part in the collectives of these units."""
+    meshes = [unit.mesh for unit in units if unit.mesh is not None]
+    if not meshes:
+        return None
+    members = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}
+    largest = max(members, key=len)
+    if any(not set(largest).issuperset(other) for other in members):
+        raise RuntimeError(
+            "the stages are sharded over different sets of ranks, none of which has them all: "
+            "such a model cannot be given one plan. Shard all of it over one mesh"
+        )
+    if len(largest) == torch.distributed.get_world_size():
+        return None
+    mesh = next(m for m in meshes if m.mesh.numel() == len(largest))
+    return mesh.get_group() if mesh.ndim == 1 else fsdp.flat_group(mesh)
+
+
+def find_sharding(model: nn.Module, wrapper: nn.Module | None = None) -> Sharding | None:
+    """What FSDP2 does with the parameters of a model; ``None`` where nothing is sharded.
+
+    Parameters
+    ----------
+    model
+        The model.
+    wrapper
+        What stands for it, and may itself have been sharded.
+
+    Raises
+    ------
+    RuntimeError
+        The model is sharded by the first FSDP, or in a way that cannot be planned.
+    """
+    modules = list(model.modules())
+    if not (any(fsdp.managed(modules)) or any(map(fsdp.is_unit, modules))):
+        return None
+    slots = {(id(s), name) for m in modules for s, name in core.parameter_slots(m)}
+    roots = [model] if wrapper is None else [model, wrapper]
+    own = {id(module) for module in [*modules, *roots]}
+    every = fsdp.units()
+    units = [
+        unit
+        for unit in every
+        if any((id(s), name) in slots for p in unit.parameters for s, name in p.slots)
+        or any(id(module) in own for module in unit.modules)
+    ]
+    if not units:
+        raise RuntimeError(
+            "the model is sharded by FullyShardedDataParallel, the first FSDP, whose flat "
+            "parameters cannot be recomputed stage by stage: use fully_shard (FSDP2)"
+        )
+    around = [
+        unit
+        for unit in every
+        if any(
+            id(m) not in own and any(part is model for part in m.modules()) for m in unit.modules
+        )
+    ]
+    return Sharding(model, roots, units, around)
+
+
+class _Entry(Function):
+    """The whole chain before the boundary: its backward does every operation of the schedule."""
+
+    @staticmethod
+    def forward(ctx: Any, run: ShardedRun, token: torch.Tensor, *inputs: torch.Tensor) -> Any:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        return token.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        run = ctx.run
+        run.backward_to(0, True, ())
+        gradient, run.gradient = run.gradient, None
+        return None, None, *gradient
+
+
+_apply_entry = core.bare_apply(_Entry)
+
+
+class ShardedRun(Run):
+    """The state of one training step of a sharded chain.
+
+    The parameters are as of `Run`; nested backwards always accumulate.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, accumulate=True, **kwargs)
+        self.lowest = 0
+
+    def attach(self, arg: Any) -> Any:
+        """Put the chain into the graph; returns its output."""
+        token = self.token.detach().requires_grad_()
+        inputs = flagged(arg, self.flags_of(0))
+        return self.hand_over(_apply_entry(self, token, *inputs))
+
+    def take_gradient(self, gradient: list[torch.Tensor | None]) -> None:
+        """Begin the backward, as `Run`; a proof keeps the gradients that exist now."""
+        super().take_gradient(gradient)
+        if isinstance(self.proof, ShardedProof):
+            self.proof.begin()
+
+    def splits_backward(self) -> bool:
+        """Nobody can tell: the parameters are not in the graph. A second backward is refused."""
+        return False
+
+    def back(self, i: int, need_x: bool, needs: Sequence[bool]) -> Sequence[torch.Tensor | None]:
+        """B of stage i; its modules may be run again afterwards."""
+        found = super().back(i, need_x, needs)
+        stage = self.stages[i]
+        if isinstance(stage, ShardedStage):
+            for unit in stage.units:
+                unit.settle()
+        return found
+
+    def _redo(self, i: int) -> None:
+        operations = self.schedule.segments[i][:-1]
+        for count, (kind, k) in enumerate(operations, 1):
+            self.do(kind, k)
+            stage = self.stages[k]
+            is_needed = kind == FE and k == i and count == len(operations)
+            if isinstance(stage, ShardedStage) and not is_needed:
+                stage.reshard()

@@ -1,0 +1,161 @@
+"""Stages of a chain as PyTorch modules: finding them in a Sequential, and running one.
+
+A stage is one module, or several in a row that cannot be cut apart: one that begins in place or
+only views its input belongs to the module before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from rotor._pytorch import core
+from rotor.common.places import Place
+
+
+class Stage:
+    """One stage of a chain: functions applied in a row.
+
+    Parameters
+    ----------
+    names
+        Dotted names of the functions in the model.
+    functions
+        Modules, or callables without parameters.
+
+    Attributes
+    ----------
+    buffers
+        Where the stage's buffers stand: (the dictionary of their module, their name).
+    mutable_buffers
+        Those that a forward changes; a recomputation runs on copies of them. ``None`` when nobody
+        looked: then every buffer is taken for one.
+    state
+        Other state that a forward depends on and that the stages change.
+    """
+
+    __slots__ = (
+        "_parameter_slots",
+        "buffers",
+        "functions",
+        "mutable_buffers",
+        "names",
+        "state",
+    )
+
+    def __init__(self, names: list[str], functions: list[Callable[[Any], Any]]) -> None:
+        self.names = names
+        self.functions = functions
+        self._parameter_slots: list[core.Slot] = []
+        self.buffers: list[core.Slot] = []
+        self.mutable_buffers: list[core.Slot] | None = None
+        self.state: list[Place] = []
+        for module in self.modules():
+            self._parameter_slots += core.parameter_slots(module)
+            self.buffers += core.buffer_slots(module)
+
+    @property
+    def name(self) -> str:
+        """The name of the stage: its functions' names, joined."""
+        return "+".join(self.names)
+
+    def __call__(self, x: Any) -> Any:
+        """Apply the functions."""
+        for function in self.functions:
+            x = function(x)
+        return x
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Every module in the stage, once."""
+        seen: set[nn.Module] = set()
+        for function in self.functions:
+            if isinstance(function, nn.Module):
+                for module in function.modules():
+                    if module not in seen:
+                        seen.add(module)
+                        yield module
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that require a gradient now, once each."""
+        found = {}
+        for slots, name in self._parameter_slots:
+            parameter = slots.get(name)
+            if parameter is not None and parameter.requires_grad:
+                found[id(parameter)] = parameter
+        return list(found.values())
+
+    def graph_leaves(self) -> list[nn.Parameter]:
+        """The parameters that its graph can end in."""
+        return self.parameters()
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether a flag holds on any rank that runs this stage together with others."""
+        return flag
+
+    def standing(self) -> list[Any]:
+        """Whatever stands where the parameters stood when the stage was made."""
+        return [slots.get(name) for slots, name in self._parameter_slots]
+
+    def merged_with(self, following: Stage) -> Stage:
+        """One stage of this and the one after it."""
+        return Stage([*self.names, *following.names], [*self.functions, *following.functions])
+
+    def __repr__(self) -> str:
+        return f"<Stage {self.name}>"
+
+
+def is_plain_sequential(module: Any) -> bool:
+    """Whether calling `module` does nothing but call its children in a row."""
+    return (
+        isinstance(module, nn.Sequential)
+        and type(module).forward is nn.Sequential.forward
+        and "forward" not in module.__dict__
+    )
+
+
+def find_stages(model: nn.Module) -> list[Stage]:
+    """One stage for each leaf of a Sequential, nested Sequentials explored.
+
+    A nested Sequential that has hooks of its own stays one stage, so that they run.
+
+    Raises
+    ------
+    TypeError
+        `model` is no Sequential, or one with a forward of its own.
+    """
+    if not is_plain_sequential(model):
+        raise TypeError(
+            f"the chain engine needs an nn.Sequential, got {type(model).__name__}"
+            + (" with a forward of its own" if isinstance(model, nn.Sequential) else "")
+            + ": write the model as nn.Sequential(stage, stage, ...), where each stage takes what "
+            "the one before it returns (rotor.models has many), or wrap an nn.Sequential inside "
+            "the model, such as model.features"
+        )
+    stages: list[Stage] = []
+
+    def explore(prefix: str, module: nn.Module) -> None:
+        # named_children() would drop a module that is used twice.
+        for name, child in core.child_modules(module):
+            dotted = f"{prefix}{name}"
+            if is_plain_sequential(child) and not core.has_hooks(child):
+                explore(f"{dotted}.", child)
+            else:
+                stages.append(Stage([dotted], [child]))
+
+    explore("", model)
+    if not stages:
+        raise ValueError("the nn.Sequential is empty: there is nothing to run")
+    return stages
+
+
+def shared_parameters(stages: Iterable[Stage]) -> set[int]:
+    """Return the ids of the parameters that more than one of the stages has."""
+    found: set[int] = set()
+    shared: set[int] = set()
+    for stage in stages:
+        ids = {id(parameter) for parameter in stage.parameters()}
+        shared |= found & ids
+        found |= ids
+    return shared

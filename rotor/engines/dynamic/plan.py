@@ -1,0 +1,262 @@
+"""What is known of steps whose memory is decided while they run."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from rotor import _core, dtr
+from rotor.common.checksums import is_verified
+from rotor.common.timeline import Timeline
+from rotor.dtr.recall import MOST_SCRAPS, Stats
+from rotor.dtr.stepping import Unknown, learn_needs
+from rotor.engines.dynamic.step import NestedStep
+from rotor.meter.step_meter import Metered, StepBytes
+from rotor.meter.watch import note_peak
+
+_LOSS_FACTOR = 4
+_ROOM_FACTOR = 64
+"""Evicted before a loss of which nothing is known, as far as the limit has not so much left."""
+
+_NOISE_BYTES = 1 << 16
+_NOISE_SHARE = 50
+_REMEMBERED = 20
+_STEP_MARKS = ("loss", "backward")
+_SETTINGS = inspect.signature(dtr.budget).parameters
+OPTIONS = frozenset({"heuristic", "seed", "strict", "sample", "ignore_small", "storage_swap"})
+_DEFAULTS = {name: _SETTINGS[name].default for name in OPTIONS}
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What one step did.
+
+    Attributes
+    ----------
+    stats
+        Of its session.
+    output_bytes
+        Of the model's outputs.
+    room_bytes
+        What was left of the limit for the loss.
+    """
+
+    stats: Stats
+    output_bytes: int
+    room_bytes: int
+
+
+@dataclass
+class DynamicPlan(Metered):
+    """What is known of the steps that run under one limit on one device.
+
+    Attributes
+    ----------
+    device
+        Where they run.
+    limit_bytes
+        The limit of a step.
+    reason
+        Why nothing is planned; empty where that was asked for.
+    options
+        Settings of the session.
+    loss_bytes, held_bytes, loss_output_bytes
+        What the caller's loss was measured to need at most, and what was in memory beside what
+        the runtime counts when the model's backward began, for outputs of that size; ``None``: not
+        metered yet.
+    step_bytes
+        Peak of the last metered step with outputs of that size.
+    assumed_loss_bytes
+        What the caller said that the loss needs beside the gradient of the output; 0: nothing.
+    output_bytes, counted_bytes
+        Of the outputs in the step that is metered, and what the runtime counted when its backward
+        began.
+    level_bytes
+        What the device had given out then beside what the runtime counted, in the first step after
+        a metered one.
+    unknown
+        Operators of that step whose needs had to be guessed.
+    verify
+        Which steps compare what they compute again (`rotor.Checkpointable`).
+    kept
+        Operators whose results are not evicted, as they came out otherwise when they ran again.
+    steps, latest
+        How many steps ended, and figures of the last ones.
+    """
+
+    kind: ClassVar[str] = "dynamic"
+
+    device: torch.device
+    limit_bytes: int
+    reason: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    assumed_loss_bytes: int = 0
+    loss_bytes: int | None = None
+    held_bytes: int = 0
+    loss_output_bytes: int = 0
+    step_bytes: int = 0
+    output_bytes: int = 0
+    counted_bytes: int = 0
+    level_bytes: int | None = field(default=None, repr=False)
+    unknown: Unknown = field(default_factory=list, repr=False)
+    verify: str | int = "off"
+    kept: set[str] = field(default_factory=set)
+    steps: int = 0
+    latest: deque[StepFigures] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+
+    @property
+    def last(self) -> StepFigures:
+        """Figures of the last step; ValueError: there is none."""
+        if not self.latest:
+            raise ValueError(
+                "nothing is known before a step has run: train one, or measure(sample)"
+            )
+        return self.latest[-1]
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Nothing is predicted: the model's peak in the last step, as the runtime counted it."""
+        return self.last.stats.peak_bytes
+
+    @property
+    def makespan(self) -> float:
+        """Nothing is predicted: seconds in operations of the last step, and in choosing."""
+        stats = self.last.stats
+        return (stats.base_ns + stats.remat_ns + stats.search_ns) / 1e9
+
+    def room_for_loss(self, output_bytes: int) -> int:
+        """Bytes to leave for the loss and the gradient of the output; with what is set aside."""
+        return self.reserve_bytes + self._loss(output_bytes)
+
+    def _knows(self, output_bytes: int) -> bool:
+        return self.loss_bytes is not None and output_bytes == self.loss_output_bytes
+
+    def _loss(self, output_bytes: int) -> int:
+        if self.loss_bytes is not None and output_bytes <= self.loss_output_bytes:
+            return self.loss_bytes
+        if self.assumed_loss_bytes:
+            return self.assumed_loss_bytes + output_bytes
+        return max(_LOSS_FACTOR * output_bytes, self._scaled(self.loss_bytes or 0, output_bytes))
+
+    def held_by_loss(self, output_bytes: int) -> int:
+        """Bytes that the loss holds while the model's backward runs."""
+        if self.loss_bytes is not None and output_bytes <= self.loss_output_bytes:
+            return self.held_bytes
+        return self._loss(output_bytes)
+
+    def _scaled(self, nbytes: int, output_bytes: int) -> int:
+        known = self.loss_output_bytes
+        return -(-nbytes * output_bytes // known) if known else 0
+
+    def learn(self, step: StepBytes) -> int:
+        """Note a metered step; bytes that it was over the limit, negative where it was not."""
+        self.measured_bytes = step.peak_bytes
+        self.measured_timeline = _without_parts(step.timeline)
+        self.meterings += 1
+        learn_needs(self.unknown, step.segments)
+        output_bytes = self.output_bytes
+        starts = {segment.name: segment.start_bytes for segment in step.segments}
+        held = max(starts["backward"] - self.counted_bytes, 0)
+        note_peak(self, step.peak_bytes)
+        self.level_bytes = None
+        if output_bytes >= self.loss_output_bytes:
+            self.loss_output_bytes = output_bytes
+            self.loss_bytes, self.held_bytes = step.loss_bytes, held
+            self.step_bytes = step.peak_bytes
+        else:
+            self.loss_bytes = max(self.loss_bytes or 0, step.loss_bytes)
+            self.held_bytes = max(self.held_bytes, held)
+        return step.peak_bytes - self.limit_bytes
+
+    def step(self, module: nn.Module, *, is_trial: bool = False) -> NestedStep:
+        """A step of a module, about to begin; of a trial nothing is left in the end."""
+        level = _level(self.device)
+
+        def began(step: NestedStep) -> None:
+            session = step.session
+            if step.is_metered:
+                self.counted_bytes = session.current_bytes
+            held = self.held_by_loss(step.output_bytes)
+            if self._knows(step.output_bytes) and not is_trial:
+                seen = _level(self.device) - level - session.current_bytes
+                # The level of the CPU's heap is that of Python's objects too.
+                known = min(held, max(seen, 0)) if self.device.type == "cuda" else held
+                session.outside_bytes = self.reserve_bytes + known
+                held += 0 if level < 0 or step.is_metered else self._grown(step, seen)
+            elif not is_trial:
+                session.outside_bytes = self.reserve_bytes + step.gradient_bytes
+                held = max(held, step.gradient_bytes)
+            session.aim(self.limit_bytes - self.reserve_bytes - held)
+
+        def ended(step: NestedStep) -> None:
+            self.steps += 1
+            if step.is_proved:
+                self.proved.add(step.session.compared)
+            room = self.room_for_loss(step.output_bytes)
+            self.latest.append(StepFigures(step.session.stats, step.output_bytes, room))
+
+        step = NestedStep(
+            module,
+            self.limit_bytes,
+            self.device,
+            backward_began=began,
+            ended=ended,
+            is_trial=is_trial,
+            observer=None,
+            verify=is_verified(self.verify, self.proved.ran),
+            kept=self.kept,
+            **(_DEFAULTS | self.options),
+        )
+        self.proved.ran += not is_trial
+        step.session.aim(self.limit_bytes - self.reserve_bytes)
+        step.session.outside_bytes = self.reserve_bytes
+        return step
+
+    def _grown(self, step: NestedStep, seen_bytes: int) -> int:
+        """How much more the loss holds than in the first step after the last metered one."""
+        if step.is_crowded:
+            return 0
+        if self.level_bytes is None:
+            self.level_bytes = seen_bytes
+        more = seen_bytes - self.level_bytes
+        if more <= max(_NOISE_BYTES, self.level_bytes // _NOISE_SHARE):
+            return 0
+        self.differs = True
+        return more
+
+    def room(self, step: NestedStep) -> tuple[int, int]:
+        """Bytes to leave for the loss of a step, and those that it is known to need."""
+        wished = self._loss(step.output_bytes)
+        if not self._knows(step.output_bytes):
+            is_guess = self.loss_bytes is None and not self.assumed_loss_bytes
+            return max(wished, _ROOM_FACTOR * step.output_bytes if is_guess else 0), 0
+        step.tried_bytes = self.step_bytes + 2 * MOST_SCRAPS
+        return wished, wished
+
+
+def _level(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return _core.heap_bytes()
+
+
+def _without_parts(timeline: Timeline | None) -> Timeline | None:
+    """Without the marks of single operators."""
+    if timeline is None:
+        return None
+    return replace(timeline, marks=tuple(m for m in timeline.marks if m[0] in _STEP_MARKS))
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raise TypeError for an option that `rotor.dtr.budget` does not take."""
+    for name in options:
+        if name not in OPTIONS:
+            raise TypeError(
+                f"unknown option {name!r}, expected one of {', '.join(sorted(OPTIONS))} of "
+                "rotor.dtr.budget"
+            )

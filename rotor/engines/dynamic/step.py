@@ -1,0 +1,601 @@
+"""A module's forward and backward as one node of autograd, under a session of `rotor.dtr`.
+
+A mode that stayed on after the forward would watch the caller's program, and one that is entered
+in a node of a backward is gone in the next. So the whole forward runs within the session, on inputs
+of its own; outside, one node stands for it, whose backward enters the session again and runs a
+backward of its own through what the forward left.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import Function, once_differentiable
+
+from rotor._pytorch import core, dispatch
+from rotor.common.generators import SPLIT_BACKWARD
+from rotor.common.hook_values import hook_places
+from rotor.common.places import tensors_in
+from rotor.common.tensor_trees import tensors_of
+from rotor.dtr.recall import MOST_SCRAPS
+from rotor.dtr.stepping import StepSession
+from rotor.engines.dynamic.additions import Additions, Arrivals
+from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning, RecomputationError
+from rotor.meter import allocator
+
+__all__ = ["NestedStep"]
+
+_OWN_NAMES = frozenset(vars(nn.Module()))
+_AHEAD = {"forward": 4, "loss": 1, "backward": 2}
+_OF_A_LOSS = 3
+"""Times the gradient of the output: what a loss holds and computes, such as a cross-entropy."""
+
+_MARGIN = 16
+"""The part of an estimate that is added to it."""
+
+_paused: weakref.WeakSet[NestedStep] = weakref.WeakSet()
+
+
+class NestedStep:
+    """One forward of a module, and the backward that belongs to it.
+
+    Only the graph holds it: when the outputs are dropped without a backward, everything that the
+    forward kept goes.
+
+    Parameters
+    ----------
+    module
+        What runs.
+    limit
+        Bytes above the level now.
+    device
+        The device whose memory counts.
+    backward_began, ended
+        Called with the step before its first backward, and at its end, whichever way.
+    is_trial
+        In the end, everything is put back to what it was, attributes of modules too.
+    **settings
+        Of the session.
+
+    Attributes
+    ----------
+    session
+        What it runs under.
+    output_bytes, gradient_bytes
+        Of the outputs, once the forward has run, and of their gradients, once these have come.
+    is_metered
+        A meter runs with it.
+    tried_bytes
+        A limit under which such a step was seen to run; 0: none is known.
+    is_proved
+        A backward has ended in which all that was computed again was compared.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        limit: int,
+        device: torch.device,
+        *,
+        backward_began: Callable[[NestedStep], None],
+        ended: Callable[[NestedStep], None],
+        is_trial: bool = False,
+        **settings: Any,
+    ) -> None:
+        self._ended: Callable[[NestedStep], None] | None = None
+        self._modules = list(module.modules())
+        self._is_trial = is_trial
+        self._attributes_before = (
+            [(vars(m), vars(m).copy()) for m in self._modules] if is_trial else []
+        )
+        self._backward_began: Callable[[NestedStep], None] | None = backward_began
+        self._undo = _Undo(self._modules, device)
+        self._phase = "forward"
+        self._edges: list[Any] | None = None
+        self._outputs: list[torch.Tensor] = []
+        self._asked: list[torch.Tensor] = []
+        self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self.output_bytes = self.gradient_bytes = 0
+        self._arrivals: Arrivals | None = None
+        self._least_bytes = 0
+        self.is_metered = False
+        self.tried_bytes = 0
+        self.is_proved = False
+        self.session = StepSession(
+            limit, device=device, before_write=_BeforeWrite(self._undo), **settings
+        )
+        dispatch.watch_backwards()
+        self._ended = ended
+        self.session.count(self._undo.random_state)
+
+    # -- forward
+
+    def forward(
+        self, call: Callable[..., Any], value: Any, room: Callable[[NestedStep], tuple[int, int]]
+    ) -> Any:
+        """Run ``call(*value)`` and give what it returns, in the graph of the caller.
+
+        Parameters
+        ----------
+        call
+            Runs the module.
+        value
+            Nested values with the caller's tensors.
+        room
+            Called with the step when its outputs are known: the bytes to leave for the loss, and
+            those that it is known to need.
+
+        Raises
+        ------
+        InfeasibleError
+            The limit cannot be kept. Parameters, buffers and the random state are as before.
+        """
+        outer, inner, value = _own_inputs(value)
+        self._undo.inputs = tensors_of(value)
+        output = None
+        found: list[torch.Tensor] = []
+        kept: list[torch.Tensor] = []
+        try:
+            with self.session.running(), _OwnCasts():
+                output = call(*value)
+            found = list(_returned(output))
+            kept = [tensor for tensor in self._attributes() if self.session.made(tensor)]
+            for tensor in (*found, *kept):
+                self.session.pin(tensor)
+            self.output_bytes = allocator.storage_bytes(found)
+            self._phase = "loss"
+            self.session.leave_room(*room(self))
+            self._least_bytes = self.session.current_bytes
+        except BudgetError as error:
+            output, found, kept = None, [], []
+            raise self._failed(error) from error
+        except RecomputationError as error:
+            output, found, kept = None, [], []
+            self._differed(error)
+            raise
+        except BaseException:
+            self.release()
+            raise
+        given = {id(mine): theirs for theirs, mine in zip(outer, inner, strict=True)}
+        unique = {id(t): t for t in (*found, *kept) if t.requires_grad and not t.is_leaf}
+        unique = {key: tensor for key, tensor in unique.items() if key not in given}
+        self._connect(list(unique.values()), inner)
+        if unique:
+            theirs = {id(mine): tensor for tensor, mine in zip(outer, inner, strict=True)}
+            asked = [theirs.get(id(mine), mine) for mine in self._asked]
+            results = _Node.apply(self, *asked)
+            given |= dict(zip(unique, results, strict=True))
+        self._watch(value, [given.get(id(t), t) for t in (*found, *kept)])
+        self._replace_attributes(given)
+        output = replaced(output, given)
+        if not unique:
+            self.release()
+        else:
+            _paused.add(self)
+        return output
+
+    def _connect(self, outputs: list[torch.Tensor], inner: list[torch.Tensor]) -> None:
+        self._edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in outputs]
+        self._outputs = outputs
+        leaves = {id(leaf): leaf for leaf in _leaves([tensor.grad_fn for tensor in outputs])}
+        mine = [tensor for tensor in inner if id(tensor) in leaves]
+        known = {id(tensor) for tensor in mine}
+        self._asked = [*mine, *(leaf for key, leaf in leaves.items() if key not in known)]
+
+    def take_outputs(self) -> list[torch.Tensor]:
+        """The outputs as tensors outside the inner graph, on the same storages; given once."""
+        outputs, self._outputs = self._outputs, []
+        return [tensor.detach() for tensor in outputs]
+
+    def _watch(self, value: Any, outputs: list[torch.Tensor]) -> None:
+        """Note the versions of what may be written to before the backward."""
+        tensors = [*tensors_of(value), *outputs]
+        for module in self._modules:
+            for slots in (core.parameter_slots(module), core.buffer_slots(module)):
+                tensors.extend(where[name] for where, name in slots)
+        self._watched = [(weakref.ref(t), t._version) for t in tensors if not t.is_inference()]
+
+    # -- what modules keep of a forward as their attributes
+
+    def _places(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        for module in self._modules:
+            for where, name in core.buffer_slots(module):
+                yield where, name, where[name]
+            for name, value in list(vars(module).items()):
+                if name in _OWN_NAMES:
+                    continue
+                if _may_hold_tensors(value):
+                    yield vars(module), name, value
+
+    def _attributes(self) -> list[torch.Tensor]:
+        found = [tensor for _, _, value in self._places() for tensor in tensors_of(value)]
+        for place in hook_places(self._modules):
+            found += tensors_in(place.get())
+        return found
+
+    def _replace_attributes(self, given: dict[int, torch.Tensor]) -> None:
+        for where, name, value in self._places():
+            if any(id(tensor) in given for tensor in tensors_of(value)):
+                where[name] = replaced(value, given)
+        for place in hook_places(self._modules):
+            value = place.get()
+            if any(id(tensor) in given for tensor in tensors_in(value)):
+                place.put(replaced(value, given))
+
+    # -- backward
+
+    def backward(
+        self, gradients: Sequence[torch.Tensor | None], needed: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """Gradients of what the node was applied to, from those of its outputs.
+
+        Raises
+        ------
+        InfeasibleError
+            The limit cannot be kept. Parameters, their gradients, buffers and the random state are
+            as before the forward.
+        RuntimeError
+            There was a backward already, which did not keep the graph; what the recomputation
+            needs was written to since the forward.
+        """
+        if self._edges is None:
+            raise RuntimeError(
+                "trying to backward through the model a second time, what it kept is freed: pass "
+                "retain_graph=True to the first backward"
+            )
+        asked = [leaf for leaf, need in zip(self._asked, needed, strict=True) if need]
+        roots = [k for k, gradient in enumerate(gradients) if gradient is not None]
+        if not asked or not roots:
+            return [None] * len(needed)
+        if core.splits_backward(self._modules[0].parameters()):
+            self.release()
+            raise RuntimeError(SPLIT_BACKWARD)
+        if self._backward_began is not None:
+            self.gradient_bytes = allocator.storage_bytes(g for g in gradients if g is not None)
+            self._backward_began(self)
+            self._backward_began = None
+        self._phase = "backward"
+        keeps = core.keeps_graph()
+        try:
+            written = [
+                t for ref, was in self._watched if (t := ref()) is not None and t._version != was
+            ]
+            if written and self.session.has_lost(written):
+                raise RuntimeError(
+                    "an input, output, parameter or buffer of the model was written to in place "
+                    "between its forward and its backward, and what was computed from it was "
+                    "evicted: write to it after the backward, or to a copy"
+                )
+            additions = self._additions_to(asked)
+            self._arrivals = Arrivals(asked)
+            with (
+                core.without_hooks(core.hooks_of(asked)),
+                additions,
+                self._arrivals,
+                self.session.running(),
+            ):
+                made = torch.autograd.grad(
+                    [self._edges[k] for k in roots],
+                    asked,
+                    [gradients[k] for k in roots],
+                    retain_graph=keeps,
+                    allow_unused=True,
+                )
+            for gradient in made:
+                if gradient is not None:
+                    self.session.pin(gradient)
+            found = additions.finish(asked, made)
+            del made
+        except BudgetError as error:
+            raise self._failed(error) from error
+        except RecomputationError as error:
+            self._differed(error)
+            raise
+        except BaseException:
+            self.release()
+            raise
+        self.is_proved = self.session.is_verifying
+        if not keeps:
+            self.release()
+        following = iter(found)
+        return [next(following) if need else None for need in needed]
+
+    def _additions_to(self, leaves: list[torch.Tensor]) -> Additions:
+        """Gradients that exist get theirs early; in a step that is proved as late as possible."""
+        session = self.session
+        session.additions = Additions(leaves, waits=session.is_verifying, prepare=session.pin)
+        return session.additions
+
+    # -- the end
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is kept any more."""
+        return self._ended is None
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether another step waits for its backward."""
+        return any(step is not self for step in _paused)
+
+    def undo(self) -> None:
+        """Put parameters, buffers, inputs and the random state back to what they were."""
+        self._undo.run()
+        for attributes, before in self._attributes_before:
+            for name in [name for name in attributes if name not in before]:
+                del attributes[name]
+            attributes.update(before)
+        self._attributes_before = []
+
+    def release(self) -> None:
+        """Drop what the forward kept; what outlives it and was evicted comes back."""
+        if self._is_trial:
+            self._is_trial = False
+            self.undo()
+        if self._edges is not None:
+            self._edges.clear()
+        self._edges = None
+        self._outputs = []
+        self._asked = []
+        self._watched = []
+        self._undo.clear()
+        _paused.discard(self)
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            before = self.session.stats.overflows
+            self.session.close(warn=False)
+            if self.session.stats.overflows > before and sys.exception() is None:
+                warnings.warn(
+                    "a step kept more than its outputs, the attributes of its modules and "
+                    f"gradients: {self.session.current_bytes} bytes were brought back at its end, "
+                    f"over the limit of {self.session.limit}",
+                    MemoryLimitWarning,
+                    stacklevel=2,
+                )
+            ended(self)
+
+    def _differed(self, error: RecomputationError) -> None:
+        """Put everything back after a value came out otherwise than before."""
+        traceback.clear_frames(error.__traceback__)
+        self.session.stop_verifying()
+        self.undo()
+        self.release()
+
+    def _gradient_bytes(self) -> int:
+        """Return the bytes of the gradients that this step is still to make."""
+        if self._arrivals is not None:
+            return self._arrivals.missing_bytes
+        slots = [slot for module in self._modules for slot in core.parameter_slots(module)]
+        new = {id(p): p for p in (where[name] for where, name in slots) if p is not None}
+        return sum(p.nbytes for p in new.values() if p.requires_grad and p.grad is None)
+
+    def _estimate(self, error: BudgetError) -> int:
+        """Return a limit that is likely to do for a step that failed."""
+        session = self.session
+        to_come = self._gradient_bytes()
+        # Its backward reads what it made and read, makes gradients of both, and the loss is held.
+        minimum = error.minimum_bytes + to_come + _AHEAD[self._phase] * error.needed_bytes
+        if self._phase != "backward":
+            return minimum + minimum // _MARGIN
+        # What was in use without any eviction only gets less from now on, but for gradients.
+        held = session.counters()["held_peak_bytes"] + MOST_SCRAPS + session.outside_bytes
+        minimum = min(minimum, held + to_come + error.needed_bytes)
+        minimum = max(minimum, self._least_bytes + _OF_A_LOSS * self.gradient_bytes)
+        return minimum + minimum // _MARGIN
+
+    def _failed(self, error: BudgetError) -> InfeasibleError:
+        # What the frames of the failed program hold would be brought back.
+        traceback.clear_frames(error.__traceback__)
+        minimum = self._estimate(error)
+        self.undo()
+        additions = self.session.additions
+        added = additions.added if additions is not None else 0
+        self.release()
+        if self.tried_bytes >= error.minimum_bytes:
+            minimum = self.tried_bytes
+        gradients = "its gradients, "
+        if added:
+            gradients = f"but for {added} gradients that this step was added to already, "
+        named = (
+            f"a step took no more than {minimum} bytes before: give such a limit"
+            if minimum == self.tried_bytes
+            else "with gradients that are still to come, give a limit of at least about "
+            f"{minimum} bytes"
+        )
+        return InfeasibleError(
+            f"the {self._phase} does not fit: {error}. The model, {gradients}buffers and the "
+            f"random state are as they were before this step: {named}, or a smaller batch",
+            minimum,
+        )
+
+    def __del__(self) -> None:
+        if self._ended is not None and not sys.is_finalizing():
+            self.release()
+
+
+class _Node(Function):
+    @staticmethod
+    def forward(ctx: Any, step: NestedStep, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.step = step
+        ctx.set_materialize_grads(False)
+        return tuple(step.take_outputs())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return None, *ctx.step.backward(gradients, ctx.needs_input_grad[1:])
+
+
+class _OwnCasts:
+    """Weights that autocast has cast are not shared between the forward and what is around it."""
+
+    def __enter__(self) -> None:
+        torch.clear_autocast_cache()
+
+    def __exit__(self, *_: object) -> None:
+        torch.clear_autocast_cache()
+
+
+class _Undo:
+    """What a forward writes to, as it was before."""
+
+    def __init__(self, modules: list[nn.Module], device: torch.device) -> None:
+        self._device = device
+        self._modules = modules
+        self._slots = [
+            (where, name, where[name]) for m in modules for where, name in core.buffer_slots(m)
+        ]
+        self._keys: set[int] | None = None
+        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._is_open = True
+        self.inputs: list[torch.Tensor] = []
+        self.random_state = core.get_generator_state(device)
+
+    def save(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+        """Keep a copy of a storage that belongs to the model or its inputs; the new copy."""
+        if not self._is_open:
+            return None
+        if self._keys is None:
+            parameters = [
+                where[name] for m in self._modules for where, name in core.parameter_slots(m)
+            ]
+            tensors = [*parameters, *(b for _, _, b in self._slots), *self.inputs]
+            self._keys = {
+                dispatch.storage_key(t.untyped_storage())
+                for t in tensors
+                if t.layout is torch.strided
+            }
+        key = dispatch.storage_key(storage)
+        if key not in self._keys or key in self._saved:
+            return None
+        copied: torch.UntypedStorage = storage.clone()
+        self._saved[key] = (storage, copied)
+        return copied
+
+    def run(self) -> None:
+        """Put everything back."""
+        for storage, saved in self._saved.values():
+            storage.copy_(saved)
+        for where, name, buffer in self._slots:
+            where[name] = buffer
+        core.set_generator_state(self._device, self.random_state)
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._is_open = False
+        self._saved = {}
+        self._slots = []
+        self.inputs = []
+        self.random_state = torch.empty(0)
+
+
+class _BeforeWrite:
+    """Saves what the running forward writes to, and warns the steps that are paused."""
+
+    def __init__(self, undo: _Undo) -> None:
+        self._undo = undo
+
+    def __call__(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+        for step in list(_paused):
+            step.session.protect(storage)
+        return self._undo.save(storage)
+
+
+def _may_hold_tensors(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, list | tuple) and any(
+        isinstance(item, torch.Tensor | list | tuple | dict) for item in value
+    )
+
+
+def _own_inputs(value: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
+    """Tensors that require gradients, what stands for them within, and the value with those."""
+    outer: dict[int, torch.Tensor] = {}
+    for tensor in tensors_of(value):
+        if tensor.requires_grad:
+            outer.setdefault(id(tensor), tensor)
+    own = {key: tensor.detach().requires_grad_() for key, tensor in outer.items()}
+    return list(outer.values()), list(own.values()), replaced(value, own)
+
+
+def _returned(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a model returns."""
+    found: dict[int, torch.Tensor] = {}
+    replaced(value, {}, found)
+    yield from found.values()
+
+
+def replaced(
+    value: Any, given: dict[int, torch.Tensor], found: dict[int, torch.Tensor] | None = None
+) -> Any:
+    """The value with tensors replaced; objects that hold one are copied.
+
+    Parameters
+    ----------
+    value
+        Tensors in tuples, lists, dictionaries, dataclasses and other objects with attributes.
+    given
+        What stands for a tensor, by its ``id``.
+    found
+        Collects the tensors of the value.
+    """
+    return _replaced(value, given, {} if found is None else found, {})
+
+
+# A closure that calls itself would keep the tensors until the next garbage collection.
+def _replaced(
+    item: Any,
+    given: dict[int, torch.Tensor],
+    found: dict[int, torch.Tensor],
+    memo: dict[int, Any],
+) -> Any:
+    if isinstance(item, torch.Tensor):
+        found[id(item)] = item
+        return given.get(id(item), item)
+    if id(item) in memo:
+        return memo[id(item)]
+    leaves, spec = core.tree_flatten(item)
+    if len(leaves) != 1 or leaves[0] is not item:
+        new = [_replaced(leaf, given, found, memo) for leaf in leaves]
+        if all(a is b for a, b in zip(leaves, new, strict=True)):
+            return item
+        return core.tree_unflatten(new, spec)
+    attributes = getattr(item, "__dict__", None)
+    if not attributes or isinstance(item, type | nn.Module) or callable(item):
+        return item
+    memo[id(item)] = item
+    changed = {
+        name: other
+        for name, attribute in attributes.items()
+        if (other := _replaced(attribute, given, found, memo)) is not attribute
+    }
+    if changed:
+        item = memo[id(item)] = copy.copy(item)
+        item.__dict__.update(changed)
+    return item
+
+
+def _leaves(roots: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The leaves that a graph accumulates gradients of."""
+    seen = set(roots)
+    waiting = list(roots)
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                variable = getattr(node, "variable", None)
+                if variable is None:
+                    waiting.append(node)
+                else:
+                    yield variable

@@ -1,0 +1,87 @@
+"""Calls of a wrapped model: their arguments, as plans tell them apart, and whether they can be."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor._pytorch import core
+from rotor.common.generators import generators_kept
+from rotor.common.tensor_trees import tensors_of
+from rotor.engines.graph.repeating import attributes_kept
+
+logger = logging.getLogger("rotor")
+
+__all__ = ["check_arguments", "described", "run_once", "takes_targets"]
+
+
+def takes_targets(module: nn.Module) -> bool:
+    """Whether a model's own forward has an argument called ``targets``."""
+    parameters = inspect.signature(module.forward).parameters
+    return "targets" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
+
+
+def check_arguments(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise where the model cannot be called so, or lives on several devices."""
+    try:
+        inspect.signature(module.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{type(module).__name__} cannot be called with this sample: {error}; give a tuple of "
+            "its positional arguments, or a dictionary of keyword arguments"
+        ) from None
+    devices = {p.device for p in module.parameters()}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model is on several devices ({', '.join(sorted(map(str, devices)))}), and one "
+            "limit is for one device: wrap the parts, one on each device"
+        )
+
+
+def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Run a forward that leaves random states and buffers as they were; whether it came to its end.
+
+    It runs without gradients, which a forward that computes some itself does not take, and twice,
+    after which a flag that every forward turns is what it was.
+    """
+    device = tensors_of((args, kwargs))[0].device
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    state = core.get_generator_state(device)
+    try:
+        modules = list(module.modules())
+        with (
+            torch.no_grad(),
+            generators_kept(modules),
+            attributes_kept(modules, prepares=True),
+        ):
+            for _ in range(2):
+                module.forward(*args, **kwargs)
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+        return True
+    except Exception as error:
+        logger.info("a forward without gradients failed: %s", error)
+        return False
+    finally:
+        core.set_generator_state(device, state)
+
+
+def layout_of(tensor: torch.Tensor) -> Any:
+    """Return a tensor's strides, or the name of a layout that has none."""
+    return tensor.stride() if tensor.layout == torch.strided else tensor.layout
+
+
+def described(leaf: Any) -> Any:
+    """A leaf of the arguments as a plan's key tells it apart."""
+    if isinstance(leaf, torch.Tensor):
+        return (leaf.shape, layout_of(leaf), leaf.dtype, leaf.device, leaf.requires_grad)
+    if isinstance(leaf, bool | int | float | str | types.NoneType | torch.dtype | torch.device):
+        return (type(leaf), leaf)
+    return (type(leaf), id(leaf))

@@ -1,0 +1,320 @@
+"""Captures the joint forward and backward graph of a call, through ``torch.compile``.
+
+The compiled call runs whatever functions it was given last: AOTAutograd sees a forward that returns
+the model's outputs, the inputs that autograd keeps, and one token, whatever the plan. A plan can be
+replaced without capturing again. Captures are for one signature: ``dynamic=False``, one graph.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from rotor._pytorch import core
+from rotor._pytorch import inductor as _inductor
+from rotor.common.generators import SPLIT_BACKWARD, generators_kept
+from rotor.engines.contract import NothingToPlan
+from rotor.engines.graph.early import Delivery
+from rotor.engines.graph.emit import StepCode, saved_primals
+from rotor.engines.graph.inductor import draw_once
+from rotor.engines.graph.lowering import Lowered, lower
+from rotor.engines.graph.rewrite import as_in_eager
+from rotor.errors import CaptureError
+
+__all__ = ["Capture", "Captured", "NothingToPlan", "Unplanned", "fresh"]
+
+
+@dataclass
+class Captured:
+    """One graph of a call, and the program that it runs.
+
+    Attributes
+    ----------
+    lowered
+        Its operations.
+    emitted
+        The functions that the next call runs; ``None`` before there is a program.
+    saved
+        How many primals stand before the token among the backward's inputs.
+    reached
+        For each gradient, the tangents it is computed from.
+    """
+
+    lowered: Lowered
+    emitted: StepCode | None = None
+    saved: int = 0
+    reached: list[frozenset[int]] | None = None
+
+
+class Unplanned(Exception):
+    """A captured call was reached before it had a program.
+
+    Parameters
+    ----------
+    captured
+        What was reached.
+    primals
+        What it was called with.
+    """
+
+    def __init__(self, captured: Captured, primals: list[Any]) -> None:
+        super().__init__("no program yet")
+        self.captured = captured
+        self.primals = primals
+
+
+def _stub(
+    module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[Any]
+) -> fx.GraphModule:
+    """A graph of the right inputs and outputs that is never run."""
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        known[node] = graph.placeholder(node.name)
+        known[node].meta.update(node.meta)
+    made = []
+    for output in outputs:
+        if isinstance(output, fx.Node) and output not in known:
+            known[output] = graph.call_function(torch.ops.aten.empty.memory_format, ([0],))
+            known[output].meta.update(output.meta)
+        made.append(known[output] if isinstance(output, fx.Node) else output)
+    graph.output(tuple(made))
+    return fx.GraphModule(module, graph)
+
+
+class Capture:
+    """One call of a module, captured; where its code depends on Python values, several times.
+
+    Parameters
+    ----------
+    function
+        Called with the module's arguments; a fresh code object is compiled for each capture.
+    backend
+        What the programs will be run by: for "inductor", operators are taken apart as it does.
+
+    Attributes
+    ----------
+    graphs
+        What was captured.
+    ran
+        Which of them the last call ran.
+    token
+        Lives as long as the last call's backward is still to come.
+    """
+
+    def __init__(self, function: Callable[..., Any], backend: str = "fx") -> None:
+        self.backend = backend
+        self.graphs: list[Captured] = []
+        self.ran: Captured | None = None
+        self.token: weakref.ref[torch.Tensor] | None = None
+        compiler = core.aot_backend(
+            partition=self._partition,
+            forward=lambda module, inputs: self._boxed(self._forward, self.graphs[-1]),
+            backward=lambda module, inputs: self._boxed(self._backward, self.graphs[-1]),
+            inference=lambda module, inputs: self._refused,
+            decompositions=_inductor.decompositions() if backend == "inductor" else as_in_eager(),
+        )
+        self._call = torch.compile(function, backend=compiler, fullgraph=True, dynamic=False)
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the call on a module; `Unplanned` where it has no program yet.
+
+        Raises
+        ------
+        CaptureError
+            There is no single graph of it; the message has the reason and the line of code.
+        """
+        self.ran = None
+        self._owner = weakref.ref(module)
+        try:
+            with core.one_graph():
+                if self.graphs:
+                    return self._call(module, *args, **kwargs)
+                with core.capturing():
+                    return self._call(module, *args, **kwargs)
+        except (Unplanned, NothingToPlan):
+            raise
+        except core.CAPTURE_ERRORS as error:
+            refused = getattr(error, "inner_exception", None)
+            if isinstance(refused, CaptureError):
+                raise refused from None
+            if len(self.graphs) > 1:
+                raise CaptureError(
+                    f"the model's code depends on Python values that keep changing: it was "
+                    f"captured {len(self.graphs)} times, each time for other values; keep such "
+                    "values in tensors (buffers) or out of the forward. TORCH_LOGS=recompiles "
+                    f"shows them.\n{_reason(error)}"
+                ) from error
+            raise CaptureError(_reason(error)) from error
+        except (AssertionError, AttributeError, LookupError, TypeError, RuntimeError) as error:
+            if not core.is_defect_of_capture(error):
+                raise
+            raise CaptureError(
+                f"PyTorch's capture failed in its own code: {type(error).__name__}: "
+                f"{_reason(error)}"
+            ) from error
+
+    @staticmethod
+    def _refused(*_: Any) -> Any:
+        raise NothingToPlan
+
+    def reach(self, module: nn.Module, *args: Any) -> Unplanned:
+        """Capture a call without running it; CaptureError as in a call."""
+        # The code that dynamo makes draws Python's random numbers before it calls the graph.
+        with generators_kept(module.modules()):
+            try:
+                self(module, *args)
+            except Unplanned as reached:
+                return reached
+        raise CaptureError("the call ran without its graph being captured")
+
+    @staticmethod
+    def _boxed(
+        function: Callable[[Captured, list[Any]], Any], captured: Captured
+    ) -> Callable[[list[Any]], Any]:
+        def boxed(args: list[Any]) -> Any:
+            return function(captured, args)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
+
+    def _forward(self, captured: Captured, args: list[Any]) -> Any:
+        emitted = captured.emitted
+        if emitted is None:
+            raise Unplanned(captured, list(args))
+        self.ran = captured
+        result = emitted.forward(args)
+        token = result[-1]
+        # The program may be another one when the backward of this step comes.
+        token.backward_of_program = emitted.backward
+        token.absent = frozenset()
+        token.owner = self._owner
+        self.token = weakref.ref(token)
+        return result
+
+    @staticmethod
+    def _backward(captured: Captured, args: list[Any]) -> Any:
+        token = args[captured.saved]
+        absent = token.absent
+        run = token.backward_of_program
+        owner = token.owner()
+        del token
+        if owner is not None and core.splits_backward(owner.parameters()):
+            raise RuntimeError(SPLIT_BACKWARD)
+        withheld: frozenset[int] = frozenset()
+        if absent and captured.reached is not None:
+            # As in plain PyTorch, what reaches only outputs without a gradient gets none.
+            withheld = frozenset(
+                index for index, tangents in enumerate(captured.reached) if tangents <= absent
+            )
+        if isinstance(run, Delivery):
+            run.withheld = withheld
+        gradients = run(args)
+        if withheld:
+            return tuple(None if i in withheld else g for i, g in enumerate(gradients))
+        return gradients
+
+    def forget_programs(self) -> None:
+        """Have the next call of each graph ask for a program."""
+        for captured in self.graphs:
+            captured.emitted = None
+
+    def note_absent_tangents(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Have the backward of the last call see which outputs get no gradient.
+
+        Parameters
+        ----------
+        outputs
+            What the call returned.
+        """
+        if self.ran is None or self.token is None:
+            return
+        standing = self.ran.lowered.output_of_tangent
+        if len(standing) < 2:
+            return
+        node = core.compiled_node(outputs)
+        token = self.token()
+        if node is None or token is None:
+            return
+        if self.ran.reached is None:
+            self.ran.reached = self.ran.lowered.tangents_of_gradients()
+        del token
+        myself = self.token
+
+        def arrived(gradients: Sequence[torch.Tensor | None]) -> None:
+            token = myself()
+            if token is not None:
+                token.absent = frozenset(  # type: ignore[attr-defined]
+                    tangent for tangent, k in enumerate(standing) if gradients[k] is None
+                )
+
+        node.register_prehook(arrived)
+
+    def _partition(
+        self, module: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if self.backend == "inductor":
+            _inductor.joint_passes(module, module.graph.find_nodes(op="placeholder"))
+        lowered = lower(module, num_fwd_outputs)
+        if self.backend == "inductor":
+            draw_once(lowered)
+        token = module.graph.call_function(torch.ops.aten.empty.memory_format, ([0],))
+        token.name = "token"
+        with core.fake_mode_of(lowered.primals + lowered.tangents):
+            # Where it has memory of its own, PyTorch lets no backward keep the graph.
+            inputs = [node.meta.get("val") for node in lowered.primals]
+            token.meta["val"] = next(
+                (t.as_strided((0,), (1,)) for t in inputs if isinstance(t, torch.Tensor)),
+                torch.empty(0),
+            )
+        saved = saved_primals(lowered)
+        self.graphs.append(Captured(lowered, saved=len(saved)))
+        forward = _stub(module, lowered.primals, [*lowered.outputs, *saved, token])
+        backward = _stub(module, [*saved, token, *lowered.tangents], lowered.gradients)
+        module.graph.erase_node(token)
+        return forward, backward
+
+
+_FOR_DEVELOPERS = (
+    "Developer debug context",
+    "For more details about this graph break",
+    "Hint: It may be possible to write Dynamo tracing rules",
+    "Hint: This graph break is fundamental",
+    "Set TORCHDYNAMO_VERBOSE",
+)
+
+
+def _reason(error: BaseException) -> str:
+    """What dynamo says, without what is for its developers, and without our own lines of code."""
+    found: list[str] = []
+    ours = f'File "{Path(__file__).parent}'
+    was_ours = False
+    for line in map(str.rstrip, str(error).splitlines()):
+        text = line.strip()
+        is_code = was_ours and not text.startswith("File ")
+        was_ours = text.startswith(ours)
+        is_mark = set(text) <= set("^~")
+        if not (was_ours or is_code or is_mark or text.startswith(_FOR_DEVELOPERS)):
+            found.append(line)
+    return "\n".join(found[:40])
+
+
+def fresh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on a code object of its own, so that captures do not share dynamo's cache."""
+    assert isinstance(function, types.FunctionType)
+    copy = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

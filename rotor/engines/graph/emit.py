@@ -1,0 +1,518 @@
+"""Python code that runs a program: one function for the forward, one for the backward.
+
+The forward returns the model's outputs, the inputs that the backward may read, and a *token*: an
+empty tensor that carries what was kept. Whoever holds the token holds that memory; AOTAutograd
+saves it with the step, so that it goes when the graph goes. What is kept may thus change from one
+step to the next without capturing again.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from rotor._pytorch import core
+from rotor.engines.graph.lowering import Lowered, Task, Value
+from rotor.engines.graph.proving import Prover
+from rotor.engines.graph.repeating import is_unspecified
+from rotor.errors import CaptureError
+
+__all__ = [
+    "Emitted",
+    "StepCode",
+    "check_versions",
+    "checksums_of",
+    "compared_storages",
+    "deaths",
+    "emit",
+    "saved_primals",
+]
+
+_serial = count()
+
+
+class StepCode(Protocol):
+    """What runs a program, whoever compiled it."""
+
+    @property
+    def source(self) -> str:
+        """As text."""
+
+    @property
+    def replayed(self) -> int:
+        """Random operations that run more than once; each keeps a state of the generator."""
+
+    def forward(self, args: list[Any]) -> Any:
+        """Outputs, saved primals and the token, from the list of primals, which is emptied."""
+
+    def backward(self, args: list[Any]) -> Any:
+        """The gradients, from the list of saved primals, token and tangents, which is emptied."""
+
+    def prepare(self) -> None:
+        """Do what must be done before a step is metered."""
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The functions of a program, and their source.
+
+    Attributes
+    ----------
+    forward
+        Takes the list of the joint graph's primals and empties it.
+    backward
+        Takes the list of saved primals, token and tangents and empties it.
+    replayed
+        Random operations that run more than once; each keeps a state of the generator.
+    """
+
+    forward: Callable[[list[Any]], Any]
+    backward: Callable[[list[Any]], Any]
+    source: str
+    replayed: int
+
+    def prepare(self) -> None:
+        """Everything is ready."""
+
+
+def saved_primals(lowered: Lowered) -> list[fx.Node]:
+    """Primals that autograd keeps for the backward: those that an operation reads, unmutated."""
+    return [n for n in lowered.primals if n.users and n not in lowered.mutated]
+
+
+def check_versions(kept: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """Raise RuntimeError where one of the tensors has not the version that stands beside it."""
+    for tensor, version in kept:
+        if tensor._version != version:
+            raise RuntimeError(
+                "an output of the model was changed in place before the backward, which needs it "
+                f"(shape {tuple(tensor.shape)}, version {tensor._version}, expected {version}): "
+                "change a clone of it instead"
+            )
+
+
+class _Writer:
+    """Writes one of the two functions; knows which variables hold what."""
+
+    def __init__(self, lowered: Lowered, namespace: dict[str, Any], names: dict[int, str]) -> None:
+        self.lowered = lowered
+        self.namespace = namespace
+        self.constants = names
+        self.lines: list[str] = []
+        self.valid: set[str] = set()
+        self.on: dict[int, set[str]] = {}
+        self.task_of = {task.node: i for i, task in enumerate(lowered.tasks) if task.node}
+        self.primal_of = {node: i for i, node in enumerate(lowered.primals)}
+        self.tangent_of = {node: i for i, node in enumerate(lowered.tangents)}
+        self.order: dict[fx.Node, int] = {}
+
+    def variable(self, task: int, path: tuple[int, ...]) -> str:
+        return f"a{task}" + "".join(f"_{k}" for k in path)
+
+    def constant(self, value: Any) -> str:
+        if value is None or value is True or value is False or type(value) in (int, str):
+            return repr(value)
+        name = self.constants.get(id(value))
+        if name is None:
+            name = f"k{len(self.constants)}"
+            self.constants[id(value)] = name
+            self.namespace[name] = value
+        return name
+
+    def argument(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return self.reference(value)
+        if isinstance(value, list | tuple):
+            inner = ", ".join(self.argument(item) for item in value)
+            return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if inner else ''})"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k!r}: {self.argument(v)}" for k, v in value.items()) + "}"
+        return self.constant(value)
+
+    def call(self, node: fx.Node) -> str:
+        arguments = [self.argument(value) for value in node.args]
+        arguments += [f"{name}={self.argument(value)}" for name, value in node.kwargs.items()]
+        # Real strides may differ from those that were captured; then a view has to be a copy.
+        is_view = node.target is torch.ops.aten.view.default
+        target = torch.ops.aten.reshape.default if is_view else node.target
+        return f"{self.constant(core.callable_of(target))}({', '.join(arguments)})"
+
+    def reference(self, node: fx.Node) -> str:
+        """The variable of a node; views are made here when they are not there."""
+        value = self.lowered.values[node]
+        if value.kind == "input":
+            if node.op == "get_attr":
+                return self.constant(core.attribute(self.lowered.module, str(node.target)))
+            return f"p{self.primal_of[node]}"
+        if value.kind in ("output", "item"):
+            return self.output_variable(value)
+        if _is_transposed(node) and _is_transposed(node.args[0]):
+            return self.reference(node.args[0].args[0])  # type: ignore[union-attr, arg-type]
+        name = f"v{self.order.setdefault(node, len(self.order))}"
+        if name not in self.valid:
+            if node.op == "call_function" and value.base and _is_item(node):
+                made = f"{self.reference(value.base.node)}[{node.args[1]!r}]"
+            else:
+                made = self.call(node)
+            self.lines.append(f"{name} = {made}")
+            self.define(name, value.storages)
+        return name
+
+    def output_variable(self, value: Value) -> str:
+        path: tuple[int, ...] = ()
+        while value.kind == "item":
+            path = (int(value.node.args[1]), *path)  # type: ignore[arg-type]
+            assert value.base is not None
+            value = value.base
+        if value.node in self.tangent_of:
+            return self.variable(self.lowered.loss, (self.tangent_of[value.node],))
+        task = self.task_of[value.node]
+        if path not in self.lowered.tasks[task].made and not _is_leaf(value.node, path):
+            raise CaptureError(f"{value.node.format_node()} is used as a whole")
+        return self.variable(task, path)
+
+    def define(self, name: str, storages: Sequence[int]) -> None:
+        self.valid.add(name)
+        for storage in storages:
+            self.on.setdefault(storage, set()).add(name)
+
+    def drop(self, storages: Sequence[int]) -> None:
+        names = sorted({name for s in storages for name in self.on.pop(s, ())} & self.valid)
+        self.valid.difference_update(names)
+        if names:
+            self.lines.append(" = ".join([*names, "None"]))
+
+    def hand_out(self, indices: Sequence[int], dying: Sequence[int] | None = None) -> None:
+        """Give gradients away, and stop; storages in `dying` are dropped, by default theirs."""
+        nodes = [self.lowered.gradients[index] for index in indices]
+        for index, node in zip(indices, nodes, strict=True):
+            given = self.argument(node)
+            self.lines.append(f"given[{index}] = {given}")
+        if dying is None:
+            dying = sorted({s for node in nodes for s in self.lowered.values[node].storages})
+        self.drop(dying)
+        self.lines.append("yield")
+
+    def run(self, index: int, kept: set[int], replay: str | None) -> None:
+        """One execution of a task; `kept` are the storages it makes that are used."""
+        task = self.lowered.tasks[index]
+        assert task.node is not None
+        call = self.call(task.node)
+        if replay is not None:
+            self.lines.append(f"now = get_state({replay[1:]})")
+            self.lines.append(f"set_state({replay[1:]}, {replay})")
+        target = self.assignment(index, task, kept)
+        self.lines.append(target + call)
+        if "_," in target:
+            self.lines.append("_ = None")
+        if replay is not None:
+            self.lines.append(f"set_state({replay[1:]}, now)")
+
+    def note(self, index: int, noted: Sequence[int], is_first: bool) -> None:
+        """Give values that a task has just made to the proof."""
+        for path, storage in self.lowered.tasks[index].made.items():
+            if storage in noted:
+                variable = self.variable(index, path)
+                self.lines.append(
+                    f"proof.{'first' if is_first else 'again'}({storage}, {variable})"
+                )
+
+    def assignment(self, index: int, task: Task, kept: set[int]) -> str:
+        assert task.node is not None
+        value = task.node.meta.get("val")
+        leaves = _leaf_paths(value)
+        if leaves == [()]:
+            if not kept:
+                return ""
+            name = self.variable(index, ())
+            self.define(name, list(task.made.values()))
+            return f"{name} = "
+        if not kept:
+            return ""
+        return self._pattern(index, task, kept, value, ()) + " = "
+
+    def _pattern(
+        self, index: int, task: Task, kept: set[int], value: Any, path: tuple[int, ...]
+    ) -> str:
+        if isinstance(value, list | tuple):
+            inner = [
+                self._pattern(index, task, kept, item, (*path, k)) for k, item in enumerate(value)
+            ]
+            return "(" + ", ".join(inner) + ",)"
+        storage = task.made.get(path)
+        if storage is None or storage not in kept:
+            return "_"
+        name = self.variable(index, path)
+        self.define(name, [storage])
+        return name
+
+
+def _is_transposed(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is torch.ops.aten.t.default
+
+
+def _is_item(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _is_leaf(node: fx.Node, path: tuple[int, ...]) -> bool:
+    value: Any = node.meta.get("val")
+    for index in path:
+        value = value[index]
+    return isinstance(value, torch.Tensor)
+
+
+def _leaf_paths(value: Any, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+    if isinstance(value, list | tuple):
+        return [p for k, item in enumerate(value) for p in _leaf_paths(item, (*path, k))]
+    return [path]
+
+
+def deaths(lowered: Lowered, ops: Sequence[int]) -> tuple[list[set[int]], list[set[int]]]:
+    """Per position of a program: the storages made there that are used, those last used there."""
+    pinned = {s for s, (_, is_pinned) in enumerate(lowered.storages) if is_pinned}
+    first_made: dict[int, int] = {}
+    for position, index in enumerate(ops):
+        for storage in lowered.tasks[index].made.values():
+            first_made.setdefault(storage, position)
+    needed: set[int] = set(pinned)
+    kept: list[set[int]] = [set() for _ in ops]
+    dying: list[set[int]] = [set() for _ in ops]
+    for position in range(len(ops) - 1, -1, -1):
+        task = lowered.tasks[ops[position]]
+        for storage in task.made.values():
+            if storage in pinned:
+                if first_made[storage] == position:
+                    kept[position].add(storage)
+            elif storage in needed:
+                kept[position].add(storage)
+                needed.discard(storage)
+        for storage in task.inputs:
+            if storage not in needed:
+                dying[position].add(storage)
+                needed.add(storage)
+    return kept, dying
+
+
+def compared_storages(
+    lowered: Lowered, ops: Sequence[int], kept: Sequence[set[int]]
+) -> dict[int, list[int]]:
+    """Return the storages that a program makes again and reads, and where it makes them.
+
+    Parameters
+    ----------
+    lowered, ops
+        The operations, and those that run.
+    kept
+        Per position, the storages made there that are used (`deaths`).
+
+    Returns
+    -------
+    dict of int to list of int
+        By storage: the position of the first making, then those of every later one that is used.
+    """
+    found: dict[int, list[int]] = {}
+    for position, index in enumerate(ops):
+        task = lowered.tasks[index]
+        for path, storage in task.made.items():
+            if task.node is None or is_unspecified(task.node, path):
+                continue
+            if storage not in found:
+                found[storage] = [position]
+            elif storage in kept[position]:
+                found[storage].append(position)
+    return {storage: places for storage, places in found.items() if len(places) > 1}
+
+
+def checksums_of(lowered: Lowered, ops: Sequence[int]) -> int:
+    """Return how many checksums a verified run of a program makes."""
+    ops = [int(index) for index in ops]
+    if len(ops) == len(set(ops)):
+        return 0
+    kept, _ = deaths(lowered, ops)
+    return sum(map(len, compared_storages(lowered, ops, kept).values()))
+
+
+def emit(
+    lowered: Lowered,
+    ops: Sequence[int],
+    groups: Sequence[tuple[int, Sequence[int]]] = (),
+    prover: Prover | None = None,
+) -> Emitted:
+    """The functions that run a program.
+
+    Parameters
+    ----------
+    lowered
+        The joint graph's operations.
+    ops
+        Their indices in the order in which they run, with repeats; the loss once.
+    groups
+        Positions in the backward and the gradients that are handed out after them. With groups, or
+        operations that hand gradients over, the backward is a generator, and takes a dictionary
+        for the gradients too: it stops before the first run, and after each of these.
+    prover
+        Compares what is computed again with what was computed first; by default nothing does.
+    """
+    ops = [int(index) for index in ops]
+    boundary = ops.index(lowered.loss)
+    in_parts = bool(groups) or any(task.gradients for task in lowered.tasks)
+    namespace: dict[str, Any] = {
+        "empty": torch.empty,
+        "keeps_graph": core.keeps_graph,
+        "check_versions": check_versions,
+    }
+    constants: dict[int, str] = {}
+    runs = [0] * len(lowered.tasks)
+    for index in ops:
+        runs[index] += 1
+    replays = {i: f"r{i}" for i, t in enumerate(lowered.tasks) if t.random and runs[i] > 1}
+    devices = {i: _device(lowered.tasks[i]) for i in replays}
+    namespace["get_state"] = lambda i: core.get_generator_state(devices[i])
+    namespace["set_state"] = lambda i, state: core.set_generator_state(devices[i], state)
+
+    kept, dying = deaths(lowered, ops)
+    compared = {} if prover is None else compared_storages(lowered, ops, kept)
+    if prover is not None:
+        namespace |= {"begin_proof": prover.begin, "settle_proof": prover.settle}
+    handovers = len(groups) + sum(bool(lowered.tasks[index].gradients) for index in ops)
+    remaining = list(runs)
+    ran: set[int] = set()
+
+    def hand_out(
+        writer: _Writer, indices: Sequence[int], dying: Sequence[int] | None = None
+    ) -> None:
+        nonlocal handovers
+        handovers -= 1
+        if prover is not None and handovers == 0:
+            writer.lines.append("settle_proof(proof)")
+        writer.hand_out(indices, dying)
+
+    def write(writer: _Writer, begin: int, end: int) -> None:
+        for position in range(begin, end):
+            index = ops[position]
+            if lowered.tasks[index].gradients:
+                hand_out(writer, lowered.tasks[index].gradients, sorted(dying[position]))
+                continue
+            if index in replays and index not in ran:
+                writer.lines.append(f"{replays[index]} = get_state({index})")
+            replay = replays[index] if index in replays and index in ran else None
+            made = lowered.tasks[index].made
+            noted = [s for s in made.values() if position in compared.get(s, ())]
+            writer.run(index, kept[position].union(noted), replay)
+            writer.note(index, noted, is_first=index not in ran)
+            writer.drop([s for s in noted if s not in kept[position]])
+            ran.add(index)
+            remaining[index] -= 1
+            if replay is not None and remaining[index] == 0:
+                writer.lines.append(f"{replay} = None")
+            writer.drop(sorted(dying[position]))
+
+    head = _Writer(lowered, namespace, constants)
+    write(head, 0, boundary)
+    outputs = [head.argument(node) for node in lowered.outputs]
+    stored = _stored(lowered, ops, boundary, kept)
+    states = [replays[i] for i in sorted(replays) if i in ran and remaining[i] > 0]
+    unsaved = [f"p{head.primal_of[n]}" for n in lowered.primals if n in lowered.mutated]
+    saved = [f"p{head.primal_of[n]}" for n in saved_primals(lowered)]
+    names = [*stored.values(), *states, *unsaved]
+    changed = ", ".join(unsaved)
+    if prover is not None:
+        names.append("proof")
+    returned = _outputs_among(lowered, stored)
+    checks = ", ".join(f"({name}, {name}._version)" for name in returned)
+    forward = [
+        "def forward(args):",
+        _unpack([f"p{i}" for i in range(len(lowered.primals))], "args"),
+        "    args.clear()",
+        *([f"    proof = begin_proof({changed})"] if prover is not None else []),
+        *(f"    {line}" for line in head.lines),
+        "    token = empty(0)",
+        f"    token.kept = [[{checks}], {', '.join(names)}]",
+        f"    return ({', '.join([*outputs, *saved, 'token'])},)",
+    ]
+
+    tail = _Writer(lowered, namespace, constants)
+    for storage, name in stored.items():
+        tail.define(name, [storage])
+    for index, storage in enumerate(lowered.tasks[lowered.loss].made.values()):
+        tail.define(tail.variable(lowered.loss, (index,)), [storage])
+    tail.drop(sorted(set(lowered.tasks[lowered.loss].made.values()) - kept[boundary]))
+    reached = boundary + 1
+    for position, indices in groups:
+        write(tail, reached, position + 1)
+        reached = position + 1
+        hand_out(tail, indices)
+    write(tail, reached, len(ops))
+    gradients = [] if in_parts else [tail.argument(node) for node in lowered.gradients]
+    tangents = [tail.variable(lowered.loss, (i,)) for i in range(len(lowered.tangents))]
+    backward = [
+        "def backward(args, given):" if in_parts else "def backward(args):",
+        _unpack([*saved, "token", *tangents], "args"),
+        "    args.clear()",
+        "    kept = token.kept",
+        _unpack(["checks", *names], "kept"),
+        "    check_versions(checks)",
+        "    if not keeps_graph():",
+        "        kept.clear()",
+        "    kept = checks = token = None",
+        *(["    yield"] if in_parts else []),
+        *(f"    {line}" for line in tail.lines),
+        *(["    settle_proof(proof)"] if prover is not None and not in_parts else []),
+        f"    return ({', '.join(gradients)}{',' if gradients else ''})",
+    ]
+    source = "\n".join([*forward, "", *backward, ""])
+    filename = f"<rotor program {next(_serial)}>"
+    exec(compile(source, filename, "exec"), namespace)
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    return Emitted(namespace["forward"], namespace["backward"], source, len(replays))
+
+
+def _unpack(names: Sequence[str], source: str) -> str:
+    return f"    {', '.join(names)}{',' if names else '()'} = {source}" if names else "    pass"
+
+
+def _device(task: Task) -> torch.device:
+    assert task.node is not None
+    value = task.node.meta["val"]
+    while isinstance(value, list | tuple):
+        value = value[0]
+    return torch.device(value.device)
+
+
+def _stored(
+    lowered: Lowered, ops: Sequence[int], boundary: int, kept: Sequence[set[int]]
+) -> dict[int, str]:
+    """The storages that the forward leaves to the backward, and the variables that hold them."""
+    made: dict[int, str] = {}
+    for position in range(boundary):
+        index = ops[position]
+        for path, storage in lowered.tasks[index].made.items():
+            if storage in kept[position]:
+                made[storage] = f"a{index}" + "".join(f"_{k}" for k in path)
+    read: set[int] = set()
+    again: set[int] = set()
+    for index in ops[boundary + 1 :]:
+        read.update(s for s in lowered.tasks[index].inputs if s not in again)
+        again.update(s for s in lowered.tasks[index].made.values() if not lowered.storages[s][1])
+    for node in lowered.gradients:
+        if isinstance(node, fx.Node):
+            read.update(s for s in lowered.values[node].storages if s not in again)
+    return {storage: name for storage, name in made.items() if storage in read}
+
+
+def _outputs_among(lowered: Lowered, stored: dict[int, str]) -> list[str]:
+    mutations = len(lowered.mutated)
+    on = {
+        storage
+        for node in lowered.outputs[mutations:]
+        if isinstance(node, fx.Node)
+        for storage in lowered.values[node].storages
+    }
+    return [name for storage, name in stored.items() if storage in on]

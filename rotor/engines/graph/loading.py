@@ -1,0 +1,76 @@
+"""Saved programs for a step that was captured here."""
+
+from __future__ import annotations
+
+import os
+
+from rotor.engines.graph.planned import CapturedStep, GraphPlan, build_graph
+from rotor.errors import InfeasibleError
+from rotor.graph.graph import Graph
+from rotor.graph.program import Program
+
+__all__ = ["loaded_plan"]
+
+
+def loaded_plan(
+    step: CapturedStep, source: Program | str | os.PathLike[str], limit_bytes: int
+) -> GraphPlan:
+    """The plan that runs a saved program.
+
+    Parameters
+    ----------
+    step
+        What was captured.
+    source
+        A program, its JSON text, or the file at a path.
+    limit_bytes
+        What it must fit in.
+
+    Raises
+    ------
+    ValueError
+        The file holds no program; it is one of another graph, and the message has the first
+        difference.
+    InfeasibleError
+        It needs more than the limit; ``minimum_bytes`` is what it needs.
+    """
+    saved = source if isinstance(source, Program) else Program.from_json(source)
+    graph = build_graph(step.lowered, step.costs, 0)
+    difference = _difference(saved.graph, graph)
+    if difference:
+        raise ValueError(
+            f"the program is one of another graph: {difference}. A program fits the model, the "
+            "shapes of its arguments and the PyTorch version that it was made with"
+        )
+    loss_bytes = saved.graph.operations[step.lowered.loss].workspace_bytes
+    program = Program(build_graph(step.lowered, step.costs, loss_bytes), saved.ops)
+    emitted = step.code(program.ops.tolist())
+    own = step.own_bytes_of(emitted, program.ops.tolist(), limit_bytes)
+    needed = program.peak_bytes + own
+    if needed > limit_bytes:
+        raise InfeasibleError(
+            f"the program needs {needed} bytes, and the limit is {limit_bytes} bytes: give at "
+            f"least {needed} bytes, or a program that was made for less",
+            needed,
+        )
+    return GraphPlan(step, program.graph, program, emitted, limit_bytes, own, loss_bytes)
+
+
+def _difference(saved: Graph, here: Graph) -> str:
+    """The first difference of two graphs, times and workspaces aside; empty where there is none."""
+    if len(saved) != len(here):
+        return f"it has {len(saved)} operations, the model has {len(here)}"
+    if len(saved.storages) != len(here.storages):
+        return f"it has {len(saved.storages)} storages, the model has {len(here.storages)}"
+    names = ("name", "phase", "inputs", "outputs", "random", "once")
+    for index, (one, other) in enumerate(zip(saved.operations, here.operations, strict=True)):
+        for name in names:
+            if getattr(one, name) != getattr(other, name):
+                return (
+                    f"{name} of operation {index} ({one.name}) is {getattr(one, name)!r} in it, "
+                    f"{getattr(other, name)!r} in the model"
+                )
+    for index, (a, b) in enumerate(zip(saved.storages, here.storages, strict=True)):
+        if (a.bytes, a.pinned) != (b.bytes, b.pinned):
+            return f"storage {index} has {a.bytes} bytes in it, {b.bytes} in the model"
+    return ""

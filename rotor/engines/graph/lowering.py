@@ -1,0 +1,438 @@
+"""From a captured joint graph to operations and storages, and back to what emitting needs.
+
+AOTAutograd's joint graph computes the model's outputs and, from the tangents of these, the
+gradients, without mutation. Here its nodes become
+
+- *inputs*: parameters, buffers, the model's inputs, constants: there before and after;
+- *operations*: they make storages;
+- *views*: tensors on storages that are there: they cost nothing and are made again where needed;
+- *items*: one output of an operation with several.
+
+The loss is one operation between the forward and the backward: from the outputs to the tangents.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from rotor._pytorch import core
+from rotor.engines.graph.rewrite import split_convolutions
+from rotor.errors import CaptureError
+from rotor.meter import allocator
+
+__all__ = ["Lowered", "Task", "Value", "lower"]
+
+_MUTATION_BLIND = ("_native_batch_norm_legit_functional", "native_batch_norm_backward")
+"""In training they read running statistics only to make new ones, which a repetition discards."""
+
+
+@dataclass
+class Value:
+    """A tensor (or tuple of tensors) of the joint graph.
+
+    Attributes
+    ----------
+    kind
+        "input", "output" (of an operation), "item" or "view".
+    node
+        Where it stands in the joint graph.
+    base
+        What a view or item is made from.
+    storages
+        The storages that its tensors lie on; none for inputs and their views.
+    """
+
+    kind: str
+    node: fx.Node
+    base: Value | None = None
+    storages: tuple[int, ...] = ()
+
+
+@dataclass
+class Task:
+    """An operation; the loss has no node, nor has what hands gradients over.
+
+    Attributes
+    ----------
+    node
+        Its call in the joint graph.
+    phase
+        "forward", "loss" or "backward".
+    inputs
+        The storages it reads.
+    made
+        The storages it makes, by the path of the output tensor that is their root.
+    random
+        Whether it draws random numbers.
+    once
+        Whether it must not run a second time.
+    module
+        The path of the module that it belongs to.
+    gradients
+        Numbers of the gradients that it hands over, to be added to existing ones.
+    """
+
+    name: str
+    node: fx.Node | None
+    phase: str
+    inputs: list[int]
+    made: dict[tuple[int, ...], int] = field(default_factory=dict)
+    random: bool = False
+    once: bool = False
+    module: str = ""
+    gradients: tuple[int, ...] = ()
+
+
+@dataclass
+class Lowered:
+    """A joint graph as operations, and where its parts came from.
+
+    Attributes
+    ----------
+    tasks
+        The operations, in the order of the joint graph.
+    storages
+        (bytes, whether it stays once it is made).
+    values
+        By node of the joint graph.
+    loss
+        Index of the loss among the tasks.
+    primals, tangents
+        The joint graph's inputs, in order.
+    outputs, gradients
+        What it returns: nodes, or constants such as ``None``.
+    mutated
+        Primals whose new values are among the outputs.
+    output_of_tangent
+        For each tangent, which output it is the gradient of; empty where that is not known.
+    unrepeatable
+        Tasks that gave other bits when they ran again, or may.
+    draws_once
+        Whether what draws random numbers runs once, as nothing puts the generator's state back.
+    """
+
+    tasks: list[Task]
+    storages: list[tuple[int, bool]]
+    values: dict[fx.Node, Value]
+    loss: int
+    primals: list[fx.Node]
+    tangents: list[fx.Node]
+    outputs: list[Any]
+    gradients: list[Any]
+    mutated: set[fx.Node]
+    output_bytes: int
+    module: fx.GraphModule
+    output_of_tangent: list[int] = field(default_factory=list)
+    unrepeatable: list[Task] = field(default_factory=list)
+    draws_once: bool = False
+
+    def input_bytes(self, node: fx.Node) -> int:
+        """Return the bytes of an input's tensors."""
+        return sum(_bytes(tensor) for _, tensor in _tensors(node.meta.get("val")))
+
+    def tangents_of_gradients(self) -> list[frozenset[int]]:
+        """For each gradient, the numbers of the tangents that it is computed from."""
+        reached: dict[fx.Node, frozenset[int]] = {
+            node: frozenset([k]) for k, node in enumerate(self.tangents)
+        }
+        for node in self.module.graph.nodes:
+            if node.op == "call_function":
+                reached[node] = frozenset().union(
+                    *(reached[source] for source in node.all_input_nodes if source in reached)
+                )
+        return [
+            reached.get(g, frozenset()) if isinstance(g, fx.Node) else frozenset()
+            for g in self.gradients
+        ]
+
+
+def _tensors(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _tensors(item, (*path, index))
+
+
+def _key(tensor: torch.Tensor) -> int:
+    if tensor.layout != torch.strided:
+        raise CaptureError(
+            "a sparse tensor cannot be planned, for its size is not known before it is made: use "
+            "nn.Embedding(sparse=False)"
+        )
+    return int(core.storage_identity(tensor))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return allocator.rounded_bytes(tensor.untyped_storage().nbytes(), tensor.device)
+
+
+def _is_random(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags and not _drops_nothing(node)
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    """Whether it is an operation that draws numbers for dropout only, with none to drop."""
+    names = [argument.name for argument in core.schema_arguments(node.target)]
+    if "dropout_p" not in names:
+        return False
+    position = names.index("dropout_p")
+    given = node.args[position] if len(node.args) > position else node.kwargs.get("dropout_p", 0.0)
+    return isinstance(given, float) and given == 0.0
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = next(reversed(stack.values()))[0]
+    return core.module_path(str(path))
+
+
+class _Lowering:
+    def __init__(self, module: fx.GraphModule, num_outputs: int) -> None:
+        self.module = module
+        self.nodes = list(module.graph.nodes)
+        returned = self.nodes[-1].args[0]
+        self.outputs = list(returned[:num_outputs])
+        self.gradients = list(returned[num_outputs:])
+        self.values: dict[fx.Node, Value] = {}
+        self.storages: list[tuple[int, bool]] = []
+        self.by_key: dict[int, int] = {}
+        self.input_keys: set[int] = set()
+        self.tasks: list[Task] = []
+        # Fake tensors have to stay: their addresses are the keys.
+        self.primals: list[fx.Node] = []
+        self.tangents: list[fx.Node] = []
+        for node in self.nodes:
+            if node.op == "placeholder":
+                (self.tangents if "tangent" in node.name else self.primals).append(node)
+        returned_nodes = [node for node in self.outputs if isinstance(node, fx.Node)]
+        self.forward = _closure(returned_nodes + self._effects())
+        self.mutated = self._mutated()
+        self.tainted = self._reads_of_mutated()
+
+    def _effects(self) -> list[fx.Node]:
+        """Nodes of the forward that are run for what they do, such as assertions."""
+        late = set(self.tangents)
+        found = []
+        for node in self.nodes:
+            if late.intersection(node.all_input_nodes):
+                late.add(node)
+            elif node.op == "call_function" and not any(_tensors(node.meta.get("val"))):
+                found.append(node)
+        return found
+
+    def _mutated(self) -> set[fx.Node]:
+        described = {repr(node.meta.get("desc")): node for node in self.primals}
+        found = set()
+        for desc in (self.nodes[-1].meta.get("desc") or [])[: len(self.outputs)]:
+            mutated = getattr(desc, "mutated_input", None)
+            if mutated is not None:
+                found.add(described[repr(mutated)])
+        return found
+
+    def _outputs_of_tangents(self) -> list[int]:
+        described = {
+            repr(desc): index
+            for index, desc in enumerate(
+                (self.nodes[-1].meta.get("desc") or [])[: len(self.outputs)]
+            )
+        }
+        wanted = [repr(getattr(node.meta.get("desc"), "output", None)) for node in self.tangents]
+        if not all(name in described for name in wanted):
+            return []
+        return [described[name] for name in wanted]
+
+    def _reads_of_mutated(self) -> set[fx.Node]:
+        """Operations that cannot run a second time once the caller has changed an input."""
+        seen = set(self.mutated)
+        tainted: set[fx.Node] = set()
+        for node in self.nodes:
+            if node.op != "call_function" or not seen.intersection(node.all_input_nodes):
+                continue
+            if getattr(node.target, "__name__", "").split(".")[0] in _MUTATION_BLIND:
+                continue
+            tainted.add(node)
+            if self._is_view(node):
+                seen.add(node)
+        return tainted
+
+    def _is_view(self, node: fx.Node) -> bool:
+        made = [_key(t) for _, t in _tensors(node.meta.get("val"))]
+        read = {_key(t) for n in node.all_input_nodes for _, t in _tensors(n.meta.get("val"))}
+        return bool(made) and all(key in read for key in made)
+
+    def run(self) -> Lowered:
+        for node in self.primals:
+            self.values[node] = Value("input", node)
+            self.input_keys.update(_key(t) for _, t in _tensors(node.meta.get("val")))
+        before = [n for n in self.nodes if n.op != "placeholder" and n in self.forward]
+        after = [n for n in self.nodes if n.op != "placeholder" and n not in self.forward]
+        for node in before:
+            self._add(node, "forward")
+        loss = self._add_loss()
+        for node in after[:-1]:
+            self._add(node, "backward")
+        self._pin(self.gradients)
+        return Lowered(
+            tasks=self.tasks,
+            storages=self.storages,
+            values=self.values,
+            loss=loss,
+            primals=self.primals,
+            tangents=self.tangents,
+            outputs=self.outputs,
+            gradients=self.gradients,
+            mutated=self.mutated,
+            output_bytes=self._output_bytes,
+            module=self.module,
+            output_of_tangent=self._outputs_of_tangents(),
+        )
+
+    def _pin(self, nodes: Iterable[Any]) -> None:
+        for node in nodes:
+            if isinstance(node, fx.Node):
+                for storage in self.values[node].storages:
+                    self.storages[storage] = (self.storages[storage][0], True)
+
+    def _add_loss(self) -> int:
+        self._pin(self.outputs)
+        read = [
+            storage
+            for node in self.outputs
+            if isinstance(node, fx.Node)
+            for storage in self.values[node].storages
+        ]
+        task = Task("loss", None, "loss", _unique(read))
+        for index, node in enumerate(self.tangents):
+            (tensor,) = [t for _, t in _tensors(node.meta["val"])]
+            task.made[(index,)] = self._new_storage(tensor)
+            self.values[node] = Value("output", node, None, (task.made[(index,)],))
+        self.tasks.append(task)
+        self._output_bytes = sum(self.storages[s][0] for s in set(read))
+        return len(self.tasks) - 1
+
+    def _new_storage(self, tensor: torch.Tensor) -> int:
+        self.by_key[_key(tensor)] = len(self.storages)
+        self.storages.append((_bytes(tensor), False))
+        return len(self.storages) - 1
+
+    def _add(self, node: fx.Node, phase: str) -> None:
+        if node.op == "get_attr":
+            self.values[node] = Value("input", node)
+            found = node.meta.get("val")
+            self.input_keys.update(_key(t) for _, t in _tensors(found))
+            return
+        if node.op != "call_function":
+            raise CaptureError(f"the graph has a node of kind {node.op!r}: {node.format_node()}")
+        if node.target is operator.getitem:
+            base = self.values[node.args[0]]  # type: ignore[index]
+            kind = "item" if base.kind in ("output", "item") else base.kind
+            self.values[node] = Value(
+                "view" if kind == "input" else kind, node, base, self._lying_on(node)
+            )
+            return
+        if self._is_view(node):
+            base = self._view_base(node)
+            self.values[node] = Value("view", node, base, self._lying_on(node))
+            return
+        self._add_operation(node, phase)
+
+    def _lying_on(self, node: fx.Node) -> tuple[int, ...]:
+        keys = [_key(t) for _, t in _tensors(node.meta.get("val"))]
+        return tuple(_unique(self.by_key[key] for key in keys if key in self.by_key))
+
+    def _view_base(self, node: fx.Node) -> Value:
+        keys = {_key(t) for _, t in _tensors(node.meta["val"])}
+        for source in node.all_input_nodes:
+            if keys & {_key(t) for _, t in _tensors(source.meta.get("val"))}:
+                return self.values[source]
+        raise CaptureError(f"{node.format_node()} is a view of nothing")
+
+    def _add_operation(self, node: fx.Node, phase: str) -> None:
+        read = _unique(s for source in node.all_input_nodes for s in self.values[source].storages)
+        task = Task(
+            node.name, node, phase, read, random=_is_random(node), module=_module_path(node)
+        )
+        for path, tensor in _tensors(node.meta.get("val")):
+            key = _key(tensor)
+            if key in self.by_key and self.by_key[key] in task.made.values():
+                continue
+            if key in self.by_key or key in self.input_keys:
+                raise CaptureError(
+                    f"{node.format_node()} returns new tensors and an input of its own"
+                )
+            task.made[path] = self._new_storage(tensor)
+        self.values[node] = Value("output", node, None, tuple(task.made.values()))
+        self.tasks.append(task)
+        task.once = node in self.tainted or not task.made
+
+
+def _unique(items: Iterable[int]) -> list[int]:
+    return list(dict.fromkeys(items))
+
+
+def _closure(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and everything that they are computed from."""
+    found: set[fx.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found
+
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, _SYMBOLS):
+        return True
+    sizes = [size for _, tensor in _tensors(value) for size in tensor.shape]
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def _refuse_sizes_of_data(module: fx.GraphModule) -> None:
+    for node in module.graph.nodes:
+        if node.op != "call_function" or not _is_symbolic(node.meta.get("val")):
+            continue
+        path = _module_path(node)
+        lines = [text.strip() for text in str(node.meta.get("stack_trace") or "").splitlines()]
+        code = [text for text in lines if text and not set(text) <= set("^~")][-2:]
+        raise CaptureError(
+            f"{node.target} in {f'module {path}' if path else 'the model'} makes a tensor or a "
+            "number that depends on the values of its input, so the bytes of the step are not "
+            'known before it runs: leave the engine at "auto", which runs such a model in parts or '
+            "by the dynamic engine, or give it a fixed size (torch.where, a product with the mask)"
+            + "".join(f"\n  {text}" for text in code)
+        )
+
+
+def lower(module: fx.GraphModule, num_outputs: int) -> Lowered:
+    """The operations and storages of a joint graph.
+
+    Parameters
+    ----------
+    module
+        AOTAutograd's joint graph; every node carries the fake tensors it gives.
+    num_outputs
+        How many of what it returns belong to the forward; the rest are gradients.
+
+    Raises
+    ------
+    CaptureError
+        The graph has something that cannot be planned; the message names it.
+    """
+    _refuse_sizes_of_data(module)
+    split_convolutions(module)
+    return _Lowering(module, num_outputs).run()

@@ -1,0 +1,496 @@
+"""Plans of captured graphs: costs, a program under a limit, the functions that run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from rotor._pytorch import core
+from rotor.common.checksums import NO_ROOM, has_room
+from rotor.common.timeline import PredictedTimeline
+from rotor.engines.graph.capture import Capture, Captured
+from rotor.engines.graph.early import EarlyCode, EarlyStep, Owners
+from rotor.engines.graph.emit import StepCode, checksums_of, emit
+from rotor.engines.graph.estimate import rounded_as
+from rotor.engines.graph.handover import MOST_HANDOVERS, with_handovers
+from rotor.engines.graph.inductor import MOST_SEGMENTS, Inductor
+from rotor.engines.graph.lowering import Lowered, Task
+from rotor.engines.graph.profile import Cost
+from rotor.engines.graph.proving import Prover, Tally, proving_bytes
+from rotor.engines.graph.repeating import keep_from_now_on
+from rotor.errors import InfeasibleError
+from rotor.graph import planner
+from rotor.graph.graph import Graph, Operation
+from rotor.graph.program import Program, simulate
+from rotor.meter.step_meter import Metered
+
+__all__ = [
+    "CapturedStep",
+    "GraphPlan",
+    "build_graph",
+    "make_plan",
+    "own_bytes",
+    "repriced",
+    "search",
+]
+
+_SCALARS = 8
+"""Numbers, such as the loss itself, that the caller holds while the backward runs."""
+
+_STATE_BYTES = 5056
+"""One state of the CPU's random generator."""
+
+LOSS_FACTOR = 4
+
+
+@dataclass
+class CapturedStep:
+    """What is known of one kind of step: its operations and their costs.
+
+    Attributes
+    ----------
+    loss_captured
+        Whether the loss is among the operations.
+    planned_for
+        The type of the device that the costs are of, where that is another.
+    owners
+        What the primals are that get gradients; ``None`` where that is not known of all.
+    existing
+        The gradients that exist when the step begins: new ones are added to them.
+    verifies
+        Whether there are steps in which recomputed values are compared.
+    inductor
+        What compiles its programs; ``None`` where they are emitted as Python.
+    """
+
+    capture: Capture
+    captured: Captured
+    costs: list[Cost]
+    device: torch.device
+    loss_captured: bool
+    planned_for: str = ""
+    owners: Owners | None = field(default=None, repr=False)
+    existing: frozenset[int] = frozenset()
+    verifies: bool = True
+    lowered: Lowered = field(init=False, repr=False)
+    inductor: Inductor | None = field(init=False, default=None, repr=False)
+    _variants: dict[frozenset[int], CapturedStep] = field(
+        init=False, default_factory=dict, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        self.lowered = self.captured.lowered
+        compiles = self.capture.backend == "inductor"
+        if self.existing:
+            most = MOST_SEGMENTS if compiles else MOST_HANDOVERS
+            self.lowered, self.costs = with_handovers(self.lowered, self.costs, self.existing, most)
+        if compiles:
+            self.inductor = Inductor(self.lowered)
+
+    def with_existing(self, existing: frozenset[int]) -> CapturedStep:
+        """Return the same step where some gradients exist when it begins."""
+        if existing == self.existing:
+            return self
+        if existing not in self._variants:
+            self._variants[existing] = replace(self, existing=existing)
+        return self._variants[existing]
+
+    def variants(self) -> list[CapturedStep]:
+        """Return the step, and what `with_existing` made of it."""
+        return [self, *self._variants.values()]
+
+    def existing_among(self, lacking: Sequence[bool]) -> frozenset[int]:
+        """Return which gradients exist, from which of the parameters have none.
+
+        Parameters
+        ----------
+        lacking
+            By number of the parameter, as in `rotor.engines.graph.early.slots_of`.
+        """
+        return frozenset(
+            index
+            for index, owner in (self.owners or {}).items()
+            if owner.slots and not lacking[owner.slots[0]]
+        )
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether gradients leave before the backward ends, to be added to existing ones."""
+        return any(task.gradients for task in self.lowered.tasks)
+
+    def code(self, ops: list[int]) -> StepCode:
+        """The functions that run a program."""
+        if self.inductor is not None:
+            return self.inductor.code(ops)
+        return EarlyCode.of(self.lowered, ops) if self.hands_over else emit(self.lowered, ops)
+
+    @property
+    def several_tangents(self) -> bool:
+        """Whether some outputs may be without a gradient while others have one."""
+        return len(self.lowered.output_of_tangent) > 1
+
+    @property
+    def tangent_bytes(self) -> int:
+        """Bytes of the gradients that the loss hands to the backward."""
+        return sum(self.costs[self.lowered.loss].made_bytes)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the outputs' storages."""
+        sizes = _sizes(self.lowered, self.costs)
+        return sum(sizes[storage] for storage in self.lowered.tasks[self.lowered.loss].inputs)
+
+    @property
+    def _devices(self) -> list[torch.device]:
+        """Where it runs, and where it is planned to run."""
+        return [torch.device(self.device.type), torch.device(self.planned_for or self.device)]
+
+    @property
+    def _most_compared(self) -> int:
+        """Checksums of a verified step, at most."""
+        return 2 * sum(len(task.made) for task in self.lowered.tasks)
+
+    def is_provable(self, limit_bytes: int) -> bool:
+        """Return whether a limit has room for the checksums of a verified step."""
+        return all(has_room(d, self._most_compared, limit_bytes) for d in self._devices)
+
+    def own_bytes(self, replayed: int, compared: int, limit_bytes: int) -> int:
+        """Return what is kept beside the graph's storages.
+
+        Parameters
+        ----------
+        replayed
+            Random states that are put back.
+        compared
+            Checksums of a verified step.
+        limit_bytes
+            The limit of the step.
+        """
+        proves = self.verifies and self.inductor is None and self.is_provable(limit_bytes)
+        return max(
+            own_bytes(device, replayed)
+            + (proving_bytes(self.lowered, device, compared) if proves else 0)
+            for device in self._devices
+        )
+
+    def own_bytes_of(self, code: StepCode, ops: list[int], limit_bytes: int) -> int:
+        """Return what is kept beside the graph's storages where some code runs a program."""
+        return self.own_bytes(code.replayed, checksums_of(self.lowered, ops), limit_bytes)
+
+    def most_own_bytes(self, limit_bytes: int) -> int:
+        """Return the most that is kept beside the graph's storages, whatever is recomputed."""
+        random = sum(task.random for task in self.lowered.tasks)
+        return self.own_bytes(random, self._most_compared, limit_bytes)
+
+    @property
+    def assumed_loss_bytes(self) -> int:
+        """What a loss of which nothing is known is taken to need: 4 x the output, in all."""
+        return max(LOSS_FACTOR * self.output_bytes - self.tangent_bytes, 0)
+
+    def loss_workspace(self, given_bytes: int, learned_bytes: int | None) -> int:
+        """What the loss needs beside the tangents: as learnt, as given, or 4 x the output."""
+        if learned_bytes is not None:
+            return learned_bytes
+        if self.loss_captured:
+            return 0
+        return given_bytes or self.assumed_loss_bytes
+
+
+@dataclass
+class GraphPlan(Metered):
+    """One program and its figures; bytes are above the level at which a step begins.
+
+    Attributes
+    ----------
+    step, graph, program, emitted
+        What was captured, its cost model, the program, and the functions that run it.
+    limit_bytes
+        The limit it was made for.
+    own_bytes
+        What is kept beside the graph's storages: random states, the caller's scalars.
+    """
+
+    kind: ClassVar[str] = "graph"
+
+    step: CapturedStep
+    graph: Graph
+    program: Program
+    emitted: StepCode
+    limit_bytes: int
+    own_bytes: int
+    loss_bytes: int
+    _early: EarlyCode | None = field(default=None, repr=False)
+    _verified: tuple[StepCode, Prover] | None = field(default=None, repr=False)
+    _known: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._known = len(self.step.captured.lowered.unrepeatable)
+        if self.step.inductor is not None:
+            self.proved.unproved = "code that Inductor compiled is not compared"
+        elif not self.step.is_provable(self.limit_bytes):
+            self.proved.unproved = NO_ROOM
+
+    @property
+    def is_refuted(self) -> bool:
+        """An operation of this capture was seen to give other bits when it ran again."""
+        return len(self.step.captured.lowered.unrepeatable) != self._known
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.step.device
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Peak of a step by the simulator, the engine's own bytes included."""
+        return self.program.peak_bytes + self.own_bytes
+
+    @property
+    def makespan(self) -> float:
+        """Seconds of a step by the simulator."""
+        return self.program.makespan
+
+    @property
+    def predicted_timeline(self) -> PredictedTimeline:
+        """Live bytes of a step by the simulator."""
+        ops = self.program.ops
+        costs = np.array([op.cost_ns for op in self.graph.operations], dtype=np.int64)
+        live = self.program.timeline().peak_bytes + self.own_bytes
+        loss = int(np.flatnonzero(ops == self.step.lowered.loss)[0])
+        new = [
+            sum(self.graph.storages[s].bytes for s in op.outputs) + op.workspace_bytes
+            for op in self.graph.operations
+        ]
+        return PredictedTimeline.of_runs(costs[ops], live, loss, np.array(new)[ops])
+
+    @property
+    def recomputed(self) -> int:
+        """Operations that run more than once."""
+        return int((self.program.runs > 1).sum())
+
+    @property
+    def proof(self) -> str:
+        """What verified steps have shown, as text."""
+        if not self.recomputed:
+            return "nothing is recomputed"
+        return self.proved.text("first" if self.step.verifies else "off")
+
+    def install(self, tally: Tally | None = None) -> StepCode:
+        """Have the next step run this plan; it is compiled now where it was not before.
+
+        Parameters
+        ----------
+        tally
+            Of a step that is verified.
+        """
+        code = self.emitted
+        if tally is not None:
+            if self._verified is None:
+                self._verified = self._verified_code()
+            code, prover = self._verified
+            prover.tally = tally
+        code.prepare()
+        self.step.captured.emitted = code
+        return code
+
+    def tally(self, verify: str | int) -> Tally | None:
+        """Return what notes the proof of the next step; ``None`` where it is not verified."""
+        if self.step.inductor is not None or not self.recomputed:
+            return None
+        is_due = self.proved.is_due(verify)
+        self.proved.ran += 1
+        if not is_due:
+            return None
+        tally = Tally(self.proved)
+        tally.seal()
+        return tally
+
+    def _verified_code(self) -> tuple[StepCode, Prover]:
+        """The program with comparisons; gradients are held back to its end where there is room."""
+        lowered, ops = self.step.lowered, self.program.ops.tolist()
+        whole = self.step.captured.lowered
+        if self.step.hands_over:
+            number = {id(task): k for k, task in enumerate(whole.tasks)}
+            costs = dict(zip(map(id, lowered.tasks), self.step.costs, strict=True))
+            held = [number[id(lowered.tasks[k])] for k in ops if id(lowered.tasks[k]) in number]
+            graph = build_graph(whole, [costs[id(t)] for t in whole.tasks], self.loss_bytes)
+            if simulate(graph, held).peak_bytes + self.own_bytes <= self.limit_bytes:
+                prover = Prover(whole, self._refuted)
+                return emit(whole, held, prover=prover), prover
+        prover = Prover(lowered, self._refuted)
+        if self.step.hands_over:
+            return EarlyCode.of(lowered, ops, prover=prover), prover
+        return emit(lowered, ops, prover=prover), prover
+
+    def _refuted(self, tasks: list[Task]) -> None:
+        keep_from_now_on(self.step.captured.lowered, tasks)
+
+    def _early_code(self, code: StepCode, spread: bool) -> EarlyCode | None:
+        """The code that gives gradients early; ``None`` where none do, or it cannot be cut."""
+        step = self.step
+        if step.owners is None:
+            return None
+        if not spread or code is not self.emitted or step.inductor is not None:
+            # What Inductor compiles is cut only where gradients exist.
+            return code if isinstance(code, EarlyCode) else None
+        if self._early is None:
+            self._early = EarlyCode.of(step.lowered, self.program.ops.tolist(), spread=True)
+        return self._early
+
+    @contextmanager
+    def installed(
+        self,
+        slots: Sequence[core.Slot],
+        arguments: Any,
+        *,
+        spread: bool,
+        tally: Tally | None = None,
+    ) -> Iterator[tuple[Any, EarlyStep | None]]:
+        """Have the captured call run this plan; gradients are given as early as it has them.
+
+        Parameters
+        ----------
+        slots
+            The places of the module's parameters.
+        arguments
+            Of the call, nested.
+        spread
+            Whether somebody waits for new gradients too.
+        tally
+            See `install`.
+
+        Returns
+        -------
+        A context that gives the arguments to call it with, and what gives gradients early.
+        """
+        code = self._early_code(self.install(tally), spread)
+        if code is None:
+            yield arguments, None
+            return
+        assert self.step.owners is not None
+        early = EarlyStep(code, self.step.owners, self.device)
+        self.step.captured.emitted = early
+        try:
+            with early.around(slots, arguments) as replaced:
+                yield replaced, early
+        finally:
+            # Another call may reach this graph; its parameters are then as they are.
+            self.step.captured.emitted = self.emitted
+
+
+def build_graph(lowered: Lowered, costs: list[Cost], loss_bytes: int) -> Graph:
+    """The cost model of captured operations, with a loss that needs `loss_bytes` of workspace."""
+    operations = []
+    for index, (task, cost) in enumerate(zip(lowered.tasks, costs, strict=True)):
+        operations.append(
+            Operation(
+                name=task.name,
+                cost_ns=cost.ns,
+                workspace_bytes=loss_bytes if index == lowered.loss else cost.workspace_bytes,
+                phase=task.phase,
+                inputs=tuple(task.inputs),
+                outputs=tuple(task.made.values()),
+                random=task.random,
+                once=task.once,
+                module=task.module,
+            )
+        )
+    pinned = [is_pinned for _, is_pinned in lowered.storages]
+    return Graph(_sizes(lowered, costs), pinned, operations)
+
+
+def _sizes(lowered: Lowered, costs: list[Cost]) -> list[int]:
+    """Bytes of every storage, as its operation makes it."""
+    sizes = [size for size, _ in lowered.storages]
+    for task, cost in zip(lowered.tasks, costs, strict=True):
+        for storage, size in zip(task.made.values(), cost.made_bytes, strict=True):
+            sizes[storage] = size
+    return sizes
+
+
+def make_plan(
+    step: CapturedStep,
+    limit_bytes: int,
+    loss_bytes: int,
+    *,
+    reserve_bytes: int = 0,
+    options: dict[str, Any] | None = None,
+    progress: Any = None,
+    solve: Callable[..., Program] | None = None,
+) -> GraphPlan:
+    """The fastest program found under a limit.
+
+    `solve` is called as `search`, which plans by default.
+
+    Raises
+    ------
+    InfeasibleError
+        None was found; ``minimum_bytes`` is the least limit for which one was.
+    """
+    graph = build_graph(step.lowered, step.costs, loss_bytes)
+    own = step.own_bytes(0, 0, limit_bytes)
+    while True:
+        try:
+            budget = max(limit_bytes - own - reserve_bytes, 1)
+            program = (solve or search)(graph, budget, options or {}, progress)
+        except InfeasibleError as error:
+            # Whatever is recomputed in the program of that peak, its random states fit then.
+            least = error.minimum_bytes + step.most_own_bytes(limit_bytes) + reserve_bytes
+            raise InfeasibleError(
+                f"no plan was found that fits in {limit_bytes} bytes; the least limit for which "
+                f"one was found is {least} bytes: give at least that, or a smaller batch",
+                least,
+            ) from None
+        emitted = step.code(program.ops.tolist())
+        needed = step.own_bytes_of(emitted, program.ops.tolist(), limit_bytes)
+        if program.peak_bytes + needed + reserve_bytes <= limit_bytes:
+            break
+        own = max(own, needed)
+    return GraphPlan(
+        step,
+        graph,
+        program,
+        emitted,
+        limit_bytes,
+        needed,
+        loss_bytes,
+        reserve_bytes=reserve_bytes,
+    )
+
+
+def search(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
+    """Return what the planner finds; with more effort where less of it misses what exists."""
+    try:
+        return planner.plan(graph, budget, progress=progress, **options)
+    except InfeasibleError as error:
+        if budget == 1:
+            raise
+        minimum = error.minimum_bytes
+    try:
+        planner.plan(graph, 1, progress=progress, **options)
+    except InfeasibleError as error:
+        minimum = min(minimum, error.minimum_bytes)
+    if minimum <= budget:
+        return planner.plan(graph, budget, progress=progress, **options | {"effort": "default"})
+    raise InfeasibleError(f"no program was found within {budget} bytes", minimum)
+
+
+def own_bytes(device: torch.device, replayed: int) -> int:
+    """Scalars of the caller, and states of the random generator: one per operation that draws the
+    same numbers again, and the current one.
+    """
+    own = _SCALARS * rounded_as(device.type, 8)
+    if device.type == "cpu" and replayed:
+        own += _STATE_BYTES * (replayed + 1)
+    return own
+
+
+def repriced(plan: GraphPlan, loss_bytes: int) -> int:
+    """What the program of a plan is predicted to need with another loss."""
+    graph = build_graph(plan.step.lowered, plan.step.costs, loss_bytes)
+    return simulate(graph, plan.program.ops).peak_bytes + plan.own_bytes

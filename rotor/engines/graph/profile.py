@@ -1,0 +1,380 @@
+"""What operations cost: each distinct one is run alone, on made-up inputs of the right layout.
+
+Times are medians until stable; the workspace is what the allocator gives out beside the outputs.
+Never more memory is used than one operation needs. Results are kept on disk, by device, threads and
+PyTorch version (`rotor.common.cache`).
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from rotor._pytorch import core
+from rotor.common import cache
+from rotor.common.generators import generators_kept
+from rotor.engines.graph.lowering import Lowered, Task
+from rotor.engines.graph.repeating import NOT_RUN, UNTESTED, tested
+from rotor.meter import allocator as memory
+from rotor.meter.step_meter import check_idle
+from rotor.timing import is_single, measure_ns
+
+__all__ = ["Cost", "cost_of_row", "environment_of", "keys_of", "profile"]
+
+logger = logging.getLogger("rotor")
+_SECONDS_PER_OPERATION = 0.5
+
+
+_BYTES_PER_NS = 4
+_MOST_DEPTH = 30
+_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError)
+_OVERHEAD_NS = 5_000
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one run of an operation costs.
+
+    Attributes
+    ----------
+    ns
+        Nanoseconds.
+    workspace_bytes
+        What it needs beside its inputs and outputs.
+    made_bytes
+        The storages that it makes, as they really come out.
+    flags
+        What was seen when it ran twice (`rotor.engines.graph.repeating`).
+    """
+
+    ns: int
+    workspace_bytes: int
+    made_bytes: tuple[int, ...] = ()
+    flags: int = UNTESTED
+
+    def to_row(self) -> list[int]:
+        """Return the cost as a row of a table, which `cost_of_row` reads."""
+        return [self.ns, self.workspace_bytes, *self.made_bytes, self.flags]
+
+
+_HERE = "device"
+
+
+def _described(value: Any, device: torch.device) -> Any:
+    """An argument as it tells operations apart: layouts of tensors, constants as they are.
+
+    The device of the step goes without its name: profiles are kept by device.
+    """
+    if isinstance(value, fx.Node):
+        value = value.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return (
+            "tensor",
+            str(value.dtype),
+            _HERE if value.device == device else str(value.device),
+            tuple(value.shape),
+            value.stride() if value.layout == torch.strided else str(value.layout),
+        )
+    if isinstance(value, list | tuple):
+        return tuple(_described(item, device) for item in value)
+    if isinstance(value, dict):
+        return tuple((name, _described(item, device)) for name, item in sorted(value.items()))
+    if isinstance(value, torch.device):
+        here = value.type == device.type and value.index in (None, device.index)
+        return _HERE if here else repr(value)
+    return repr(value)
+
+
+def keys_of(lowered: Lowered, device: torch.device) -> list[str]:
+    """What tells each operation apart from all others; empty for the loss.
+
+    Parameters
+    ----------
+    lowered
+        The captured operations.
+    device
+        The device of the capture.
+    """
+    return [
+        repr(
+            (
+                str(task.node.target),
+                _described(task.node.args, device),
+                _described(task.node.kwargs, device),
+            )
+        )
+        if task.node is not None
+        else ""
+        for task in lowered.tasks
+    ]
+
+
+def cost_of_row(row: Sequence[int] | None, made: int) -> Cost | None:
+    """The cost that a row of a table holds for an operation that makes so many storages.
+
+    Rows of earlier versions end before the flags: nothing was tested then.
+    """
+    if row is None or len(row) not in (2 + made, 3 + made):
+        return None
+    flags = row[2 + made] if len(row) > 2 + made else UNTESTED
+    return Cost(row[0], row[1], tuple(row[2 : 2 + made]), flags)
+
+
+def _holds_whole_numbers(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and not (value.dtype.is_floating_point or value.dtype.is_complex)
+        and value.dtype != torch.bool
+    )
+
+
+class _Arguments:
+    """Makes arguments to run operations with.
+
+    The model's own tensors, and views of them, are taken as they are; in the place of what is
+    computed come random floats, and `whole` for integers (they may be indices).
+    """
+
+    def __init__(self, lowered: Lowered, primals: Sequence[Any]) -> None:
+        self._lowered = lowered
+        self._real: dict[fx.Node, Any] = dict(zip(lowered.primals, primals, strict=False))
+        self.whole = 0
+        self._depth = 0
+
+    def of(self, task: Task) -> tuple[Any, Any, Any]:
+        """The function, its arguments by position and by name."""
+        assert task.node is not None
+        return (
+            core.callable_of(task.node.target),
+            self._made_up(task.node.args),
+            self._made_up(task.node.kwargs),
+        )
+
+    def _made_up(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return self._of_node(value)
+        if isinstance(value, torch.Tensor):
+            return self._like(value)
+        if isinstance(value, list | tuple):
+            return type(value)([self._made_up(item) for item in value])
+        if isinstance(value, dict):
+            return {name: self._made_up(item) for name, item in value.items()}
+        return value
+
+    def _of_node(self, node: fx.Node) -> Any:
+        if node in self._real:
+            return self._real[node]
+        if node.op == "get_attr":
+            return core.attribute(self._lowered.module, str(node.target))
+        value = self._lowered.values.get(node)
+        if value is not None and value.kind == "view" and not value.storages:
+            function = core.callable_of(node.target)
+            return function(*self._made_up(node.args), **self._made_up(node.kwargs))
+        found = node.meta.get("val")
+        if value is not None and node.op == "call_function" and _holds_whole_numbers(found):
+            # Indices and opaque states have to be valid ones: whoever makes them is run.
+            made = self._made_by(node)
+            if made is not None:
+                return made
+        return self._made_up(found)
+
+    def _made_by(self, node: fx.Node) -> Any:
+        if self._depth > _MOST_DEPTH:
+            return None
+        self._depth += 1
+        try:
+            if node.target is operator.getitem:
+                made = self._made_by(node.args[0])  # type: ignore[arg-type]
+                return None if made is None else made[node.args[1]]
+            function = core.callable_of(node.target)
+            return function(*self._made_up(node.args), **self._made_up(node.kwargs))
+        except _FAILURES:
+            return None
+        finally:
+            self._depth -= 1
+
+    def _like(self, value: torch.Tensor) -> torch.Tensor:
+        if value.layout != torch.strided:
+            return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+        extent = 1 + sum(
+            (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
+        )
+        if not value.numel():
+            extent = 0
+        flat = torch.empty(extent, dtype=value.dtype, device=value.device)
+        if value.dtype.is_floating_point or value.dtype.is_complex:
+            flat.uniform_(0.1, 1.0)
+        else:
+            flat.fill_(True if value.dtype == torch.bool else self.whole)
+        return flat.as_strided(value.shape, value.stride())
+
+
+def environment_of(device: torch.device) -> str:
+    """What a table of costs is kept by: PyTorch's version, the device's name, the threads."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return repr((torch.__version__, name, torch.get_num_threads()))
+
+
+def profile(
+    lowered: Lowered,
+    device: torch.device,
+    primals: Sequence[Any] = (),
+    *,
+    progress: Callable[[int, int], object] | None = None,
+) -> list[Cost]:
+    """The cost of every operation; the loss's is zero.
+
+    Parameters
+    ----------
+    lowered
+        The captured operations.
+    device
+        Where they run.
+    primals
+        The joint graph's inputs, where they are at hand; they are read, not changed.
+    progress
+        Called with (operations measured, distinct operations).
+
+    Raises
+    ------
+    MeterBusyError
+        Some operation has to be measured, and a profiler or another meter runs.
+    """
+    keys = keys_of(lowered, device)
+    distinct = {key: task for key, task in zip(keys, lowered.tasks, strict=True) if key}
+    store = cache.load("profile", environment_of(device))
+    known: dict[str, Cost] = {}
+    for key, task in distinct.items():
+        cost = cost_of_row(store.get(key), len(task.made))
+        if cost is not None and cost.flags != UNTESTED:
+            known[key] = cost
+    todo = [key for key in distinct if key not in known]
+    if todo:
+        check_idle(device)
+        arguments = _Arguments(lowered, primals)
+        tasks = [distinct[key] for key in todo]
+        fresh = _measure(tasks, arguments, lowered, device, progress)
+        known.update(zip(todo, fresh, strict=True))
+        rows = {k: known[k].to_row() for k in todo}
+        if not is_single():
+            cache.store("profile", environment_of(device), rows)
+    no_cost = Cost(0, 0, tuple(_planned_bytes(lowered, lowered.tasks[lowered.loss])))
+    return [known[key] if key else no_cost for key in keys]
+
+
+def _planned_bytes(lowered: Lowered, task: Task) -> list[int]:
+    return [lowered.storages[storage][0] for storage in task.made.values()]
+
+
+def _measure(
+    tasks: Sequence[Task],
+    arguments: _Arguments,
+    lowered: Lowered,
+    device: torch.device,
+    progress: Callable[[int, int], object] | None,
+) -> list[Cost]:
+    state = core.get_generator_state(device)
+    times: list[int | None] = []
+    wholes: list[int] = []
+    sizes: list[list[int]] = []
+    flags: list[int] = []
+    try:
+        with (
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+            generators_kept(),
+        ):
+            for index, task in enumerate(tasks):
+                times.append(_timed(task, arguments, device))
+                wholes.append(arguments.whole)
+                is_run = times[-1] is not None
+                flags.append(_tested(task, arguments, device) if is_run else NOT_RUN)
+                if progress is not None:
+                    progress(index + 1, len(tasks))
+            with memory.meter(device) as meter:
+                for task, ns, whole in zip(tasks, times, wholes, strict=True):
+                    sizes.append(_planned_bytes(lowered, task))
+                    if ns is None:
+                        continue
+                    arguments.whole = whole
+                    function, args, kwargs = arguments.of(task)
+                    meter.mark("operation")
+                    result = function(*args, **kwargs)
+                    meter.mark("between")
+                    sizes[-1] = _sizes(task, result, (args, kwargs), sizes[-1])
+                    del result, args, kwargs
+    finally:
+        core.set_generator_state(device, state)
+    segments = iter([s for s in meter.segments if s.name == "operation"])
+    costs = []
+    for task, ns, made, found in zip(tasks, times, sizes, flags, strict=True):
+        if ns is None:
+            costs.append(Cost(_estimated_ns(task), 0, tuple(made), found))
+            continue
+        segment = next(segments)
+        workspace = max(segment.peak_bytes - segment.start_bytes - sum(made), 0)
+        costs.append(Cost(ns, workspace, tuple(made), found))
+    return costs
+
+
+def _tested(task: Task, arguments: _Arguments, device: torch.device) -> int:
+    function, args, kwargs = arguments.of(task)
+    return tested(task, partial(function, *args, **kwargs), device)
+
+
+def _sizes(task: Task, result: Any, given: Any, planned: list[int]) -> list[int]:
+    """Bytes of the storages that came out, where they are new ones."""
+    known = {
+        core.storage_identity(t) for t in core.tree_flatten(given)[0] if isinstance(t, torch.Tensor)
+    }
+    found = []
+    for path, size in zip(task.made, planned, strict=True):
+        tensor = result
+        for index in path:
+            tensor = tensor[index]
+        if isinstance(tensor, torch.Tensor) and core.storage_identity(tensor) not in known:
+            size = memory.storage_bytes([tensor])
+        found.append(size)
+    return found
+
+
+def _estimated_ns(task: Task) -> int:
+    """A time by the bytes that are read and made, for operations that cannot run alone."""
+    assert task.node is not None
+    nodes = [*task.node.all_input_nodes, task.node]
+    tensors = [
+        t
+        for node in nodes
+        for t in core.tree_flatten(node.meta.get("val"))[0]
+        if isinstance(t, torch.Tensor)
+    ]
+    total = sum(t.numel() * t.element_size() for t in tensors)
+    return _OVERHEAD_NS + total // _BYTES_PER_NS
+
+
+def _timed(task: Task, arguments: _Arguments, device: torch.device) -> int | None:
+    """Nanoseconds; ``None`` where the operation does not run on made-up arguments."""
+    for arguments.whole in (0, 1):
+        try:
+            function, args, kwargs = arguments.of(task)
+            call = partial(function, *args, **kwargs)
+            return measure_ns(call, device, max_seconds=_SECONDS_PER_OPERATION)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except _FAILURES as error:
+            reason = error
+    assert task.node is not None
+    logger.info(
+        "%s of %s is estimated by its bytes, for it does not run alone: %s",
+        task.node.format_node(),
+        task.module or "the model",
+        reason,
+    )
+    return None

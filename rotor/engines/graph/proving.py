@@ -1,0 +1,235 @@
+"""Proof that what a program computes again is what it computed first, bit for bit.
+
+Verified steps run another version of a program's code, which makes a checksum of every value that
+it will compute again, compares it on the device when it does, and reads the results once at the end
+of its backward, before any gradient leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor._pytorch import core
+from rotor.common.checksums import Mismatch, Proof, Proved, proof_bytes, recomputation_error
+from rotor.engines.chain.proofs import host_copy
+from rotor.engines.graph.lowering import Lowered, Task
+
+__all__ = ["PartsTally", "Prover", "Running", "Tally", "proving_bytes"]
+
+_CURE = "Its value is kept from now on: run the step again"
+
+
+def proving_bytes(lowered: Lowered, device: torch.device, comparisons: int) -> int:
+    """Return what a verified step needs beside the storages of its program.
+
+    Parameters
+    ----------
+    lowered
+        The operations: buffers that they change are kept as they were.
+    device
+        Where the step runs.
+    comparisons
+        Checksums that it makes; 0 where nothing is computed again.
+    """
+    if not comparisons:
+        return 0
+    sizes = [lowered.input_bytes(node) for node in lowered.mutated]
+    return proof_bytes(device, comparisons) + sum(sizes)
+
+
+class Tally:
+    """One verified step of a plan, whose parts are proved one by one.
+
+    Parameters
+    ----------
+    proved
+        Where the step is noted once all of its parts were compared and were equal.
+    """
+
+    def __init__(self, proved: Proved) -> None:
+        self._proved = proved
+        self._open = 0
+        self._values = 0
+        self._is_sealed = False
+        self._has_begun = False
+        self.is_over = False
+
+    def begin(self) -> None:
+        """Note that a part has begun."""
+        self._open += 1
+        self._has_begun = True
+
+    def end(self, values: int) -> None:
+        """Note that so many values of a part were equal."""
+        self._open -= 1
+        self._values += values
+        self._add()
+
+    def seal(self) -> None:
+        """Note that no further part begins."""
+        self._is_sealed = True
+        self._add()
+
+    def _add(self) -> None:
+        if self.is_over:
+            return
+        if self._is_sealed and self._has_begun and not self._open:
+            self.is_over = True
+            self._proved.add(self._values)
+
+
+class _State:
+    """Buffers and gradients of a model before a step, outside of what its device counts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            self._buffers = [(buffer, host_copy(buffer)) for buffer in model.buffers()]
+            self._gradients = [
+                (p, p.grad, None if p.grad is None else host_copy(p.grad))
+                for p in model.parameters()
+            ]
+
+    def restore(self) -> None:
+        """Put them back."""
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
+            for parameter, gradient, copied in self._gradients:
+                if gradient is not None and copied is not None:
+                    gradient.copy_(copied)
+                parameter.grad = gradient
+
+
+class PartsTally(Tally):
+    """One verified step of a model that runs in parts.
+
+    The gradients of one part leave before another's backward begins, so that all parts are read
+    at the end of the whole backward; where one differs, the model gets back what it had.
+
+    Parameters
+    ----------
+    proved
+        See `Tally`.
+    model
+        The model, before its forward.
+    """
+
+    def __init__(self, proved: Proved, model: nn.Module) -> None:
+        super().__init__(proved)
+        self._state: _State | None = _State(model)
+        self._waiting: list[tuple[Prover, Running]] = []
+
+    def defer(self, prover: Prover, running: Running) -> None:
+        """Have a part read at the end of the backward."""
+        if not self._waiting:
+            core.check_after_backward(self._finish)
+        self._waiting.append((prover, running))
+
+    def _finish(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        found = [(*one, one[1].proof.finish()) for one in waiting]
+        errors = [prover.error(run, differing) for prover, run, differing in found if differing]
+        if errors:
+            if self._state is not None:
+                self._state.restore()
+            raise errors[0]
+        for _, running, _ in found:
+            self.end(running.proof.compared)
+
+    def _add(self) -> None:
+        super()._add()
+        if self.is_over:
+            self._state = None
+
+
+class Running:
+    """The checksums of one run of a program, and the buffers that its forward changes."""
+
+    def __init__(self, prover: Prover, buffers: Sequence[torch.Tensor]) -> None:
+        proof = Proof()
+        self.first = proof.first
+        self.again = proof.again
+        self.proof = proof
+        self.tally = prover.tally
+        self.place = prover.place
+        copied = () if isinstance(prover.tally, PartsTally) else buffers
+        with torch.no_grad():
+            self.buffers = [(buffer, buffer.clone()) for buffer in copied]
+
+    def restore(self) -> None:
+        """Put the buffers back as they were."""
+        with torch.no_grad():
+            for buffer, before in self.buffers:
+                buffer.copy_(before)
+
+
+class Prover:
+    """Proves the runs of one program.
+
+    Parameters
+    ----------
+    lowered
+        The operations.
+    failed
+        Called with the operations that gave other bits: no plan may compute them again.
+
+    Attributes
+    ----------
+    tally
+        Of the step that runs now; set before its forward.
+    place
+        Path of the module that the next run is of.
+    """
+
+    def __init__(self, lowered: Lowered, failed: Callable[[list[Task]], None]) -> None:
+        self._lowered = lowered
+        self._failed = failed
+        self.tally: Tally | None = None
+        self.place = ""
+
+    def begin(self, *buffers: torch.Tensor) -> Running:
+        """Return what the code of a run notes its values in."""
+        if self.tally is not None:
+            self.tally.begin()
+        return Running(self, buffers)
+
+    def settle(self, running: Running) -> None:
+        """Read the checksums of a run; RecomputationError where one differs."""
+        if isinstance(running.tally, PartsTally):
+            running.tally.defer(self, running)
+            return
+        found = running.proof.finish()
+        if found:
+            raise self.error(running, found)
+        if running.tally is not None:
+            running.tally.end(running.proof.compared)
+            running.tally = None
+            running.buffers = []
+
+    def error(self, running: Running, found: list[Mismatch]) -> Exception:
+        """Return the error for values that differ; no plan computes them again."""
+        tasks, operation, mismatch = self.roots(found)
+        running.restore()
+        self._failed(tasks)
+        module = ".".join(part for part in (running.place, tasks[0].module) if part)
+        return recomputation_error(operation, module, mismatch, _CURE, others=len(found) - 1)
+
+    def roots(self, found: list[Mismatch]) -> tuple[list[Task], str, Mismatch]:
+        """Return the operations that were the first to differ, a name and a value of one.
+
+        Parameters
+        ----------
+        found
+            Everything that differed.
+        """
+        producer = {s: task for task in self._lowered.tasks for s in task.made.values()}
+        differing: dict[Any, Mismatch] = {mismatch.site: mismatch for mismatch in found}
+        roots = [s for s in differing if not set(producer[s].inputs) & set(differing)]
+        tasks = list({id(producer[s]): producer[s] for s in roots}.values())
+        node = tasks[0].node
+        assert node is not None
+        return tasks, str(node.target), differing[roots[0]]

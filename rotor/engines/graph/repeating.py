@@ -1,0 +1,257 @@
+"""Operations that do not repeat: each is run twice from the same state, and its bits compared.
+
+An operation that draws from PyTorch's default generator repeats when the generator's state is put
+back. One that differs all the same is never computed again: its outputs are kept. So is one that
+could not be run, unless it is PyTorch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from rotor._pytorch import core
+from rotor.common.checksums import checksum
+from rotor.engines.graph.lowering import Lowered, Task
+
+__all__ = [
+    "DIFFERS",
+    "DRAWS",
+    "NOT_RUN",
+    "TESTED",
+    "UNTESTED",
+    "attributes_kept",
+    "described_unrepeatable",
+    "is_unspecified",
+    "keep_from_now_on",
+    "keep_unrepeatable",
+    "tested",
+]
+
+UNTESTED, TESTED, DRAWS, DIFFERS, NOT_RUN = 0, 1, 2, 4, 8
+"""Flags of an operation: it ran twice; took numbers from the default generator; gave other bits;
+could not be run on arguments that were made up."""
+
+_OWN_NAMESPACES = ("aten", "prims", "prim", "mkldnn", "mkl", "quantized", "torchvision")
+_EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+_UNSPECIFIED = (
+    *("philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"),
+    *("log_sumexp", "reserve", "workspace"),
+    *("running_mean_out", "running_var_out"),
+)
+"""Outputs that may hold uninitialised memory: states without dropout, padding, scratch. And new
+running statistics, which a repetition makes of those that the first run has changed, and discards.
+"""
+_SEEDED = ("inductor_random", "inductor_randint")
+
+_MOST_NAMES = 3
+
+
+def _name_of(target: Any) -> str:
+    return str(getattr(target, "__name__", target)).split(".")[0]
+
+
+def is_unspecified(node: fx.Node, path: Sequence[int]) -> bool:
+    """Return whether an output of an operation may hold memory that the operation never wrote.
+
+    Parameters
+    ----------
+    node
+        The operation.
+    path
+        Where the tensor is in its result.
+    """
+    if getattr(node.target, "namespace", "") != "aten":
+        return False
+    if _name_of(node.target) in _EMPTY:
+        return True
+    names = core.schema_return_names(node.target)
+    return bool(path) and path[0] < len(names) and names[path[0]] in _UNSPECIFIED
+
+
+_PLAIN = (bool, int, float, complex, str, type(None), tuple)
+_FILLED = (list, dict, set)
+
+
+@contextmanager
+def attributes_kept(modules: Sequence[nn.Module], *, prepares: bool = False) -> Iterator[None]:
+    """Put plain attributes of modules, tensors and collections among them, back as they were.
+
+    Parameters
+    ----------
+    modules
+        Whose attributes.
+    prepares
+        Leave what a first forward sets up: attributes that are new, or were ``None`` or a flag.
+    """
+    before = [(module, dict(module.__dict__)) for module in modules]
+    values = [value for _, found in before for value in found.values()]
+    tensors = [
+        (value, value.detach().clone())
+        for value in values
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided
+    ]
+    filled = [(value, value.copy()) for value in values if type(value) in _FILLED]
+    own = {id(slots) for module in modules for slots in core.slots_of_module(module)}
+    filled = [(value, copied) for value, copied in filled if id(value) not in own]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in tensors:
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+        for value, copied in filled:
+            _refill(value, copied)
+        for module, attributes in before:
+            for name, value in list(module.__dict__.items()):
+                if name not in attributes:
+                    if not prepares and type(value) in (*_PLAIN, torch.Tensor):
+                        del module.__dict__[name]
+                elif prepares and isinstance(attributes[name], bool | None):
+                    continue
+                elif type(attributes[name]) in (*_PLAIN, torch.Tensor, *_FILLED):
+                    module.__dict__[name] = attributes[name]
+
+
+def _refill(value: Any, copied: Any) -> None:
+    value.clear()
+    if isinstance(value, list):
+        value.extend(copied)
+    else:
+        value.update(copied)
+
+
+def _tensors(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _tensors(item, (*path, index))
+
+
+def _sums(node: fx.Node, result: Any) -> list[Any]:
+    return [
+        (tuple(tensor.shape), str(tensor.dtype), checksum(tensor))
+        for path, tensor in _tensors(result)
+        if tensor.layout == torch.strided and not is_unspecified(node, path)
+    ]
+
+
+def _read(sums: list[Any]) -> list[Any]:
+    return [(*rest, int(one)) for *rest, one in sums]
+
+
+def tested(task: Task, call: Callable[[], Any], device: torch.device) -> int:
+    """Run an operation twice from the same state; return its flags.
+
+    Parameters
+    ----------
+    task
+        The operation.
+    call
+        Runs it on arguments that stay the same.
+    device
+        Where it runs.
+    """
+    assert task.node is not None
+    cpu = torch.device("cpu")
+    states = {here: core.get_generator_state(here) for here in {device, cpu}}
+    first = _sums(task.node, call())
+    drawn = {
+        here
+        for here, state in states.items()
+        if not torch.equal(state, core.get_generator_state(here))
+    }
+    for here, state in states.items():
+        core.set_generator_state(here, state)
+    again = _sums(task.node, call())
+    flags = TESTED
+    if drawn:
+        flags |= DRAWS
+    # Only the generator of the step's own device is put back when an operation runs again.
+    if drawn - {device} or _read(first) != _read(again):
+        flags |= DIFFERS
+    return flags
+
+
+def _is_own(target: Any) -> bool:
+    """Return whether an operation is one of PyTorch's, which repeat unless they are tagged."""
+    namespace = getattr(target, "namespace", None)
+    return namespace is None or namespace in _OWN_NAMESPACES
+
+
+def _is_seeded(target: Any) -> bool:
+    """Return whether an operation makes its numbers of a seed, once Inductor has compiled it."""
+    return getattr(target, "namespace", "") == "prims" and _name_of(target) in _SEEDED
+
+
+def keep_unrepeatable(lowered: Lowered, flags: Iterable[int]) -> None:
+    """Mark the operations that draw numbers, and those that must not run a second time.
+
+    Parameters
+    ----------
+    lowered
+        The captured operations; they are changed in place.
+    flags
+        Of each.
+    """
+    lowered.unrepeatable.clear()
+    for task, found in zip(lowered.tasks, flags, strict=True):
+        if task.node is None:
+            continue
+        is_unknown = not found & TESTED and not _is_own(task.node.target)
+        if found & DIFFERS or is_unknown:
+            task.random, task.once = False, True
+            lowered.unrepeatable.append(task)
+        elif found & DRAWS and not task.once and not _is_seeded(task.node.target):
+            task.random, task.once = not lowered.draws_once, lowered.draws_once
+
+
+def keep_from_now_on(lowered: Lowered, tasks: Sequence[Task]) -> None:
+    """Mark operations that gave other bits in a step, and others of the same custom operators.
+
+    Parameters
+    ----------
+    lowered
+        The captured operations.
+    tasks
+        Those that did.
+    """
+    targets = [task.node.target for task in tasks if task.node is not None]
+    custom = [target for target in targets if not _is_own(target)]
+    for task in lowered.tasks:
+        is_alike = task.node is not None and task.node.target in custom
+        if (is_alike or any(task is one for one in tasks)) and not task.once:
+            task.random, task.once = False, True
+            lowered.unrepeatable.append(task)
+
+
+def described_unrepeatable(graphs: Iterable[Lowered]) -> str:
+    """Return a warning about operations that could have been computed again, and are not.
+
+    Parameters
+    ----------
+    graphs
+        What was captured. Gradients of parameters, which are kept anyway, go without a word.
+    """
+    found: dict[str, None] = {}
+    for lowered in graphs:
+        for task in lowered.unrepeatable:
+            if any(not lowered.storages[s][1] for s in task.made.values()):
+                assert task.node is not None
+                place = f"module {task.module!r}" if task.module else "the model"
+                found[f"{task.node.target} in {place}"] = None
+    if not found:
+        return ""
+    names = list(found)
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return (
+        "operations that do not repeat bit for bit, or could not be tested, are never computed "
+        f"again, and what they make is kept: {', '.join(names[:_MOST_NAMES])}{more}. Operators "
+        "that draw from torch's default generator, or nothing at random, can be computed again"
+    )

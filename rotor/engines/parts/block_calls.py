@@ -1,0 +1,172 @@
+"""Which modules of a sharded model are blocks that can be computed again by themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor._pytorch import core, fsdp
+from rotor.common.forward_patch import Replaced
+from rotor.common.model_state import gradients_aside
+from rotor.common.tensor_trees import Flags, check_output, grad_flags, tensors_of, versions
+from rotor.engines.chain.sharded import Sharding
+from rotor.engines.parts.blocks import BlockStage
+from rotor.engines.parts.probe import Saves, unchanged
+
+__all__ = ["Calls", "apart", "candidates"]
+
+_SIMPLE = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def candidates(model: nn.Module, sharding: Sharding) -> list[BlockStage]:
+    """The modules that could be blocks, outermost first.
+
+    A unit that holds several units of one type is what contains blocks, and no block.
+
+    Raises
+    ------
+    RuntimeError
+        There is none.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    found = [
+        unit.modules[0]
+        for unit in sharding.units
+        if len(unit.modules) == 1 and names.get(unit.modules[0])
+    ]
+    inside = {m: [o for o in found if o is not m and o in set(m.modules())] for m in found}
+    kept = [m for m in found if max(Counter(map(type, inside[m])).values(), default=0) < 2]
+    hidden = {part for m in kept for part in inside[m]}
+    stages = [BlockStage(names[m], m, sharding) for m in kept if m not in hidden]
+    if not stages:
+        raise RuntimeError(
+            f"{type(model).__name__} is sharded as a whole (FSDP2), none of its blocks on its own: "
+            "there is nothing that could be computed again by itself. Call fully_shard() on each "
+            "block first, then on the model (docs/fsdp.md)"
+        )
+    return stages
+
+
+@contextmanager
+def apart(model: nn.Module, sharding: Sharding, device: torch.device) -> Iterator[None]:
+    """A training step of which nothing is left, in the model's forward or before the first."""
+    sharded = {id(p.shard) for unit in sharding.units for p in unit.parameters}
+    sharded |= {id(p.whole) for unit in sharding.units for p in unit.parameters}
+    plain = [p for p in model.parameters() if id(p) not in sharded]
+    root = sharding.root
+    inner = [unit for unit in sharding.units if unit is not root]
+    with ExitStack() as stack:
+        stack.enter_context(unchanged(model, device))
+        stack.enter_context(fsdp.undisturbed(sharding.units))
+        if root is not None and not root.is_gathered:
+            root.gather()
+            stack.callback(root.reshard)
+        stack.enter_context(fsdp.alone(inner))
+        try:
+            with gradients_aside(plain):
+                yield
+        finally:
+            for unit in sharding.units:
+                for sharded_parameter in unit.parameters:
+                    sharded_parameter.put_gradients((None, None, None))
+            for unit in inner:
+                unit.reshard()
+
+
+class Calls:
+    """A forward that looks at the calls of what could be blocks, and keeps nothing.
+
+    Parameters
+    ----------
+    model, stages
+        The model, and what could be its blocks.
+    arguments
+        Of the model.
+
+    Attributes
+    ----------
+    found
+        What was called, in order, and which tensors of its output require gradients.
+    reasons
+        Why modules cannot be blocks.
+    """
+
+    def __init__(self, model: nn.Module, stages: Sequence[BlockStage], arguments: Any) -> None:
+        self._stages = {stage.module: stage for stage in stages}
+        self._inside: list[nn.Module] = []
+        resident = [*model.parameters(), *model.buffers(), *tensors_of(arguments)]
+        self._saves = Saves(resident, lambda *_: None)
+        self.found: dict[nn.Module, Flags] = {}
+        self.reasons: dict[nn.Module, str] = {}
+
+    def run(self, call: Callable[[], Any]) -> None:
+        """Do it."""
+        with Replaced(self._stages, self._watched), self._saves.watching():
+            call()
+        for module in self._stages:
+            if module not in self.found:
+                self.reasons.setdefault(module, "it was not called")
+
+    def _watched(self, module: nn.Module, forward: Any) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if module in self.found:
+                self.reasons[module] = "it is called several times"
+                return forward(*args, **kwargs)
+            before = versions((args, kwargs))
+            y = forward(*args, **kwargs)
+            reason = self._reason(module, (args, kwargs), y)
+            if reason is None and versions((args, kwargs)) != before:
+                reason = "it changes its input in place"
+            self.found[module] = () if reason else grad_flags(y)
+            if reason is not None:
+                self.reasons[module] = reason
+            return y
+
+        return run
+
+    def _reason(self, module: nn.Module, value: Any, y: Any) -> str | None:
+        """Why a call cannot be done again by itself."""
+        if not torch.is_grad_enabled():
+            return "it runs without gradients"
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            return "it is compiled by its own compile(): use torch.compile(block) instead"
+        for leaf in core.tree_flatten(value)[0]:
+            if not isinstance(leaf, (torch.Tensor, *_SIMPLE)):
+                kind = type(leaf).__name__
+                return f"it takes a {kind}, which may not be the same when it is run again"
+        try:
+            check_output("", y)
+        except TypeError:
+            return "it returns something other than tensors"
+        if not any(grad_flags(y)):
+            return "nothing in it needs a gradient"
+        stage = self._stages[module]
+        own = {id(p) for p in stage.standing()} | {id(p) for p in module.parameters()}
+        own |= {id(owner.whole) for owner in stage.every_owner()}
+        if _reaches_outside(tensors_of(y), tensors_of(value), own):
+            return "it uses tensors that require gradients and are not among its arguments"
+        return None
+
+
+def _reaches_outside(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], own: set[int]
+) -> bool:
+    """Whether the graph of outputs leads to parameters that are neither inputs nor `own`."""
+    known = own | {id(t) for t in inputs}
+    seen = {t.grad_fn for t in inputs if t.grad_fn is not None}
+    waiting = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            return True
+        waiting.extend(following for following, _ in node.next_functions if following is not None)
+    return False

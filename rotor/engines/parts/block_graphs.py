@@ -1,0 +1,263 @@
+"""Captured graphs of the blocks of a sharded model: ways to run one between two extremes.
+
+A block is captured within the forward of the model, while FSDP2 has its parameters gathered. Its
+programs keep a part of what autograd would save, and run as the block's forward does: within the
+hooks of FSDP2, which gather parameters before, and find the gradients of whole parameters after.
+The programs are those of the first rank; what they need is what each rank makes of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor._pytorch import core
+from rotor.common.forward_patch import Replaced
+from rotor.common.ranks import Ranks, digest
+from rotor.common.tensor_trees import tensors_of, tensors_within
+from rotor.engines.parts.block_proofs import BlocksProof
+from rotor.engines.parts.blocks import BlockStage
+from rotor.engines.parts.kinds import Captures, Kind, backward_marks
+from rotor.engines.parts.probe import Saves, described_call
+from rotor.graph.assembly import Option
+
+__all__ = ["BlockGraph", "GraphCalls", "share_graphs"]
+
+logger = logging.getLogger("rotor")
+
+
+@dataclass(eq=False)
+class BlockGraph:
+    """What was captured of a block.
+
+    Attributes
+    ----------
+    kind
+        The graph, and its programs; blocks that are alike share it.
+    signature
+        What the block was called with.
+    is_held
+        Whether another block, called later, holds its outputs.
+    """
+
+    kind: Kind
+    signature: Any
+    is_held: bool = False
+
+    def options(self) -> list[Option]:
+        """What the programs need: bytes above the begin of the forward, and of the backward.
+
+        The gradients of the outputs are there when the backward begins, and not counted.
+        """
+        lowered = self.kind.captured.lowered
+        given = sum(lowered.storages[s][0] for s in set(lowered.tasks[lowered.loss].made.values()))
+        return [
+            Option(o.kept_bytes, o.forward_bytes, o.backward_bytes - given, o.time_ns)
+            for o in self.kind.options(self.is_held)
+        ]
+
+    def run(
+        self,
+        number: int,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        told: Callable[[str], None] | None,
+        k: int,
+        proof: BlocksProof | None,
+    ) -> tuple[Any, bool]:
+        """What the block gives under a program, and whether it could be run.
+
+        Parameters
+        ----------
+        number
+            Of the program.
+        module, args, kwargs
+            The call; what stands for the block's forward must be away.
+        told, k
+            Called with "backward k" and "before k" where the backward begins and ends.
+        proof
+            Where what the program computes again is compared.
+        """
+        if described_call(args, kwargs) != self.signature:
+            return None, False
+        marks = None if told is None else backward_marks(told, k)
+        code = self.kind.emitted(number)
+        verified = None if proof is None else self.kind.verified(number)
+        if verified is not None and proof is not None:
+            code, prover = verified
+            prover.tally, prover.place = proof, proof.names[k]
+        output, failed = self.kind.call(code, module, args, kwargs, marks)
+        return output, not failed
+
+
+class GraphCalls:
+    """A forward in which blocks are captured as they are called; nothing of it is kept.
+
+    Parameters
+    ----------
+    model, stages
+        The model, and its blocks.
+    arguments
+        Of the model.
+    captures
+        Where graphs are kept; what is in there is not captured again.
+
+    Attributes
+    ----------
+    found
+        The graphs.
+    reasons
+        Why blocks could not be captured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Sequence[BlockStage],
+        arguments: Any,
+        captures: Captures,
+    ) -> None:
+        self._stages = {stage.module: stage for stage in stages}
+        resident = [*model.parameters(), *model.buffers(), *tensors_of(arguments)]
+        self._saves = Saves(resident, lambda *_: None)
+        self._captures = captures
+        self._outputs: dict[nn.Module, set[int]] = {}
+        self._watched: list[tuple[torch.Tensor, int, nn.Module]] = []
+        self.found: dict[nn.Module, BlockGraph] = {}
+        self.reasons: dict[nn.Module, str] = {}
+
+    def run(self, call: Callable[[], Any], update: Callable[[int, int], object]) -> None:
+        """Do it.
+
+        Parameters
+        ----------
+        call
+            Runs the model.
+        update
+            Called with (blocks that have been called, all blocks).
+        """
+        self._update = update
+        obstacles = {module: _obstacle(stage) for module, stage in self._stages.items()}
+        self.reasons = {module: reason for module, reason in obstacles.items() if reason}
+        with Replaced(self._stages, self._runner) as self._replaced, self._saves.watching():
+            call()
+        for tensor, version, module in self._watched:
+            if tensor._version != version and self.found.pop(module, None) is not None:
+                self.reasons[module] = "what it takes or gives is changed in place afterwards"
+        self._watched.clear()
+
+    def _runner(self, module: nn.Module, forward: Any) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._hold((args, kwargs))
+            found = self._captured(module, args, kwargs)
+            y = forward(*args, **kwargs)
+            if isinstance(found, str):
+                self.reasons[module] = found
+            elif found is not None:
+                self.found[module] = found
+                watched = tensors_of((args, kwargs))
+                if found.kind.reads_outputs:
+                    watched += tensors_within(y)
+                self._watched += [(tensor, tensor._version, module) for tensor in watched]
+                self._outputs[module] = set(self._saves.identities(tensors_within(y)))
+            self._update(len(self.found) + len(self.reasons), len(self._stages))
+            return y
+
+        return run
+
+    def _hold(self, value: Any) -> None:
+        """Note the blocks whose outputs another one holds, as its inputs."""
+        held = set(self._saves.identities(tensors_of(value)))
+        for module, outputs in self._outputs.items():
+            outputs -= held
+            self.found[module].is_held |= not outputs
+
+    def _captured(self, module: nn.Module, args: Any, kwargs: Any) -> BlockGraph | str | None:
+        if module in self.reasons:
+            return None
+        if not (torch.is_grad_enabled() and self._saves.on_top()):
+            return "it runs within hooks for what autograd saves"
+        for parameter in module.parameters():
+            if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
+                return f"it has a parameter of type {type(parameter.data).__name__}"
+        stage = self._stages[module]
+        signature = described_call(args, kwargs)
+        with self._saves.paused(), self._replaced.paused():
+            try:
+                kind = self._captures.kind_of(stage.name, module, signature, args, kwargs)
+            except Exception as error:
+                # Other ranks wait for this one: the block can still run without a graph.
+                logger.warning("block %s was not captured: %s", stage.name, error)
+                return f"{type(error).__name__}: {error}"
+        return kind if isinstance(kind, str) else BlockGraph(kind, signature)
+
+
+def _obstacle(stage: BlockStage) -> str | None:
+    """Why the forward of a block may not be captured."""
+    module = stage.module
+    if any(unit.modules != (module,) for unit in stage.units):
+        return "a part of it is sharded by itself, and gathered while it runs"
+    if any(map(core.is_compiled, module.modules())):
+        return "a part of it is compiled already"
+    return None
+
+
+def share_graphs(
+    ranks: Ranks, graphs: Sequence[BlockGraph | None]
+) -> list[tuple[BlockGraph | None, str]]:
+    """The graphs that all ranks have alike, with the programs of the first rank.
+
+    A collective operation.
+
+    Parameters
+    ----------
+    ranks
+        Those who run the blocks.
+    graphs
+        Of each block, on this rank; ``None`` where there is none.
+
+    Returns
+    -------
+    list of (BlockGraph or None, str)
+        For each block; where a graph is given up, why.
+    """
+    order = list(dict.fromkeys(graph.kind for graph in graphs if graph is not None))
+    mine = [None if g is None else (order.index(g.kind), _digest(g.kind)) for g in graphs]
+    everyone = ranks.exchange(mine)
+    first = ranks.broadcast([[p.ops.tolist() for p in kind.programs] for kind in order])
+    shared: list[tuple[BlockGraph | None, str]] = []
+    taken: set[int] = set()
+    for graph, *found in zip(graphs, *everyone, strict=True):
+        if graph is None:
+            shared.append((None, ""))
+        elif any(other != found[0] for other in found):
+            shared.append((None, "its graph is not the same on all ranks"))
+        else:
+            if id(graph.kind) not in taken:
+                taken.add(id(graph.kind))
+                graph.kind.take_programs(first[order.index(graph.kind)])
+            shared.append((graph, ""))
+    return shared
+
+
+def _digest(kind: Kind) -> int:
+    """A number that stands for the operations of a graph, whatever the sizes."""
+    return digest(
+        [
+            (
+                "" if task.node is None else str(task.node.target),
+                task.phase,
+                task.inputs,
+                sorted(task.made.items()),
+                task.random,
+                task.once,
+            )
+            for task in kind.captured.lowered.tasks
+        ]
+    )

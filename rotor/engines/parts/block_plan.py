@@ -1,0 +1,590 @@
+"""Plans for the blocks of a sharded model that is no chain: measured, and chosen together.
+
+A block is what FSDP2 wraps one by one, called once in a forward. It is computed again in the
+backward, or keeps what autograd saves, or, where it could be captured, a part of that: among these
+options `rotor.graph.assembly` chooses exactly. The model itself runs while it is measured, with
+every block computed again. What lies between the blocks is metered with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from rotor.common.checksums import NO_ROOM, has_room
+from rotor.common.progress import progress
+from rotor.common.ranks import RankError, Ranks
+from rotor.common.tensor_trees import Flags, map_tensors, tensors_of, tensors_within
+from rotor.engines.chain.sharded import Sharding
+from rotor.engines.parts.block_calls import Calls, apart
+from rotor.engines.parts.block_graphs import BlockGraph, GraphCalls, share_graphs
+from rotor.engines.parts.block_proofs import Kept, observe_blocks
+from rotor.engines.parts.blocks import AGAIN, FIRST_PROGRAM, KEPT, BlockStage, BlockStep
+from rotor.engines.parts.kinds import Captures
+from rotor.engines.parts.pieced import PiecesPlan
+from rotor.errors import InfeasibleError
+from rotor.graph.assembly import Bases, Option, choose, least_bytes, simulate
+from rotor.meter import allocator
+from rotor.timing import Clock
+
+__all__ = ["Block", "Blocks", "BlocksPlan", "make_blocks_plan", "measure_blocks"]
+
+_ROUNDS = 3
+_LOSS_FACTOR = 4
+_SCALARS = 8
+"""Numbers, such as the loss itself, that the caller holds while the backward runs."""
+
+
+@dataclass(eq=False)
+class Block:
+    """One block.
+
+    Attributes
+    ----------
+    stage, name
+        What it is.
+    flags
+        Which tensors of its output require gradients.
+    options
+        To compute it again, to keep what autograd saves, and the programs of its graph.
+    graph
+        What was captured of it.
+    whole
+        Why nothing was.
+    is_lost
+        A step could not run its graph, which is not used any more.
+    kept
+        Why it is never computed again.
+    """
+
+    stage: BlockStage
+    flags: Flags
+    options: list[Option] = field(default_factory=list)
+    graph: BlockGraph | None = field(default=None, repr=False)
+    whole: str = ""
+    is_lost: bool = False
+    kept: Kept = field(default_factory=Kept)
+
+    @property
+    def name(self) -> str:
+        """The block's path in the model."""
+        return self.stage.name
+
+    def open_options(self) -> list[Option]:
+        """The options; those of a graph that is lost are to compute the block again.
+
+        All options of a block that does not repeat are to keep it.
+        """
+        if self.kept.reason:
+            return [self.options[KEPT]] * len(self.options)
+        if not self.is_lost:
+            return self.options
+        programs = [self.options[AGAIN]] * len(self.options[FIRST_PROGRAM:])
+        return [*self.options[:FIRST_PROGRAM], *programs]
+
+
+@dataclass
+class Blocks:
+    """The blocks of a model in the order of their calls, and what lies between them.
+
+    Attributes
+    ----------
+    sites
+        The blocks.
+    bases
+        What is there whatever is chosen; measured.
+    loss_start_bytes, output_bytes
+        What is there when the forward ends, all blocks to be computed again; the outputs.
+    device
+        Where the model runs.
+    has_loss
+        Whether the loss was a part of what was measured.
+    outside
+        Sharded modules that are not planned, and why.
+    is_measured
+        Whether a training step, with the caller's loss, was metered.
+    """
+
+    sites: list[Block]
+    bases: Bases
+    loss_start_bytes: int
+    output_bytes: int
+    device: torch.device
+    has_loss: bool
+    outside: dict[str, str]
+    is_measured: bool = False
+    wants_search: bool = False
+
+    def options(self) -> list[list[Option]]:
+        """The options of each block."""
+        return [site.open_options() for site in self.sites]
+
+    def told_outside(self) -> str:
+        """The modules that are not planned, as part of a sentence."""
+        if not self.outside:
+            return ""
+        told = "; ".join(f"{name}: {why}" for name, why in self.outside.items())
+        return f"; sharded, but not planned: {told}"
+
+    def with_assumed_loss(self, loss_tmp_bytes: int) -> Blocks:
+        """With room for a loss that nobody has seen yet."""
+        if self.has_loss or self.is_measured:
+            return self
+        assumed = _LOSS_FACTOR * self.output_bytes
+        if loss_tmp_bytes:
+            assumed = self.output_bytes + loss_tmp_bytes
+        *between, last = self.bases.between
+        last = max(last, self.loss_start_bytes + assumed)
+        return replace(self, bases=replace(self.bases, between=(*between, last)))
+
+    def shifted(self, extra_bytes: int) -> Blocks:
+        """With as many bytes more at every moment."""
+        return replace(self, bases=_shifted(self.bases, extra_bytes))
+
+
+def _shifted(bases: Bases, extra: int) -> Bases:
+    return Bases(
+        *(tuple(size + extra for size in p) for p in (bases.forward, bases.backward, bases.between))
+    )
+
+
+@dataclass
+class BlocksPlan(PiecesPlan):
+    """Which blocks are computed again, chosen under one limit, the same on all ranks."""
+
+    parts_label: ClassVar[str] = "blocks"
+    is_watched: ClassVar[bool] = False  # what gloo frees on its threads would be taken for growth
+
+    verify: str | int = "first"
+    refuted: bool = False
+
+    def __post_init__(self) -> None:
+        """What is chosen for blocks that do not repeat is to keep them."""
+        self.choice = [
+            KEPT if block.kept.reason else k
+            for block, k in zip(self.blocks, self.choice, strict=True)
+        ]
+        self.recomputes = any(self.recomputed) or any(
+            block.graph is not None
+            and k >= FIRST_PROGRAM
+            and block.graph.kind.verified(k - FIRST_PROGRAM) is not None
+            for block, k in zip(self.blocks, self.choice, strict=True)
+        )
+
+    @property
+    def is_refuted(self) -> bool:
+        """A block was seen to give other bits when it ran again."""
+        return self.refuted
+
+    def is_verified(self, verify: str | int) -> bool:
+        """Return whether the next step is verified, as all ranks do."""
+        del verify
+        if not self.recomputes:
+            return False
+        is_due = self.proved.is_due(self.verify)
+        self.proved.ran += 1
+        return is_due
+
+    @property
+    def proof(self) -> str:
+        """What verified steps have shown, as text."""
+        if not self.recomputes:
+            return "nothing is recomputed"
+        return self.proved.text(self.verify)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks."""
+        found: Any = self.pieces
+        return list(found.sites)
+
+    @property
+    def recomputed(self) -> list[bool]:
+        """Which blocks are computed again, whole."""
+        return [
+            k == AGAIN or (k != KEPT and block.is_lost)
+            for block, k in zip(self.blocks, self.choice, strict=True)
+        ]
+
+    @property
+    def part_names(self) -> list[str]:
+        """The blocks, and what is done with each."""
+        return [
+            f"{block.name}: "
+            + ("kept" if k == KEPT else "computed again" if again else "a part kept")
+            for block, k, again in zip(self.blocks, self.choice, self.recomputed, strict=True)
+        ]
+
+    @property
+    def parts(self) -> str:
+        """How many blocks there are, and why some have no graph."""
+        whole = {b.name: b.whole for b in self.blocks if b.whole and not b.kept.reason}
+        told = "".join(f"; {name} whole: {reason}" for name, reason in whole.items())
+        kept = {block.name: block.kept.reason for block in self.blocks if block.kept.reason}
+        told += "".join(f"; {name} never computed again: {why}" for name, why in kept.items())
+        return f"{len(self.blocks)}{told}"
+
+    def describe_excess(self) -> str:
+        """Return a sentence on a limit that could not be kept."""
+        return (
+            f"the limit of {self.limit_bytes} bytes was not kept: the step needed "
+            f"{self.measured_bytes} bytes. {len(self.pieces.sites)} blocks of the model are "
+            f"planned, what the rest of it and the loss keep is not{self.pieces.told_outside()}: a "
+            f"limit of {max(self.least_bytes, self.limit_bytes, self.measured_bytes or 0)} bytes, "
+            "or a smaller batch, would do"
+        )
+
+
+Call = Callable[[], Any]
+
+
+# -- measuring
+
+
+@dataclass
+class _Round:
+    """The parts of one metered step, by name, and the times of the blocks in ns."""
+
+    segments: list[allocator.Segment]
+    output_bytes: int
+    times: dict[str, int]
+
+
+class _Marks:
+    """The meter and the clock of a step that is measured."""
+
+    def __init__(self, meter: allocator.Meter, device: torch.device) -> None:
+        self._meter = meter
+        self._clock = Clock(device)
+        self._timed = ""
+        self.times: dict[str, int] = {}
+
+    def mark(self, name: str) -> None:
+        """Begin a part of the step."""
+        if self._timed:
+            self.times[self._timed] = self._clock.stop()
+        self._meter.mark(name)
+        kind, _, number = name.partition(" ")
+        self._timed = name if number and kind in ("forward", "backward", "recorded") else ""
+        if self._timed:
+            self._clock.start()
+
+
+def measure_blocks(
+    model: nn.Module,
+    sharding: Sharding,
+    stages: Sequence[BlockStage],
+    call: Callable[[Any], Any],
+    arguments: Any,
+    *,
+    has_loss: bool,
+    preserve_rng_state: bool,
+    captures: Captures,
+) -> Blocks:
+    """Run training steps of which nothing is left, and measure the blocks in them.
+
+    A collective operation: every rank runs as many.
+
+    Parameters
+    ----------
+    model, sharding, stages
+        The model, and what could be its blocks.
+    call
+        Runs the model on arguments, with the loss where `has_loss`.
+    arguments
+        Of the model.
+    preserve_rng_state
+        Recompute with the random numbers of the first forward.
+    captures
+        Where captured graphs are kept.
+
+    Raises
+    ------
+    RuntimeError
+        No module could be a block; says why.
+    RankError
+        The ranks have different blocks.
+    """
+    device = tensors_of(arguments)[0].device
+    own = map_tensors(arguments, lambda t: t.detach().requires_grad_(t.requires_grad))
+    calls = Calls(model, stages, own)
+    with apart(model, sharding, device):
+        calls.run(lambda: call(own))
+    # State that was found for other inputs stays with the plans for those.
+    by_module = {s.module: BlockStage(s.name, s.module, sharding) for s in stages}
+    blocks = [
+        Block(by_module[module], flags)
+        for module, flags in calls.found.items()
+        if module not in calls.reasons
+    ]
+    outside = {by_module[module].name: reason for module, reason in calls.reasons.items()}
+    named = [(block.name, block.flags) for block in blocks]
+    for rank, other in enumerate(sharding.ranks.exchange(named)):
+        if other != named:
+            raise RankError(
+                f"rank {rank} has the blocks {[name for name, _ in other]}, and this one "
+                f"{[name for name, _ in named]}, or other outputs of theirs: every rank needs the "
+                "same model, and inputs of the same kind"
+            )
+    if not blocks:
+        told = "; ".join(f"{name}: {why}" for name, why in outside.items())
+        raise RuntimeError(
+            f"none of the sharded modules could be computed again by itself ({told}): shard "
+            "modules that take what they need as arguments and are called once in a forward"
+        )
+    with apart(model, sharding, device):
+        kept = observe_blocks(
+            model, [block.stage for block in blocks], lambda: call(own), own, sharding.ranks
+        )
+    for block, why in zip(blocks, kept, strict=True):
+        block.kept = why
+    with apart(model, sharding, device):
+        _capture(model, blocks, lambda: call(own), own, captures)
+    for block, (graph, reason) in zip(
+        blocks, share_graphs(sharding.ranks, [block.graph for block in blocks]), strict=True
+    ):
+        block.graph, block.whole = graph, block.whole or reason
+    rounds = []
+    for _ in range(_ROUNDS):
+        with apart(model, sharding, device):
+            rounds.append(_measured(blocks, lambda: call(own), device, preserve_rng_state))
+    found = _priced(blocks, rounds, sharding, device, has_loss=has_loss, outside=outside)
+    return _joined(sharding.ranks, found)
+
+
+def _capture(
+    model: nn.Module, blocks: Sequence[Block], call: Call, arguments: Any, captures: Captures
+) -> None:
+    """Capture the blocks of which a graph can be had."""
+    free = [b.stage for b in blocks if not (b.kept.reason or b.kept.has_state)]
+    calls = GraphCalls(model, free, arguments, captures)
+    with progress(len(blocks), "capturing the blocks of the model") as update:
+        calls.run(call, update)
+    for block in blocks:
+        block.graph = calls.found.get(block.stage.module)
+        block.whole = calls.reasons.get(block.stage.module, "")
+        if block.kept.has_state:
+            block.whole = "it changes state in Python"
+
+
+def _measured(
+    blocks: Sequence[Block], call: Call, device: torch.device, preserve_rng_state: bool
+) -> _Round:
+    meter = allocator.meter(device).start()
+    try:
+        marks = _Marks(meter, device)
+        with BlockStep(
+            [block.stage for block in blocks],
+            [block.flags for block in blocks],
+            [AGAIN] * len(blocks),
+            device,
+            preserve_rng_state=preserve_rng_state,
+            marks=marks,
+            details=True,
+        ):
+            output = call()
+        marks.mark("loss")
+        outputs = [t for t in tensors_within(output) if t.requires_grad]
+        gradients = [torch.ones_like(t) for t in outputs]
+        marks.mark("end")
+        torch.autograd.backward(outputs, gradients)
+    finally:
+        meter.stop()
+    return _Round(meter.segments, allocator.storage_bytes(tensors_within(output)), marks.times)
+
+
+def _priced(
+    blocks: list[Block],
+    rounds: list[_Round],
+    sharding: Sharding,
+    device: torch.device,
+    *,
+    has_loss: bool,
+    outside: dict[str, str],
+) -> Blocks:
+    # What a thread of gloo gives back is not seen by the meter of the CPU: the least is right.
+    columns = zip(*(r.segments for r in rounds), strict=True)
+    segments = {
+        column[0].name: (
+            min(segment.start_bytes for segment in column),
+            min(segment.peak_bytes for segment in column),
+            min(segment.end_bytes for segment in column),
+        )
+        for column in columns
+    }
+    count = len(blocks)
+    base = sharding.base_bytes(device) + _SCALARS * allocator.rounded_bytes(8, device)
+    forward, backward, between = [0] * count, [0] * count, [0] * (count + 1)
+    for name, (_, peak, _) in segments.items():
+        kind, _, number = name.partition(" ")
+        k = int(number) if number else count
+        if kind == "forward":
+            forward[k] = peak + base
+        elif kind in ("backward", "recorded"):
+            backward[k] = max(backward[k], peak + base)
+        else:
+            place = {"start": 0, "after": k + 1}.get(kind, k)
+            between[place] = max(between[place], peak + base)
+    for k, block in enumerate(blocks):
+        block.options = _options(k, block, segments, rounds, backward[k] - base)
+    last = min(r.segments[-1].end_bytes for r in rounds) + base
+    between[0] = max(between[0], last + sharding.closing_bytes([b.stage for b in blocks]))
+    return Blocks(
+        blocks,
+        Bases(tuple(forward), tuple(backward), tuple(between)),
+        segments["loss"][0] + base,
+        max(r.output_bytes for r in rounds),
+        device,
+        has_loss,
+        outside,
+    )
+
+
+def _options(
+    k: int,
+    block: Block,
+    segments: dict[str, tuple[int, int, int]],
+    rounds: list[_Round],
+    backward_bytes: int,
+) -> list[Option]:
+    """The options of block `k`; what it needs to be computed again is a part of the bases."""
+
+    def time_ns(kind: str) -> int:
+        return int(median(r.times.get(f"{kind} {k}", 0) for r in rounds))
+
+    forward, again, back = map(time_ns, ("forward", "backward", "recorded"))
+    recomputed = Option(0, 0, 0, forward + again + back)
+    if f"backward {k}" not in segments:
+        return [recomputed, recomputed]
+    begun, without, _ = segments[f"forward {k}"]
+    started, peak, ended = segments[f"backward {k}"]
+    kept = Option(
+        max(0, ended - started),
+        max(0, (peak - started) - (without - begun)),
+        segments[f"recorded {k}"][1] - backward_bytes,
+        again + back,
+    )
+    if block.graph is None:
+        return [recomputed, kept]
+    programs = block.graph.options()
+    fastest = min(option.time_ns for option in programs)
+    return [
+        recomputed,
+        kept,
+        *(
+            Option(
+                option.kept_bytes,
+                begun + option.forward_bytes - without,
+                started + option.backward_bytes - backward_bytes,
+                kept.time_ns + option.time_ns - fastest,
+            )
+            for option in programs
+        ),
+    ]
+
+
+def _joined(ranks: Ranks, mine: Blocks) -> Blocks:
+    """One measure of all ranks' measures: times are means, bytes the most of any rank."""
+    found = ranks.exchange((mine.options(), mine.bases, mine.loss_start_bytes, mine.output_bytes))
+    for k, site in enumerate(mine.sites):
+        rows = [options[k] for options, *_ in found]
+        fewest = min(map(len, rows))
+        columns = zip(*(row[:fewest] for row in rows), strict=True)
+        site.options = [
+            Option(
+                max(o.kept_bytes for o in column),
+                max(o.forward_bytes for o in column),
+                max(o.backward_bytes for o in column),
+                sum(o.time_ns for o in column) // len(column),
+            )
+            for column in columns
+        ]
+    return replace(
+        mine,
+        bases=most([bases for _, bases, *_ in found]),
+        loss_start_bytes=max(start for *_, start, _ in found),
+        output_bytes=max(size for *_, size in found),
+    )
+
+
+def most(found: Sequence[Bases]) -> Bases:
+    """The most of any of them."""
+
+    def column(name: str) -> tuple[int, ...]:
+        return tuple(map(max, zip(*(getattr(bases, name) for bases in found), strict=True)))
+
+    return Bases(column("forward"), column("backward"), column("between"))
+
+
+# -- planning
+
+
+def make_blocks_plan(
+    ranks: Ranks,
+    blocks: Blocks,
+    limit_bytes: int,
+    *,
+    reserve_bytes: int = 0,
+    loss_tmp_bytes: int = 0,
+    verify: str | int = "first",
+) -> BlocksPlan:
+    """The fastest choice under the least limit of all ranks, made by the first of them.
+
+    Parameters
+    ----------
+    ranks
+        Those who run it.
+    blocks
+        What was measured, the same on all ranks.
+    limit_bytes, reserve_bytes
+        Of this rank: the least limit of all holds, and the largest reserve.
+    loss_tmp_bytes
+        What a loss that nobody has seen yet needs beside the gradient of the output; 0: it is
+        assumed to need 4 times the output, its gradient included.
+    verify
+        The steps in which recomputed values are compared; that of the first rank holds.
+
+    Raises
+    ------
+    InfeasibleError
+        There is none; on every rank.
+    """
+    limit, reserve = ranks.joint_limit(limit_bytes, reserve_bytes)
+    options = blocks.options()
+    least = least_bytes(options, blocks.bases) + reserve
+    # An assumption forbids no step: what the loss needs is known after the first one.
+    bases = blocks.with_assumed_loss(loss_tmp_bytes).bases
+    assumed = least_bytes(options, bases) + reserve
+
+    def decide() -> tuple[list[int], str | int]:
+        if least > limit:
+            raise InfeasibleError(
+                f"no plan fits in {limit} bytes: whatever is computed again in its {len(options)} "
+                f"blocks, the step needs {least} bytes{blocks.told_outside()}. Give at least that, "
+                "or a smaller batch",
+                least,
+            )
+        return choose(options, bases, max(limit, assumed) - reserve), verify
+
+    choice, verify = ranks.decide(decide)
+    blocks = replace(blocks, bases=bases)
+    plan = BlocksPlan(
+        blocks.device,
+        "the model is sharded",
+        blocks,  # type: ignore[arg-type]
+        choice,
+        simulate(options, bases, choice),
+        limit,
+        assumed,
+        reserve_bytes=reserve,
+        verify=verify,
+    )
+    values = 3 * sum(len(block.flags) for block in blocks.sites)
+    if not has_room(blocks.device, values, limit):
+        plan.proved.unproved = NO_ROOM
+    return plan

@@ -1,0 +1,435 @@
+"""Captured graphs of parts of a model: how each can be run, and what a way to run it needs.
+
+Parts of one kind, called alike, share the capture, the costs and the programs.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from rotor.common.tensor_trees import tensors_within
+from rotor.engines.graph.capture import Capture, Captured, NothingToPlan, Unplanned, fresh
+from rotor.engines.graph.early import EarlyCode, EarlyStep, Owners, owners_of, slots_of
+from rotor.engines.graph.emit import Emitted, StepCode, emit
+from rotor.engines.graph.handover import with_handovers
+from rotor.engines.graph.lowering import Lowered
+from rotor.engines.graph.planned import build_graph, own_bytes
+from rotor.engines.graph.profile import Cost
+from rotor.engines.graph.proving import Prover
+from rotor.engines.graph.repeating import keep_from_now_on
+from rotor.errors import CaptureError, InfeasibleError
+from rotor.graph import planner
+from rotor.graph.assembly import Option, undominated
+from rotor.graph.graph import Graph
+from rotor.graph.program import Program
+
+__all__ = ["Captures", "Kind", "Price", "backward_marks", "marked"]
+
+logger = logging.getLogger("rotor")
+
+Price = Callable[[Lowered, torch.device, Sequence[Any]], list[Cost]]
+
+_LEVELS = 7
+
+
+def _run(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return module.forward(*args, **kwargs)
+
+
+@dataclass(eq=False)
+class Kind:
+    """One captured graph, and the ways to run it.
+
+    Attributes
+    ----------
+    capture, captured, costs
+        The graph and what its operations cost.
+    owners
+        What its primals are that get gradients; ``None`` where that is not known of all.
+    existing
+        The gradients that exist when a step begins: new ones are added to them.
+    programs
+        The ways, and `options` what they need.
+    lowered
+        Its operations; outputs are not pinned: whoever needs them holds them.
+    """
+
+    capture: Capture
+    captured: Captured
+    costs: list[Cost]
+    device: torch.device
+    owners: Owners | None = None
+    existing: frozenset[int] = frozenset()
+    programs: list[Program] = field(default_factory=list)
+    lowered: Lowered = field(init=False, repr=False)
+    _emitted: dict[int, StepCode] = field(default_factory=dict)
+    _options: dict[bool, list[Option]] = field(default_factory=dict)
+    _variants: dict[frozenset[int], Kind] = field(default_factory=dict)
+    _verified: dict[int, tuple[StepCode, Prover]] = field(default_factory=dict)
+    _known: int = 0
+
+    def __post_init__(self) -> None:
+        lowered = self.captured.lowered
+        outputs = set(lowered.tasks[lowered.loss].inputs)
+        storages = [
+            (size, pinned and s not in outputs) for s, (size, pinned) in enumerate(lowered.storages)
+        ]
+        self.lowered = replace(lowered, storages=storages)
+        if self.existing:
+            self.lowered, self.costs = with_handovers(self.lowered, self.costs, self.existing)
+
+    def with_existing(self, module: nn.Module, existing: set[int], options: dict[str, Any]) -> Kind:
+        """Return the same graph where some gradients exist when a step begins.
+
+        Parameters
+        ----------
+        module
+            One of this kind.
+        existing
+            The ids of parameters that have one.
+        options
+            Of `rotor.graph.plan`.
+        """
+        slots = slots_of(module)
+        found = frozenset(
+            index
+            for index, owner in (self.owners or {}).items()
+            if owner.slots and id(slots[owner.slots[0]][0][slots[owner.slots[0]][1]]) in existing
+        )
+        if found == self.existing:
+            return self
+        if found not in self._variants:
+            kind = Kind(self.capture, self.captured, self.costs, self.device, self.owners, found)
+            kind.find_programs(options)
+            self._variants[found] = kind
+        return self._variants[found]
+
+    def emitted(self, number: int) -> StepCode:
+        """The functions of a program."""
+        if number not in self._emitted:
+            ops = self.programs[number].ops.tolist()
+            hands_over = any(task.gradients for task in self.lowered.tasks)
+            code = EarlyCode.of(self.lowered, ops) if hands_over else emit(self.lowered, ops)
+            self._emitted[number] = code
+        return self._emitted[number]
+
+    def verified(self, number: int) -> tuple[StepCode, Prover] | None:
+        """Return a program's functions with comparisons; ``None`` where it computes nothing twice.
+
+        Parameters
+        ----------
+        number
+            Of the program.
+        """
+        ops = self.programs[number].ops.tolist()
+        if len(ops) == len(set(ops)):
+            return None
+        if number not in self._verified:
+            prover = Prover(self.lowered, partial(keep_from_now_on, self.captured.lowered))
+            if any(task.gradients for task in self.lowered.tasks):
+                code: StepCode = EarlyCode.of(self.lowered, ops, prover=prover)
+            else:
+                code = emit(self.lowered, ops, prover=prover)
+            self._verified[number] = code, prover
+        return self._verified[number]
+
+    @property
+    def is_refuted(self) -> bool:
+        """An operation gave other bits since the programs were found."""
+        return len(self.captured.lowered.unrepeatable) != self._known
+
+    def find_programs(self, options: dict[str, Any]) -> None:
+        """Plan the graph for several amounts of what is kept, and several peaks."""
+        self._emitted.clear()
+        self._options.clear()
+        self._verified.clear()
+        self._known = len(self.captured.lowered.unrepeatable)
+        lowered = self.lowered
+        free = build_graph(lowered, self.costs, 0)
+        unplanned = Program(free, range(len(free)))
+        found = [unplanned]
+        loss = lowered.loss
+        # With a loss this large its moment is the peak: the budget is for what is kept.
+        huge = sum(s.bytes for s in free.storages) + max(
+            op.workspace_bytes for op in free.operations
+        )
+        handed = sum(
+            free.storages[s].bytes
+            for s in {*free.operations[loss].inputs, *free.operations[loss].outputs}
+        )
+
+        def add(workspace: int, budget: int) -> int | None:
+            graph = build_graph(lowered, self.costs, workspace)
+            try:
+                program = planner.plan(graph, budget, **options)
+            except InfeasibleError as error:
+                return error.minimum_bytes
+            found.append(Program(free, program.ops))
+            return None
+
+        most = self.option(unplanned, is_held=True).kept_bytes
+        reached = add(huge, 1)
+        least = 0 if reached is None else max(reached - huge - handed, 0)
+        highest, lowest = unplanned.peak_bytes, add(0, 1) or 0
+        caps = sorted({least + (most - least) * k // (_LEVELS - 1) for k in range(_LEVELS)})
+        peaks = sorted({lowest + (highest - lowest) * k // 3 for k in range(3)})
+        for cap in caps:
+            add(huge, huge + cap + handed)
+        for peak in peaks:
+            for cap in caps[::3]:
+                add(max(peak - cap - handed, 0), max(peak, 1))
+        # One program of each that no other beats where outputs are held, or are not.
+        best: list[Program] = []
+        for is_held in (True, False):
+            priced = [(self.option(program, is_held), program) for program in found]
+            for option in undominated([option for option, _ in priced]):
+                best.append(next(program for one, program in priced if one == option))
+        self.programs = list(dict.fromkeys(best))
+
+    def take_programs(self, rows: Sequence[Sequence[int]]) -> None:
+        """Have the programs that another process found for the same graph.
+
+        Parameters
+        ----------
+        rows
+            The numbers of operations of each.
+        """
+        free = build_graph(self.lowered, self.costs, 0)
+        self.programs = [Program(free, row) for row in rows]
+        self._emitted.clear()
+        self._options.clear()
+        self._verified.clear()
+
+    def option(self, program: Program, is_held: bool) -> Option:
+        """What a program needs.
+
+        Parameters
+        ----------
+        program
+            Of this graph, with a loss that needs nothing.
+        is_held
+            Whether others hold the outputs from the forward to the backward, so that keeping them
+            costs nothing more.
+        """
+        graph, ops = program.graph, program.ops.tolist()
+        boundary = ops.index(self.lowered.loss)
+        runs = program.runs
+        replayed = sum(task.random and runs[k] > 1 for k, task in enumerate(self.lowered.tasks))
+        own = own_bytes(self.device, int(replayed)) - own_bytes(self.device, 0)
+        kept = _read_before_made(graph, ops[boundary + 1 :])
+        kept -= set(graph.operations[ops[boundary]].outputs)
+        if is_held:
+            kept -= set(graph.operations[ops[boundary]].inputs)
+        timeline = program.timeline()
+        return Option(
+            kept_bytes=int(sum(graph.storages[s].bytes for s in kept) + own),
+            forward_bytes=int(timeline.peak_bytes[:boundary].max(initial=0)) + own,
+            backward_bytes=int(timeline.peak_bytes[boundary:].max(initial=0)) + own,
+            time_ns=program.time_ns,
+        )
+
+    @contextmanager
+    def _installed(
+        self,
+        code: StepCode,
+        module: nn.Module,
+        arguments: Any,
+        marks: tuple[Callable[[], object], Callable[[], object]] | None,
+    ) -> Iterator[Any]:
+        """Have the next call run a program; gives the arguments to call it with."""
+        if isinstance(code, EarlyCode) and self.owners is not None:
+            early = EarlyStep(code, self.owners, self.device, marks)
+            self.captured.emitted = early
+            with early.around(slots_of(module), arguments) as replaced:
+                yield replaced
+            return
+        if marks is not None:
+            assert isinstance(code, Emitted)
+            code = marked(code, *marks)
+        self.captured.emitted = code
+        yield arguments
+
+    @property
+    def reads_outputs(self) -> bool:
+        """Whether anything is computed from the outputs: they may then have to stay as they are."""
+        tasks = self.captured.lowered.tasks
+        outputs = set(tasks[self.captured.lowered.loss].inputs)
+        return any(outputs.intersection(task.inputs) for task in tasks if task.phase != "loss")
+
+    @property
+    def least_kept(self) -> StepCode:
+        """The functions of the program that keeps least."""
+        options = self.options(is_held=False)
+        return self.emitted(options.index(min(options, key=lambda option: option.kept_bytes)))
+
+    def options(self, is_held: bool) -> list[Option]:
+        """What each of the programs needs."""
+        if is_held not in self._options:
+            self._options[is_held] = [self.option(p, is_held) for p in self.programs]
+        return self._options[is_held]
+
+    def call(
+        self,
+        emitted: StepCode,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        marks: tuple[Callable[[], object], Callable[[], object]] | None = None,
+    ) -> tuple[Any, Literal["", "now", "for good"]]:
+        """What a captured module gives; or that it has to run plain, for now or for good.
+
+        Parameters
+        ----------
+        emitted
+            The functions of a program of this graph.
+        module, args, kwargs
+            The call; what stands for the module's forward must be away.
+        marks
+            Called when the backward begins, and when it ends.
+        """
+        self.capture.forget_programs()
+        try:
+            with self._installed(emitted, module, (args, kwargs), marks) as (given, named):
+                output = self.capture(module, given, named)
+        except Unplanned as reached:
+            # The code depends on a Python value that has changed.
+            reached.primals.clear()
+            return None, "now"
+        except CaptureError as error:
+            logger.warning("a part of the model is no longer planned: %s", error)
+            return None, "for good"
+        finally:
+            self.captured.emitted = None
+        if len(self.captured.lowered.output_of_tangent) > 1:
+            self.capture.note_absent_tangents(tensors_within(output))
+        return output, ""
+
+
+def marked(emitted: Emitted, begins: Callable[[], object], ends: Callable[[], object]) -> Emitted:
+    """A program whose backward tells where it begins and ends."""
+
+    def backward(args: list[Any]) -> Any:
+        begins()
+        try:
+            return emitted.backward(args)
+        finally:
+            ends()
+
+    return replace(emitted, backward=backward)
+
+
+def backward_marks(
+    mark: Callable[[str], None], k: int
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return marks of where the backward of part `k` begins and ends: "backward k", "before k"."""
+    return lambda: mark(f"backward {k}"), lambda: mark(f"before {k}")
+
+
+def _read_before_made(graph: Graph, ops: Sequence[int]) -> set[int]:
+    """Storages that a part of a program finds made, and reads."""
+    read: set[int] = set()
+    made: set[int] = set()
+    for index in ops:
+        operation = graph.operations[index]
+        read.update(s for s in operation.inputs if s not in made)
+        made.update(operation.outputs)
+    return read
+
+
+class Captures:
+    """Captured graphs of a model's parts, by what those have in common.
+
+    Parameters
+    ----------
+    device
+        Of the model.
+    price
+        Gives the costs of captured operations.
+    options
+        Of `rotor.graph.plan`.
+
+    Attributes
+    ----------
+    kinds
+        The graphs.
+    """
+
+    def __init__(self, device: torch.device, price: Price, options: dict[str, Any]) -> None:
+        self._device = device
+        self._price = price
+        self._options = options
+        self._captures: dict[Any, Capture] = {}
+        self._failures: dict[Any, str] = {}
+        self.kinds: dict[int, Kind] = {}
+
+    def kind_of(
+        self, path: str, module: nn.Module, signature: Any, args: Any, kwargs: Any
+    ) -> Kind | str:
+        """The captured graph of a call, or why there is none."""
+        key = (_shape_of(module), signature)
+        if key in self._failures:
+            return self._failures[key]
+        logger.info("capturing %s", path)
+        tried = [self._captures[key]] if key in self._captures else []
+        for capture in [*tried, Capture(fresh(_run))]:
+            capture.forget_programs()
+            try:
+                with warnings.catch_warnings():
+                    # PyTorch looks at the gradients of what it traces, also of what is no leaf.
+                    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+                    found = capture.reach(module, args, kwargs)
+            except CaptureError as error:
+                # A capture that others share may have been made for too many values.
+                reason = str(error)
+                continue
+            except NothingToPlan:
+                reason = "nothing in it needs a gradient"
+                break
+            self._captures[key] = capture
+            return self._kind(capture, found, module, (args, kwargs))
+        self._failures[key] = reason
+        return reason
+
+    def refresh(self, kinds: Iterable[Kind]) -> None:
+        """Find the programs again of graphs in which an operation gave other bits."""
+        for kind in kinds:
+            if kind.is_refuted:
+                kind.find_programs(self._options)
+
+    def with_existing(self, kind: Kind, module: nn.Module, existing: set[int]) -> Kind:
+        """Return a kind where parameters with these ids have gradients when a step begins."""
+        return kind.with_existing(module, existing, self._options)
+
+    def _kind(self, capture: Capture, found: Unplanned, module: nn.Module, arguments: Any) -> Kind:
+        captured = found.captured
+        try:
+            if id(captured) not in self.kinds:
+                owners = owners_of(captured.lowered, found.primals, slots_of(module), arguments)
+                costs = self._price(captured.lowered, self._device, found.primals)
+                kind = Kind(capture, captured, costs, self._device, owners)
+                kind.find_programs(self._options)
+                self.kinds[id(captured)] = kind
+        finally:
+            found.primals.clear()
+            found.__traceback__ = None
+        return self.kinds[id(captured)]
+
+
+def _shape_of(module: nn.Module) -> Any:
+    """What modules have in common that one capture may serve; its guards look closer."""
+    parts = list(module.modules())
+    tensors = [*module.parameters(), *module.buffers()]
+    return (
+        repr(module),
+        tuple((type(part), part.training) for part in parts),
+        tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors),
+    )

@@ -1,0 +1,380 @@
+"""The parts of a model that can be captured, where the model as a whole cannot.
+
+Top-down over the calls of a probing forward: a child is captured as one graph, forward and
+backward, or else its own children are tried. Captured children of one kind share the capture, the
+costs and the programs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor._pytorch import core
+from rotor.common.forward_patch import Replaced
+from rotor.common.tensor_trees import tensors_of, tensors_within
+from rotor.engines.graph.lowering import Lowered
+from rotor.engines.parts.kinds import Captures, Kind
+from rotor.engines.parts.probe import (
+    NeedsBackward,
+    Saves,
+    described_call,
+    inner_modules,
+    unchanged,
+    weigh,
+)
+from rotor.graph.assembly import Bases, Option
+from rotor.meter import allocator
+
+__all__ = ["Pieces", "Site", "discover"]
+
+logger = logging.getLogger("rotor")
+
+_SMALLEST_BYTES = 4096
+_SMALLEST_SHARE = 500
+"""A child that could save fewer bytes, or less than this part of all, stays eager."""
+
+_MOST_SEARCHES = 4
+_MOST_NAMES = 12
+_LOSS_FACTOR = 4
+
+
+@dataclass(eq=False)
+class Site:
+    """One call of a captured module in the forward.
+
+    Attributes
+    ----------
+    path, module, number
+        The module, and how many calls of it came before.
+    signature
+        What it was called with.
+    is_held
+        Whether the code around it keeps its outputs for the backward.
+    """
+
+    path: str
+    module: nn.Module
+    number: int
+    signature: Any
+    kind: Kind
+    is_held: bool = False
+    failed: bool = False
+
+    @property
+    def name(self) -> str:
+        """The path, with the number of the call where it is not the first."""
+        return f"{self.path}, call {self.number + 1}" if self.number else self.path
+
+
+@dataclass(eq=False)
+class Pieces:
+    """What was found: pieces in the order of the forward, and what lies between them.
+
+    Attributes
+    ----------
+    captures
+        The graphs.
+    sites
+        The captured calls.
+    bases
+        What the code between them keeps, estimated, or measured once a step has been metered.
+    is_measured
+        Which of these it is.
+    outside
+        Modules that hold parameters, or keep something, and are not planned.
+    reasons
+        Why modules could not be captured, by path.
+    elsewhere
+        Modules that the forward did not call, with their paths: when one is called, pieces are
+        looked for again.
+    """
+
+    captures: Captures
+    sites: list[Site]
+    bases: Bases
+    outside: list[str]
+    reasons: dict[str, str]
+    elsewhere: dict[nn.Module, str]
+    is_measured: bool = False
+    is_stale: bool = False
+    searches: int = 1
+
+    def options(self) -> list[list[Option]]:
+        """The options of each piece."""
+        return [site.kind.options(site.is_held) for site in self.sites]
+
+    def graphs(self) -> list[Lowered]:
+        """Return the operations of the captured parts, each graph once."""
+        return [kind.lowered for kind in dict.fromkeys(site.kind for site in self.sites)]
+
+    @property
+    def wants_search(self) -> bool:
+        """Whether a step took a path on which other pieces may be found."""
+        return self.is_stale and self.searches < _MOST_SEARCHES
+
+    def told(self) -> str:
+        """What is planned and what is not."""
+        names = _listed([site.name for site in self.sites])
+        return (
+            "no single graph of the model could be captured: "
+            f"{len(self.sites)} parts of it were, and are planned together ({names})"
+            f"{self.told_outside()}. What the rest keeps is measured, and peaks above the limit "
+            "that the parts cannot make up for are reported."
+        )
+
+    def told_outside(self) -> str:
+        """The modules that are not planned, as part of a sentence."""
+        return f"; not planned: {_listed(self.outside)}" if self.outside else ""
+
+    def with_earlier(self, old: Pieces) -> Pieces:
+        """With the pieces that an earlier search found, and this one, on another path, did not.
+
+        What all of them keep is then planned for, though no step has all of it.
+        """
+        known = {(site.module, site.number) for site in self.sites}
+        rows = [
+            (site, self.bases.forward[k], self.bases.backward[k], self.bases.between[k])
+            for k, site in enumerate(self.sites)
+        ]
+        place = 0
+        for k, site in enumerate(old.sites):
+            if (site.module, site.number) in known:
+                here = [(row[0].module, row[0].number) for row in rows]
+                place = here.index((site.module, site.number)) + 1
+            elif not site.failed:
+                bases = (old.bases.forward[k], old.bases.backward[k], old.bases.between[k])
+                rows.insert(place, (site, *bases))
+                place += 1
+        sites, forward, backward, between = zip(*rows, strict=True)
+        last = max(self.bases.between[-1], old.bases.between[-1])
+        called = {part for site in sites for part in site.module.modules()}
+        return replace(
+            self,
+            sites=list(sites),
+            bases=Bases(forward, backward, (*between, last)),
+            elsewhere={
+                module: path
+                for module, path in self.elsewhere.items()
+                if module in old.elsewhere and module not in called
+            },
+            searches=old.searches + 1,
+        )
+
+
+class _Search:
+    """One probing forward that captures what it can."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        wanted: set[tuple[nn.Module, int]],
+        captures: Captures,
+        progress: Callable[[int, int], object],
+        existing: set[int],
+    ) -> None:
+        self.model = model
+        self.wanted = wanted
+        self.captures = captures
+        self.existing = existing
+        self.progress = progress
+        self.sites: list[Site] = []
+        self.reasons: dict[str, str] = {}
+        self.keepers: dict[int, list[int]] = {}
+        self.sizes: dict[int, int] = {}
+        self.outputs: list[set[int]] = []
+        self.inside = False
+        # Autograd keeps the inputs of captured parts in every plan, so they may be held here too.
+        self.watched: list[tuple[torch.Tensor, int, Site]] = []
+        self.changed: set[tuple[nn.Module, int]] = set()
+
+    def note(self, identity: int, size: int) -> None:
+        if not self.inside:
+            self.keep(identity, size, 2 * len(self.sites))
+
+    def keep(self, identity: int, size: int, phase: int) -> None:
+        self.sizes[identity] = size
+        self.keepers.setdefault(identity, []).append(phase)
+
+    def look_for_changes(self) -> None:
+        """Note the calls whose inputs or outputs the model has changed in place since."""
+        for tensor, version, site in self.watched:
+            if tensor._version != version:
+                self.changed.add((site.module, site.number))
+        self.watched.clear()
+
+    def found(self, site: Site, given: Sequence[torch.Tensor], made: set[int]) -> None:
+        """Note a captured call."""
+        self.sites.append(site)
+        self.outputs.append(made)
+        self.watched += [(tensor, tensor._version, site) for tensor in given]
+        self.progress(len(self.sites), len(self.wanted))
+
+    def run(self, args: Any, kwargs: Any) -> int:
+        """The bytes of the model's outputs."""
+        device = tensors_of((args, kwargs))[0].device
+        paths = inner_modules(self.model)
+        counts: dict[nn.Module, int] = {}
+        resident = [*self.model.parameters(), *self.model.buffers(), *tensors_of((args, kwargs))]
+        saves = Saves(resident, self.note)
+
+        def replacement(module: nn.Module, forward: Any) -> Callable[..., Any]:
+            def run(*given: Any, **named: Any) -> Any:
+                number = counts[module] = counts.get(module, -1) + 1
+                if self.inside or (module, number) not in self.wanted:
+                    return forward(*given, **named)
+                if not torch.is_grad_enabled() or not saves.on_top():
+                    return forward(*given, **named)
+                path = paths[module]
+                signature = described_call(given, named)
+                with saves.paused(), replaced.paused():
+                    kind = self.captures.kind_of(path, module, signature, given, named)
+                if isinstance(kind, str):
+                    self.reasons.setdefault(path, kind)
+                    return forward(*given, **named)
+                for identity, size in saves.identities(tensors_of((given, named))).items():
+                    self.keep(identity, size, 2 * len(self.sites) + 1)
+                self.inside = True
+                try:
+                    output = forward(*given, **named)
+                finally:
+                    self.inside = False
+                watched = tensors_of((given, named))
+                if kind.reads_outputs:
+                    watched += tensors_within(output)
+                site = Site(path, module, number, signature, kind)
+                self.found(site, watched, set(saves.identities(tensors_within(output))))
+                return output
+
+            return run
+
+        with (
+            unchanged(self.model, device),
+            Replaced(paths, replacement) as replaced,
+            saves.watching(),
+        ):
+            output = self.model.forward(*args, **kwargs)
+            self.look_for_changes()
+        for k, (site, own) in enumerate(zip(self.sites, self.outputs, strict=True)):
+            site.is_held = all(max(self.keepers.get(i, [0])) > 2 * k + 1 for i in own)
+        self.hand_over()
+        return allocator.storage_bytes(tensors_within(output))
+
+    def hand_over(self) -> None:
+        """Have the pieces add to the gradients that exist.
+
+        Of a parameter that several calls read, autograd adds up the gradients first: these are as
+        new ones.
+        """
+        if not self.existing:
+            return
+        calls = Counter(id(p) for site in self.sites for p in site.module.parameters())
+        self.existing -= {identity for identity, count in calls.items() if count > 1}
+        for site in self.sites:
+            site.kind = self.captures.with_existing(site.kind, site.module, self.existing)
+
+    def bases(self, output_bytes: int) -> Bases:
+        """An estimate of what the code around the pieces keeps, and the gradients that appear."""
+        count = len(self.sites)
+        first = {identity: min(phases) for identity, phases in self.keepers.items()}
+        starting = [0] * (2 * count + 1)
+        largest = [0] * (2 * count + 1)
+        for identity, phase in first.items():
+            starting[phase] += self.sizes[identity]
+            largest[phase] = max(largest[phase], self.sizes[identity])
+        kept = list(accumulate(starting))
+        later = self._gradients()
+        transient = [2 * largest[2 * k] + later[k] for k in range(count + 1)]
+        transient[count] = max(transient[count], _LOSS_FACTOR * output_bytes)
+        return Bases(
+            tuple(kept[2 * k + 1] for k in range(count)),
+            tuple(kept[2 * k + 1] + later[k + 1] for k in range(count)),
+            tuple(kept[2 * k] + transient[k] for k in range(count + 1)),
+        )
+
+    def _gradients(self) -> list[int]:
+        """Bytes of the gradients of parameters that are there before the backward of each piece
+        ends, those of its own included; those outside of pieces are there from the beginning.
+        """
+        owner: dict[nn.Parameter, int] = {}
+        for k, site in enumerate(self.sites):
+            owner.update({p: k for p in site.module.parameters() if p.requires_grad})
+        found = [0] * (len(self.sites) + 1)
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and id(parameter) not in self.existing:
+                size = allocator.rounded_bytes(parameter.nbytes, parameter.device)
+                found[owner.get(parameter, len(self.sites))] += size
+        return list(accumulate(reversed(found)))[::-1]
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MOST_NAMES])
+    more = len(names) - _MOST_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def discover(
+    model: nn.Module,
+    args: Any,
+    kwargs: dict[str, Any],
+    captures: Captures,
+    progress: Callable[[int, int], object],
+    existing: Collection[int] = (),
+) -> Pieces | None:
+    """Capture the largest children of a model that can be captured.
+
+    The model is run twice, without keeping anything, and is then as it was before.
+
+    Parameters
+    ----------
+    model, args, kwargs
+        A call of it, with gradients enabled.
+    captures
+        Where graphs are kept; what is in there is not captured again.
+    progress
+        Called with (captured calls, calls that are worth it).
+    existing
+        The ids of the parameters that have a gradient when a step begins.
+
+    Returns
+    -------
+    Pieces or None
+        ``None`` where nothing worth planning can be captured.
+    """
+    try:
+        calls, whole, called = weigh(model, args, kwargs)
+        total = sum(whole.saved.values())
+        smallest = max(total // _SMALLEST_SHARE, _SMALLEST_BYTES)
+        worth = {(c.module, c.number) for c in calls if c.plannable_bytes > smallest}
+        while True:
+            search = _Search(model, worth, captures, progress, set(existing))
+            output_bytes = search.run(args, kwargs) if worth else 0
+            if not search.changed:
+                break
+            worth -= search.changed
+    except allocator.MeterBusyError:
+        raise
+    except (NeedsBackward, NotImplementedError, RuntimeError) as error:
+        # Such as transforms of torch.func, which run under no hooks for what autograd saves.
+        logger.info("no parts of the model can be captured: %s", error)
+        return None
+    if not search.sites:
+        return None
+    inside = {part for site in search.sites for part in site.module.modules()}
+    paths = inner_modules(model)
+    unseen = {m: path for m, path in paths.items() if m not in inside}
+    return Pieces(
+        captures,
+        search.sites,
+        search.bases(output_bytes),
+        outside=[p for m, p in unseen.items() if m in called and core.parameter_slots(m)],
+        reasons=search.reasons,
+        elsewhere={m: p for m, p in unseen.items() if m not in called},
+    )

@@ -1,0 +1,134 @@
+"""The ranks that share plans; alone, a process decides at once what several agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from rotor.common.ranks import RankError, Ranks, digest
+from rotor.meter import allocator
+
+__all__ = ["Alone", "Peers", "SharingRanks"]
+
+_FAILED = 2
+
+
+class Peers(Protocol):
+    """The ranks that measure, plan and train in step."""
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes that decide together; ``None`` where there is one."""
+
+    def agree(self, own_key: Callable[[], tuple[Any, Any]], is_behind: bool) -> tuple[Any, bool]:
+        """Return the key of a step of all ranks, and whether one of them has something to learn.
+
+        Parameters
+        ----------
+        own_key
+            Gives this rank's: what a measure belongs to, and which gradients are missing.
+        is_behind
+            Whether this rank has something to learn.
+        """
+
+    def settle(
+        self, is_one_behind: bool, wants_measure: bool, wants_plan: bool
+    ) -> tuple[bool, bool]:
+        """Return whether all ranks measure, and plan, now."""
+
+    def all_well(self, problem: Exception | None) -> None:
+        """Raise on every rank where one of them cannot measure."""
+
+
+class Alone:
+    """A process that plans for itself."""
+
+    ranks: Ranks | None = None
+
+    def agree(self, own_key: Callable[[], tuple[Any, Any]], is_behind: bool) -> tuple[Any, bool]:
+        """Return the key."""
+        del is_behind
+        return own_key(), False
+
+    def settle(
+        self, is_one_behind: bool, wants_measure: bool, wants_plan: bool
+    ) -> tuple[bool, bool]:
+        """Return what is wanted."""
+        del is_one_behind
+        return wants_measure, wants_plan
+
+    def all_well(self, problem: Exception | None) -> None:
+        """Raise a problem; a meter that runs already only leaves figures out."""
+        if problem is not None and not isinstance(problem, allocator.MeterBusyError):
+            raise problem
+
+
+class SharingRanks:
+    """The ranks of a group; every method is a collective operation.
+
+    Parameters
+    ----------
+    ranks
+        Those who run each step together.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks: Ranks = ranks
+        self._digests: dict[Any, tuple[int, int]] = {}
+
+    def agree(self, own_key: Callable[[], tuple[Any, Any]], is_behind: bool) -> tuple[Any, bool]:
+        """Return the key of a step of all ranks, and whether one of them has something to learn.
+
+        Raises
+        ------
+        RankError
+            Another rank has no valid input; or the ranks do not have the same parameters without
+            gradients.
+        """
+        try:
+            key = own_key()
+        except Exception:
+            self.ranks.exchange_ints(0, 0, _FAILED)
+            raise
+        if key not in self._digests:
+            self._digests[key] = (key_digest(key[0]), key_digest(key[1]))
+        mine = self._digests[key]
+        found = self.ranks.exchange_ints(*mine, is_behind)
+        for rank, other in enumerate(found):
+            if other[2] == _FAILED:
+                raise RankError(f"rank {rank} cannot go on: the error that it raised says why")
+        if any(other[1] != mine[1] for other in found):
+            raise RankError(
+                "which parameters have gradients, or are reduced, differs between ranks: set "
+                "gradients to None, and set_requires_gradient_sync(), on all of them alike"
+            )
+        return ((key[0], tuple(other[0] for other in found)), key[1]), any(o[2] for o in found)
+
+    def settle(
+        self, is_one_behind: bool, wants_measure: bool, wants_plan: bool
+    ) -> tuple[bool, bool]:
+        """Return whether any rank wants to measure, and to plan."""
+        if not (is_one_behind or wants_plan):
+            return wants_measure, wants_plan
+        wanted = self.ranks.exchange_ints(wants_measure, wants_plan)
+        measures, plans = (any(column) for column in zip(*wanted, strict=True))
+        return measures, plans
+
+    def all_well(self, problem: Exception | None) -> None:
+        """Raise on every rank where one of them has a problem."""
+        self.ranks.all_well(problem)
+
+
+def key_digest(value: Any) -> int:
+    """Return a number for a part of a key, the same on ranks with devices of other numbers."""
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, torch.device):
+            return item.type
+        if isinstance(item, tuple | list):
+            return tuple(plain(part) for part in item)
+        return item
+
+    return digest(plain(value))

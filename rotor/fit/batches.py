@@ -1,0 +1,152 @@
+"""Batches of any size made of one, and training steps that leave no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor._pytorch import core
+from rotor.common.generators import RngTracker
+from rotor.common.model_state import gradients_aside
+from rotor.common.tensor_trees import tensors_of
+from rotor.engines.chain.stages import is_plain_sequential
+from rotor.meter import allocator as memory
+
+__all__ = [
+    "Batch",
+    "batches_of",
+    "device_of",
+    "is_out_of_memory",
+    "step_bytes",
+    "sum_of",
+    "unchanged",
+]
+
+Batch = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
+"""Arguments, keyword arguments, targets."""
+
+
+def batches_of(
+    model: nn.Module, sample: Any, targets: tuple[Any, ...], has_loss: bool, engine: str
+) -> Callable[[int], Batch]:
+    """A function that gives the batch of a size; the arguments are those of `largest_batch`."""
+    if callable(sample) and not isinstance(sample, torch.Tensor | nn.Module):
+        if targets:
+            raise ValueError("a callable gives the targets too: leave targets= out")
+        return lambda size: _checked_batch(sample(size))
+    if targets and not has_loss:
+        raise ValueError("targets are for a loss: give loss_fn= too")
+    one = is_plain_sequential(model) and engine != "graph"
+    args: tuple[Any, ...] = sample if isinstance(sample, tuple) and not one else (sample,)
+    kwargs: dict[str, Any] = {}
+    if isinstance(sample, dict) and not one:
+        args, kwargs = (), sample
+    leaves, spec = core.tree_flatten((args, kwargs, targets))
+    shaped = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    if not shaped or not shaped[0].shape[0]:
+        raise ValueError(
+            "the sample holds no tensor with a first dimension, expected one batch: a tensor, a "
+            "tuple of arguments, or a dictionary of keyword arguments"
+        )
+    length = shaped[0].shape[0]
+
+    def of_size(size: int) -> Batch:
+        rows = torch.arange(size) % length
+
+        def taken(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != length:
+                return leaf
+            chosen = leaf.detach().index_select(0, rows.to(leaf.device))
+            return chosen.requires_grad_(leaf.requires_grad)
+
+        found: Batch = core.tree_unflatten([taken(leaf) for leaf in leaves], spec)
+        return found
+
+    return of_size
+
+
+def _checked_batch(found: Any) -> Batch:
+    kinds = (tuple, dict, tuple)
+    if (
+        isinstance(found, tuple)
+        and len(found) == len(kinds)
+        and all(isinstance(part, kind) for part, kind in zip(found, kinds, strict=True))
+    ):
+        return found
+    raise TypeError(
+        f"the callable gave {type(found).__name__}, expected (args, kwargs, targets): a tuple, a "
+        "dictionary and a tuple"
+    )
+
+
+def device_of(batch: Batch) -> torch.device:
+    """Where a batch lies; ValueError: it holds no tensor."""
+    tensors = tensors_of(core.tree_flatten(batch[:2])[0])
+    if not tensors:
+        raise ValueError("the batch holds no tensor, expected at least one")
+    return tensors[0].device
+
+
+def sum_of(output: Any) -> torch.Tensor:
+    """The loss of an output that has one, else the sum of its tensors."""
+    if isinstance(output, torch.Tensor):
+        return output.sum()
+    if isinstance(output, Mapping):
+        if output.get("loss") is not None:
+            return sum_of(output["loss"])
+        output = tuple(output.values())
+    parts = [
+        sum_of(part) for part in output if isinstance(part, torch.Tensor | Mapping | tuple | list)
+    ]
+    parts = [part for part in parts if part.requires_grad]
+    if not parts:
+        raise ValueError("the output holds no tensor that needs a gradient: give loss_fn=")
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+@contextmanager
+def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """The model trains inside, without gradients at first, and is as before afterwards."""
+    modules = list(model.modules())
+    flags = [(module, module.training) for module in modules]
+    buffers = [(slots, name, slots[name]) for m in modules for slots, name in core.buffer_slots(m)]
+    rng = RngTracker(device)
+    states = rng.read()
+    copies: dict[int, torch.Tensor] = {}
+    try:
+        model.train()
+        for slots, name, buffer in buffers:
+            if buffer is not None:
+                copy = copies.setdefault(id(buffer), buffer.detach().clone())
+                slots[name] = copy
+        with gradients_aside(model.parameters()), torch.enable_grad():
+            yield
+    finally:
+        for slots, name, buffer in buffers:
+            slots[name] = buffer
+        for module, training in flags:
+            module.training = training
+        rng.write(states)
+        if torch.is_autocast_cache_enabled():
+            torch.clear_autocast_cache()
+
+
+def step_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """Peak of a step above the level at its start."""
+    with memory.meter(device) as meter:
+        step()
+    return meter.peak_bytes
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is that of an allocator without memory."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    )

@@ -1,0 +1,468 @@
+"""The largest batch whose training step fits in memory, and the one of best throughput."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor.common.model_state import refuse_sharded
+from rotor.engines.contract import METERED_STEPS
+from rotor.errors import InfeasibleError, MemoryLimitWarning
+from rotor.fit.batches import (
+    Batch,
+    batches_of,
+    device_of,
+    is_out_of_memory,
+    step_bytes,
+    sum_of,
+    unchanged,
+)
+from rotor.fit.result import BatchFit, LargestBatch, TriedBatch
+from rotor.meter import allocator
+from rotor.timing import measure_ns, single_runs
+from rotor.units import format_bytes, parse_bytes
+from rotor.wrapper.checkpointable import Checkpointable
+
+__all__ = ["BatchFit", "LargestBatch", "TriedBatch", "largest_batch"]
+
+logger = logging.getLogger("rotor")
+
+MAX_BATCH = 65536
+_FIRST = 2
+_GROWTH = 8
+_SECANTS = 8
+_NEAR = 1.15
+_STEP_SECONDS = 2.0
+
+
+def largest_batch(
+    model: nn.Module,
+    sample: Any,
+    mem_limit: int | str | None = None,
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    targets: Sequence[Any] = (),
+    engine: str = "auto",
+    multiple_of: int = 1,
+    max_batch: int = MAX_BATCH,
+    points: int = 5,
+    timed: bool = True,
+    **options: Any,
+) -> LargestBatch:
+    """Find the largest batch whose training step fits, and the one of best throughput.
+
+    Batch sizes are planned, not run: what the least plan of a size needs is nearly affine in the
+    size, so that few are looked at, the last ones side by side. Then the largest is run, with some
+    of the sizes below it: its measured peak is within the limit. Plain PyTorch is run in small
+    batches, from which the largest that fits is read, and then in that one.
+
+    Nothing of the model is changed: parameters, gradients, buffers, random states, training flags.
+    Its own hooks run.
+
+    Parameters
+    ----------
+    model
+        Any module, on the device that it is trained on.
+    sample
+        One batch: a tensor, a tuple of arguments, or a dictionary of keyword arguments. Tensors as
+        long in their first dimension as the first tensor are taken to be split along it, and are
+        repeated to the sizes wanted; others stay. Or a callable that gets a batch size and gives
+        ``(args, kwargs, targets)``, a tuple, a dictionary and a tuple.
+    mem_limit
+        As for `Checkpointable`: the most that a step may have allocated above the level at its
+        start. Gradients count: they do not exist when the step begins. ``None``: 90 % of what is
+        free.
+    loss_fn, targets
+        ``loss_fn(output, *targets)``, part of the plan; `targets` is split as `sample` is. Without
+        it, the loss is the ``loss`` of an output that has one, else the sum of the outputs.
+    engine
+        "auto", "chain" or "graph", as for `Checkpointable`.
+    multiple_of
+        Look at multiples of this size only.
+    max_batch
+        Look at no larger size.
+    points
+        How many sizes are run with rotor at most, the largest among them, to find the best
+        throughput.
+    timed
+        Whether stages and operations are timed until their times are stable. False: each is run
+        once, which takes a fraction of the time, and tells what fits as well; plans are then made
+        from rough times, so that steps may be a little slower. Throughput is measured either way.
+    **options
+        Of `Checkpointable`. Graphs are planned with ``effort="fast"`` where nothing is given.
+
+    Returns
+    -------
+    LargestBatch
+        The sizes and their figures; printed, a table.
+
+    Raises
+    ------
+    InfeasibleError
+        The smallest size does not fit; ``minimum_bytes`` is the least limit that it fits in.
+    ValueError
+        The limit is more than the device has free; the model runs without a plan; the sample holds
+        no tensor, or targets are given without a loss; a number is not positive.
+    TypeError
+        The model is no module, or the callable gives something else.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+    >>> found = largest_batch(model, torch.randn(8, 64), "200 KB", multiple_of=8, points=1)
+    >>> found.largest.measured_bytes <= 200_000 < found.refused.least_bytes
+    True
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    if isinstance(model, Checkpointable):
+        raise TypeError("model is wrapped already: give the plain one, model.module")
+    if engine == "dynamic":
+        raise ValueError(
+            'engine="dynamic" plans nothing, so no batch can be foreseen: use "auto", "chain" or '
+            '"graph"'
+        )
+    if options.get("profile", "measured") != "measured":
+        raise ValueError(
+            "the answer is verified by runs, so it is one for this machine: leave profile= out, "
+            "and ask for the curve of another machine"
+        )
+    refuse_sharded(model)
+    for name, value in (("multiple_of", multiple_of), ("max_batch", max_batch), ("points", points)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} = {value!r}, expected a whole number of 1 or more")
+    if max_batch < multiple_of:
+        raise ValueError(f"max_batch = {max_batch} is below multiple_of = {multiple_of}")
+    batches = batches_of(model, sample, tuple(targets), loss_fn is not None, engine)
+    device = device_of(batches(multiple_of))
+    free = allocator.free_bytes(device)
+    limit = free * 9 // 10 if mem_limit is None else parse_bytes(mem_limit)
+    if limit > free:
+        raise ValueError(
+            f"the limit is {format_bytes(limit)} and {device} has {format_bytes(free)} free: the "
+            "answer is verified by a run, so give a limit that is there"
+        )
+    with unchanged(model, device):
+        search = _Search(
+            model, batches, device, limit, loss_fn, engine, multiple_of, max_batch, options
+        )
+        search.timed = timed
+        return search.run(points)
+
+
+class _Line:
+    """Bytes against batch size, through the two known points that are nearest to the limit.
+
+    Where one lies below the limit and one above, these two.
+    """
+
+    def __init__(self) -> None:
+        self.points: dict[int, int] = {}
+
+    def at(self, size: int, limit: int) -> int | None:
+        """Predicted bytes of a size; ``None`` where fewer than two points are known."""
+        if len(self.points) < 2:
+            return None
+        (a, low), (b, high) = self._nearest(limit)
+        return round(low + (high - low) * (size - a) / (b - a))
+
+    def largest_below(self, limit: int) -> int | None:
+        """The largest size predicted to need at most the limit."""
+        if len(self.points) < 2:
+            return None
+        (a, low), (b, high) = self._nearest(limit)
+        slope = (high - low) / (b - a)
+        return None if slope <= 0 else int(a + (limit - low) / slope)
+
+    def _nearest(self, limit: int) -> list[tuple[int, int]]:
+        nearest = sorted(self.points.items(), key=lambda item: abs(item[1] - limit))
+        over = [item[1] > limit for item in nearest]
+        other = over.index(not over[0]) if len(set(over)) == 2 else 1
+        return sorted([nearest[0], nearest[other]])
+
+
+class _Search:
+    """One search; sizes inside are in units of `unit` samples."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Callable[[int], Batch],
+        device: torch.device,
+        limit: int,
+        loss_fn: Callable[..., torch.Tensor] | None,
+        engine: str,
+        unit: int,
+        max_batch: int,
+        options: dict[str, Any],
+    ) -> None:
+        self.model, self.batches, self.device, self.limit = model, batches, device, limit
+        self.given_loss, self.engine, self.unit = loss_fn, engine, unit
+        self.most = max_batch // unit
+        self.options = options
+        self.engine_name = ""
+        self.rows: dict[tuple[str, int], TriedBatch] = {}
+        self.plans: dict[int, Checkpointable] = {}
+        self.line = _Line()
+        self.warned = False
+        self.timed = True
+
+    # -- batches and steps
+
+    def _loss(self, size: int) -> tuple[Batch, Callable[..., torch.Tensor]]:
+        """The batch of a size, with targets in any case, so that the loss is planned."""
+        args, kwargs, targets = self.batches(size * self.unit)
+        if self.given_loss is not None and targets:
+            return (args, kwargs, targets), self.given_loss
+        if targets:
+            raise ValueError("targets are for a loss: give loss_fn= too")
+        alone = self.given_loss or sum_of
+
+        def loss(output: Any, *_: Any) -> torch.Tensor:
+            return alone(output)
+
+        return (args, kwargs, (torch.zeros(1, device=self.device),)), loss
+
+    def _step(self, model: nn.Module, size: int) -> Callable[[], None]:
+        (args, kwargs, targets), loss_fn = self._loss(size)
+        parameters = list(self.model.parameters())
+
+        def step() -> None:
+            if isinstance(model, Checkpointable):
+                loss = model(*args, targets=targets, **kwargs)
+            else:
+                loss = loss_fn(model(*args, **kwargs), *targets)
+            loss.backward()
+            del loss
+            for parameter in parameters:
+                parameter.grad = None
+
+        return step
+
+    def _seconds(self, step: Callable[[], None]) -> float:
+        ns = measure_ns(step, self.device, min_repeats=3, max_repeats=9, max_seconds=_STEP_SECONDS)
+        return max(ns, 1) / 1e9
+
+    def _note(self, runs: str, size: int, fits: bool, least: int | None, **ran: Any) -> None:
+        batch = size * self.unit
+        self.rows[runs, batch] = TriedBatch(batch, runs, fits, least, **ran)
+        shown = "-" if least is None else format_bytes(least)
+        logger.info(
+            "batch %d (%s): least %s, %s", batch, runs, shown, "fits" if fits else "too large"
+        )
+
+    # -- with rotor
+
+    def _plan(self, size: int) -> bool:
+        """Whether a plan of a size fits; it is kept where it does."""
+        known = self.rows.get(("rotor", size * self.unit))
+        if known is not None and (not known.fits or size in self.plans):
+            return known.fits
+        least: int | None = None
+        try:
+            with warnings.catch_warnings():
+                # Why a model is planned in parts is said once.
+                warnings.simplefilter("ignore" if self.warned else "default", MemoryLimitWarning)
+                model, least, fits = self._planned(size)
+            self.warned = True
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            fits = False
+        if least is not None:
+            self.line.points[size] = least
+        if fits:
+            self.plans = {size: model}
+        self._note("rotor", size, fits, least)
+        return fits
+
+    def _planned(self, size: int) -> tuple[Checkpointable, int, bool]:
+        (args, kwargs, targets), loss_fn = self._loss(size)
+        model: Any = Checkpointable(
+            self.model, mem_limit=self.limit, engine=self.engine, loss_fn=loss_fn, **self.options
+        )
+        self.engine_name = model.planned_as
+        is_graph = self.engine_name != "chain"
+        may_choose = is_graph and "effort" not in self.options
+        fast = {"effort": "fast"} if may_choose else {}
+        with nullcontext() if self.timed else single_runs():
+            model.measure(*args, targets=targets, **kwargs)
+        try:
+            model.compute_sequence(1, **fast)
+        except InfeasibleError as error:
+            least = error.minimum_bytes
+        else:
+            raise ValueError(
+                "no part of the model can be planned, so no batch can be foreseen: "
+                f"{model.plan.reason}"
+            )
+        tries = [fast]
+        if may_choose and self.limit < least <= _NEAR * self.limit:
+            tries.append({"effort": "default"})
+        for more in tries:
+            try:
+                model.compute_sequence(self.limit, **more)
+                return model, min(least, model.get_expected_memory()), True
+            except InfeasibleError as error:
+                least = min(least, error.minimum_bytes)
+        return model, least, False
+
+    def _largest(self, highest: int) -> int:
+        """The largest size below `highest` with a plan that fits; 0: none has."""
+        low, high = 0, highest
+        for tried in self.rows.values():
+            size = tried.batch // self.unit
+            if tried.runs == "rotor" and tried.fits and size < high:
+                low = max(low, size)
+        size, tries = min(_FIRST, high - 1), 0
+        while low + 1 < high:
+            if low < size < high:
+                if self._plan(size):
+                    low = size
+                else:
+                    high = size
+            tries += 1
+            guess = self.line.largest_below(self.limit) if tries <= _SECANTS else None
+            if guess is None:
+                guess = 2 * low if len(self.line.points) < 2 else (low + high) // 2
+            size = max(low + 1, min(guess, high - 1, _GROWTH * max(low, 1)))
+        return low
+
+    def _verified(self, size: int) -> BatchFit | None:
+        """A size as it ran within the limit; ``None`` where it did not stay there."""
+        if not self._plan(size):
+            return None
+        model = self.plans[size]
+        least = self.rows["rotor", size * self.unit].least_bytes
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", MemoryLimitWarning)
+                step = self._step(model, size)
+                # The first steps are metered by the wrapper, and may be planned again.
+                for _ in range(METERED_STEPS + 1):
+                    step()
+                    if model.plan.measured_bytes is not None and not model.plan.outdated:
+                        break
+                measured = step_bytes(step, self.device)
+                predicted = model.get_expected_memory()
+                seconds = self._seconds(step) if measured <= self.limit else None
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            measured, predicted, seconds = None, 0, None
+        fits = seconds is not None
+        if measured is not None and not fits:
+            least = max(least or 0, measured)
+        self._note("rotor", size, fits, least, measured_bytes=measured, seconds=seconds)
+        if seconds is None or measured is None:
+            return None
+        return BatchFit(size * self.unit, predicted, measured, seconds)
+
+    # -- without
+
+    def _plain(self, largest: int) -> BatchFit | None:
+        """The largest size that plain PyTorch runs within the limit."""
+        line, low, size = _Line(), 0, min(_FIRST, self.most)
+        high = min(2 * largest, self.most) + 1
+        found: BatchFit | None = None
+        while low + 1 < high:
+            predicted = line.at(size, self.limit)
+            try:
+                step = self._step(self.model, size)
+                step()
+                measured = step_bytes(step, self.device)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                high = size
+                self._note("plain", size, False, predicted)
+            else:
+                line.points[size] = measured
+                low, high = (size, high) if measured <= self.limit else (low, size)
+                self._note("plain", size, size == low, measured, measured_bytes=measured)
+                if size == low:
+                    found = BatchFit(
+                        size * self.unit,
+                        measured if predicted is None else predicted,
+                        measured,
+                        1.0,
+                    )
+            guess = line.largest_below(self.limit)
+            if guess is not None and low and guess <= low:
+                # The next size is known to be too large without being run.
+                over = line.at(low + 1, self.limit)
+                if over is not None and low + 1 < high:
+                    self._note("plain", low + 1, False, over)
+                break
+            # Whatever does not grow with the batch, in proportion it fits.
+            safe = int(low * self.limit / line.points[low]) if low else 0
+            size = max(low + 1, min(safe, high - 1, high if guess is None else guess))
+        if found is None:
+            return None
+        seconds = self._seconds(self._step(self.model, low))
+        row = self.rows["plain", found.batch]
+        self._note(
+            "plain",
+            low,
+            True,
+            row.least_bytes,
+            measured_bytes=found.measured_bytes,
+            seconds=seconds,
+        )
+        return BatchFit(found.batch, found.predicted_bytes, found.measured_bytes, seconds)
+
+    # -- all of it
+
+    def run(self, points: int) -> LargestBatch:
+        highest = self.most + 1
+        while True:
+            size = self._largest(highest)
+            if not size:
+                least = [t.least_bytes for t in self.rows.values() if t.least_bytes is not None]
+                raise InfeasibleError(
+                    f"a batch of {self.unit} does not fit in {format_bytes(self.limit)} "
+                    f"({self.limit} bytes): the least that it fits in is "
+                    f"{min(least, default=self.limit + 1)} bytes. Raise mem_limit, or make the "
+                    "model or its input smaller",
+                    min(least, default=self.limit + 1),
+                )
+            largest = self._verified(size)
+            if largest is not None:
+                break
+            highest = size
+        plain = self._plain(size)
+        fits = [(largest, "rotor")] + ([(plain, "plain")] if plain is not None else [])
+        for other in self._others(size, plain, points - 1):
+            fit = self._verified(other)
+            if fit is not None:
+                fits.append((fit, "rotor"))
+        best, best_runs = max(fits, key=lambda item: item[0].samples_per_second)
+        rows = sorted(self.rows.values(), key=lambda tried: (tried.batch, tried.runs))
+        return LargestBatch(
+            self.limit,
+            self.engine_name,
+            str(self.device),
+            self.unit,
+            largest,
+            best,
+            best_runs,
+            plain,
+            tuple(rows),
+        )
+
+    def _others(self, largest: int, plain: BatchFit | None, count: int) -> list[int]:
+        """Sizes to run beside the largest: from the largest plain one up, evenly in ratio."""
+        start = max(largest // 2, 1) if plain is None else plain.batch // self.unit
+        start = min(start, largest)
+        sizes = {
+            round(start * (largest / start) ** (k / count)) if count else start
+            for k in range(count)
+        }
+        return sorted(sizes - {largest})

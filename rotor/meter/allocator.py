@@ -1,0 +1,602 @@
+"""Memory of a device: what is free, what tensors take, and exact meters of what is allocated.
+
+A meter counts the bytes that PyTorch's allocator has handed out: on CUDA by the caching allocator's
+own counters, on the CPU by the events that the allocator reports to a profiler. Memory that a
+kernel takes from elsewhere is seen by neither, and resident set size is no measure of either.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+import torch
+
+from rotor import _core
+from rotor._pytorch import core
+from rotor._pytorch import profiler as _profiler
+from rotor.common.timeline import Timeline, timeline_of
+
+__all__ = [
+    "Meter",
+    "MeterBusyError",
+    "Segment",
+    "free_bytes",
+    "meter",
+    "record_history",
+    "rounded_bytes",
+    "save_snapshot",
+    "storage_bytes",
+]
+
+_CUDA_BLOCK = 512
+_MARK = "rotor.mark."
+_FREED = "rotor.freed."
+_END = "rotor.end"
+_START = "rotor.start"
+
+
+class MeterBusyError(RuntimeError):
+    """Memory cannot be metered now: a profiler or another meter is running, or a backward."""
+
+
+def free_bytes(device: torch.device | str) -> int:
+    """Bytes that this process may still allocate on a device.
+
+    Parameters
+    ----------
+    device
+        A CPU or CUDA device.
+
+    Returns
+    -------
+    int
+        CPU: the smallest of the machine's available memory, what the control groups leave (page
+        cache that the kernel would give back not counted as used) and what the limits on address
+        space and data leave. CUDA: what the driver has free and what the caching allocator keeps
+        unallocated, within the process's memory fraction.
+
+    Raises
+    ------
+    ValueError
+        The device is of another type.
+    """
+    device = _checked(device)
+    if device.type == "cpu":
+        free = _core.probe_memory()["free_bytes"]
+        return free if free >= 0 else int(psutil.virtual_memory().available)
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    free += torch.cuda.memory_reserved(device) - allocated
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - allocated
+    return max(min(free, allowed), 0)
+
+
+def rounded_bytes(nbytes: int, device: torch.device | str) -> int:
+    """Bytes that a device's allocator counts for a block of `nbytes`.
+
+    Parameters
+    ----------
+    nbytes
+        Size of a storage, bytes.
+    device
+        A CPU or CUDA device.
+
+    Returns
+    -------
+    int
+        CPU: `nbytes`. CUDA: the next multiple of 512, in which the caching allocator gives out
+        memory; blocks above 1 MiB may come out up to 1 MiB larger when a cached one is reused.
+    """
+    if _checked(device).type == "cpu":
+        return nbytes
+    return -(-nbytes // _CUDA_BLOCK) * _CUDA_BLOCK
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages of these tensors as their allocators count them, each storage once."""
+    sizes = {}
+    for part in (part for tensor in tensors for part in core.strided_parts(tensor)):
+        storage = part.untyped_storage()
+        sizes[(part.device, storage.data_ptr())] = storage.nbytes()
+    return sum(rounded_bytes(size, device) for (device, _), size in sizes.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What happened between two marks of a meter; bytes are above the level at its start.
+
+    Attributes
+    ----------
+    name
+        The name given to `Meter.mark`.
+    start_bytes
+        Allocated at the mark.
+    peak_bytes
+        The most that was allocated from the mark to the next one; at least `start_bytes`.
+    end_bytes
+        Allocated at the next mark, or at the end.
+    """
+
+    name: str
+    start_bytes: int
+    peak_bytes: int
+    end_bytes: int
+
+
+class Meter(ABC):
+    """Measures the bytes allocated on a device, exactly; `meter` makes one.
+
+    It runs from `start` to `stop`, or through a ``with`` block, once. Levels are in bytes above the
+    level at the start.
+
+    Notes
+    -----
+    Several meters cannot run on the same device at once. On the CPU a meter is a session of
+    PyTorch's profiler: it sees the thread that started it and the backwards run from there, it must
+    be stopped by that thread, and another profiler cannot run meanwhile. In a process group it also
+    sees what other threads, such as those of collectives, free of that. A meter that is stopped
+    inside a backward has its figures when the backward has returned; `step_meter` shows how
+    to stop one as soon as the backward ends. What was allocated before the start is not seen when
+    it is freed, except for the tensors that the meter was told of. On CUDA a meter resets the peak
+    statistics of the device (``torch.cuda.max_memory_allocated``) at its start and at each mark.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._state = "new"
+        self._segments: list[Segment] = []
+        self._peak_bytes = 0
+        self._end_bytes = 0
+        self._timeline: Timeline | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device that is metered."""
+        return self._device
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The segments in the order of their marks; a name may stand several times."""
+        self._need_figures()
+        return list(self._segments)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was allocated from start to stop, above the level at the start."""
+        self._need_figures()
+        return self._peak_bytes
+
+    @property
+    def end_bytes(self) -> int:
+        """Allocated at the stop, above the level at the start; negative when less was left."""
+        self._need_figures()
+        return self._end_bytes
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Live bytes over time; ``None`` where it was not asked for, and on CUDA."""
+        self._need_figures()
+        return self._timeline
+
+    def start(self) -> Self:
+        """Begin to measure.
+
+        Raises
+        ------
+        MeterBusyError
+            A profiler or another meter is running, or (CPU) this is inside a backward.
+        RuntimeError
+            The meter was started before.
+        """
+        if self._state != "new":
+            raise RuntimeError("a meter runs once: make a new one with rotor.memory.meter()")
+        _occupy(self)
+        try:
+            self._begin()
+        except BaseException:
+            _vacate(self)
+            raise
+        self._state = "running"
+        return self
+
+    def mark(self, name: str) -> None:
+        """Begin a segment, which lasts until the next mark or the end.
+
+        Raises
+        ------
+        RuntimeError
+            The meter is not running.
+        """
+        if self._state != "running":
+            raise RuntimeError("a mark needs a running meter: call start() first")
+        self._mark(name)
+
+    def stop(self) -> None:
+        """Stop measuring; nothing happens when the meter is not running.
+
+        Raises
+        ------
+        RuntimeError
+            A meter of the CPU is stopped by another thread than it was started by.
+        """
+        if self._state == "running":
+            self._stop()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def __del__(self) -> None:
+        if getattr(self, "_state", None) == "running":
+            self._stop()
+
+    def _need_figures(self) -> None:
+        if self._state != "done":
+            reason = {
+                "new": "was not started",
+                "running": "is still running",
+                "stopping": "was stopped inside a backward that has not returned",
+                "lost": "was stopped in a backward run by another thread",
+            }[self._state]
+            raise RuntimeError(f"the meter has no figures: it {reason}")
+
+    @abstractmethod
+    def _begin(self) -> None: ...
+
+    @abstractmethod
+    def _mark(self, name: str) -> None: ...
+
+    @abstractmethod
+    def _stop(self) -> None: ...
+
+
+_running: dict[torch.device, weakref.ref[Meter]] = {}
+_running_lock = threading.Lock()
+
+
+def _occupy(candidate: Meter) -> None:
+    with _running_lock:
+        reference = _running.get(candidate.device)
+        if reference is not None and reference() is not None:
+            raise MeterBusyError(f"another meter is running on {candidate.device}")
+        _running[candidate.device] = weakref.ref(candidate)
+
+
+def _vacate(candidate: Meter) -> None:
+    with _running_lock:
+        reference = _running.get(candidate.device)
+        if reference is not None and reference() in (candidate, None):
+            del _running[candidate.device]
+
+
+class _CpuMeter(Meter):
+    def __init__(
+        self, device: torch.device, existing: Sequence[torch.Tensor], timeline: bool
+    ) -> None:
+        super().__init__(device)
+        self._wants_timeline = timeline
+        self._existing = existing
+        self._watched: list[weakref.ref[torch.UntypedStorage]] = []
+        # Threads of collectives free what the metered thread has allocated.
+        threads = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._trace = _profiler.AllocationTrace(totals=threads)
+        self._resident: Collection[int] = ()
+        self._thread = 0
+
+    def _begin(self) -> None:
+        existing, self._existing = self._existing, ()
+        if core.in_backward():
+            raise MeterBusyError("a meter of the CPU cannot be started inside a backward")
+        if _profiler.profiler_in_use():
+            raise MeterBusyError("a profiler is in use, and PyTorch's profilers do not nest")
+        parts = [part for tensor in existing for part in core.strided_parts(tensor)]
+        storages = {s.data_ptr(): s for s in (part.untyped_storage() for part in parts)}
+        self._resident = set(storages)
+        self._thread = threading.get_ident()
+        self._trace.start()
+        self._trace.mark(_START)
+        for storage in storages.values():
+            self._watched.append(weakref.ref(storage, _Freed(self._trace, storage.nbytes())))
+
+    def _mark(self, name: str) -> None:
+        self._trace.mark(_MARK + name)
+
+    def _stop(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("a meter of the CPU must be stopped by the thread that started it")
+        self._trace.mark(_END)
+        self._watched.clear()
+        if core.in_backward():
+            self._state = "stopping"
+            core.at_end_of_backward(self._finish, self._finish)
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
+        if threading.get_ident() != self._thread:
+            self._state = "lost"
+            return
+        events = self._trace.stop()
+        _vacate(self)
+        moments: list[tuple[int, int, int]] | None = [] if self._wants_timeline else None
+        self._segments, self._peak_bytes, self._end_bytes = _levels(events, moments, self._resident)
+        if moments:
+            marks = [
+                (event.removeprefix(_MARK), event.ns)
+                for event in events
+                if isinstance(event, _profiler.Mark) and event.startswith(_MARK)
+            ]
+            self._timeline = timeline_of(moments, marks)
+        self._state = "done"
+
+
+class _Freed:
+    """Marks that a storage from before the start is gone."""
+
+    def __init__(self, trace: _profiler.AllocationTrace, nbytes: int) -> None:
+        self._trace = trace
+        self._name = f"{_FREED}{nbytes}"
+
+    def __call__(self, reference: object) -> None:
+        self._trace.mark(self._name)
+
+
+class _Blocks:
+    """The blocks of memory that live, by address, and the bytes of them.
+
+    One that was freed unseen, in a thread without the profiler, is gone when another takes its
+    place, or a part of it. Where totals are known, it is gone already when the total has fallen by
+    more than such threads had allocated, though nobody can say which block it was.
+
+    Parameters
+    ----------
+    resident
+        Addresses of blocks from before the start that may be freed, and are told otherwise.
+    """
+
+    def __init__(self, resident: Collection[int] = ()) -> None:
+        self._resident = resident
+        self._sizes: dict[int, int] = {}
+        self._addresses: list[int] = []
+        self._bytes = 0
+        self._total = -1
+        self._elsewhere = 0
+
+    @property
+    def level(self) -> int:
+        """Bytes of the blocks that live."""
+        return self._bytes + min(self._elsewhere, 0)
+
+    def add(self, event: _profiler.Allocation) -> None:
+        """Something was allocated or freed."""
+        if event.total_bytes >= 0:
+            if self._total >= 0:
+                self._elsewhere += event.total_bytes - self._total - event.nbytes
+            self._total = event.total_bytes
+        if event.nbytes > 0:
+            self._begin(event.address, event.nbytes)
+        else:
+            self._end(event.address, -event.nbytes)
+
+    def _begin(self, address: int, nbytes: int) -> None:
+        place = bisect_left(self._addresses, address)
+        if place and self._end_of(place - 1) > address:
+            place -= 1
+        last = bisect_left(self._addresses, address + nbytes, place)
+        gone = sum(self._sizes.pop(other) for other in self._addresses[place:last])
+        self._addresses[place:last] = [address]
+        self._sizes[address] = nbytes
+        self._bytes += nbytes - gone
+        if self._total >= 0:
+            self._elsewhere += gone
+
+    def _end(self, address: int, nbytes: int) -> None:
+        size = self._sizes.pop(address, None)
+        if size is not None:
+            del self._addresses[bisect_left(self._addresses, address)]
+            self._bytes -= size
+        elif address not in self._resident and nbytes <= self._elsewhere:
+            # Allocated by another thread. Else it is from before the start, and what PyTorch takes
+            # for its size may be wrong.
+            self._elsewhere -= nbytes
+
+    def _end_of(self, place: int) -> int:
+        address = self._addresses[place]
+        return address + self._sizes[address]
+
+
+def _levels(
+    events: Iterable[_profiler.Allocation | str],
+    moments: list[tuple[int, int, int]] | None = None,
+    resident: Collection[int] = (),
+) -> tuple[list[Segment], int, int]:
+    """The segments, the peak and the last level of allocations and marks.
+
+    Where there is a list for the moments, it gets (nanoseconds, level, bytes given out so far) at
+    each of them.
+    """
+    segments: list[Segment] = []
+    blocks = _Blocks(resident)
+    name: str | None = None
+    freed = level = start = peak = highest = given = 0
+    for event in events:
+        if isinstance(event, _profiler.Allocation):
+            blocks.add(event)
+            level = blocks.level - freed
+            if event.nbytes > 0:
+                given += event.nbytes
+                peak = max(peak, level)
+        elif event.startswith(_FREED):
+            freed += int(event.removeprefix(_FREED))
+            level = blocks.level - freed
+        elif event == _END or event.startswith(_MARK):
+            highest = max(highest, peak)
+            if name is not None:
+                segments.append(Segment(name, start, peak, level))
+            if event == _END:
+                _note(moments, event, level, given)
+                break
+            name = event.removeprefix(_MARK)
+            start = peak = level
+        _note(moments, event, level, given)
+    return segments, highest, level
+
+
+def _note(
+    moments: list[tuple[int, int, int]] | None,
+    event: _profiler.Allocation | str,
+    level: int,
+    given: int,
+) -> None:
+    if moments is not None:
+        assert isinstance(event, _profiler.Allocation | _profiler.Mark)
+        moments.append((event.ns, level, given))
+
+
+class _CudaMeter(Meter):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._base = 0
+        self._start = 0
+        self._name: str | None = None
+
+    def _begin(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._base, _ = self._counters()
+
+    def _counters(self) -> tuple[int, int]:
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        allocated = stats.get("allocated_bytes", {}).get("all", {"current": 0, "peak": 0})
+        return allocated["current"], allocated["peak"]
+
+    def _mark(self, name: str) -> None:
+        self._close_segment()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._name, self._start = name, self._end_bytes
+
+    def _close_segment(self) -> None:
+        current, peak = self._counters()
+        self._end_bytes = current - self._base
+        self._peak_bytes = max(self._peak_bytes, peak - self._base)
+        if self._name is not None:
+            segment = Segment(self._name, self._start, peak - self._base, self._end_bytes)
+            self._segments.append(segment)
+
+    def _stop(self) -> None:
+        self._close_segment()
+        _vacate(self)
+        self._state = "done"
+
+
+def meter(
+    device: torch.device | str,
+    *,
+    existing: Iterable[torch.Tensor] = (),
+    timeline: bool = False,
+) -> Meter:
+    """A meter of the bytes allocated on a device.
+
+    Parameters
+    ----------
+    device
+        A CPU or CUDA device.
+    existing
+        Tensors whose storages may be freed while the meter runs, such as old gradients. On the
+        CPU the meter sees them go only when it was told of them; on CUDA it sees all.
+    timeline
+        Keep the live bytes over time too, at most ``timeline.MOST_POINTS`` moments, highs
+        and lows first. On the CPU only: the counters of CUDA tell peaks, not when they were.
+
+    Examples
+    --------
+    >>> with meter("cpu") as m:
+    ...     m.mark("copy")
+    ...     y = torch.zeros(1000).clone()
+    >>> m.segments
+    [Segment(name='copy', start_bytes=0, peak_bytes=8000, end_bytes=4000)]
+    """
+    device = _checked(device)
+    if device.type == "cpu":
+        return _CpuMeter(device, list(existing), timeline)
+    return _CudaMeter(device)
+
+
+@contextmanager
+def record_history(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
+    """Record what CUDA's allocator does, with the lines of code that asked for it.
+
+    Around a training step it tells where each byte came from, beside what a plan predicts.
+
+    Parameters
+    ----------
+    path
+        Where to save the snapshot in the end, also after an error such as out of memory: a
+        ``.pickle`` file for https://pytorch.org/memory_viz. Without one, use
+        ``report(path, snapshot=True)`` inside.
+
+    Raises
+    ------
+    RuntimeError
+        PyTorch sees no CUDA device.
+    """
+    _check_cuda()
+    core.record_cuda_history(True)
+    try:
+        yield
+    finally:
+        try:
+            if path is not None:
+                save_snapshot(path)
+        finally:
+            core.record_cuda_history(False)
+
+
+def save_snapshot(path: str | os.PathLike[str]) -> Path:
+    """Save the state of CUDA's allocator, and the history that was recorded; gives the path.
+
+    Raises
+    ------
+    RuntimeError
+        PyTorch sees no CUDA device.
+    """
+    _check_cuda()
+    path = Path(path)
+    core.dump_cuda_snapshot(path)
+    return path
+
+
+def _check_cuda() -> None:
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "snapshots are those of CUDA's allocator, and PyTorch sees no CUDA device here: on the "
+            'CPU, report("trace.json") has the bytes of the last metered step over time'
+        )
+
+
+def _checked(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(f"memory is known of cpu and cuda devices, got {str(device)!r}")
+    if ":" in str(device):
+        return device
+    return torch.device("cuda", torch.cuda.current_device())

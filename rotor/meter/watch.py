@@ -1,0 +1,265 @@
+"""Every step is watched, cheaply: data of the same shape may need more than was measured.
+
+A stage that works on selected rows, or eager code between captured parts, was measured on the first
+batch. What they keep in later steps is compared with that: on the CPU by the level of the C
+library's heap before and after, which costs less than a microsecond. Where it differs, and now and
+then, a step is metered again. On CUDA the allocator's own counter tells of a new peak.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from rotor import _core
+from rotor._pytorch import core
+from rotor.common.tensor_trees import tensors_of
+from rotor.errors import MemoryLimitWarning
+from rotor.meter import allocator as memory
+from rotor.meter.step_meter import Metered, StepBytes, StepMeter
+from rotor.units import format_bytes
+
+__all__ = [
+    "NOISE_BYTES",
+    "NOISE_SHARE",
+    "LevelWatch",
+    "PeakWatch",
+    "is_due",
+    "meter_again",
+    "note_peak",
+    "sparse_growth",
+    "warn_excess",
+    "warn_sparse",
+]
+
+_FIRST_STEPS = (16, 64)
+_EVERY = 256
+"""Steps after which one is metered again, though nothing was seen to differ."""
+
+NOISE_BYTES = 1 << 17
+NOISE_SHARE = 50
+"""Less than these bytes, and than this part of what was expected, is taken for noise."""
+
+_NEW_MAXIMUM = 1.05
+"""An excess is told again where it is larger by this factor."""
+
+
+def _cuda_counters(device: torch.device) -> tuple[int, int]:
+    """Return the bytes that are allocated on a device, and the most since a reset."""
+    found = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {})
+    allocated = found.get("all", {"current": 0, "peak": 0})
+    return allocated["current"], allocated["peak"]
+
+
+class _Watch:
+    """What looks at a step at its marks, and at the end of its backward.
+
+    Parameters
+    ----------
+    engine
+        Learns from it; it is not held.
+    plan
+        Under which the step runs.
+    """
+
+    def __init__(self, engine: Any, plan: Any) -> None:
+        self._engine = weakref.ref(engine)
+        self._plan = plan
+
+    def mark(self, name: str) -> None:
+        """Begin another part of the step."""
+
+    def cancel(self) -> None:
+        """Stop without a result: nothing has been started."""
+
+    def forward_done(self, output: Any) -> None:
+        """Mark the end of the forward, and have the backward's end looked at."""
+        self.mark("loss")
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._gradient_arrived)
+                return
+
+    def _gradient_arrived(self, _: torch.Tensor) -> None:
+        self.mark("backward")
+        core.at_end_of_backward(self._finish)
+
+    def _finish(self) -> None:
+        raise NotImplementedError
+
+
+class LevelWatch(_Watch):
+    """Compares the bytes at the marks of a step with what a metered step had there.
+
+    Parameters
+    ----------
+    engine, plan
+        What learns, and under which plan the step runs: ``engine.learn_levels(plan, more)`` is
+        called at the end of a backward with the bytes beyond ``plan.levels`` by mark, where there
+        are some.
+    """
+
+    def __init__(self, engine: Any, plan: Any) -> None:
+        super().__init__(engine, plan)
+        self._more: dict[str, int] = {}
+        self._begin = _core.heap_bytes()
+
+    def mark(self, name: str) -> None:
+        """Look at the level, at the begin of a part of the step."""
+        expected = self._plan.levels.get(name)
+        if expected is None:
+            return
+        more = _core.heap_bytes() - self._begin - expected
+        noise = max(NOISE_BYTES, expected // NOISE_SHARE)
+        if more > noise:
+            self._more[name] = max(more, self._more.get(name, 0))
+        elif more > noise // 2:
+            self._plan.differs = True
+
+    def _finish(self) -> None:
+        engine = self._engine()
+        if self._more and engine is not None:
+            found, self._more = self._more, {}
+            engine.learn_levels(self._plan, found)
+
+
+class PeakWatch(_Watch):
+    """Reads CUDA's counter of the peak, without setting it back, around a step.
+
+    Parameters
+    ----------
+    engine, plan
+        What learns, and under which plan the step runs: ``engine.learn_peak(plan, peak_bytes)`` is
+        called at the end of a backward in which the counter has risen.
+    """
+
+    def __init__(self, engine: Any, plan: Any) -> None:
+        super().__init__(engine, plan)
+        self._begin, self._before = _cuda_counters(plan.device)
+
+    def _finish(self) -> None:
+        _, peak = _cuda_counters(self._plan.device)
+        engine = self._engine()
+        if peak > self._before and engine is not None:
+            engine.learn_peak(self._plan, peak - self._begin)
+
+
+def sparse_growth(plan: Metered, slots: Iterable[core.Slot]) -> int:
+    """Return how many bytes of sparse gradients exist beyond those of metered steps.
+
+    Sparse gradients are added up side by side, until they are coalesced or dropped: each step of
+    gradient accumulation needs more. A plan for which there are more has its next step metered.
+
+    Parameters
+    ----------
+    plan
+        Under which the next step runs.
+    slots
+        Where the parameters are.
+    """
+    found = 0
+    for values, name in slots:
+        gradient = None if values[name] is None else values[name].grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            found += memory.storage_bytes(core.strided_parts(gradient))
+    more = max(found - plan.sparse_bytes, 0)
+    plan.sparse_bytes += more
+    plan.differs |= more > 0
+    return more if plan.measured_bytes is not None else 0
+
+
+def is_due(plan: Metered, slots: Iterable[core.Slot] = ()) -> bool:
+    """Count a step that is not metered; return whether it should be after all.
+
+    Parameters
+    ----------
+    plan
+        Under which it runs.
+    slots
+        Where the parameters are, whose sparse gradients may have grown.
+    """
+    plan.unmetered += 1
+    sparse_growth(plan, slots)
+    due = plan.differs or plan.unmetered in _FIRST_STEPS or plan.unmetered % _EVERY == 0
+    plan.differs = False
+    return due
+
+
+def meter_again(engine: Any, plan: Any) -> StepMeter | None:
+    """Return a meter of a step of a plan that was metered before; ``None`` where one runs."""
+    myself = weakref.ref(engine)
+
+    def done(step: StepBytes) -> None:
+        found = myself()
+        if found is not None:
+            found.learn_again(plan, step)
+
+    try:
+        gradients = [p.grad for p in engine.context.module.parameters() if p.grad is not None]
+        return StepMeter(plan.device, done, gradients)
+    except memory.MeterBusyError:
+        return None
+
+
+def note_peak(plan: Metered, peak_bytes: int) -> None:
+    """Note what a step needed."""
+    plan.least_bytes_seen = min(plan.least_bytes_seen or peak_bytes, peak_bytes)
+    plan.most_bytes_seen = max(plan.most_bytes_seen, peak_bytes)
+
+
+def warn_sparse(plan: Any, peak_bytes: int, *, stacklevel: int = 3) -> None:
+    """Warn of a step above the limit where sparse gradients are added up, as `warn_excess`.
+
+    Parameters
+    ----------
+    plan
+        Under which it ran.
+    peak_bytes
+        What the step needed.
+    """
+    if peak_bytes <= max(plan.limit_bytes, plan.warned_bytes * _NEW_MAXIMUM):
+        return
+    plan.warned_bytes = peak_bytes
+    warnings.warn(
+        f"a step needed about {format_bytes(peak_bytes)} ({peak_bytes} bytes), and the limit is "
+        f"{format_bytes(plan.limit_bytes)}: {plan.sparse_bytes} bytes of sparse gradients existed, "
+        "which PyTorch puts side by side, not one on the other, and copies whenever more are "
+        "added. They grow with every step of gradient accumulation, and no plan changes that: "
+        "coalesce them after each backward (p.grad = p.grad.coalesce()), accumulate over fewer "
+        "steps, or give a higher limit",
+        MemoryLimitWarning,
+        stacklevel=stacklevel,
+    )
+
+
+def warn_excess(
+    plan: Any, peak_bytes: int, where: Sequence[str] = (), *, stacklevel: int = 3
+) -> None:
+    """Warn of a step above the limit, once for each new maximum.
+
+    Parameters
+    ----------
+    plan
+        Under which it ran.
+    peak_bytes
+        What the step needed.
+    where
+        The parts of the model that kept more than was measured, where that is known.
+    """
+    if peak_bytes <= max(plan.limit_bytes, plan.warned_bytes * _NEW_MAXIMUM):
+        return
+    plan.warned_bytes = peak_bytes
+    named = f" by {', '.join(where)}" if where else ""
+    warnings.warn(
+        f"a step needed about {format_bytes(peak_bytes)} ({peak_bytes} bytes), and the limit is "
+        f"{format_bytes(plan.limit_bytes)}: the memory of this model depends on the values of its "
+        f"input, and more was needed{named} than when it was measured. The following steps are "
+        "planned for as much; measure the model on a batch that needs the most, or give a lower "
+        "limit",
+        MemoryLimitWarning,
+        stacklevel=stacklevel,
+    )

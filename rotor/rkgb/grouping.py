@@ -1,0 +1,256 @@
+"""Groups of operations that are one node of the simplified forward.
+
+Each operation that is more than a view or a cheap step begins a group:
+
+- Views and single results of an operation belong to the operation that made their storage.
+- Element-wise operations and copies with one user belong to that user, within a module; so do
+  views of parameters and inputs, and constants.
+- What several nodes read and depends on nothing belongs to the node of the inputs.
+- New values of buffers, and of inputs that are changed in place, belong to the operation that they
+  are computed from.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from rotor.graph.graph import Graph
+from rotor.rkgb.source import Trace
+
+__all__ = ["Grouped", "group"]
+
+_COPIES = ("_to_copy", "clone", "alias_copy", "lift_fresh_copy", "fill", "detach_copy")
+_LARGEST_CONSTANT = 1 << 20
+"""Constants of more bytes are nodes, as published."""
+
+
+@dataclass
+class Grouped:
+    """Nodes of a capture in the groups that S nodes stand for.
+
+    Attributes
+    ----------
+    members
+        For each S node its forward nodes, in the order of the capture; the last of `roots` first.
+    roots
+        For each S node its main operation.
+    init
+        Nodes of the inputs: constants that several nodes read, and views.
+    home
+        For each forward node the number of its S node; -1 for `init`.
+    effects
+        Nodes that only new values of buffers or inputs are computed from.
+    """
+
+    members: list[list[fx.Node]]
+    roots: list[fx.Node]
+    init: list[fx.Node]
+    home: dict[fx.Node, int]
+    effects: set[fx.Node]
+
+
+def group(trace: Trace, step: Graph) -> Grouped:
+    """Return the groups that the operations of a forward are merged into.
+
+    Parameters
+    ----------
+    trace
+        The captured step.
+    step
+        Its cost model.
+    """
+    return _Grouping(trace, step).run()
+
+
+class _Grouping:
+    def __init__(self, trace: Trace, step: Graph) -> None:
+        self.trace = trace
+        self.step = step
+        self.within = set(trace.forward)
+        self.needed = trace.ancestors(trace.outputs)
+        # What only the backward reads is no more an effect than what the outputs need.
+        late = [read for node in trace.backward for read in node.all_input_nodes]
+        self.needed |= trace.ancestors(node for node in late if node in self.within)
+        self.returned = set(trace.outputs)
+        self.constants = self._constants()
+        self.home: dict[fx.Node, fx.Node | None] = {}
+
+    def _constants(self) -> set[fx.Node]:
+        found: set[fx.Node] = set()
+        for node in self.trace.forward:
+            if any(read not in found for read in node.all_input_nodes):
+                continue
+            if not self.trace.is_operation(node):
+                found.add(node)
+                continue
+            task = self.trace.lowered.tasks[self.trace.task_of[node]]
+            size = sum(self.step.storages[s].bytes for s in task.made.values())
+            if task.made and not task.random and size <= _LARGEST_CONSTANT:
+                found.add(node)
+        return found
+
+    def _readers(self, node: fx.Node) -> tuple[list[fx.Node], bool]:
+        """Return the operations that read a node or its views, and if one of these is returned."""
+        readers, is_returned = [], node in self.returned
+        waiting, seen = [node], {node}
+        while waiting:
+            for user in waiting.pop().users:
+                if user in seen or user not in self.within:
+                    continue
+                seen.add(user)
+                if self.trace.is_operation(user):
+                    readers.append(user)
+                else:
+                    is_returned |= user in self.returned
+                    waiting.append(user)
+        return readers, is_returned
+
+    def _is_cheap(self, node: fx.Node) -> bool:
+        task = self.trace.lowered.tasks[self.trace.task_of[node]]
+        if task.random or not isinstance(node.meta.get("val"), torch.Tensor):
+            return False
+        name = getattr(node.target, "__name__", "").split(".")[0]
+        return name in _COPIES or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+    def run(self) -> Grouped:
+        operations = [node for node in self.trace.forward if self.trace.is_operation(node)]
+        for node in reversed(operations):
+            if node in self.needed:
+                self.home[node] = self._home_of(node)
+        order = {node: k for k, node in enumerate(self.trace.forward)}
+        for node in operations:
+            if node not in self.needed:
+                self.home[node] = self._home_of_effect(node, order)
+        for node in self.trace.forward:
+            if not self.trace.is_operation(node):
+                self.home[node] = self._home_of_view(node)
+        return self._numbered()
+
+    def _home_of(self, node: fx.Node) -> fx.Node | None:
+        readers, is_returned = self._readers(node)
+        homes = {self.home[reader] for reader in readers if reader in self.needed}
+        only = next(iter(homes)) if len(homes) == 1 else None
+        if node in self.constants and not is_returned:
+            return only if only is not None or not homes else None
+        if only is None or is_returned or not self._is_cheap(node):
+            return node
+        scope, user = self.trace.scope(node), self.trace.module_of(only)
+        return only if not scope or f"{user}.".startswith(f"{scope}.") else node
+
+    def _home_of_effect(self, node: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
+        """Return the group of the last operation that an update reads, else one of its module."""
+        trace = self.trace
+        read = [trace.root(n) for n in node.all_input_nodes if n in self.within]
+        made = [n for n in read if n in self.home and self.home[n] is not None]
+        if made:
+            last = self.home[max(made, key=order.__getitem__)]
+            others = {self.home[n] for n in made} - {last}
+            return last if not self._reaches(last, others) else node
+        same = [
+            home
+            for other, home in self.home.items()
+            if home is other and trace.module_of(other) == trace.module_of(node)
+        ]
+        if not same:
+            return node
+        later = [home for home in same if order[home] > order[node]]
+        return min(later or same, key=lambda home: abs(order[home] - order[node]))
+
+    def _reaches(self, start: fx.Node | None, goals: set[fx.Node | None]) -> bool:
+        """Return True if a group comes before one of the others."""
+        waiting, seen = [start], {start}
+        while waiting:
+            current = waiting.pop()
+            for node in [n for n, home in self.home.items() if home is current]:
+                for reader in self._readers(node)[0]:
+                    found = self.home.get(reader)
+                    if found in goals:
+                        return True
+                    if found is not None and found not in seen:
+                        seen.add(found)
+                        waiting.append(found)
+        return False
+
+    def _home_of_view(self, node: fx.Node) -> fx.Node | None:
+        root = self.trace.root(node)
+        if self.trace.is_operation(root):
+            return self.home[root]
+        readers, is_returned = self._readers(node)
+        homes = {self.home[reader] for reader in readers}
+        return next(iter(homes)) if len(homes) == 1 and not is_returned else None
+
+    def _numbered(self) -> Grouped:
+        while True:
+            members: dict[fx.Node, list[fx.Node]] = {}
+            init = [node for node in self.trace.forward if self.home[node] is None]
+            for node in self.trace.forward:
+                root = self.home[node]
+                if root is not None:
+                    members.setdefault(root, []).append(node)
+            roots = self._sorted(members)
+            if len(roots) == len(members):
+                break
+            self._part(members, roots)
+        home = {n: k for k, root in enumerate(roots) for n in members[root]}
+        home |= dict.fromkeys(init, -1)
+        effects = self.within - self.needed
+        return Grouped([members[root] for root in roots], roots, init, home, effects)
+
+    def _ordered(self, node: fx.Node) -> bool:
+        """Return True if an operation draws numbers or runs once: their order stays."""
+        task = self.trace.lowered.tasks[self.trace.task_of[node]]
+        return task.random or task.once
+
+    def _part(self, members: dict[fx.Node, list[fx.Node]], done: list[fx.Node]) -> None:
+        """Make nodes of merged operations whose order keeps the groups from running."""
+        parted = set()
+        for root in members.keys() - set(done):
+            for node in members[root]:
+                if node is not root and self.trace.is_operation(node) and self._ordered(node):
+                    parted.add(node)
+        assert parted, "operations were merged in a circle"
+        for node in self.trace.forward:
+            if node in parted:
+                self.home[node] = node
+            elif not self.trace.is_operation(node) and self.trace.root(node) in parted:
+                self.home[node] = self.trace.root(node)
+
+    def _sorted(self, members: dict[fx.Node, list[fx.Node]]) -> list[fx.Node]:
+        """Sort the groups so that they can run, as near to the captured order as possible.
+
+        Groups that cannot run are left out.
+        """
+        order = {node: k for k, node in enumerate(self.trace.forward)}
+        before: dict[fx.Node, set[fx.Node]] = {root: set() for root in members}
+        for root, nodes in members.items():
+            read = {self.home.get(n) for node in nodes for n in node.all_input_nodes}
+            before[root] = {made for made in read if made is not None and made is not root}
+        fixed = [
+            self.home[node]
+            for node in self.trace.forward
+            if self.trace.is_operation(node) and self._ordered(node)
+        ]
+        for first, second in itertools.pairwise([root for root in fixed if root is not None]):
+            if first is not second:
+                before[second].add(first)
+        users: dict[fx.Node, list[fx.Node]] = {root: [] for root in members}
+        missing = {root: len(made) for root, made in before.items()}
+        for root, made in before.items():
+            for other in made:
+                users[other].append(root)
+        ready = [(order[root], root) for root, count in missing.items() if not count]
+        heapq.heapify(ready)
+        found: list[fx.Node] = []
+        while ready:
+            _, root = heapq.heappop(ready)
+            found.append(root)
+            for user in users[root]:
+                missing[user] -= 1
+                if not missing[user]:
+                    heapq.heappush(ready, (order[user], user))
+        return found

@@ -1,0 +1,77 @@
+"""Plans of wrapped models, read from files and written as pages."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from rotor.graph.program import Program
+from rotor.report.drawing import write_plan
+from rotor.wrapper.checkpointable import Checkpointable
+
+__all__ = ["load_program", "write_report"]
+
+
+def write_report(model: Checkpointable, path: str | os.PathLike[str]) -> Path:
+    """Write a page on a model's plan: figures, timeline, operations, what is recomputed most.
+
+    Parameters
+    ----------
+    model
+        A `Checkpointable` that has planned a graph.
+    path
+        The file to write, HTML that needs nothing else.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    ValueError
+        No plan was made yet, or the model runs without a graph.
+    """
+    _check_engine(model)
+    return write_plan(model.graph_plan(), path)
+
+
+def _check_engine(model: Any) -> None:
+    if not isinstance(model, Checkpointable) or model.planned_as not in ("graph", "blocks"):
+        raise TypeError(
+            f"expected a Checkpointable of the graph engine, got {type(model).__name__}: give "
+            'engine="graph"'
+        )
+
+
+def load_program(model: Checkpointable, source: Program | str | os.PathLike[str]) -> Program:
+    """Have a model run a program that was saved, instead of planning one.
+
+    The model was measured (its ``measure``, or a step). The program must be one of the
+    same operations on the same storages; times may differ. Should a step need more than predicted,
+    it is planned again, as any.
+
+    Parameters
+    ----------
+    model
+        A `Checkpointable` of the graph engine.
+    source
+        A program, its JSON text, or the file at a path: what ``model.program.to_json(path)`` wrote.
+
+    Returns
+    -------
+    Program
+        The program, priced with the times measured here.
+
+    Raises
+    ------
+    ValueError
+        Nothing was measured; the file holds no program; it is one of another graph, and the
+        message has the first difference.
+    InfeasibleError
+        It needs more than the model's limit; ``minimum_bytes`` is what it needs.
+    """
+    _check_engine(model)
+    found: Program = model.load_plan(source)
+    return found

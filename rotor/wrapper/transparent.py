@@ -1,0 +1,144 @@
+"""A module that wraps another and behaves as it does: names, states, copies, attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from rotor._pytorch import fsdp
+
+_SHARED = frozenset(vars(nn.Module())) - {"training"}
+
+
+class TransparentModule(nn.Module):
+    """Parameters, buffers, children, hooks and keys are those of `module`, without a prefix.
+
+    The dictionaries in which a module keeps them are the wrapped module's own, shared; methods
+    that a module may override are passed on. A name that both have is the wrapper's, every other
+    attribute is the wrapped module's, for reading and for writing.
+
+    Parameters
+    ----------
+    module
+        The module to wrap.
+    """
+
+    module: Any
+    _shown_name = "TransparentModule"
+
+    def __init__(self, module: nn.Module) -> None:
+        # nn.Module.__init__ would make dictionaries of its own, and set the training flag.
+        self._share(module)
+
+    def _share(self, module: nn.Module) -> None:
+        own = self.__dict__
+        own["module"] = module
+        own.pop("training", None)
+        for name in _SHARED:
+            own[name] = module.__dict__[name]
+
+    @property
+    def training(self) -> bool:
+        """Whether the wrapped module is in training mode."""
+        return bool(self.module.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.__dict__["module"].training = mode
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__dict__.get("module")
+        if module is None:
+            raise AttributeError(f"{self._shown_name} has no attribute {name!r}")
+        try:
+            return getattr(module, name)
+        except AttributeError:
+            if hasattr(type(module), name):
+                raise
+        raise AttributeError(
+            f"{self._shown_name} has no attribute {name!r}, nor has the {type(module).__name__} "
+            "that it wraps",
+            name=name,
+            obj=self,
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SHARED:
+            self.__dict__[name] = value
+            self.module.__dict__[name] = value
+        elif name in self.__dict__ or hasattr(type(self), name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self.module, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self.module)})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _SHARED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._share(self.__dict__["module"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.module!r})"
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.module)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.module[index]
+
+    # -- what a module may override, and what has to visit the wrapped module itself
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode of the wrapped module."""
+        self.module.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's ``state_dict``; keys carry no prefix."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the wrapped module."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.module._load_from_state_dict(*args, **kwargs)
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The wrapped module and those in it; FSDP2 finds a sharded wrapper in its place."""
+        stands_in = fsdp.is_unit(self)
+        for name, module in self.module.named_modules(memo, prefix, remove_duplicate):
+            yield name, self if stands_in and module is self.module else module
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Apply `fn` to the wrapped module and those in it."""
+        self.module.apply(fn)
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        self.module._apply(fn, recurse)
+        return self
