@@ -95,7 +95,9 @@ def test_stages_are_named_as_the_page_on_models_says():
     assert namespace["chk"].names == ast.literal_eval(expected[1])
 
 
-@pytest.mark.parametrize("module", ["units", "memory", "progress", "timing", "chain"])
+@pytest.mark.parametrize(
+    "module", ["units", "meter.allocator", "common.progress", "timing", "chain"]
+)
 def test_doctests(module):
     found = importlib.import_module(f"rotor.{module}")
     results = doctest.testmod(found)
