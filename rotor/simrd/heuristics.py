@@ -17,10 +17,13 @@ from functools import cache
 
 from rotor import _core
 
-__all__ = ["Heuristic", "HeuristicLike", "check", "get", "names"]
+__all__ = ["WRITTEN", "Heuristic", "HeuristicLike", "check", "get", "names", "resolve"]
 
 HeuristicLike = str | Callable[[_core.Candidate], float]
 """A name, or a function of a candidate that returns its cost."""
+
+WRITTEN: dict[str, Callable[[_core.Candidate], float]] = {}
+"""Heuristics that are Python functions, by name; the first line of its docstring describes one."""
 
 _FORMULAS = {
     "DTR": "(c + e_after + e_before) / (size * stale)",
@@ -76,12 +79,25 @@ def _formula(name: str) -> str:
 
 
 @cache
-def _registry() -> dict[str, Heuristic]:
+def _of_the_core() -> dict[str, Heuristic]:
     found = {}
     for name, needs in _core.heuristics():
         kept = frozenset(needs) - {"chance"}
         found[name] = Heuristic(name, kept, "chance" in needs, _formula(name))
     return found
+
+
+def _registry() -> dict[str, Heuristic]:
+    found = dict(_of_the_core())
+    for name, function in WRITTEN.items():
+        description = (function.__doc__ or "").partition("\n")[0]
+        found[name] = Heuristic(name, frozenset(), is_random=False, description=description)
+    return found
+
+
+def resolve(heuristic: HeuristicLike) -> HeuristicLike:
+    """Return the function of a name in `WRITTEN`, and anything else as it is."""
+    return WRITTEN.get(heuristic, heuristic) if isinstance(heuristic, str) else heuristic
 
 
 def names() -> list[str]:

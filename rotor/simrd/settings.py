@@ -140,7 +140,7 @@ def make_settings(
     found = runtimes.get(runtime)
     name = heuristics.check(heuristic, found.serves, found.name)
     return name, Settings(
-        heuristic=heuristic,
+        heuristic=heuristics.resolve(heuristic),
         runtime=found,
         ignores_releases=check_flag(no_dealloc, "no_dealloc") or found.ignores_releases,
         budget_bytes=budget_bytes,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rotor._pytorch import fsdp
 from rotor.engines.chain.engine import ChainEngine
 from rotor.engines.chain.sharded import find_sharding
@@ -15,33 +17,37 @@ from rotor.engines.parts.sharded_engine import ShardedBlocksEngine
 
 __all__ = ["ENGINES", "engines_for"]
 
-ENGINES = ("auto", "chain", "graph", "dynamic")
-"""Values of ``engine=``."""
+
+def _automatic(context: Context) -> list[Engine]:
+    """Return the engine that a model suits, and those that take over what it refuses."""
+    settings = context.settings
+    # Only the operations of a graph can be priced without being run.
+    is_timed = isinstance(settings.profile, str) and settings.profile == "measured"
+    is_chain = is_plain_sequential(settings.module) and is_timed
+    if is_chain and settings.backend == "fx" and ChainEngine.name not in settings.unsuited:
+        return [ChainEngine(context)]
+    if settings.backend == "fx" and fsdp.is_loaded():
+        sharding = find_sharding(settings.module, context.wrapper())
+        if sharding is not None:
+            return [ShardedBlocksEngine(context, sharding)]
+    return [*_graph(context), PartsEngine(context), DynamicEngine(context)]
+
+
+def _graph(context: Context) -> list[Engine]:
+    """Return the engine of captured graphs; where Inductor compiles them, our own code follows."""
+    graph: Engine = (context.settings.graph_class or GraphEngine)(context)
+    return [CompiledEngine(context), graph] if context.settings.backend == "inductor" else [graph]
+
+
+ENGINES: dict[str, Callable[[Context], list[Engine]]] = {
+    "auto": _automatic,
+    "chain": lambda context: [ChainEngine(context)],
+    "graph": _graph,
+    "dynamic": lambda context: [DynamicEngine(context)],
+}
+"""By the value of ``engine=``."""
 
 
 def engines_for(context: Context) -> list[Engine]:
     """Return the engines of a model: the first is asked, and each hands over to the next."""
-    settings = context.settings
-    graph = settings.graph_class or GraphEngine
-    is_auto = settings.engine == "auto"
-    if settings.engine == "dynamic":
-        return [DynamicEngine(context)]
-    if settings.backend == "inductor":
-        chosen: list[Engine] = [CompiledEngine(context), graph(context)]
-        return [*chosen, *_without_graph(context)] if is_auto else chosen
-    if settings.engine == "graph":
-        return [graph(context)]
-    # Only the operations of a graph can be priced without being run.
-    is_timed = isinstance(settings.profile, str) and settings.profile == "measured"
-    is_chain = is_plain_sequential(settings.module) and is_timed
-    if settings.engine == "chain" or (is_chain and ChainEngine.name not in settings.unsuited):
-        return [ChainEngine(context)]
-    sharding = find_sharding(settings.module, context.wrapper()) if fsdp.is_loaded() else None
-    if sharding is not None:
-        return [ShardedBlocksEngine(context, sharding)]
-    return [graph(context), *_without_graph(context)]
-
-
-def _without_graph(context: Context) -> list[Engine]:
-    """Return the engines of models that have no single graph."""
-    return [PartsEngine(context), DynamicEngine(context)]
+    return ENGINES[context.settings.engine](context)

@@ -1,0 +1,133 @@
+"""An engine, an algorithm and a heuristic of one's own: one file and one line each."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import rotor
+from rotor import algorithms, simrd
+from rotor.algorithms import DynamicAlgorithm, NoCheckpoint, Sequence
+from rotor.engines.contract import Call, Engine, IsPending, Key, StartMeter
+from rotor.meter.step_meter import Metered, StepBytes
+from rotor.simrd import heuristics
+from rotor.wrapper import registry
+
+# -- an engine: a file with a class, and a line in `rotor.wrapper.registry.ENGINES`
+
+
+class PlainPlan(Metered):
+    """Runs the model as it is; no peak is known before a step was metered."""
+
+    kind = "dynamic"
+    makespan = 0.0
+
+    def __init__(self, device: torch.device, limit_bytes: int) -> None:
+        super().__init__()
+        self.device, self.limit_bytes = device, limit_bytes
+
+    @property
+    def predicted_bytes(self) -> int:
+        return self.measured_bytes or 0
+
+
+class PlainEngine(Engine):
+    """Checks a limit, and does nothing to keep it."""
+
+    name = "plain"
+
+    def key(self, call: Call) -> Key:
+        return Key(tuple(t.shape for t in call.args), ())
+
+    def is_measured(self, key: Key) -> bool:
+        return True
+
+    def measure(self, key: Key, call: Call) -> None:
+        raise AssertionError("there is nothing to measure")
+
+    def forget(self, measured: object) -> None:
+        pass
+
+    def device_of(self, key: Key) -> torch.device:
+        return torch.device("cpu")
+
+    def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> PlainPlan:
+        return PlainPlan(self.device_of(key), limit_bytes)
+
+    def run(self, plan: PlainPlan, call: Call, start: StartMeter) -> tuple[object, IsPending]:
+        meter = start()
+        output = self.context.module.forward(*call.args, **call.kwargs)
+        if meter is not None:
+            meter.forward_done(output)
+        return self.context.with_loss(output, call.targets), None
+
+    def learn(self, plan: PlainPlan, step: StepBytes) -> None:
+        plan.measured_bytes = step.peak_bytes
+        if step.peak_bytes > plan.limit_bytes:
+            self.context.warn("over", f"{step.peak_bytes} bytes were needed")
+
+
+def test_an_engine_is_a_class_and_a_line(monkeypatch):
+    monkeypatch.setitem(registry.ENGINES, "plain", lambda context: [PlainEngine(context)])
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.ones(4, 8)
+    chk = rotor.Checkpointable(model, mem_limit="1MB", engine="plain")
+    chk(x).sum().backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(x).sum().backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), found, strict=True))
+    assert 0 < chk.plan.measured_bytes <= chk.mem_limit
+    chk = rotor.Checkpointable(model, mem_limit=1, engine="plain")
+    with pytest.warns(rotor.MemoryLimitWarning, match="bytes were needed"):
+        chk(x).sum().backward()
+    with pytest.raises(TypeError, match="unknown option 'effort'"):
+        rotor.Checkpointable(model, engine="plain", effort="fast")
+
+
+# -- an algorithm: rotor/algorithms/<name>.py, and a line in its registry
+
+
+class Cautious(DynamicAlgorithm):
+    """Recomputes nothing."""
+
+    name = "cautious"
+
+    def solve(self, chain, budget_bytes, *, mem_slots=None, progress=None) -> Sequence:
+        return NoCheckpoint().solve(chain, budget_bytes)
+
+    def curve(self, chain, *, progress=None):
+        return NoCheckpoint().curve(chain)
+
+
+def test_an_algorithm_is_a_file_and_a_line(monkeypatch):
+    module = types.ModuleType("rotor.algorithms.cautious")
+    module.Cautious = Cautious
+    monkeypatch.setitem(sys.modules, "rotor.algorithms.cautious", module)
+    monkeypatch.setitem(algorithms._REGISTRY, "cautious", "Cautious")
+    assert "cautious" in algorithms.names()
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    chk = rotor.Checkpointable(model, torch.ones(4, 8), "1MB")
+    sequence = chk.compute_sequence(algo="cautious")
+    assert max(sequence.count_forwards().values()) == 1
+
+
+# -- a heuristic: a file with a function, and a line in `rotor.simrd.heuristics.WRITTEN`
+
+
+def smallest(candidate) -> float:
+    """Evict what is smallest."""
+    return float(candidate.bytes)
+
+
+def test_a_heuristic_is_a_function_and_a_line(monkeypatch):
+    monkeypatch.setitem(heuristics.WRITTEN, "Smallest", smallest)
+    assert "Smallest" in heuristics.names()
+    assert heuristics.get("Smallest").description == "Evict what is smallest."
+    log = simrd.networks.linear(12)
+    named = simrd.simulate(log, "Smallest", ratio=0.6)
+    assert named.heuristic == "Smallest"
+    assert named.n_eval == simrd.simulate(log, smallest, ratio=0.6).n_eval > 0
