@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rotor.common.tensor_trees import tensors_within
+from rotor.common.tensor_trees import output_tensors
 from rotor.engines.graph.capture import Capture, Unplanned, fresh
 from rotor.engines.graph.emit import emit
 from rotor.engines.graph.lowering import Lowered
@@ -161,7 +161,7 @@ def arguments(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def loss_of(output: Any) -> torch.Tensor:
     """A scalar that depends on every output that requires a gradient."""
-    tensors = [t for t in tensors_within(output) if t.requires_grad]
+    tensors = [t for t in output_tensors(output) if t.requires_grad]
     return sum((t.float() * t.detach().float().cos()).sum() for t in tensors)  # type: ignore
 
 
@@ -220,14 +220,14 @@ def step(
     loss: Callable[[Any], torch.Tensor] = loss_of,
 ) -> Step:
     """Forward, loss, backward from no gradients."""
-    tensors = tensors_within([args, kwargs])
+    tensors = output_tensors([args, kwargs])
     for tensor in [*model.parameters(), *tensors]:
         tensor.grad = None
     torch.manual_seed(seed)
     output = call(*args, **(kwargs or {}))
     loss(output).backward()
     return Step(
-        [t.detach().clone() for t in tensors_within(output)],
+        [t.detach().clone() for t in output_tensors(output)],
         [_copy(t.grad) for t in [*model.parameters(), *tensors]],
         [b.clone() for b in model.buffers()],
         torch.get_rng_state(),

@@ -15,14 +15,14 @@ from rotor._pytorch import core
 Flags = tuple[bool, ...]
 
 
-def tensors_of(value: Any) -> list[torch.Tensor]:
+def tree_tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in a value, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [leaf for leaf in core.tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def tensors_within(value: Any) -> list[torch.Tensor]:
+def output_tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in what a model returns: also in dataclasses, mappings and plain objects."""
     if isinstance(value, torch.Tensor):
         return [value]
@@ -73,7 +73,7 @@ def as_leaves(value: Any, flags: Flags) -> tuple[Any, list[torch.Tensor]]:
             leaf.requires_grad_(True)
             return leaf, [leaf]
         return leaf, []
-    copies = [tensor.detach() for tensor in tensors_of(value)]
+    copies = [tensor.detach() for tensor in tree_tensors(value)]
     wanted = [copy.requires_grad_() for copy, flag in zip(copies, flags, strict=True) if flag]
     return with_tensors(value, copies), wanted
 
@@ -88,24 +88,24 @@ def flagged(value: Any, flags: Flags) -> list[torch.Tensor]:
     """The flagged tensors of a value."""
     if isinstance(value, torch.Tensor):
         return [value] if flags[0] else []
-    return [t for t, flag in zip(tensors_of(value), flags, strict=True) if flag]
+    return [t for t, flag in zip(tree_tensors(value), flags, strict=True) if flag]
 
 
 def grad_flags(value: Any) -> Flags:
     """Which tensors of a value require gradients."""
-    return tuple(tensor.requires_grad for tensor in tensors_of(value))
+    return tuple(tensor.requires_grad for tensor in tree_tensors(value))
 
 
 def differentiable(value: Any) -> Flags:
     """Which tensors of a value could require gradients."""
-    return tuple(t.is_floating_point() or t.is_complex() for t in tensors_of(value))
+    return tuple(t.is_floating_point() or t.is_complex() for t in tree_tensors(value))
 
 
 def versions(value: Any) -> tuple[int, ...]:
     """The version counters of a value's tensors: changed when one was written to."""
     if isinstance(value, torch.Tensor):
         return (value._version,)
-    return tuple(tensor._version for tensor in tensors_of(value))
+    return tuple(tensor._version for tensor in tree_tensors(value))
 
 
 def check_output(name: str, value: Any) -> None:

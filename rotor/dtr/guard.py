@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from rotor._pytorch import dispatch
-from rotor.common.tensor_trees import tensors_of
+from rotor.common.tensor_trees import tree_tensors
 
 
 class Guarded(Protocol):
@@ -84,7 +84,7 @@ class Guard(TorchFunctionMode):
     ) -> Any:
         """Call one function of PyTorch."""
         if func in _SHARED:
-            for tensor in tensors_of((args, kwargs)):
+            for tensor in tree_tensors((args, kwargs)):
                 self._session.pin(tensor)
             if func in _WRITTEN:
                 self._session.give_up(args[0])

@@ -16,7 +16,7 @@ from torch import nn
 
 from rotor.algorithms.curve import Curve
 from rotor.common.model_state import ModelState
-from rotor.common.tensor_trees import tensors_of
+from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.peers import Alone, Peers
 from rotor.meter.step_meter import StepBytes, StepWatch, Verdict
 
@@ -109,7 +109,7 @@ class Call:
     @property
     def device(self) -> torch.device:
         """Device of the first tensor."""
-        return tensors_of((self.args, dict(self.kwargs)))[0].device
+        return tree_tensors((self.args, dict(self.kwargs)))[0].device
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -228,7 +228,7 @@ class Context:
 
     def check_devices(self, arguments: Any) -> None:
         """Raise ValueError where a parameter is on another device than the arguments."""
-        devices = {t.device for t in tensors_of(arguments)}
+        devices = {t.device for t in tree_tensors(arguments)}
         for name, parameter in self.module.named_parameters():
             if parameter.device not in devices:
                 raise ValueError(

@@ -12,7 +12,7 @@ from torch import nn
 from rotor._pytorch import core
 from rotor.common.generators import RngTracker
 from rotor.common.model_state import gradients_aside
-from rotor.common.tensor_trees import tensors_of
+from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain.stages import is_plain_sequential
 from rotor.meter import allocator as memory
 
@@ -85,7 +85,7 @@ def _checked_batch(found: Any) -> Batch:
 
 def device_of(batch: Batch) -> torch.device:
     """Where a batch lies; ValueError: it holds no tensor."""
-    tensors = tensors_of(core.tree_flatten(batch[:2])[0])
+    tensors = tree_tensors(core.tree_flatten(batch[:2])[0])
     if not tensors:
         raise ValueError("the batch holds no tensor, expected at least one")
     return tensors[0].device

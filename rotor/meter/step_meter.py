@@ -12,7 +12,7 @@ import torch
 
 from rotor._pytorch import core
 from rotor.common.checksums import Proved
-from rotor.common.tensor_trees import tensors_of
+from rotor.common.tensor_trees import tree_tensors
 from rotor.common.timeline import Timeline
 from rotor.meter import allocator
 
@@ -213,7 +213,7 @@ class StepMeter:
 
     def forward_done(self, output: Any) -> None:
         """Mark the end of the forward; nothing is metered where the output needs no backward."""
-        watched = [t for t in tensors_of(output) if t.requires_grad]
+        watched = [t for t in tree_tensors(output) if t.requires_grad]
         if self._meter is None or not watched:
             self.cancel()
             return

@@ -17,7 +17,7 @@ import torch
 
 from rotor import _core
 from rotor._pytorch import core
-from rotor.common.tensor_trees import tensors_of
+from rotor.common.tensor_trees import tree_tensors
 from rotor.errors import MemoryLimitWarning
 from rotor.meter import allocator as memory
 from rotor.meter.step_meter import Metered, StepBytes, StepMeter
@@ -79,7 +79,7 @@ class _Watch:
     def forward_done(self, output: Any) -> None:
         """Mark the end of the forward, and have the backward's end looked at."""
         self.mark("loss")
-        for tensor in tensors_of(output):
+        for tensor in tree_tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._gradient_arrived)
                 return

@@ -18,7 +18,7 @@ from rotor.algorithms.sequence import Sequence as Schedule
 from rotor.algorithms.utils import DynamicAlgorithm
 from rotor.chain import Chain
 from rotor.common.progress import progress
-from rotor.common.tensor_trees import tensors_of
+from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain import collective
 from rotor.engines.chain.growth import StageWatch, known_growth, stage_watch
 from rotor.engines.chain.measure import Inspection, Measuring, measure
@@ -145,7 +145,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
 
     def key(self, call: Call) -> Key:
         """Return the kind of a step."""
-        tensors = tensors_of(call.args[0])
+        tensors = tree_tensors(call.args[0])
         if not tensors:
             raise ValueError("the input holds no tensor, expected a tensor or a tuple with tensors")
         kind = tensors[0].device.type
@@ -160,7 +160,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
             structure.training_flags(),
             required,
-            tuple([(t.shape, t.dtype) for t in tensors_of(targets)]) if targets else None,
+            tuple([(t.shape, t.dtype) for t in tree_tensors(targets)]) if targets else None,
         )
         return Key(measured, absent)
 
@@ -186,7 +186,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         try:
             self.context.check_devices(arg)
             cancel_running()
-            allocator.meter(tensors_of(arg)[0].device).start().stop()
+            allocator.meter(tree_tensors(arg)[0].device).start().stop()
         except Exception as error:
             problem = error
         peers.all_well(problem)

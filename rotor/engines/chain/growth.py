@@ -16,7 +16,7 @@ from torch import nn
 
 from rotor import _core
 from rotor._pytorch import core
-from rotor.common.tensor_trees import tensors_of
+from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain.measure import Inspection
 from rotor.engines.chain.observe import kept_bytes
 from rotor.engines.chain.stages import Stage
@@ -108,7 +108,7 @@ class StageWatch:
         """Have the end of the backward looked at, where a stage has kept more."""
         if not (self.is_new or self.is_unexplained):
             return
-        for tensor in tensors_of(output):
+        for tensor in tree_tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: self._queue())
                 return

@@ -24,7 +24,7 @@ from rotor.common.tensor_trees import (
     Flags,
     flagged,
     grad_flags,
-    tensors_of,
+    tree_tensors,
 )
 from rotor.engines.chain.merge import frozen_prefix, merge_stages
 from rotor.engines.chain.observe import Observation, copied_buffers, observe, undisturbed
@@ -367,7 +367,7 @@ class Measuring:
         mark("Fn")
         self._forward(i, x)
         mark("end")
-        output_bytes = _bytes(tensors_of(run.x[i + 1]), self.device)
+        output_bytes = _bytes(tree_tensors(run.x[i + 1]), self.device)
         run.x[i + 1] = None
         return output_bytes, arriving, gradient, parameters
 
@@ -532,7 +532,7 @@ def measure(
     MeterBusyError
         A profiler is running, so that memory cannot be metered (CPU).
     """
-    tensors = tensors_of(arg)
+    tensors = tree_tensors(arg)
     if not tensors:
         raise ValueError("the input holds no tensor, expected a tensor or a tuple with tensors")
     device = tensors[0].device

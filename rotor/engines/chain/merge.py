@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rotor.common.tensor_trees import check_output, grad_flags, map_tensors, tensors_of, versions
+from rotor.common.tensor_trees import check_output, grad_flags, map_tensors, tree_tensors, versions
 from rotor.engines.chain.observe import copied_buffers
 from rotor.engines.chain.stages import Stage
 
@@ -15,7 +15,7 @@ __all__ = ["frozen_prefix", "merge_stages"]
 
 
 def _storages(value: Any) -> set[int]:
-    return {t.untyped_storage().data_ptr() for t in tensors_of(value) if t.numel()}
+    return {t.untyped_storage().data_ptr() for t in tree_tensors(value) if t.numel()}
 
 
 def merge_stages(stages: Sequence[Stage], arg: Any) -> list[Stage]:

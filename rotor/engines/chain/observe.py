@@ -28,7 +28,7 @@ from rotor.common.tensor_trees import (
     check_output,
     detached,
     grad_flags,
-    tensors_of,
+    tree_tensors,
 )
 from rotor.engines.chain.stages import Stage
 
@@ -195,7 +195,7 @@ class _Ends:
 
     def __init__(self, value: Any) -> None:
         self._marks: list[weakref.ref[Any]] = []
-        for tensor in tensors_of(value):
+        for tensor in tree_tensors(value):
             if tensor.grad_fn is not None:
                 mark = _Mark()
                 node: Any = tensor.grad_fn
@@ -247,9 +247,9 @@ def _nodes_of(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
 
 
 def _walk(value: Any, known: set[int]) -> _Walk:
-    walk = _Walk(outputs=[_digest(tensor) for tensor in tensors_of(value)])
-    walk.variables += [t for t in tensors_of(value) if t.requires_grad and t.grad_fn is None]
-    for node in _nodes_of(tensors_of(value)):
+    walk = _Walk(outputs=[_digest(tensor) for tensor in tree_tensors(value)])
+    walk.variables += [t for t in tree_tensors(value) if t.requires_grad and t.grad_fn is None]
+    for node in _nodes_of(tree_tensors(value)):
         variable = getattr(node, "variable", None)
         if isinstance(variable, torch.Tensor):
             walk.variables.append(variable)
@@ -276,8 +276,8 @@ def kept_bytes(stage: Stage, x: Any, y: Any) -> int:
     y
         Its output.
     """
-    tensors = list(tensors_of(y))
-    for node in _nodes_of(tensors_of(y)):
+    tensors = list(tree_tensors(y))
+    for node in _nodes_of(tree_tensors(y)):
         tensors += _saved_tensors(node)
     sizes = {_address(t): t.untyped_storage().nbytes() for t in tensors if _is_strided(t)}
     own = [
@@ -285,7 +285,7 @@ def kept_bytes(stage: Stage, x: Any, y: Any) -> int:
         for module in stage.modules()
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
     ]
-    for tensor in [*tensors_of(x), *own]:
+    for tensor in [*tree_tensors(x), *own]:
         if _is_strided(tensor):
             sizes.pop(_address(tensor), None)
     return sum(sizes.values())
@@ -389,7 +389,7 @@ class Observer:
                 or not torch.equal(buffer, copy)
             ]
         own = {id(t) for t in (*wanted, *parameters)}
-        known = _pointers([*tensors_of(x), *parameters])
+        known = _pointers([*tree_tensors(x), *parameters])
         walk = _walk(y, known)
         foreign = [t for t in walk.variables if id(t) not in own]
         reads, is_fed = self._origins(foreign, i)
@@ -430,7 +430,7 @@ class Observer:
                     leaves, wanted = as_leaves(x, flags)
                     y = stage(leaves)
                 inputs = [*wanted, *stage.graph_leaves()]
-                ends = [t for t in tensors_of(y) if t.requires_grad]
+                ends = [t for t in tree_tensors(y) if t.requires_grad]
                 if not ends or not inputs:
                     return [[], []]
                 found = []

@@ -14,7 +14,7 @@ from torch import nn
 
 from rotor.common.checksums import Mismatch, Proof, Proved, recomputation_error
 from rotor.common.places import Place, Saved
-from rotor.common.tensor_trees import tensors_of
+from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain.stages import Stage
 from rotor.meter import allocator as memory
 
@@ -94,7 +94,7 @@ class StepProof:
 
     def begin_with(self, output: Any) -> None:
         """Note the gradients that exist when the backward of an output begins."""
-        for tensor in tensors_of(output):
+        for tensor in tree_tensors(output):
             node: Any = tensor.grad_fn
             if node is not None:
                 node.register_prehook(self._begin)
@@ -128,12 +128,12 @@ class StepProof:
 
     def first(self, i: int, value: Any) -> None:
         """Note the output of stage i when it is made for the first time."""
-        for k, tensor in enumerate(tensors_of(value)):
+        for k, tensor in enumerate(tree_tensors(value)):
             self._proof.first((i, k), tensor)
 
     def again(self, i: int, value: Any) -> None:
         """Compare the output of stage i, made again."""
-        for k, tensor in enumerate(tensors_of(value)):
+        for k, tensor in enumerate(tree_tensors(value)):
             self._proof.again((i, k), tensor)
 
     def settle(self) -> None:

@@ -29,7 +29,7 @@ from rotor.common.tensor_trees import (
     differentiable,
     flagged,
     grad_flags,
-    tensors_of,
+    tree_tensors,
     versions,
     with_tensors,
 )
@@ -106,7 +106,7 @@ class _Boundary(Function):
         ctx.run = run
         ctx.set_materialize_grads(False)
         stage = run.schedule.tail
-        outputs = [tensor.detach() for tensor in tensors_of(run.x[stage])]
+        outputs = [tensor.detach() for tensor in tree_tensors(run.x[stage])]
         fixed = [t for t, flag in zip(outputs, run.flags_of(stage), strict=True) if not flag]
         ctx.mark_non_differentiable(*fixed)
         return tuple(outputs)
@@ -168,7 +168,7 @@ class Run:
         self.schedule = schedule
         self.accumulate = accumulate
         self.proof = proof
-        self.device = tensors_of(arg)[0].device
+        self.device = tree_tensors(arg)[0].device
         self.token = _token(self.device)
         self.x: list[Any] = [None] * (n + 1)
         self.x[head] = detached(arg)
@@ -244,7 +244,7 @@ class Run:
         elif any(self.flags_of(i)) or self.parameters[i]:
             flags = differentiable(y)
         else:
-            flags = (False,) * len(tensors_of(y))
+            flags = (False,) * len(tree_tensors(y))
         self.flags[i + 1] = flags
         return flags
 
@@ -527,7 +527,7 @@ class CheckpointOptim(Function):
             # Sequence.without_suffix left every stage to the caller.
             return arg
         # Autograd sees the tensors that it is given one by one, and none within a tuple.
-        tensors = [] if isinstance(arg, torch.Tensor) else tensors_of(arg)
+        tensors = [] if isinstance(arg, torch.Tensor) else tree_tensors(arg)
         return super().apply(functions, sequence, names, preserve_rng_state, arg, *tensors)
 
     @staticmethod
@@ -542,7 +542,7 @@ class CheckpointOptim(Function):
     ) -> Any:
         """Run the operations before the loss; see the class for the parameters."""
         del parts
-        if not tensors_of(arg):
+        if not tree_tensors(arg):
             raise TypeError(f"arg must be a tensor or a tuple of tensors, got {type(arg).__name__}")
         if names is None:
             names = [str(i) for i in range(len(functions))]
@@ -552,7 +552,7 @@ class CheckpointOptim(Function):
         stages = stages[: _last(sequence, len(stages))]
         schedule = Schedule(sequence, len(stages), plain_tail=False)
         ctx.is_one = isinstance(arg, torch.Tensor)
-        if not any(tensor.requires_grad for tensor in tensors_of(arg)):
+        if not any(tensor.requires_grad for tensor in tree_tensors(arg)):
             warnings.warn(
                 "the input requires no gradient, so autograd will not call the backward of the "
                 "chain and its parameters will get none: call arg.requires_grad_(), or use "
@@ -565,7 +565,7 @@ class CheckpointOptim(Function):
         ctx.set_materialize_grads(False)
         value = run.x[schedule.n]
         run.x[schedule.n] = None
-        tensors = tensors_of(value)
+        tensors = tree_tensors(value)
         flags = run.flags_of(schedule.n)
         ctx.mark_non_differentiable(
             *[t for t, flag in zip(tensors, flags, strict=True) if not flag]

@@ -13,7 +13,7 @@ from rotor import dtr
 from rotor.algorithms.curve import Curve
 from rotor.common.generators import generators_kept
 from rotor.common.model_state import refuse_sharded
-from rotor.common.tensor_trees import tensors_of, tensors_within
+from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.dtr.recall import MOST_SCRAPS
 from rotor.engines.contract import METERED_STEPS, Call, Context, Engine, IsPending, Key, StartMeter
 from rotor.engines.dynamic.plan import DynamicPlan, check_options
@@ -72,7 +72,7 @@ class DynamicEngine(Engine):
     def key(self, call: Call) -> Key:
         """Return the device: its limit holds for steps of every kind."""
         args, kwargs = call.arguments
-        tensors = tensors_of((args, kwargs)) or list(self.context.module.parameters())
+        tensors = tree_tensors((args, kwargs)) or list(self.context.module.parameters())
         if not tensors:
             raise ValueError("neither the arguments nor the model hold a tensor")
         device = tensors[0].device
@@ -160,7 +160,7 @@ class DynamicEngine(Engine):
         step, output = self._run(plan, call, meter=meter)
         if meter is not None:
             plan.output_bytes, step.is_metered = step.output_bytes, True
-            meter.forward_done(tensors_within(output))
+            meter.forward_done(output_tensors(output))
         held = weakref.ref(step)
 
         def is_pending() -> bool:
@@ -202,12 +202,12 @@ class DynamicEngine(Engine):
 
     def _run_trial(self, plan: DynamicPlan, call: Call) -> None:
         _, output = self._run(plan, call, is_trial=True)
-        outputs = [t for t in tensors_within(output) if t.requires_grad]
+        outputs = [t for t in output_tensors(output) if t.requires_grad]
         if not outputs:
             raise ValueError(
                 "nothing in this step needs a gradient: call the plain model, chk.module"
             )
-        inputs = [*self.context.module.parameters(), *tensors_of(call.arguments)]
+        inputs = [*self.context.module.parameters(), *tree_tensors(call.arguments)]
         needed = [t for t in inputs if t.requires_grad]
         given = [torch.ones_like(t) for t in outputs]
         torch.autograd.grad(outputs, needed, given, allow_unused=True)

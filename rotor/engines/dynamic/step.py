@@ -24,7 +24,7 @@ from rotor._pytorch import core, dispatch
 from rotor.common.generators import SPLIT_BACKWARD
 from rotor.common.hook_values import hook_places
 from rotor.common.places import tensors_in
-from rotor.common.tensor_trees import tensors_of
+from rotor.common.tensor_trees import tree_tensors
 from rotor.dtr.recall import MOST_SCRAPS
 from rotor.dtr.stepping import StepSession
 from rotor.engines.dynamic.additions import Additions, Arrivals
@@ -139,7 +139,7 @@ class NestedStep:
             The limit cannot be kept. Parameters, buffers and the random state are as before.
         """
         outer, inner, value = _own_inputs(value)
-        self._undo.inputs = tensors_of(value)
+        self._undo.inputs = tree_tensors(value)
         output = None
         found: list[torch.Tensor] = []
         kept: list[torch.Tensor] = []
@@ -197,7 +197,7 @@ class NestedStep:
 
     def _watch(self, value: Any, outputs: list[torch.Tensor]) -> None:
         """Note the versions of what may be written to before the backward."""
-        tensors = [*tensors_of(value), *outputs]
+        tensors = [*tree_tensors(value), *outputs]
         for module in self._modules:
             for slots in (core.parameter_slots(module), core.buffer_slots(module)):
                 tensors.extend(where[name] for where, name in slots)
@@ -216,14 +216,14 @@ class NestedStep:
                     yield vars(module), name, value
 
     def _attributes(self) -> list[torch.Tensor]:
-        found = [tensor for _, _, value in self._places() for tensor in tensors_of(value)]
+        found = [tensor for _, _, value in self._places() for tensor in tree_tensors(value)]
         for place in hook_places(self._modules):
             found += tensors_in(place.get())
         return found
 
     def _replace_attributes(self, given: dict[int, torch.Tensor]) -> None:
         for where, name, value in self._places():
-            if any(id(tensor) in given for tensor in tensors_of(value)):
+            if any(id(tensor) in given for tensor in tree_tensors(value)):
                 where[name] = replaced(value, given)
         for place in hook_places(self._modules):
             value = place.get()
@@ -522,7 +522,7 @@ def _may_hold_tensors(value: Any) -> bool:
 def _own_inputs(value: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
     """Tensors that require gradients, what stands for them within, and the value with those."""
     outer: dict[int, torch.Tensor] = {}
-    for tensor in tensors_of(value):
+    for tensor in tree_tensors(value):
         if tensor.requires_grad:
             outer.setdefault(id(tensor), tensor)
     own = {key: tensor.detach().requires_grad_() for key, tensor in outer.items()}

@@ -12,7 +12,7 @@ from torch import nn
 
 from rotor._pytorch import core
 from rotor.common.generators import generators_kept
-from rotor.common.tensor_trees import tensors_of
+from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.graph.repeating import attributes_kept
 
 logger = logging.getLogger("rotor")
@@ -51,7 +51,7 @@ def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
     It runs without gradients, which a forward that computes some itself does not take, and twice,
     after which a flag that every forward turns is what it was.
     """
-    device = tensors_of((args, kwargs))[0].device
+    device = tree_tensors((args, kwargs))[0].device
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     state = core.get_generator_state(device)
     try:

@@ -12,7 +12,7 @@ from rotor._pytorch import core
 from rotor.algorithms.curve import Curve
 from rotor.common.model_state import refuse_sharded
 from rotor.common.progress import progress
-from rotor.common.tensor_trees import tensors_within
+from rotor.common.tensor_trees import output_tensors
 from rotor.engines.contract import (
     Call,
     CannotPlan,
@@ -351,7 +351,7 @@ class GraphEngine(MeteredEngine):
             meter.cancel()
             meter = None
         if meter is not None or plan.step.several_tangents:
-            tensors = tensors_within(output)
+            tensors = output_tensors(output)
             capture.note_absent_tangents(tensors)
             if meter is not None:
                 meter.forward_done(tensors)

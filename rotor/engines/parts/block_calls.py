@@ -13,7 +13,7 @@ from torch import nn
 from rotor._pytorch import core, fsdp
 from rotor.common.forward_patch import Replaced
 from rotor.common.model_state import gradients_aside
-from rotor.common.tensor_trees import Flags, check_output, grad_flags, tensors_of, versions
+from rotor.common.tensor_trees import Flags, check_output, grad_flags, tree_tensors, versions
 from rotor.engines.chain.sharded import Sharding
 from rotor.engines.parts.blocks import BlockStage
 from rotor.engines.parts.probe import Saves, unchanged
@@ -99,7 +99,7 @@ class Calls:
     def __init__(self, model: nn.Module, stages: Sequence[BlockStage], arguments: Any) -> None:
         self._stages = {stage.module: stage for stage in stages}
         self._inside: list[nn.Module] = []
-        resident = [*model.parameters(), *model.buffers(), *tensors_of(arguments)]
+        resident = [*model.parameters(), *model.buffers(), *tree_tensors(arguments)]
         self._saves = Saves(resident, lambda *_: None)
         self.found: dict[nn.Module, Flags] = {}
         self.reasons: dict[nn.Module, str] = {}
@@ -148,7 +148,7 @@ class Calls:
         stage = self._stages[module]
         own = {id(p) for p in stage.standing()} | {id(p) for p in module.parameters()}
         own |= {id(owner.whole) for owner in stage.every_owner()}
-        if _reaches_outside(tensors_of(y), tensors_of(value), own):
+        if _reaches_outside(tree_tensors(y), tree_tensors(value), own):
             return "it uses tensors that require gradients and are not among its arguments"
         return None
 

@@ -19,7 +19,7 @@ from torch import nn
 from rotor._pytorch import core
 from rotor.common.forward_patch import Replaced
 from rotor.common.ranks import Ranks, digest
-from rotor.common.tensor_trees import tensors_of, tensors_within
+from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.engines.parts.block_proofs import BlocksProof
 from rotor.engines.parts.blocks import BlockStage
 from rotor.engines.parts.kinds import Captures, Kind, backward_marks
@@ -124,7 +124,7 @@ class GraphCalls:
         captures: Captures,
     ) -> None:
         self._stages = {stage.module: stage for stage in stages}
-        resident = [*model.parameters(), *model.buffers(), *tensors_of(arguments)]
+        resident = [*model.parameters(), *model.buffers(), *tree_tensors(arguments)]
         self._saves = Saves(resident, lambda *_: None)
         self._captures = captures
         self._outputs: dict[nn.Module, set[int]] = {}
@@ -161,11 +161,11 @@ class GraphCalls:
                 self.reasons[module] = found
             elif found is not None:
                 self.found[module] = found
-                watched = tensors_of((args, kwargs))
+                watched = tree_tensors((args, kwargs))
                 if found.kind.reads_outputs:
-                    watched += tensors_within(y)
+                    watched += output_tensors(y)
                 self._watched += [(tensor, tensor._version, module) for tensor in watched]
-                self._outputs[module] = set(self._saves.identities(tensors_within(y)))
+                self._outputs[module] = set(self._saves.identities(output_tensors(y)))
             self._update(len(self.found) + len(self.reasons), len(self._stages))
             return y
 
@@ -173,7 +173,7 @@ class GraphCalls:
 
     def _hold(self, value: Any) -> None:
         """Note the blocks whose outputs another one holds, as its inputs."""
-        held = set(self._saves.identities(tensors_of(value)))
+        held = set(self._saves.identities(tree_tensors(value)))
         for module, outputs in self._outputs.items():
             outputs -= held
             self.found[module].is_held |= not outputs

@@ -19,7 +19,7 @@ from torch import nn
 from rotor.common.checksums import NO_ROOM, has_room
 from rotor.common.progress import progress
 from rotor.common.ranks import RankError, Ranks
-from rotor.common.tensor_trees import Flags, map_tensors, tensors_of, tensors_within
+from rotor.common.tensor_trees import Flags, map_tensors, output_tensors, tree_tensors
 from rotor.engines.chain.sharded import Sharding
 from rotor.engines.parts.block_calls import Calls, apart
 from rotor.engines.parts.block_graphs import BlockGraph, GraphCalls, share_graphs
@@ -310,7 +310,7 @@ def measure_blocks(
     RankError
         The ranks have different blocks.
     """
-    device = tensors_of(arguments)[0].device
+    device = tree_tensors(arguments)[0].device
     own = map_tensors(arguments, lambda t: t.detach().requires_grad_(t.requires_grad))
     calls = Calls(model, stages, own)
     with apart(model, sharding, device):
@@ -389,13 +389,13 @@ def _measured(
         ):
             output = call()
         marks.mark("loss")
-        outputs = [t for t in tensors_within(output) if t.requires_grad]
+        outputs = [t for t in output_tensors(output) if t.requires_grad]
         gradients = [torch.ones_like(t) for t in outputs]
         marks.mark("end")
         torch.autograd.backward(outputs, gradients)
     finally:
         meter.stop()
-    return _Round(meter.segments, allocator.storage_bytes(tensors_within(output)), marks.times)
+    return _Round(meter.segments, allocator.storage_bytes(output_tensors(output)), marks.times)
 
 
 def _priced(

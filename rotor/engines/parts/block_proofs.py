@@ -15,7 +15,7 @@ from rotor.common.checksums import Mismatch, Proof, Proved, recomputation_error
 from rotor.common.forward_patch import Replaced
 from rotor.common.places import Place, Saved
 from rotor.common.ranks import Ranks
-from rotor.common.tensor_trees import grad_flags, tensors_of, tensors_within
+from rotor.common.tensor_trees import grad_flags, output_tensors, tree_tensors
 from rotor.engines.chain.observe import Observation, Observer, note_state, undisturbed
 from rotor.engines.chain.proofs import CURE, host_copy
 from rotor.engines.chain.sharded_proofs import ShardedGradients, found_together
@@ -79,9 +79,9 @@ def observe_blocks(
     ranks
         Those who run it: what one of them sees holds for all.
     """
-    device = tensors_of(arguments)[0].device
+    device = tree_tensors(arguments)[0].device
     observer = Observer(device, _around)
-    resident = [*model.parameters(), *model.buffers(), *tensors_of(arguments)]
+    resident = [*model.parameters(), *model.buffers(), *tree_tensors(arguments)]
     saves = Saves(resident, lambda *_: None)
     places = {stage.module: k for k, stage in enumerate(stages)}
     seen: dict[int, Observation] = {}
@@ -184,7 +184,7 @@ class BlocksProof(PartsTally):
 
     def begin_with(self, output: Any) -> None:
         """Have the backward of an output end with a look at what differed."""
-        for tensor in tensors_within(output):
+        for tensor in output_tensors(output):
             node: Any = tensor.grad_fn
             if node is not None:
                 node.register_prehook(self._arm)
@@ -201,12 +201,12 @@ class BlocksProof(PartsTally):
 
     def first(self, k: int, value: Any) -> None:
         """Note the output of block k when it is made for the first time."""
-        for j, tensor in enumerate(tensors_of(value)):
+        for j, tensor in enumerate(tree_tensors(value)):
             self._proof.first((k, j), tensor)
 
     def again(self, k: int, value: Any) -> None:
         """Compare the output of block k, made again."""
-        for j, tensor in enumerate(tensors_of(value)):
+        for j, tensor in enumerate(tree_tensors(value)):
             self._proof.again((k, j), tensor)
 
     def begin(self) -> None:

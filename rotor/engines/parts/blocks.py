@@ -26,7 +26,7 @@ from rotor.common.tensor_trees import (
     detached,
     flagged,
     grad_flags,
-    tensors_of,
+    tree_tensors,
     versions,
     with_tensors,
 )
@@ -219,7 +219,7 @@ class BlockCall:
                 "it was measured: it cannot be computed again. Call measure() again with the model "
                 "as it is now"
             )
-        self._outputs = [tensor.detach() for tensor in tensors_of(y)]
+        self._outputs = [tensor.detach() for tensor in tree_tensors(y)]
         if len(self._outputs) != len(self.flags):
             raise RuntimeError(
                 f"block {self._stage.name} returned {len(self._outputs)} tensors, and "
@@ -445,8 +445,8 @@ class BlockStep:
 
 def _watch_backward(marks: Marks, k: int, value: Any, y: Any) -> None:
     """Tell where the backward of a block that runs in plain autograd begins and ends."""
-    inputs = [t for t in tensors_of(value) if t.grad_fn is not None]
-    known = {id(t) for t in tensors_of(value)}
+    inputs = [t for t in tree_tensors(value) if t.grad_fn is not None]
+    known = {id(t) for t in tree_tensors(value)}
     begun: list[bool] = []
     waiting = {id(t) for t in inputs}
 
@@ -455,7 +455,7 @@ def _watch_backward(marks: Marks, k: int, value: Any, y: Any) -> None:
             begun.append(True)
             marks.mark(f"backward {k}")
 
-    for output in tensors_of(y):
+    for output in tree_tensors(y):
         if output.requires_grad and id(output) not in known:
             output.register_hook(begin)
     for tensor in inputs:

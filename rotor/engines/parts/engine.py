@@ -9,7 +9,7 @@ import torch
 
 from rotor.algorithms.curve import Curve
 from rotor.common.progress import progress
-from rotor.common.tensor_trees import tensors_within
+from rotor.common.tensor_trees import output_tensors
 from rotor.engines.contract import (
     METERED_STEPS,
     Call,
@@ -132,7 +132,7 @@ class PartsEngine(MeteredEngine):
         if tally is not None:
             tally.seal()
         if meter is not None:
-            meter.forward_done(tensors_within(output))
+            meter.forward_done(output_tensors(output))
         token = pieces.token
         is_pending = None if token is None else lambda: token() is not None
         return self.context.with_loss(output, call.targets), is_pending

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from rotor.common.tensor_trees import tensors_within
+from rotor.common.tensor_trees import output_tensors
 from rotor.engines.graph.capture import Capture, Captured, NothingToPlan, Unplanned, fresh
 from rotor.engines.graph.early import EarlyCode, EarlyStep, Owners, owners_of, slots_of
 from rotor.engines.graph.emit import Emitted, StepCode, emit
@@ -310,7 +310,7 @@ class Kind:
         finally:
             self.captured.emitted = None
         if len(self.captured.lowered.output_of_tangent) > 1:
-            self.capture.note_absent_tangents(tensors_within(output))
+            self.capture.note_absent_tangents(output_tensors(output))
         return output, ""
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from rotor._pytorch import core
 from rotor.common.forward_patch import Replaced
-from rotor.common.tensor_trees import tensors_of, tensors_within
+from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.parts.kinds import Captures, Kind
 from rotor.engines.parts.probe import (
@@ -219,10 +219,10 @@ class _Search:
 
     def run(self, args: Any, kwargs: Any) -> int:
         """The bytes of the model's outputs."""
-        device = tensors_of((args, kwargs))[0].device
+        device = tree_tensors((args, kwargs))[0].device
         paths = inner_modules(self.model)
         counts: dict[nn.Module, int] = {}
-        resident = [*self.model.parameters(), *self.model.buffers(), *tensors_of((args, kwargs))]
+        resident = [*self.model.parameters(), *self.model.buffers(), *tree_tensors((args, kwargs))]
         saves = Saves(resident, self.note)
 
         def replacement(module: nn.Module, forward: Any) -> Callable[..., Any]:
@@ -239,18 +239,18 @@ class _Search:
                 if isinstance(kind, str):
                     self.reasons.setdefault(path, kind)
                     return forward(*given, **named)
-                for identity, size in saves.identities(tensors_of((given, named))).items():
+                for identity, size in saves.identities(tree_tensors((given, named))).items():
                     self.keep(identity, size, 2 * len(self.sites) + 1)
                 self.inside = True
                 try:
                     output = forward(*given, **named)
                 finally:
                     self.inside = False
-                watched = tensors_of((given, named))
+                watched = tree_tensors((given, named))
                 if kind.reads_outputs:
-                    watched += tensors_within(output)
+                    watched += output_tensors(output)
                 site = Site(path, module, number, signature, kind)
-                self.found(site, watched, set(saves.identities(tensors_within(output))))
+                self.found(site, watched, set(saves.identities(output_tensors(output))))
                 return output
 
             return run
@@ -265,7 +265,7 @@ class _Search:
         for k, (site, own) in enumerate(zip(self.sites, self.outputs, strict=True)):
             site.is_held = all(max(self.keepers.get(i, [0])) > 2 * k + 1 for i in own)
         self.hand_over()
-        return allocator.storage_bytes(tensors_within(output))
+        return allocator.storage_bytes(output_tensors(output))
 
     def hand_over(self) -> None:
         """Have the pieces add to the gradients that exist.

@@ -18,7 +18,7 @@ from torch import nn
 from rotor._pytorch import core
 from rotor.common.forward_patch import Replaced
 from rotor.common.generators import generators_kept
-from rotor.common.tensor_trees import tensors_of, tensors_within
+from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.engines.graph.calls import layout_of
 from rotor.engines.graph.repeating import attributes_kept
 from rotor.meter import allocator
@@ -177,7 +177,7 @@ def weigh(
         for call in stack:
             call.saved[identity] = size
 
-    saves = Saves([*model.parameters(), *model.buffers(), *tensors_of((args, kwargs))], note)
+    saves = Saves([*model.parameters(), *model.buffers(), *tree_tensors((args, kwargs))], note)
 
     def watched(module: nn.Module, forward: Any) -> Callable[..., Any]:
         def run(*given: Any, **named: Any) -> Any:
@@ -193,14 +193,14 @@ def weigh(
             finally:
                 while stack.pop() is not call:
                     pass
-            outside = saves.identities([*tensors_of((given, named)), *tensors_within(output)])
+            outside = saves.identities([*tree_tensors((given, named)), *output_tensors(output)])
             inside = [size for key, size in call.saved.items() if key not in outside]
             call.plannable_bytes = sum(inside)
             return output
 
         return run
 
-    device = tensors_of((args, kwargs))[0].device
+    device = tree_tensors((args, kwargs))[0].device
     with unchanged(model, device), Replaced(paths, watched), saves.watching():
         model.forward(*args, **kwargs)
     return calls, whole, set(counts)

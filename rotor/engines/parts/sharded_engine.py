@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from rotor.algorithms.curve import Curve
-from rotor.common.tensor_trees import tensors_of, tensors_within
+from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.engines.chain.sharded import Sharding
 from rotor.engines.contract import METERED_STEPS, Call, Context, IsPending, Key, StartMeter
 from rotor.engines.graph.calls import check_arguments
@@ -115,7 +115,7 @@ class ShardedBlocksEngine(MeteredEngine):
             self.context.check_devices((args, kwargs))
             check_arguments(self.context.module, args, kwargs)
             cancel_running()
-            allocator.meter(tensors_of((args, kwargs))[0].device).start().stop()
+            allocator.meter(tree_tensors((args, kwargs))[0].device).start().stop()
         except Exception as error:
             problem = error
         self.context.peers.all_well(problem)
@@ -238,7 +238,7 @@ class ShardedBlocksEngine(MeteredEngine):
                 plan.blocks[k].name,
             )
         if meter is not None:
-            meter.forward_done(tensors_within(output))
+            meter.forward_done(output_tensors(output))
         held = None if step.latest is None else weakref.ref(step.latest)
 
         def is_pending() -> bool:
