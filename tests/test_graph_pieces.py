@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import rotor
 from rotor import memory
-from rotor.common.forward_patch import Replaced
+from rotor.common.forward_patch import PatchedForwards
 from rotor.engines.dynamic.engine import DynamicEngine
 from rotor.engines.dynamic.plan import DynamicPlan
 from rotor.engines.parts.pieced import PiecesPlan
@@ -556,7 +556,7 @@ def test_signatures_tell_calls_apart():
 def test_replaced_forwards_come_back():
     model = Mixer()
     own = model.up.__dict__["forward"] = lambda x: x
-    with Replaced([model.up, model.down], lambda module, forward: forward) as replaced:
+    with PatchedForwards([model.up, model.down], lambda module, forward: forward) as replaced:
         with replaced.paused():
             assert model.up.__dict__["forward"] is own
             assert "forward" not in model.down.__dict__

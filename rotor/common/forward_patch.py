@@ -8,10 +8,10 @@ from typing import Any, Self
 
 from torch import nn
 
-__all__ = ["Replaced"]
+__all__ = ["PatchedForwards"]
 
 
-class Replaced:
+class PatchedForwards:
     """While it lasts, modules run something else as their forward.
 
     Parameters

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core, fsdp
-from rotor.common.forward_patch import Replaced
+from rotor.common.forward_patch import PatchedForwards
 from rotor.common.model_state import gradients_aside
 from rotor.common.tensor_trees import Flags, check_output, grad_flags, tree_tensors, versions
 from rotor.engines.chain.sharded import Sharding
@@ -106,7 +106,7 @@ class Calls:
 
     def run(self, call: Callable[[], Any]) -> None:
         """Do it."""
-        with Replaced(self._stages, self._watched), self._saves.watching():
+        with PatchedForwards(self._stages, self._watched), self._saves.watching():
             call()
         for module in self._stages:
             if module not in self.found:

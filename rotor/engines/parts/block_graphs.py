@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core
-from rotor.common.forward_patch import Replaced
+from rotor.common.forward_patch import PatchedForwards
 from rotor.common.ranks import Ranks, digest
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.engines.parts.block_proofs import BlocksProof
@@ -145,7 +145,7 @@ class GraphCalls:
         self._update = update
         obstacles = {module: _obstacle(stage) for module, stage in self._stages.items()}
         self.reasons = {module: reason for module, reason in obstacles.items() if reason}
-        with Replaced(self._stages, self._runner) as self._replaced, self._saves.watching():
+        with PatchedForwards(self._stages, self._runner) as self._replaced, self._saves.watching():
             call()
         for tensor, version, module in self._watched:
             if tensor._version != version and self.found.pop(module, None) is not None:

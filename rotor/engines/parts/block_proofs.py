@@ -12,7 +12,7 @@ from torch import nn
 
 from rotor._pytorch import core, fsdp
 from rotor.common.checksums import Mismatch, Proof, Proved, recomputation_error
-from rotor.common.forward_patch import Replaced
+from rotor.common.forward_patch import PatchedForwards
 from rotor.common.places import Place, Saved
 from rotor.common.ranks import Ranks
 from rotor.common.tensor_trees import grad_flags, output_tensors, tree_tensors
@@ -101,7 +101,7 @@ def observe_blocks(
 
         return run
 
-    with Replaced(places, runner), saves.watching():
+    with PatchedForwards(places, runner), saves.watching():
         call()
     note_state([stages[k] for k in seen], list(seen.values()))
     for stage in stages:

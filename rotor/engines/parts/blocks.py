@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.function import Function
 
 from rotor._pytorch import core
-from rotor.common.forward_patch import Replaced
+from rotor.common.forward_patch import PatchedForwards
 from rotor.common.generators import AutocastState, RngTracker
 from rotor.common.tensor_trees import (
     Flags,
@@ -367,7 +367,7 @@ class BlockStep:
         self.failed: list[int] = []
 
     def __enter__(self) -> Self:
-        self._replaced = Replaced(self._places, self._runner)
+        self._replaced = PatchedForwards(self._places, self._runner)
         self._replaced.__enter__()
         if self._marks is not None:
             self._marks.mark("start")

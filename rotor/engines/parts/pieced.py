@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rotor.algorithms.curve import Curve
-from rotor.common.forward_patch import Replaced
+from rotor.common.forward_patch import PatchedForwards
 from rotor.engines.graph.emit import StepCode
 from rotor.engines.graph.proving import Tally
 from rotor.engines.parts.kinds import Kind, backward_marks
@@ -227,9 +227,9 @@ class PiecesStep:
 
     def __enter__(self) -> Self:
         modules = dict.fromkeys(site.module for site in self._plan.pieces.sites)
-        self._replaced = self._stack.enter_context(Replaced(modules, self._runner))
+        self._replaced = self._stack.enter_context(PatchedForwards(modules, self._runner))
         self._others = self._stack.enter_context(
-            Replaced(self._plan.pieces.elsewhere, self._elsewhere)
+            PatchedForwards(self._plan.pieces.elsewhere, self._elsewhere)
         )
         if self._meter is not None:
             self._meter.mark("start")

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core
-from rotor.common.forward_patch import Replaced
+from rotor.common.forward_patch import PatchedForwards
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.parts.kinds import Captures, Kind
@@ -257,7 +257,7 @@ class _Search:
 
         with (
             unchanged(self.model, device),
-            Replaced(paths, replacement) as replaced,
+            PatchedForwards(paths, replacement) as replaced,
             saves.watching(),
         ):
             output = self.model.forward(*args, **kwargs)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core
-from rotor.common.forward_patch import Replaced
+from rotor.common.forward_patch import PatchedForwards
 from rotor.common.generators import generators_kept
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.engines.graph.calls import layout_of
@@ -201,7 +201,7 @@ def weigh(
         return run
 
     device = tree_tensors((args, kwargs))[0].device
-    with unchanged(model, device), Replaced(paths, watched), saves.watching():
+    with unchanged(model, device), PatchedForwards(paths, watched), saves.watching():
         model.forward(*args, **kwargs)
     return calls, whole, set(counts)
 
