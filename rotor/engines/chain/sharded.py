@@ -84,7 +84,7 @@ class ShardedStage(Stage):
         """What FSDP2 keeps of the stage."""
         return [owner for owner in self._owners if owner is not None]
 
-    def standing(self) -> list[Any]:
+    def current_parameters(self) -> list[Any]:
         """The shards of the parameters, which stay what they are while whole ones come and go."""
         return [
             slots.get(name) if owner is None else owner.shard

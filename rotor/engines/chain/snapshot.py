@@ -43,7 +43,7 @@ class Snapshot:
 
     def __init__(self, stage: Stage, rng: RngTracker | None) -> None:
         self._stage = stage
-        self._parameters = stage.standing()
+        self._parameters = stage.current_parameters()
         self._versions = [-1 if p is None else p._version for p in self._parameters]
         self._rng = rng
         self._states = None if rng is None else rng.latest or rng.read()
@@ -127,7 +127,7 @@ class Snapshot:
 
     def _check_parameters(self) -> None:
         for now, then, version in zip(
-            self._stage.standing(), self._parameters, self._versions, strict=True
+            self._stage.current_parameters(), self._parameters, self._versions, strict=True
         ):
             if now is not then or (now is not None and now._version != version):
                 raise RuntimeError(

@@ -94,7 +94,7 @@ class Stage:
         """Whether a flag holds on any rank that runs this stage together with others."""
         return flag
 
-    def standing(self) -> list[Any]:
+    def current_parameters(self) -> list[Any]:
         """Whatever stands where the parameters stood when the stage was made."""
         return [slots.get(name) for slots, name in self._parameter_slots]
 

@@ -146,7 +146,7 @@ class Calls:
         if not any(grad_flags(y)):
             return "nothing in it needs a gradient"
         stage = self._stages[module]
-        own = {id(p) for p in stage.standing()} | {id(p) for p in module.parameters()}
+        own = {id(p) for p in stage.current_parameters()} | {id(p) for p in module.parameters()}
         own |= {id(owner.whole) for owner in stage.every_owner()}
         if _reaches_outside(tree_tensors(y), tree_tensors(value), own):
             return "it uses tensors that require gradients and are not among its arguments"
