@@ -17,7 +17,7 @@ from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.dtr.recall import MOST_SCRAPS
 from rotor.engines.contract import METERED_STEPS, Call, Context, Engine, IsPending, Key, StartMeter
 from rotor.engines.dynamic.plan import DynamicPlan, check_options
-from rotor.engines.dynamic.step import NestedStep
+from rotor.engines.dynamic.step import BudgetedStep
 from rotor.engines.graph.repeating import attributes_kept
 from rotor.errors import MemoryLimitWarning, RecomputationError
 from rotor.meter.step_meter import StepBytes, StepMeter, cancel_running
@@ -176,7 +176,7 @@ class DynamicEngine(Engine):
         *,
         meter: StepMeter | None = None,
         is_trial: bool = False,
-    ) -> tuple[NestedStep, Any]:
+    ) -> tuple[BudgetedStep, Any]:
         module, loss_fn = self.context.module, self.settings.loss_fn
 
         def forward(args: Any, kwargs: dict[str, Any], targets: Sequence[Any]) -> Any:

@@ -15,7 +15,7 @@ from rotor.common.checksums import is_verified
 from rotor.common.timeline import Timeline
 from rotor.dtr.recall import MOST_SCRAPS, Stats
 from rotor.dtr.stepping import Unknown, learn_needs
-from rotor.engines.dynamic.step import NestedStep
+from rotor.engines.dynamic.step import BudgetedStep
 from rotor.meter.step_meter import Metered, StepBytes
 from rotor.meter.watch import note_peak
 
@@ -173,11 +173,11 @@ class DynamicPlan(Metered):
             self.held_bytes = max(self.held_bytes, held)
         return step.peak_bytes - self.limit_bytes
 
-    def step(self, module: nn.Module, *, is_trial: bool = False) -> NestedStep:
+    def step(self, module: nn.Module, *, is_trial: bool = False) -> BudgetedStep:
         """A step of a module, about to begin; of a trial nothing is left in the end."""
         level = _level(self.device)
 
-        def began(step: NestedStep) -> None:
+        def began(step: BudgetedStep) -> None:
             session = step.session
             if step.is_metered:
                 self.counted_bytes = session.current_bytes
@@ -193,14 +193,14 @@ class DynamicPlan(Metered):
                 held = max(held, step.gradient_bytes)
             session.aim(self.limit_bytes - self.reserve_bytes - held)
 
-        def ended(step: NestedStep) -> None:
+        def ended(step: BudgetedStep) -> None:
             self.steps += 1
             if step.is_proved:
                 self.proved.add(step.session.compared)
             room = self.room_for_loss(step.output_bytes)
             self.latest.append(StepFigures(step.session.stats, step.output_bytes, room))
 
-        step = NestedStep(
+        step = BudgetedStep(
             module,
             self.limit_bytes,
             self.device,
@@ -217,7 +217,7 @@ class DynamicPlan(Metered):
         step.session.outside_bytes = self.reserve_bytes
         return step
 
-    def _grown(self, step: NestedStep, seen_bytes: int) -> int:
+    def _grown(self, step: BudgetedStep, seen_bytes: int) -> int:
         """How much more the loss holds than in the first step after the last metered one."""
         if step.is_crowded:
             return 0
@@ -229,7 +229,7 @@ class DynamicPlan(Metered):
         self.differs = True
         return more
 
-    def room(self, step: NestedStep) -> tuple[int, int]:
+    def room(self, step: BudgetedStep) -> tuple[int, int]:
         """Bytes to leave for the loss of a step, and those that it is known to need."""
         wished = self._loss(step.output_bytes)
         if not self._knows(step.output_bytes):

@@ -31,7 +31,7 @@ from rotor.engines.dynamic.additions import Additions, Arrivals
 from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning, RecomputationError
 from rotor.meter import allocator
 
-__all__ = ["NestedStep"]
+__all__ = ["BudgetedStep"]
 
 _OWN_NAMES = frozenset(vars(nn.Module()))
 _AHEAD = {"forward": 4, "loss": 1, "backward": 2}
@@ -41,10 +41,10 @@ _OF_A_LOSS = 3
 _MARGIN = 16
 """The part of an estimate that is added to it."""
 
-_paused: weakref.WeakSet[NestedStep] = weakref.WeakSet()
+_paused: weakref.WeakSet[BudgetedStep] = weakref.WeakSet()
 
 
-class NestedStep:
+class BudgetedStep:
     """One forward of a module, and the backward that belongs to it.
 
     Only the graph holds it: when the outputs are dropped without a backward, everything that the
@@ -85,18 +85,18 @@ class NestedStep:
         limit: int,
         device: torch.device,
         *,
-        backward_began: Callable[[NestedStep], None],
-        ended: Callable[[NestedStep], None],
+        backward_began: Callable[[BudgetedStep], None],
+        ended: Callable[[BudgetedStep], None],
         is_trial: bool = False,
         **settings: Any,
     ) -> None:
-        self._ended: Callable[[NestedStep], None] | None = None
+        self._ended: Callable[[BudgetedStep], None] | None = None
         self._modules = list(module.modules())
         self._is_trial = is_trial
         self._attributes_before = (
             [(vars(m), vars(m).copy()) for m in self._modules] if is_trial else []
         )
-        self._backward_began: Callable[[NestedStep], None] | None = backward_began
+        self._backward_began: Callable[[BudgetedStep], None] | None = backward_began
         self._undo = _Undo(self._modules, device)
         self._phase = "forward"
         self._edges: list[Any] | None = None
@@ -119,7 +119,7 @@ class NestedStep:
     # -- forward
 
     def forward(
-        self, call: Callable[..., Any], value: Any, room: Callable[[NestedStep], tuple[int, int]]
+        self, call: Callable[..., Any], value: Any, room: Callable[[BudgetedStep], tuple[int, int]]
     ) -> Any:
         """Run ``call(*value)`` and give what it returns, in the graph of the caller.
 
@@ -423,7 +423,7 @@ class NestedStep:
 
 class _Node(Function):
     @staticmethod
-    def forward(ctx: Any, step: NestedStep, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, step: BudgetedStep, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.step = step
         ctx.set_materialize_grads(False)
         return tuple(step.take_outputs())
