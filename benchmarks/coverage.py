@@ -162,7 +162,7 @@ def judge(name: str, captured: bool, steps: int) -> Row:
     row.predicted = plan.predicted_bytes
     row.measured = max(peak for peak in peaks if peak is not None)
     row.slower = float(plan.program.slowdown)
-    row.bound = int(lower_bound(plan.graph)) + plan.own_bytes
+    row.bound = int(lower_bound(plan.graph)) + plan.executor_bytes
     row.equal = "yes" if worst == 0 else f"{worst:.1e}"
     if worst and _equals_aot_eager(name, steps, results):
         row.equal = "=aot " + row.equal

@@ -348,7 +348,7 @@ class Rockmate(Checkpointable):
         for index, live, peak in zip(ops, after, timeline.peak_bytes.tolist(), strict=True):
             new = created.intersection(graph.operations[index].outputs)
             outside += sum(graph.storages[s].bytes for s in new)
-            expected.append((peak if overhead else live) - outside + plan.own_bytes)
+            expected.append((peak if overhead else live) - outside + plan.executor_bytes)
         return expected
 
     # -- files

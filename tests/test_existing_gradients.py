@@ -242,4 +242,4 @@ def test_a_graph_plans_as_if_existing_gradients_had_no_bytes(name):
     _, largest = gradient_bytes(model)
     step(chk, x)
     # Beside these bytes only one gradient at a time, and the small ones that leave with it.
-    assert least_limit(chk) <= floor + 1.25 * largest + chk.plan.own_bytes
+    assert least_limit(chk) <= floor + 1.25 * largest + chk.plan.executor_bytes

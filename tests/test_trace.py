@@ -221,7 +221,7 @@ def check_step(trace: dict, chk, limit: int) -> None:
         "measured_bytes": plan.measured_bytes,
         "device": "cpu",
         "predicted_bytes": chk.get_expected_memory(),
-        "own_bytes": plan.own_bytes,
+        "own_bytes": plan.executor_bytes,
     }
     assert max(level for _, level in seen) == plan.measured_bytes
 

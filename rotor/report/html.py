@@ -86,12 +86,12 @@ def plan_page(plan: GraphPlan, places: Sequence[str], summary: Summary) -> str:
         ("peak, predicted", format_bytes(plan.predicted_bytes)),
         ("peak, measured", "not yet" if measured is None else format_bytes(measured)),
         ("set aside after metering", format_bytes(plan.reserve_bytes)),
-        ("kept beside the storages", format_bytes(plan.own_bytes)),
+        ("kept beside the storages", format_bytes(plan.executor_bytes)),
         *_program_rows(program, summary),
         ("operations", str(len(graph))),
     ]
     data = _data(graph, places, program, summary)
-    data |= {"limit": plan.limit_bytes, "measured": _plain(measured), "own": plan.own_bytes}
+    data |= {"limit": plan.limit_bytes, "measured": _plain(measured), "own": plan.executor_bytes}
     data["traced"] = _traced(plan.measured_timeline, plan.predicted_timeline)
     tables = [("Recomputed most", _again_table(graph, summary))]
     return _page("training step", rows, tables, data)
@@ -184,7 +184,7 @@ def sequence_page(
 def _chain_data(plan: Plan) -> dict[str, Any]:
     names = [measure.name for measure in plan.inspection.measures]
     data = _sequence_data(plan.sequence, plan.chain, names, plan.inspection.loss_ns or 0)
-    figures = {"measured": plan.measured_bytes, "own": plan.own_bytes}
+    figures = {"measured": plan.measured_bytes, "own": plan.executor_bytes}
     return data | {"limit": plan.limit_bytes, **figures}
 
 

@@ -141,11 +141,11 @@ def _figures(plan: Any) -> dict[str, Any]:
 
 
 def _of_plan(plan: Plan | GraphPlan, runs: Iterable[_Run]) -> dict[str, Any]:
-    events = _plan_events(runs, plan.own_bytes, plan.limit_bytes)
+    events = _plan_events(runs, plan.executor_bytes, plan.limit_bytes)
     if plan.measured_timeline is not None:
         events += _compared_events(plan.measured_timeline, plan.predicted_timeline)
         events += _measured_events(plan.measured_timeline, plan.limit_bytes)
-    known = {"predicted_bytes": plan.predicted_bytes, "own_bytes": plan.own_bytes}
+    known = {"predicted_bytes": plan.predicted_bytes, "own_bytes": plan.executor_bytes}
     return _trace(events, _figures(plan) | known)
 
 
@@ -204,7 +204,7 @@ def _sequence_runs(sequence: Schedule, names: Sequence[str], loss_ns: int) -> li
     return runs
 
 
-def _plan_events(runs: Iterable[_Run], own_bytes: int, limit_bytes: int | None) -> list[Event]:
+def _plan_events(runs: Iterable[_Run], executor_bytes: int, limit_bytes: int | None) -> list[Event]:
     events = _named(PLAN, "plan", "operations")
     opened: list[Event] = []
     now = 0
@@ -215,7 +215,7 @@ def _plan_events(runs: Iterable[_Run], own_bytes: int, limit_bytes: int | None) 
             event["dur"] = (now - round(event["ts"] * 1000)) / 1000
 
     path: tuple[str, ...] = ()
-    level = own_bytes
+    level = executor_bytes
     for run in runs:
         common = 0
         while common < min(len(path), len(run.path)) and path[common] == run.path[common]:
@@ -228,8 +228,8 @@ def _plan_events(runs: Iterable[_Run], own_bytes: int, limit_bytes: int | None) 
             events.append(opened[-1])
         # What takes no time is shown for a nanosecond: its bytes would be hidden by the next.
         length = max(run.cost_ns, 1)
-        level = run.peak_bytes + own_bytes
-        known = {"live_before_bytes": run.before_bytes + own_bytes, "live_bytes": level}
+        level = run.peak_bytes + executor_bytes
+        known = {"live_before_bytes": run.before_bytes + executor_bytes, "live_bytes": level}
         categories = run.phase if run.fate == run.phase else f"{run.phase},{run.fate}"
         slices = _slice(run.name, categories, now, length, PLAN, run.figures | known)
         slices["cname"] = _COLORS[run.fate]

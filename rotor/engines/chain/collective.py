@@ -31,7 +31,7 @@ __all__ = [
     "joined",
     "measuring",
     "plan_once",
-    "with_closing",
+    "with_final_reduce",
 ]
 
 _ROUNDS = 5
@@ -173,11 +173,11 @@ def joined(ranks: Ranks, inspection: Inspection) -> Inspection:
     )
 
 
-def with_closing(sharding: Sharding, inspection: Inspection) -> Inspection:
+def with_final_reduce(sharding: Sharding, inspection: Inspection) -> Inspection:
     """With the reductions at the end of a step, of what is gathered around the stages."""
     first = inspection.measures[0]
-    closing = sharding.closing_bytes(inspection.stages)
-    peak = max(first.backward_peak_bytes, closing)
+    last = sharding.final_reduce_bytes(inspection.stages)
+    peak = max(first.backward_peak_bytes, last)
     return replace(
         inspection, measures=[replace(first, backward_peak_bytes=peak), *inspection.measures[1:]]
     )
@@ -250,9 +250,9 @@ def plan_once(
     def decide() -> tuple[Any, int, str | int, str]:
         own.append(make(limit, reserve))
         plan = own[0]
-        return plan.sequence.codes, plan.own_bytes, plan.verify, plan.proved.unproved
+        return plan.sequence.codes, plan.executor_bytes, plan.verify, plan.proved.unproved
 
-    codes, own_bytes, verify, unproved = ranks.decide(decide)
+    codes, executor_bytes, verify, unproved = ranks.decide(decide)
     if own:
         return own[0]
     sequence = Operations(codes, chain)
@@ -262,7 +262,7 @@ def plan_once(
         sequence,
         Schedule(sequence, len(chain), plain_tail=plain_tail, head=inspection.plain[0]),
         limit,
-        own_bytes,
+        executor_bytes,
         reserve_bytes=reserve,
         verify=verify,
     )

@@ -23,7 +23,7 @@ from rotor.engines.chain import collective
 from rotor.engines.chain.growth import StageWatch, known_growth, stage_watch
 from rotor.engines.chain.measure import Inspection, Measuring, measure
 from rotor.engines.chain.observe import Observation
-from rotor.engines.chain.plan import Plan, loss_reserve, make_plan, own_bytes
+from rotor.engines.chain.plan import Plan, executor_bytes, loss_reserve, make_plan
 from rotor.engines.chain.proofs import StepProof
 from rotor.engines.chain.published import (
     LoadedSequence,
@@ -205,7 +205,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         if peers.ranks is not None:
             inspection = collective.joined(peers.ranks, inspection)
         if sharding is not None:
-            inspection = collective.with_closing(sharding, inspection)
+            inspection = collective.with_final_reduce(sharding, inspection)
         merged = [stage.name for stage in inspection.stages if len(stage.names) > 1]
         if merged:
             logger.info("merged because they cannot be cut apart: %s", ", ".join(merged))
@@ -342,10 +342,10 @@ class ChainEngine(PublishedChain, MeteredEngine):
             gradients=gradients,
         )
 
-    def _beside_bytes(self, inspection: Inspection) -> int:
+    def _collective_bytes(self, inspection: Inspection) -> int:
         if self._sharding is None:
             return 0
-        return self._sharding.own_bytes(inspection.stages, inspection.device)
+        return self._sharding.collective_bytes(inspection.stages, inspection.device)
 
     def choose(self, algo: Any, options: dict[str, Any]) -> None:
         """Set the algorithm of the following plans.
@@ -397,7 +397,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
                     rng=self.settings.preserve_rng_state,
                     options=options,
                     progress=update,
-                    beside_bytes=self._beside_bytes(inspection),
+                    collective_bytes=self._collective_bytes(inspection),
                     plain_tail=plain_tail,
                     verify=self.settings.verify,
                 )
@@ -459,13 +459,13 @@ class ChainEngine(PublishedChain, MeteredEngine):
         with progress(1, "computing the curve") as update:
             curve = self.algorithm.curve(chain, progress=update)
         most, least = (
-            own_bytes(
+            executor_bytes(
                 inspection,
                 [count] * len(chain),
                 rng=self.settings.preserve_rng_state,
                 verified=self.settings.verify != "off",
             )
-            + self._beside_bytes(inspection)
+            + self._collective_bytes(inspection)
             for count in (3, 1)
         )
         limits = curve.bytes - chain.x_bytes[0] + most
@@ -611,4 +611,4 @@ class ChainEngine(PublishedChain, MeteredEngine):
     def repriced(self, plan: Plan) -> int:
         """Return the peak of a plan's schedule with the costs that are known now."""
         corrected = Schedule(plan.sequence.codes, self._chain(plan.key))
-        return corrected.peak_bytes - plan.chain.x_bytes[0] + plan.own_bytes
+        return corrected.peak_bytes - plan.chain.x_bytes[0] + plan.executor_bytes

@@ -37,7 +37,7 @@ class Plan(Metered):
         What was measured, its cost model, the operations, and these in the executor's form.
     limit_bytes
         The limit it was made for.
-    own_bytes
+    executor_bytes
         What the executor itself keeps: random states and copies of buffers.
     verify
         The steps in which recomputed values are compared.
@@ -52,7 +52,7 @@ class Plan(Metered):
     sequence: Sequence
     schedule: Schedule
     limit_bytes: int
-    own_bytes: int
+    executor_bytes: int
     verify: str | int = field(default="first", repr=False)
     refuted: bool = field(default=False, repr=False)
 
@@ -76,7 +76,7 @@ class Plan(Metered):
     @property
     def predicted_bytes(self) -> int:
         """Peak of a step by the simulator, the executor's own bytes included."""
-        return self.sequence.peak_bytes - self.chain.x_bytes[0] + self.own_bytes
+        return self.sequence.peak_bytes - self.chain.x_bytes[0] + self.executor_bytes
 
     @property
     def makespan(self) -> float:
@@ -91,12 +91,12 @@ class Plan(Metered):
         for op in self.sequence:
             known = times.get(op.kind, self.chain.forward_time)
             costs.append(known[0 if op.kind == "L" else op.stage] * 1e9)
-        live = self.sequence.timeline.peak_bytes - self.chain.x_bytes[0] + self.own_bytes
+        live = self.sequence.timeline.peak_bytes - self.chain.x_bytes[0] + self.executor_bytes
         kinds = [op.kind for op in self.sequence]
         return PredictedTimeline.of_runs(costs, live, kinds.index("L"))
 
 
-def own_bytes(
+def executor_bytes(
     inspection: Inspection, runs: Items[int], *, rng: bool = True, verified: bool = False
 ) -> int:
     """Bytes kept beside the chain's: random states, copies of buffers, and the caller's scalars.
@@ -164,7 +164,7 @@ def make_plan(
     rng: bool = True,
     options: dict[str, Any] | None = None,
     progress: Progress | None = None,
-    beside_bytes: int = 0,
+    collective_bytes: int = 0,
     plain_tail: bool = True,
     verify: str | int = "off",
 ) -> Plan:
@@ -184,7 +184,7 @@ def make_plan(
         Whether random states are preserved.
     progress
         Called as ``progress(done, total)`` during a long computation.
-    beside_bytes
+    collective_bytes
         Kept beside all that the chain and the executor need, by collectives for instance.
     plain_tail
         Whether plain autograd may run the last stages.
@@ -217,7 +217,8 @@ def make_plan(
                 least,
             ) from error
         schedule = Schedule(sequence, n, plain_tail=plain_tail, head=inspection.plain[0])
-        kept = own_bytes(inspection, schedule.runs, rng=rng, verified=verified) + beside_bytes
+        kept = executor_bytes(inspection, schedule.runs, rng=rng, verified=verified)
+        kept += collective_bytes
         plan = Plan(
             inspection,
             chain,
@@ -235,7 +236,7 @@ def make_plan(
         return plan.predicted_bytes + reserve_bytes <= limit_bytes
 
     fewest, most = (
-        own_bytes(inspection, [count] * n, rng=rng, verified=verified) + beside_bytes
+        executor_bytes(inspection, [count] * n, rng=rng, verified=verified) + collective_bytes
         for count in (1, 3)
     )
     found: Plan | None = None
@@ -257,7 +258,7 @@ def make_plan(
         if fits(plan) and (found is None or plan.makespan < found.makespan):
             found = plan
         if len(tried) < _ATTEMPTS:
-            waiting.append(plan.own_bytes)
+            waiting.append(plan.executor_bytes)
     if found is None:
         assert refusal is not None
         raise refusal

@@ -269,7 +269,7 @@ class Sharding:
             found.append(size if is_new else 0)
         return found
 
-    def closing_bytes(self, stages: Sequence[Stage]) -> int:
+    def final_reduce_bytes(self, stages: Sequence[Stage]) -> int:
         """What the last reduction of all needs: that of what is around the stages."""
         outer = [unit for unit in self.outer(stages) if unit.reduces]
         shards = sum(p.shard_bytes for unit in outer for p in unit.parameters)
@@ -283,7 +283,7 @@ class Sharding:
             if not p.unit.reduces and p.shard.requires_grad and p.whole_gradient() is None
         )
 
-    def own_bytes(self, stages: Sequence[Stage], device: torch.device) -> int:
+    def collective_bytes(self, stages: Sequence[Stage], device: torch.device) -> int:
         """Whole parameters and buffers of collectives that live on between operations.
 
         Parameters of stages that are not given back after the forward; those of the model itself;
@@ -302,10 +302,10 @@ class Sharding:
             total += ahead * max(unit.gathered_bytes for unit in together)
             total += buffers * max(unit.reduced_bytes for unit in together)
         elif inside:
-            total += self.late_bytes(device)
+            total += self.deferred_free_bytes(device)
         return total
 
-    def late_bytes(self, device: torch.device) -> int:
+    def deferred_free_bytes(self, device: torch.device) -> int:
         """What a thread of gloo, on the CPU, may give back a moment after the collective."""
         if device.type != "cpu":
             return 0

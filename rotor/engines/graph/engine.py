@@ -317,7 +317,7 @@ class GraphEngine(MeteredEngine):
         graph = build_graph(step.lowered, step.costs, self._loss_bytes(key))
         with progress(points, "computing the curve") as update:
             found = planner.curve(graph, points, progress=update, **self.settings.options)
-        own = [step.most_own_bytes(peak) for peak in found.bytes.tolist()]
+        own = [step.most_executor_bytes(peak) for peak in found.bytes.tolist()]
         return Curve(found.bytes + own, found.seconds), step.device
 
     def load(self, key: Key, source: Any, limit_bytes: int) -> GraphPlan:

@@ -33,8 +33,8 @@ __all__ = [
     "CapturedStep",
     "GraphPlan",
     "build_graph",
+    "executor_bytes",
     "make_plan",
-    "own_bytes",
     "repriced",
     "search",
 ]
@@ -159,7 +159,7 @@ class CapturedStep:
         """Return whether a limit has room for the checksums of a verified step."""
         return all(has_room(d, self._most_compared, limit_bytes) for d in self._devices)
 
-    def own_bytes(self, replayed: int, compared: int, limit_bytes: int) -> int:
+    def executor_bytes(self, replayed: int, compared: int, limit_bytes: int) -> int:
         """Return what is kept beside the graph's storages.
 
         Parameters
@@ -173,19 +173,19 @@ class CapturedStep:
         """
         proves = self.verifies and self.inductor is None and self.is_provable(limit_bytes)
         return max(
-            own_bytes(device, replayed)
+            executor_bytes(device, replayed)
             + (proving_bytes(self.lowered, device, compared) if proves else 0)
             for device in self._devices
         )
 
-    def own_bytes_of(self, code: StepCode, ops: list[int], limit_bytes: int) -> int:
+    def executor_bytes_of(self, code: StepCode, ops: list[int], limit_bytes: int) -> int:
         """Return what is kept beside the graph's storages where some code runs a program."""
-        return self.own_bytes(code.replayed, checksums_of(self.lowered, ops), limit_bytes)
+        return self.executor_bytes(code.replayed, checksums_of(self.lowered, ops), limit_bytes)
 
-    def most_own_bytes(self, limit_bytes: int) -> int:
+    def most_executor_bytes(self, limit_bytes: int) -> int:
         """Return the most that is kept beside the graph's storages, whatever is recomputed."""
         random = sum(task.random for task in self.lowered.tasks)
-        return self.own_bytes(random, self._most_compared, limit_bytes)
+        return self.executor_bytes(random, self._most_compared, limit_bytes)
 
     @property
     def assumed_loss_bytes(self) -> int:
@@ -211,7 +211,7 @@ class GraphPlan(Metered):
         What was captured, its cost model, the program, and the functions that run it.
     limit_bytes
         The limit it was made for.
-    own_bytes
+    executor_bytes
         What is kept beside the graph's storages: random states, the caller's scalars.
     """
 
@@ -222,7 +222,7 @@ class GraphPlan(Metered):
     program: Program
     emitted: StepCode
     limit_bytes: int
-    own_bytes: int
+    executor_bytes: int
     loss_bytes: int
     _early: EarlyCode | None = field(default=None, repr=False)
     _verified: tuple[StepCode, Prover] | None = field(default=None, repr=False)
@@ -248,7 +248,7 @@ class GraphPlan(Metered):
     @property
     def predicted_bytes(self) -> int:
         """Peak of a step by the simulator, the engine's own bytes included."""
-        return self.program.peak_bytes + self.own_bytes
+        return self.program.peak_bytes + self.executor_bytes
 
     @property
     def makespan(self) -> float:
@@ -260,7 +260,7 @@ class GraphPlan(Metered):
         """Live bytes of a step by the simulator."""
         ops = self.program.ops
         costs = np.array([op.cost_ns for op in self.graph.operations], dtype=np.int64)
-        live = self.program.timeline().peak_bytes + self.own_bytes
+        live = self.program.timeline().peak_bytes + self.executor_bytes
         loss = int(np.flatnonzero(ops == self.step.lowered.loss)[0])
         new = [
             sum(self.graph.storages[s].bytes for s in op.outputs) + op.workspace_bytes
@@ -319,7 +319,7 @@ class GraphPlan(Metered):
             costs = dict(zip(map(id, lowered.tasks), self.step.costs, strict=True))
             held = [number[id(lowered.tasks[k])] for k in ops if id(lowered.tasks[k]) in number]
             graph = build_graph(whole, [costs[id(t)] for t in whole.tasks], self.loss_bytes)
-            if simulate(graph, held).peak_bytes + self.own_bytes <= self.limit_bytes:
+            if simulate(graph, held).peak_bytes + self.executor_bytes <= self.limit_bytes:
                 prover = Prover(whole, self._refuted)
                 return emit(whole, held, prover=prover), prover
         prover = Prover(lowered, self._refuted)
@@ -433,21 +433,21 @@ def make_plan(
         None was found; ``minimum_bytes`` is the least limit for which one was.
     """
     graph = build_graph(step.lowered, step.costs, loss_bytes)
-    own = step.own_bytes(0, 0, limit_bytes)
+    own = step.executor_bytes(0, 0, limit_bytes)
     while True:
         try:
             budget = max(limit_bytes - own - reserve_bytes, 1)
             program = (solve or search)(graph, budget, options or {}, progress)
         except InfeasibleError as error:
             # Whatever is recomputed in the program of that peak, its random states fit then.
-            least = error.minimum_bytes + step.most_own_bytes(limit_bytes) + reserve_bytes
+            least = error.minimum_bytes + step.most_executor_bytes(limit_bytes) + reserve_bytes
             raise InfeasibleError(
                 f"no plan was found that fits in {limit_bytes} bytes; the least limit for which "
                 f"one was found is {least} bytes: give at least that, or a smaller batch",
                 least,
             ) from None
         emitted = step.code(program.ops.tolist())
-        needed = step.own_bytes_of(emitted, program.ops.tolist(), limit_bytes)
+        needed = step.executor_bytes_of(emitted, program.ops.tolist(), limit_bytes)
         if program.peak_bytes + needed + reserve_bytes <= limit_bytes:
             break
         own = max(own, needed)
@@ -480,7 +480,7 @@ def search(graph: Graph, budget: int, options: dict[str, Any], progress: Any) ->
     raise InfeasibleError(f"no program was found within {budget} bytes", minimum)
 
 
-def own_bytes(device: torch.device, replayed: int) -> int:
+def executor_bytes(device: torch.device, replayed: int) -> int:
     """Scalars of the caller, and states of the random generator: one per operation that draws the
     same numbers again, and the current one.
     """
@@ -493,4 +493,4 @@ def own_bytes(device: torch.device, replayed: int) -> int:
 def repriced(plan: GraphPlan, loss_bytes: int) -> int:
     """What the program of a plan is predicted to need with another loss."""
     graph = build_graph(plan.step.lowered, plan.step.costs, loss_bytes)
-    return simulate(graph, plan.program.ops).peak_bytes + plan.own_bytes
+    return simulate(graph, plan.program.ops).peak_bytes + plan.executor_bytes

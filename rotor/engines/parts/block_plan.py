@@ -433,7 +433,7 @@ def _priced(
     for k, block in enumerate(blocks):
         block.options = _options(k, block, segments, rounds, backward[k] - base)
     last = min(r.segments[-1].end_bytes for r in rounds) + base
-    between[0] = max(between[0], last + sharding.closing_bytes([b.stage for b in blocks]))
+    between[0] = max(between[0], last + sharding.final_reduce_bytes([b.stage for b in blocks]))
     return Blocks(
         blocks,
         Bases(tuple(forward), tuple(backward), tuple(between)),

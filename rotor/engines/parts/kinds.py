@@ -22,7 +22,7 @@ from rotor.engines.graph.early import EarlyCode, EarlyStep, Owners, owners_of, s
 from rotor.engines.graph.emit import Emitted, StepCode, emit
 from rotor.engines.graph.handover import with_handovers
 from rotor.engines.graph.lowering import Lowered
-from rotor.engines.graph.planned import build_graph, own_bytes
+from rotor.engines.graph.planned import build_graph, executor_bytes
 from rotor.engines.graph.profile import Cost
 from rotor.engines.graph.proving import Prover
 from rotor.engines.graph.repeating import keep_from_now_on
@@ -224,7 +224,7 @@ class Kind:
         boundary = ops.index(self.lowered.loss)
         runs = program.runs
         replayed = sum(task.random and runs[k] > 1 for k, task in enumerate(self.lowered.tasks))
-        own = own_bytes(self.device, int(replayed)) - own_bytes(self.device, 0)
+        own = executor_bytes(self.device, int(replayed)) - executor_bytes(self.device, 0)
         kept = _read_before_made(graph, ops[boundary + 1 :])
         kept -= set(graph.operations[ops[boundary]].outputs)
         if is_held:

@@ -182,7 +182,7 @@ class ShardedBlocksEngine(MeteredEngine):
             self._ranks,
             blocks,
             limit_bytes,
-            reserve_bytes=max(reserve_bytes, self._sharding.late_bytes(blocks.device)),
+            reserve_bytes=max(reserve_bytes, self._sharding.deferred_free_bytes(blocks.device)),
             loss_tmp_bytes=self.settings.loss_tmp_memory_usage,
             verify=self.settings.verify,
         )
@@ -195,7 +195,8 @@ class ShardedBlocksEngine(MeteredEngine):
         blocks, plan = self._known_blocks(key), self.context.plans.get(key)
         if plan is None:
             blocks = blocks.with_assumed_loss(self.settings.loss_tmp_memory_usage)
-        reserve = self._sharding.late_bytes(blocks.device) if plan is None else plan.reserve_bytes
+        deferred = self._sharding.deferred_free_bytes
+        reserve = deferred(blocks.device) if plan is None else plan.reserve_bytes
         found = pieces_curve(blocks, points)  # type: ignore[arg-type]
         return Curve(found.bytes + reserve, found.seconds), blocks.device
 
