@@ -190,7 +190,7 @@ def unusual_blocks() -> list[str]:
     names = [block.name for block in planned.plan.blocks]
     expected = ["frozen", *(f"blocks.{k}" for k in range(BLOCKS))]
     found = [] if names == expected else [f"blocks {names}"]
-    outside = planned.plan.pieces.told_outside()
+    outside = planned.plan.pieces.describe_outside()
     if "twice: it is called several times" not in outside:
         found.append(outside)
     found += trained(plain, planned, 4) + peaks(plain, planned, limit, share=0.9)
@@ -295,7 +295,7 @@ def refusals() -> list[str]:
     closed = rotor.Checkpointable(shard(model, root=False))
     closed.measure(batch(0))
     closed.compute_sequence(mem_limit="1GB")
-    if "blocks.0: it uses tensors that require" not in closed.plan.pieces.told_outside():
+    if "blocks.0: it uses tensors that require" not in closed.plan.pieces.describe_outside():
         found.append("a block with a gradient of its own way is planned")
     planned = rotor.Checkpointable(shard(Network(), root=False), batch(0), "1GB")
     found += refused(lambda: copy.deepcopy(planned), TypeError, "state_dict")

@@ -136,8 +136,8 @@ class Ranks:
         RankError
             On the others; it names the rank and its error.
         """
-        told = None if error is None else f"{type(error).__name__}: {error}"
-        found = self.exchange(told)
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        found = self.exchange(text)
         if error is not None:
             raise error
         for rank, message in enumerate(found):
@@ -202,10 +202,12 @@ def sharers(device: torch.device) -> int:
     device
         What this process trains on.
     """
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not told.isdecimal() or not (distributed.is_available() and distributed.is_initialized()):
+    declared = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not declared.isdecimal() or not (
+        distributed.is_available() and distributed.is_initialized()
+    ):
         return 1
-    here = max(int(told), 1)
+    here = max(int(declared), 1)
     return here if device.type == "cpu" else -(-here // max(torch.cuda.device_count(), 1))
 
 

@@ -86,7 +86,7 @@ class StageWatch:
         self.is_new = False
         self.is_unexplained = False
         self._is_queued = False
-        self._told: Callable[[], None] | None = None
+        self._on_growth: Callable[[], None] | None = None
         self._measures = inspection.measures
         self.stages: list[Any] = [
             _WatchedStage(stage, self._noting(i)) if can_vary(stage) else stage
@@ -100,9 +100,9 @@ class StageWatch:
             return None
         return StageWatch(inspection) if any(map(can_vary, inspection.stages)) else None
 
-    def tell(self, told: Callable[[], None]) -> None:
-        """Have `told` called at the end of a backward, when a stage has kept more."""
-        self._told = told
+    def tell(self, on_growth: Callable[[], None]) -> None:
+        """Have `on_growth` called at the end of a backward, when a stage has kept more."""
+        self._on_growth = on_growth
 
     def forward_done(self, output: Any) -> None:
         """Have the end of the backward looked at, where a stage has kept more."""
@@ -123,8 +123,8 @@ class StageWatch:
 
     def _finish(self) -> None:
         self._is_queued = False
-        if (self.is_new or self.is_unexplained) and self._told is not None:
-            self._told()
+        if (self.is_new or self.is_unexplained) and self._on_growth is not None:
+            self._on_growth()
             self.is_new = self.is_unexplained = False
 
     def _noting(self, i: int) -> Callable[[int, Any, Any], None]:
@@ -205,12 +205,12 @@ def stage_watch(engine: Any, plan: Any) -> StageWatch | None:
     if watch is not None:
         myself, watched = weakref.ref(engine), weakref.ref(watch)
 
-        def told() -> None:
+        def on_growth() -> None:
             found, seen = myself(), watched()
             if found is not None and seen is not None:
                 _learn_growth(found, plan, seen)
 
-        watch.tell(told)
+        watch.tell(on_growth)
     return watch
 
 

@@ -229,8 +229,8 @@ class DynamicEngine(Engine):
             plan.measured_bytes = None
         else:
             plan.differs = True
-        is_told = bool(plan.latest) and plan.last.stats.overflows > 0
-        if step.peak_bytes > plan.warned_bytes and not is_told:
+        is_reported = bool(plan.latest) and plan.last.stats.overflows > 0
+        if step.peak_bytes > plan.warned_bytes and not is_reported:
             plan.warned_bytes = step.peak_bytes
             unknown = "" if knew_loss else ", of which nothing was known before"
             warnings.warn(

@@ -23,7 +23,7 @@ from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.engines.parts.block_proofs import BlocksProof
 from rotor.engines.parts.blocks import BlockStage
 from rotor.engines.parts.kinds import Captures, Kind, backward_marks
-from rotor.engines.parts.probe import Saves, described_call
+from rotor.engines.parts.probe import Saves, describe_call
 from rotor.graph.assembly import Option
 
 __all__ = ["BlockGraph", "GraphCalls", "share_graphs"]
@@ -67,7 +67,7 @@ class BlockGraph:
         module: nn.Module,
         args: Any,
         kwargs: Any,
-        told: Callable[[str], None] | None,
+        on_phase: Callable[[str], None] | None,
         k: int,
         proof: BlocksProof | None,
     ) -> tuple[Any, bool]:
@@ -79,14 +79,14 @@ class BlockGraph:
             Of the program.
         module, args, kwargs
             The call; what stands for the block's forward must be away.
-        told, k
+        on_phase, k
             Called with "backward k" and "before k" where the backward begins and ends.
         proof
             Where what the program computes again is compared.
         """
-        if described_call(args, kwargs) != self.signature:
+        if describe_call(args, kwargs) != self.signature:
             return None, False
-        marks = None if told is None else backward_marks(told, k)
+        marks = None if on_phase is None else backward_marks(on_phase, k)
         code = self.kind.emitted(number)
         verified = None if proof is None else self.kind.verified(number)
         if verified is not None and proof is not None:
@@ -187,7 +187,7 @@ class GraphCalls:
             if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
                 return f"it has a parameter of type {type(parameter.data).__name__}"
         stage = self._stages[module]
-        signature = described_call(args, kwargs)
+        signature = describe_call(args, kwargs)
         with self._saves.paused(), self._replaced.paused():
             try:
                 kind = self._captures.kind_of(stage.name, module, signature, args, kwargs)

@@ -124,12 +124,12 @@ class Blocks:
         """The options of each block."""
         return [site.open_options() for site in self.sites]
 
-    def told_outside(self) -> str:
+    def describe_outside(self) -> str:
         """The modules that are not planned, as part of a sentence."""
         if not self.outside:
             return ""
-        told = "; ".join(f"{name}: {why}" for name, why in self.outside.items())
-        return f"; sharded, but not planned: {told}"
+        described = "; ".join(f"{name}: {why}" for name, why in self.outside.items())
+        return f"; sharded, but not planned: {described}"
 
     def with_assumed_loss(self, loss_tmp_bytes: int) -> Blocks:
         """With room for a loss that nobody has seen yet."""
@@ -224,23 +224,20 @@ class BlocksPlan(PiecesPlan):
     def parts(self) -> str:
         """How many blocks there are, and why some have no graph."""
         whole = {b.name: b.whole for b in self.blocks if b.whole and not b.kept.reason}
-        told = "".join(f"; {name} whole: {reason}" for name, reason in whole.items())
+        described = "".join(f"; {name} whole: {reason}" for name, reason in whole.items())
         kept = {block.name: block.kept.reason for block in self.blocks if block.kept.reason}
-        told += "".join(f"; {name} never computed again: {why}" for name, why in kept.items())
-        return f"{len(self.blocks)}{told}"
+        described += "".join(f"; {name} never computed again: {why}" for name, why in kept.items())
+        return f"{len(self.blocks)}{described}"
 
     def describe_excess(self) -> str:
         """Return a sentence on a limit that could not be kept."""
         return (
             f"the limit of {self.limit_bytes} bytes was not kept: the step needed "
             f"{self.measured_bytes} bytes. {len(self.pieces.sites)} blocks of the model are "
-            f"planned, what the rest of it and the loss keep is not{self.pieces.told_outside()}: a "
-            f"limit of {max(self.least_bytes, self.limit_bytes, self.measured_bytes or 0)} bytes, "
+            f"planned, what the rest of it and the loss keep is not"
+            f"{self.pieces.describe_outside()}: a limit of {max(self.least_bytes, self.limit_bytes, self.measured_bytes or 0)} bytes, "
             "or a smaller batch, would do"
         )
-
-
-Call = Callable[[], Any]
 
 
 # -- measuring
@@ -332,9 +329,9 @@ def measure_blocks(
                 "same model, and inputs of the same kind"
             )
     if not blocks:
-        told = "; ".join(f"{name}: {why}" for name, why in outside.items())
+        described = "; ".join(f"{name}: {why}" for name, why in outside.items())
         raise RuntimeError(
-            f"none of the sharded modules could be computed again by itself ({told}): shard "
+            f"none of the sharded modules could be computed again by itself ({described}): shard "
             "modules that take what they need as arguments and are called once in a forward"
         )
     with apart(model, sharding, device):
@@ -358,7 +355,11 @@ def measure_blocks(
 
 
 def _capture(
-    model: nn.Module, blocks: Sequence[Block], call: Call, arguments: Any, captures: Captures
+    model: nn.Module,
+    blocks: Sequence[Block],
+    call: Callable[[], Any],
+    arguments: Any,
+    captures: Captures,
 ) -> None:
     """Capture the blocks of which a graph can be had."""
     free = [b.stage for b in blocks if not (b.kept.reason or b.kept.has_state)]
@@ -373,7 +374,7 @@ def _capture(
 
 
 def _measured(
-    blocks: Sequence[Block], call: Call, device: torch.device, preserve_rng_state: bool
+    blocks: Sequence[Block], call: Callable[[], Any], device: torch.device, preserve_rng_state: bool
 ) -> _Round:
     meter = allocator.meter(device).start()
     try:
@@ -565,8 +566,8 @@ def make_blocks_plan(
         if least > limit:
             raise InfeasibleError(
                 f"no plan fits in {limit} bytes: whatever is computed again in its {len(options)} "
-                f"blocks, the step needs {least} bytes{blocks.told_outside()}. Give at least that, "
-                "or a smaller batch",
+                f"blocks, the step needs {least} bytes{blocks.describe_outside()}. "
+                "Give at least that, or a smaller batch",
                 least,
             )
         return choose(options, bases, max(limit, assumed) - reserve), verify

@@ -66,7 +66,7 @@ class Programs(Protocol):
         module: nn.Module,
         args: Any,
         kwargs: Any,
-        told: Callable[[str], None] | None,
+        on_phase: Callable[[str], None] | None,
         k: int,
         proof: Any,
     ) -> tuple[Any, bool]:
@@ -159,7 +159,7 @@ class BlockCall:
         A scalar on the block's device.
     rng
         Where random states are read, ``None`` when they are not to be preserved.
-    told
+    on_phase
         Called at the begin of the backward, between recomputation and gradients, and at the end:
         with "backward", "recorded" and "before".
     proof, k
@@ -180,7 +180,7 @@ class BlockCall:
         kwargs: Any,
         token: torch.Tensor,
         rng: RngTracker | None,
-        told: Callable[[str], None] | None,
+        on_phase: Callable[[str], None] | None,
         proof: Comparisons | None,
         k: int,
     ) -> None:
@@ -191,7 +191,7 @@ class BlockCall:
         self.is_done = False
         self._stage = stage
         self._forward = forward
-        self._told = told
+        self._on_phase = on_phase
         self._value: Any = detached((args, kwargs))
         self._versions = versions((args, kwargs))
         self._input_flags = grad_flags((args, kwargs))
@@ -299,8 +299,8 @@ class BlockCall:
         return wanted, root, cell
 
     def _tell(self, name: str) -> None:
-        if self._told is not None:
-            self._told(name)
+        if self._on_phase is not None:
+            self._on_phase(name)
 
     def _release(self) -> None:
         self._value = self._snapshot = None
@@ -424,9 +424,9 @@ class BlockStep:
         self, k: int, graph: Programs, number: int, args: Any, kwargs: Any
     ) -> tuple[Any, bool]:
         module = self._stages[k].module
-        told = None if self._marks is None else self._marks.mark
+        on_phase = None if self._marks is None else self._marks.mark
         with self._replaced.paused(module):
-            y, is_done = graph.run(number, module, args, kwargs, told, k, self._proof)
+            y, is_done = graph.run(number, module, args, kwargs, on_phase, k, self._proof)
         if not is_done:
             self.failed.append(k)
         return y, is_done
@@ -436,11 +436,11 @@ class BlockStep:
         if marks is None:
             return None
 
-        def told(name: str) -> None:
+        def on_phase(name: str) -> None:
             if details or name != "recorded":
                 marks.mark(f"{name} {k}")
 
-        return told
+        return on_phase
 
 
 def _watch_backward(marks: Marks, k: int, value: Any, y: Any) -> None:

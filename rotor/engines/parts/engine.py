@@ -101,7 +101,7 @@ class PartsEngine(MeteredEngine):
             raise CannotPlan(CaptureError(reason))
         pieces = self.pieces[key] = found if old is None else found.with_earlier(old)
         warn_unrepeatable(self.context, pieces.graphs())
-        self.context.warn("capture", f"{pieces.told()} The reason:\n{reason}")
+        self.context.warn("capture", f"{pieces.describe()} The reason:\n{reason}")
 
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> PiecesPlan:
         """Return the fastest choice under a limit."""

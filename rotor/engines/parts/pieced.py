@@ -17,7 +17,7 @@ from rotor.engines.graph.emit import StepCode
 from rotor.engines.graph.proving import Tally
 from rotor.engines.parts.kinds import Kind, backward_marks
 from rotor.engines.parts.pieces import Pieces, Site
-from rotor.engines.parts.probe import described_call
+from rotor.engines.parts.probe import describe_call
 from rotor.errors import InfeasibleError
 from rotor.graph.assembly import Bases, Option, Simulation, choose, least_bytes, simulate
 from rotor.meter.step_meter import Metered, StepBytes, StepWatch, Verdict
@@ -133,7 +133,7 @@ class PiecesPlan(Metered):
 
     def describe_excess(self) -> str:
         """Return a sentence on a limit that could not be kept."""
-        outside = self.pieces.told_outside()
+        outside = self.pieces.describe_outside()
         count = len(self.pieces.sites)
         return (
             f"the limit of {self.limit_bytes} bytes was not kept: the step needed "
@@ -249,7 +249,7 @@ class PiecesStep:
                 return forward(*args, **kwargs)
             output, failed = None, "now"
             with self._others.paused(), self._replaced.paused():
-                signature = described_call(args, kwargs)
+                signature = describe_call(args, kwargs)
                 path = pieces.elsewhere[module]
                 kind = pieces.captures.kind_of(path, module, signature, args, kwargs)
                 if isinstance(kind, Kind):
@@ -268,7 +268,7 @@ class PiecesStep:
                 self._plan.pieces.is_stale = True
                 return forward(*args, **kwargs)
             site = self._plan.pieces.sites[k]
-            if site.failed or site.signature != described_call(args, kwargs):
+            if site.failed or site.signature != describe_call(args, kwargs):
                 self._plan.pieces.is_stale |= not site.failed
                 # It runs without a plan, and needs what the next metered step tells.
                 self._plan.differs = True

@@ -25,7 +25,7 @@ from rotor.engines.parts.kinds import Captures, Kind
 from rotor.engines.parts.probe import (
     NeedsBackward,
     Saves,
-    described_call,
+    describe_call,
     inner_modules,
     unchanged,
     weigh,
@@ -120,17 +120,17 @@ class Pieces:
         """Whether a step took a path on which other pieces may be found."""
         return self.is_stale and self.searches < _MOST_SEARCHES
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """What is planned and what is not."""
         names = _listed([site.name for site in self.sites])
         return (
             "no single graph of the model could be captured: "
             f"{len(self.sites)} parts of it were, and are planned together ({names})"
-            f"{self.told_outside()}. What the rest keeps is measured, and peaks above the limit "
-            "that the parts cannot make up for are reported."
+            f"{self.describe_outside()}. What the rest keeps is measured, and peaks above the "
+            "limit that the parts cannot make up for are reported."
         )
 
-    def told_outside(self) -> str:
+    def describe_outside(self) -> str:
         """The modules that are not planned, as part of a sentence."""
         return f"; not planned: {_listed(self.outside)}" if self.outside else ""
 
@@ -233,7 +233,7 @@ class _Search:
                 if not torch.is_grad_enabled() or not saves.on_top():
                     return forward(*given, **named)
                 path = paths[module]
-                signature = described_call(given, named)
+                signature = describe_call(given, named)
                 with saves.paused(), replaced.paused():
                     kind = self.captures.kind_of(path, module, signature, given, named)
                 if isinstance(kind, str):

@@ -23,7 +23,7 @@ from rotor.engines.graph.calls import layout_of
 from rotor.engines.graph.repeating import attributes_kept
 from rotor.meter import allocator
 
-__all__ = ["Call", "NeedsBackward", "Saves", "described_call", "unchanged", "weigh"]
+__all__ = ["Call", "NeedsBackward", "Saves", "describe_call", "unchanged", "weigh"]
 
 
 class NeedsBackward(Exception):
@@ -206,7 +206,7 @@ def weigh(
     return calls, whole, set(counts)
 
 
-def described_call(args: Any, kwargs: Any) -> Any:
+def describe_call(args: Any, kwargs: Any) -> Any:
     """What a captured piece depends on in its arguments and around it."""
     leaves, spec = core.tree_flatten((args, kwargs))
     kind = "cpu"
