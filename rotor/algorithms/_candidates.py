@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence
-from rotor.algorithms.utils import DynamicAlgorithm, Progress, infeasible, parse_budget
+from rotor.algorithms.utils import DynamicAlgorithm, ProgressCallback, infeasible, parse_budget
 from rotor.chain import Chain
 from rotor.errors import InvalidSequenceError
 
@@ -29,7 +29,7 @@ class CandidateAlgorithm(DynamicAlgorithm):
         budget_bytes: int | str,
         *,
         mem_slots: int | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> Sequence:
         """The fastest of the candidates that fit; of equals the one of least memory.
 
@@ -56,7 +56,7 @@ class CandidateAlgorithm(DynamicAlgorithm):
             raise infeasible(type(self).__name__, budget, minimum)
         return best
 
-    def curve(self, chain: Chain, *, progress: Progress | None = None) -> Curve:
+    def curve(self, chain: Chain, *, progress: ProgressCallback | None = None) -> Curve:
         """Peak and time of the candidates that no other one beats."""
         points = []
         total = self.count(chain)

@@ -22,7 +22,7 @@ from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.algorithms.sequence import Sequence
 from rotor.algorithms.utils import (
     DynamicAlgorithm,
-    Progress,
+    ProgressCallback,
     checked_slots,
     infeasible,
     parse_budget,
@@ -70,7 +70,7 @@ class Floating(DynamicAlgorithm):
         budget_bytes: int | str,
         *,
         mem_slots: int | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> Sequence:
         """The fastest schedule of the class within a budget, as far as slots can tell.
 
@@ -89,7 +89,7 @@ class Floating(DynamicAlgorithm):
             raise _too_large(chain, slots, bound) from None
         return priced(codes, chain)
 
-    def curve(self, chain: Chain, *, progress: Progress | None = None) -> Curve:
+    def curve(self, chain: Chain, *, progress: ProgressCallback | None = None) -> Curve:
         """Time against memory from one solve, whose slots divide what no recomputation needs.
 
         Its ends are exact. In between, `solve` divides its own budget, which is finer, and mostly

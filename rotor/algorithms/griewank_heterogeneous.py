@@ -20,7 +20,7 @@ from rotor import _core
 from rotor.algorithms._tables import curve_of, priced, table_bound
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence
-from rotor.algorithms.utils import DynamicAlgorithm, Progress, infeasible, parse_budget
+from rotor.algorithms.utils import DynamicAlgorithm, ProgressCallback, infeasible, parse_budget
 from rotor.chain import Chain
 from rotor.errors import InfeasibleError
 
@@ -45,7 +45,7 @@ class GriewankHeterogeneous(DynamicAlgorithm):
     def __init__(self, *, max_table_bytes: int | None = None) -> None:
         self.max_table_bytes = max_table_bytes
 
-    def _table(self, chain: Chain, progress: Progress | None) -> _core.Table:
+    def _table(self, chain: Chain, progress: ProgressCallback | None) -> _core.Table:
         kept = [i for i, flag in enumerate(chain.once[:-1]) if flag]
         if kept:
             names = [str(i) if chain.names is None else chain.names[i] for i in kept]
@@ -68,7 +68,7 @@ class GriewankHeterogeneous(DynamicAlgorithm):
         budget_bytes: int | str,
         *,
         mem_slots: int | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> Sequence:
         """The fastest schedule of the class within a budget.
 
@@ -83,7 +83,7 @@ class GriewankHeterogeneous(DynamicAlgorithm):
             raise infeasible(type(self).__name__, budget, error.minimum_bytes) from None
         return priced(codes, chain)
 
-    def curve(self, chain: Chain, *, progress: Progress | None = None) -> Curve:
+    def curve(self, chain: Chain, *, progress: ProgressCallback | None = None) -> Curve:
         """Time against memory, exact."""
         points = self._table(chain, progress).curve()
         assert points is not None

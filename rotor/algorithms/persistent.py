@@ -22,7 +22,7 @@ from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.algorithms.sequence import Sequence
 from rotor.algorithms.utils import (
     DynamicAlgorithm,
-    Progress,
+    ProgressCallback,
     checked_slots,
     infeasible,
     parse_budget,
@@ -96,7 +96,7 @@ class Persistent(DynamicAlgorithm):
         budget_bytes: int | str,
         *,
         mem_slots: int | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> Sequence:
         """The fastest persistent schedule within a budget.
 
@@ -129,7 +129,7 @@ class Persistent(DynamicAlgorithm):
         except InfeasibleError as error:
             raise infeasible(type(self).__name__, budget, error.minimum_bytes) from None
 
-    def curve(self, chain: Chain, *, progress: Progress | None = None) -> Curve:
+    def curve(self, chain: Chain, *, progress: ProgressCallback | None = None) -> Curve:
         """Time against memory: from the exact solver every point that there is.
 
         On slots the curve has a handful of points, each a simulated schedule: the two ends, the
@@ -154,7 +154,7 @@ class Persistent(DynamicAlgorithm):
             sequences.append(self._on_slots(chain, budget, slots, part))
         return Curve.from_points((s.peak_bytes, s.makespan) for s in sequences)
 
-    def _exact(self, chain: Chain, progress: Progress | None) -> _core.Table | None:
+    def _exact(self, chain: Chain, progress: ProgressCallback | None) -> _core.Table | None:
         """The table of the exact solver, kept from the last time, or None where it is too dear."""
         key = _key(chain)
         if self._solved is not None and self._solved[0] == key:
@@ -169,7 +169,7 @@ class Persistent(DynamicAlgorithm):
         return table
 
     def _on_slots(
-        self, chain: Chain, budget: int, slots: int, progress: Progress | None
+        self, chain: Chain, budget: int, slots: int, progress: ProgressCallback | None
     ) -> Sequence:
         """The best schedule on so many slots; on more, where it takes more to find one."""
         codes = self._dense(chain, budget, slots, progress)
@@ -181,7 +181,7 @@ class Persistent(DynamicAlgorithm):
         return priced(codes, chain)
 
     def _on_more_slots(
-        self, chain: Chain, budget: int, slots: int, progress: Progress | None
+        self, chain: Chain, budget: int, slots: int, progress: ProgressCallback | None
     ) -> bytearray | None:
         for factor in _FINER:
             try:
@@ -193,7 +193,7 @@ class Persistent(DynamicAlgorithm):
         return None
 
     def _stretched(
-        self, chain: Chain, budget: int, most: int, progress: Progress | None
+        self, chain: Chain, budget: int, most: int, progress: ProgressCallback | None
     ) -> Sequence:
         """The best on 500 slots of more bytes than the budget has, as long as the peak is within.
 
@@ -224,7 +224,7 @@ class Persistent(DynamicAlgorithm):
         return best
 
     def _dense(
-        self, chain: Chain, budget: int, slots: int, progress: Progress | None
+        self, chain: Chain, budget: int, slots: int, progress: ProgressCallback | None
     ) -> bytearray | None:
         if budget <= chain.x_bytes[0]:
             return None
@@ -240,7 +240,7 @@ class Persistent(DynamicAlgorithm):
             ) from None
 
     def _minimum(
-        self, chain: Chain, budget: int, progress: Progress | None
+        self, chain: Chain, budget: int, progress: ProgressCallback | None
     ) -> tuple[int, bytearray | None]:
         return _core.persistent_minimum(
             chain.core, budget, table_bound(self.max_table_bytes), progress
@@ -262,7 +262,7 @@ def _key(chain: Chain) -> tuple[Any, ...]:
     )
 
 
-def _part(progress: Progress | None, index: int, count: int) -> Progress | None:
+def _part(progress: ProgressCallback | None, index: int, count: int) -> ProgressCallback | None:
     """`progress` for the index-th of `count` computations; never falls, also where one restarts."""
     if progress is None:
         return None

@@ -16,7 +16,7 @@ from rotor.units import parse_bytes
 
 _LARGEST_SLOTS = 1 << 28
 
-Progress = Callable[[int, int], object]
+ProgressCallback = Callable[[int, int], object]
 """Called as ``progress(done, total)`` now and then during a long computation."""
 
 
@@ -42,7 +42,7 @@ class DynamicAlgorithm(ABC):
         budget_bytes: int | str,
         *,
         mem_slots: int | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> Sequence:
         """The algorithm's best schedule within a budget.
 
@@ -75,7 +75,7 @@ class DynamicAlgorithm(ABC):
         """
 
     @abstractmethod
-    def curve(self, chain: Chain, *, progress: Progress | None = None) -> Curve:
+    def curve(self, chain: Chain, *, progress: ProgressCallback | None = None) -> Curve:
         """The time of the algorithm's schedules against the budget.
 
         Returns

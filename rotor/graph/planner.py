@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rotor.algorithms.curve import Curve
+from rotor.algorithms.utils import ProgressCallback
 from rotor.errors import InfeasibleError
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program
 from rotor.units import parse_bytes
-
-Progress = Callable[[int, int], object]
 
 # (random greedy runs, moves of the local search) of the efforts that have names.
 _EFFORTS = {"fast": (0, 12_000), "default": (100, 300_000)}
@@ -78,7 +77,7 @@ def plan(
     effort: str | int = "default",
     time_limit: float | None = None,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Program:
     """The fastest program found whose peak is within a budget.
 
@@ -165,7 +164,7 @@ def curve(
     effort: str | int = "default",
     time_limit: float | None = None,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> PlanCurve:
     """What can be done in every budget: plans for many budgets, each begun from its neighbours.
 

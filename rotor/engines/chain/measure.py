@@ -17,6 +17,7 @@ import torch
 
 from rotor import timing
 from rotor.algorithms.sequence import Operation
+from rotor.algorithms.utils import ProgressCallback
 from rotor.chain import Chain
 from rotor.common.generators import autocast_off
 from rotor.common.places import Saved
@@ -36,7 +37,6 @@ from rotor.meter.step_meter import check_idle
 
 __all__ = ["Chain", "Inspection", "Measuring", "StageMeasure", "measure", "merge_stages"]
 
-Progress = Callable[[int, int], object]
 RNG_BYTES = 5056
 """The state of PyTorch's generator on the CPU."""
 
@@ -496,7 +496,7 @@ def measure(
     *,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     targets: Sequence[Any] = (),
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     measuring_class: type[Measuring] = Measuring,
     observed: Callable[[list[Stage], list[Observation]], object] | None = None,
 ) -> Inspection:

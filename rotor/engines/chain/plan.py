@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from rotor.algorithms.sequence import Sequence
-from rotor.algorithms.utils import DynamicAlgorithm, Progress
+from rotor.algorithms.utils import DynamicAlgorithm, ProgressCallback
 from rotor.chain import Chain
 from rotor.common.checksums import NO_ROOM, has_room, proof_bytes
 from rotor.common.timeline import PredictedTimeline
@@ -163,7 +163,7 @@ def make_plan(
     reserve_bytes: int = 0,
     rng: bool = True,
     options: dict[str, Any] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     collective_bytes: int = 0,
     plain_tail: bool = True,
     verify: str | int = "off",

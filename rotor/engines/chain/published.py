@@ -10,7 +10,7 @@ from torch import nn
 
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence
-from rotor.algorithms.utils import DynamicAlgorithm, Progress, parse_budget
+from rotor.algorithms.utils import DynamicAlgorithm, ProgressCallback, parse_budget
 from rotor.chain import Chain
 from rotor.engines.chain.measure import Inspection
 from rotor.engines.chain.stages import Stage
@@ -53,7 +53,7 @@ class LoadedSequence(DynamicAlgorithm):
         budget_bytes: int | str,
         *,
         mem_slots: int | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> Sequence:
         """Return the sequence, priced on `chain`, or what the algorithm finds."""
         sequence = Sequence(self.sequence.codes, chain)
@@ -65,7 +65,7 @@ class LoadedSequence(DynamicAlgorithm):
             )
         return self.otherwise.solve(chain, budget_bytes, mem_slots=mem_slots, progress=progress)
 
-    def curve(self, chain: Chain, *, progress: Progress | None = None) -> Curve:
+    def curve(self, chain: Chain, *, progress: ProgressCallback | None = None) -> Curve:
         """Return the one point of the sequence."""
         del progress
         sequence = Sequence(self.sequence.codes, chain)
