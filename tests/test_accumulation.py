@@ -20,7 +20,7 @@ from rotor.algorithms import Persistent
 from rotor.chain import Chain
 from rotor.engines.chain.plan import Plan
 from rotor.engines.dynamic.plan import DynamicPlan
-from rotor.engines.graph.planned import GraphPlan, build_graph, make_plan
+from rotor.engines.graph.planned import GraphPlan, build_graph, make_graph_plan
 from rotor.engines.parts.pieced import PiecesPlan
 from rotor.graph import planner
 from rotor.graph.graph import Graph
@@ -347,7 +347,7 @@ def test_half_of_the_activations_is_enough_though_the_loss_is_unknown():
     measured = limited(copy.deepcopy(model), "1GiB", "graph").measure(x)
     with pytest.raises(rotor.InfeasibleError):
         # Beside all that is assumed for the loss, no plan fits.
-        make_plan(measured, limit, measured.assumed_loss_bytes, options={"effort": "fast"})
+        make_graph_plan(measured, limit, measured.assumed_loss_bytes, options={"effort": "fast"})
     chk = rotor.Checkpointable(model, mem_limit=limit, effort="fast")
     chk(x).last_hidden_state.square().mean().backward()
     assert all(

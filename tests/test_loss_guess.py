@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import rotor
-from rotor.engines.graph.planned import make_plan
+from rotor.engines.graph.planned import make_graph_plan
 from rotor.engines.loss_guess import plan_with_guess
 from rotor.errors import InfeasibleError
 
@@ -37,7 +37,7 @@ def measured():
 
 def least(step, loss_bytes):
     with pytest.raises(InfeasibleError) as raised:
-        make_plan(step, 1, loss_bytes, options={"effort": "fast"})
+        make_graph_plan(step, 1, loss_bytes, options={"effort": "fast"})
     return raised.value.minimum_bytes
 
 
@@ -54,7 +54,7 @@ def test_a_graph_is_planned_beside_the_largest_reserve_that_fits(measured):
     assert plan.short_bytes == guess - plan.loss_bytes
     assert plan.predicted_bytes <= limit
     with pytest.raises(InfeasibleError):
-        make_plan(measured, limit, plan.loss_bytes + guess // 20, options={"effort": "fast"})
+        make_graph_plan(measured, limit, plan.loss_bytes + guess // 20, options={"effort": "fast"})
     assert "assumed for the loss, not set aside" in chk.report()
     # A loss that needs little: the next step knows, and nothing was over.
     output.backward(torch.ones_like(output))

@@ -28,7 +28,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBER_BYTES = 16
 
 
-class Call(NamedTuple):
+class OperatorCall(NamedTuple):
     """An operator and its arguments, as they were before it ran.
 
     Attributes
@@ -259,7 +259,9 @@ class Session(Recall, dispatch.DispatchMode):
             if operator.is_custom and torch.equal(states[0][0].get_state(), states[0][1]):
                 generator = state = None
                 kept_bytes = 0
-            call = Call(operator, replay_args, kwargs, node_of, nodes, recorded, refs, written)
+            call = OperatorCall(
+                operator, replay_args, kwargs, node_of, nodes, recorded, refs, written
+            )
             self._complete(
                 call, results, needs, is_recording, took, peak, (generator, state, kept_bytes)
             )
@@ -385,12 +387,12 @@ class Session(Recall, dispatch.DispatchMode):
         nodes = list(refs)
         needs = self._needs_of(operator, args, kwargs, refs)
         written = self._written(operator, args, kwargs, node_of)
-        call = Call(operator, args, kwargs, node_of, nodes, len(nodes), refs, written)
+        call = OperatorCall(operator, args, kwargs, node_of, nodes, len(nodes), refs, written)
         self._complete(call, results, needs, is_recording, took, -1, (None, None, 0))
 
     def _complete(
         self,
-        call: Call,
+        call: OperatorCall,
         results: Any,
         needs: Needs,
         is_recording: bool,

@@ -23,7 +23,7 @@ from rotor.engines.chain import collective
 from rotor.engines.chain.growth import StageWatch, known_growth, stage_watch
 from rotor.engines.chain.measure import Inspection, Measuring, measure
 from rotor.engines.chain.observe import Observation
-from rotor.engines.chain.plan import Plan, executor_bytes, loss_reserve, make_plan
+from rotor.engines.chain.plan import Plan, executor_bytes, loss_reserve, make_chain_plan
 from rotor.engines.chain.proofs import StepProof
 from rotor.engines.chain.published import (
     LoadedSequence,
@@ -388,7 +388,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
 
         def plan_under(limit_bytes: int, reserved: int, chain: Chain = chain) -> Plan:
             with progress(1, "computing the schedule") as update:
-                return make_plan(
+                return make_chain_plan(
                     inspection,
                     chain,
                     limit_bytes,

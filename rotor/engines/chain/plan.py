@@ -154,7 +154,7 @@ def kept_stages(inspection: Inspection) -> str:
     )
 
 
-def make_plan(
+def make_chain_plan(
     inspection: Inspection,
     chain: Chain,
     limit_bytes: int,

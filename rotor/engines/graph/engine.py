@@ -31,7 +31,7 @@ from rotor.engines.graph.planned import (
     CapturedStep,
     GraphPlan,
     build_graph,
-    make_plan,
+    make_graph_plan,
     repriced,
 )
 from rotor.engines.graph.proving import Tally
@@ -279,7 +279,7 @@ class GraphEngine(MeteredEngine):
         with progress(1, "planning") as update:
 
             def plan_with(loss_bytes: int) -> GraphPlan:
-                return make_plan(
+                return make_graph_plan(
                     step,
                     limit_bytes,
                     loss_bytes,

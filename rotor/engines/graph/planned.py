@@ -34,7 +34,7 @@ __all__ = [
     "GraphPlan",
     "build_graph",
     "executor_bytes",
-    "make_plan",
+    "make_graph_plan",
     "repriced",
     "search",
 ]
@@ -413,7 +413,7 @@ def _sizes(lowered: Lowered, costs: list[Cost]) -> list[int]:
     return sizes
 
 
-def make_plan(
+def make_graph_plan(
     step: CapturedStep,
     limit_bytes: int,
     loss_bytes: int,

@@ -23,7 +23,7 @@ from rotor.engines.graph.calls import layout_of
 from rotor.engines.graph.repeating import attributes_kept
 from rotor.meter import allocator
 
-__all__ = ["Call", "NeedsBackward", "Saves", "describe_call", "unchanged", "weigh"]
+__all__ = ["ModuleCall", "NeedsBackward", "Saves", "describe_call", "unchanged", "weigh"]
 
 
 class NeedsBackward(Exception):
@@ -31,7 +31,7 @@ class NeedsBackward(Exception):
 
 
 @dataclass(eq=False)
-class Call:
+class ModuleCall:
     """One call of a module in a forward.
 
     Attributes
@@ -49,7 +49,7 @@ class Call:
     path: str
     module: nn.Module
     number: int
-    outer: Call | None
+    outer: ModuleCall | None
     saved: dict[int, int] = field(default_factory=dict)
     plannable_bytes: int = 0
 
@@ -154,12 +154,12 @@ def inner_modules(model: nn.Module) -> dict[nn.Module, str]:
 
 def weigh(
     model: nn.Module, args: Any, kwargs: dict[str, Any]
-) -> tuple[list[Call], Call, set[nn.Module]]:
+) -> tuple[list[ModuleCall], ModuleCall, set[nn.Module]]:
     """Run a probing forward and see what each call in it keeps.
 
     Returns
     -------
-    list of Call, Call, set of Module
+    list of ModuleCall, ModuleCall, set of Module
         The calls with gradients enabled, in the order in which they began; the whole forward as
         one; and every module that was called.
 
@@ -169,7 +169,7 @@ def weigh(
         The forward computes gradients itself.
     """
     paths = inner_modules(model)
-    whole = Call("", model, 0, None)
+    whole = ModuleCall("", model, 0, None)
     stack, calls = [whole], []
     counts: dict[nn.Module, int] = {}
 
@@ -184,7 +184,7 @@ def weigh(
             number = counts[module] = counts.get(module, -1) + 1
             if not torch.is_grad_enabled() or not saves.on_top():
                 return forward(*given, **named)
-            call = Call(paths[module], module, number, stack[-1])
+            call = ModuleCall(paths[module], module, number, stack[-1])
             calls.append(call)
             stack.append(call)
             # Also after an exception, which the model may catch.
