@@ -234,8 +234,9 @@ class BlocksPlan(PiecesPlan):
         return (
             f"the limit of {self.limit_bytes} bytes was not kept: the step needed "
             f"{self.measured_bytes} bytes. {len(self.pieces.sites)} blocks of the model are "
-            f"planned, what the rest of it and the loss keep is not"
-            f"{self.pieces.describe_outside()}: a limit of {max(self.least_bytes, self.limit_bytes, self.measured_bytes or 0)} bytes, "
+            "planned, what the rest of it and the loss keep is not"
+            f"{self.pieces.describe_outside()}: a "
+            f"limit of {max(self.least_bytes, self.limit_bytes, self.measured_bytes or 0)} bytes, "
             "or a smaller batch, would do"
         )
 
