@@ -1,4 +1,4 @@
-"""Every private PyTorch name that rotor uses, and an import error where one is missing."""
+"""Core private names of PyTorch that rotor uses; importing fails if one is missing."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Slot = tuple[dict[str, Any], str]
 
 
 def parameter_slots(module: nn.Module) -> list[Slot]:
-    """Where the parameters of a module itself stand: (its dictionary, the name)."""
+    """Return the slots of a module's own parameters: (its dictionary, the name)."""
     slots = module._parameters
     return [(slots, name) for name, value in slots.items() if value is not None]
 
 
 def buffer_slots(module: nn.Module) -> list[Slot]:
-    """Where the buffers of a module itself stand: (its dictionary, the name)."""
+    """Return the slots of a module's own buffers: (its dictionary, the name)."""
     slots = module._buffers
     return [(slots, name) for name, value in slots.items() if value is not None]
 
@@ -43,17 +43,17 @@ def slots_of_module(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def child_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Children by name, one used twice standing twice (``named_children`` drops it)."""
+    """Return the children by name, shared ones repeated (``named_children`` drops them)."""
     return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
 def child_slots(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The dictionary in which a module keeps its children."""
+    """Return the dictionary in which a module keeps its children."""
     return module._modules
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether forward or backward hooks are registered on the module itself."""
+    """Return whether forward or backward hooks are registered on the module itself."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -63,12 +63,12 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """The functions registered to run around the forward of the module itself."""
+    """Return the functions registered to run around the forward of the module itself."""
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def hooks_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """The dictionaries of hooks on these tensors, where there are any."""
+    """Return the dictionaries of hooks on these tensors, if any."""
     return [hooks for tensor in tensors if (hooks := tensor._backward_hooks)]
 
 
@@ -91,12 +91,12 @@ def without_hooks(hooked: list[Any]) -> Iterator[None]:
 
 
 def tree_flatten(value: Any) -> tuple[list[Any], Any]:
-    """The leaves of nested tuples, lists and dictionaries, and what puts them together again."""
+    """Return the leaves of nested tuples, lists and dictionaries, and their structure."""
     return _pytree.tree_flatten(value)
 
 
 def tree_unflatten(leaves: Iterable[Any], spec: Any) -> Any:
-    """The nested value with other leaves."""
+    """Return the nested value of this structure with these leaves."""
     return _pytree.tree_unflatten(leaves, spec)
 
 
@@ -108,9 +108,9 @@ _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 
 
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The dense tensors in a tensor: itself, or what a sparse, jagged or distributed one has.
+    """Return the dense parts of a tensor: itself, or those of a sparse, jagged, distributed one.
 
-    None where the memory cannot be seen, as that of MKL-DNN's layout.
+    None if the memory cannot be read, as that of MKL-DNN's layout.
     """
     if tensor.layout == torch.strided:
         wrapper: Any = tensor
@@ -137,14 +137,14 @@ def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def bare_apply(function: type[Function]) -> Callable[..., Any]:
-    """``function.apply`` for calls that are never under a functorch transform."""
+    """Return ``function.apply`` for calls that are never under a functorch transform."""
     return super(Function, function).apply  # type: ignore[misc, no-any-return]
 
 
 def run_backward(
     root: torch.Tensor, gradient: torch.Tensor | None, inputs: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of `inputs`, ``None`` where `root` does not depend on one; frees the graph."""
+    """Return the gradients of `inputs`, ``None`` for independent ones; free the graph."""
     found: tuple[torch.Tensor | None, ...] = Variable._execution_engine.run_backward(
         (root,), (gradient,), False, False, inputs, allow_unreachable=True, accumulate_grad=False
     )
@@ -158,23 +158,23 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 def storage_identity(tensor: torch.Tensor) -> int:
-    """A number that tensors on one storage share, as long as one of them lives."""
+    """Return a number that tensors on one storage share, as long as one of them lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def storage_reference(tensor: torch.Tensor) -> Any:
-    """Keeps the identity of a tensor's storage from being given to another one, not its memory."""
+    """Return an object that reserves the identity of a tensor's storage, not its memory."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
 def packs_with(pack: Callable[..., Any]) -> bool:
-    """Whether `pack` is what tensors that autograd saves now go through."""
+    """Return whether autograd currently packs saved tensors with `pack`."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0] is pack
 
 
 def callable_of(target: Any) -> Any:
-    """What calls an operator with the least overhead."""
+    """Return the callable of an operator with the least overhead."""
     return target._op if isinstance(target, torch._ops.OpOverload) else target
 
 
@@ -184,29 +184,29 @@ def is_operator(target: Any) -> bool:
 
 
 def schema_arguments(target: Any) -> list[Any]:
-    """The arguments that an operator declares; none where it is no operator."""
+    """Return the arguments that an operator declares; none for other targets."""
     return list(target._schema.arguments) if isinstance(target, torch._ops.OpOverload) else []
 
 
 def schema_return_names(target: Any) -> list[str]:
-    """Return the names of an operator's results, empty ones where it gives none."""
+    """Return the names of an operator's results, empty for unnamed ones."""
     schema = getattr(target, "_schema", None)
     return [] if schema is None else [result.name or "" for result in schema.returns]
 
 
 def attribute(module: nn.Module, target: str) -> Any:
-    """What a node of a graph that reads an attribute stands for."""
+    """Return the value that a node of a graph reads as an attribute."""
     return attrgetter(target)(module)
 
 
 def module_path(path: str) -> str:
-    """A module's path as its model names it, from dynamo's source expression."""
+    """Return a module's path as its model names it, from dynamo's source expression."""
     found = re.sub(r"L\['[^']*'\]|_modules|\['|'\]|\(\)", ".", path)
     return re.sub(r"\.+", ".", found).strip(".")
 
 
 CAPTURE_ERRORS: tuple[type[BaseException], ...] = ()
-"""What ``torch.compile(fullgraph=True)`` raises where there is no single graph."""
+"""Errors that ``torch.compile(fullgraph=True)`` raises if no single graph exists."""
 
 
 def aot_backend(
@@ -216,7 +216,7 @@ def aot_backend(
     inference: Callable[..., Any],
     decompositions: dict[Any, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """A backend of ``torch.compile`` with our partition of AOTAutograd's joint graph."""
+    """Return a backend of ``torch.compile`` with our partition of AOTAutograd's joint graph."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
@@ -232,7 +232,7 @@ def aot_backend(
 
 
 def is_defect_of_capture(error: BaseException) -> bool:
-    """Return whether an error was raised by dynamo's own code: a defect, no word about a model."""
+    """Return whether an error was raised by dynamo's own code: a defect, unrelated to the model."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -240,13 +240,13 @@ def is_defect_of_capture(error: BaseException) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` stands for a module, or for its forward."""
+    """Return whether a module, or its forward, is wrapped by ``torch.compile``."""
     compiled = hasattr(module.forward, "_torchdynamo_orig_callable")
     return compiled or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def in_ddp() -> bool:
-    """Whether the forward of a DistributedDataParallel is running."""
+    """Return whether the forward of a DistributedDataParallel is running."""
     from torch.nn.parallel import DistributedDataParallel
 
     return DistributedDataParallel._get_active_ddp_module() is not None
@@ -254,7 +254,7 @@ def in_ddp() -> bool:
 
 @contextmanager
 def one_graph() -> Iterator[None]:
-    """A context in which dynamo does not cut graphs at the buckets of DistributedDataParallel."""
+    """Keep dynamo from cutting graphs at the buckets of DistributedDataParallel in the context."""
     if not in_ddp():
         yield
         return
@@ -266,10 +266,10 @@ def one_graph() -> Iterator[None]:
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """A context in which captured code may log: its loggers are silent, ``print`` comes later.
+    """Let captured code log in the context: its loggers are silent, ``print`` is delayed.
 
-    Where a forward has its inputs require gradients, nothing is done: parameters' gradients are the
-    same without.
+    ``requires_grad_`` of inputs within a forward is ignored: gradients of parameters do not
+    depend on it.
     """
     from torch._dynamo import config
 
@@ -319,7 +319,7 @@ def _requires_grad_set_in_forward() -> Iterator[None]:
 
 
 def fake_mode_of(nodes: Iterable[Any]) -> Any:
-    """The fake mode in which the tensors of these nodes of a graph live."""
+    """Return the fake mode in which the tensors of these nodes of a graph live."""
     for node in nodes:
         value = node.meta.get("val")
         if isinstance(value, torch._subclasses.FakeTensor):
@@ -328,14 +328,14 @@ def fake_mode_of(nodes: Iterable[Any]) -> Any:
 
 
 def fake_mode() -> Any:
-    """A mode in which tensors have every property but their values."""
+    """Return a mode in which tensors have every property except their values."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
 
 
 def compiled_node(outputs: Iterable[torch.Tensor]) -> Any:
-    """The node of the graph that runs a compiled call's backward, from what the call returned."""
+    """Return the node that runs a compiled call's backward, found from the call's outputs."""
     waiting = [t.grad_fn for t in outputs if t.grad_fn is not None]
     for node in waiting[:_NODES_SEARCHED]:
         if node.name() == "CompiledFunctionBackward":
@@ -352,14 +352,14 @@ _NODES_SEARCHED = 64
 
 
 def keeps_graph() -> bool:
-    """Whether the backward that runs now was asked to keep its graph."""
+    """Return whether the running backward was asked to keep its graph."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def splits_backward(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether the backward that runs now leaves these parameters' gradients to another one.
+    """Return whether the running backward leaves these parameters' gradients to another one.
 
-    So it is where the graph is kept and gradients of other tensors only were asked for.
+    It does if the graph is kept and only gradients of other tensors were asked for.
     """
     if not keeps_graph():
         return False
@@ -369,12 +369,12 @@ def splits_backward(parameters: Iterable[torch.Tensor]) -> bool:
     try:
         return bool(nodes) and not any(map(torch._C._will_engine_execute_node, nodes))
     except RuntimeError:
-        # PyTorch does not tell of leaves whose gradients torch.autograd.grad was asked for.
+        # PyTorch does not expose the leaves that torch.autograd.grad was asked for.
         return False
 
 
 def get_generator_state(device: torch.device) -> torch.Tensor:
-    """The state of a device's default generator."""
+    """Return the state of a device's default generator."""
     if device.type == "cuda":
         return torch.cuda.get_rng_state(device)
     return torch.get_rng_state()
@@ -389,16 +389,16 @@ def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 def record_cuda_history(enabled: bool) -> None:
-    """Begin or end to record what CUDA's allocator does, with stacks of Python."""
+    """Start or stop recording the actions of CUDA's allocator, with stacks of Python."""
     torch.cuda.memory._record_memory_history("all" if enabled else None, stacks="python")
 
 
 def dump_cuda_snapshot(path: Path) -> None:
-    """Write the state of CUDA's allocator, and what was recorded, to a file."""
+    """Write the state of CUDA's allocator, and its recorded history, to a file."""
     torch.cuda.memory._dump_snapshot(str(path))
 
 
-# -- what is needed
+# -- required names
 
 SUPPORTED = "PyTorch 2.11 to 2.13"
 
@@ -421,12 +421,12 @@ _REQUIRED = (
 
 
 def check(required: Iterable[str] = _REQUIRED) -> None:
-    """Look for the private names that rotor needs.
+    """Raise ImportError if a private name that rotor needs is missing.
 
     Raises
     ------
     ImportError
-        Names are missing; the message says which, and which PyTorch versions work.
+        The message lists the missing names, and the PyTorch versions that work.
     """
     missing = []
     for name in required:
@@ -446,24 +446,24 @@ def check(required: Iterable[str] = _REQUIRED) -> None:
 
 
 def in_functorch() -> bool:
-    """Whether a ``torch.func`` transform (``grad``, ``vmap``, ...) is being applied."""
+    """Return whether a ``torch.func`` transform (``grad``, ``vmap``, ...) is being applied."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward."""
+    """Return whether this thread is inside a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
 def profiler_enabled_here() -> bool:
-    """Whether a profiler is recording in this thread."""
+    """Return whether a profiler is recording in this thread."""
     return bool(torch._C._autograd._profiler_enabled())
 
 
 class _BackwardEnd:
-    """Called by the engine when a backward has succeeded, and dropped when it has returned.
+    """Callback of the engine on success of a backward, dropped when the backward returns.
 
-    What a final callback of the engine changes in the thread's state, as an ended profiler does, is
+    Changes of the thread's state by a final callback of the engine, such as an ended profiler, are
     undone when the callback returns. The engine drops its callbacks after that, on failure too.
     """
 
@@ -488,7 +488,7 @@ class _BackwardEnd:
 def at_end_of_backward(
     done: Callable[[], object], failed: Callable[[], object] | None = None
 ) -> None:
-    """Have `done` called when the running backward has finished, `failed` when it raised.
+    """Have `done` called when the running backward has finished, `failed` if it raises.
 
     Either is called outside the backward where a profiler is on in this thread, so that it may end
     it; otherwise `done` is called as the backward's last act. An exception that they raise there is
@@ -503,7 +503,7 @@ def at_end_of_backward(
 
 
 def check_after_backward(check: Callable[[], object]) -> None:
-    """Have `check` called when the running backward is over; what it raises, the backward raises.
+    """Have `check` called at the end of the running backward, which raises its errors.
 
     Raises
     ------
@@ -514,13 +514,13 @@ def check_after_backward(check: Callable[[], object]) -> None:
 
 
 def in_checkpoint() -> bool:
-    """Whether what runs now belongs to a ``torch.utils.checkpoint`` that is not reentrant."""
+    """Return whether a ``torch.utils.checkpoint`` that is not reentrant is running."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def untraced(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """A function that runs as it is where ``torch.compile`` meets it; dynamo is not imported."""
+    """Return a function that ``torch.compile`` runs as it is; dynamo is not imported."""
     disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
@@ -538,9 +538,9 @@ def untraced(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
 
 
 def in_pipeline() -> bool:
-    """Whether this process may be sending between the stages of a pipeline.
+    """Return whether this process may be sending between stages of a pipeline.
 
-    What is being sent when a profiler ends is reported to it afterwards, in memory that is freed.
+    A send in flight when a profiler ends is reported to the profiler later, in freed memory.
     """
     return (
         "torch.distributed.pipelining" in sys.modules

@@ -1,4 +1,4 @@
-"""The private PyTorch names of the dynamic runtime: modes, and storages that lose their bytes."""
+"""Private PyTorch names of the dynamic runtime: modes, and storages that lose their bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rotor._pytorch import core
 
 
 def has_storage_swap() -> bool:
-    """Whether a storage can take over another's bytes without a copy (PyTorch 2.13)."""
+    """Return whether a storage can take over another's bytes without a copy (PyTorch 2.13)."""
     return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
@@ -27,23 +27,23 @@ def swap_bytes(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> No
 
 
 def empty_shell(device: torch.device, nbytes: int) -> torch.UntypedStorage:
-    """A storage that says it has `nbytes` and has none."""
+    """Return a storage that claims `nbytes` and holds none."""
     shell: Any = torch._C._construct_storage_from_data_pointer(0, device, nbytes)
     return shell  # type: ignore[no-any-return]
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """A number that no other storage has as long as this one lives."""
+    """Return a number that no other storage has while this one lives."""
     return storage._cdata  # type: ignore[no-any-return]
 
 
 def graph_task() -> int:
-    """The number of the backward that runs in this thread, -1 for none."""
+    """Return the number of the backward that runs in this thread, -1 for none."""
     return torch._C._current_graph_task_id()
 
 
 class BelowAutograd:
-    """Operators called in this context do not see autograd or autocast."""
+    """Context in which operators do not see autograd or autocast."""
 
     def __enter__(self) -> None:
         self._guards = (torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast())
@@ -53,24 +53,24 @@ class BelowAutograd:
 
 
 def _below_autograd() -> Any:
-    """An object: operators do not see autograd or autocast as long as it lives."""
+    """Return an object during whose life operators do not see autograd or autocast."""
     return (torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast())
 
 
 def unconjugated(tensor: torch.Tensor, conjugate: bool, negative: bool) -> torch.Tensor:
-    """The tensor with these lazy bits set."""
+    """Return the tensor with these lazy bits set."""
     if conjugate:
         tensor = torch._conj(tensor)
     return torch._neg_view(tensor) if negative else tensor
 
 
 def dispatch_modes() -> int:
-    """How many modes see the operators that this thread dispatches."""
+    """Return the number of modes that see the operators dispatched by this thread."""
     return torch._C._len_torch_dispatch_stack()
 
 
 def without_modes() -> Any:
-    """A context in which no mode or subclass sees operators."""
+    """Return a context in which no mode or subclass sees operators."""
     return torch._C._DisableTorchDispatch()
 
 
@@ -78,24 +78,24 @@ FakeTensor = torch._subclasses.FakeTensor
 
 
 def innermost_modes() -> tuple[Any, Any]:
-    """What was entered last and is on, of the modes over operators and of those over functions."""
+    """Return the innermost active modes, of operators and of functions."""
     functions = overrides._get_current_function_mode_stack()
     return _python_dispatch._get_current_dispatch_mode(), functions[-1] if functions else None
 
 
 def in_function_modes() -> bool:
-    """Whether a mode sees the functions of PyTorch that this thread calls."""
+    """Return whether a mode sees the functions of PyTorch that this thread calls."""
     return torch._C._is_torch_function_mode_enabled()
 
 
 def without_functions() -> Any:
-    """A context in which no mode or subclass sees functions of PyTorch."""
+    """Return a context in which no mode or subclass sees functions of PyTorch."""
     return torch._C.DisableTorchFunction()
 
 
 @contextmanager
 def backwards_within(mode: Any) -> Iterator[None]:
-    """Whatever backward this thread runs in the context runs within a mode too."""
+    """Run every backward of this thread within a mode, in the context."""
     run = autograd._engine_run_backward  # type: ignore[attr-defined]
     owner = threading.get_ident()
 
@@ -113,16 +113,16 @@ def backwards_within(mode: Any) -> Iterator[None]:
 
 
 class Backward(NamedTuple):
-    """A backward that runs.
+    """Running backward.
 
     Attributes
     ----------
     roots
-        Nodes that it began at.
+        Nodes at which it began.
     accumulates
-        Whether gradients are added to ``.grad``.
+        True if gradients are added to ``.grad``.
     is_partial
-        Whether only some tensors' gradients were asked for.
+        True if only some tensors' gradients were asked for.
     """
 
     roots: tuple[Any, ...]
@@ -134,7 +134,7 @@ _backwards: list[Backward] = []
 
 
 def watch_backwards() -> None:
-    """Have `backwards_through` know of every backward that begins from now on."""
+    """Make every later backward known to `backwards_through`."""
     run = autograd._engine_run_backward  # type: ignore[attr-defined]
     if getattr(run, "is_watched", False):
         return
@@ -154,17 +154,17 @@ def watch_backwards() -> None:
 
 
 def edges_of_leaves(node: Any) -> dict[int, int] | None:
-    """Return how many edges of the running backward lead to each leaf, by the leaf's ``id``.
+    """Return the number of edges of the running backward to each leaf, by the leaf's ``id``.
 
     Parameters
     ----------
     node
-        A node that runs now.
+        A running node.
 
     Returns
     -------
     dict of int to int, or None
-        ``None`` where that backward was not seen, or does not add to ``.grad`` of every leaf.
+        ``None`` if the backward was not seen, or does not add to ``.grad`` of every leaf.
     """
     found = None
     for backward in list(_backwards):
@@ -199,12 +199,12 @@ def current_node() -> Any:
 
 @contextmanager
 def dlpack_after(prepare: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """In the context `torch.to_dlpack`, which no mode sees, prepares its tensor."""
+    """Have `torch.to_dlpack`, which no mode sees, prepare its tensor first, in the context."""
     homes: list[Any] = [torch, torch.utils.dlpack]
     export = torch.to_dlpack  # type: ignore[attr-defined]
 
     def to_dlpack(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As without a budget (`torch.to_dlpack`)."""
+        """Run `torch.to_dlpack` as without a budget."""
         prepare(tensor)
         return export(tensor, *args, **kwargs)
 
@@ -218,14 +218,14 @@ def dlpack_after(prepare: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
 
 class DispatchMode(_python_dispatch.TorchDispatchMode):
-    """A mode whose handler is called without the wrapper that keeps dynamo out of it."""
+    """Mode whose handler is called without the wrapper that keeps dynamo out of it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
 
-# Parents first: what is set nowhere below follows them.
+# Parents first: a flag that is not set below follows its parent.
 _CPU_PRECISIONS = (
     ("generic", "all"),
     ("mkldnn", "all"),
@@ -257,12 +257,12 @@ _CPU_FLAGS = 3 + len(_CPU_PRECISIONS)
 
 
 def backend_flags() -> tuple[Any, ...]:
-    """The settings of PyTorch's backends that change what kernels compute."""
+    """Return the settings of PyTorch's backends that change what kernels compute."""
     return tuple([read() for read in _FLAGS])
 
 
 def write_flags(flags: tuple[Any, ...]) -> None:
-    """Set what `backend_flags` read."""
+    """Set the values that `backend_flags` returned."""
     names = (*_CPU_PRECISIONS, *_CUDA_PRECISIONS)
     torch.use_deterministic_algorithms(flags[0], warn_only=flags[1])
     torch._C._set_mkldnn_enabled(flags[2])
@@ -278,12 +278,12 @@ def write_flags(flags: tuple[Any, ...]) -> None:
 
 
 def direct_call(function: Any) -> Any:
-    """What an operator calls, without its wrapper in Python."""
+    """Return the function that an operator calls, without its wrapper in Python."""
     return getattr(function, "_op", function)
 
 
-# Nodes of autograd that run no sum. One that is seen meanwhile is the engine's, which adds up what
-# reaches a tensor from several sides.
+# Nodes of autograd that run no sum. One that is seen meanwhile is the engine's, which adds up
+# the gradients that reach a tensor from several sides.
 _NODES = """
     Add Addbmm Addmm Addmv AdaptiveAvgPool2D Alias AsStrided AvgPool2D Baddbmm Bmm Cat Clone
     ConstantPadNd Convolution Cos Div Dot Embedding Exp Expand Gather Gelu Index IndexSelect
@@ -296,7 +296,7 @@ _WITHOUT_SUMS = frozenset(f"{name}Backward{k}" for name in _NODES.split() for k 
 
 
 class _Owners(DispatchMode):
-    """Notes who holds the first argument of each sum."""
+    """Recorder of the owners of the first argument of each sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,21 +306,21 @@ class _Owners(DispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.add.Tensor:
-            # One reference is that of the call itself.
+            # One reference belongs to the call itself.
             self.seen.append((sys.getrefcount(args[0]) - 1, *_owners(args[0])))
         return func(*args, **(kwargs or {}))
 
 
 def _owners(tensor: Any) -> tuple[int, int]:
-    """How many hold a tensor, and how many its storage."""
+    """Return the numbers of owners of a tensor and of its storage."""
     return tensor._use_count(), torch._C._storage_Use_Count(storage_key(tensor.untyped_storage()))
 
 
 @cache
 def _sole_owners() -> tuple[int, int, int] | None:
-    """References to the first term of the engine's sums where nobody else holds it.
+    """Return the references to the first term of an engine's sum that has no other owner.
 
-    In Python, to the tensor and to the storage; ``None`` where that cannot be told.
+    In Python, to the tensor and to the storage; ``None`` if they cannot be counted.
     """
     if not hasattr(torch.Tensor, "_use_count") or not hasattr(torch._C, "_storage_Use_Count"):
         return None
@@ -340,12 +340,12 @@ def _sole_owners() -> tuple[int, int, int] | None:
 
 
 def sole_owners() -> tuple[int, int, int] | None:
-    """The same, in a place where it can be found out."""
+    """Return `_sole_owners` outside of modes, transforms and backwards; ``None`` within."""
     return None if dispatch_modes() or graph_task() >= 0 or in_functorch() else _sole_owners()
 
 
 def is_engines(tensor: torch.Tensor) -> bool:
-    """Whether the first term of a sum in a backward is held by autograd's engine only.
+    """Return whether only autograd's engine holds the first term of a sum in a backward.
 
     Without a mode the engine adds to such a term in place; with one it makes a new tensor.
     """
@@ -360,7 +360,7 @@ def is_engines(tensor: torch.Tensor) -> bool:
 
 
 def handler_parts(device: torch.device) -> tuple[Any, ...]:
-    """What PyTorch is to `rotor._core.Handler` (csrc/python/bind_dtr_handler.h)."""
+    """Return the parts of PyTorch that `rotor._core.Handler` needs (bind_dtr_handler.h)."""
     return (
         torch.Tensor,
         (torch.Tensor, torch.nn.Parameter),
@@ -394,7 +394,7 @@ batch_norm_without_statistics = torch.ops.aten._native_batch_norm_legit.no_stats
 
 
 def schema_of(function: Any) -> Any:
-    """What an operator's arguments and results are."""
+    """Return the declared arguments and results of an operator."""
     return function._schema
 
 

@@ -1,4 +1,4 @@
-"""Every private name of FSDP2 (``fully_shard``) that rotor uses; looked for when a model has it."""
+"""Private names of FSDP2 (``fully_shard``) that rotor uses, checked once a model has it."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def _module_class() -> Any:
 
 
 def is_loaded() -> bool:
-    """Whether anybody can have sharded a model."""
+    """Return whether FSDP2 was imported, so that a model may be sharded."""
     return _module_class() is not None
 
 
 def is_unit(module: Any) -> bool:
-    """Whether ``fully_shard`` was applied to this very module."""
+    """Return whether ``fully_shard`` was applied to this very module."""
     known = _module_class()
     return known is not None and isinstance(module, known)
 
 
 def managed(modules: Iterable[nn.Module]) -> list[bool]:
-    """Which modules have parameters that FSDP, the first or the second, cares for; [] if none."""
+    """Return the modules with parameters that FSDP, the first or the second, manages."""
     if "torch.distributed.fsdp" not in sys.modules:
         return []
     found = [_MANAGED in module.__dict__ for module in modules]
@@ -55,12 +55,12 @@ def managed(modules: Iterable[nn.Module]) -> list[bool]:
 
 
 class ShardedParameter:
-    """A parameter of FSDP2: its shard, which the optimizer sees, and the whole while gathered.
+    """Parameter of FSDP2: its shard, which the optimizer sees, and the whole while gathered.
 
     Attributes
     ----------
     unit
-        What gathers it.
+        Unit that gathers it.
     """
 
     __slots__ = ("_param", "unit")
@@ -71,18 +71,18 @@ class ShardedParameter:
 
     @property
     def shard(self) -> nn.Parameter:
-        """The sharded parameter."""
+        """Sharded parameter."""
         found: nn.Parameter = self._param.sharded_param
         return found
 
     @property
     def whole(self) -> Any:
-        """The whole parameter, with or without memory; ``None`` before it was gathered first."""
+        """Whole parameter, with or without memory; ``None`` before it was first gathered."""
         return getattr(self._param, "_unsharded_param", None)
 
     @property
     def slots(self) -> list[core.Slot]:
-        """Where it stands in its modules: (the dictionary of the module, its name)."""
+        """Slots in its modules: (the dictionary of the module, its name)."""
         info = self._param._module_info
         modules = [info.module, *info.shared_modules]
         names = [info.param_name, *info.shared_param_names]
@@ -113,14 +113,14 @@ class ShardedParameter:
         )
 
     def whole_gradient(self) -> torch.Tensor | None:
-        """The gradient that has not been reduced yet, where there is one."""
+        """Return the gradient that has not been reduced yet, if any."""
         if self._param.unsharded_accumulated_grad is not None:
             found: torch.Tensor = self._param.unsharded_accumulated_grad
             return found
         return None if self.whole is None else self.whole.grad
 
     def gradients(self) -> tuple[Any, Any, Any]:
-        """Its gradients as they are: for `put_gradients`."""
+        """Return its current gradients, for `put_gradients`."""
         whole = getattr(self._param, "_unsharded_param", None)
         return (
             self._param.sharded_param.grad,
@@ -129,13 +129,13 @@ class ShardedParameter:
         )
 
     def take_gradients(self) -> tuple[Any, Any, Any]:
-        """Take its gradients away: for `put_gradients`."""
+        """Remove and return its gradients, for `put_gradients`."""
         taken = self.gradients()
         self.put_gradients((None, None, None))
         return taken
 
     def put_gradients(self, gradients: tuple[Any, Any, Any]) -> None:
-        """Give it the gradients that it had."""
+        """Restore the gradients that it had."""
         self._param.sharded_param.grad = gradients[0]
         whole = getattr(self._param, "_unsharded_param", None)
         if whole is not None:
@@ -143,18 +143,18 @@ class ShardedParameter:
         self._param.unsharded_accumulated_grad = gradients[2]
 
     def local_gradient(self) -> torch.Tensor | None:
-        """The shard of its gradient on this rank."""
+        """Return the shard of its gradient on this rank."""
         gradient = self._param.sharded_param.grad
         return None if gradient is None else gradient._local_tensor
 
 
 class Unit:
-    """What one call of ``fully_shard`` made: parameters that are gathered together.
+    """Result of one call of ``fully_shard``: parameters that are gathered together.
 
     Attributes
     ----------
     modules
-        The modules before whose forward they are gathered.
+        Modules before whose forward the parameters are gathered.
     parameters
         The parameters.
     """
@@ -173,33 +173,33 @@ class Unit:
 
     @property
     def world_size(self) -> int:
-        """How many ranks a parameter is cut over."""
+        """Number of ranks over which a parameter is cut."""
         info = self._groups[0].mesh_info
         return int(getattr(info, "shard_mesh_size", 1))
 
     @property
     def mesh(self) -> Any:
-        """The device mesh of its collectives; ``None`` without parameters."""
+        """Device mesh of its collectives; ``None`` without parameters."""
         return self._groups[0].mesh_info.mesh if self._groups else None
 
     @property
     def reduces(self) -> bool:
-        """Whether a backward reduces gradients, or leaves them whole (gradient accumulation)."""
+        """True if a backward reduces gradients, or leaves them whole (gradient accumulation)."""
         return all(group.reduce_grads for group in self._groups)
 
     @property
     def reshards_after_forward(self) -> bool:
-        """Whether parameters are given back after the forward."""
+        """True if parameters are released after the forward."""
         return all(group.post_forward_mesh_info is not None for group in self._groups)
 
     @property
     def reduce_buffers(self) -> int:
-        """How many inputs of earlier reductions are kept."""
+        """Number of kept inputs of earlier reductions."""
         return max((int(g.reduce_scatter_max_input_buffers) for g in self._groups), default=0)
 
     @property
     def prefetches(self) -> int:
-        """How many other units it has gathered ahead, in a forward or a backward, at most."""
+        """Largest number of other units that it has gathered ahead, in a forward or a backward."""
         asked = self._state._states_to_forward_prefetch, self._state._states_to_backward_prefetch
         return 1 + len(asked[0]) + len(asked[1])
 
@@ -215,25 +215,25 @@ class Unit:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether its parameters are whole now."""
+        """True if its parameters are whole now."""
         return bool(self._groups) and all(group.is_unsharded for group in self._groups)
 
     def shares_buffers_with(self, other: Unit) -> bool:
-        """Whether both have one root: then buffers of one may live on while the other runs."""
+        """Return whether both have one root: buffers of one may live on while the other runs."""
         return self._state._state_ctx is other._state._state_ctx
 
     @property
     def is_prepared(self) -> bool:
-        """Whether it is known what its root is: from the first forward on."""
+        """True once its root is known, from the first forward on."""
         return self._state._is_root is not None
 
     def prepare(self) -> None:
-        """Make it a root, as its first forward would, where nothing was decided yet."""
+        """Make it a root, as its first forward would, if no root is known yet."""
         if not self.is_prepared:
             self._state._lazy_init()
 
     def cast_inputs(self, arg: Any) -> Any:
-        """The input as its forward would get it, under a policy of mixed precision."""
+        """Return the input as cast by its forward, under a policy of mixed precision."""
         (found,), _ = self._state._cast_forward_inputs((arg,), {})
         return found
 
@@ -245,25 +245,25 @@ class Unit:
             group.wait_for_unshard()
 
     def reshard(self) -> None:
-        """Give the whole parameters back; nothing happens where they are not whole."""
+        """Release the whole parameters; do nothing if they are not gathered."""
         for group in self._groups:
             if group.is_unsharded:
                 group.reshard()
 
     def settle(self) -> None:
-        """After its backward: as before it, so that its modules may be run again."""
+        """Return to the state before its backward, so that its modules may be run again."""
         from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
         self._state._training_state = TrainingState.IDLE
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a sharded tensor; any other one as it is."""
+    """Return this rank's part of a sharded tensor; any other tensor as it is."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def units() -> list[Unit]:
-    """All units of this process.
+    """Return all units of this process.
 
     Raises
     ------
@@ -282,22 +282,22 @@ def units() -> list[Unit]:
 
 
 def check() -> None:
-    """Look for the private names of FSDP2 that rotor needs.
+    """Raise ImportError if a private name of FSDP2 that rotor needs is missing.
 
     Raises
     ------
     ImportError
-        Names are missing; the message says which, and which PyTorch versions work.
+        The message lists the missing names, and the PyTorch versions that work.
     """
     core.check(_REQUIRED)
 
 
 @contextmanager
 def undisturbed(known: Iterable[Unit]) -> Iterator[None]:
-    """Forwards and backwards of single modules, in the middle of a forward or before the first.
+    """Run single modules, in the middle of a forward or before the first, without a trace.
 
-    What they leave in FSDP2 is put back afterwards: its states, the order of prefetches, gradients.
-    Gradients are reduced meanwhile, whatever was set.
+    Their changes of FSDP2 are undone afterwards: its states, the order of prefetches, gradients.
+    Gradients are reduced meanwhile, under any setting.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -349,7 +349,7 @@ def undisturbed(known: Iterable[Unit]) -> Iterator[None]:
 
 @contextmanager
 def alone(known: Iterable[Unit]) -> Iterator[None]:
-    """Backwards end for these units only: others, whole now, stay so with their gradients."""
+    """End backwards for these units only; others, whole now, stay so with their gradients."""
     contexts: dict[int, tuple[Any, list[Any]]] = {}
     for unit in known:
         state = unit._state
@@ -365,5 +365,5 @@ def alone(known: Iterable[Unit]) -> Iterator[None]:
 
 
 def flat_group(mesh: Any) -> Any:
-    """The process group of all ranks of a mesh of several dimensions."""
+    """Return the process group of all ranks of a mesh of several dimensions."""
     return mesh._flatten().get_group()

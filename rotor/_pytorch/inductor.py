@@ -1,4 +1,4 @@
-"""Every private name of Inductor that rotor uses; looked for when Inductor is asked for."""
+"""Private names of Inductor that rotor uses, checked when Inductor is asked for."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _REQUIRED = (
 
 
 def check() -> None:
-    """Look for what Inductor needs here.
+    """Raise if a name or a compiler that Inductor needs is missing.
 
     Raises
     ------
     ImportError
-        Private names are missing; the message says which, and which PyTorch versions work.
+        The message lists the missing names, and the PyTorch versions that work.
     RuntimeError
-        There is no C++ compiler.
+        No C++ compiler was found.
     """
     for name in (
         "choices",
@@ -64,19 +64,19 @@ def check() -> None:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """What Inductor takes operators apart into."""
+    """Return Inductor's table of decompositions of operators."""
     from torch._inductor.decomposition import select_decomp_table
 
     return dict(select_decomp_table())
 
 
 def with_strides() -> Any:
-    """The operator that gives a tensor strides in a given order."""
+    """Return the operator that gives a tensor strides of a given order."""
     return torch.ops.prims.inductor_force_stride_order.default
 
 
 def joint_passes(module: fx.GraphModule, placeholders: Iterable[Any]) -> None:
-    """Inductor's changes to a joint graph, in place; every node's fake tensors are made anew."""
+    """Apply Inductor's passes to a joint graph in place; renew all fake tensors of its nodes."""
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -97,26 +97,26 @@ def joint_passes(module: fx.GraphModule, placeholders: Iterable[Any]) -> None:
 
 @cache
 def near_choices(apart: int) -> Any:
-    """Inductor's choices, but far kernels are not fused for reading the same.
+    """Return Inductor's choices without fusing distant kernels for reading the same.
 
-    Fused, the later one would run early, and hold what it makes all the time between: planned
-    recomputations would move to where the first of them is.
+    After such a fusion the later kernel runs early and holds its result meanwhile: planned
+    recomputations would move to the first of them.
     """
     from torch._inductor.choices import InductorChoices
 
     class NearChoices(InductorChoices):
-        """Fuses neighbours only."""
+        """Choices that fuse neighbours only."""
 
         @staticmethod
         def uuid() -> str:
-            """What Inductor's cache tells its code apart by."""
+            """Return the key of these choices in Inductor's cache."""
             return f"rotor fuses within {apart}"
 
         @staticmethod
         def can_fuse_horizontal(
             scheduler: Any, node1: Any, node2: Any, shared_data_score: int
         ) -> bool:
-            """Whether two kernels, neither of which needs the other, may become one."""
+            """Return whether two independent kernels may become one."""
             between = max(node1.min_order - node2.max_order, node2.min_order - node1.max_order)
             if between > apart:
                 return False
@@ -133,26 +133,26 @@ def compile_graph(
     apart: int,
     options: dict[str, Any],
 ) -> tuple[Callable[[list[Any]], Any], list[tuple[int, ...] | None]]:
-    """Compiled code of a graph, and the strides of what it returns.
+    """Compile a graph; return its code and the strides of its results.
 
     Parameters
     ----------
     module
         The graph; it is changed.
     values
-        What its inputs are, as fake tensors of one mode.
+        Inputs as fake tensors of one mode.
     is_backward
-        Whether it is a backward.
+        True for a backward.
     apart
-        Kernels that only read the same are fused where at most so many others stand between.
+        Largest distance of kernels that are fused only because they read the same.
     options
         Settings of ``torch._inductor.config``.
 
     Returns
     -------
     tuple
-        A function of one list, which it empties, and the strides by output, ``None`` for one that
-        is no tensor.
+        A function of one list, which it empties, and the strides by output, ``None`` for
+        results that are no tensors.
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
@@ -162,7 +162,7 @@ def compile_graph(
     choices = near_choices(apart)
     mode = next(v.fake_mode for v in values if isinstance(v, torch._subclasses.FakeTensor))
     with (
-        # The setting is part of the key of Inductor's cache, the handler is what decides.
+        # The setting is part of the key of Inductor's cache, the handler decides.
         config.patch(options | {"inductor_choices_class": choices}),
         V.set_choices_handler(choices()),
         V.set_fake_mode(mode),

@@ -1,4 +1,4 @@
-"""The profiler of PyTorch, whose events of the CPU's allocator its public interface leaves out."""
+"""PyTorch's profiler; its public interface leaves out the events of the CPU's allocator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rotor._pytorch import core
 
 
 def profiler_in_use() -> bool:
-    """Whether a profiler records, or is about to, anywhere in this process: they do not nest."""
+    """Return whether a profiler records, or is about to, in this process: profilers do not nest."""
     profiler = torch.autograd.profiler
     if core.profiler_enabled_here() or profiler._is_profiler_enabled:
         return True
@@ -29,10 +29,10 @@ def profiler_in_use() -> bool:
 
 
 class Allocation(NamedTuple):
-    """Memory allocated (`nbytes` > 0) or freed (< 0) at an address of the CPU, and when.
+    """Memory allocated (`nbytes` > 0) or freed (< 0) at an address of the CPU, with its time.
 
-    `total_bytes` is what all threads have allocated then, from a level that nobody knows; negative
-    where only this thread was watched.
+    `total_bytes` is the total of all threads at that time, from an unknown level; negative
+    if only this thread was watched.
     """
 
     address: int
@@ -42,13 +42,13 @@ class Allocation(NamedTuple):
 
 
 class Mark(str):
-    """A name between allocations, and when it was set."""
+    """Name between allocations, with its time."""
 
     ns: int = 0
 
     @classmethod
     def at(cls, name: str, ns: int) -> Mark:
-        """A mark with its time."""
+        """Return a mark with its time."""
         made = cls(name)
         made.ns = ns
         return made
@@ -59,10 +59,10 @@ _ERRORS_ONLY = 2
 
 
 def _cpp_flags() -> tuple[ctypes.c_int | None, ctypes.c_bool | None]:
-    """Two flags of PyTorch's C++, where the library shows them.
+    """Return two flags of PyTorch's C++, if the library exposes them.
 
-    The level below which it says nothing, and whether the CPU's allocator counts, and tells, what
-    threads without a profiler allocate and free.
+    The first is the level below which it logs nothing, the second makes the CPU's allocator count
+    and report blocks of threads without a profiler.
     """
     suffix = "dylib" if sys.platform == "darwin" else "so"
     path = Path(torch.__file__).parent / "lib" / f"libc10.{suffix}"
@@ -78,16 +78,16 @@ def _cpp_flags() -> tuple[ctypes.c_int | None, ctypes.c_bool | None]:
 
 
 class AllocationTrace:
-    """Records the events of the CPU's allocator in this thread and in the backwards it runs.
+    """Recorder of the CPU allocator's events in this thread and in the backwards it runs.
 
     The public ``prof.events()`` leaves them out. Only events and marks are recorded, no operations.
-    Memory that is freed but was allocated before the start is not seen by PyTorch. While a trace
+    PyTorch does not see the release of memory from before the start. While a trace
     records, C++ warnings are off: PyTorch warns about every thousandth such free.
 
     Parameters
     ----------
     totals
-        Whether allocations tell, where PyTorch can, what all threads have allocated.
+        True if allocations carry, where PyTorch can, the total of all threads.
     """
 
     def __init__(self, *, totals: bool = False) -> None:
@@ -97,7 +97,7 @@ class AllocationTrace:
         self._old_counting = False
 
     def start(self) -> None:
-        """Begin; no profiler may be in use."""
+        """Begin; raise if a profiler is in use."""
         profiler, autograd = torch._C._profiler, torch._C._autograd
         config = profiler.ProfilerConfig(
             profiler.ProfilerState.KINETO,
@@ -110,7 +110,7 @@ class AllocationTrace:
             "",
         )
         activities = {profiler.ProfilerActivity.CPU}
-        # Kineto reads this once, at its first use, and reports every start and stop otherwise.
+        # Kineto reads this at its first use, and otherwise reports every start and stop.
         quiet = "KINETO_LOG_LEVEL" not in os.environ
         if quiet:
             os.environ["KINETO_LOG_LEVEL"] = _SILENT
@@ -133,7 +133,7 @@ class AllocationTrace:
         autograd._record_function_with_args_exit(autograd._record_function_with_args_enter(name))
 
     def stop(self) -> list[Allocation | str]:
-        """End, in the thread that began: allocations and marks in the order of time."""
+        """End, in the thread that began; return allocations and marks in order of time."""
         result = torch._C._autograd._disable_profiler()
         if self._counting is not None:
             self._counting.value = self._old_counting

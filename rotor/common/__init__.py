@@ -1,1 +1,1 @@
-"""What all folders share: trees of tensors, ranks, caches, progress, state of modules."""
+"""Shared helpers of all folders: trees of tensors, ranks, caches, progress, state of modules."""

@@ -1,8 +1,8 @@
-"""What rotor keeps on disk between runs: small tables of numbers.
+"""Small tables of numbers that rotor keeps on disk between runs.
 
 A table is one JSON file in ``$ROTOR_CACHE_DIR``, else under ``rotor`` in the platform's directory
-for caches. Writers replace whole files. A file that is damaged in any way, or that is no file,
-means "not there"; one that cannot be written is not. Without a home directory nothing is kept.
+for caches. Writers replace whole files. A damaged file, or one that is not a regular file, counts
+as missing; a file that cannot be written is skipped. Without a home directory nothing is kept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_DIGITS = 20
 
 
 def directory() -> Path | None:
-    """Return the directory of the tables; ``None`` where the user has none."""
+    """Return the directory of the tables; ``None`` if the user has no home directory."""
     given = os.environ.get("ROTOR_CACHE_DIR")
     if given:
         return Path(given)
@@ -49,8 +49,8 @@ def _path(kind: str, environment: str) -> Path | None:
 
 
 def _read(path: Path) -> bytes:
-    """Return what a regular file of a sensible size holds; OSError: it is none."""
-    # A pipe would wait for somebody who writes.
+    """Return the content of a regular file of a sensible size; raise OSError for any other."""
+    # Opening a pipe would block until a process writes to it.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     with os.fdopen(os.open(path, flags), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -78,7 +78,7 @@ def _is_row(row: Any) -> bool:
 
 
 def load(kind: str, environment: str) -> dict[str, list[int]]:
-    """Return the table of a kind for an environment (versions, device); empty: there is none."""
+    """Return the table of a kind for an environment (versions, device); empty if none is kept."""
     path = _path(kind, environment)
     if path is None:
         return {}
@@ -99,7 +99,7 @@ def load(kind: str, environment: str) -> dict[str, list[int]]:
 
 
 def store(kind: str, environment: str, entries: dict[str, list[int]]) -> None:
-    """Add entries to a table; what another process added meanwhile is kept."""
+    """Add entries to a table; entries that another process added meanwhile are kept."""
     path = _path(kind, environment)
     if path is None:
         return

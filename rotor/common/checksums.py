@@ -1,4 +1,4 @@
-"""Checksums of tensors' bits, made where the tensors are, and what a step proves with them.
+"""Checksums of tensors' bits, computed on the tensors' devices, and the proof of a step with them.
 
 A checksum has 64 bits. On a CPU the C core reads a tensor once, with keys of every word's own
 (`checksum.h`): changes go unseen in one case of about 2^64. On other devices the words are summed,
@@ -34,10 +34,10 @@ __all__ = [
 ]
 
 VERIFIED_STEPS = 3
-"""Planned steps of every plan that ``verify="first"`` looks at."""
+"""Planned steps of every plan that ``verify="first"`` verifies."""
 
 NO_ROOM = "the limit has no room for checksums on its device"
-"""Why a plan whose limit is small is not proved."""
+"""Reason for which a plan with a small limit is not proved."""
 
 _COLUMNS = 4093
 _SLOTS = 2048
@@ -48,7 +48,7 @@ _keys: dict[torch.device, torch.Tensor] = {}
 
 
 def _keys_on(device: torch.device) -> torch.Tensor:
-    """Odd factors of the columns, twice as many."""
+    """Return odd factors of the columns, twice as many."""
     if device not in _keys:
         with torch.inference_mode(False):
             generator = torch.Generator("cpu").manual_seed(_KEY_SEED)
@@ -59,7 +59,7 @@ def _keys_on(device: torch.device) -> torch.Tensor:
 
 
 def _memory_order(tensor: torch.Tensor) -> torch.Tensor | None:
-    """All elements as one dimension in the order of memory; ``None`` for a tensor with gaps."""
+    """Return all elements in the order of memory, one dimension; ``None`` for one with gaps."""
     if not tensor.is_contiguous():
         order = sorted(range(tensor.dim()), key=lambda k: tensor.stride(k), reverse=True)
         tensor = tensor.permute(order)
@@ -69,7 +69,7 @@ def _memory_order(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, 64 bits each where size and address allow it."""
+    """Return the same memory as integers, 64 bits each where size and address allow it."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor).reshape(-1)
     words = tensor.view(_WORDS[tensor.element_size()])
@@ -99,14 +99,14 @@ def _on_device(tensor: torch.Tensor, out: torch.Tensor) -> None:
     else:
         columns = torch.empty(_COLUMNS, dtype=torch.int64, device=tensor.device)
         _column_sums(words, columns)
-    # Linear sums see of changed signs no more than whether their number is odd.
+    # Of changed signs, linear sums show only whether their number is odd.
     columns ^= columns >> 32
     columns *= _keys_on(tensor.device)[: columns.numel()]
     torch.sum(columns, 0, keepdim=True, out=out)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory without conjugation and sign as lazy flags, and without autograd."""
+    """Return the tensor's memory without autograd, lazy conjugation and lazy sign."""
     tensor = tensor.detach()
     if tensor.is_conj():
         tensor = tensor.conj()
@@ -131,12 +131,12 @@ def checksum(tensor: torch.Tensor) -> int | torch.Tensor:
     -------
     int or torch.Tensor
         A number for a tensor on a CPU; else a tensor of one int64 on its device, for which
-        nothing was waited.
+        which the host has not waited.
 
     Raises
     ------
     TypeError
-        The memory cannot be seen, as that of MKL-DNN's layout.
+        The memory cannot be read, as that of MKL-DNN's layout.
     """
     parts = _torch.strided_parts(tensor)
     if not parts:
@@ -169,14 +169,14 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A value that came out otherwise when it was made again.
+    """A value that differed when it was computed again.
 
     Attributes
     ----------
     site
-        The value's name, as `Proof.first` was given it.
+        Name of the value, as given to `Proof.first`.
     first, again
-        Shape and type of what was made first, and of what was made again.
+        Shape and type of the first value, and of the recomputed one.
     """
 
     site: Hashable
@@ -191,9 +191,9 @@ class _Entry:
 
 
 class Proof:
-    """Checksums of one step: what was made again against what was made first.
+    """Checksums of one step: recomputed values against the first ones.
 
-    On a device nothing is waited for before `finish`, which reads all checksums at once.
+    On a device the host waits for nothing before `finish`, which reads all checksums at once.
     """
 
     def __init__(self) -> None:
@@ -205,19 +205,19 @@ class Proof:
         self._compared: set[Hashable] = set()
 
     def first(self, site: Hashable, tensor: torch.Tensor) -> None:
-        """Note a value when it is made for the first time.
+        """Note a value when it is computed for the first time.
 
         Parameters
         ----------
         site
-            A name for it, by which `again` finds it.
+            Name of the value, by which `again` finds it.
         tensor
             The value.
         """
         self._entries[site] = _Entry(_layout(tensor), self._put(tensor))
 
     def again(self, site: Hashable, tensor: torch.Tensor) -> None:
-        """Compare a value that was made again; KeyError for a site that `first` was not given."""
+        """Compare a recomputed value; raise KeyError for a site that `first` was not given."""
         entry = self._entries[site]
         self._compared.add(site)
         layout = _layout(tensor)
@@ -232,16 +232,16 @@ class Proof:
 
     @property
     def sites(self) -> frozenset[Hashable]:
-        """Values that were noted."""
+        """Names of the noted values."""
         return frozenset(self._entries)
 
     @property
     def compared(self) -> int:
-        """How many values were made again and compared."""
+        """Number of values that were recomputed and compared."""
         return len(self._compared)
 
     def finish(self) -> list[Mismatch]:
-        """Return what differed since the last call, after one reading of each device."""
+        """Return the differences found since the last call, after one reading of each device."""
         sums = {device: torch.cat(parts).tolist() for device, parts in self._slots.items()}
         for site, first, again in self._pairs:
             entry = self._entries[site]
@@ -261,7 +261,7 @@ class Proof:
 
     @staticmethod
     def _is_read(tensor: torch.Tensor) -> bool:
-        """Whether the checksum is known at once, and not on a device."""
+        """Return whether the checksum is known at once, not only on a device."""
         return tensor.device.type == "cpu"
 
     def _put(self, tensor: torch.Tensor) -> int:
@@ -279,31 +279,31 @@ class Proof:
 
 
 def proof_bytes(device: torch.device, values: int) -> int:
-    """Return what proving a step needs from the allocator of a device.
+    """Return the bytes that the proof of a step takes from a device's allocator.
 
     Parameters
     ----------
     device
-        Where the step runs.
+        Device of the step.
     values
-        Checksums that it makes.
+        Checksums that the step makes.
     """
     if device.type == "cpu" or not values:
         return 0
     chunks = -(-values // _SLOTS)
-    # Keys, columns, their shifted copy, and what a reduction over blocks of the device sets aside.
+    # Keys, columns, their shifted copy, and the workspace of a reduction over blocks of the device.
     return 16 * _SLOTS * chunks + 64 * (_COLUMNS + 3) + (1 << 20)
 
 
 def has_room(device: torch.device, values: int, limit_bytes: int) -> bool:
-    """Return whether proving a step takes at most a fiftieth of its limit; else no step is.
+    """Return whether the proof of a step takes at most a fiftieth of its limit.
 
     Parameters
     ----------
     device
-        Where the step runs.
+        Device of the step.
     values
-        Checksums that it makes at most.
+        Checksums that the step makes at most.
     limit_bytes
         The limit of the step.
     """
@@ -312,18 +312,18 @@ def has_room(device: torch.device, values: int, limit_bytes: int) -> bool:
 
 @dataclass
 class Proved:
-    """What the verified steps of one plan have shown.
+    """Results of the verified steps of one plan.
 
     Attributes
     ----------
     ran
         Steps that ran under the plan.
     steps
-        Steps in which every recomputed value was compared, and none differed.
+        Steps in which every recomputed value was compared and equal.
     values
-        Recomputed values that were compared in the last of them.
+        Recomputed values that were compared in the last verified step.
     unproved
-        Why nothing can be compared; empty where it can.
+        Reason for which nothing can be compared; empty if values can be.
     """
 
     ran: int = 0
@@ -332,7 +332,7 @@ class Proved:
     unproved: str = ""
 
     def add(self, values: int) -> None:
-        """Note a step in which so many values were compared and were equal."""
+        """Note a step in which `values` recomputed values were compared and equal."""
         self.steps += 1
         self.values = values
 
@@ -350,11 +350,11 @@ class Proved:
 
     @property
     def is_new(self) -> bool:
-        """Fewer steps were proved than are to be in the beginning."""
+        """True while fewer steps are proved than the first ones that are to be."""
         return self.steps < VERIFIED_STEPS
 
     def text(self, verify: str | int) -> str:
-        """A line for reports."""
+        """Return a line for reports."""
         if self.unproved:
             return f"not proved: {self.unproved}"
         if not self.steps:
@@ -377,7 +377,7 @@ def checked_verify(value: Any) -> str | int:
     Raises
     ------
     ValueError, TypeError
-        It is none of these.
+        The value is none of these.
     """
     expected = 'expected "first", "always", "off", or a number n >= 1 for every n-th step'
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -407,20 +407,20 @@ def is_verified(verify: str | int, ran: int) -> bool:
 def recomputation_error(
     operation: str, module: str, mismatch: Mismatch, cure: str, others: int = 0
 ) -> RecomputationError:
-    """Return the error for values that came out otherwise.
+    """Return the error for recomputed values that differ.
 
     Parameters
     ----------
     operation
-        What made the value.
+        Operation that computed the value.
     module
-        Path of the module that it belongs to; empty for the model itself.
+        Path of its module; empty for the model itself.
     mismatch
-        How the value differs.
+        Difference of the value.
     cure
-        What the user can do, as a sentence.
+        Sentence on what the user can do.
     others
-        How many other values differed.
+        Number of other values that differed.
     """
     place = f"module {module!r}" if module else "the model"
     also = f" and {others} other value" + ("s" if others > 1 else "") if others else ""

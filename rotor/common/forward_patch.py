@@ -1,4 +1,4 @@
-"""Modules that run something else as their forward for a while."""
+"""Temporary replacement of the forward of modules."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["PatchedForwards"]
 
 
 class PatchedForwards:
-    """While it lasts, modules run something else as their forward.
+    """Context in which modules run a replacement of their forward.
 
     Parameters
     ----------
     modules
         Different modules.
     make
-        Called with a module and its forward; gives what runs instead.
+        Function of a module and its forward; returns the replacement.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class PatchedForwards:
 
     @contextmanager
     def paused(self, module: nn.Module | None = None) -> Iterator[None]:
-        """While it lasts, one of the modules, or all, are as they were."""
+        """Restore the forward of one of the modules, or of all, in the context."""
         those = list(self._new.values()) if module is None else [self._new[id(module)]]
         for one, _, own in those:
             _restore(one, own)

@@ -1,4 +1,4 @@
-"""Random generators and autocast, as a recomputation needs them: as in the first forward."""
+"""Random generators and autocast, set for a recomputation as in the first forward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPLIT_BACKWARD = (
 
 
 class RngTracker:
-    """Reads the states of the CPU's and the device's generators, no more often than needed."""
+    """Reader of the states of the CPU's and the device's generators, as rarely as possible."""
 
     __slots__ = ("_generators", "latest")
 
@@ -35,10 +35,10 @@ class RngTracker:
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
         self.latest: States | None = None
-        """What was read last, if nothing can have drawn random numbers since."""
+        """Last states read, if nothing can have drawn random numbers since."""
 
     def read(self) -> States:
-        """The states now."""
+        """Return the current states."""
         return [(s := generator.get_state(), s.numpy()) for generator in self._generators]
 
     def write(self, states: States) -> None:
@@ -47,7 +47,7 @@ class RngTracker:
             generator.set_state(state)
 
     def drawn_since(self, states: States) -> bool:
-        """Whether random numbers were drawn since `states` was read."""
+        """Return whether random numbers were drawn since `states` was read."""
         now = self.latest = self.read()
         for (_, before), (_, after) in zip(states, now, strict=True):
             if not _core.same_bytes(before, after):
@@ -56,7 +56,7 @@ class RngTracker:
 
 
 class AutocastState:
-    """The autocast settings when it is made; entered around a backward, they hold again."""
+    """Autocast settings at construction; a context around a backward that restores them."""
 
     __slots__ = ("_settings", "_stack", "enabled")
 
@@ -67,7 +67,7 @@ class AutocastState:
         self._stack: ExitStack | None = None
 
     def is_current(self) -> bool:
-        """Whether the settings hold now."""
+        """Return whether the settings hold now."""
         return all(_autocast(kind) == (enabled, dtype) for kind, enabled, dtype in self._settings)
 
     def __enter__(self) -> None:
@@ -98,7 +98,7 @@ def _autocast(kind: str) -> tuple[bool, torch.dtype]:
 
 @contextmanager
 def autocast_off(device_type: str) -> Iterator[None]:
-    """Autocast disabled where it is on, as it is during a backward."""
+    """Disable autocast where it is enabled, as it is during a backward."""
     with ExitStack() as stack:
         for kind in {"cpu", device_type}:
             if torch.is_autocast_enabled(kind):
@@ -108,12 +108,12 @@ def autocast_off(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def generators_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Put the generators of Python and NumPy, and those in modules' attributes, back as they were.
+    """Restore the generators of Python and NumPy, and those of modules' attributes, at the end.
 
     Parameters
     ----------
     modules
-        Where to look for a `torch.Generator`, or one of NumPy's or Python's.
+        Modules in which a `torch.Generator`, or one of NumPy's or Python's, is looked for.
     """
     numpy: Any = sys.modules.get("numpy")
     restores: list[Callable[[], object]] = [partial(random.setstate, random.getstate())]

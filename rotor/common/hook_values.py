@@ -1,4 +1,4 @@
-"""Values that forward hooks keep beside a module: in closures, defaults, objects and globals."""
+"""Values that forward hooks keep outside a module: in closures, defaults, objects and globals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def hook_places(modules: Iterable[nn.Module]) -> Iterator[Place]:
     Parameters
     ----------
     modules
-        The modules; their own attributes are not looked at.
+        The modules; their own attributes are skipped.
     """
     seen: set[int] = set()
     for module in modules:
@@ -71,6 +71,6 @@ def _of_value(value: Any, seen: set[int]) -> Iterator[Place]:
 
 
 def global_names(code: types.CodeType) -> set[str]:
-    """Return the names that a function, and the functions within it, use of those outside."""
+    """Return the outer names that a function, and the functions within it, use."""
     inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
     return set(code.co_names).union(*(global_names(part) for part in inner))

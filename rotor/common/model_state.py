@@ -14,14 +14,14 @@ __all__ = ["ModelState", "gradients_aside", "refuse_replicated", "refuse_sharded
 
 
 def refuse_sharded(model: nn.Module, planned_as: str = "a graph") -> None:
-    """Raise when FSDP swaps parameters of the model while it runs.
+    """Raise RuntimeError if FSDP swaps parameters of the model while it runs.
 
     Parameters
     ----------
     model
         The model.
     planned_as
-        What it would be planned as.
+        Form of plan that was asked for, for the message.
 
     Raises
     ------
@@ -44,7 +44,7 @@ def refuse_sharded(model: nn.Module, planned_as: str = "a graph") -> None:
 
 
 def refuse_replicated(model: nn.Module) -> None:
-    """Raise where a part of the model is a DistributedDataParallel, which has to be outside.
+    """Raise TypeError if a part of the model is a DistributedDataParallel, which belongs outside.
 
     Raises
     ------
@@ -64,7 +64,7 @@ def refuse_replicated(model: nn.Module) -> None:
 
 @contextmanager
 def gradients_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Parameters without gradients inside, and with those that they had afterwards."""
+    """Remove the gradients of parameters in the context, and restore them at its end."""
     kept = [(parameter, parameter.grad) for parameter in parameters]
     try:
         for parameter, _ in kept:
@@ -76,12 +76,12 @@ def gradients_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _draws_in_cudnn(tensor: torch.Tensor) -> bool:
-    """Whether a recurrent layer with such weights takes its dropout from cuDNN."""
+    """Return whether a recurrent layer with these weights takes its dropout from cuDNN."""
     return tensor.is_cuda and bool(torch.backends.cudnn.is_acceptable(tensor))
 
 
 class ModelState:
-    """What a plan depends on in a model, read fast before every step.
+    """State of a model that a plan depends on, read fast before every step.
 
     Parameters
     ----------
@@ -103,11 +103,11 @@ class ModelState:
 
     @property
     def parameters(self) -> list[core.Slot]:
-        """Where parameters stand: (the dictionary of their module, their name)."""
+        """Slots of parameters: (the dictionary of their module, their name)."""
         return self._parameters
 
     def is_current(self) -> bool:
-        """Whether the model has the modules it had, of the types that they had, sharded alike."""
+        """Return whether the modules, their types and their sharding are unchanged."""
         return (
             [type(module) for module in self._modules] == self._types
             and all(tuple(children.values()) == then for children, then in self._children)
@@ -115,12 +115,12 @@ class ModelState:
         )
 
     def check_dropout(self) -> None:
-        """Raise where a recurrent layer has dropout that cannot be drawn again.
+        """Raise RuntimeError if a recurrent layer has dropout that cannot be drawn again.
 
         Raises
         ------
         RuntimeError
-            Names the layer, and says what to do.
+            Names the layer and the cure.
         """
         for module in self._recurrent:
             draws = module.training and module.dropout > 0 and module.num_layers > 1
@@ -135,11 +135,11 @@ class ModelState:
                 )
 
     def training_flags(self) -> tuple[bool, ...]:
-        """The training flag of every module."""
+        """Return the training flag of every module."""
         return tuple([module.training for module in self._modules])
 
     def parameter_flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """Which parameters require gradients, and which have none yet."""
+        """Return the parameters that require gradients, and those that have none yet, as flags."""
         parameters = [slots.get(name) for slots, name in self._parameters]
         return (
             tuple([p is not None and p.requires_grad for p in parameters]),
@@ -147,7 +147,7 @@ class ModelState:
         )
 
     def lacking_gradient(self, flags: tuple[bool, ...]) -> set[int]:
-        """The ids of the parameters that had no gradient, by the second of `parameter_flags`."""
+        """Return the ids of the parameters without gradient, by the second of `parameter_flags`."""
         return {
             id(slots[name])
             for (slots, name), absent in zip(self._parameters, flags, strict=True)

@@ -1,4 +1,4 @@
-"""State that modules have beside their parameters and buffers.
+"""State of modules outside their parameters and buffers.
 
 Attributes, plain tensors, containers and generators that a forward may change: in the modules
 themselves, in objects that they hold, in hooks on them, and in global names that their code uses.
@@ -57,7 +57,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _is_library(name: str | None) -> bool:
-    """Whether state of a Python module of that name is left alone."""
+    """Return whether the state of a Python module of this name is left unwatched."""
     name = name or ""
     package = name.split(".")[0]
     if package == "rotor":
@@ -66,7 +66,7 @@ def _is_library(name: str | None) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two values are the same object, or scalars and states that are equal."""
+    """Return whether two values are the same object, or equal scalars and states."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -93,7 +93,7 @@ def _same_state(a: Any, b: Any) -> bool:
 
 
 def _position(iterator: Any) -> Any:
-    """Where an iterator is, `MISSING` where it does not say."""
+    """Return the position of an iterator; `MISSING` if it does not report one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -103,7 +103,7 @@ def _position(iterator: Any) -> Any:
 
 
 class _Values:
-    """Named values of one owner as they were: a dictionary, an object, a class, a closure."""
+    """Saved named values of one owner: a dictionary, an object, a class, a closure."""
 
     def __init__(
         self, name: str, owner: Any, kind: type[Place], keys: Callable[[], Iterable[Any]]
@@ -137,7 +137,7 @@ class _Values:
 
 
 class _Whole:
-    """The contents of a container, or the state of an object, as they were."""
+    """Saved contents of a container, or saved state of an object."""
 
     def __init__(self, place: Place, same: Callable[[Any, Any], bool]) -> None:
         self.place = place
@@ -153,7 +153,7 @@ class _Whole:
 
 
 class _Mutable:
-    """A tensor or an iterator that may be changed in place, as it was, with what holds it."""
+    """Saved tensor or iterator that may be changed in place, with its holder."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -175,7 +175,7 @@ class _Mutable:
         if not self.changed():
             return
         if self.is_tensor:
-            # What holds the tensor keeps holding it, and no graph takes it for changed.
+            # The holder keeps the tensor, and no graph takes it for changed.
             with torch.no_grad():
                 self.value.data.copy_(self.copy)
             return
@@ -200,17 +200,17 @@ def _finite(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class Watch:
-    """State of modules as it is when this is made.
+    """State of modules at construction.
 
     Parameters
     ----------
     modules
-        Modules by name, with the functions that are no modules.
+        Modules by name, and functions that are no modules.
 
     Attributes
     ----------
     generators
-        Names of running generators (functions with ``yield``), which nothing can set back.
+        Names of running generators (functions with ``yield``), which cannot be set back.
     """
 
     def __init__(self, modules: Iterable[tuple[str, Any]]) -> None:
@@ -236,7 +236,7 @@ class Watch:
             key[0] for key, cell in self._cells.items() if not isinstance(cell, _Mutable)
         }
 
-    # -- what there is
+    # -- current state
 
     def _visit(self, name: str, value: Any, holder: Place | None) -> None:
         if isinstance(value, _SCALARS) or value is MISSING:
@@ -378,10 +378,10 @@ class Watch:
         assert isinstance(cell, _Mutable)
         cell.holders.append(holder)
 
-    # -- what has changed
+    # -- changes
 
     def changed(self) -> list[Place]:
-        """Return the places whose state is another than before."""
+        """Return the places whose state has changed."""
         found: dict[Any, Place] = {}
         for cell in self._cells.values():
             for place in cell.changed():
@@ -390,11 +390,11 @@ class Watch:
         return list(found.values())
 
     def reaches(self, place: Place) -> bool:
-        """Whether the modules could read or change a place."""
+        """Return whether the modules could read or change a place."""
         return id(place.owner) in self._owners
 
     def restore(self) -> None:
-        """Put everything back as it was."""
+        """Restore the state at construction."""
         for cell in self._cells.values():
             cell.restore()
 

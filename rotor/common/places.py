@@ -1,4 +1,4 @@
-"""Pieces of state that modules hold, and how each is read, copied and put back."""
+"""Pieces of state that modules hold, and the way each is read, copied and restored."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 MISSING: Any = object()
-"""The value of a place that is not there."""
+"""Value of a place that does not exist."""
 
 
 def tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
@@ -47,7 +47,7 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy of a tensor or an iterator, one for each; anything else as it is."""
+    """Return one copy of a tensor or an iterator; any other value as it is."""
     if id(value) in memo:
         return memo[id(value)][1]
     made = value
@@ -68,13 +68,13 @@ class Place:
     Parameters
     ----------
     name
-        Where it is, for messages: ``0.tau``.
+        Location for messages, such as ``0.tau``.
     owner
         The object that holds it.
     key
         The name or key within `owner`; `None` for the contents as a whole.
     in_place
-        Whether the value itself is changed, so that a saved one has to be a copy.
+        True if the value itself is changed, so that a saved one must be a copy.
     """
 
     __slots__ = ("in_place", "key", "name", "owner")
@@ -87,19 +87,19 @@ class Place:
 
     @property
     def identity(self) -> tuple[int, Any]:
-        """Equal for two places of the same state."""
+        """Key that is equal for two places of the same state."""
         return id(self.owner), self.key
 
     def get(self) -> Any:
-        """Return the value now, as it is."""
+        """Return the current value."""
         raise NotImplementedError
 
     def put(self, value: Any) -> None:
-        """Put a value there that `get` or `copy_of` returned."""
+        """Set a value that `get` or `copy_of` returned."""
         raise NotImplementedError
 
     def copy_of(self, value: Any, memo: dict[int, Any]) -> Any:
-        """A copy of a value where running the stage would change it."""
+        """Return the value, copied if running the stage would change it."""
         return copied(value, memo) if self.in_place else value
 
     def saved_bytes(self, device: torch.device) -> int:
@@ -113,7 +113,7 @@ class Place:
 
     @property
     def is_generator(self) -> bool:
-        """Whether only stages that change it depend on it."""
+        """True if only stages that change it depend on it."""
         return False
 
     def __repr__(self) -> str:
@@ -121,7 +121,7 @@ class Place:
 
 
 class Saved:
-    """The state of places as it is when this is made.
+    """State of places at construction.
 
     Parameters
     ----------
@@ -139,27 +139,27 @@ class Saved:
         return bool(self._values)
 
     def put(self, *, last: bool = False) -> None:
-        """Set that state; the `last` time may use up the copies."""
+        """Restore the saved state; the `last` time may use up the copies."""
         memo: dict[int, Any] = {}
         for place, value in self._values:
             place.put(value if last else place.copy_of(value, memo))
 
     def current(self) -> list[tuple[Place, Any]]:
-        """Each place with its value now."""
+        """Return each place with its current value."""
         return [(place, place.get()) for place, _ in self._values]
 
 
 class Entry(Place):
-    """A key of a dictionary, an attribute among them."""
+    """Key of a dictionary, attributes included."""
 
     __slots__ = ()
 
     def get(self) -> Any:
-        """The value; a mark where the key is not there."""
+        """Return the value; a mark if the key is missing."""
         return self.owner.get(self.key, MISSING)
 
     def put(self, value: Any) -> None:
-        """Set the key, or take it out."""
+        """Set the key, or remove it."""
         if value is MISSING:
             self.owner.pop(self.key, None)
         else:
@@ -167,12 +167,12 @@ class Entry(Place):
 
 
 class Attribute(Place):
-    """An attribute of a class, or one in ``__slots__``."""
+    """Attribute of a class, or one in ``__slots__``."""
 
     __slots__ = ()
 
     def get(self) -> Any:
-        """The value; a mark where the attribute is not there."""
+        """Return the value; a mark if the attribute is missing."""
         if isinstance(self.owner, type):
             return vars(self.owner).get(self.key, MISSING)
         return getattr(self.owner, self.key, MISSING)
@@ -186,12 +186,12 @@ class Attribute(Place):
 
 
 class ClosureCell(Place):
-    """A variable that a function shares with the one around it."""
+    """Variable that a function shares with its enclosing one."""
 
     __slots__ = ()
 
     def get(self) -> Any:
-        """The value; a mark where the variable is not set."""
+        """Return the value; a mark if the variable is not set."""
         try:
             return self.owner.cell_contents
         except ValueError:
@@ -204,16 +204,16 @@ class ClosureCell(Place):
 
 
 class Contents(Place):
-    """What a list, set, deque or bytearray holds."""
+    """Contents of a list, set, deque or bytearray."""
 
     __slots__ = ()
 
     def get(self) -> Any:
-        """The elements."""
+        """Return the elements."""
         return list(self.owner)
 
     def copy_of(self, value: Any, memo: dict[int, Any]) -> Any:
-        """The elements, tensors copied where they are changed in place."""
+        """Return the elements, tensors copied where they are changed in place."""
         return [copied(item, memo) for item in value] if self.in_place else value
 
     def put(self, value: Any) -> None:
@@ -226,12 +226,12 @@ class Contents(Place):
 
 
 class Inner(Place):
-    """The state of an object that gives it out: a generator, an array, a file."""
+    """State of an object that exposes it: a generator, an array, a file."""
 
     __slots__ = ()
 
     def get(self) -> Any:
-        """The state."""
+        """Return the state."""
         return state_of(self.owner)
 
     def put(self, value: Any) -> None:
@@ -240,26 +240,26 @@ class Inner(Place):
 
     @property
     def is_generator(self) -> bool:
-        """Whether it is a generator: drawing from one changes it."""
+        """True if the object is a generator: drawing from it changes it."""
         numpy = numpy_module()
         is_array = numpy is not None and isinstance(self.owner, numpy.ndarray)
         return not is_array and not isinstance(self.owner, io.IOBase)
 
     def saved_bytes(self, device: torch.device) -> int:
-        """Two states, the saved one and, while the stage runs again, the current one."""
+        """Return the bytes of two states: the saved one, and the current one in a rerun."""
         state = self.get()
         is_here = isinstance(state, torch.Tensor) and device.type == "cpu"
         return 2 * state.nbytes if is_here else 0
 
 
 def numpy_module() -> Any:
-    """NumPy, `None` where nothing has imported its generators."""
+    """Return NumPy; `None` if its generators were never imported."""
     found = sys.modules.get("numpy")
     return found if found is not None and "numpy.random" in sys.modules else None
 
 
 def state_of(owner: Any) -> Any:
-    """The state of an object that `_set_state` can set; `MISSING` for one that has none."""
+    """Return the state of an object in the form of `_set_state`; `MISSING` if it has none."""
     numpy = numpy_module()
     if isinstance(owner, torch.Generator):
         return owner.get_state()

@@ -1,4 +1,4 @@
-"""Shows that work goes on, once it has taken longer than a second. Needs no PyTorch."""
+"""Display of progress for work of more than a second; independent of PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DELAY_SECONDS = 1.0
 class Progress:
     """Progress of one piece of work; `progress` makes it.
 
-    Nothing is shown during the first second. After that a bar stands on the terminal until the work
+    Nothing is shown during the first second. After that a bar is on the terminal until the work
     ends, where stderr is a terminal and ``rich`` is installed; otherwise one line is logged, at
     level INFO. It is itself the callback ``(done, total)`` that solvers take.
     """
@@ -31,7 +31,7 @@ class Progress:
         self._task: Any = None
 
     def __call__(self, done: int, total: int | None = None) -> None:
-        """Say that `done` units are done, of `total` where that is another number than before."""
+        """Report that `done` units are done; a given `total` replaces the number of units."""
         if total is not None:
             self._total = total
         if not self._announced and time.monotonic() - self._begun > _DELAY_SECONDS:
@@ -63,7 +63,7 @@ class Progress:
 
 
 def _terminal_bar() -> Any:
-    """A bar on stderr, or None where it could not be seen or drawn."""
+    """Return a bar on stderr; None if it could not be seen or drawn."""
     if sys.stderr is None or not sys.stderr.isatty():
         return None
     try:
@@ -75,14 +75,14 @@ def _terminal_bar() -> Any:
 
 
 def progress(total: int, description: str) -> Progress:
-    """A context manager that shows the progress of some work when it takes long.
+    """Return a context manager that shows the progress of some work when it takes long.
 
     Parameters
     ----------
     total
         Units of work in all.
     description
-        What is done, for people.
+        Text for people that names the work.
 
     Examples
     --------

@@ -1,9 +1,9 @@
 """Decisions that several processes make together: the same plan on every rank.
 
 Plans rest on measured times, and times differ between processes. Where a schedule holds collective
-operations (parameters gathered by FSDP2), different plans would wait for each other for ever; where
-it does not, as under DistributedDataParallel, different plans are only hard to follow. Here ranks
-show each other what they have measured, and one of them decides.
+operations (parameters gathered by FSDP2), different plans would deadlock; where it holds none, as
+under DistributedDataParallel, different plans are only hard to follow. Here ranks exchange their
+measures, and one of them decides.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ T = TypeVar("T")
 
 
 class RankError(RuntimeError):
-    """Another rank cannot go on, or the ranks do not fit together; raised on all of them."""
+    """Failure of another rank, or ranks that do not fit together; raised on all of them."""
 
 
 _hosts: dict[int, Any] = {}
-"""The groups of the host, by the identity of the group that they stand for."""
+"""Host group by the identity of the original group."""
 
 
 def _host_group(group: Any) -> Any:
-    """A group of the same ranks whose collectives take tensors of the CPU."""
+    """Return a group of the same ranks whose collectives take tensors of the CPU."""
     if "cpu:gloo" in str(distributed.get_backend_config(group)):
         return group
     if id(group) not in _hosts:
@@ -50,7 +50,7 @@ def _host_group(group: Any) -> Any:
 
 
 class Ranks:
-    """The processes of a group, as those who decide together.
+    """Processes of a group that decide together.
 
     Every method is a collective operation: each rank of the group has to call it, in the same
     order as the others. They work on the host, with gloo, whatever the group's own backend is.
@@ -63,7 +63,7 @@ class Ranks:
     Attributes
     ----------
     rank, size
-        This process's number in the group, and how many there are.
+        Number of this process in the group, and number of processes.
 
     Raises
     ------
@@ -86,20 +86,20 @@ class Ranks:
         self._first = distributed.get_global_rank(self._group, 0)
 
     def exchange(self, value: T) -> list[T]:
-        """What every rank gave, in the order of ranks; pickled."""
+        """Return the values of all ranks, pickled, in the order of ranks."""
         found: list[Any] = [None] * self.size
         distributed.all_gather_object(found, value, group=self._group)
         return found
 
     def exchange_ints(self, *numbers: int) -> list[tuple[int, ...]]:
-        """The int64 numbers of every rank, in the order of ranks: cheaper than `exchange`."""
+        """Return the int64 numbers of all ranks, in their order: cheaper than `exchange`."""
         given = torch.tensor(numbers, dtype=torch.int64)
         found = [torch.empty_like(given) for _ in range(self.size)]
         distributed.all_gather(found, given, group=self._group)
         return [tuple(numbers.tolist()) for numbers in found]
 
     def broadcast(self, value: T | None) -> T:
-        """What the first rank gave."""
+        """Return the value of the first rank."""
         cell: list[Any] = [value]
         distributed.broadcast_object_list(
             cell, src=self._first, group=self._group, device=torch.device("cpu")
@@ -108,12 +108,12 @@ class Ranks:
         return found
 
     def decide(self, decision: Callable[[], T]) -> T:
-        """What `decision` returns on the first rank, which alone calls it.
+        """Return the result of `decision` on the first rank, which alone calls it.
 
         Raises
         ------
         Exception
-            What it raises there is raised on every rank.
+            Its exception on the first rank is raised on every rank.
         """
         outcome: tuple[T | None, Exception | None] | None = None
         if self.rank == 0:
@@ -127,7 +127,7 @@ class Ranks:
         return value  # type: ignore[return-value]
 
     def all_well(self, error: Exception | None) -> None:
-        """Raise on every rank where one of them has an error.
+        """Raise on every rank if one of them has an error.
 
         Raises
         ------
@@ -145,7 +145,7 @@ class Ranks:
                 raise RankError(f"rank {rank} of {self.size} cannot go on: {message}")
 
     def joint_limit(self, limit_bytes: int, reserve_bytes: int) -> tuple[int, int]:
-        """The least limit and the largest reserve of any rank, which hold for all."""
+        """Return the least limit and the largest reserve of any rank, valid for all."""
         given = self.exchange_ints(limit_bytes, reserve_bytes)
         limit = min(limit for limit, _ in given)
         if any(other != limit for other, _ in given):
@@ -157,19 +157,19 @@ class Ranks:
         return limit, max(reserve for _, reserve in given)
 
     def all_same(self, value: T, what: str, cure: str) -> T:
-        """The value that all ranks have.
+        """Return the value that all ranks have.
 
         Parameters
         ----------
         value
             Compared by ``==``.
         what, cure
-            For the message: what it is, in the plural, and what to do.
+            For the message: the name of the values, in the plural, and the remedy.
 
         Raises
         ------
         RankError
-            They differ; names two ranks and what they have.
+            Values differ; the message names two ranks and their values.
         """
         found = self.exchange(value)
         for rank, other in enumerate(found):
@@ -187,20 +187,20 @@ class Ranks:
 
 
 def digest(value: Any) -> int:
-    """A number, the same in every process, that stands for a value with a faithful ``repr``."""
+    """Return a number, equal in every process, for a value with a faithful ``repr``."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "little")
 
 
 def sharers(device: torch.device) -> int:
-    """How many processes of this training take from the same memory; 1 where nobody tells.
+    """Return the number of training processes that share this memory; 1 if it is not declared.
 
-    On the CPU all that run on this machine, on CUDA those of one device, as ``torchrun`` says in
-    ``LOCAL_WORLD_SIZE``.
+    All processes on this machine share the CPU's memory, those of one device share its memory;
+    ``torchrun`` declares their number in ``LOCAL_WORLD_SIZE``.
 
     Parameters
     ----------
     device
-        What this process trains on.
+        Device on which this process trains.
     """
     declared = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not declared.isdecimal() or not (
@@ -218,26 +218,26 @@ def agree(
     merge: Callable[[list[Any]], Any] | None = None,
     plan: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Plan from what every rank knows, once, and give the plan to all of them.
+    """Plan once from the values of all ranks, and return the plan on each of them.
 
     A collective operation over `group`.
 
     Parameters
     ----------
     value
-        What this rank measured; anything that can be pickled.
+        Value of this rank, such as a measure; anything that can be pickled.
     group
-        A process group; the default one without it.
+        A process group; the default one if ``None``.
     merge
-        Makes one value of the list of all ranks', in their order; by default the first rank's is
+        Function of the list of all ranks' values, in their order; by default the first value is
         taken.
     plan
-        Makes the plan from the merged value; called on the first rank only. What it raises there,
-        an `InfeasibleError` say, is raised on every rank.
+        Function that makes the plan of the merged value, called on the first rank only. Its error,
+        such as an `InfeasibleError`, is raised on every rank.
 
     Returns
     -------
-    The plan, or the merged value where there is no `plan`.
+    The plan, or the merged value without `plan`.
 
     Examples
     --------

@@ -1,6 +1,6 @@
-"""What passes between stages: a tensor, or tensors nested in tuples, lists and dictionaries.
+"""Values that pass between stages: a tensor, or tensors in nested tuples, lists, dictionaries.
 
-Numbers, strings and ``None`` may stand among the tensors; they are passed on as they are.
+Numbers, strings and ``None`` may be among the tensors; they are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Flags = tuple[bool, ...]
 
 
 def tree_tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in a value, in order."""
+    """Return the tensors in a value, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [leaf for leaf in core.tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def output_tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in what a model returns: also in dataclasses, mappings and plain objects."""
+    """Return the tensors of a model's output, also in dataclasses, mappings and plain objects."""
     if isinstance(value, torch.Tensor):
         return [value]
     found: list[torch.Tensor] = []
@@ -51,7 +51,7 @@ def _inside(item: Any) -> list[Any]:
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The value with `function` applied to each tensor, in order."""
+    """Return the value with `function` applied to each tensor, in order."""
     if isinstance(value, torch.Tensor):
         return function(value)
     leaves, spec = core.tree_flatten(value)
@@ -61,12 +61,12 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def detached(value: Any) -> Any:
-    """The value with its tensors cut from the graph; storages are shared."""
+    """Return the value with its tensors cut from the graph; storages are shared."""
     return map_tensors(value, torch.Tensor.detach)
 
 
 def as_leaves(value: Any, flags: Flags) -> tuple[Any, list[torch.Tensor]]:
-    """A detached copy whose flagged tensors require gradients, and those tensors."""
+    """Return a detached copy whose flagged tensors require gradients, and these tensors."""
     if isinstance(value, torch.Tensor):
         leaf = value.detach()
         if flags[0]:
@@ -79,37 +79,37 @@ def as_leaves(value: Any, flags: Flags) -> tuple[Any, list[torch.Tensor]]:
 
 
 def with_tensors(value: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """The value with its tensors replaced, in order."""
+    """Return the value with its tensors replaced, in order."""
     following = iter(tensors)
     return map_tensors(value, lambda _: next(following))
 
 
 def flagged(value: Any, flags: Flags) -> list[torch.Tensor]:
-    """The flagged tensors of a value."""
+    """Return the flagged tensors of a value."""
     if isinstance(value, torch.Tensor):
         return [value] if flags[0] else []
     return [t for t, flag in zip(tree_tensors(value), flags, strict=True) if flag]
 
 
 def grad_flags(value: Any) -> Flags:
-    """Which tensors of a value require gradients."""
+    """Return for each tensor of a value whether it requires gradients."""
     return tuple(tensor.requires_grad for tensor in tree_tensors(value))
 
 
 def differentiable(value: Any) -> Flags:
-    """Which tensors of a value could require gradients."""
+    """Return for each tensor of a value whether it could require gradients."""
     return tuple(t.is_floating_point() or t.is_complex() for t in tree_tensors(value))
 
 
 def versions(value: Any) -> tuple[int, ...]:
-    """The version counters of a value's tensors: changed when one was written to."""
+    """Return the version counters of a value's tensors, which change when one is written to."""
     if isinstance(value, torch.Tensor):
         return (value._version,)
     return tuple(tensor._version for tensor in tree_tensors(value))
 
 
 def check_output(name: str, value: Any) -> None:
-    """Raise when a stage returned something that cannot be passed on.
+    """Raise TypeError if the output of a stage cannot be passed on.
 
     Raises
     ------

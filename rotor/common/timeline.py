@@ -1,4 +1,4 @@
-"""Live bytes along a step: as a meter saw them, and as a plan predicts them."""
+"""Live bytes along a step: measured by a meter, and predicted by a plan."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import numpy.typing as npt
 __all__ = ["MOST_POINTS", "PredictedTimeline", "Timeline", "thinned", "timeline_of"]
 
 MOST_POINTS = 4000
-"""A timeline of more moments is thinned to at most so many."""
+"""Largest number of moments of a timeline; longer ones are thinned."""
 
 _NS = 1e9
 
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Live bytes as they were measured: a step function of time.
+    """Measured live bytes, a step function of time.
 
     Attributes
     ----------
     seconds
         Moments since the start, ascending, float64 [k].
     live_bytes
-        What is allocated from each of them to the next, above the level at the start, int64 [k].
+        Bytes allocated from each moment to the next, above the level at the start, int64 [k].
     allocated_bytes
-        What was given out from the start to then, freed or not, int64 [k].
+        Bytes given out between the start and each moment, freed or not, int64 [k].
     marks
-        The names that were given to moments, with these, in order.
+        Names of moments, each with its seconds, in order.
     """
 
     seconds: npt.NDArray[np.float64]
@@ -39,25 +39,25 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """The most of them."""
+        """Maximum of the live bytes."""
         return int(self.live_bytes.max())
 
     def __len__(self) -> int:
-        """Number of moments."""
+        """Return the number of moments."""
         return len(self.seconds)
 
     def on_clock_of(self, predicted: PredictedTimeline) -> npt.NDArray[np.float64]:
-        """The moments of a measured step on the clock of its prediction.
+        """Return the moments of a measured step on the clock of its prediction.
 
-        Forward, loss and backward are each stretched to the length that was predicted: a metered
-        step is slower than others, and the caller's loss takes a time that no plan knows. Where
-        the plan knows what each operation allocates, the bytes given out so far tell how far the
-        step has come; else the time does.
+        Forward, loss and backward are each stretched to their predicted length: a metered
+        step is slower than others, and the time of the caller's loss is unknown to plans. If
+        the plan knows what each operation allocates, the bytes given out so far measure the
+        progress of the step; else its time does.
 
         Parameters
         ----------
         predicted
-            Of the plan of the step, which has the marks "loss" (the forward ended) and "backward".
+            Prediction of the step, with the marks "loss" (end of the forward) and "backward".
 
         Returns
         -------
@@ -82,19 +82,19 @@ class Timeline:
 
 @dataclass(frozen=True, eq=False)
 class PredictedTimeline:
-    """Live bytes as a plan predicts them, above the level at which the step begins.
+    """Live bytes predicted by a plan, above the level at which the step begins.
 
     Attributes
     ----------
     seconds
-        When each run of an operation begins, and the end of the last, float64 [k + 1].
+        Start of each run of an operation, and end of the last, float64 [k + 1].
     live_bytes
-        The most that is live while it runs, int64 [k].
+        Maximum of the live bytes during each run, int64 [k].
     forward_end, backward_begin
         Seconds at which the forward ends, and at which the backward begins.
     allocated_bytes
-        What was given out when each run begins, and at the end, int64 [k + 1]; ``None`` where that
-        is not known.
+        Bytes given out before each run, and at the end, int64 [k + 1]; ``None`` if
+        unknown.
     """
 
     seconds: npt.NDArray[np.float64]
@@ -111,18 +111,18 @@ class PredictedTimeline:
         loss: int,
         new_bytes: npt.ArrayLike | None = None,
     ) -> PredictedTimeline:
-        """The timeline of runs one after the other.
+        """Return the timeline of consecutive runs.
 
         Parameters
         ----------
         cost_ns
             Nanoseconds of each run, [k].
         live_bytes
-            Live while it runs, [k].
+            Bytes that are live during each run, [k].
         loss
-            Which of them is the loss.
+            Index of the loss.
         new_bytes
-            What each allocates, [k], where that is known.
+            Bytes that each run allocates, [k], if known.
         """
         seconds = np.concatenate([[0.0], np.cumsum(np.asarray(cost_ns, dtype=np.float64))]) / _NS
         live = np.asarray(live_bytes, dtype=np.int64)
@@ -135,12 +135,12 @@ class PredictedTimeline:
 def timeline_of(
     moments: Sequence[tuple[int, int, int]], marks: Sequence[tuple[str, int]]
 ) -> Timeline:
-    """The timeline of levels, thinned; its first moment is zero.
+    """Return the timeline of levels, thinned and starting at zero.
 
     Parameters
     ----------
     moments
-        Nanoseconds, level from then on, bytes given out until then: in order, at least one.
+        Nanoseconds, following level, bytes given out until then: in order, at least one.
     marks
         Pairs (name, nanoseconds); their moments are kept.
     """
@@ -157,14 +157,14 @@ def timeline_of(
 
 
 def thinned(levels: npt.NDArray[np.int64], most: int = MOST_POINTS) -> npt.NDArray[np.intp]:
-    """Which of a timeline's moments to keep: at most `most`, highs and lows of every stretch.
+    """Return the moments of a timeline to keep: highs and lows of every stretch.
 
     Parameters
     ----------
     levels
-        Levels in the order of time, [k].
+        Levels in order of time, [k].
     most
-        How many are kept, at least 4; the first and the last are among them, and the highest.
+        Largest number of moments kept, at least 4; the first, the last and the highest are kept.
     """
     if len(levels) <= most:
         return np.arange(len(levels))

@@ -20,9 +20,9 @@ _handler: logging.Handler | None = None
 
 @contextmanager
 def logging_at(verbosity: int) -> Iterator[None]:
-    """Log what is done (1), or details too (2 and more), for a while; 0: only warnings.
+    """Log actions (1), also details (2 and more), in the context; 0: only warnings.
 
-    Where no handler is installed, messages go to the standard error stream meanwhile.
+    If no handler is installed, messages go to the standard error stream meanwhile.
     """
     if verbosity <= 0:
         yield

@@ -30,7 +30,7 @@ class Peers(Protocol):
         own_key
             Gives this rank's: what a measure belongs to, and which gradients are missing.
         is_behind
-            Whether this rank has something to learn.
+            True if this rank has something to learn.
         """
 
     def settle(

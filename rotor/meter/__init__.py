@@ -1,1 +1,1 @@
-"""Meters of memory: exact ones of an allocator, and those of a training step."""
+"""Meters of memory: exact meters of an allocator, and meters of a training step."""

@@ -1,8 +1,8 @@
-"""Memory of a device: what is free, what tensors take, and exact meters of what is allocated.
+"""Memory of a device: free bytes, rounded sizes of tensors, and exact meters of allocations.
 
 A meter counts the bytes that PyTorch's allocator has handed out: on CUDA by the caching allocator's
 own counters, on the CPU by the events that the allocator reports to a profiler. Memory that a
-kernel takes from elsewhere is seen by neither, and resident set size is no measure of either.
+kernel takes from elsewhere is invisible to both, and resident set size is no measure of either.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _START = "rotor.start"
 
 
 class MeterBusyError(RuntimeError):
-    """Memory cannot be metered now: a profiler or another meter is running, or a backward."""
+    """Failure to start a meter: a profiler, another meter, or a backward is running."""
 
 
 def free_bytes(device: torch.device | str) -> int:
-    """Bytes that this process may still allocate on a device.
+    """Return the bytes that this process may still allocate on a device.
 
     Parameters
     ----------
@@ -61,10 +61,10 @@ def free_bytes(device: torch.device | str) -> int:
     Returns
     -------
     int
-        CPU: the smallest of the machine's available memory, what the control groups leave (page
-        cache that the kernel would give back not counted as used) and what the limits on address
-        space and data leave. CUDA: what the driver has free and what the caching allocator keeps
-        unallocated, within the process's memory fraction.
+        CPU: the smallest of the machine's available memory, the rest within the control groups
+        (page cache that the kernel would give back counts as free) and the rest within the limits
+        on address space and data. CUDA: the driver's free bytes and the unallocated bytes of the
+        caching allocator, within the process's memory fraction.
 
     Raises
     ------
@@ -83,7 +83,7 @@ def free_bytes(device: torch.device | str) -> int:
 
 
 def rounded_bytes(nbytes: int, device: torch.device | str) -> int:
-    """Bytes that a device's allocator counts for a block of `nbytes`.
+    """Return the bytes that a device's allocator counts for a block of `nbytes`.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ def rounded_bytes(nbytes: int, device: torch.device | str) -> int:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages of these tensors as their allocators count them, each storage once."""
+    """Return the bytes of these tensors' storages as their allocators count them, each once."""
     sizes = {}
     for part in (part for tensor in tensors for part in core.strided_parts(tensor)):
         storage = part.untyped_storage()
@@ -114,18 +114,18 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What happened between two marks of a meter; bytes are above the level at its start.
+    """Levels between two marks of a meter, in bytes above the level at its start.
 
     Attributes
     ----------
-    name
+    Name given to `Meter.mark`.
         The name given to `Meter.mark`.
-    start_bytes
+    Bytes allocated at the mark.
         Allocated at the mark.
     peak_bytes
-        The most that was allocated from the mark to the next one; at least `start_bytes`.
+        Maximum from the mark to the next one; at least `start_bytes`.
     end_bytes
-        Allocated at the next mark, or at the end.
+        Bytes allocated at the next mark, or at the end.
     """
 
     name: str
@@ -135,20 +135,20 @@ class Segment:
 
 
 class Meter(ABC):
-    """Measures the bytes allocated on a device, exactly; `meter` makes one.
+    """Exact meter of the bytes allocated on a device; made by `meter`.
 
     It runs from `start` to `stop`, or through a ``with`` block, once. Levels are in bytes above the
     level at the start.
 
     Notes
     -----
-    Several meters cannot run on the same device at once. On the CPU a meter is a session of
+    A device has one running meter at most. On the CPU a meter is a session of
     PyTorch's profiler: it sees the thread that started it and the backwards run from there, it must
-    be stopped by that thread, and another profiler cannot run meanwhile. In a process group it also
-    sees what other threads, such as those of collectives, free of that. A meter that is stopped
+    be stopped by that thread, and another profiler cannot run meanwhile. In a process group it
+    also sees memory that other threads, such as those of collectives, free. A meter that is stopped
     inside a backward has its figures when the backward has returned; `step_meter` shows how
-    to stop one as soon as the backward ends. What was allocated before the start is not seen when
-    it is freed, except for the tensors that the meter was told of. On CUDA a meter resets the peak
+    to stop one as soon as the backward ends. The release of a block from before the start is seen
+    only for the tensors given as `existing`. On CUDA a meter resets the peak
     statistics of the device (``torch.cuda.max_memory_allocated``) at its start and at each mark.
     """
 
@@ -162,35 +162,35 @@ class Meter(ABC):
 
     @property
     def device(self) -> torch.device:
-        """The device that is metered."""
+        """Metered device."""
         return self._device
 
     @property
     def segments(self) -> list[Segment]:
-        """The segments in the order of their marks; a name may stand several times."""
+        """Segments in the order of their marks; a name may occur several times."""
         self._need_figures()
         return list(self._segments)
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was allocated from start to stop, above the level at the start."""
+        """Maximum from start to stop, above the level at the start."""
         self._need_figures()
         return self._peak_bytes
 
     @property
     def end_bytes(self) -> int:
-        """Allocated at the stop, above the level at the start; negative when less was left."""
+        """Level at the stop, above the level at the start; negative if memory was freed."""
         self._need_figures()
         return self._end_bytes
 
     @property
     def timeline(self) -> Timeline | None:
-        """Live bytes over time; ``None`` where it was not asked for, and on CUDA."""
+        """Live bytes over time; ``None`` unless asked for, and on CUDA."""
         self._need_figures()
         return self._timeline
 
     def start(self) -> Self:
-        """Begin to measure.
+        """Start measuring.
 
         Raises
         ------
@@ -216,19 +216,19 @@ class Meter(ABC):
         Raises
         ------
         RuntimeError
-            The meter is not running.
+            The meter does not run.
         """
         if self._state != "running":
             raise RuntimeError("a mark needs a running meter: call start() first")
         self._mark(name)
 
     def stop(self) -> None:
-        """Stop measuring; nothing happens when the meter is not running.
+        """Stop measuring; do nothing if the meter does not run.
 
         Raises
         ------
         RuntimeError
-            A meter of the CPU is stopped by another thread than it was started by.
+            A meter of the CPU is stopped by a thread that did not start it.
         """
         if self._state == "running":
             self._stop()
@@ -295,7 +295,7 @@ class _CpuMeter(Meter):
         self._wants_timeline = timeline
         self._existing = existing
         self._watched: list[weakref.ref[torch.UntypedStorage]] = []
-        # Threads of collectives free what the metered thread has allocated.
+        # Threads of collectives free blocks of the metered thread.
         threads = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._trace = _profiler.AllocationTrace(totals=threads)
         self._resident: Collection[int] = ()
@@ -349,7 +349,7 @@ class _CpuMeter(Meter):
 
 
 class _Freed:
-    """Marks that a storage from before the start is gone."""
+    """Recorder of marks for storages from before the start that are freed."""
 
     def __init__(self, trace: _profiler.AllocationTrace, nbytes: int) -> None:
         self._trace = trace
@@ -360,16 +360,16 @@ class _Freed:
 
 
 class _Blocks:
-    """The blocks of memory that live, by address, and the bytes of them.
+    """Live blocks of memory by address, and their total bytes.
 
-    One that was freed unseen, in a thread without the profiler, is gone when another takes its
-    place, or a part of it. Where totals are known, it is gone already when the total has fallen by
-    more than such threads had allocated, though nobody can say which block it was.
+    A block freed on an unprofiled thread counts as freed once a new block overlaps it. Where totals
+    are known, it counts as freed as soon as the total has fallen by more than unprofiled threads
+    had allocated, although the block itself remains unknown.
 
     Parameters
     ----------
     resident
-        Addresses of blocks from before the start that may be freed, and are told otherwise.
+        Addresses of blocks from before the start whose release is reported separately.
     """
 
     def __init__(self, resident: Collection[int] = ()) -> None:
@@ -382,11 +382,11 @@ class _Blocks:
 
     @property
     def level(self) -> int:
-        """Bytes of the blocks that live."""
+        """Total bytes of the live blocks."""
         return self._bytes + min(self._elsewhere, 0)
 
     def add(self, event: _profiler.Allocation) -> None:
-        """Something was allocated or freed."""
+        """Record an allocation or a release."""
         if event.total_bytes >= 0:
             if self._total >= 0:
                 self._elsewhere += event.total_bytes - self._total - event.nbytes
@@ -414,8 +414,8 @@ class _Blocks:
             del self._addresses[bisect_left(self._addresses, address)]
             self._bytes -= size
         elif address not in self._resident and nbytes <= self._elsewhere:
-            # Allocated by another thread. Else it is from before the start, and what PyTorch takes
-            # for its size may be wrong.
+            # Allocated by another thread. Otherwise it is from before the start, and its size as
+            # reported by PyTorch may be wrong.
             self._elsewhere -= nbytes
 
     def _end_of(self, place: int) -> int:
@@ -428,10 +428,10 @@ def _levels(
     moments: list[tuple[int, int, int]] | None = None,
     resident: Collection[int] = (),
 ) -> tuple[list[Segment], int, int]:
-    """The segments, the peak and the last level of allocations and marks.
+    """Return the segments, the peak and the last level of allocations and marks.
 
-    Where there is a list for the moments, it gets (nanoseconds, level, bytes given out so far) at
-    each of them.
+    A list of moments, if given, receives (nanoseconds, level, bytes given out so far) for
+    each moment.
     """
     segments: list[Segment] = []
     blocks = _Blocks(resident)
@@ -512,7 +512,7 @@ def meter(
     existing: Iterable[torch.Tensor] = (),
     timeline: bool = False,
 ) -> Meter:
-    """A meter of the bytes allocated on a device.
+    """Return a meter of the bytes allocated on a device.
 
     Parameters
     ----------
@@ -520,10 +520,10 @@ def meter(
         A CPU or CUDA device.
     existing
         Tensors whose storages may be freed while the meter runs, such as old gradients. On the
-        CPU the meter sees them go only when it was told of them; on CUDA it sees all.
+        CPU the meter sees only the release of these; on CUDA it sees all.
     timeline
         Keep the live bytes over time too, at most ``timeline.MOST_POINTS`` moments, highs
-        and lows first. On the CPU only: the counters of CUDA tell peaks, not when they were.
+        and lows first. On the CPU only: CUDA's counters give peaks without their times.
 
     Examples
     --------
@@ -541,14 +541,14 @@ def meter(
 
 @contextmanager
 def record_history(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
-    """Record what CUDA's allocator does, with the lines of code that asked for it.
+    """Record the actions of CUDA's allocator, with the lines of code that caused them.
 
-    Around a training step it tells where each byte came from, beside what a plan predicts.
+    Around a training step it shows the origin of each byte, beside the prediction of a plan.
 
     Parameters
     ----------
     path
-        Where to save the snapshot in the end, also after an error such as out of memory: a
+        File of the snapshot, saved at the end, also after an error such as out of memory: a
         ``.pickle`` file for https://pytorch.org/memory_viz. Without one, use
         ``report(path, snapshot=True)`` inside.
 
@@ -570,7 +570,7 @@ def record_history(path: str | os.PathLike[str] | None = None) -> Iterator[None]
 
 
 def save_snapshot(path: str | os.PathLike[str]) -> Path:
-    """Save the state of CUDA's allocator, and the history that was recorded; gives the path.
+    """Save the state and the recorded history of CUDA's allocator; return the path.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Meters a planned training step: forward, the caller's loss, backward."""
+"""Meters of a planned training step: forward, the caller's loss, backward."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class StepBytes:
     Attributes
     ----------
     peak_bytes
-        Of the whole step.
+        Peak of the whole step.
     loss_bytes
-        Of the time from the end of the forward to the arrival of the output's gradient, above the
+        Peak from the end of the forward to the arrival of the output's gradient, above the
         level at its start: the loss, and the gradient.
     output_held
-        Whether somebody still held the output when its gradient arrived.
+        True if the output was still referenced when its gradient arrived.
     segments
-        The parts of the step that were marked, in order.
+        Marked parts of the step, in order.
     timeline
-        Live bytes over time, where the device's meter knows them.
+        Live bytes over time, if the device's meter records them.
     """
 
     peak_bytes: int
@@ -43,7 +43,7 @@ class StepBytes:
     timeline: Timeline | None = None
 
     def shifted(self, extra_bytes: int) -> StepBytes:
-        """The peaks above a level that lies lower by so much."""
+        """Return the peaks above a level that lies lower by `extra_bytes`."""
         segments = tuple(
             allocator.Segment(
                 segment.name,
@@ -57,7 +57,7 @@ class StepBytes:
 
 
 class Verdict(Enum):
-    """The next use of a plan."""
+    """Next use of a plan."""
 
     KEEP = "run it again"
     REPLAN = "another plan would be better"
@@ -68,43 +68,43 @@ class Verdict(Enum):
 
 @dataclass(kw_only=True)
 class Metered:
-    """What plans of every kind know of the steps that ran under them.
+    """Facts on the steps that ran under a plan, common to plans of every kind.
 
     Attributes
     ----------
     kind
-        Name of its form: "chain", "graph", "parts" or "dynamic".
+        Name of the plan's form: "chain", "graph", "parts" or "dynamic".
     reserve_bytes
-        Set aside because a step was seen to need more than predicted.
+        Bytes set aside because a step needed more than predicted.
     measured_bytes, measured_timeline
         Peak of the last metered step, and its live bytes over time; ``None`` before one.
     meterings
-        How many steps were metered.
+        Number of metered steps.
     outdated
-        Another plan would be better: the next step makes it.
+        True if another plan would be better: the next step makes it.
     short_bytes
-        Bytes that are set aside for the loss are so many fewer than assumed, for no plan fits
-        beside those.
+        Bytes by which the amount set aside for the loss is below the assumption, because no plan
+        fits beside the whole amount.
     proved
-        What its verified steps have shown.
+        Results of the verified steps.
     least_bytes_seen, most_bytes_seen
-        The least and the most that a metered or watched step needed; 0 before one.
+        Least and largest need of a metered or watched step; 0 before one.
     unmetered
-        Steps that ran without being metered.
+        Steps that ran unmetered.
     differs
-        Something was seen to differ: the next step is metered.
+        True if a difference was seen: the next step is metered.
     warned_bytes
-        The largest excess that a warning has named.
+        Largest excess that a warning has named.
     sparse_bytes
-        The most bytes of sparse gradients that existed when a step of it was metered.
+        Largest amount of sparse gradients that existed when a step was metered.
     is_watched
-        Steps are watched after the first ones too.
+        True if steps after the first ones are watched too.
     key
-        The kind of step that runs under the plan.
+        Kind of step that runs under the plan.
     earlier
-        A metered step whose figures another one has to confirm.
+        Metered step whose figures another one has to confirm.
     is_over
-        A step needed more than the limit, and no other plan of the engine would change it.
+        True if a step needed more than the limit, and no other plan of the engine would help.
     """
 
     kind: ClassVar[str]
@@ -129,7 +129,7 @@ class Metered:
 
     @property
     def verdict(self) -> Verdict:
-        """What the next step does with the plan."""
+        """Use of the plan in the next step."""
         if self.is_over:
             return Verdict.GIVE_UP
         if self.is_refuted:
@@ -142,12 +142,12 @@ class Metered:
 
     @property
     def is_refuted(self) -> bool:
-        """A value that the plan computes again came out otherwise: it must not run any more."""
+        """True if a recomputed value differed: the plan must not run any more."""
         return False
 
 
 class StepWatch(Protocol):
-    """What sees a step: a meter, or something that takes less time."""
+    """Observer of a step: a meter, or something cheaper."""
 
     def mark(self, name: str) -> None:
         """Begin another part of the step."""
@@ -160,7 +160,7 @@ class StepWatch(Protocol):
 
 
 def check_idle(device: torch.device) -> None:
-    """Raise MeterBusyError where a model cannot be measured, as something else meters a device."""
+    """Raise MeterBusyError if another meter or profiler prevents measuring a model."""
     try:
         allocator.meter(device).start().stop()
     except allocator.MeterBusyError as error:
@@ -171,24 +171,24 @@ def check_idle(device: torch.device) -> None:
 
 
 class StepMeter:
-    """Started before a forward, it stops by itself at the end of the backward.
+    """Meter that starts before a forward and stops by itself at the end of the backward.
 
-    Nobody but the graph of the step holds it: when the output is dropped without a backward, it
-    stops too. There is one at a time; `cancel_running` makes room for another measurement.
+    Only the graph of the step references it: when the output is dropped without a backward, it
+    stops too. Only one exists at a time; `cancel_running` makes room for another measurement.
 
     Parameters
     ----------
     device
-        The device whose memory is metered.
+        Device whose memory is metered.
     done
-        Called with the result, at the end of the backward.
+        Function called with the result at the end of the backward.
     existing
-        Tensors that may be freed during the step, such as gradients that exist.
+        Tensors that may be freed during the step, such as existing gradients.
 
     Raises
     ------
     MeterBusyError
-        A profiler is running, which cannot be nested.
+        A profiler is running; profilers cannot be nested.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class StepMeter:
             self._meter.mark(name)
 
     def forward_done(self, output: Any) -> None:
-        """Mark the end of the forward; nothing is metered where the output needs no backward."""
+        """Mark the end of the forward; meter nothing if the output needs no backward."""
         watched = [t for t in tree_tensors(output) if t.requires_grad]
         if self._meter is None or not watched:
             self.cancel()
@@ -259,7 +259,7 @@ _running: list[weakref.ref[StepMeter]] = []
 
 
 def cancel_running() -> None:
-    """Stop the meter of a step whose backward has not come, if there is one."""
+    """Stop the meter of a step whose backward has not come, if one runs."""
     while _running:
         meter = _running.pop()()
         if meter is not None:

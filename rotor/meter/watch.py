@@ -1,9 +1,9 @@
-"""Every step is watched, cheaply: data of the same shape may need more than was measured.
+"""Cheap watching of every step: data of the same shape may need more than was measured.
 
 A stage that works on selected rows, or eager code between captured parts, was measured on the first
-batch. What they keep in later steps is compared with that: on the CPU by the level of the C
-library's heap before and after, which costs less than a microsecond. Where it differs, and now and
-then, a step is metered again. On CUDA the allocator's own counter tells of a new peak.
+batch. The memory that they keep in later steps is compared with that: on the CPU by the level of
+the C library's heap before and after, which costs less than a microsecond. After a difference, and
+now and then, a step is metered again. On CUDA the allocator's own counter shows a new peak.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ __all__ = [
 
 _FIRST_STEPS = (16, 64)
 _EVERY = 256
-"""Steps after which one is metered again, though nothing was seen to differ."""
+"""Number of steps after which one is metered again without a difference."""
 
 NOISE_BYTES = 1 << 17
 NOISE_SHARE = 50
-"""Less than these bytes, and than this part of what was expected, is taken for noise."""
+"""Part of the expected bytes below which, as below these bytes, a difference is noise."""
 
 _NEW_MAXIMUM = 1.05
-"""An excess is told again where it is larger by this factor."""
+"""Factor by which an excess must grow to be reported again."""
 
 
 def _cuda_counters(device: torch.device) -> tuple[int, int]:
@@ -56,14 +56,14 @@ def _cuda_counters(device: torch.device) -> tuple[int, int]:
 
 
 class _Watch:
-    """What looks at a step at its marks, and at the end of its backward.
+    """Observer of a step at its marks and at the end of its backward.
 
     Parameters
     ----------
     engine
-        Learns from it; it is not held.
+        Engine that learns from the step; referenced weakly.
     plan
-        Under which the step runs.
+        Plan under which the step runs.
     """
 
     def __init__(self, engine: Any, plan: Any) -> None:
@@ -74,10 +74,10 @@ class _Watch:
         """Begin another part of the step."""
 
     def cancel(self) -> None:
-        """Stop without a result: nothing has been started."""
+        """Stop without a result: nothing was started."""
 
     def forward_done(self, output: Any) -> None:
-        """Mark the end of the forward, and have the backward's end looked at."""
+        """Mark the end of the forward, and watch for the end of the backward."""
         self.mark("loss")
         for tensor in tree_tensors(output):
             if tensor.requires_grad:
@@ -93,14 +93,14 @@ class _Watch:
 
 
 class LevelWatch(_Watch):
-    """Compares the bytes at the marks of a step with what a metered step had there.
+    """Comparison of the bytes at the marks of a step with those of a metered step.
 
     Parameters
     ----------
     engine, plan
-        What learns, and under which plan the step runs: ``engine.learn_levels(plan, more)`` is
-        called at the end of a backward with the bytes beyond ``plan.levels`` by mark, where there
-        are some.
+        Engine that learns, and plan under which the step runs: ``engine.learn_levels(plan, more)``
+        is called at the end of a backward with the bytes beyond ``plan.levels`` by mark, if
+        any.
     """
 
     def __init__(self, engine: Any, plan: Any) -> None:
@@ -109,7 +109,7 @@ class LevelWatch(_Watch):
         self._begin = _core.heap_bytes()
 
     def mark(self, name: str) -> None:
-        """Look at the level, at the begin of a part of the step."""
+        """Compare the level at the start of a part of the step."""
         expected = self._plan.levels.get(name)
         if expected is None:
             return
@@ -128,13 +128,13 @@ class LevelWatch(_Watch):
 
 
 class PeakWatch(_Watch):
-    """Reads CUDA's counter of the peak, without setting it back, around a step.
+    """Reader of CUDA's peak counter around a step, without resetting it.
 
     Parameters
     ----------
     engine, plan
-        What learns, and under which plan the step runs: ``engine.learn_peak(plan, peak_bytes)`` is
-        called at the end of a backward in which the counter has risen.
+        Engine that learns, and plan of the step: ``engine.learn_peak(plan, peak_bytes)`` is called
+        at the end of a backward in which the counter has risen.
     """
 
     def __init__(self, engine: Any, plan: Any) -> None:
@@ -149,17 +149,17 @@ class PeakWatch(_Watch):
 
 
 def sparse_growth(plan: Metered, slots: Iterable[core.Slot]) -> int:
-    """Return how many bytes of sparse gradients exist beyond those of metered steps.
+    """Return the bytes of sparse gradients that exist beyond those of metered steps.
 
     Sparse gradients are added up side by side, until they are coalesced or dropped: each step of
-    gradient accumulation needs more. A plan for which there are more has its next step metered.
+    gradient accumulation needs more. If they grow, the next step of the plan is metered.
 
     Parameters
     ----------
     plan
-        Under which the next step runs.
+        Plan of the next step.
     slots
-        Where the parameters are.
+        Slots of the parameters.
     """
     found = 0
     for values, name in slots:
@@ -173,14 +173,14 @@ def sparse_growth(plan: Metered, slots: Iterable[core.Slot]) -> int:
 
 
 def is_due(plan: Metered, slots: Iterable[core.Slot] = ()) -> bool:
-    """Count a step that is not metered; return whether it should be after all.
+    """Count an unmetered step; return whether it should be metered after all.
 
     Parameters
     ----------
     plan
-        Under which it runs.
+        Plan of the step.
     slots
-        Where the parameters are, whose sparse gradients may have grown.
+        Slots of the parameters, whose sparse gradients may have grown.
     """
     plan.unmetered += 1
     sparse_growth(plan, slots)
@@ -190,7 +190,7 @@ def is_due(plan: Metered, slots: Iterable[core.Slot] = ()) -> bool:
 
 
 def meter_again(engine: Any, plan: Any) -> StepMeter | None:
-    """Return a meter of a step of a plan that was metered before; ``None`` where one runs."""
+    """Return a meter for a step of a plan that was metered before; ``None`` if one runs."""
     myself = weakref.ref(engine)
 
     def done(step: StepBytes) -> None:
@@ -206,20 +206,20 @@ def meter_again(engine: Any, plan: Any) -> StepMeter | None:
 
 
 def note_peak(plan: Metered, peak_bytes: int) -> None:
-    """Note what a step needed."""
+    """Note the bytes that a step needed."""
     plan.least_bytes_seen = min(plan.least_bytes_seen or peak_bytes, peak_bytes)
     plan.most_bytes_seen = max(plan.most_bytes_seen, peak_bytes)
 
 
 def warn_sparse(plan: Any, peak_bytes: int, *, stacklevel: int = 3) -> None:
-    """Warn of a step above the limit where sparse gradients are added up, as `warn_excess`.
+    """Warn of a step above the limit due to accumulated sparse gradients, as `warn_excess`.
 
     Parameters
     ----------
     plan
-        Under which it ran.
+        Plan of the step.
     peak_bytes
-        What the step needed.
+        Bytes that the step needed.
     """
     if peak_bytes <= max(plan.limit_bytes, plan.warned_bytes * _NEW_MAXIMUM):
         return
@@ -244,11 +244,11 @@ def warn_excess(
     Parameters
     ----------
     plan
-        Under which it ran.
+        Plan of the step.
     peak_bytes
-        What the step needed.
+        Bytes that the step needed.
     where
-        The parts of the model that kept more than was measured, where that is known.
+        Parts of the model that kept more than was measured, if known.
     """
     if peak_bytes <= max(plan.limit_bytes, plan.warned_bytes * _NEW_MAXIMUM):
         return

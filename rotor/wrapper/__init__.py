@@ -1,1 +1,1 @@
-"""The wrapper: a model that trains within a limit."""
+"""Wrapper of a model that trains within a limit."""

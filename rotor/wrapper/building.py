@@ -1,4 +1,4 @@
-"""From a module and samples of its arguments to the graph of one training step."""
+"""Construction of the graph of one training step from a module and sample arguments."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def build(
     targets: Sequence[Any] = (),
     **kwargs: Any,
 ) -> Graph:
-    """The graph of one training step of a module: forward, loss and backward, with its costs.
+    """Return the graph of a module's training step: forward, loss and backward, with costs.
 
-    The module is captured in training mode and its operations are measured one by one; nothing of
-    it is changed. Without a loss function the loss is one operation that costs no time and needs
-    what `Checkpointable` reserves for an unknown one.
+    The module is captured in training mode and its operations are measured one by one; the module
+    is left unchanged. Without a loss function the loss is one operation that takes no time and the
+    bytes that `Checkpointable` reserves for an unknown loss.
 
     Parameters
     ----------
@@ -44,11 +44,11 @@ def build(
     loss_fn
         ``loss_fn(output, *targets)``: the loss's own operations become part of the graph.
     targets
-        Samples of what the loss function takes beside the output.
+        Samples of the loss function's arguments after the output.
     profile
-        A `Machine`, whose speeds the costs are estimated from, or a `Profile` that was recorded
-        elsewhere: nothing is run, and the module and its samples may be meta tensors. Anything
-        else of this name is an argument of the module. By default operations are measured here.
+        A `Machine`, from whose speeds the costs are estimated, or a `Profile` that was recorded
+        elsewhere: nothing is run, and the module and its samples may be meta tensors. Any other
+        value of this name is an argument of the module. By default operations are measured here.
 
     Returns
     -------
@@ -58,7 +58,7 @@ def build(
     Raises
     ------
     CaptureError
-        There is no single graph of it; the message has the reason and the line of code.
+        No single graph of the module exists; the message has the reason and the line of code.
     ValueError
         No argument holds a tensor, nothing needs a gradient, or the devices differ; targets
         without a loss function, or the reverse.
@@ -81,7 +81,7 @@ def capture_step(
     targets: Sequence[Any] = (),
     profile: Source = MEASURED,
 ) -> CapturedStep:
-    """One training step of a module, captured and priced; the arguments are those of `build`."""
+    """Return a captured and priced training step of a module, from the arguments of `build`."""
     has_targets = not isinstance(targets, tuple | list) or len(targets) > 0
     if has_targets != (loss_fn is not None):
         raise ValueError(
@@ -112,7 +112,7 @@ def capture_step(
 def capture_inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[CapturedStep, list[Any]]:
-    """Capture and measure a training step; return it with the tensors that it takes."""
+    """Capture and measure a training step; return it with its input tensors."""
     driver = Driver(Settings(model, engine="graph"))
     primals: list[Any] = []
     vars(driver.engines[0])["primals"] = primals
@@ -121,14 +121,14 @@ def capture_inputs(
 
 
 def _without_values(module: nn.Module, given: Any) -> tuple[Any, nn.Module, Any]:
-    """A module and its arguments on meta tensors, as if on a CPU, but holding no values either.
+    """Return a module and its arguments on meta tensors that behave as tensors of a CPU.
 
     Autograd does not know every operation on meta tensors.
 
     Returns
     -------
     tuple
-        The mode in which they are to be used, the module, and the arguments.
+        The mode in which to use them, the module, and the arguments.
     """
     mode = core.fake_mode()
     memo: dict[int, Any] = {}
@@ -154,5 +154,5 @@ def _without_values(module: nn.Module, given: Any) -> tuple[Any, nn.Module, Any]
 
 
 def step_graph(step: CapturedStep) -> Graph:
-    """The graph of a captured step, with the loss that is assumed before one was seen."""
+    """Return the graph of a captured step, with the assumed loss of a step not seen yet."""
     return build_graph(step.lowered, step.costs, step.loss_workspace(0, None))

@@ -32,7 +32,7 @@ from rotor.wrapper.transparent import TransparentModule
 __all__ = ["BACKENDS", "Checkpointable", "Setting"]
 
 BACKENDS = ("fx", "inductor")
-"""Values of ``backend=``."""
+"""Accepted values of ``backend=``."""
 
 _NO_TARGETS: tuple[Any, ...] = ()
 _NOT_COMPILED = (
@@ -42,7 +42,7 @@ _NOT_COMPILED = (
 
 
 class Setting:
-    """An option of a wrapped model, kept in the settings of its driver."""
+    """Option of a wrapped model, kept in the settings of its driver."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -55,7 +55,7 @@ class Setting:
 
 
 class Checkpointable(TransparentModule):
-    """A model that trains as before, in a given number of bytes.
+    """Model that trains as before, in a given number of bytes.
 
     Parameters
     ----------
@@ -67,13 +67,13 @@ class Checkpointable(TransparentModule):
         stands for several arguments, a dictionary for keyword arguments. Without it, the first
         training forward does both.
     mem_limit
-        The most that one training step (forward, loss, backward) may have allocated on the
+        Most bytes that one training step (forward, loss, backward) may have allocated on the
         model's device at any moment above the level at which its forward began: bytes, or text
         such as "700MiB". ``None``: 90 % of what is free when the first training forward begins,
         divided by the processes of ``torchrun`` that share it.
     mem_slots
-        Chains are planned on this many slots of memory. Where nobody gives a number, the exact
-        solver is used where that is cheap, and 500 slots otherwise.
+        Number of memory slots that chains are planned on. Without a number, the exact
+        solver is used if it is cheap, and 500 slots otherwise.
     verbosity
         0: warnings, 1: what is done, 2: details; the level of ``logging.getLogger("rotor")`` while
         this model is at work.
@@ -83,23 +83,23 @@ class Checkpointable(TransparentModule):
         Bytes that the loss needs beside the gradient of the output; by default 4 times the
         output, its gradient included, is set aside until the first step has been metered.
     engine
-        "auto", "chain", "graph", or "dynamic": nothing is planned, the model runs as it is, what it
-        computes is evicted when memory gets short, and computed again.
+        "auto", "chain", "graph", or "dynamic": the model runs unplanned, and when memory gets short
+        results are evicted and computed again.
     loss_fn
         ``loss_fn(output, *targets)``: the loss becomes part of the plan, and
         ``model(x, targets=(t,))`` returns it.
     profile
-        For graphs, what operations cost: "measured" runs each distinct one here; a
-        `rotor.graph.Machine` estimates them, a `rotor.graph.Profile`, or the path of one, has what
-        was measured elsewhere: then nothing is run before the first step.
+        For graphs, the costs of operations: "measured" runs each distinct one here; a
+        `rotor.graph.Machine` estimates them, a `rotor.graph.Profile`, or the path of one, holds
+        measures of another machine: then nothing is run before the first step.
     backend
-        For graphs, what runs a plan: "fx", Python code of our own, whose bytes are exact, or
-        "inductor", which compiles it; there the measured peak decides, and the limit holds when
-        the first steps have been metered (docs/graph.md).
+        For graphs, the executor of a plan: "fx", Python code of our own, whose bytes are exact, or
+        "inductor", which compiles it; then the measured peak decides, and the limit holds after
+        the first metered steps (docs/graph.md).
     verify
-        The steps in which what is recomputed is compared, bit for bit, with what was computed
+        Steps in which recomputed values are compared, bit for bit, with the values computed
         first: "first", the first 3 of every plan; "always"; a number n, every n-th too; "off".
-        Where it differs, the backward raises `rotor.RecomputationError`.
+        After a difference the backward raises `rotor.RecomputationError`.
     **options
         For graphs: ``effort``, ``seed`` and ``time_limit`` of `rotor.graph.plan`. With
         ``engine="auto"`` an ``nn.Sequential`` takes them too, and they have an effect only where
@@ -110,17 +110,17 @@ class Checkpointable(TransparentModule):
     module
         The wrapped model.
     mem_limit
-        The limit in bytes, ``None`` before it is known.
+        Limit in bytes, ``None`` before it is known.
     mem_slots, verbosity, preserve_rng_state, loss_tmp_memory_usage, engine, loss_fn
-        As given.
+        Values of the arguments.
     backend, verify
-        As given.
+        Values of the arguments.
     plan
-        The plan that ran, or was made, last; ``None`` before one.
+        Latest plan, run or made; ``None`` before one.
     plans
         Every plan, by kind of step.
     names, functions, inspection_values, chain, sequence, all_values
-        Of an ``nn.Sequential`` that is planned as a chain: its stages, the last measure, the cost
+        Of an ``nn.Sequential`` that is planned as a chain: its stages, the latest measure, the cost
         model and the schedule.
     graph, program
         Of a captured graph: the cost model, and the program.
@@ -131,7 +131,7 @@ class Checkpointable(TransparentModule):
         The model is no module, or no ``nn.Sequential`` with ``engine="chain"``; the limit is not a
         positive number of bytes.
     InfeasibleError
-        No plan fits in the limit; ``minimum_bytes`` is the least that one fits in.
+        No plan fits in the limit; ``minimum_bytes`` is the least limit with a plan.
 
     Notes
     -----
@@ -221,20 +221,20 @@ class Checkpointable(TransparentModule):
         if driver is not None and name in driver.engines[0].published:
             return getattr(driver.engines[0], name)
         if name == "model" and module is not None:
-            # Published: the wrapped model, unless it has something of that name itself.
+            # Published: the wrapped model, unless the model has an attribute of that name.
             return getattr(module, name, module)
         return super().__getattr__(name)
 
     @property
     def planned_as(self) -> str:
-        """The form in which steps are planned: "chain", "graph", "blocks" or "dynamic"."""
+        """Form in which steps are planned: "chain", "graph", "blocks" or "dynamic"."""
         return self._driver.engines[0].name
 
     # -- measuring and planning
 
     @property
     def plan(self) -> Any:
-        """The plan that ran, or was made, last; ``None`` before one."""
+        """Latest plan, run or made; ``None`` before one."""
         return self._driver.context.latest
 
     @property
@@ -246,7 +246,7 @@ class Checkpointable(TransparentModule):
     def measure(self, *args: Any, targets: Sequence[Any] = (), **kwargs: Any) -> Any:
         """Measure a training step on a sample of the arguments.
 
-        Nothing is changed: parameters, gradients, buffers, random states, training flags. The
+        The model keeps its parameters, gradients, buffers, random states and training flags. The
         model is measured in training mode: a chain stage by stage, a graph by capturing it and
         running each of its operations, blocks of a sharded model on all ranks at once; under the
         dynamic engine, a step runs within the limit.
@@ -254,15 +254,15 @@ class Checkpointable(TransparentModule):
         Parameters
         ----------
         *args, **kwargs
-            What the model takes; a chain takes one input.
+            Arguments of the model; a chain takes one input.
         targets
-            With ``loss_fn``: what it takes beside the output.
+            With ``loss_fn``: its arguments after the output.
 
         Returns
         -------
         Inspection, CapturedStep or None
-            The measure of a chain, or of a graph; ``None`` where there is no single one: a warning
-            has said why, and what runs instead.
+            The measure of a chain, or of a graph; ``None`` if no single one exists: a warning
+            names the reason, and the engine that runs instead.
 
         Raises
         ------
@@ -272,7 +272,7 @@ class Checkpointable(TransparentModule):
         TypeError
             A stage returns something other than tensors; the model does not take such arguments.
         CaptureError
-            There is no single graph, with ``engine="graph"``; the message has the reason and the
+            No single graph exists, with ``engine="graph"``; the message has the reason and the
             line of code.
         InfeasibleError
             The step does not fit in the limit, with ``engine="dynamic"``.
@@ -281,7 +281,7 @@ class Checkpointable(TransparentModule):
 
     @heard
     def measure_sample(self, sample: Any) -> Any:
-        """Measure on a sample as the constructor takes it.
+        """Measure on a sample in the form that the constructor takes.
 
         For chains it is the input; else a tuple stands for several arguments, a dictionary for
         keyword arguments.
@@ -303,14 +303,14 @@ class Checkpointable(TransparentModule):
         Parameters
         ----------
         custom_mem_limit_bytes, mem_limit
-            The limit, by its published name or by ours; by default the one given before.
+            The limit, by its published name or by ours; by default the previous one.
         mem_slots
             Plan a chain on this many slots; graphs are planned in bytes.
         algo
             For chains, an algorithm of `rotor.algorithms`, its class, or its name such as
             "floating"; ``Persistent()`` by default.
         **options
-            For chains, given to the class where `algo` is one or a name, else to its ``solve``. For
+            For chains, given to the class if `algo` is one or a name, else to its ``solve``. For
             graphs ``effort``, ``seed`` and ``time_limit`` of `rotor.graph.plan`. Under the dynamic
             engine ``heuristic``, ``seed``, ``strict``, ``sample``, ``ignore_small`` and
             ``storage_swap`` of `rotor.dtr.budget`.
@@ -319,7 +319,7 @@ class Checkpointable(TransparentModule):
         -------
         Sequence, Program or None
             The schedule of a chain, or the program of a graph, priced by the simulator; ``None``
-            where there is no single one.
+            if no single one exists.
 
         Raises
         ------
@@ -336,16 +336,16 @@ class Checkpointable(TransparentModule):
 
     @heard
     def curve(self, points: int = 40) -> Curve:
-        """Step time against limit: every limit at once, the model's input not counted.
+        """Return step time against limit, for all limits; the model's input is not counted.
 
-        Its picture, `Curve.plot`, marks where nothing is recomputed, the limit, and what the
-        device has free. Plain PyTorch recomputes nothing either; a captured graph may need less
-        than it all the same.
+        Its picture, `Curve.plot`, marks the limit, the point without recomputation, and the
+        device's free memory. Plain PyTorch recomputes nothing either; a captured graph may need
+        less all the same.
 
         Parameters
         ----------
         points
-            Limits that are tried, for graphs; of a chain every point is known.
+            Number of limits tried, for graphs; of a chain every point is known.
 
         Raises
         ------
@@ -366,23 +366,23 @@ class Checkpointable(TransparentModule):
 
     @heard
     def load_plan(self, source: Any) -> Any:
-        """Have the following steps run a schedule or a program that was saved.
+        """Run the following steps by a saved schedule or program.
 
         The model was measured (`measure`, or a step). The plan must be one of the same stages, or
         of the same operations on the same storages; sizes and times are the ones measured here.
-        Should a step need more than predicted, it is planned again, as any. `compute_sequence`
+        Should a step need more than predicted, a new plan is made. `compute_sequence`
         forgets it.
 
         Parameters
         ----------
         source
-            A sequence or a program, its JSON text, or the file at a path: what its
-            ``to_json(path)`` or ``rotor plan --out`` wrote.
+            A sequence or a program, its JSON text, or the path of a file written by
+            ``to_json(path)`` or ``rotor plan --out``.
 
         Returns
         -------
         Sequence or Program
-            The plan, priced on what was measured here.
+            The plan, priced by the measures of this machine.
 
         Raises
         ------
@@ -390,16 +390,16 @@ class Checkpointable(TransparentModule):
             Nothing was measured; the file holds no plan; it is one of another model, and the
             message has the first difference; the model has no plan of that form.
         InfeasibleError
-            It needs more than the limit; ``minimum_bytes`` is what it needs.
+            The plan needs more than the limit; ``minimum_bytes`` is its need.
         """
         return self._driver.load(source)
 
     def load_program(self, source: Any) -> Any:
-        """Do as `load_plan`."""
+        """Load a program, as `load_plan` does."""
         return self.load_plan(source)
 
     def share_plans(self, group: Any = None) -> None:
-        """Have the processes of a group measure together and run one plan.
+        """Make the processes of a group measure together and run one plan.
 
         Replicas of a model, under DistributedDataParallel for instance, get the same result from
         different plans; with this they also run the same schedule, under the least limit of all. A
@@ -415,52 +415,52 @@ class Checkpointable(TransparentModule):
         Raises
         ------
         RuntimeError
-            There is no process group.
+            No process group exists.
         TypeError
             The model is not planned as a chain.
         """
         find_stages(self.module)
         self._driver.share_plans(Ranks(group))
 
-    # -- what is known of a plan
+    # -- figures of a plan
 
     def get_expected_memory(self) -> int:
-        """Predicted peak of a step, in bytes above the level at its start; ValueError: no plan."""
+        """Return the predicted peak of a step above the level at its start; ValueError: no plan."""
         return int(self._driver.planned().predicted_bytes)
 
     def get_expected_makespan(self) -> float:
-        """Predicted seconds of a step, forward and backward; ValueError: no plan."""
+        """Return the predicted seconds of a step, forward and backward; ValueError: no plan."""
         return float(self._driver.planned().makespan)
 
     def display(self) -> str:
-        """A table of the parts of the model and what the plan does with them; ValueError: no plan.
+        """Return a table of the model's parts and the plan for each; ValueError: no plan.
 
-        Under the dynamic engine, a table of the last steps.
+        Under the dynamic engine, return a table of the latest steps.
         """
         return self._with_remarks(views.tabulate(self._driver.planned()))
 
     def report(self, path: str | os.PathLike[str] | None = None, *, snapshot: bool = False) -> str:
-        """Limit, predicted and measured peak, and time, as text.
+        """Return limit, predicted and measured peak, and time, as text.
 
         Parameters
         ----------
         path
-            Write this file too. ``.html``: a page that needs nothing else, with the live bytes over
-            time, predicted and measured, and what is kept, dropped and recomputed. ``.json`` or
+            File to write too. ``.html``: a self-contained page with the live bytes over
+            time, predicted and measured, and the kept, dropped and recomputed values. ``.json`` or
             ``.json.gz``: the same as a trace, which https://ui.perfetto.dev and chrome://tracing
             open.
         snapshot
-            Save the snapshot of CUDA's allocator beside that file, ending in ``.pickle``, for
-            https://pytorch.org/memory_viz. It holds what was recorded:
+            True to save the snapshot of CUDA's allocator beside that file, in ``.pickle``, for
+            https://pytorch.org/memory_viz. It holds the history recorded by
             `rotor.memory.record_history`.
 
         Raises
         ------
         ValueError
-            There is no plan; the path ends otherwise; a trace is wanted of a model that runs
+            No plan exists; the path ends otherwise; a trace is wanted of a model that runs
             without a plan, and no step was metered.
         RuntimeError
-            A snapshot is wanted, and there is no CUDA.
+            A snapshot is wanted, and CUDA is missing.
         """
         plan = self._driver.planned()
         text = self._with_remarks(views.describe(plan))
@@ -482,42 +482,42 @@ class Checkpointable(TransparentModule):
     def plot_timeline(self, ax: Any = None) -> Any:
         """Draw the live bytes of a step with matplotlib: predicted, measured, and the limit.
 
-        The measured ones are those of the last metered step, brought to the clock of the
+        The measured bytes are those of the latest metered step, brought to the clock of the
         prediction: forward, loss and backward each. On CUDA only their peak is known.
 
         Parameters
         ----------
         ax
-            The axes to draw on; by default those of a new figure.
+            Axes to draw on; by default those of a new figure.
 
         Returns
         -------
         matplotlib.axes.Axes
-            The axes that were drawn on.
+            The axes of the drawing.
 
         Raises
         ------
         ImportError
-            matplotlib is not installed; the message names the extra that brings it.
+            matplotlib is not installed; the message names the extra that installs it.
         ValueError
-            There is no plan; or one that predicts nothing, and no step was metered.
+            No plan exists; or the plan predicts nothing, and no step was metered.
         """
         return plot_timeline(self._driver.planned(), ax)
 
     # -- running
 
     def forward(self, *args: Any, targets: Any = _NO_TARGETS, **kwargs: Any) -> Any:
-        """The model's output, or its loss where ``loss_fn`` and `targets` are given.
+        """Return the model's output, or its loss where ``loss_fn`` and `targets` are given.
 
-        In training mode with gradients enabled the plan is followed (and made, the first time);
+        In training mode with gradients enabled the plan, made at the first call, is followed;
         otherwise the plain model runs.
 
         Parameters
         ----------
         *args, **kwargs
-            What the wrapped model takes.
+            Arguments of the wrapped model.
         targets
-            With ``loss_fn``: what it takes beside the output.
+            With ``loss_fn``: its arguments after the output.
         """
         driver = self._driver
         if self.loss_fn is None and targets is not _NO_TARGETS and takes_targets(self.module):

@@ -1,7 +1,7 @@
-"""The driver: decides when a model is measured, planned, metered and planned again.
+"""Driver that decides when a model is measured, planned, metered and planned again.
 
 It runs the steps of one wrapped model, whatever its engine: the kind of the step, its measure, its
-plan, the run, what is metered, what that teaches.
+plan, the run, the metering, and the lessons of the meter.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ __all__ = ["Driver"]
 logger = logging.getLogger("rotor")
 
 _HOPELESS = 4
-"""Refused kinds of step after which a model without any graph is not captured again."""
+"""Number of refused kinds of step after which a model without any graph is captured no more."""
 
 
 class Driver:
-    """Runs the steps of a model within its limit.
+    """Runner of a model's steps within its limit.
 
     Parameters
     ----------
     settings
         The model, and its options.
     wrapper
-        The module that stands for the model; it is not held.
+        Module that represents the model; referenced weakly.
 
     Attributes
     ----------
     settings
-        The same.
+        As given.
     engines
-        The engines of the model, in the order in which they are asked.
+        Engines of the model, in the order in which they are asked.
     context
-        Shared by the engines.
+        Context that the engines share.
     """
 
     def __init__(self, settings: Settings, wrapper: nn.Module | None = None) -> None:
@@ -88,7 +88,7 @@ class Driver:
         self.engines[0].check()
 
     def _discover(self) -> None:
-        """Find the structure of the model and its engines; nothing is measured any more."""
+        """Find the structure of the model and its engines, and drop all measures."""
         latest = self.context.latest if hasattr(self, "context") else None
         self.context = Context(
             self.settings,
@@ -111,11 +111,11 @@ class Driver:
             self._discover()
 
     def attach(self, wrapper: nn.Module) -> None:
-        """Make a module the one that stands for the model."""
+        """Make a module represent the model."""
         self._wrapper = self.context.wrapper = _reference(wrapper)
 
     def share_plans(self, ranks: Ranks) -> None:
-        """Have the processes of a group measure together and run one plan."""
+        """Make the processes of a group measure together and run one plan."""
         self._group_peers = SharingRanks(ranks)
         self._discover()
 
@@ -158,7 +158,7 @@ class Driver:
             warnings.warn(text, MemoryLimitWarning, stacklevel=7)
 
     def limit_on(self, device: torch.device) -> int:
-        """Return the limit; 90 % of what is free now where none was given, shared with others."""
+        """Return the limit; if none was given, 90 % of free memory, shared with other processes."""
         if self.settings.mem_limit is None:
             count = sharers(device)
             limit = allocator.free_bytes(device) * 9 // 10 // count
@@ -178,13 +178,13 @@ class Driver:
         return self.engines[0 if refusal is None else refusal.engine]
 
     def planned(self) -> Any:
-        """Return the plan that ran last; ValueError: none was made."""
+        """Return the plan that ran last; raise ValueError before one."""
         if self.context.latest is None:
             raise ValueError("no plan was made: call compute_sequence(), or train a step")
         return self.context.latest
 
     def _refuse(self, key: Key, call: Call, reason: str) -> bool:
-        """Hand a kind of step to the next engine; return whether there is one."""
+        """Hand a kind of step to the next engine; return False after the last one."""
         known = self.context.refusals.get(key.measured)
         following = (0 if known is None else known.engine) + 1
         if following >= len(self.engines):
@@ -194,14 +194,14 @@ class Driver:
         return True
 
     def _hand_back(self, key: Key, before: Refusal | None) -> None:
-        """Give a kind of step back to the engine that had it."""
+        """Return a kind of step to its former engine."""
         if before is None:
             self.context.refusals.pop(key.measured, None)
         else:
             self.context.refusals[key.measured] = before
 
     def _is_hopeless(self) -> bool:
-        """Return whether the model differs from call to call: capturing takes more than a step."""
+        """Return whether the model differs from call to call: capturing costs more than a step."""
         refusals, last = self.context.refusals.values(), len(self.engines) - 1
         return (
             last > 0
@@ -213,7 +213,7 @@ class Driver:
     # -- measuring and planning
 
     def measure(self, call: Call) -> Any:
-        """Measure on a sample, leaving no trace; return what was measured, where it is one thing.
+        """Measure on a sample, leaving no trace; return the measure if it is a single one.
 
         Raises
         ------
@@ -241,7 +241,7 @@ class Driver:
         return found
 
     def _with_other_engines(self, engine: Engine) -> Driver:
-        """Return the driver itself, without an engine that the model does not suit."""
+        """Return the driver itself, after removing an engine that the model does not suit."""
         self.settings.unsuited.add(engine.name)
         self._discover()
         self.engines[0].check()
@@ -276,12 +276,12 @@ class Driver:
                     raise refused.error from None
                 again = False
             except allocator.MeterBusyError:
-                # The next step looks again.
+                # The next step tries again.
                 self._hand_back(key, before)
                 raise
 
     def _make(self, key: Key, reserve_bytes: int = 0) -> Any:
-        """Plan a kind of step that was measured."""
+        """Plan a measured kind of step."""
         engine, settings = self.engine_of(key), self.settings
         is_given = settings.mem_limit is not None
         limit = engine.limit_on(engine.device_of(key), self.limit_on)
@@ -304,7 +304,7 @@ class Driver:
         algo: Any,
         options: dict[str, Any],
     ) -> Any:
-        """Plan the following steps again; what was is restored where that fails."""
+        """Plan the following steps again; restore the previous state on failure."""
         settings, context = self.settings, self.context
         engine = self.engines[0]
         key = context.measured_key() if engine.plans_ahead else None
@@ -332,7 +332,7 @@ class Driver:
             raise
 
     def curve(self, points: int) -> tuple[Curve, torch.device]:
-        """Return step time against limit of what was measured last, and where steps run."""
+        """Return step time against limit by the latest measure, and the device of the steps."""
         engine = self.engines[0]
         key = self.context.measured_key() if engine.plans_ahead else Key(None, None)
         if key.measured is not None:
@@ -340,11 +340,11 @@ class Driver:
         return engine.curve(key, points)
 
     def load(self, source: Any) -> Any:
-        """Have the following steps run a plan that was saved; return it."""
+        """Run the following steps by a saved plan; return it."""
         if not self.engines[0].plans_ahead:
             return self.engines[0].load(Key(None, None), source, 0)
         key = self.context.measured_key()
-        # A kind of step that another engine took over has no plan of the first one's form.
+        # A kind of step taken over by another engine has no plan of the first one's form.
         engine = self.engines[0]
         limit = engine.limit_on(self.engine_of(key).device_of(key), self.limit_on)
         plan = self._install(key, engine.load(key, source, limit))
@@ -353,7 +353,7 @@ class Driver:
     # -- running
 
     def is_training(self, call: Call) -> bool:
-        """Return whether a call trains; raises where it cannot be planned for."""
+        """Return whether a call trains; raise if it cannot be planned for."""
         if call.targets and self.settings.loss_fn is None:
             raise ValueError("targets are for a loss: give Checkpointable(..., loss_fn=) too")
         if not (self.settings.module.training and torch.is_grad_enabled()):
@@ -373,12 +373,12 @@ class Driver:
         return True
 
     def plain(self, call: Call) -> Any:
-        """Return what the plain model gives."""
+        """Return the output of the plain model."""
         output = self.settings.module.forward(*call.args, **call.kwargs)
         return self.context.with_loss(output, call.targets)
 
     def step(self, call: Call) -> Any:
-        """Run the forward of a training step under a plan, which is made where there is none."""
+        """Run the forward of a training step under a plan, made first if none exists."""
         self._rediscover_if_changed()
         key, is_one_behind = self._agreed_key(call)
         try:
@@ -400,7 +400,7 @@ class Driver:
             except PlanAgain:
                 raise (found.__cause__ or found) from None
         except CannotPlan as refused:
-            # It was captured before, but the code now wants other graphs all the time.
+            # It was captured before, but the code now keeps asking for other graphs.
             cancel_running()
             self.engine_of(key).forget(key.measured)
             if not self._refuse(key, call, str(refused.error)):
@@ -409,7 +409,7 @@ class Driver:
             return self._run(self._make(key), call)
 
     def _ready(self, key: Key, call: Call, *, is_one_behind: bool) -> Any:
-        """Return the plan of a step; ``None`` where nothing in it needs a gradient."""
+        """Return the plan of a step; ``None`` if nothing in it needs a gradient."""
         plans, engine = self.context.plans, self.engine_of(key)
         key = engine.refined(key)
         plan = plans.get(key)
@@ -444,14 +444,14 @@ class Driver:
         return plan
 
     def _replanned(self, key: Key) -> Any:
-        """Return a plan that knows what the last metered steps taught."""
+        """Return a plan that includes the lessons of the latest metered steps."""
         old = self.context.plans.get(key)
         if old is None:
             return self._make(key)
         return self.engine_of(key).replan(old, lambda reserve: self._make(key, reserve))
 
     def _give_up(self, key: Key, call: Call, plan: Any) -> Any:
-        """Return the plan of the next engine where that keeps the limit; ``None`` to make one."""
+        """Return the next engine's plan if that engine keeps the limit; ``None`` to make one."""
         context, before = self.context, self.context.refusals.get(key.measured)
         plan.is_over = False
         if not self._refuse(key, call, plan.describe_excess()):
@@ -498,7 +498,7 @@ class Driver:
             "a forward began while the backward of an earlier one was still to come: each "
             f"keeps its own limit's worth of memory ({format_bytes(limit_bytes)})",
         )
-        # What several steps at once need says nothing of one.
+        # The needs of several steps at once do not describe one.
         cancel_running()
         self._is_crowded = True
 
@@ -526,7 +526,7 @@ class Driver:
             return None
 
     def _watch(self, engine: Engine, plan: Any) -> StepWatch | None:
-        """Return what sees a step of a plan that has been metered; ``None`` where nothing does."""
+        """Return the observer of a step of a plan that has been metered; ``None`` without one."""
         if not plan.is_watched or self.context.peers.ranks is not None:
             return None
         if is_due(plan, self.context.structure.parameters):
@@ -540,7 +540,7 @@ def _reference(module: nn.Module | None) -> Callable[[], nn.Module | None]:
 
 @contextmanager
 def _training(module: nn.Module) -> Any:
-    """A module in training mode, with the flags that it had afterwards."""
+    """Set training mode of a module in the context, and restore its flags at the end."""
     flags = [(part, part.training) for part in module.modules()]
     if not module.training:
         module.train()

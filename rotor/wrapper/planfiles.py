@@ -1,4 +1,4 @@
-"""Plans of wrapped models, read from files and written as pages."""
+"""Plans of wrapped models in files: reading saved plans, writing pages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["load_program", "write_report"]
 
 
 def write_report(model: Checkpointable, path: str | os.PathLike[str]) -> Path:
-    """Write a page on a model's plan: figures, timeline, operations, what is recomputed most.
+    """Write a page on a model's plan: figures, timeline, operations, most recomputed values.
 
     Parameters
     ----------
     model
         A `Checkpointable` that has planned a graph.
     path
-        The file to write, HTML that needs nothing else.
+        The file to write, self-contained HTML.
 
     Returns
     -------
@@ -46,18 +46,18 @@ def _check_engine(model: Any) -> None:
 
 
 def load_program(model: Checkpointable, source: Program | str | os.PathLike[str]) -> Program:
-    """Have a model run a program that was saved, instead of planning one.
+    """Have a model run a saved program instead of planning one.
 
-    The model was measured (its ``measure``, or a step). The program must be one of the
+    The model must be measured (by its ``measure``, or a step). The program must be one of the
     same operations on the same storages; times may differ. Should a step need more than predicted,
-    it is planned again, as any.
+    a new plan is made.
 
     Parameters
     ----------
     model
         A `Checkpointable` of the graph engine.
     source
-        A program, its JSON text, or the file at a path: what ``model.program.to_json(path)`` wrote.
+        A program, its JSON text, or the path of a file written by ``model.program.to_json(path)``.
 
     Returns
     -------
@@ -70,7 +70,7 @@ def load_program(model: Checkpointable, source: Program | str | os.PathLike[str]
         Nothing was measured; the file holds no program; it is one of another graph, and the
         message has the first difference.
     InfeasibleError
-        It needs more than the model's limit; ``minimum_bytes`` is what it needs.
+        The program needs more than the model's limit; ``minimum_bytes`` is its need.
     """
     _check_engine(model)
     found: Program = model.load_plan(source)

@@ -1,4 +1,4 @@
-"""The engines that a model is given, in the order in which they are asked."""
+"""Registry of the engines of a model, in the order in which they are asked."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["ENGINES", "engines_for"]
 
 
 def _automatic(context: Context) -> list[Engine]:
-    """Return the engine that a model suits, and those that take over what it refuses."""
+    """Return the engine that a model suits, and the engines that take over its refusals."""
     settings = context.settings
-    # Only the operations of a graph can be priced without being run.
+    # Only the operations of a graph can be priced without running.
     is_timed = isinstance(settings.profile, str) and settings.profile == "measured"
     is_chain = is_plain_sequential(settings.module) and is_timed
     if is_chain and settings.backend == "fx" and ChainEngine.name not in settings.unsuited:
@@ -34,7 +34,7 @@ def _automatic(context: Context) -> list[Engine]:
 
 
 def _graph(context: Context) -> list[Engine]:
-    """Return the engine of captured graphs; where Inductor compiles them, our own code follows."""
+    """Return the engine of captured graphs; for Inductor also our own code, as fallback."""
     graph: Engine = (context.settings.graph_class or GraphEngine)(context)
     return [CompiledEngine(context), graph] if context.settings.backend == "inductor" else [graph]
 
@@ -45,9 +45,9 @@ ENGINES: dict[str, Callable[[Context], list[Engine]]] = {
     "graph": _graph,
     "dynamic": lambda context: [DynamicEngine(context)],
 }
-"""By the value of ``engine=``."""
+"""Makers of engines, by the value of ``engine=``."""
 
 
 def engines_for(context: Context) -> list[Engine]:
-    """Return the engines of a model: the first is asked, and each hands over to the next."""
+    """Return the engines of a model: the first is asked first, and each hands over to the next."""
     return ENGINES[context.settings.engine](context)

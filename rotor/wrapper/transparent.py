@@ -1,4 +1,4 @@
-"""A module that wraps another and behaves as it does: names, states, copies, attributes."""
+"""Module that wraps another and behaves as it does: names, states, copies, attributes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHARED = frozenset(vars(nn.Module())) - {"training"}
 
 
 class TransparentModule(nn.Module):
-    """Parameters, buffers, children, hooks and keys are those of `module`, without a prefix.
+    """Wrapper with the parameters, buffers, children, hooks and keys of `module`, without a prefix.
 
     The dictionaries in which a module keeps them are the wrapped module's own, shared; methods
     that a module may override are passed on. A name that both have is the wrapper's, every other
@@ -42,7 +42,7 @@ class TransparentModule(nn.Module):
 
     @property
     def training(self) -> bool:
-        """Whether the wrapped module is in training mode."""
+        """True if the wrapped module is in training mode."""
         return bool(self.module.training)
 
     @training.setter
@@ -105,7 +105,7 @@ class TransparentModule(nn.Module):
     def __getitem__(self, index: Any) -> Any:
         return self.module[index]
 
-    # -- what a module may override, and what has to visit the wrapped module itself
+    # -- methods that a module may override, and visits of the wrapped module itself
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode of the wrapped module."""
@@ -113,7 +113,7 @@ class TransparentModule(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's ``state_dict``; keys carry no prefix."""
+        """Return the wrapped module's ``state_dict``; keys carry no prefix."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +129,7 @@ class TransparentModule(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The wrapped module and those in it; FSDP2 finds a sharded wrapper in its place."""
+        """Return the wrapped module and those in it; FSDP2 finds a sharded wrapper in its place."""
         stands_in = fsdp.is_unit(self)
         for name, module in self.module.named_modules(memo, prefix, remove_duplicate):
             yield name, self if stands_in and module is self.module else module

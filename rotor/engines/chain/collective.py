@@ -224,7 +224,7 @@ def plan_once(
     *,
     plain_tail: bool,
 ) -> Plan:
-    """The plan of the first rank, on all of them.
+    """Return the plan of the first rank, on all of them.
 
     Parameters
     ----------
@@ -237,7 +237,7 @@ def plan_once(
     chain, inspection
         What is planned, the same on all ranks.
     plain_tail
-        Whether plain autograd may run the last stages.
+        True if plain autograd may run the last stages.
 
     Raises
     ------

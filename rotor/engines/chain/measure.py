@@ -70,13 +70,13 @@ class StageMeasure:
     flags
         Which tensors of the output require gradients.
     uses_rng
-        Whether a forward draws random numbers.
+        True if a forward draws random numbers.
     buffer_bytes
         The buffers that a forward changes, and tensors in other state that it depends on.
     varies
-        Whether two runs from the same state gave different bits.
+        True if two runs from the same state gave different bits.
     leaves
-        Whether values in the graph leave the stage, or come into it, beside its output and input;
+        True if values in the graph leave the stage, or come into it, beside its output and input;
         or the stage takes an output that others take too, whose gradients add up in their order.
     """
 
@@ -167,18 +167,18 @@ class Inspection:
         rng: bool = True,
         gradients: Sequence[int] | None = None,
     ) -> Chain:
-        """The cost model of these stages.
+        """Return the cost model of these stages.
 
         Parameters
         ----------
         loss_tmp_bytes
             Peak of the loss above the level at its start, less the output's gradient.
         hold_output
-            Whether the caller holds the output.
+            True if the caller holds the output.
         missing
             For each stage, which of its parameters have no gradient yet.
         rng
-            Whether random states are preserved: on the CPU one is held while a stage runs that
+            True if random states are preserved: on the CPU one is held while a stage runs that
             will be recomputed, and two when it has run.
         gradients
             Bytes of the gradients that each stage leaves, where they are not those of `missing`.
@@ -209,7 +209,7 @@ class Inspection:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The measures as plain data, for JSON."""
+        """Return the measures as plain data, for JSON."""
         return {
             "format": "rotor.inspection",
             "version": 1,
@@ -236,7 +236,7 @@ class Measuring:
     observations
         Each stage as it was observed.
     hold_output
-        Whether the caller holds the output.
+        True if the caller holds the output.
     """
 
     run_class = Run
@@ -372,7 +372,7 @@ class Measuring:
         return output_bytes, arriving, gradient, parameters
 
     def _give_gradient(self, i: int, mark: Callable[[str], object]) -> Any:
-        """A gradient of ones for the output of stage i; returns an output that the caller holds.
+        """Return a gradient of ones for the output of stage i; returns an output that the caller holds.
 
         A captured loss consumes the output, so that what the last Fe keeps is without it.
         """
@@ -391,12 +391,12 @@ class Measuring:
         """What has to be there before stage i runs, and is not counted as its own."""
 
     def gradient_bytes(self, i: int, found: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
-        """The bytes of what `back` returned, one for each parameter."""
+        """Return the bytes of what `back` returned, one for each parameter."""
         del i
         return tuple(_bytes([g], self.device) for g in found)
 
     def is_enough(self, count: int, is_stable: bool, spent_ns: int) -> bool:
-        """Whether a stage's times are known: `count` rounds in `spent_ns`, which `is_stable`."""
+        """Return whether a stage's times are known: `count` rounds in `spent_ns`, which `is_stable`."""
         if timing.is_single():
             return True
         return count >= _MIN_REPEATS and (is_stable or spent_ns > _SECONDS_PER_STAGE * 1e9)

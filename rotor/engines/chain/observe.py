@@ -52,7 +52,7 @@ class Observation:
     flags
         Which tensors of the output require gradients.
     uses_rng
-        Whether a forward draws random numbers of PyTorch's own generators.
+        True if a forward draws random numbers of PyTorch's own generators.
     mutable_buffers
         Buffers that a forward changes.
     changes
@@ -62,11 +62,11 @@ class Observation:
     reads
         Earliest stage whose graph the stage reads beside its input; its own index where none.
     passes_output
-        Whether such a value was made of the output, or is the output.
+        True if such a value was made of the output, or is the output.
     is_fed
-        Whether the stage reads a value in the graph that no stage made.
+        True if the stage reads a value in the graph that no stage made.
     repeats
-        Whether two runs gave the same bits.
+        True if two runs gave the same bits.
     """
 
     flags: Flags
@@ -145,7 +145,7 @@ class _Mark:
 
 
 def _accumulator(parameter: torch.Tensor) -> Any:
-    """The node that adds up the gradient of a leaf."""
+    """Return the node that adds up the gradient of a leaf."""
     with torch.enable_grad():
         node: Any = parameter.view_as(parameter).grad_fn
         return node.next_functions[0][0]
@@ -179,7 +179,7 @@ class _Leaves:
         self._marks.append(weakref.ref(mark))
 
     def are_alive(self) -> bool:
-        """Whether a graph ends in one of them; only when the output has been dropped."""
+        """Return whether a graph ends in one of them; only when the output has been dropped."""
         self._nodes.clear()
         if not self._any():
             return False
@@ -205,7 +205,7 @@ class _Ends:
                 self._marks.append(weakref.ref(tensor))
 
     def are_alive(self) -> bool:
-        """Whether something goes on from there."""
+        """Return whether something goes on from there."""
         return any(ref() is not None for ref in self._marks)
 
 
@@ -418,7 +418,7 @@ class Observer:
     def _same_gradients(
         self, stage: Stage, x: Any, flags: Flags, watch: Watch, states: Any
     ) -> bool:
-        """Whether gradients of two more runs are equal, or differ for one run as well."""
+        """Return whether gradients of two more runs are equal, or differ for one run as well."""
         after = Saved(watch.changed())
         rng = self._rng.read()
 
@@ -453,7 +453,7 @@ class Observer:
             self._rng.write(rng)
 
     def _origins(self, foreign: Sequence[torch.Tensor], i: int) -> tuple[int, bool]:
-        """The earliest stage that these leaves belong to, and whether one belongs to none."""
+        """Return the earliest stage that these leaves belong to, and whether one belongs to none."""
         makers = {id(leaf): k for ref, k in self._makers if (leaf := ref()) is not None}
         origins = [makers.get(id(t), self._owners.get(id(t))) for t in foreign]
         known = [k for k in origins if k is not None and k < i]

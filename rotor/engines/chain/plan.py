@@ -106,11 +106,11 @@ def executor_bytes(
     inspection
         The measured stages.
     runs
-        How often each of them runs forward.
+        Number of times that each of them runs forward.
     rng
-        Whether random states are preserved.
+        True if random states are preserved.
     verified
-        Whether recomputed values are compared, in some steps.
+        True if recomputed values are compared, in some steps.
     """
     measures = list(zip(inspection.measures, runs, strict=True))
     recomputed = [m for m, count in measures if count > 1]
@@ -134,7 +134,7 @@ def _most_compared(inspection: Inspection) -> int:
 
 
 def loss_reserve(inspection: Inspection, given_bytes: int) -> int:
-    """The loss's temporary: as captured, as given, or 4 x the output with its gradient."""
+    """Return the loss's temporary: as captured, as given, or 4 x the output with its gradient."""
     if inspection.loss_peak_bytes is not None:
         return inspection.loss_peak_bytes - inspection.output_grad_bytes
     if given_bytes:
@@ -143,7 +143,7 @@ def loss_reserve(inspection: Inspection, given_bytes: int) -> int:
 
 
 def kept_stages(inspection: Inspection) -> str:
-    """A part of a sentence that names the stages which are never recomputed, with a reason."""
+    """Return a part of a sentence that names the stages which are never recomputed, with a reason."""
     if not inspection.reasons:
         return ""
     i, reason = next(iter(inspection.reasons.items()))
@@ -168,7 +168,7 @@ def make_chain_plan(
     plain_tail: bool = True,
     verify: str | int = "off",
 ) -> Plan:
-    """The best schedule of the algorithm under a limit.
+    """Return the best schedule of the algorithm under a limit.
 
     Parameters
     ----------
@@ -181,13 +181,13 @@ def make_chain_plan(
     reserve_bytes
         Set aside beside what is predicted.
     rng
-        Whether random states are preserved.
+        True if random states are preserved.
     progress
         Called as ``progress(done, total)`` during a long computation.
     collective_bytes
         Kept beside all that the chain and the executor need, by collectives for instance.
     plain_tail
-        Whether plain autograd may run the last stages.
+        True if plain autograd may run the last stages.
     verify
         The steps in which recomputed values are compared.
 

@@ -67,7 +67,7 @@ def with_other_input(
 
 
 def _cut_after(found: Inspection, name: str) -> int | None:
-    """The number of stages that end with a function; ``None`` where it is within one."""
+    """Return the number of stages that end with a function; ``None`` where it is within one."""
     for i, stage in enumerate(found.stages[:-1]):
         if stage.names[-1] == name:
             return i + 1

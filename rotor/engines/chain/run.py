@@ -271,7 +271,7 @@ class Run:
         i
             The stage; `gradient` belongs to its output.
         need_x
-            Whether the gradient of the stage's input is wanted.
+            True if the gradient of the stage's input is wanted.
         needs
             Which parameters' gradients are wanted.
 
@@ -323,7 +323,7 @@ class Run:
     # -- a whole step
 
     def forward(self) -> None:
-        """The operations before the loss, those of the tail left out."""
+        """Return the operations before the loss, those of the tail left out."""
         with torch.no_grad():
             for kind, i in self.schedule.forward:
                 self.do(kind, i)
@@ -341,7 +341,7 @@ class Run:
         return self.hand_over(token)
 
     def hand_over(self, token: torch.Tensor) -> Any:
-        """The input of the tail, in the graph after `token`; the run does not hold it any more."""
+        """Return the input of the tail, in the graph after `token`; the run does not hold it any more."""
         tail = self.schedule.tail
         outputs = _apply_boundary(self, token)
         value = with_tensors(self.x[tail], outputs)
@@ -349,7 +349,7 @@ class Run:
         return value
 
     def splits_backward(self) -> bool:
-        """Whether the backward that runs now leaves parameters' gradients to another one."""
+        """Return whether the backward that runs now leaves parameters' gradients to another one."""
         return core.splits_backward(p for stage in self.parameters for p in stage)
 
     def take_gradient(self, gradient: list[torch.Tensor | None]) -> None:
@@ -409,7 +409,7 @@ class Run:
             self.do(kind, k)
 
     def is_done(self) -> bool:
-        """Whether the backward has come to its end."""
+        """Return whether the backward has come to its end."""
         return self.next < self.lowest
 
     def release(self) -> None:

@@ -36,7 +36,7 @@ class Schedule:
     segments
         For each stage between head and tail, what its backward does: operations up to its own B.
     runs
-        How often each stage runs forward.
+        Number of times that each stage runs forward.
     recomputed
         The stages that run more than once.
 

@@ -54,7 +54,7 @@ class ShardedStage(Stage):
         self._owners = [sharding.owner(slot) for slot in self._parameter_slots]
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that require a gradient now, sharded ones as shards, once each."""
+        """Return the parameters that require a gradient now, sharded ones as shards, once each."""
         found: dict[int, nn.Parameter] = {}
         for owner, (slots, name) in zip(self._owners, self._parameter_slots, strict=True):
             parameter = slots.get(name) if owner is None else owner.shard
@@ -63,7 +63,7 @@ class ShardedStage(Stage):
         return list(found.values())
 
     def graph_leaves(self) -> list[nn.Parameter]:
-        """The parameters that its graph can end in: whole ones, once they were gathered."""
+        """Return the parameters that its graph can end in: whole ones, once they were gathered."""
         found: dict[int, nn.Parameter] = {}
         for owner, (slots, name) in zip(self._owners, self._parameter_slots, strict=True):
             parameter = slots.get(name) if owner is None else owner.whole
@@ -72,7 +72,7 @@ class ShardedStage(Stage):
         return list(found.values())
 
     def on_any_rank(self, flag: bool) -> bool:
-        """Whether a flag holds on any rank; a collective operation."""
+        """Return whether a flag holds on any rank; a collective operation."""
         return any(other for (other,) in self._sharding.ranks.exchange_ints(flag))
 
     def owners(self) -> list[fsdp.ShardedParameter | None]:
@@ -85,7 +85,7 @@ class ShardedStage(Stage):
         return [owner for owner in self._owners if owner is not None]
 
     def current_parameters(self) -> list[Any]:
-        """The shards of the parameters, which stay what they are while whole ones come and go."""
+        """Return the shards of the parameters, which stay what they are while whole ones come and go."""
         return [
             slots.get(name) if owner is None else owner.shard
             for owner, (slots, name) in zip(self._owners, self._parameter_slots, strict=True)
@@ -169,7 +169,7 @@ class Sharding:
         return self._owners.get((id(slot[0]), slot[1]))
 
     def stages(self, stages: Iterable[Stage]) -> list[Stage]:
-        """The stages, as stages of a sharded model.
+        """Return the stages, as stages of a sharded model.
 
         Raises
         ------
@@ -189,7 +189,7 @@ class Sharding:
         return list(found)
 
     def outer(self, stages: Sequence[Stage]) -> list[fsdp.Unit]:
-        """The units around the stages: gathered before the first, and until the last backward."""
+        """Return the units around the stages: gathered before the first, and until the last backward."""
         inside = {id(u) for stage in stages for u in getattr(stage, "units", ())}
         return [unit for unit in self.units if id(unit) not in inside]
 
@@ -231,7 +231,7 @@ class Sharding:
         return tuple(required), (*absent, *(unit.reduces for unit in self.units))
 
     def lacking_gradient(self, flags: Sequence[bool]) -> set[int]:
-        """The ids of the parameters that had no gradient, by the second of `parameter_flags`."""
+        """Return the ids of the parameters that had no gradient, by the second of `parameter_flags`."""
         parameters = [p.shard for p in self._mine]
         parameters += [slots[name] for slots, name in self._plain]
         return {id(p) for p, absent in zip(parameters, flags, strict=False) if absent}
@@ -321,7 +321,7 @@ class Sharding:
 
 
 def _group_of(units: Sequence[fsdp.Unit]) -> Any:
-    """The process group of all ranks that take part in the collectives of these units."""
+    """Return the process group of all ranks that take part in the collectives of these units."""
     meshes = [unit.mesh for unit in units if unit.mesh is not None]
     if not meshes:
         return None

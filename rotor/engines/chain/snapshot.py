@@ -67,7 +67,7 @@ class Snapshot:
         ]
 
     def finish(self) -> None:
-        """The first forward is over: keep only what it changed.
+        """Return the first forward is over: keep only what it changed.
 
         Raises
         ------

@@ -78,7 +78,7 @@ class Stage:
                         yield module
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that require a gradient now, once each."""
+        """Return the parameters that require a gradient now, once each."""
         found = {}
         for slots, name in self._parameter_slots:
             parameter = slots.get(name)
@@ -87,11 +87,11 @@ class Stage:
         return list(found.values())
 
     def graph_leaves(self) -> list[nn.Parameter]:
-        """The parameters that its graph can end in."""
+        """Return the parameters that its graph can end in."""
         return self.parameters()
 
     def on_any_rank(self, flag: bool) -> bool:
-        """Whether a flag holds on any rank that runs this stage together with others."""
+        """Return whether a flag holds on any rank that runs this stage together with others."""
         return flag
 
     def current_parameters(self) -> list[Any]:
@@ -107,7 +107,7 @@ class Stage:
 
 
 def is_plain_sequential(module: Any) -> bool:
-    """Whether calling `module` does nothing but call its children in a row."""
+    """Return whether calling `module` does nothing but call its children in a row."""
     return (
         isinstance(module, nn.Sequential)
         and type(module).forward is nn.Sequential.forward

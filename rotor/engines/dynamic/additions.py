@@ -24,14 +24,14 @@ class Additions:
     leaves
         The tensors whose gradients are asked for.
     waits
-        Whether gradients are kept until `finish`, or `add`.
+        True if gradients are kept until `finish`, or `add`.
     prepare
         Called with a gradient before it is kept.
 
     Attributes
     ----------
     added
-        How many gradients were.
+        Number of gradients were.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Additions:
 
     @property
     def is_holding(self) -> bool:
-        """Whether gradients wait to be added."""
+        """True if gradients wait to be added."""
         return bool(self._held)
 
     def __enter__(self) -> Self:

@@ -86,7 +86,7 @@ class DynamicPlan(Metered):
     kept
         Operators whose results are not evicted, as they came out otherwise when they ran again.
     steps, latest
-        How many steps ended, and figures of the last ones.
+        Number of steps ended, and figures of the last ones.
     """
 
     kind: ClassVar[str] = "dynamic"
@@ -174,7 +174,7 @@ class DynamicPlan(Metered):
         return step.peak_bytes - self.limit_bytes
 
     def step(self, module: nn.Module, *, is_trial: bool = False) -> BudgetedStep:
-        """A step of a module, about to begin; of a trial nothing is left in the end."""
+        """Return a step of a module, about to begin; of a trial nothing is left in the end."""
         level = _level(self.device)
 
         def began(step: BudgetedStep) -> None:

@@ -191,7 +191,7 @@ class BudgetedStep:
         self._asked = [*mine, *(leaf for key, leaf in leaves.items() if key not in known)]
 
     def take_outputs(self) -> list[torch.Tensor]:
-        """The outputs as tensors outside the inner graph, on the same storages; given once."""
+        """Return the outputs as tensors outside the inner graph, on the same storages; given once."""
         outputs, self._outputs = self._outputs, []
         return [tensor.detach() for tensor in outputs]
 
@@ -318,12 +318,12 @@ class BudgetedStep:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is kept any more."""
+        """True if nothing is kept any more."""
         return self._ended is None
 
     @property
     def is_crowded(self) -> bool:
-        """Whether another step waits for its backward."""
+        """True if another step waits for its backward."""
         return any(step is not self for step in _paused)
 
     def undo(self) -> None:
@@ -530,7 +530,7 @@ def _own_inputs(value: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], Any
 
 
 def _returned(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a model returns."""
+    """Return the tensors in what a model returns."""
     found: dict[int, torch.Tensor] = {}
     replaced(value, {}, found)
     yield from found.values()
@@ -539,7 +539,7 @@ def _returned(value: Any) -> Iterator[torch.Tensor]:
 def replaced(
     value: Any, given: dict[int, torch.Tensor], found: dict[int, torch.Tensor] | None = None
 ) -> Any:
-    """The value with tensors replaced; objects that hold one are copied.
+    """Return the value with tensors replaced; objects that hold one are copied.
 
     Parameters
     ----------
@@ -587,7 +587,7 @@ def _replaced(
 
 
 def _leaves(roots: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The leaves that a graph accumulates gradients of."""
+    """Return the leaves that a graph accumulates gradients of."""
     seen = set(roots)
     waiting = list(roots)
     while waiting:

@@ -21,7 +21,7 @@ __all__ = ["check_arguments", "described", "run_once", "takes_targets"]
 
 
 def takes_targets(module: nn.Module) -> bool:
-    """Whether a model's own forward has an argument called ``targets``."""
+    """Return whether a model's own forward has an argument called ``targets``."""
     parameters = inspect.signature(module.forward).parameters
     return "targets" in parameters or any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
@@ -79,7 +79,7 @@ def layout_of(tensor: torch.Tensor) -> Any:
 
 
 def described(leaf: Any) -> Any:
-    """A leaf of the arguments as a plan's key tells it apart."""
+    """Return a leaf of the arguments as a plan's key tells it apart."""
     if isinstance(leaf, torch.Tensor):
         return (leaf.shape, layout_of(leaf), leaf.dtype, leaf.device, leaf.requires_grad)
     if isinstance(leaf, bool | int | float | str | types.NoneType | torch.dtype | torch.device):

@@ -42,7 +42,7 @@ class Captured:
     emitted
         The functions that the next call runs; ``None`` before there is a program.
     saved
-        How many primals stand before the token among the backward's inputs.
+        Number of primals stand before the token among the backward's inputs.
     reached
         For each gradient, the tangents it is computed from.
     """
@@ -73,7 +73,7 @@ class Unplanned(Exception):
 def _stub(
     module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[Any]
 ) -> fx.GraphModule:
-    """A graph of the right inputs and outputs that is never run."""
+    """Return a graph of the right inputs and outputs that is never run."""
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -307,7 +307,7 @@ def _reason(error: BaseException) -> str:
 
 
 def fresh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function on a code object of its own, so that captures do not share dynamo's cache."""
+    """Return the function on a code object of its own, so that captures do not share dynamo's cache."""
     assert isinstance(function, types.FunctionType)
     copy = types.FunctionType(
         function.__code__.replace(),

@@ -174,7 +174,7 @@ class EarlyCode:
     groups
         The primals whose gradients are there at each stop.
     gradients
-        How many the call has.
+        Number of the call has.
     prover
         What may raise after gradients have left.
     """
@@ -237,7 +237,7 @@ class EarlyCode:
         return self.emitted.forward(args)
 
     def backward(self, args: list[Any]) -> tuple[torch.Tensor | None, ...]:
-        """All gradients in the end, where no node of ours waits for them."""
+        """Return all gradients in the end, where no node of ours waits for them."""
         given: dict[int, torch.Tensor | None] = {}
         begin: Callable[..., Generator[None, None, None]] = self.emitted.backward
         for _ in begin(args, given):
@@ -315,7 +315,7 @@ class Delivery:
 
     @property
     def is_proved(self) -> bool:
-        """Whether the backward may find that gradients were made from wrong values."""
+        """True if the backward may find that gradients were made from wrong values."""
         return self._code.prover is not None
 
     def remember(self, owners: Sequence[torch.Tensor]) -> None:

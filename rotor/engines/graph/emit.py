@@ -52,7 +52,7 @@ class StepCode(Protocol):
         """Outputs, saved primals and the token, from the list of primals, which is emptied."""
 
     def backward(self, args: list[Any]) -> Any:
-        """The gradients, from the list of saved primals, token and tangents, which is emptied."""
+        """Return the gradients, from the list of saved primals, token and tangents, which is emptied."""
 
     def prepare(self) -> None:
         """Do what must be done before a step is metered."""
@@ -144,7 +144,7 @@ class _Writer:
         return f"{self.constant(core.callable_of(target))}({', '.join(arguments)})"
 
     def reference(self, node: fx.Node) -> str:
-        """The variable of a node; views are made here when they are not there."""
+        """Return the variable of a node; views are made here when they are not there."""
         value = self.lowered.values[node]
         if value.kind == "input":
             if node.op == "get_attr":
@@ -345,7 +345,7 @@ def emit(
     groups: Sequence[tuple[int, Sequence[int]]] = (),
     prover: Prover | None = None,
 ) -> Emitted:
-    """The functions that run a program.
+    """Return the functions that run a program.
 
     Parameters
     ----------
@@ -489,7 +489,7 @@ def _device(task: Task) -> torch.device:
 def _stored(
     lowered: Lowered, ops: Sequence[int], boundary: int, kept: Sequence[set[int]]
 ) -> dict[int, str]:
-    """The storages that the forward leaves to the backward, and the variables that hold them."""
+    """Return the storages that the forward leaves to the backward, and the variables that hold them."""
     made: dict[int, str] = {}
     for position in range(boundary):
         index = ops[position]

@@ -116,7 +116,7 @@ class Machine:
 
     @classmethod
     def measure(cls, device: torch.device | str = "cpu", name: str | None = None) -> Self:
-        """The figures of a device of this machine, in about a second.
+        """Return the figures of a device of this machine, in about a second.
 
         Parameters
         ----------
@@ -164,7 +164,7 @@ class Machine:
         moved_bytes
             What it reads and writes, bytes.
         low_precision
-            Whether it computes in a type of two bytes or less.
+            True if it computes in a type of two bytes or less.
         """
         speed = self.flops_per_second
         if low_precision and self.low_precision_flops_per_second is not None:
@@ -176,12 +176,12 @@ class Machine:
         return rounded_as(self.device, nbytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The machine as plain data, for JSON."""
+        """Return the machine as plain data, for JSON."""
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """The machine that `to_dict` wrote.
+        """Return the machine that `to_dict` wrote.
 
         Raises
         ------
@@ -195,12 +195,12 @@ class Machine:
             raise ValueError(f"malformed machine: {error}") from error
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The machine as JSON text; also written to `path` when one is given."""
+        """Return the machine as JSON text; also written to `path` when one is given."""
         return write_json(self.to_dict(), path)
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> Self:
-        """A machine from JSON text, or from the file at a path.
+        """Return a machine from JSON text, or from the file at a path.
 
         Raises
         ------
@@ -233,7 +233,7 @@ def rounded_as(device_type: str, nbytes: int) -> int:
 
 
 def made_bytes(lowered: Lowered, task: Task, device_type: str) -> tuple[int, ...]:
-    """The storages that an operation makes, as an allocator of a device of this type counts."""
+    """Return the storages that an operation makes, as an allocator of a device of this type counts."""
     sizes = []
     for path in task.made:
         if task.node is None:
@@ -247,7 +247,7 @@ def made_bytes(lowered: Lowered, task: Task, device_type: str) -> tuple[int, ...
 
 
 def estimate(lowered: Lowered, machine: Machine) -> list[Cost]:
-    """The cost of every operation on a machine; the loss's is zero.
+    """Return the cost of every operation on a machine; the loss's is zero.
 
     Parameters
     ----------
@@ -260,7 +260,7 @@ def estimate(lowered: Lowered, machine: Machine) -> list[Cost]:
 
 
 def estimated(lowered: Lowered, task: Task, machine: Machine) -> Cost:
-    """The cost of one operation on a machine."""
+    """Return the cost of one operation on a machine."""
     made = made_bytes(lowered, task, machine.device)
     if task.node is None:
         return Cost(0, 0, made)

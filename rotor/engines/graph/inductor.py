@@ -70,7 +70,7 @@ class Attempt:
     predicted_bytes, measured_bytes
         Its peak by the simulator, and in a training step.
     kept_apart
-        Whether operations that only read the same were not fused.
+        True if operations that only read the same were not fused.
     """
 
     target_bytes: int
@@ -95,7 +95,7 @@ class _Builder:
         self.on: dict[int, list[fx.Node]] = {}
 
     def input(self, kind: str, which: Any, name: str, value: Any) -> fx.Node:
-        """An input of the graph: a "primal", a "tangent", or what the forward "kept"."""
+        """Return an input of the graph: a "primal", a "tangent", or what the forward "kept"."""
         found = self.inputs.get((kind, which))
         if found is None:
             with self.graph.inserting_before(None):
@@ -148,7 +148,7 @@ class _Builder:
         return made
 
     def laid_out(self, made: fx.Node, task: Task, path: tuple[int, ...]) -> fx.Node:
-        """The result of a task; what library kernels read is given the strides of the capture.
+        """Return the result of a task; what library kernels read is given the strides of the capture.
 
         Where Inductor chose them, they would depend on what runs beside, and with them the order in
         which a matrix product adds.
@@ -184,7 +184,7 @@ class _Builder:
                     self.views.pop(view, None)
 
     def finish(self, outputs: Sequence[Any], kept: Sequence[Key] = ()) -> fx.GraphModule:
-        """The graph that returns nodes of the joint graph, or constants, and what is kept."""
+        """Return the graph that returns nodes of the joint graph, or constants, and what is kept."""
         returned = self.graph.output(
             (
                 *(self.reference(o) if isinstance(o, fx.Node) else o for o in outputs),
@@ -208,7 +208,7 @@ def _at(node: fx.Node, path: tuple[int, ...]) -> Any:
 
 
 def _is_operand(node: fx.Node) -> bool:
-    """Whether a kernel of a library reads a node's result, or a view of it."""
+    """Return whether a kernel of a library reads a node's result, or a view of it."""
     waiting, seen = [node], {node}
     while waiting:
         for user in waiting.pop().users:
@@ -356,7 +356,7 @@ class InductorCode:
             self._done[index] += 1
 
     def _cut(self, ops: Sequence[int], kept: Sequence[set[int]]) -> list[_Segment]:
-        """The backward, cut where gradients are handed over; the last gives all others."""
+        """Return the backward, cut where gradients are handed over; the last gives all others."""
         segments: list[_Segment] = []
         rest = dict.fromkeys(range(len(self.lowered.gradients)))
         begin = 0
@@ -471,7 +471,7 @@ class InductorCode:
         return (*results, *saved, token)
 
     def backward(self, args: list[Any]) -> Any:
-        """The gradients, from the list of saved primals, token and tangents, which is emptied."""
+        """Return the gradients, from the list of saved primals, token and tangents, which is emptied."""
         known = self._known(args)
         (segment,) = self._segments
         return tuple(segment(known))
@@ -536,7 +536,7 @@ class Inductor:
     _codes: dict[tuple[tuple[int, ...], int], StepCode] = field(default_factory=dict)
 
     def code(self, ops: Sequence[int]) -> StepCode:
-        """The functions of a program: those that are there already, or new ones."""
+        """Return the functions of a program: those that are there already, or new ones."""
         key = (tuple(int(index) for index in ops), self.apart)
         if key not in self._codes:
             code = InductorCode(self.lowered, *key)

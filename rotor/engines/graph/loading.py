@@ -15,7 +15,7 @@ __all__ = ["loaded_plan"]
 def loaded_plan(
     step: CapturedStep, source: Program | str | os.PathLike[str], limit_bytes: int
 ) -> GraphPlan:
-    """The plan that runs a saved program.
+    """Return the plan that runs a saved program.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def loaded_plan(
 
 
 def _difference(saved: Graph, here: Graph) -> str:
-    """The first difference of two graphs, times and workspaces aside; empty where there is none."""
+    """Return the first difference of two graphs, times and workspaces aside; empty where there is none."""
     if len(saved) != len(here):
         return f"it has {len(saved)} operations, the model has {len(here)}"
     if len(saved.storages) != len(here.storages):

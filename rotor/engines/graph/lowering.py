@@ -69,9 +69,9 @@ class Task:
     made
         The storages it makes, by the path of the output tensor that is their root.
     random
-        Whether it draws random numbers.
+        True if it draws random numbers.
     once
-        Whether it must not run a second time.
+        True if it must not run a second time.
     module
         The path of the module that it belongs to.
     gradients
@@ -114,7 +114,7 @@ class Lowered:
     unrepeatable
         Tasks that gave other bits when they ran again, or may.
     draws_once
-        Whether what draws random numbers runs once, as nothing puts the generator's state back.
+        True if what draws random numbers runs once, as nothing puts the generator's state back.
     """
 
     tasks: list[Task]
@@ -179,7 +179,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _drops_nothing(node: fx.Node) -> bool:
-    """Whether it is an operation that draws numbers for dropout only, with none to drop."""
+    """Return whether it is an operation that draws numbers for dropout only, with none to drop."""
     names = [argument.name for argument in core.schema_arguments(node.target)]
     if "dropout_p" not in names:
         return False
@@ -381,7 +381,7 @@ def _unique(items: Iterable[int]) -> list[int]:
 
 
 def _closure(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and everything that they are computed from."""
+    """Return the nodes and everything that they are computed from."""
     found: set[fx.Node] = set()
     waiting = list(nodes)
     while waiting:
@@ -419,14 +419,14 @@ def _refuse_sizes_of_data(module: fx.GraphModule) -> None:
 
 
 def lower(module: fx.GraphModule, num_outputs: int) -> Lowered:
-    """The operations and storages of a joint graph.
+    """Return the operations and storages of a joint graph.
 
     Parameters
     ----------
     module
         AOTAutograd's joint graph; every node carries the fake tensors it gives.
     num_outputs
-        How many of what it returns belong to the forward; the rest are gradients.
+        Number of of what it returns belong to the forward; the rest are gradients.
 
     Raises
     ------

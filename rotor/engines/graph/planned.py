@@ -55,7 +55,7 @@ class CapturedStep:
     Attributes
     ----------
     loss_captured
-        Whether the loss is among the operations.
+        True if the loss is among the operations.
     planned_for
         The type of the device that the costs are of, where that is another.
     owners
@@ -63,7 +63,7 @@ class CapturedStep:
     existing
         The gradients that exist when the step begins: new ones are added to them.
     verifies
-        Whether there are steps in which recomputed values are compared.
+        True if there are steps in which recomputed values are compared.
     inductor
         What compiles its programs; ``None`` where they are emitted as Python.
     """
@@ -120,18 +120,18 @@ class CapturedStep:
 
     @property
     def hands_over(self) -> bool:
-        """Whether gradients leave before the backward ends, to be added to existing ones."""
+        """True if gradients leave before the backward ends, to be added to existing ones."""
         return any(task.gradients for task in self.lowered.tasks)
 
     def code(self, ops: list[int]) -> StepCode:
-        """The functions that run a program."""
+        """Return the functions that run a program."""
         if self.inductor is not None:
             return self.inductor.code(ops)
         return EarlyCode.of(self.lowered, ops) if self.hands_over else emit(self.lowered, ops)
 
     @property
     def several_tangents(self) -> bool:
-        """Whether some outputs may be without a gradient while others have one."""
+        """True if some outputs may be without a gradient while others have one."""
         return len(self.lowered.output_of_tangent) > 1
 
     @property
@@ -311,7 +311,7 @@ class GraphPlan(Metered):
         return tally
 
     def _verified_code(self) -> tuple[StepCode, Prover]:
-        """The program with comparisons; gradients are held back to its end where there is room."""
+        """Return the program with comparisons; gradients are held back to its end where there is room."""
         lowered, ops = self.step.lowered, self.program.ops.tolist()
         whole = self.step.captured.lowered
         if self.step.hands_over:
@@ -331,7 +331,7 @@ class GraphPlan(Metered):
         keep_from_now_on(self.step.captured.lowered, tasks)
 
     def _early_code(self, code: StepCode, spread: bool) -> EarlyCode | None:
-        """The code that gives gradients early; ``None`` where none do, or it cannot be cut."""
+        """Return the code that gives gradients early; ``None`` where none do, or it cannot be cut."""
         step = self.step
         if step.owners is None:
             return None
@@ -360,7 +360,7 @@ class GraphPlan(Metered):
         arguments
             Of the call, nested.
         spread
-            Whether somebody waits for new gradients too.
+            True if somebody waits for new gradients too.
         tally
             See `install`.
 
@@ -384,7 +384,7 @@ class GraphPlan(Metered):
 
 
 def build_graph(lowered: Lowered, costs: list[Cost], loss_bytes: int) -> Graph:
-    """The cost model of captured operations, with a loss that needs `loss_bytes` of workspace."""
+    """Return the cost model of captured operations, with a loss that needs `loss_bytes` of workspace."""
     operations = []
     for index, (task, cost) in enumerate(zip(lowered.tasks, costs, strict=True)):
         operations.append(
@@ -423,7 +423,7 @@ def make_graph_plan(
     progress: Any = None,
     solve: Callable[..., Program] | None = None,
 ) -> GraphPlan:
-    """The fastest program found under a limit.
+    """Return the fastest program found under a limit.
 
     `solve` is called as `search`, which plans by default.
 

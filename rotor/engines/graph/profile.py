@@ -68,7 +68,7 @@ _HERE = "device"
 
 
 def _described(value: Any, device: torch.device) -> Any:
-    """An argument as it tells operations apart: layouts of tensors, constants as they are.
+    """Return an argument as it tells operations apart: layouts of tensors, constants as they are.
 
     The device of the step goes without its name: profiles are kept by device.
     """
@@ -117,7 +117,7 @@ def keys_of(lowered: Lowered, device: torch.device) -> list[str]:
 
 
 def cost_of_row(row: Sequence[int] | None, made: int) -> Cost | None:
-    """The cost that a row of a table holds for an operation that makes so many storages.
+    """Return the cost that a row of a table holds for an operation that makes so many storages.
 
     Rows of earlier versions end before the flags: nothing was tested then.
     """
@@ -149,7 +149,7 @@ class _Arguments:
         self._depth = 0
 
     def of(self, task: Task) -> tuple[Any, Any, Any]:
-        """The function, its arguments by position and by name."""
+        """Return the function, its arguments by position and by name."""
         assert task.node is not None
         return (
             core.callable_of(task.node.target),
@@ -229,7 +229,7 @@ def profile(
     *,
     progress: Callable[[int, int], object] | None = None,
 ) -> list[Cost]:
-    """The cost of every operation; the loss's is zero.
+    """Return the cost of every operation; the loss's is zero.
 
     Parameters
     ----------
@@ -346,7 +346,7 @@ def _sizes(task: Task, result: Any, given: Any, planned: list[int]) -> list[int]
 
 
 def _estimated_ns(task: Task) -> int:
-    """A time by the bytes that are read and made, for operations that cannot run alone."""
+    """Return a time by the bytes that are read and made, for operations that cannot run alone."""
     assert task.node is not None
     nodes = [*task.node.all_input_nodes, task.node]
     tensors = [

@@ -84,7 +84,7 @@ class Profile:
         return f"{name}, PyTorch {version}, {threads} threads, {len(self.entries)} operations"
 
     def to_dict(self) -> dict[str, Any]:
-        """The profile as plain data, for JSON."""
+        """Return the profile as plain data, for JSON."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -96,7 +96,7 @@ class Profile:
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """The profile that `to_dict` wrote.
+        """Return the profile that `to_dict` wrote.
 
         Raises
         ------
@@ -133,7 +133,7 @@ class Profile:
 
     @classmethod
     def load(cls, source: str | os.PathLike[str], *, machine: Machine | None = None) -> Self:
-        """A profile from JSON text, or from the file at a path.
+        """Return a profile from JSON text, or from the file at a path.
 
         Parameters
         ----------
@@ -151,7 +151,7 @@ class Profile:
         return found if machine is None else replace(found, machine=machine)
 
     def costs(self, lowered: Lowered, device: torch.device) -> list[Cost]:
-        """The cost of every operation of a step, as recorded; the loss's is zero.
+        """Return the cost of every operation of a step, as recorded; the loss's is zero.
 
         Parameters
         ----------
@@ -239,7 +239,7 @@ def save_profile(
 
 
 def source_of(given: Any) -> Source:
-    """A source of costs from what a caller gives: "measured", a machine, a profile or its path.
+    """Return a source of costs from what a caller gives: "measured", a machine, a profile or its path.
 
     Raises
     ------
@@ -270,7 +270,7 @@ def price(
     *,
     progress: Callable[[int, int], object] | None = None,
 ) -> list[Cost]:
-    """The cost of every operation, from wherever it comes; the loss's is zero.
+    """Return the cost of every operation, from wherever it comes; the loss's is zero.
 
     Operations that do not repeat are marked, so that no plan computes them again.
 

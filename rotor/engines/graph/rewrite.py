@@ -47,7 +47,7 @@ def split_convolutions(module: fx.GraphModule) -> int:
     Returns
     -------
     int
-        How many were split.
+        Number of were split.
     """
     count = 0
     for node in list(module.graph.nodes):

@@ -24,7 +24,7 @@ _SIMPLE = (bool, int, float, complex, str, type(None), torch.dtype, torch.device
 
 
 def candidates(model: nn.Module, sharding: Sharding) -> list[BlockStage]:
-    """The modules that could be blocks, outermost first.
+    """Return the modules that could be blocks, outermost first.
 
     A unit that holds several units of one type is what contains blocks, and no block.
 
@@ -156,7 +156,7 @@ class Calls:
 def _reaches_outside(
     outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], own: set[int]
 ) -> bool:
-    """Whether the graph of outputs leads to parameters that are neither inputs nor `own`."""
+    """Return whether the graph of outputs leads to parameters that are neither inputs nor `own`."""
     known = own | {id(t) for t in inputs}
     seen = {t.grad_fn for t in inputs if t.grad_fn is not None}
     waiting = [t.grad_fn for t in outputs if t.grad_fn is not None]

@@ -42,7 +42,7 @@ class BlockGraph:
     signature
         What the block was called with.
     is_held
-        Whether another block, called later, holds its outputs.
+        True if another block, called later, holds its outputs.
     """
 
     kind: Kind
@@ -211,7 +211,7 @@ def _obstacle(stage: BlockStage) -> str | None:
 def share_graphs(
     ranks: Ranks, graphs: Sequence[BlockGraph | None]
 ) -> list[tuple[BlockGraph | None, str]]:
-    """The graphs that all ranks have alike, with the programs of the first rank.
+    """Return the graphs that all ranks have alike, with the programs of the first rank.
 
     A collective operation.
 
@@ -247,7 +247,7 @@ def share_graphs(
 
 
 def _digest(kind: Kind) -> int:
-    """A number that stands for the operations of a graph, whatever the sizes."""
+    """Return a number that stands for the operations of a graph, whatever the sizes."""
     return digest(
         [
             (

@@ -76,7 +76,7 @@ class Block:
         return self.stage.name
 
     def open_options(self) -> list[Option]:
-        """The options; those of a graph that is lost are to compute the block again.
+        """Return the options; those of a graph that is lost are to compute the block again.
 
         All options of a block that does not repeat are to keep it.
         """
@@ -103,11 +103,11 @@ class Blocks:
     device
         Where the model runs.
     has_loss
-        Whether the loss was a part of what was measured.
+        True if the loss was a part of what was measured.
     outside
         Sharded modules that are not planned, and why.
     is_measured
-        Whether a training step, with the caller's loss, was metered.
+        True if a training step, with the caller's loss, was metered.
     """
 
     sites: list[Block]
@@ -121,11 +121,11 @@ class Blocks:
     wants_search: bool = False
 
     def options(self) -> list[list[Option]]:
-        """The options of each block."""
+        """Return the options of each block."""
         return [site.open_options() for site in self.sites]
 
     def describe_outside(self) -> str:
-        """The modules that are not planned, as part of a sentence."""
+        """Return the modules that are not planned, as part of a sentence."""
         if not self.outside:
             return ""
         described = "; ".join(f"{name}: {why}" for name, why in self.outside.items())
@@ -222,7 +222,7 @@ class BlocksPlan(PiecesPlan):
 
     @property
     def parts(self) -> str:
-        """How many blocks there are, and why some have no graph."""
+        """Number of blocks there are, and why some have no graph."""
         whole = {b.name: b.whole for b in self.blocks if b.whole and not b.kept.reason}
         described = "".join(f"; {name} whole: {reason}" for name, reason in whole.items())
         kept = {block.name: block.kept.reason for block in self.blocks if block.kept.reason}
@@ -454,7 +454,7 @@ def _options(
     rounds: list[_Round],
     backward_bytes: int,
 ) -> list[Option]:
-    """The options of block `k`; what it needs to be computed again is a part of the bases."""
+    """Return the options of block `k`; what it needs to be computed again is a part of the bases."""
 
     def time_ns(kind: str) -> int:
         return int(median(r.times.get(f"{kind} {k}", 0) for r in rounds))
@@ -515,7 +515,7 @@ def _joined(ranks: Ranks, mine: Blocks) -> Blocks:
 
 
 def most(found: Sequence[Bases]) -> Bases:
-    """The most of any of them."""
+    """Return the most of any of them."""
 
     def column(name: str) -> tuple[int, ...]:
         return tuple(map(max, zip(*(getattr(bases, name) for bases in found), strict=True)))
@@ -535,7 +535,7 @@ def make_blocks_plan(
     loss_tmp_bytes: int = 0,
     verify: str | int = "first",
 ) -> BlocksPlan:
-    """The fastest choice under the least limit of all ranks, made by the first of them.
+    """Return the fastest choice under the least limit of all ranks, made by the first of them.
 
     Parameters
     ----------

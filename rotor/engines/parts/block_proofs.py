@@ -36,9 +36,9 @@ class Kept:
     reason
         As part of a sentence; empty where it may run again.
     varies
-        Whether two runs of it gave different bits.
+        True if two runs of it gave different bits.
     has_state
-        Whether it changes state in Python, which a graph would not.
+        True if it changes state in Python, which a graph would not.
     """
 
     reason: str = ""
@@ -210,7 +210,7 @@ class BlocksProof(PartsTally):
             self._proof.again((k, j), tensor)
 
     def begin(self) -> None:
-        """A program has begun: `defer` is called when it has ended."""
+        """Return a program has begun: `defer` is called when it has ended."""
 
     def defer(self, prover: Prover, running: Running) -> None:
         """Have a program's values read at the end."""

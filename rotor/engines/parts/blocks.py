@@ -204,7 +204,7 @@ class BlockCall:
         self._outputs: list[torch.Tensor] = []
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """The block's output, in the graph of the caller."""
+        """Return the block's output, in the graph of the caller."""
         assert self._snapshot is not None
         with torch.no_grad():
             y = self._stage((self._forward, self._value))
@@ -231,7 +231,7 @@ class BlockCall:
         return with_tensors(y, _apply_out(self, token))
 
     def take_outputs(self) -> list[torch.Tensor]:
-        """The outputs, given once."""
+        """Return the outputs, given once."""
         outputs, self._outputs = self._outputs, []
         return outputs
 

@@ -114,7 +114,7 @@ class Kind:
         return self._variants[found]
 
     def emitted(self, number: int) -> StepCode:
-        """The functions of a program."""
+        """Return the functions of a program."""
         if number not in self._emitted:
             ops = self.programs[number].ops.tolist()
             hands_over = any(task.gradients for task in self.lowered.tasks)
@@ -217,7 +217,7 @@ class Kind:
         program
             Of this graph, with a loss that needs nothing.
         is_held
-            Whether others hold the outputs from the forward to the backward, so that keeping them
+            True if others hold the outputs from the forward to the backward, so that keeping them
             costs nothing more.
         """
         graph, ops = program.graph, program.ops.tolist()
@@ -260,7 +260,7 @@ class Kind:
 
     @property
     def reads_outputs(self) -> bool:
-        """Whether anything is computed from the outputs: they may then have to stay as they are."""
+        """True if anything is computed from the outputs: they may then have to stay as they are."""
         tasks = self.captured.lowered.tasks
         outputs = set(tasks[self.captured.lowered.loss].inputs)
         return any(outputs.intersection(task.inputs) for task in tasks if task.phase != "loss")
@@ -315,7 +315,7 @@ class Kind:
 
 
 def marked(emitted: Emitted, begins: Callable[[], object], ends: Callable[[], object]) -> Emitted:
-    """A program whose backward tells where it begins and ends."""
+    """Return a program whose backward tells where it begins and ends."""
 
     def backward(args: list[Any]) -> Any:
         begins()
@@ -374,7 +374,7 @@ class Captures:
     def kind_of(
         self, path: str, module: nn.Module, signature: Any, args: Any, kwargs: Any
     ) -> Kind | str:
-        """The captured graph of a call, or why there is none."""
+        """Return the captured graph of a call, or why there is none."""
         key = (_shape_of(module), signature)
         if key in self._failures:
             return self._failures[key]

@@ -128,7 +128,7 @@ class PiecesPlan(Metered):
 
     @property
     def parts(self) -> str:
-        """How many there are."""
+        """Number of there are."""
         return str(len(self.pieces.sites))
 
     def describe_excess(self) -> str:
@@ -151,7 +151,7 @@ class PiecesPlan(Metered):
 def make_pieces_plan(
     device: torch.device, reason: str, pieces: Pieces, limit_bytes: int, reserve_bytes: int
 ) -> PiecesPlan:
-    """The fastest choice under a limit.
+    """Return the fastest choice under a limit.
 
     Where the code between the pieces leaves too little, the choice of the least peak: what that
     code needs is only known once a step was metered, and no plan changes it.
@@ -191,7 +191,7 @@ def _within(bases: Bases) -> Bases:
 
 
 def _chosen(options: Sequence[Sequence[Option]], bases: Bases, limit_bytes: int) -> list[int]:
-    """The fastest choice under a limit, or the one of the least peak."""
+    """Return the fastest choice under a limit, or the one of the least peak."""
     bases = _within(bases)
     return choose(options, bases, max(limit_bytes, least_bytes(options, bases)))
 

@@ -57,7 +57,7 @@ class Site:
     signature
         What it was called with.
     is_held
-        Whether the code around it keeps its outputs for the backward.
+        True if the code around it keeps its outputs for the backward.
     """
 
     path: str
@@ -108,7 +108,7 @@ class Pieces:
     searches: int = 1
 
     def options(self) -> list[list[Option]]:
-        """The options of each piece."""
+        """Return the options of each piece."""
         return [site.kind.options(site.is_held) for site in self.sites]
 
     def graphs(self) -> list[Lowered]:
@@ -117,7 +117,7 @@ class Pieces:
 
     @property
     def wants_search(self) -> bool:
-        """Whether a step took a path on which other pieces may be found."""
+        """True if a step took a path on which other pieces may be found."""
         return self.is_stale and self.searches < _MOST_SEARCHES
 
     def describe(self) -> str:
@@ -131,7 +131,7 @@ class Pieces:
         )
 
     def describe_outside(self) -> str:
-        """The modules that are not planned, as part of a sentence."""
+        """Return the modules that are not planned, as part of a sentence."""
         return f"; not planned: {_listed(self.outside)}" if self.outside else ""
 
     def with_earlier(self, old: Pieces) -> Pieces:
@@ -218,7 +218,7 @@ class _Search:
         self.progress(len(self.sites), len(self.wanted))
 
     def run(self, args: Any, kwargs: Any) -> int:
-        """The bytes of the model's outputs."""
+        """Return the bytes of the model's outputs."""
         device = tree_tensors((args, kwargs))[0].device
         paths = inner_modules(self.model)
         counts: dict[nn.Module, int] = {}
@@ -281,7 +281,7 @@ class _Search:
             site.kind = self.captures.with_existing(site.kind, site.module, self.existing)
 
     def bases(self, output_bytes: int) -> Bases:
-        """An estimate of what the code around the pieces keeps, and the gradients that appear."""
+        """Return an estimate of what the code around the pieces keeps, and the gradients that appear."""
         count = len(self.sites)
         first = {identity: min(phases) for identity, phases in self.keepers.items()}
         starting = [0] * (2 * count + 1)

@@ -39,7 +39,7 @@ class ModuleCall:
     path, module
         Which module.
     number
-        How many calls of it came before in the same forward.
+        Number of calls of it came before in the same forward.
     outer
         The call that it is part of.
     saved
@@ -95,7 +95,7 @@ class Saves:
         raise NeedsBackward
 
     def on_top(self) -> bool:
-        """Whether it sees what is saved now: the model's own hooks may stand before it."""
+        """Return whether it sees what is saved now: the model's own hooks may stand before it."""
         return core.packs_with(self._packing)
 
     @contextmanager
@@ -144,7 +144,7 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def inner_modules(model: nn.Module) -> dict[nn.Module, str]:
-    """The modules inside a model, with their paths."""
+    """Return the modules inside a model, with their paths."""
     return {
         module: path
         for path, module in model.named_modules()
