@@ -1,1 +1,1 @@
-"""Chains: an ``nn.Sequential`` under an optimal schedule."""
+"""Chain engine: an ``nn.Sequential`` under an optimal schedule."""

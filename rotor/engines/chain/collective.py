@@ -1,8 +1,8 @@
-"""Measuring a chain on several ranks at once, and one plan for all of them.
+"""Collective measuring of a chain, and one plan for all ranks.
 
-Stages that FSDP2 shards run collective operations whenever they run, measured or not: every rank
-measures in step with the others, the same number of rounds. Their measures become one, times the
-mean and bytes the most, and the first rank plans.
+Stages that FSDP2 shards run collective operations in every run, measured or not: every rank
+measures in step with the others, the same number of rounds. The measures are merged (times by
+their mean, bytes by their maximum), and the first rank plans.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _EITHER = ("uses_rng",)
 
 
 class ShardedMeasuring(Measuring):
-    """Measures the stages of a sharded model; every rank at once."""
+    """Measuring of the stages of a sharded model, on every rank at once."""
 
     run_class = ShardedRun
-    # What a thread of gloo gives back is not seen by the meter of the CPU: the least is right.
+    # The meter of the CPU does not see blocks freed by a thread of gloo: the least is right.
     metered_rounds = 3
 
     @staticmethod
     @contextmanager
     def around(stage: Stage) -> Iterator[None]:
-        """The stage's units are gathered, so that its leaves are known; those around it wait."""
+        """Gather the stage's units, so that its leaves are known; the units around it wait."""
         assert isinstance(stage, ShardedStage)
         with fsdp.alone(stage.units):
             for unit in stage.units:
@@ -60,23 +60,23 @@ class ShardedMeasuring(Measuring):
                 unit.settle()
 
     def stage(self, i: int) -> StageMeasure:
-        """Measure stage i; its units reduce their gradients, those around it wait."""
+        """Measure stage i; its units reduce their gradients, the units around it wait."""
         with fsdp.alone(self._units(i)):
             return super().stage(i)
 
     def before(self, i: int) -> None:
-        """Gather what the forward would find gathered, since it is never given back."""
+        """Gather the parameters that the forward would find gathered, as never released."""
         for unit in self._units(i):
             if not unit.reshards_after_forward:
                 unit.gather()
 
     def is_enough(self, count: int, is_stable: bool, spent_ns: int) -> bool:
-        """After the same number of rounds on every rank."""
+        """Return True after the same number of rounds on every rank."""
         del is_stable, spent_ns
         return count >= _ROUNDS
 
     def back(self, i: int) -> Sequence[torch.Tensor | None]:
-        """B of stage i; the gradients are taken away from where FSDP2 put them."""
+        """Run B of stage i, and take the gradients from their place in FSDP2."""
         super().back(i)
         stage = self._stage(i)
         found: list[torch.Tensor | None] = []
@@ -91,7 +91,7 @@ class ShardedMeasuring(Measuring):
         return found
 
     def gradient_bytes(self, i: int, found: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
-        """Shards of one unit lie in one buffer, whose rest is the first one's."""
+        """Return the bytes of gradients; the rest of their common buffer counts with the first."""
         del i
         present = [g for g in found if g is not None]
         sizes = [0 if g is None else g.numel() * g.element_size() for g in found]
@@ -111,9 +111,9 @@ class ShardedMeasuring(Measuring):
 
 @contextmanager
 def measuring(sharding: Sharding, stages: Sequence[Stage]) -> Iterator[None]:
-    """A sharded model as its stages can be measured, inside of its forward or before the first.
+    """Prepare a sharded model for measuring, inside of its forward or before the first.
 
-    Gradients are set aside, and what is around the stages is gathered.
+    Gradients are set aside, and the units around the stages are gathered, in the context.
     """
     plain = [
         parameter
@@ -139,7 +139,7 @@ def measuring(sharding: Sharding, stages: Sequence[Stage]) -> Iterator[None]:
 
 
 def joined(ranks: Ranks, inspection: Inspection) -> Inspection:
-    """One measure of all ranks' measures: times are means, bytes the most of any rank.
+    """Return one measure of all ranks' measures: mean times, and the largest bytes of any rank.
 
     Raises
     ------
@@ -174,7 +174,7 @@ def joined(ranks: Ranks, inspection: Inspection) -> Inspection:
 
 
 def with_final_reduce(sharding: Sharding, inspection: Inspection) -> Inspection:
-    """With the reductions at the end of a step, of what is gathered around the stages."""
+    """Return the measure with the final reductions of units around the stages included."""
     first = inspection.measures[0]
     last = sharding.final_reduce_bytes(inspection.stages)
     peak = max(first.backward_peak_bytes, last)
@@ -229,13 +229,13 @@ def plan_once(
     Parameters
     ----------
     ranks
-        Those who run it.
+        Processes that run the plan.
     make
-        Makes a plan under a limit, with a reserve.
+        Function of a limit and a reserve that makes a plan.
     limit_bytes, reserve_bytes
-        Of this rank: the least limit of all holds, and the largest reserve.
+        Values of this rank: the least limit of all ranks holds, and the largest reserve.
     chain, inspection
-        What is planned, the same on all ranks.
+        Measured stages and their cost model, equal on all ranks.
     plain_tail
         True if plain autograd may run the last stages.
 

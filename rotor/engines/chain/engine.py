@@ -1,4 +1,4 @@
-"""The chain engine: the stages of an ``nn.Sequential``, under an optimal schedule."""
+"""Chain engine: the stages of an ``nn.Sequential``, under an optimal schedule."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class ChainEngine(PublishedChain, MeteredEngine):
     Attributes
     ----------
     names, functions
-        The stages, by name and as modules; as measured once there is a measure.
+        Stages, by name and as modules; in their measured form after measuring.
     inspection_values
-        The last measure, ``None`` before one.
+        Latest measure, ``None`` before one.
     """
 
     name: ClassVar[str] = "chain"
@@ -85,7 +85,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         self._loaded: dict[Any, Schedule] = {}
 
     def check(self) -> None:
-        """Raise where the costs of operations are given, which chains do not take."""
+        """Raise if costs of operations are given, which chains do not take."""
         if self.settings.profile != "measured":
             raise ValueError(
                 "the stages of a chain are always measured here: profile= is for graphs, give "
@@ -93,13 +93,13 @@ class ChainEngine(PublishedChain, MeteredEngine):
             )
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise TypeError for an option that no engine takes: "auto" may come to a graph."""
+        """Raise TypeError for an option that no engine takes: "auto" may hand over to a graph."""
         if self.settings.engine == self.name:
             super().check_options(options)
         check_options(options)
 
     def is_portable(self) -> bool:
-        """Return whether no stage has state of which a copy of the model has its own."""
+        """Return whether a copy of the model shares all state of the stages."""
         return not any(s.state for found in self._inspections.values() for s in found.stages)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,12 +108,12 @@ class ChainEngine(PublishedChain, MeteredEngine):
 
     @property
     def _flags(self) -> Any:
-        """What knows which parameters have gradients: FSDP2's shards, or the modules."""
+        """Source of gradient flags of parameters: FSDP2's shards, or the modules."""
         return self._sharding or self.context.structure
 
     @property
     def algorithm(self) -> DynamicAlgorithm:
-        """What finds schedules."""
+        """Algorithm that finds schedules."""
         return self.settings.algorithm or Persistent()
 
     # -- calls
@@ -175,7 +175,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         self._inspections.pop(measured, None)
 
     def device_of(self, key: Key) -> torch.device:
-        """Return where the stages run."""
+        """Return the device of the stages."""
         return self._inspections[key.measured].device
 
     def measure(self, key: Key, call: Call) -> Inspection:
@@ -234,7 +234,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
             )
 
     def _measured_alike(self, measured: Any) -> Inspection | None:
-        """Return the measure for inputs that differ only in whether they require gradients."""
+        """Return a measure whose input differs only in requiring gradients."""
 
         def without_flags(measured: Any) -> Any:
             return tuple([tensor[:-1] for tensor in measured[0]]), measured[1:]
@@ -245,14 +245,14 @@ class ChainEngine(PublishedChain, MeteredEngine):
         return None
 
     def _observed(self, stages: Sequence[Stage], seen: Sequence[Observation]) -> None:
-        """Have another engine plan what a chain cannot; warn of stages that are kept.
+        """Refuse models that only another engine can plan; warn of kept stages.
 
         Raises
         ------
         Unsuited
             Values leave stages in a way that a graph of operations can follow, and a chain cannot.
         RuntimeError
-            They leave a stage of a sharded model.
+            Values leave a stage of a sharded model.
         """
         leaving = [i for i, s in enumerate(seen) if s.leaves or s.is_fed]
         reason = f"stage {stages[leaving[0]].name}: {seen[leaving[0]].reason()}" if leaving else ""
@@ -299,14 +299,14 @@ class ChainEngine(PublishedChain, MeteredEngine):
         Raises
         ------
         ValueError
-            Nothing was measured.
+            Nothing was measured yet.
         """
         if mem_limit is not None:
             parse_bytes(mem_limit)
         return self._chain(self.context.measured_key())
 
     def cost_model(self) -> Chain:
-        """Return the cost model of what was measured last; ValueError: nothing was."""
+        """Return the cost model of the latest measure; raise ValueError before one."""
         return self.build_chain()
 
     def _chain(self, key: Key, loss_bytes: int | None = None) -> Chain:
@@ -314,7 +314,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         # A parameter that several stages share gets its gradient in the last of them.
         lacking = self._flags.lacking_gradient(key.absent)
         if self._sharding is None:
-            # Autograd adds up what several stages give before it adds that to an existing one.
+            # Autograd adds up the gradients of several stages before it adds to an existing one.
             lacking |= shared_parameters(inspection.stages)
         missing = []
         for stage in reversed(inspection.stages):
@@ -355,7 +355,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         algo
             An algorithm of `rotor.algorithms`, its class, or its name.
         options
-            Given to the class where `algo` is one or a name, else to its ``solve``.
+            Keywords of the class if `algo` is one or a name, else of its ``solve``.
         """
         if algo is None and not options:
             return
@@ -366,7 +366,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         self.settings.algorithm, self.settings.algorithm_options = algo, options
 
     def begin_planning(self) -> None:
-        """Forget sequences that were loaded."""
+        """Forget loaded sequences."""
         self._loaded = {}
 
     def plan(
@@ -440,7 +440,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         return plan
 
     def _share_loss(self, measured: Any) -> None:
-        """Take what the loss was seen to need on any rank."""
+        """Take the largest need of the loss that any rank saw."""
         assert self.context.peers.ranks is not None
         learned = self.context.learned_loss.get(measured)
         found = self.context.peers.ranks.exchange_ints(learned is not None, learned or 0)
@@ -453,7 +453,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         return plan.sequence
 
     def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
-        """Return step time against limit, every limit at once."""
+        """Return step time against limit, for all limits."""
         del points
         chain, inspection = self._chain(key), self._inspections[key.measured]
         with progress(1, "computing the curve") as update:
@@ -476,7 +476,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         return Curve(limits[useful], curve.seconds[useful]), inspection.device
 
     def load(self, key: Key, source: Any, limit_bytes: int) -> Plan:
-        """Return the plan of a saved schedule; those of other gradients follow it too."""
+        """Return the plan of a saved schedule; plans for other gradients follow it too."""
         saved = checked_sequence(source, self._chain(key))
         before = self._loaded
         self._loaded = before | {key.measured: saved}
@@ -527,7 +527,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         return self.context.with_loss(output, call.targets), is_pending
 
     def _proof_of(self, plan: Plan) -> StepProof | None:
-        """Return what compares the values of the next step; ``None`` where it is not verified."""
+        """Return the proof of the next step; ``None`` if that step is not verified."""
         if not plan.schedule.recomputed:
             return None
         sharding = self._sharding
@@ -561,7 +561,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         )
 
     def _forget_chains(self, refuted: Plan) -> None:
-        """Have every plan of the same measure made again."""
+        """Have every plan of the same measure renewed."""
         self._loaded.clear()
         for plan in self.context.plans.values():
             if plan.inspection is refuted.inspection:
@@ -589,19 +589,19 @@ class ChainEngine(PublishedChain, MeteredEngine):
             super().warn_over(plan, least_bytes)
 
     def learn_loss(self, plan: Plan, step: StepBytes) -> bool:
-        """Note what the caller's loss needed; return whether the plan did not know."""
+        """Note the need of the caller's loss; return whether it is new to the plan."""
         learned, assumed = self._loss_of(plan, step), plan.chain.loss_tmp_bytes
         if learned == assumed:
             return False
         if self.context.peers.ranks is not None and plan.meterings > 1 and learned < assumed:
-            # Another rank's loss needs more.
+            # The loss of another rank needs more.
             return False
         self.context.learned_loss[plan.key.measured] = learned
         return True
 
     @staticmethod
     def _loss_of(plan: Plan, step: StepBytes) -> int:
-        """Bytes of the loss in a metered step, as `Chain.loss_tmp_bytes` counts them."""
+        """Return the bytes of the loss in a metered step, as in `Chain.loss_tmp_bytes`."""
         if plan.inspection.loss_peak_bytes is not None:
             return plan.chain.loss_tmp_bytes
         # Another step may hold the output longer than this one did.
@@ -609,6 +609,6 @@ class ChainEngine(PublishedChain, MeteredEngine):
         return step.loss_bytes + released - plan.inspection.output_grad_bytes
 
     def repriced(self, plan: Plan) -> int:
-        """Return the peak of a plan's schedule with the costs that are known now."""
+        """Return the peak of a plan's schedule with the latest costs."""
         corrected = Schedule(plan.sequence.codes, self._chain(plan.key))
         return corrected.peak_bytes - plan.chain.x_bytes[0] + plan.executor_bytes

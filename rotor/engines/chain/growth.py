@@ -1,7 +1,7 @@
-"""Stages of a chain that keep more than was measured: found out, and planned for.
+"""Detection of stages that keep more than was measured, and plans for them.
 
-A stage that works on selected rows was measured on the first batch. What it keeps in later steps is
-compared with that, by the level of the C library's heap before and after.
+A stage that works on selected rows was measured on the first batch. The memory that it keeps in
+later steps is compared with that, by the level of the C library's heap before and after.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rotor.meter.watch import NOISE_BYTES, NOISE_SHARE, note_peak, warn_excess
 __all__ = ["StageWatch", "can_vary", "grown", "known_growth", "stage_watch"]
 
 Growth = dict[int, tuple[int, int]]
-"""By number of a stage: bytes that it kept, and gave, beyond what was measured."""
+"""Bytes by stage that were kept, and given, beyond the measured ones."""
 
 
 def can_vary(stage: Stage) -> bool:
@@ -42,7 +42,7 @@ def can_vary(stage: Stage) -> bool:
 
 
 class _WatchedStage:
-    """A stage that tells how the heap has grown while it ran."""
+    """Stage that reports the growth of the heap during its run."""
 
     def __init__(self, stage: Stage, note: Callable[[int, Any, Any], None]) -> None:
         self._stage = stage
@@ -59,25 +59,25 @@ class _WatchedStage:
 
 
 class StageWatch:
-    """Compares what the stages of a chain keep with what was measured.
+    """Comparison of the memory that stages keep with the measured one.
 
     Parameters
     ----------
     inspection
-        What was measured.
+        Measured stages.
 
     Attributes
     ----------
     inspection
-        The same.
+        As given.
     stages
-        Those to run in their place.
+        Stages that run in place of the measured ones.
     growth
-        The most that was seen beyond the measure, by stage.
+        Largest excess over the measure, by stage.
     is_new
-        More of it was seen than the plan knows.
+        True if more growth was seen than the plan includes.
     is_unexplained
-        The heap grew by more than the tensors of a stage hold: by what a kernel caches, say.
+        True if the heap grew by more than the tensors of a stage hold, such as a kernel's cache.
     """
 
     def __init__(self, inspection: Inspection) -> None:
@@ -95,17 +95,17 @@ class StageWatch:
 
     @staticmethod
     def of(inspection: Inspection) -> StageWatch | None:
-        """Return the watch of a chain; ``None`` where nothing can vary, or be seen."""
+        """Return the watch of a chain; ``None`` if nothing can vary, or be observed."""
         if inspection.device.type != "cpu" or _core.heap_bytes() < 0:
             return None
         return StageWatch(inspection) if any(map(can_vary, inspection.stages)) else None
 
     def tell(self, on_growth: Callable[[], None]) -> None:
-        """Have `on_growth` called at the end of a backward, when a stage has kept more."""
+        """Have `on_growth` called at the end of a backward in which a stage kept more."""
         self._on_growth = on_growth
 
     def forward_done(self, output: Any) -> None:
-        """Have the end of the backward looked at, where a stage has kept more."""
+        """Check for growth at the end of the backward, if a stage has kept more."""
         if not (self.is_new or self.is_unexplained):
             return
         for tensor in tree_tensors(output):
@@ -151,14 +151,14 @@ class StageWatch:
 
 
 def grown(inspection: Inspection, growth: Growth) -> Inspection:
-    """Return an inspection in which stages keep more than was measured.
+    """Return an inspection with larger sizes of stages that keep more than was measured.
 
     Parameters
     ----------
     inspection
-        What was measured.
+        Measured stages.
     growth
-        What was seen beyond it. Temporaries are taken to grow with what is kept.
+        Observed excess. Temporaries are assumed to grow with the kept memory.
     """
     measures = list(inspection.measures)
     for i, (kept, given) in growth.items():
@@ -177,24 +177,24 @@ def grown(inspection: Inspection, growth: Growth) -> Inspection:
 
 
 Watches = dict[int, tuple[Inspection, StageWatch | None]]
-"""The watches of a model, by the identity of what was measured."""
+"""Watches of a model, by the identity of their inspection."""
 
 
 def known_growth(watches: Watches, inspection: Inspection) -> Inspection:
-    """Return an inspection with what its stages were seen to keep beyond it."""
+    """Return an inspection that includes the observed growth of its stages."""
     known, watch = watches.get(id(inspection), (None, None))
     return grown(inspection, watch.growth) if known is inspection and watch else inspection
 
 
 def stage_watch(engine: Any, plan: Any) -> StageWatch | None:
-    """Return what sees how much the stages keep in a step; ``None`` where that cannot vary.
+    """Return the watch of the stages in a step; ``None`` if their memory cannot vary.
 
     Parameters
     ----------
     engine
-        Of chains; its next steps are planned for what is seen.
+        Chain engine; its next steps are planned for the observed growth.
     plan
-        Under which the step runs.
+        Plan of the step.
     """
     inspection, watches = plan.inspection, engine.watches
     if engine.context.peers.ranks is not None:

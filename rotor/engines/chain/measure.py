@@ -1,9 +1,9 @@
-"""Measures the stages of a model: what the cost model of a chain is made of.
+"""Measures of a model's stages, the input of a chain's cost model.
 
 Each stage is run through the executor's own operations, once under an exact meter of allocated
 bytes and then until its times are stable, one stage at a time, so that measuring needs no more
-memory than the least schedule. It changes nothing: buffers are replaced by copies meanwhile,
-gradients are not accumulated, random states and autocast's cache are as before.
+memory than the least schedule. The model is left unchanged: buffers are replaced by copies,
+gradients are not accumulated, random states and autocast's cache are restored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rotor.meter.step_meter import check_idle
 __all__ = ["Chain", "Inspection", "Measuring", "StageMeasure", "measure", "merge_stages"]
 
 RNG_BYTES = 5056
-"""The state of PyTorch's generator on the CPU."""
+"""Size of the state of PyTorch's generator on the CPU."""
 
 _MIN_REPEATS, _MAX_REPEATS = 5, 25
 _TOLERANCE = 0.03
@@ -47,36 +47,36 @@ _SECONDS_PER_STAGE = 2.0
 
 @dataclass(frozen=True)
 class StageMeasure:
-    """What one stage costs; times in ns, sizes in bytes.
+    """Costs of one stage; times in ns, sizes in bytes.
 
     Attributes
     ----------
     name
-        The names of the modules in it, joined by "+".
+        Names of its modules, joined by "+".
     forward_ns, record_ns, backward_ns
         Forward without a graph (Fn), forward that records one (Fe), backward (B).
     output_bytes
-        The stage's output.
+        Output of the stage.
     xbar_bytes
-        What Fe keeps, the output included.
+        Memory that Fe keeps, the output included.
     forward_tmp_bytes, forward_nograd_tmp_bytes
         Temporaries of Fe and of Fn.
     backward_peak_bytes
         Peak of B above the level at its start.
     grad_bytes
-        The gradient of the stage's input.
+        Gradient of the stage's input.
     pgrad_bytes
-        The gradient of each parameter, in the order of ``Stage.parameters``.
+        Gradient of each parameter, in the order of ``Stage.parameters``.
     flags
-        Which tensors of the output require gradients.
+        Tensors of the output that require gradients, as flags.
     uses_rng
         True if a forward draws random numbers.
     buffer_bytes
-        The buffers that a forward changes, and tensors in other state that it depends on.
+        Buffers that a forward changes, and tensors in other state that it depends on.
     varies
         True if two runs from the same state gave different bits.
     leaves
-        True if values in the graph leave the stage, or come into it, beside its output and input;
+        True if values in the graph leave the stage, or enter it, beside its output and input;
         or the stage takes an output that others take too, whose gradients add up in their order.
     """
 
@@ -100,22 +100,22 @@ class StageMeasure:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The measures of all stages of a model, for one kind of input.
+    """Measures of all stages of a model, for one kind of input.
 
     Attributes
     ----------
     stages
-        The stages as they were measured: in-place and viewing ones merged.
+        Stages in their measured form: in-place and viewing ones merged.
     measures
         One for each stage.
     input_bytes, output_grad_bytes
-        The model's input, and the gradient of its output.
+        Input of the model, and gradient of its output.
     input_flags
-        Which tensors of the input require gradients.
+        Tensors of the input that require gradients, as flags.
     device
-        Where the model runs.
+        Device of the model.
     reasons
-        Why stages may run forward only once, by index.
+        Reasons for which stages may run forward only once, by index.
     loss_peak_bytes, loss_ns
         Peak of the captured loss, forward and backward, with the output that it consumes (which
         the last stage's `xbar_bytes` is then without), and its time; ``None`` without a loss.
@@ -133,10 +133,10 @@ class Inspection:
 
     @property
     def plain(self) -> tuple[int, int]:
-        """Stages before the first and from the second of these run as plain PyTorch does.
+        """Bounds (h, t) of the stages that run as in plain PyTorch: before h, and from t on.
 
-        All whose values in the graph leave them otherwise than by their output, on either side so
-        that least is kept.
+        They include all stages whose values in the graph leave them otherwise than by their output,
+        with the least kept memory.
         """
         return plain_regions(
             [m.leaves for m in self.measures], [m.xbar_bytes for m in self.measures]
@@ -144,18 +144,18 @@ class Inspection:
 
     @property
     def once(self) -> list[bool]:
-        """Which stages may run forward only once."""
+        """Flags of the stages that may run forward only once."""
         head, tail = self.plain
         return [m.varies or not head <= i < tail for i, m in enumerate(self.measures)]
 
     @property
     def output_bytes(self) -> int:
-        """The model's output."""
+        """Bytes of the model's output."""
         return self.measures[-1].output_bytes
 
     @property
     def flags(self) -> list[Flags]:
-        """Which tensors of each activation require gradients, [n + 1]."""
+        """Flags of the tensors of each activation that require gradients, [n + 1]."""
         return [self.input_flags, *(m.flags for m in self.measures)]
 
     def chain(
@@ -176,12 +176,12 @@ class Inspection:
         hold_output
             True if the caller holds the output.
         missing
-            For each stage, which of its parameters have no gradient yet.
+            For each stage, flags of the parameters that have no gradient yet.
         rng
             True if random states are preserved: on the CPU one is held while a stage runs that
-            will be recomputed, and two when it has run.
+            will be recomputed, and two after its run.
         gradients
-            Bytes of the gradients that each stage leaves, where they are not those of `missing`.
+            Bytes of the gradients that each stage leaves, if they differ from `missing`.
         """
         measures = self.measures
         state = RNG_BYTES if rng and self.device.type == "cpu" else 0
@@ -232,9 +232,9 @@ class Measuring:
     Parameters
     ----------
     stages, arg
-        The stages and the input of the first.
+        Stages, and input of the first.
     observations
-        Each stage as it was observed.
+        Observation of each stage.
     hold_output
         True if the caller holds the output.
     """
@@ -267,11 +267,11 @@ class Measuring:
 
     @staticmethod
     def around(stage: Stage) -> AbstractContextManager[Any]:
-        """What has to be entered around a stage that is observed."""
+        """Return the context in which an observed stage runs."""
         return nullcontext(stage)
 
     def stage(self, i: int) -> StageMeasure:
-        """Measure stage i, whose input is there; leaves the input of the next one."""
+        """Measure stage i, whose input is set; set the input of the next one."""
         stage = self.stages[i]
         kept = self.run.x[i]
         seen = self.observations[i]
@@ -317,12 +317,12 @@ class Measuring:
     def _metered_round(
         self, i: int, x: Any
     ) -> tuple[int, int, tuple[int, ...], tuple[int, int, int, int]]:
-        """Sizes of output, the input's gradient, the parameters'; xbar, and the peaks above it."""
+        """Return sizes of output, input's and parameters' gradients; xbar, and peaks above it."""
         with allocator.meter(self.device) as meter:
             output_bytes, arriving, gradient, parameters = self._round(i, x, meter.mark)
         segments = {s.name: s for s in meter.segments}
         fe, back, fn = segments["Fe"], segments["B"], segments["Fn"]
-        # A saved tensor may be dropped at the very start of B: its peak counts from what Fe kept.
+        # A saved tensor may be dropped at the very start of B: its peak counts from the end of Fe.
         level = fe.end_bytes + arriving
         figures = (
             fe.end_bytes - fe.start_bytes,
@@ -333,7 +333,7 @@ class Measuring:
         return output_bytes, gradient, parameters, figures
 
     def _reset(self) -> None:
-        """Put back the state that the stage began with."""
+        """Restore the state with which the stage began."""
         self._state.put()
 
     def _forward(self, i: int, x: Any) -> None:
@@ -344,7 +344,7 @@ class Measuring:
     def _round(
         self, i: int, x: Any, mark: Callable[[str], object] | None = None
     ) -> tuple[int, int, int, tuple[int, ...]]:
-        """Fe, B and Fn of stage i: sizes of output, its gradient, the input's, the parameters'."""
+        """Run Fe, B and Fn of stage i; return sizes of output, its and other gradients."""
         run = self.run
         mark = mark or _no_mark
         run.x[i] = x
@@ -372,9 +372,9 @@ class Measuring:
         return output_bytes, arriving, gradient, parameters
 
     def _give_gradient(self, i: int, mark: Callable[[str], object]) -> Any:
-        """Return a gradient of ones for the output of stage i; returns an output that the caller holds.
+        """Give the output of stage i a gradient of ones; return an output that the caller holds.
 
-        A captured loss consumes the output, so that what the last Fe keeps is without it.
+        A captured loss consumes the output, so that the last Fe keeps its memory without it.
         """
         run = self.run
         last = i == len(self.stages) - 1
@@ -388,26 +388,26 @@ class Measuring:
         return y if last else None
 
     def before(self, i: int) -> None:
-        """What has to be there before stage i runs, and is not counted as its own."""
+        """Provide memory that must exist before stage i runs, and is not counted as its own."""
 
     def gradient_bytes(self, i: int, found: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
-        """Return the bytes of what `back` returned, one for each parameter."""
+        """Return the bytes of the gradients from `back`, one number for each parameter."""
         del i
         return tuple(_bytes([g], self.device) for g in found)
 
     def is_enough(self, count: int, is_stable: bool, spent_ns: int) -> bool:
-        """Return whether a stage's times are known: `count` rounds in `spent_ns`, which `is_stable`."""
+        """Return whether `count` rounds in `spent_ns` suffice; `is_stable`: times agree."""
         if timing.is_single():
             return True
         return count >= _MIN_REPEATS and (is_stable or spent_ns > _SECONDS_PER_STAGE * 1e9)
 
     def back(self, i: int) -> Sequence[torch.Tensor | None]:
-        """B of stage i: the gradients of its parameters."""
+        """Run B of stage i; return the gradients of its parameters."""
         with autocast_off(self.device.type):
             return self.run.back(i, True, [True] * len(self.run.parameters[i]))
 
     def _times(self, i: int, x: Any) -> tuple[int, int, int]:
-        """Medians of Fn, Fe and B of stage i, ns."""
+        """Return the medians of Fn, Fe and B of stage i, ns."""
         run = self.run
         clock = timing.Clock(self.device)
         samples: tuple[list[int], list[int], list[int]] = ([], [], [])
@@ -438,7 +438,7 @@ class Measuring:
         return medians[0][0], medians[1][0], medians[2][0]
 
     def loss(self, loss_fn: Callable[..., torch.Tensor], targets: Sequence[Any]) -> tuple[int, int]:
-        """Peak of the loss, its input included, above the level without both; and its time."""
+        """Return the loss's peak above the level without it and its input; and its time."""
         n = len(self.stages)
         run = self.run
         clock = timing.Clock(self.device)
@@ -467,7 +467,7 @@ class Measuring:
 
 
 def plain_regions(leaves: Sequence[bool], sizes: Sequence[int]) -> tuple[int, int]:
-    """Return (h, t) so that all that leaves is below h or from t on, and least is kept there.
+    """Return (h, t): all leaves are below h or from t on, and the least memory is kept there.
 
     Parameters
     ----------
@@ -505,23 +505,23 @@ def measure(
     Parameters
     ----------
     stages
-        As `find_stages` found them.
+        Stages from `find_stages`.
     arg
-        The input: a tensor, or tensors in tuples, lists and dictionaries.
+        Input: a tensor, or tensors in tuples, lists and dictionaries.
     loss_fn, targets
-        Where given, ``loss_fn(output, *targets)`` is measured too, and the output is taken to be
-        held by nobody else.
+        If given, ``loss_fn(output, *targets)`` is measured too, and the output is assumed to be
+        held by no caller.
     progress
-        Called as ``progress(done, total)`` after each stage.
+        Function called as ``progress(done, total)`` after each stage.
     measuring_class
-        How a stage is measured.
+        Class that measures a stage.
     observed
-        Called with the stages and what was observed of them, before any is measured.
+        Function called with the stages and their observations, before any is measured.
 
     Returns
     -------
     Inspection
-        What was measured of each stage, and of the loss.
+        Measures of each stage, and of the loss.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Stages that can be cut apart: those that cannot are joined with a neighbour."""
+"""Merging of stages that cannot be cut apart with a neighbour."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def _storages(value: Any) -> set[int]:
 
 
 def merge_stages(stages: Sequence[Stage], arg: Any) -> list[Stage]:
-    """Stages that can be cut apart: one that begins in place or only views its input is merged.
+    """Return stages that can be cut apart: in-place and viewing ones join their predecessor.
 
-    Runs the model forward once, without a graph and on copies of its buffers and its input.
+    The model runs forward once, without a graph and on copies of its buffers and its input.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def merge_stages(stages: Sequence[Stage], arg: Any) -> list[Stage]:
 
 
 def _run_without_graph(stage: Stage, x: Any) -> Any:
-    """Run a stage with gradients disabled; ValueError where it runs with them only."""
+    """Run a stage with gradients disabled; raise ValueError if it needs them enabled."""
     try:
         return stage(x)
     except RuntimeError as error:
@@ -86,7 +86,7 @@ def _runs_with_graph(stage: Stage, x: Any) -> bool:
 
 
 def frozen_prefix(stages: list[Stage], arg: Any) -> list[Stage]:
-    """First stages that need no gradient, as one stage: nothing inside it is ever kept."""
+    """Return the first stages that need no gradient, as one stage of which nothing is kept."""
     if any(grad_flags(arg)):
         return stages
     count = 0

@@ -1,9 +1,9 @@
-"""Observes stages before they are measured: what each changes, keeps and reads beside its output.
+"""Observation of stages before they are measured: changes, kept values, and reads of each.
 
-A stage runs twice from the same state, with a graph. Of a graph that is alive after the output was
-dropped, something has left the stage by another way: an attribute, a hook, a global name. A graph
-that ends in a tensor that is neither the stage's input nor its parameter began somewhere else. A
-stage whose outputs, or what its graph keeps, differ between both runs does not repeat.
+A stage runs twice from the same state, with a graph. If a graph is alive after the output was
+dropped, a value has left the stage by another way: an attribute, a hook, a global name. A graph
+that ends in a tensor that is neither the stage's input nor its parameter began elsewhere. A
+stage whose outputs, or graph contents, differ between both runs does not repeat.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ __all__ = [
 
 @dataclass
 class Observation:
-    """A stage's behaviour beside its output.
+    """Behaviour of a stage beside its output.
 
     Attributes
     ----------
     flags
-        Which tensors of the output require gradients.
+        Tensors of the output that require gradients, as flags.
     uses_rng
         True if a forward draws random numbers of PyTorch's own generators.
     mutable_buffers
@@ -58,9 +58,9 @@ class Observation:
     changes
         Other state that a forward changes.
     leaves
-        Where values that require gradients leave the stage; empty where none does.
+        Places by which values that require gradients leave the stage; empty if none does.
     reads
-        Earliest stage whose graph the stage reads beside its input; its own index where none.
+        Earliest stage whose graph the stage reads beside its input; by default its own index.
     passes_output
         True if such a value was made of the output, or is the output.
     is_fed
@@ -81,7 +81,7 @@ class Observation:
     reaches: Any = field(default=None, repr=False)
 
     def reason(self) -> str:
-        """Why the stage may run forward only once; empty where it may run again."""
+        """Return the reason for a single forward run; empty if the stage may run again."""
         if self.leaves:
             return f"{', '.join(self.leaves)} has values of its graph beside its output"
         if self.is_fed:
@@ -91,7 +91,7 @@ class Observation:
 
 @contextmanager
 def copied_buffers(stage: Stage) -> Iterator[None]:
-    """Have the stage run on copies of its buffers."""
+    """Run the stage on copies of its buffers in the context."""
     kept = [(slot, slot[0][slot[1]]) for slot in stage.buffers]
     try:
         for (slots, name), buffer in kept:
@@ -109,12 +109,12 @@ def _named(stage: Stage) -> list[tuple[str, Any]]:
 
 @contextmanager
 def undisturbed(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
-    """Leave random states, buffers and other state of the stages as they are.
+    """Restore random states, buffers and other state of the stages at the end of the context.
 
     Raises
     ------
     ValueError
-        A stage holds a running generator, which nothing can set back.
+        A stage holds a running generator, which cannot be set back.
     """
     rng = RngTracker(device)
     states = rng.read()
@@ -139,7 +139,7 @@ def undisturbed(stages: Sequence[Stage], device: torch.device) -> Iterator[None]
 
 
 class _Mark:
-    """Something in a node of a graph whose end is the end of the node."""
+    """Object in a node of a graph that dies with the node."""
 
     __slots__ = ("__weakref__",)
 
@@ -152,7 +152,7 @@ def _accumulator(parameter: torch.Tensor) -> Any:
 
 
 class _Leaves:
-    """Leaves of a stage's graph, to tell whether a graph is alive after the stage's output went."""
+    """Leaves of a stage's graph, which reveal a graph that survives the stage's output."""
 
     def __init__(self, leaves: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
         self._leaves = [weakref.ref(leaf) for leaf in leaves]
@@ -179,7 +179,7 @@ class _Leaves:
         self._marks.append(weakref.ref(mark))
 
     def are_alive(self) -> bool:
-        """Return whether a graph ends in one of them; only when the output has been dropped."""
+        """Return whether a graph ends in one of them; valid only after the output was dropped."""
         self._nodes.clear()
         if not self._any():
             return False
@@ -191,7 +191,7 @@ class _Leaves:
 
 
 class _Ends:
-    """Where the graph of an output begins, to tell whether it is alive after the output went."""
+    """Start of an output's graph, which reveals a graph that survives the output."""
 
     def __init__(self, value: Any) -> None:
         self._marks: list[weakref.ref[Any]] = []
@@ -205,13 +205,13 @@ class _Ends:
                 self._marks.append(weakref.ref(tensor))
 
     def are_alive(self) -> bool:
-        """Return whether something goes on from there."""
+        """Return whether another node continues from here."""
         return any(ref() is not None for ref in self._marks)
 
 
 @dataclass
 class _Walk:
-    """A stage's graph: leaves that it ends in, and a digest of what its nodes keep."""
+    """Walk over a stage's graph: its leaves, and a digest of the tensors that its nodes keep."""
 
     variables: list[torch.Tensor] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
@@ -270,11 +270,11 @@ def kept_bytes(stage: Stage, x: Any, y: Any) -> int:
     Parameters
     ----------
     stage
-        Its parameters and buffers do not count.
+        Stage whose parameters and buffers do not count.
     x
-        Its input, which does not count either.
+        Input of the stage, which does not count either.
     y
-        Its output.
+        Output of the stage.
     """
     tensors = list(tree_tensors(y))
     for node in _nodes_of(tree_tensors(y)):
@@ -318,14 +318,14 @@ def _pointers(tensors: Sequence[torch.Tensor]) -> set[int]:
 
 
 class Observer:
-    """Runs the stages in order and observes them.
+    """Observer that runs the stages in order.
 
     Parameters
     ----------
     device
-        Where they run.
+        Device of the stages.
     around
-        Gives what has to be entered around a stage.
+        Function that returns the context of a stage.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class Observer:
         self._count = 0
 
     def stage(self, stage: Stage, x: Any, flags: Flags) -> tuple[Observation, Any]:
-        """Observe the next stage on its input; returns its output as well, without a graph."""
+        """Observe the next stage on its input; return its output as well, without a graph."""
         i = self._count
         self._count += 1
         watch = Watch(_named(stage))
@@ -357,7 +357,7 @@ class Observer:
         _, second, y = self._run(stage, x, flags, i, None)
         found.repeats = _as_numbers(first[0]) == _as_numbers(second[0])
         if stage.on_any_rank(found.repeats and _as_numbers(first[1]) != _as_numbers(second[1])):
-            # Workspaces that kernels save have bytes which nothing reads: gradients decide.
+            # Kernels save workspaces with bytes that are never read: gradients decide.
             found.repeats &= self._same_gradients(stage, x, flags, watch, states)
         found.reaches = watch.reaches
         for parameter in stage.graph_leaves():
@@ -418,7 +418,7 @@ class Observer:
     def _same_gradients(
         self, stage: Stage, x: Any, flags: Flags, watch: Watch, states: Any
     ) -> bool:
-        """Return whether gradients of two more runs are equal, or differ for one run as well."""
+        """Return whether two more runs agree in gradients, or differ even for one run."""
         after = Saved(watch.changed())
         rng = self._rng.read()
 
@@ -453,7 +453,7 @@ class Observer:
             self._rng.write(rng)
 
     def _origins(self, foreign: Sequence[torch.Tensor], i: int) -> tuple[int, bool]:
-        """Return the earliest stage that these leaves belong to, and whether one belongs to none."""
+        """Return the earliest stage that owns these leaves, and whether a leaf has no owner."""
         makers = {id(leaf): k for ref, k in self._makers if (leaf := ref()) is not None}
         origins = [makers.get(id(t), self._owners.get(id(t))) for t in foreign]
         known = [k for k in origins if k is not None and k < i]
@@ -466,22 +466,22 @@ def observe(
     device: torch.device,
     around: Callable[[Stage], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[list[Stage], list[Observation]]:
-    """Observe the stages; those that read what another one made are joined with it.
+    """Observe the stages; merge a stage that reads another one's values with it.
 
     Parameters
     ----------
     stages
-        As they can be cut apart.
+        Stages in the form in which they can be cut apart.
     arg
-        The input.
+        Input of the model.
     device
-        Where it is.
+        Device of the input.
     around
-        Gives what has to be entered around a stage.
+        Function that returns the context of a stage.
 
     Returns
     -------
-    The stages, joined ones as one, and for each what was observed.
+    The stages, after merging, and the observation of each.
     """
     observer = Observer(device, around)
     x, flags = detached(arg), grad_flags(arg)
@@ -521,12 +521,12 @@ def _joined(a: Observation, b: Observation) -> Observation:
 
 
 def note_state(stages: Sequence[Stage], observations: Sequence[Observation]) -> None:
-    """Give each stage the state that recomputing it has to restore.
+    """Give each stage the state that its recomputation has to restore.
 
     Parameters
     ----------
     stages, observations
-        The stages, and what was observed of each.
+        Stages, and the observation of each.
     """
     places: dict[Any, Place] = {}
     for seen in observations:

@@ -1,4 +1,4 @@
-"""Plans: a schedule for one kind of step under a limit, with what it is predicted to need."""
+"""Plans: a schedule for one kind of step under a limit, with its predicted needs."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ LOSS_FACTOR = 4
 
 @dataclass
 class Plan(Metered):
-    """One schedule and its figures; bytes are above the level at which a step begins.
+    """Schedule and its figures; bytes are above the level at which a step begins.
 
     Attributes
     ----------
     inspection, chain, sequence, schedule
-        What was measured, its cost model, the operations, and these in the executor's form.
+        Measured stages, their cost model, the operations, and these in the executor's form.
     limit_bytes
-        The limit it was made for.
+        Limit of the plan.
     executor_bytes
-        What the executor itself keeps: random states and copies of buffers.
+        Bytes that the executor itself keeps: random states and copies of buffers.
     verify
-        The steps in which recomputed values are compared.
+        Steps in which recomputed values are compared.
     refuted
-        One of them came out otherwise.
+        True if a recomputed value differed.
     """
 
     kind: ClassVar[str] = "chain"
@@ -58,19 +58,19 @@ class Plan(Metered):
 
     @property
     def is_refuted(self) -> bool:
-        """A stage was seen to give other bits when it ran again."""
+        """True if a stage gave other bits when it ran again."""
         return self.refuted
 
     @property
     def proof(self) -> str:
-        """What verified steps have shown, as text."""
+        """Results of verified steps, as text."""
         if not self.schedule.recomputed:
             return "nothing is recomputed"
         return self.proved.text(self.verify)
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """Device of the stages."""
         return self.inspection.device
 
     @property
@@ -99,24 +99,24 @@ class Plan(Metered):
 def executor_bytes(
     inspection: Inspection, runs: Items[int], *, rng: bool = True, verified: bool = False
 ) -> int:
-    """Bytes kept beside the chain's: random states, copies of buffers, and the caller's scalars.
+    """Return the bytes kept beside the chain's: random states, copies of buffers, scalars.
 
     Parameters
     ----------
     inspection
-        The measured stages.
+        Measured stages.
     runs
-        Number of times that each of them runs forward.
+        Number of forward runs of each stage.
     rng
         True if random states are preserved.
     verified
-        True if recomputed values are compared, in some steps.
+        True if recomputed values are compared in some steps.
     """
     measures = list(zip(inspection.measures, runs, strict=True))
     recomputed = [m for m, count in measures if count > 1]
     kept = _SCALARS * allocator.rounded_bytes(8, inspection.device)
     kept += sum(m.buffer_bytes for m in recomputed)
-    # The last run of a stage takes the copy itself, one before it a copy of the copy.
+    # The last run of a stage takes the copy itself, an earlier one a copy of the copy.
     kept += max((m.buffer_bytes for m, count in measures if count > 2), default=0)
     if rng and inspection.device.type == "cpu":
         random = sum(m.uses_rng for m in recomputed)
@@ -143,7 +143,7 @@ def loss_reserve(inspection: Inspection, given_bytes: int) -> int:
 
 
 def kept_stages(inspection: Inspection) -> str:
-    """Return a part of a sentence that names the stages which are never recomputed, with a reason."""
+    """Return a part of a sentence on the stages that are never recomputed, with a reason."""
     if not inspection.reasons:
         return ""
     i, reason = next(iter(inspection.reasons.items()))
@@ -173,28 +173,28 @@ def make_chain_plan(
     Parameters
     ----------
     inspection, chain
-        What was measured, and its cost model.
+        Measured stages, and their cost model.
     limit_bytes
         The most that a step may allocate above the level at its start.
     algorithm, options
-        What solves it, and keywords of its ``solve``.
+        Algorithm that finds the schedule, and keywords of its ``solve``.
     reserve_bytes
-        Set aside beside what is predicted.
+        Bytes set aside beside the predicted ones.
     rng
         True if random states are preserved.
     progress
-        Called as ``progress(done, total)`` during a long computation.
+        Function called as ``progress(done, total)`` during a long computation.
     collective_bytes
-        Kept beside all that the chain and the executor need, by collectives for instance.
+        Bytes kept beside the needs of the chain and the executor, by collectives for instance.
     plain_tail
         True if plain autograd may run the last stages.
     verify
-        The steps in which recomputed values are compared.
+        Steps in which recomputed values are compared.
 
     Raises
     ------
     InfeasibleError
-        No schedule fits; `minimum_bytes` is the least limit that one fits in, counted as
+        No schedule fits; `minimum_bytes` is the least limit with a schedule, counted as
         `limit_bytes` is.
     """
     n = len(chain)
@@ -241,7 +241,7 @@ def make_chain_plan(
     )
     found: Plan | None = None
     refusal: InfeasibleError | None = None
-    # What the executor keeps depends on the schedule, and the schedule on what is left for it.
+    # The executor's bytes depend on the schedule, and the schedule on the rest of the limit.
     waiting, tried = [fewest, most], set[int]()
     while waiting:
         own = waiting.pop(0)

@@ -1,7 +1,7 @@
-"""Proves a step of a chain: what stages make again against what they made first.
+"""Proof of a step of a chain: recomputed outputs of stages against the first ones.
 
-Checksums are made where the tensors are, and compared at the end of the backward. Where one
-differs, gradients, buffers and other state of the model are put back as they were before the step.
+Checksums are computed on the tensors' devices, and compared at the end of the backward. After a
+difference, gradients, buffers and other state of the model are restored to before the step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CURE = (
     "it: draw from PyTorch's generators, keep state in buffers, use "
     "torch.use_deterministic_algorithms(True)"
 )
-"""What a user can do about a stage that does not repeat."""
+"""Advice to users on a stage that does not repeat."""
 
 _ADDED = (
     ". Gradients that existed before the step did not fit in the limit a second time, so that a "
@@ -49,20 +49,20 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class StepProof:
-    """The comparisons of one step.
+    """Comparisons of one step.
 
     Parameters
     ----------
     stages
         The stages of the chain.
     proved
-        Takes what was shown.
+        Recipient of the results.
     parameters
-        Those whose gradients are put back.
+        Parameters whose gradients are restored.
     room_bytes
-        What copies of existing gradients may take.
+        Largest size of the copies of existing gradients.
     failed
-        Called with the indices of stages that gave other bits.
+        Function called with the indices of stages that gave other bits.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class StepProof:
         self._state = Saved(places.values())
 
     def begin_with(self, output: Any) -> None:
-        """Note the gradients that exist when the backward of an output begins."""
+        """Note the existing gradients when the backward of an output begins."""
         for tensor in tree_tensors(output):
             node: Any = tensor.grad_fn
             if node is not None:
@@ -113,7 +113,7 @@ class StepProof:
         return found
 
     def _begin(self, gradients: Any) -> None:
-        """Take gradients that were changed since the forward as they are now."""
+        """Note the current values of gradients that changed since the forward."""
         del gradients
         if self._has_begun:
             return
@@ -127,12 +127,12 @@ class StepProof:
         self._gradients = found
 
     def first(self, i: int, value: Any) -> None:
-        """Note the output of stage i when it is made for the first time."""
+        """Note the output of stage i when it is computed for the first time."""
         for k, tensor in enumerate(tree_tensors(value)):
             self._proof.first((i, k), tensor)
 
     def again(self, i: int, value: Any) -> None:
-        """Compare the output of stage i, made again."""
+        """Compare the recomputed output of stage i."""
         for k, tensor in enumerate(tree_tensors(value)):
             self._proof.again((i, k), tensor)
 
@@ -142,7 +142,7 @@ class StepProof:
         Raises
         ------
         RecomputationError
-            One differs; gradients, buffers and state are as before the step.
+            A value differs; gradients, buffers and state are restored to before the step.
         """
         values = self._proof.compared
         found = self._proof.finish()
@@ -156,7 +156,7 @@ class StepProof:
         self._gradients, self._buffers = [], []
 
     def _refuse(self, found: Sequence[Mismatch], cure: str = CURE) -> None:
-        """Put everything back, and raise."""
+        """Restore everything, and raise."""
         self._restore()
         differing: dict[int, Mismatch] = {}
         for mismatch in found:

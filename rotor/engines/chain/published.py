@@ -1,4 +1,4 @@
-"""Names of the published interface for chains, and plans of chains that were saved."""
+"""Published names for chains, and saved plans of chains."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def modules_of(stages: Items[Stage]) -> list[nn.Module]:
 
 
 class LoadedSequence(DynamicAlgorithm):
-    """A saved sequence where it fits in the budget, and an algorithm where it does not.
+    """Saved sequence if it fits in the budget; otherwise an algorithm.
 
     Parameters
     ----------
     sequence
-        The operations.
+        Operations.
     otherwise
-        The algorithm; without one InfeasibleError is raised.
+        Algorithm; without one InfeasibleError is raised.
     """
 
     name: ClassVar[str] = "loaded"
@@ -55,7 +55,7 @@ class LoadedSequence(DynamicAlgorithm):
         mem_slots: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> Sequence:
-        """Return the sequence, priced on `chain`, or what the algorithm finds."""
+        """Return the sequence, priced on `chain`, or the algorithm's solution."""
         sequence = Sequence(self.sequence.codes, chain)
         if sequence.peak_bytes <= parse_budget(budget_bytes):
             return sequence
@@ -66,7 +66,7 @@ class LoadedSequence(DynamicAlgorithm):
         return self.otherwise.solve(chain, budget_bytes, mem_slots=mem_slots, progress=progress)
 
     def curve(self, chain: Chain, *, progress: ProgressCallback | None = None) -> Curve:
-        """Return the one point of the sequence."""
+        """Return the single point of the sequence."""
         del progress
         sequence = Sequence(self.sequence.codes, chain)
         return Curve([sequence.peak_bytes], [sequence.makespan])
@@ -80,22 +80,22 @@ class PublishedChain:
 
     @property
     def chain(self) -> Chain | None:
-        """The cost model of the plan run last, ``None`` without a plan."""
+        """Cost model of the latest plan, ``None`` without a plan."""
         plan = self.context.latest
         return None if plan is None else plan.chain
 
     @property
     def sequence(self) -> Sequence | None:
-        """The schedule of the plan run last, ``None`` without a plan."""
+        """Schedule of the latest plan, ``None`` without a plan."""
         plan = self.context.latest
         return None if plan is None else plan.sequence
 
     @property
     def all_values(self) -> Values | None:
-        """The last measure in its published form, ``None`` before one.
+        """Latest measure in its published form, ``None`` before one.
 
-        Six lists, times in milliseconds and sizes in bytes: forward times, backward times, what
-        each forward keeps (the input first), activations (the input first), temporaries of the
+        Six lists, times in milliseconds and sizes in bytes: forward times, backward times, kept
+        memory of each forward (the input first), activations (the input first), temporaries of the
         forwards, temporaries of the backwards.
         """
         found = self.inspection_values
@@ -132,7 +132,7 @@ def checked_sequence(source: Sequence | str | os.PathLike[str], chain: Chain) ->
 
 
 def _difference(saved: Sequence, chain: Chain) -> str:
-    """Return the first difference of the stages; empty where there is none."""
+    """Return the first difference of the stages; empty for equal ones."""
     if saved.chain is not None:
         there, here = saved.chain.names or [], chain.names or []
         if len(there) != len(here):

@@ -1,4 +1,4 @@
-"""One measurement for inputs of a kind that differ in whether they require gradients."""
+"""Reuse of a measure for inputs that differ only in requiring gradients."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ def with_other_input(
     arg: Any,
     observed: Callable[[list[Stage], list[Observation]], object] | None = None,
 ) -> Inspection | None:
-    """Measure only the first stages again, up to one whose output requires what it did.
+    """Measure only the first stages again, until an output requires gradients as before.
 
     Parameters
     ----------
     old
-        The measures for an input that requires gradients otherwise.
+        Measures for an input with other flags.
     stages
-        As `find_stages` finds them.
+        Stages from `find_stages`.
     arg
-        The input.
+        Input of the model.
     observed
         As of `rotor.inspection.measure`.
 
     Returns
     -------
     Inspection or None
-        ``None`` where more than a few stages are concerned.
+        ``None`` if more than a few stages are concerned.
     """
     for count in range(1, min(_MOST, len(old.stages) - 1) + 1):
         if any(grad_flags(arg)) and not any(old.flags[count]):
             continue
-        # One stage more: what is last is measured with its output held.
+        # One stage more: the last one is measured with its output held.
         part = {name for stage in old.stages[: count + 1] for name in stage.names}
         found = measure([s for s in stages if s.names[0] in part], arg, observed=observed)
         end = _cut_after(found, old.stages[count - 1].names[-1])
@@ -67,7 +67,7 @@ def with_other_input(
 
 
 def _cut_after(found: Inspection, name: str) -> int | None:
-    """Return the number of stages that end with a function; ``None`` where it is within one."""
+    """Return the number of stages that end with a function; ``None`` if it is within one."""
     for i, stage in enumerate(found.stages[:-1]):
         if stage.names[-1] == name:
             return i + 1

@@ -1,10 +1,10 @@
-"""Runs a schedule of a chain: the same numbers as the plain model, in less memory.
+"""Execution of a chain's schedule: the numbers of the plain model, in less memory.
 
-The real activations and gradients live in a `Run`, which alone owns them, so that they go as early
-as in plain autograd. Autograd sees one small node for each stage that has parameters, chained by
-tokens without memory of their own: the gradients of parameters leave the node as they are made, so
-hooks on them (those of DistributedDataParallel, say) fire stage by stage. The backward of a node
-does the operations of the schedule up to its own B: recomputations, and a nested
+The real activations and gradients live in a `Run`, their only owner, so that they are freed as
+early as in plain autograd. Autograd sees one small node for each stage with parameters, chained by
+tokens without memory: the gradients of parameters leave the node as soon as they are computed, so
+hooks on them (such as those of DistributedDataParallel) run stage by stage. The backward of a node
+executes the schedule up to its own B: recomputations, and a nested
 ``torch.autograd.grad`` over the graph that Fe recorded.
 
 Stages that the schedule keeps right up to the loss run in plain autograd.
@@ -39,7 +39,7 @@ from rotor.engines.chain.snapshot import Snapshot
 from rotor.engines.chain.stages import Stage
 
 _HANDOFF_BYTES = 16_384
-"""Outputs below this size are kept through their backward: a handoff would cost more time."""
+"""Size below which outputs are kept through their backward: a handoff would cost more time."""
 
 _tokens: dict[torch.device, torch.Tensor] = {}
 
@@ -51,7 +51,7 @@ def _token(device: torch.device) -> torch.Tensor:
 
 
 class _Handoff(Function):
-    """The root of a stage's graph: its backward gives the gradient away and keeps nothing."""
+    """Root of a stage's graph: its backward returns the gradient and keeps nothing."""
 
     @staticmethod
     def forward(ctx: Any, cell: list[Any], token: torch.Tensor, *outputs: torch.Tensor) -> Any:
@@ -64,7 +64,7 @@ class _Handoff(Function):
 
 
 class _Entry(Function):
-    """Between the inputs of the chain and its first token."""
+    """Node between the inputs of the chain and its first token."""
 
     @staticmethod
     def forward(ctx: Any, run: Run, *inputs: torch.Tensor) -> Any:
@@ -81,7 +81,7 @@ class _Entry(Function):
 
 
 class _StageNode(Function):
-    """One stage with parameters; its backward ends with the B of that stage."""
+    """Node of one stage with parameters; its backward ends with the B of that stage."""
 
     @staticmethod
     def forward(
@@ -99,7 +99,7 @@ class _StageNode(Function):
 
 
 class _Boundary(Function):
-    """Hands the last activation to plain autograd; takes its gradient and returns at once."""
+    """Node that hands the last activation to plain autograd, and takes its gradient."""
 
     @staticmethod
     def forward(ctx: Any, run: Run, token: torch.Tensor) -> Any:
@@ -131,25 +131,26 @@ _apply_boundary = core.bare_apply(_Boundary)
 
 
 class Run:
-    """The state of one training step: activations, recorded graphs, and the current gradient.
+    """State of one training step: activations, recorded graphs, and the current gradient.
 
     Parameters
     ----------
     stages
-        The stages of the chain.
+        Stages of the chain.
     schedule
-        What to do.
+        Operations to execute.
     arg
-        The input of the first stage after the schedule's head.
+        Input of the first stage after the schedule's head.
     preserve_rng_state
-        Recompute with the random numbers of the first forward.
+        True to recompute with the random numbers of the first forward.
     flags
-        Which tensors of each activation require gradients, [n + 1]; ``None``: all that could.
+        Flags of the tensors of each activation that require gradients, [n + 1]; ``None``: all that
+        could.
     proof
-        Compares what is made again with what was made first.
+        Comparison of recomputed values with the first ones.
     accumulate
-        Let the nested backward add to ``.grad`` of the parameters, instead of handing their
-        gradients out.
+        True to let the nested backward add to ``.grad`` of the parameters, instead of returning
+        their gradients.
     """
 
     def __init__(
@@ -191,13 +192,13 @@ class Run:
         self.lowest = head if any(self.flags_of(head)) else min(receivers, default=head)
 
     def flags_of(self, i: int) -> Flags:
-        """Which tensors of x_i require gradients; none while that is not known."""
+        """Return flags of the tensors of x_i that require gradients; none while unknown."""
         return self.flags[i] or ()
 
     # -- operations
 
     def do(self, kind: int, i: int) -> None:
-        """One forward operation, Fn, Fck or Fe of stage i; grad mode is off around it."""
+        """Run Fn, Fck or Fe of stage i; gradients are disabled around it."""
         if kind == FE:
             self._record(i)
         else:
@@ -237,7 +238,7 @@ class Run:
         return y
 
     def _note(self, i: int, y: Any) -> Flags:
-        """Which tensors of the output of stage i require gradients, when it is first seen."""
+        """Note the tensors of stage i's output that require gradients, when it is first seen."""
         check_output(self.stages[i].name, y)
         if self.known_flags is not None:
             flags = self.known_flags[i + 1]
@@ -264,20 +265,20 @@ class Run:
         self.x[i + 1] = detached(y)
 
     def back(self, i: int, need_x: bool, needs: Sequence[bool]) -> Sequence[torch.Tensor | None]:
-        """B of stage i: makes the gradient of x_i the current one.
+        """Run B of stage i: make the gradient of x_i the current one.
 
         Parameters
         ----------
         i
-            The stage; `gradient` belongs to its output.
+            Stage whose output the `gradient` belongs to.
         need_x
             True if the gradient of the stage's input is wanted.
         needs
-            Which parameters' gradients are wanted.
+            Flags of the parameters whose gradients are wanted.
 
         Returns
         -------
-        Gradients of the stage's parameters; ``None`` where not wanted, or accumulated.
+        Gradients of the stage's parameters; ``None`` if not wanted, or accumulated.
         """
         wanted, root, cell = self.tapes[i]
         self.tapes[i] = None
@@ -323,7 +324,7 @@ class Run:
     # -- a whole step
 
     def forward(self) -> None:
-        """Return the operations before the loss, those of the tail left out."""
+        """Run the operations before the loss, except the tail's."""
         with torch.no_grad():
             for kind, i in self.schedule.forward:
                 self.do(kind, i)
@@ -331,7 +332,7 @@ class Run:
             self.rng.latest = None
 
     def attach(self, arg: Any) -> Any:
-        """Put the stages before the tail into the graph; returns the input of the tail."""
+        """Put the stages before the tail into the graph; return the input of the tail."""
         head, tail = self.schedule.head, self.schedule.tail
         inputs = flagged(arg, self.flags_of(head))
         token = _apply_entry(self, *inputs) if inputs else self.token.detach()
@@ -341,7 +342,7 @@ class Run:
         return self.hand_over(token)
 
     def hand_over(self, token: torch.Tensor) -> Any:
-        """Return the input of the tail, in the graph after `token`; the run does not hold it any more."""
+        """Return the input of the tail, in the graph after `token`, and drop it from the run."""
         tail = self.schedule.tail
         outputs = _apply_boundary(self, token)
         value = with_tensors(self.x[tail], outputs)
@@ -349,7 +350,7 @@ class Run:
         return value
 
     def splits_backward(self) -> bool:
-        """Return whether the backward that runs now leaves parameters' gradients to another one."""
+        """Return whether the running backward leaves parameters' gradients to another one."""
         return core.splits_backward(p for stage in self.parameters for p in stage)
 
     def take_gradient(self, gradient: list[torch.Tensor | None]) -> None:
@@ -358,7 +359,7 @@ class Run:
         Raises
         ------
         RuntimeError
-            The backward has been begun before, or is to be differentiated itself.
+            The backward has begun before, or is to be differentiated itself.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -380,7 +381,7 @@ class Run:
     def backward_to(
         self, stage: int, need_x: bool, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
-        """Everything down to the B of `stage`; returns the gradients of its parameters."""
+        """Execute everything down to the B of `stage`; return the gradients of its parameters."""
         found: Sequence[torch.Tensor | None] = ()
         try:
             while self.next >= stage:
@@ -409,11 +410,11 @@ class Run:
             self.do(kind, k)
 
     def is_done(self) -> bool:
-        """Return whether the backward has come to its end."""
+        """Return whether the backward is complete."""
         return self.next < self.lowest
 
     def release(self) -> None:
-        """Free every activation, graph and snapshot that is left."""
+        """Free every remaining activation, graph and snapshot."""
         self.x = [None] * len(self.x)
         self.tapes = [None] * len(self.tapes)
         self.snapshots = [None] * len(self.snapshots)
@@ -436,19 +437,19 @@ def run_chain(
     Parameters
     ----------
     stages, schedule
-        The chain and what to do with it.
+        Chain, and the operations to execute.
     arg
         Input of the first stage: a tensor, or tensors in tuples, lists and dictionaries.
     preserve_rng_state
-        Recompute with the random numbers of the first forward.
+        True to recompute with the random numbers of the first forward.
     flags
-        Which tensors of each activation require gradients; ``None``: all that could.
+        Flags of the tensors of each activation that require gradients; ``None``: all that could.
     started
-        Called with the run state, where there is one.
+        Function called with the run state, if one is made.
     run_class
-        What runs the stages before the tail.
+        Class that runs the stages before the tail.
     proof
-        Compares what is made again with what was made first.
+        Comparison of recomputed values with the first ones.
 
     Returns
     -------
@@ -485,11 +486,11 @@ def _last(sequence: Sequence[Any], n: int) -> int:
 
 
 class CheckpointOptim(Function):
-    """A whole chain as one autograd node, as published.
+    """Autograd node of a whole chain, as published.
 
     ``CheckpointOptim.apply(functions, sequence, names, preserve_rng_state, arg)`` runs `functions`
-    one after the other on `arg`, a tensor or a tuple of tensors, by `sequence`, and returns what
-    the last one that the sequence names returns. The gradients of parameters are added to their
+    one after the other on `arg`, a tensor or a tuple of tensors, by `sequence`, and returns the
+    output of the last one that the sequence names. The gradients of parameters are added to their
     ``.grad`` by the nested backward of each stage. `Checkpointable` uses the finer form of
     `run_chain`.
 
@@ -500,7 +501,7 @@ class CheckpointOptim(Function):
     AttributeError
         An unknown operation.
     TypeError
-        `arg` is no tensor, and has none in it.
+        `arg` is no tensor, and contains none.
 
     Warns
     -----
@@ -526,7 +527,7 @@ class CheckpointOptim(Function):
         if [getattr(op, "kind", None) for op in sequence] == ["L"]:
             # Sequence.without_suffix left every stage to the caller.
             return arg
-        # Autograd sees the tensors that it is given one by one, and none within a tuple.
+        # Autograd sees only tensors given one by one, none within a tuple.
         tensors = [] if isinstance(arg, torch.Tensor) else tree_tensors(arg)
         return super().apply(functions, sequence, names, preserve_rng_state, arg, *tensors)
 

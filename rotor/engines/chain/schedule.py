@@ -1,4 +1,4 @@
-"""A sequence in the form that the executor runs: what the forward does, what each backward does."""
+"""Sequence in the executor's form: the operations of the forward, and of each backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CODES = {"Fn": FN, "Fng": FN, "Fck": FCK, "Fc": FCK, "CF": FCK, "Fe": FE, "L": 
 
 
 class Schedule:
-    """The operations of a sequence, cut at the loss and at each backward.
+    """Operations of a sequence, cut at the loss and at each backward.
 
     Parameters
     ----------
@@ -19,26 +19,26 @@ class Schedule:
     n
         Number of stages.
     head
-        Leave so many first stages to plain autograd: the sequence runs ``Fe_0 .. Fe_head-1`` first
+        Number of first stages left to plain autograd: the sequence runs ``Fe_0 .. Fe_head-1`` first
         and ``B_head-1 .. B_0`` last.
     plain_tail
-        Leave the last stages to plain autograd where the sequence runs
+        True to leave the last stages to plain autograd if the sequence runs
         ``Fe_k .. Fe_n-1 L B_n-1 .. B_k`` around the loss.
 
     Attributes
     ----------
     head
-        The first stage after those that plain autograd runs at the beginning.
+        First stage after the ones that plain autograd runs at the beginning.
     tail
-        The first stage that plain autograd runs at the end, n when there is none.
+        First stage that plain autograd runs at the end; n without one.
     forward
-        (kind, stage) before the loss, without those of head and tail.
+        (kind, stage) before the loss, except for head and tail.
     segments
-        For each stage between head and tail, what its backward does: operations up to its own B.
+        For each stage between head and tail, the operations of its backward, up to its own B.
     runs
-        Number of times that each stage runs forward.
+        Number of forward runs of each stage.
     recomputed
-        The stages that run more than once.
+        Stages that run more than once.
 
     Raises
     ------

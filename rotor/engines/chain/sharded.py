@@ -3,8 +3,8 @@
 FSDP2 puts whole parameters in the place of sharded ones while a module runs, and takes gradients
 out of ``.grad`` of the whole ones in hooks of autograd. So autograd cannot be asked about the
 parameters of a stage: its B is a nested ``backward()``, which meets the hooks as a plain step
-would, and one node stands for all stages, with a token that requires a gradient in place of
-parameters. What a recomputation has gathered is given back after it.
+would, and one node represents all stages, with a token that requires a gradient in place of
+parameters. Parameters gathered by a recomputation are released after it.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ __all__ = ["ShardedRun", "ShardedStage", "Sharding", "find_sharding"]
 
 
 class ShardedStage(Stage):
-    """A stage with parameters that FSDP2 gathers.
+    """Stage with parameters that FSDP2 gathers.
 
     Parameters
     ----------
     names, functions
         As of any stage.
     sharding
-        Of the model.
+        Sharding of the model.
 
     Attributes
     ----------
     units
-        What is gathered while the stage runs, and given back after it.
+        Units that are gathered while the stage runs, and released after it.
     """
 
     __slots__ = ("_owners", "_sharding", "units")
@@ -54,7 +54,7 @@ class ShardedStage(Stage):
         self._owners = [sharding.owner(slot) for slot in self._parameter_slots]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that require a gradient now, sharded ones as shards, once each."""
+        """Return the parameters that require a gradient now, shards for sharded ones, once each."""
         found: dict[int, nn.Parameter] = {}
         for owner, (slots, name) in zip(self._owners, self._parameter_slots, strict=True):
             parameter = slots.get(name) if owner is None else owner.shard
@@ -63,7 +63,7 @@ class ShardedStage(Stage):
         return list(found.values())
 
     def graph_leaves(self) -> list[nn.Parameter]:
-        """Return the parameters that its graph can end in: whole ones, once they were gathered."""
+        """Return the parameters in which its graph can end: whole ones, once they were gathered."""
         found: dict[int, nn.Parameter] = {}
         for owner, (slots, name) in zip(self._owners, self._parameter_slots, strict=True):
             parameter = slots.get(name) if owner is None else owner.whole
@@ -76,23 +76,23 @@ class ShardedStage(Stage):
         return any(other for (other,) in self._sharding.ranks.exchange_ints(flag))
 
     def owners(self) -> list[fsdp.ShardedParameter | None]:
-        """For each of `parameters`, how FSDP2 keeps it; ``None`` where it does not."""
+        """Return FSDP2's record of each of `parameters`; ``None`` for unsharded ones."""
         by_id = {id(o.shard): o for o in self._owners if o is not None}
         return [by_id.get(id(parameter)) for parameter in self.parameters()]
 
     def every_owner(self) -> list[fsdp.ShardedParameter]:
-        """What FSDP2 keeps of the stage."""
+        """Return FSDP2's records of all parameters of the stage."""
         return [owner for owner in self._owners if owner is not None]
 
     def current_parameters(self) -> list[Any]:
-        """Return the shards of the parameters, which stay what they are while whole ones come and go."""
+        """Return the shards of the parameters, which persist while whole ones come and go."""
         return [
             slots.get(name) if owner is None else owner.shard
             for owner, (slots, name) in zip(self._owners, self._parameter_slots, strict=True)
         ]
 
     def merged_with(self, following: Stage) -> Stage:
-        """One stage of this and the one after it."""
+        """Return one stage of this and the one after it."""
         return ShardedStage(
             [*self.names, *following.names],
             [*self.functions, *following.functions],
@@ -100,37 +100,37 @@ class ShardedStage(Stage):
         )
 
     def reshard(self) -> None:
-        """Give back what a recomputation has gathered, where the forward would have."""
+        """Release the parameters that a recomputation gathered, if the forward would have."""
         for unit in self.units:
             if unit.reshards_after_forward:
                 unit.reshard()
 
 
 class Sharding:
-    """What FSDP2 does with a model that is planned as a chain.
+    """Sharding by FSDP2 of a model that is planned as a chain.
 
     Parameters
     ----------
     model
         The wrapped model.
     roots
-        The modules whose call is a step of the model: the model, and its wrapper.
+        Modules whose call is a step of the model: the model, and its wrapper.
     units
-        The units that gather parameters of the model.
+        Units that gather parameters of the model.
     around
         Units of modules that contain the model.
 
     Attributes
     ----------
     ranks
-        The processes that have to run the same plan.
+        Processes that have to run the same plan.
     root
-        The unit whose forward is that of the model, where there is one.
+        Unit whose forward is that of the model, if any.
 
     Raises
     ------
     RuntimeError
-        Some modules are sharded in a way that cannot be planned; says which, and what to do.
+        Some modules are sharded in a way that cannot be planned; the message has the remedy.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Sharding:
         self.ranks = Ranks(_group_of(units))
 
     def owner(self, slot: core.Slot) -> fsdp.ShardedParameter | None:
-        """How FSDP2 keeps the parameter that stands there; ``None`` where it does not."""
+        """Return FSDP2's record of the parameter in a slot; ``None`` if it has none."""
         return self._owners.get((id(slot[0]), slot[1]))
 
     def stages(self, stages: Iterable[Stage]) -> list[Stage]:
@@ -189,7 +189,7 @@ class Sharding:
         return list(found)
 
     def outer(self, stages: Sequence[Stage]) -> list[fsdp.Unit]:
-        """Return the units around the stages: gathered before the first, and until the last backward."""
+        """Return the units around the stages, gathered from the first to the last backward."""
         inside = {id(u) for stage in stages for u in getattr(stage, "units", ())}
         return [unit for unit in self.units if id(unit) not in inside]
 
@@ -219,7 +219,7 @@ class Sharding:
     # -- what a plan depends on
 
     def parameter_flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """Which parameters require gradients; which have none yet, and which units reduce."""
+        """Return flags: parameters that require gradients, that lack one, units that reduce."""
         mine = self._mine
         plain = [slots[name] for slots, name in self._plain]
         required = [p.shard.requires_grad for p in mine] + [p.requires_grad for p in plain]
@@ -231,13 +231,13 @@ class Sharding:
         return tuple(required), (*absent, *(unit.reduces for unit in self.units))
 
     def lacking_gradient(self, flags: Sequence[bool]) -> set[int]:
-        """Return the ids of the parameters that had no gradient, by the second of `parameter_flags`."""
+        """Return the ids of the parameters without gradient, by the second of `parameter_flags`."""
         parameters = [p.shard for p in self._mine]
         parameters += [slots[name] for slots, name in self._plain]
         return {id(p) for p, absent in zip(parameters, flags, strict=False) if absent}
 
     def gradients_now(self) -> ShardedGradients:
-        """Copies of the gradients that exist now, to be put back."""
+        """Return copies of the existing gradients, to be restored later."""
         plain = [slots[name] for slots, name in self._plain]
         return ShardedGradients(self._shards, [p for p in plain if p is not None])
 
@@ -246,16 +246,16 @@ class Sharding:
     def gradient_bytes(
         self, stage: Stage, measured: Sequence[int], missing: Sequence[bool]
     ) -> list[int]:
-        """Bytes of gradients that a stage leaves, one for each of its parameters.
+        """Return the bytes of gradients that a stage leaves, one for each of its parameters.
 
         Parameters
         ----------
         stage
-            The stage.
+            Stage that leaves them.
         measured
-            What its B left when it was measured, gradients reduced.
+            Bytes that its B left when it was measured, gradients reduced.
         missing
-            Which of the parameters have no gradient yet, and get one from this stage.
+            Flags of the parameters that have no gradient yet, and get one from this stage.
         """
         assert isinstance(stage, ShardedStage)
         own = {id(unit) for unit in stage.units}
@@ -264,19 +264,19 @@ class Sharding:
             if owner is not None and id(owner.unit) in own and not owner.unit.reduces:
                 size = owner.reduced_bytes
             is_outer = owner is not None and id(owner.unit) not in own
-            # Whole gradients of what an outer unit gathers are new in every step.
+            # Whole gradients of parameters that an outer unit gathers are new in every step.
             is_new = owner.whole_gradient() is None if owner is not None and is_outer else absent
             found.append(size if is_new else 0)
         return found
 
     def final_reduce_bytes(self, stages: Sequence[Stage]) -> int:
-        """What the last reduction of all needs: that of what is around the stages."""
+        """Return the bytes of the final reduce-scatter (parameters outside all stages)."""
         outer = [unit for unit in self.outer(stages) if unit.reduces]
         shards = sum(p.shard_bytes for unit in outer for p in unit.parameters)
         return sum(unit.reduced_bytes for unit in outer) + shards
 
     def unreduced_bytes(self) -> int:
-        """Whole gradients that the next backward makes and leaves (gradient accumulation)."""
+        """Return the bytes of whole gradients that the next backward leaves (accumulation)."""
         return sum(
             p.reduced_bytes
             for p in self._mine
@@ -284,11 +284,11 @@ class Sharding:
         )
 
     def collective_bytes(self, stages: Sequence[Stage], device: torch.device) -> int:
-        """Whole parameters and buffers of collectives that live on between operations.
+        """Return the bytes of collectives that persist between operations: parameters, buffers.
 
-        Parameters of stages that are not given back after the forward; those of the model itself;
-        and where the units have a root in common, which lets collectives of one stage overlap with
-        the next, one block or more that are gathered ahead, and that are being reduced.
+        Parameters of stages that are not released after the forward; parameters of the model
+        itself; and if the units have a root in common, which lets collectives of one stage overlap
+        with the next, one block or more that are gathered ahead, and that are being reduced.
         """
         inside = [unit for stage in stages for unit in getattr(stage, "units", ())]
         kept = {id(unit): unit for unit in inside if not unit.reshards_after_forward}
@@ -306,14 +306,14 @@ class Sharding:
         return total
 
     def deferred_free_bytes(self, device: torch.device) -> int:
-        """What a thread of gloo, on the CPU, may give back a moment after the collective."""
+        """Return the bytes that a thread of gloo, on the CPU, may free after the collective."""
         if device.type != "cpu":
             return 0
         inside = [unit for unit in self.units if unit is not self.root]
         return max((max(u.gathered_bytes, u.reduced_bytes) for u in inside), default=0)
 
     def base_bytes(self, device: torch.device) -> int:
-        """What the model's own unit gathers before the model's forward begins."""
+        """Return the bytes that the model's own unit gathers before the model's forward."""
         return 0 if self.root is None else self._rounded(self.root, device)
 
     def _rounded(self, unit: fsdp.Unit, device: torch.device) -> int:
@@ -339,14 +339,14 @@ def _group_of(units: Sequence[fsdp.Unit]) -> Any:
 
 
 def find_sharding(model: nn.Module, wrapper: nn.Module | None = None) -> Sharding | None:
-    """What FSDP2 does with the parameters of a model; ``None`` where nothing is sharded.
+    """Return the sharding of a model by FSDP2; ``None`` if nothing is sharded.
 
     Parameters
     ----------
     model
         The model.
     wrapper
-        What stands for it, and may itself have been sharded.
+        Module that represents the model, and may itself have been sharded.
 
     Raises
     ------
@@ -382,7 +382,7 @@ def find_sharding(model: nn.Module, wrapper: nn.Module | None = None) -> Shardin
 
 
 class _Entry(Function):
-    """The whole chain before the boundary: its backward does every operation of the schedule."""
+    """Node of the chain before the boundary: its backward executes the whole schedule."""
 
     @staticmethod
     def forward(ctx: Any, run: ShardedRun, token: torch.Tensor, *inputs: torch.Tensor) -> Any:
@@ -402,7 +402,7 @@ _apply_entry = core.bare_apply(_Entry)
 
 
 class ShardedRun(Run):
-    """The state of one training step of a sharded chain.
+    """State of one training step of a sharded chain.
 
     The parameters are as of `Run`; nested backwards always accumulate.
     """
@@ -412,23 +412,23 @@ class ShardedRun(Run):
         self.lowest = 0
 
     def attach(self, arg: Any) -> Any:
-        """Put the chain into the graph; returns its output."""
+        """Put the chain into the graph; return its output."""
         token = self.token.detach().requires_grad_()
         inputs = flagged(arg, self.flags_of(0))
         return self.hand_over(_apply_entry(self, token, *inputs))
 
     def take_gradient(self, gradient: list[torch.Tensor | None]) -> None:
-        """Begin the backward, as `Run`; a proof keeps the gradients that exist now."""
+        """Begin the backward, as `Run`; a proof copies the existing gradients."""
         super().take_gradient(gradient)
         if isinstance(self.proof, ShardedProof):
             self.proof.begin()
 
     def splits_backward(self) -> bool:
-        """Nobody can tell: the parameters are not in the graph. A second backward is refused."""
+        """Return False: the graph does not show the parameters. A second backward is refused."""
         return False
 
     def back(self, i: int, need_x: bool, needs: Sequence[bool]) -> Sequence[torch.Tensor | None]:
-        """B of stage i; its modules may be run again afterwards."""
+        """Run B of stage i; its modules may be run again afterwards."""
         found = super().back(i, need_x, needs)
         stage = self.stages[i]
         if isinstance(stage, ShardedStage):

@@ -1,8 +1,8 @@
-"""Proofs of steps that ranks run together: all of them find out, and all of them stop.
+"""Proofs of steps that ranks run together: a difference on one stops all of them.
 
-A value that came out otherwise on one rank must not end the backward of that rank alone, for the
-others would wait for its collectives. So every rank runs its backward to the end, with what FSDP2
-does there; then they show each other what differed, and put gradients and state back alike.
+A difference on one rank must not end the backward of that rank alone: the other ranks would wait
+for its collectives. So every rank runs its backward to the end, FSDP2's part included;
+then the ranks exchange the differences, and restore gradients and state alike.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["ShardedGradients", "ShardedProof", "found_together"]
 
 
 class ShardedGradients:
-    """The gradients of a sharded model, outside of what its device counts.
+    """Gradients of a sharded model, stored outside of its device's memory.
 
     Parameters
     ----------
     sharded
         Parameters that FSDP2 gathers.
     plain
-        The others.
+        Other parameters.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ShardedGradients:
             self._plain = [(p, p.grad, _copies([p.grad])) for p in plain]
 
     def restore(self) -> None:
-        """Put them back."""
+        """Restore the gradients."""
         with torch.no_grad():
             for parameter, gradients, copies in self._sharded:
                 _write(gradients, copies)
@@ -62,16 +62,16 @@ def _write(gradients: Sequence[Any], copies: Sequence[torch.Tensor | None]) -> N
 
 
 def found_together(ranks: Ranks, own: Sequence[Any]) -> tuple[list[Any], str]:
-    """Return what was found on any rank, and which ranks it was, as a sentence.
+    """Return the differences of any rank, and a sentence that names these ranks.
 
-    A collective operation; what was found is sent only where there is something.
+    A collective operation; differences are sent only if some exist.
 
     Parameters
     ----------
     ranks
-        Those who run the step.
+        Processes that run the step.
     own
-        What was found on this one; the rank's own comes after that of ranks before it.
+        Differences of this rank; they come after those of ranks before it.
     """
     counts = [count for (count,) in ranks.exchange_ints(len(own))]
     if not any(counts):
@@ -82,16 +82,16 @@ def found_together(ranks: Ranks, own: Sequence[Any]) -> tuple[list[Any], str]:
 
 
 class ShardedProof(StepProof):
-    """The comparisons of one step of a sharded chain, the same on all ranks.
+    """Comparisons of one step of a sharded chain, the same on all ranks.
 
     Parameters
     ----------
     stages, proved, failed
         As of `StepProof`.
     ranks
-        Those who run the step.
+        Processes that run the step.
     keep
-        Copies the gradients that exist now.
+        Function that copies the existing gradients.
     """
 
     def __init__(
@@ -108,14 +108,14 @@ class ShardedProof(StepProof):
         self._kept: ShardedGradients | None = None
 
     def begin_with(self, output: Any) -> None:
-        """Nothing: the run tells when its backward begins."""
+        """Do nothing: the run reports the start of its backward."""
 
     def begin(self) -> None:
-        """Copy the gradients that exist when the backward begins."""
+        """Copy the existing gradients when the backward begins."""
         self._kept = self._keep()
 
     def settle(self) -> None:
-        """Read all comparisons when the whole backward is over, and what FSDP2 does at its end."""
+        """Read all comparisons after the whole backward, FSDP2's last part included."""
         core.check_after_backward(self._settle_together)
 
     def _settle_together(self) -> None:

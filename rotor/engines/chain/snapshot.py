@@ -1,8 +1,8 @@
-"""Snapshots of what a stage begins with, for recomputations that give the same numbers.
+"""Snapshots of the state in which a stage begins, for equal numbers in a recomputation.
 
 Random number generators are set back and restored afterwards; buffers that the first forward
 changed (the running statistics of BatchNorm, the vectors of spectral norm) are replaced by copies
-of what they were, so that the real ones are updated exactly once.
+of their former values, so that the real ones are updated exactly once.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """What the first forward of a stage began with, for recomputations of it.
+    """State in which the first forward of a stage began, for its recomputations.
 
     Parameters
     ----------
     stage
-        The stage, about to run for the first time.
+        Stage that is about to run for the first time.
     rng
-        Where random states are read, ``None`` when they are not to be preserved.
+        Reader of random states, ``None`` if they are not to be preserved.
     """
 
     __slots__ = (
@@ -67,12 +67,12 @@ class Snapshot:
         ]
 
     def finish(self) -> None:
-        """Return the first forward is over: keep only what it changed.
+        """End the first forward: keep only the state that it changed.
 
         Raises
         ------
         RuntimeError
-            It changed a buffer of which no copy was made.
+            The stage changed a buffer of which no copy was made.
         """
         states, rng = self._states, self._rng
         if states is not None and rng is not None and not rng.drawn_since(states):

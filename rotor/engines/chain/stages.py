@@ -16,7 +16,7 @@ from rotor.common.places import Place
 
 
 class Stage:
-    """One stage of a chain: functions applied in a row.
+    """Stage of a chain: functions applied in a row.
 
     Parameters
     ----------
@@ -28,10 +28,10 @@ class Stage:
     Attributes
     ----------
     buffers
-        Where the stage's buffers stand: (the dictionary of their module, their name).
+        Slots of the stage's buffers: (the dictionary of their module, their name).
     mutable_buffers
-        Those that a forward changes; a recomputation runs on copies of them. ``None`` when nobody
-        looked: then every buffer is taken for one.
+        Buffers that a forward changes; a recomputation runs on copies of them. ``None`` if
+        unknown; every buffer is then treated as mutable.
     state
         Other state that a forward depends on and that the stages change.
     """
@@ -58,7 +58,7 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """The name of the stage: its functions' names, joined."""
+        """Name of the stage: its functions' names, joined."""
         return "+".join(self.names)
 
     def __call__(self, x: Any) -> Any:
@@ -68,7 +68,7 @@ class Stage:
         return x
 
     def modules(self) -> Iterator[nn.Module]:
-        """Every module in the stage, once."""
+        """Yield every module in the stage, once."""
         seen: set[nn.Module] = set()
         for function in self.functions:
             if isinstance(function, nn.Module):
@@ -87,7 +87,7 @@ class Stage:
         return list(found.values())
 
     def graph_leaves(self) -> list[nn.Parameter]:
-        """Return the parameters that its graph can end in."""
+        """Return the parameters in which its graph can end."""
         return self.parameters()
 
     def on_any_rank(self, flag: bool) -> bool:
@@ -95,11 +95,11 @@ class Stage:
         return flag
 
     def current_parameters(self) -> list[Any]:
-        """Whatever stands where the parameters stood when the stage was made."""
+        """Return the current contents of the parameter slots recorded at construction."""
         return [slots.get(name) for slots, name in self._parameter_slots]
 
     def merged_with(self, following: Stage) -> Stage:
-        """One stage of this and the one after it."""
+        """Return one stage of this and the one after it."""
         return Stage([*self.names, *following.names], [*self.functions, *following.functions])
 
     def __repr__(self) -> str:
@@ -107,7 +107,7 @@ class Stage:
 
 
 def is_plain_sequential(module: Any) -> bool:
-    """Return whether calling `module` does nothing but call its children in a row."""
+    """Return whether calling `module` only calls its children in a row."""
     return (
         isinstance(module, nn.Sequential)
         and type(module).forward is nn.Sequential.forward
@@ -116,7 +116,7 @@ def is_plain_sequential(module: Any) -> bool:
 
 
 def find_stages(model: nn.Module) -> list[Stage]:
-    """One stage for each leaf of a Sequential, nested Sequentials explored.
+    """Return one stage for each leaf of a Sequential, nested Sequentials explored.
 
     A nested Sequential that has hooks of its own stays one stage, so that they run.
 
