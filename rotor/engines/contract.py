@@ -1,4 +1,4 @@
-"""The contract of engines: what the driver gives them, and what it asks of them.
+"""Contract between the driver and engines.
 
 An engine knows how to measure a module, to plan a step under a limit, and to run a plan. The driver
 (`rotor.wrapper.driver`) decides when each of these is done, for all engines alike.
@@ -40,20 +40,20 @@ __all__ = [
 ]
 
 METERED_STEPS = 3
-"""Steps of a plan that are metered at most before its reserve is final."""
+"""Largest number of metered steps of a plan before its reserve is final."""
 
 
 class NothingToPlan(Exception):
-    """Nothing in the call needs a gradient."""
+    """Absence of any gradient that the call needs."""
 
 
 class CannotPlan(Exception):
-    """The engine cannot plan such a call; the next one is asked.
+    """Refusal of a call that the engine cannot plan; the next engine is asked.
 
     Parameters
     ----------
     error
-        Raised where no other engine is left.
+        Error to raise if no other engine is left.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -62,11 +62,11 @@ class CannotPlan(Exception):
 
 
 class Unsuited(Exception):
-    """The engine cannot plan this model, whatever the call."""
+    """Refusal of a model that the engine cannot plan under any call."""
 
 
 class PlanAgain(Exception):
-    """A call has led to another capture: it needs a plan of its own before it can run."""
+    """Discovery of another capture for a call, which needs a plan of its own to run."""
 
 
 class DefaultSlots(int):
@@ -77,14 +77,14 @@ DEFAULT_SLOTS = DefaultSlots(500)
 
 
 class Key(NamedTuple):
-    """The kind of a step.
+    """Kind of a step.
 
     Attributes
     ----------
     measured
-        Everything that a measure depends on.
+        All facts that a measure depends on.
     absent
-        The parameters that have no gradient yet; a plan depends on it too.
+        Parameters that have no gradient yet; a plan depends on them too.
     """
 
     measured: Any
@@ -93,7 +93,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one step; `targets` are for the loss."""
+    """Arguments of one step; `targets` are for the loss."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Call:
 
     @staticmethod
     def of_sample(sample: Any) -> Call:
-        """Return the call that a sample stands for: a tuple of arguments, or keyword arguments."""
+        """Return the call for a sample: a tuple of arguments, or keyword arguments."""
         if isinstance(sample, dict):
             return Call((), sample)
         return Call(sample if isinstance(sample, tuple) else (sample,))
@@ -119,20 +119,20 @@ class Call:
 
 @dataclass
 class Settings:
-    """The options of one wrapped model.
+    """Options of one wrapped model.
 
     Attributes
     ----------
     module
-        The plain model.
+        Plain model.
     mem_limit
-        The limit in bytes; ``None`` before it is known.
+        Limit in bytes; ``None`` before it is known.
     algorithm, algorithm_options
-        What finds schedules of chains, and keywords of its ``solve``.
+        Algorithm that finds schedules of chains, and keywords of its ``solve``.
     unsuited
         Names of engines that cannot plan the model.
     graph_class
-        Engine of captured graphs, where it is not the default one.
+        Engine of captured graphs, if not the default one.
 
     Other attributes are those of `rotor.Checkpointable`.
     """
@@ -156,16 +156,16 @@ class Settings:
 
 
 class Refusal(NamedTuple):
-    """An engine's refusal of a kind of step.
+    """Refusal of a kind of step by an engine.
 
     Attributes
     ----------
     engine
         Number of the engine that takes over.
     device
-        Where such steps run.
+        Device of such steps.
     reason
-        Why, as text.
+        Reason, as text.
     """
 
     engine: int
@@ -175,29 +175,29 @@ class Refusal(NamedTuple):
 
 @dataclass
 class Context:
-    """What the engines of one wrapped model share.
+    """State that the engines of one wrapped model share.
 
     Attributes
     ----------
     settings
         Options, and the module.
     wrapper
-        Gives the wrapping module, which FSDP2 may shard in the place of the model; ``None`` without
-        one.
+        Function that returns the wrapping module, which FSDP2 may shard in the place of the model;
+        ``None`` without one.
     warn
-        ``warn(topic, text)``: warns of the limit, once for each topic.
+        ``warn(topic, text)``: warns about the limit, once for each topic.
     structure
-        The modules and parameters of the model, as they were found.
+        Modules and parameters of the model at discovery.
     peers
-        The ranks that share plans.
+        Ranks that share plans.
     plans
-        By kind of step.
+        Plans by kind of step.
     learned_loss
-        Bytes of the caller's loss by `Key.measured`, where a step was metered.
+        Bytes of the caller's loss by `Key.measured`, for metered steps.
     refusals
-        By `Key.measured`.
+        Refusals by `Key.measured`.
     latest, latest_key
-        The plan that was made, or ran, last; the kind of step that was measured, or ran, last.
+        Latest plan, made or run; kind of the latest step, measured or run.
     """
 
     settings: Settings
@@ -212,14 +212,14 @@ class Context:
     latest_key: Key | None = None
 
     def measured_key(self) -> Key:
-        """Return the kind of step that was measured last; ValueError: nothing was."""
+        """Return the kind of the latest measured step; raise ValueError before one."""
         if self.latest_key is None:
             raise ValueError("nothing was measured: call measure(sample), or train a step")
         return self.latest_key
 
     @property
     def module(self) -> nn.Module:
-        """The plain model."""
+        """Plain model."""
         return self.settings.module
 
     def is_current(self, plan: Any) -> bool:
@@ -227,7 +227,7 @@ class Context:
         return any(known is plan for known in self.plans.values())
 
     def check_devices(self, arguments: Any) -> None:
-        """Raise ValueError where a parameter is on another device than the arguments."""
+        """Raise ValueError if a parameter is on another device than the arguments."""
         devices = {t.device for t in tree_tensors(arguments)}
         for name, parameter in self.module.named_parameters():
             if parameter.device not in devices:
@@ -237,36 +237,36 @@ class Context:
                 )
 
     def with_loss(self, output: Any, targets: Sequence[Any]) -> Any:
-        """Return the loss where there are targets, else the output."""
+        """Return the loss if targets are given, else the output."""
         loss_fn = self.settings.loss_fn
         return loss_fn(output, *targets) if targets and loss_fn else output
 
 
 IsPending = Callable[[], bool] | None
-"""Tells whether the backward of a step is still to come."""
+"""Function that returns True while the backward of a step is still to come."""
 
 StartMeter = Callable[[], StepWatch | None]
-"""Starts the meter of a step; ``None`` where nothing sees it."""
+"""Function that starts the meter of a step; ``None`` for an unobserved one."""
 
 
 class Engine(ABC):
-    """A way to run training steps within a limit.
+    """Way to run training steps within a limit.
 
     Parameters
     ----------
     context
-        Shared with the other engines of the model.
+        Context shared with the other engines of the model.
 
     Attributes
     ----------
     name
-        As in messages.
+        Name in messages.
     published
-        Names of the engine's own that the wrapper offers.
+        Names of the engine's attributes that the wrapper publishes.
     depends_on_structure
-        Measures and plans are dropped when modules or parameters of the model are exchanged.
+        True to drop measures and plans when modules or parameters of the model are exchanged.
     plans_ahead
-        A plan is known before the first step under it.
+        True if a plan is known before the first step under it.
     """
 
     name: ClassVar[str]
@@ -283,7 +283,7 @@ class Engine(ABC):
         return self.context.settings
 
     def check(self) -> None:
-        """Raise where the model or an option does not go with the engine."""
+        """Raise if the model or an option does not suit the engine."""
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise TypeError for an option that the engine does not take."""
@@ -291,7 +291,7 @@ class Engine(ABC):
             raise TypeError(f"unknown option {next(iter(options))!r}")
 
     def check_sharding(self) -> None:
-        """Raise where the model is sharded and the engine cannot run that."""
+        """Raise if the model is sharded and the engine cannot run that."""
 
     def is_portable(self) -> bool:
         """Return whether measures and plans hold for a copy of the model."""
@@ -306,16 +306,16 @@ class Engine(ABC):
         return Call(args, kwargs, tuple(targets))
 
     def call_of_sample(self, sample: Any) -> Call:
-        """Return the call that a sample of the constructor stands for."""
+        """Return the call for a sample of the constructor."""
         return Call.of_sample(sample)
 
     def prepared(self, call: Call) -> Call:
-        """Return a call of `measure` as the model itself would be called."""
+        """Return a call of `measure` in the form in which the model itself would be called."""
         return call
 
     @abstractmethod
     def key(self, call: Call) -> Key:
-        """Return the kind of a step; raises where the arguments cannot be planned."""
+        """Return the kind of a step; raise if the arguments cannot be planned."""
 
     def refined(self, key: Key) -> Key:
         """Return the key under which a plan of this engine is kept."""
@@ -329,21 +329,21 @@ class Engine(ABC):
 
     @abstractmethod
     def measure(self, key: Key, call: Call) -> Any:
-        """Measure such a step, leaving no trace; return what was measured.
+        """Measure such a step, leaving no trace; return the measure.
 
         Raises
         ------
         CannotPlan, Unsuited, NothingToPlan
-            Another engine has to, for this call or altogether; or nothing needs a gradient.
+            Another engine must, for this call or for every one; or no gradient is needed.
         """
 
     @abstractmethod
     def forget(self, measured: Any) -> None:
-        """Drop what was measured of a kind of step."""
+        """Drop the measure of a kind of step."""
 
     @abstractmethod
     def device_of(self, key: Key) -> torch.device:
-        """Return where such steps run."""
+        """Return the device of such steps."""
 
     @abstractmethod
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> Any:
@@ -352,29 +352,29 @@ class Engine(ABC):
         Raises
         ------
         InfeasibleError
-            None fits beside the reserve.
+            No plan fits beside the reserve.
         """
 
     def expect(self, plan: Any) -> None:
-        """Look, before a step, whether it will need more than its plan knows."""
+        """Check, before a step, for needs that its plan does not know."""
 
     def replan(self, old: Any, make: Callable[[int], Any]) -> Any:
-        """Return a plan that knows what metered steps taught, or the old one.
+        """Return a plan that includes the lessons of metered steps, or the old one.
 
         Parameters
         ----------
         old
-            The plan that another one is to replace.
+            Plan to replace.
         make
-            Makes a plan beside a reserve in bytes.
+            Function of a reserve in bytes that makes a plan.
         """
         return make(old.reserve_bytes)
 
     def begin_planning(self) -> None:
-        """Drop what plans left behind: the limit or an option has changed."""
+        """Drop leftovers of earlier plans: the limit or an option has changed."""
 
     def choose(self, algo: Any, options: dict[str, Any]) -> None:
-        """Set options of the following plans, and the algorithm, where it is given."""
+        """Set options of the following plans, and the algorithm, if given."""
         given = options if algo is None else options | {"algo": algo}
         self.check_options(given)
         self.settings.options = self.settings.options | given
@@ -384,25 +384,25 @@ class Engine(ABC):
         return False
 
     def limit_on(self, device: torch.device, given: Callable[[torch.device], int]) -> int:
-        """Return the limit of a step on a device, from the limit that was given."""
+        """Return the limit of a step on a device, from the given limit."""
         return given(device)
 
     def take_over(self, reason: str) -> None:
-        """Warn, where that is due, that earlier engines have refused a kind of step."""
+        """Warn, if due, that earlier engines have refused a kind of step."""
 
     def try_out(self, key: Key, call: Call) -> None:
-        """Raise InfeasibleError where this engine could not keep the limit of another's plan."""
+        """Raise InfeasibleError if this engine could not keep the limit of another's plan."""
 
     def result(self, plan: Any) -> Any:
-        """Return what `compute_sequence` gives of a plan."""
+        """Return the result of `compute_sequence` for a plan."""
         return None
 
     def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
-        """Return step time against limit, and where steps run."""
+        """Return step time against limit, and the device of the steps."""
         raise ValueError(f"the {self.name} engine has no curve")
 
     def load(self, key: Key, source: Any, limit_bytes: int) -> Any:
-        """Return a plan of such steps that was saved."""
+        """Return a saved plan of such steps."""
         raise ValueError(
             f'engine="{self.name}" decides while a step runs, and has no plan to load: give '
             'engine="chain" or "graph"'
@@ -412,27 +412,27 @@ class Engine(ABC):
 
     @abstractmethod
     def run(self, plan: Any, call: Call, start: StartMeter) -> tuple[Any, IsPending]:
-        """Run a step under a plan; return its output, and whether its backward is to come.
+        """Run a step under a plan; return its output, and the function that tells if it is pending.
 
         Parameters
         ----------
         plan
-            The plan.
+            Plan to run.
         call
-            The arguments.
+            Arguments of the step.
         start
-            Starts what meters the step, when all that comes before a step is done.
+            Starter of the meter, called when all work before the step is done.
 
         Raises
         ------
         CannotPlan
-            The model's code is not what was measured.
+            The model's code differs from the measured one.
         PlanAgain
-            The same, and what it is now has been measured.
+            The code differs, and its new form has been measured.
         """
 
     def watch(self, plan: Any) -> StepWatch | None:
-        """Return what sees a step that is not metered; ``None`` where nothing does."""
+        """Return the observer of an unmetered step; ``None`` without one."""
         return None
 
     @abstractmethod
@@ -440,8 +440,8 @@ class Engine(ABC):
         """Compare one of the first metered steps of a plan with the plan."""
 
     def learn_again(self, plan: Any, step: StepBytes) -> None:
-        """Compare a step that was metered later with what its plan knows."""
+        """Compare a step that was metered later with its plan."""
 
     def remarks(self, plan: Any, key: Key | None) -> list[Any]:
-        """Return tables that reports show beside those of a plan."""
+        """Return tables for reports, beside those of a plan."""
         return []

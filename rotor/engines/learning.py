@@ -1,4 +1,4 @@
-"""What metered steps teach: rules that engines share."""
+"""Lessons of metered steps: rules that engines share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("rotor")
 
 
 def confirmed(plan: Any, step: StepBytes, *, is_doubtful: bool) -> StepBytes | None:
-    """Return a step whose figures count; ``None`` where another step has to confirm them.
+    """Return a step whose figures count; ``None`` if another step has to confirm them.
 
     On the CPU, threads of gloo give buffers back late. Of two steps the lower peak is right, and
     the larger loss.
@@ -28,11 +28,11 @@ def confirmed(plan: Any, step: StepBytes, *, is_doubtful: bool) -> StepBytes | N
     Parameters
     ----------
     plan
-        Under which the step ran; `Metered.earlier` keeps a step that was not believed.
+        Plan of the step; `Metered.earlier` keeps a step that awaits confirmation.
     step
-        What was metered.
+        Metered step.
     is_doubtful
-        Late buffers would explain its figures.
+        True if late buffers would explain its figures.
     """
     earlier = plan.earlier
     if earlier is None:
@@ -43,18 +43,18 @@ def confirmed(plan: Any, step: StepBytes, *, is_doubtful: bool) -> StepBytes | N
 
 
 class MeteredEngine(Engine):
-    """An engine whose plans predict a peak, which metered steps correct."""
+    """Engine whose plans predict a peak, which metered steps correct."""
 
     @abstractmethod
     def learn_loss(self, plan: Any, step: StepBytes) -> bool:
-        """Note what the caller's loss needed; return whether the plan did not know."""
+        """Note the need of the caller's loss; return whether it is new to the plan."""
 
     @abstractmethod
     def repriced(self, plan: Any) -> int:
-        """Return the peak that is predicted of a plan, now that the loss is known."""
+        """Return the predicted peak of a plan, now that the loss is known."""
 
     def replan(self, old: Any, make: Callable[[int], Any]) -> Any:
-        """Return a plan that knows what metered steps taught; the old one where none fits."""
+        """Return a plan that includes the lessons of metered steps; the old one if none fits."""
         try:
             plan = make(old.reserve_bytes)
         except InfeasibleError as error:
@@ -70,7 +70,7 @@ class MeteredEngine(Engine):
         return plan
 
     def learn(self, plan: Any, step: StepBytes) -> None:
-        """Compare a metered step with its plan; have it made again where that helps."""
+        """Compare a metered step with its plan; have the plan renewed if that helps."""
         plan.measured_bytes = step.peak_bytes
         plan.measured_timeline = step.timeline
         plan.meterings += 1
@@ -97,11 +97,11 @@ class MeteredEngine(Engine):
             plan.outdated = True
 
     def learn_again(self, plan: Any, step: StepBytes) -> None:
-        """Compare a step that was metered later with what its plan knows."""
+        """Compare a step that was metered later with its plan."""
         self.learn_peak(plan, step.peak_bytes)
 
     def learn_peak(self, plan: Any, peak_bytes: int) -> None:
-        """Have the next step planned for what a step needed beyond the limit."""
+        """Have the next step planned for a need beyond the limit."""
         note_peak(plan, peak_bytes)
         if peak_bytes <= plan.limit_bytes:
             return

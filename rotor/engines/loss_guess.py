@@ -1,8 +1,8 @@
-"""The reserve for a loss of which nothing is known yet: it never makes a feasible limit infeasible.
+"""Reserve for an unknown loss, which never makes a feasible limit infeasible.
 
-Before the first step a loss is assumed to need 4 times the output. Where no plan fits beside that
-much, the largest reserve that leaves room for one is taken: the first step is metered, and shows
-what the loss really needs.
+Before the first step a loss is assumed to need 4 times the output. If no plan fits beside that
+amount, the largest reserve that leaves room for one is taken: the first step is metered, and shows
+the real need of the loss.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ def plan_with_guess(
     Parameters
     ----------
     plan_with
-        Makes a plan beside a reserve.
+        Function of a reserve that makes a plan.
     guess_bytes
-        The reserve that is assumed.
+        Assumed reserve.
     limit_bytes
-        The limit of the plan.
+        Limit of the plan.
     least_bytes
-        The least reserve that makes sense.
+        Least sensible reserve.
 
     Raises
     ------
     InfeasibleError
-        No plan fits beside the least reserve; ``minimum_bytes`` is what one beside it needs.
+        No plan fits beside the least reserve; ``minimum_bytes`` is the need of one beside it.
     """
     reserve = max(guess_bytes, least_bytes)
     for _ in range(_MOST_TRIES):
@@ -51,7 +51,7 @@ def plan_with_guess(
         except InfeasibleError as error:
             if reserve == least_bytes:
                 raise
-            # At its moment the loss adds all of its reserve: as much less of it fits.
+            # At its moment the loss adds its whole reserve, which shrinks by the excess.
             over = max(error.minimum_bytes - limit_bytes, 1)
             reserve = max(reserve - over, least_bytes)
             continue

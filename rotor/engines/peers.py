@@ -1,4 +1,4 @@
-"""The ranks that share plans; alone, a process decides at once what several agree on."""
+"""Ranks that share plans, and the null object for a single process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _FAILED = 2
 
 
 class Peers(Protocol):
-    """The ranks that measure, plan and train in step."""
+    """Ranks that measure, plan and train in step."""
 
     @property
     def ranks(self) -> Ranks | None:
-        """The processes that decide together; ``None`` where there is one."""
+        """Processes that decide together; ``None`` for a single one."""
 
     def agree(self, own_key: Callable[[], tuple[Any, Any]], is_behind: bool) -> tuple[Any, bool]:
         """Return the key of a step of all ranks, and whether one of them has something to learn.
@@ -28,7 +28,7 @@ class Peers(Protocol):
         Parameters
         ----------
         own_key
-            Gives this rank's: what a measure belongs to, and which gradients are missing.
+            Function that returns this rank's key: the measured part, and the missing gradients.
         is_behind
             True if this rank has something to learn.
         """
@@ -39,11 +39,11 @@ class Peers(Protocol):
         """Return whether all ranks measure, and plan, now."""
 
     def all_well(self, problem: Exception | None) -> None:
-        """Raise on every rank where one of them cannot measure."""
+        """Raise on every rank if one of them cannot measure."""
 
 
 class Alone:
-    """A process that plans for itself."""
+    """Process that plans for itself."""
 
     ranks: Ranks | None = None
 
@@ -55,23 +55,23 @@ class Alone:
     def settle(
         self, is_one_behind: bool, wants_measure: bool, wants_plan: bool
     ) -> tuple[bool, bool]:
-        """Return what is wanted."""
+        """Return the wishes of this process."""
         del is_one_behind
         return wants_measure, wants_plan
 
     def all_well(self, problem: Exception | None) -> None:
-        """Raise a problem; a meter that runs already only leaves figures out."""
+        """Raise a problem, except for a running meter, which only leaves figures out."""
         if problem is not None and not isinstance(problem, allocator.MeterBusyError):
             raise problem
 
 
 class SharingRanks:
-    """The ranks of a group; every method is a collective operation.
+    """Ranks of a group; every method is a collective operation.
 
     Parameters
     ----------
     ranks
-        Those who run each step together.
+        Processes that run each step together.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -84,7 +84,7 @@ class SharingRanks:
         Raises
         ------
         RankError
-            Another rank has no valid input; or the ranks do not have the same parameters without
+            Another rank has no valid input; or the ranks differ in the parameters without
             gradients.
         """
         try:
@@ -117,7 +117,7 @@ class SharingRanks:
         return measures, plans
 
     def all_well(self, problem: Exception | None) -> None:
-        """Raise on every rank where one of them has a problem."""
+        """Raise on every rank if one of them has a problem."""
         self.ranks.all_well(problem)
 
 

@@ -42,7 +42,7 @@ _EVERY = 256
 
 NOISE_BYTES = 1 << 17
 NOISE_SHARE = 50
-"""Part of the expected bytes below which, as below these bytes, a difference is noise."""
+"""Divisor of the expected bytes; below this part, or below `NOISE_BYTES`, a difference is noise."""
 
 _NEW_MAXIMUM = 1.05
 """Factor by which an excess must grow to be reported again."""

@@ -1,1 +1,1 @@
-"""Dynamic: memory that is decided while a step runs."""
+"""Dynamic engine: memory that is managed while a step runs."""

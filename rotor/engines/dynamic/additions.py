@@ -1,4 +1,4 @@
-"""Gradients of a nested backward that are added to existing ones as soon as they are made."""
+"""Early addition of a nested backward's gradients to existing ones."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ __all__ = ["Additions", "Arrivals"]
 
 
 class Additions:
-    """What a backward of its own adds to gradients that exist.
+    """Additions of a nested backward to existing gradients.
 
-    Autograd would hand over all gradients at the end, so that a second copy of them was in memory.
-    Those of leaves that get nothing else in the running backward, and that no hook waits for, are
-    added where they lie.
+    Autograd would return all gradients at the end, with a second copy of them in memory.
+    Gradients of leaves that get no other part in the running backward, and that no hook waits for,
+    are added in place.
 
     Parameters
     ----------
     leaves
-        The tensors whose gradients are asked for.
+        Tensors whose gradients are asked for.
     waits
-        True if gradients are kept until `finish`, or `add`.
+        True to keep gradients until `finish`, or `add`.
     prepare
-        Called with a gradient before it is kept.
+        Function called with a gradient before it is kept.
 
     Attributes
     ----------
     added
-        Number of gradients were.
+        Number of added gradients.
     """
 
     def __init__(
@@ -87,18 +87,18 @@ class Additions:
         self.added += 1
 
     def add(self) -> None:
-        """Add what waits, outside any mode."""
+        """Add the waiting gradients, outside any mode."""
         while self._held:
             self._add(*self._held.pop(0))
 
     def drop(self) -> None:
-        """Forget what waits."""
+        """Forget the waiting gradients."""
         self._held.clear()
 
     def finish(
         self, asked: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """Add what waits; the gradients that are left for autograd."""
+        """Add the waiting gradients; return the rest for autograd."""
         self.add()
         return [
             None if id(leaf) in self._taken else gradient
@@ -107,12 +107,12 @@ class Additions:
 
 
 class Arrivals:
-    """Gradients that a backward is still to make, while it runs.
+    """Gradients that a running backward has still to compute.
 
     Parameters
     ----------
     leaves
-        The tensors whose gradients are asked for; existing ones take no more memory.
+        Tensors whose gradients are asked for; existing ones take no more memory.
     """
 
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
@@ -122,7 +122,7 @@ class Arrivals:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes of the gradients that have not been made."""
+        """Bytes of the gradients that are not computed yet."""
         return sum(self._missing.values())
 
     def __enter__(self) -> Self:
@@ -141,7 +141,7 @@ class Arrivals:
 
 
 def _exists(leaf: torch.Tensor) -> bool:
-    """Return whether a tensor has a gradient that another can simply be added to."""
+    """Return whether a tensor has a gradient to which another can simply be added."""
     gradient = leaf.grad if leaf.is_leaf else None
     return (
         gradient is not None
@@ -166,6 +166,6 @@ def _fits(leaf: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 
 def _nothing(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like a gradient in the place of its bytes, for autograd to carry."""
+    """Return an empty tensor in the form of a gradient, for autograd to carry."""
     number = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
     return number.expand(gradient.shape)

@@ -1,4 +1,4 @@
-"""The dynamic engine: any model runs as it is, and memory is decided while it runs."""
+"""Dynamic engine: any model runs as it is, and memory is managed while it runs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ __all__ = ["DynamicEngine"]
 class DynamicEngine(Engine):
     """Steps under a session of `rotor.dtr`.
 
-    What a step computes is evicted when memory gets short, and computed again. Nothing is captured,
-    measured or planned before, so whatever a model does in its forward it may do; whether a limit
-    can be kept shows in the first step.
+    Results of a step are evicted when memory gets short, and computed again. Nothing is captured,
+    measured or planned before, so that a forward may contain any code; the first step shows
+    whether a limit can be kept.
     """
 
     name: ClassVar[str] = "dynamic"
@@ -47,7 +47,7 @@ class DynamicEngine(Engine):
         return self.settings.engine == self.name
 
     def check(self) -> None:
-        """Raise where random numbers may differ, or costs of operations are given."""
+        """Raise if random numbers may differ, or costs of operations are given."""
         if not self.settings.preserve_rng_state:
             raise ValueError(
                 "the dynamic engine always recomputes with the random numbers of the first "
@@ -64,7 +64,7 @@ class DynamicEngine(Engine):
         check_options(dict(options))
 
     def check_sharding(self) -> None:
-        """Raise where the model is sharded."""
+        """Raise if the model is sharded."""
         refuse_sharded(self.context.module, "operations")
 
     # -- the limit
@@ -82,14 +82,14 @@ class DynamicEngine(Engine):
         return Key(device, ())
 
     def is_measured(self, key: Key) -> bool:
-        """Return whether steps can run: always where nothing else was asked for first."""
+        """Return whether steps can run: the engine was asked for, or another has refused them."""
         return self._is_asked_for or key.measured in self.context.refusals
 
     def forget(self, measured: Any) -> None:
-        """Keep everything: nothing was measured."""
+        """Keep everything: this engine has no measures."""
 
     def device_of(self, key: Key) -> torch.device:
-        """Return where such steps run."""
+        """Return the device of such steps."""
         if self._is_asked_for:
             device: torch.device = key.measured
             return device
@@ -99,7 +99,7 @@ class DynamicEngine(Engine):
         """Measure nothing: a step shows whether its limit can be kept."""
 
     def take_over(self, reason: str) -> None:
-        """Warn that this engine runs what no other could plan."""
+        """Warn that this engine runs a model that no other engine could plan."""
         self.context.warn(
             "capture",
             "no single graph of the model could be captured, so its memory is not planned: the "
@@ -108,7 +108,7 @@ class DynamicEngine(Engine):
         )
 
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> DynamicPlan:
-        """Return what is known of steps on a device, the same for all of them."""
+        """Return the record of steps on a device, the same for all of them."""
         device = self.device_of(key)
         known = self._by_device.get(device)
         if known is not None and known.limit_bytes == limit_bytes:
@@ -125,18 +125,18 @@ class DynamicEngine(Engine):
         return plan
 
     def begin_planning(self) -> None:
-        """Forget what was learned under another limit."""
+        """Forget the lessons of another limit."""
         self._by_device = {}
 
     def try_out(self, key: Key, call: Call) -> None:
-        """Raise InfeasibleError where a step does not fit in the limit."""
+        """Raise InfeasibleError if a step does not fit in the limit."""
         cancel_running()
         modules = list(self.context.module.modules())
         with generators_kept(modules), attributes_kept(modules):
             self._try(self._by_device[self.device_of(key)], call)
 
     def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
-        """Raise ValueError: what a limit costs is not known before a step has run under it."""
+        """Raise ValueError: the cost of a limit is unknown before a step has run under it."""
         if not self._is_asked_for:
             reason = self.context.refusals[key.measured].reason
             raise ValueError(f"the model runs without a graph: {reason}")
@@ -188,9 +188,9 @@ class DynamicEngine(Engine):
         return step, step.forward(forward, (*call.arguments, call.targets), plan.room)
 
     def _try(self, plan: DynamicPlan, call: Call) -> None:
-        """Run a forward and a backward of which nothing is left; gradients of outputs are ones.
+        """Run a forward and a backward without a trace; gradients of outputs are ones.
 
-        What does not repeat in it is kept, and it runs once more.
+        Operations that do not repeat are kept, and the trial runs once more.
         """
         while True:
             known = len(plan.kept)
@@ -215,13 +215,13 @@ class DynamicEngine(Engine):
     # -- learning
 
     def learn(self, plan: DynamicPlan, step: StepBytes) -> None:
-        """Set room aside for what a metered step needed beyond the limit."""
+        """Set room aside for the need of a metered step beyond the limit."""
         knew_loss = plan.loss_bytes is not None
         loss, held = plan.loss_bytes or 0, plan.held_bytes
         over = plan.learn(step)
         if over <= 0:
             return
-        # What guesses about the loss and operators have cost is known now.
+        # The costs of guesses about the loss and operators are known now.
         if knew_loss and not plan.unknown:
             explained = max((plan.loss_bytes or 0) - loss, plan.held_bytes - held, 0)
             plan.reserve_bytes += max(over - explained, 0)
@@ -244,10 +244,10 @@ class DynamicEngine(Engine):
             )
 
     def learn_again(self, plan: DynamicPlan, step: StepBytes) -> None:
-        """Do as in the first metered steps."""
+        """Learn as in the first metered steps."""
         self.learn(plan, step)
 
     def learn_peak(self, plan: DynamicPlan, peak_bytes: int) -> None:
-        """Have the next step metered where this one was over the limit."""
+        """Have the next step metered if this one was over the limit."""
         note_peak(plan, peak_bytes)
         plan.differs |= peak_bytes > plan.limit_bytes

@@ -1,4 +1,4 @@
-"""What is known of steps whose memory is decided while they run."""
+"""Record of steps whose memory is managed while they run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rotor.meter.watch import note_peak
 
 _LOSS_FACTOR = 4
 _ROOM_FACTOR = 64
-"""Evicted before a loss of which nothing is known, as far as the limit has not so much left."""
+"""Multiple of the output evicted before an unknown loss, if the limit has less left."""
 
 _NOISE_BYTES = 1 << 16
 _NOISE_SHARE = 50
@@ -34,16 +34,16 @@ _DEFAULTS = {name: _SETTINGS[name].default for name in OPTIONS}
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What one step did.
+    """Figures of one step.
 
     Attributes
     ----------
     stats
-        Of its session.
+        Statistics of its session.
     output_bytes
-        Of the model's outputs.
+        Bytes of the model's outputs.
     room_bytes
-        What was left of the limit for the loss.
+        Rest of the limit for the loss.
     """
 
     stats: Stats
@@ -53,40 +53,40 @@ class StepFigures:
 
 @dataclass
 class DynamicPlan(Metered):
-    """What is known of the steps that run under one limit on one device.
+    """Record of the steps that run under one limit on one device.
 
     Attributes
     ----------
     device
-        Where they run.
+        Device of the steps.
     limit_bytes
-        The limit of a step.
+        Limit of a step.
     reason
-        Why nothing is planned; empty where that was asked for.
+        Reason for which nothing is planned; empty if the user asked for this engine.
     options
         Settings of the session.
     loss_bytes, held_bytes, loss_output_bytes
-        What the caller's loss was measured to need at most, and what was in memory beside what
-        the runtime counts when the model's backward began, for outputs of that size; ``None``: not
-        metered yet.
+        Largest measured need of the caller's loss, and memory beyond the runtime's count when the
+        model's backward began, for outputs of that size; ``None`` before the first metered
+        step.
     step_bytes
-        Peak of the last metered step with outputs of that size.
+        Peak of the latest metered step with outputs of that size.
     assumed_loss_bytes
-        What the caller said that the loss needs beside the gradient of the output; 0: nothing.
+        Bytes that the loss needs beside the gradient of the output, as given by the caller; or 0.
     output_bytes, counted_bytes
-        Of the outputs in the step that is metered, and what the runtime counted when its backward
+        Bytes of the outputs in the metered step, and the runtime's count when its backward
         began.
     level_bytes
-        What the device had given out then beside what the runtime counted, in the first step after
-        a metered one.
+        Bytes given out by the device at that time beyond the runtime's count, in the first step
+        after a metered one.
     unknown
-        Operators of that step whose needs had to be guessed.
+        Operators of that step whose needs were guessed.
     verify
-        Which steps compare what they compute again (`rotor.Checkpointable`).
+        Steps in which recomputed values are compared (`rotor.Checkpointable`).
     kept
-        Operators whose results are not evicted, as they came out otherwise when they ran again.
+        Operators whose results are not evicted, because they differed when they ran again.
     steps, latest
-        Number of steps ended, and figures of the last ones.
+        Number of ended steps, and figures of the latest ones.
     """
 
     kind: ClassVar[str] = "dynamic"
@@ -111,7 +111,7 @@ class DynamicPlan(Metered):
 
     @property
     def last(self) -> StepFigures:
-        """Figures of the last step; ValueError: there is none."""
+        """Figures of the latest step; ValueError before one."""
         if not self.latest:
             raise ValueError(
                 "nothing is known before a step has run: train one, or measure(sample)"
@@ -120,17 +120,17 @@ class DynamicPlan(Metered):
 
     @property
     def predicted_bytes(self) -> int:
-        """Nothing is predicted: the model's peak in the last step, as the runtime counted it."""
+        """Unpredicted: the model's peak in the latest step, by the runtime's count."""
         return self.last.stats.peak_bytes
 
     @property
     def makespan(self) -> float:
-        """Nothing is predicted: seconds in operations of the last step, and in choosing."""
+        """Unpredicted: seconds of the latest step in operations, and in choosing."""
         stats = self.last.stats
         return (stats.base_ns + stats.remat_ns + stats.search_ns) / 1e9
 
     def room_for_loss(self, output_bytes: int) -> int:
-        """Bytes to leave for the loss and the gradient of the output; with what is set aside."""
+        """Return the bytes to leave for the loss, the gradient of the output, and the reserve."""
         return self.reserve_bytes + self._loss(output_bytes)
 
     def _knows(self, output_bytes: int) -> bool:
@@ -154,7 +154,7 @@ class DynamicPlan(Metered):
         return -(-nbytes * output_bytes // known) if known else 0
 
     def learn(self, step: StepBytes) -> int:
-        """Note a metered step; bytes that it was over the limit, negative where it was not."""
+        """Note a metered step; return its excess over the limit, negative if it was below."""
         self.measured_bytes = step.peak_bytes
         self.measured_timeline = _without_parts(step.timeline)
         self.meterings += 1
@@ -174,7 +174,7 @@ class DynamicPlan(Metered):
         return step.peak_bytes - self.limit_bytes
 
     def step(self, module: nn.Module, *, is_trial: bool = False) -> BudgetedStep:
-        """Return a step of a module, about to begin; of a trial nothing is left in the end."""
+        """Return a step of a module, about to begin; a trial leaves no trace."""
         level = _level(self.device)
 
         def began(step: BudgetedStep) -> None:
@@ -184,7 +184,7 @@ class DynamicPlan(Metered):
             held = self.held_by_loss(step.output_bytes)
             if self._knows(step.output_bytes) and not is_trial:
                 seen = _level(self.device) - level - session.current_bytes
-                # The level of the CPU's heap is that of Python's objects too.
+                # The level of the CPU's heap includes Python's objects.
                 known = min(held, max(seen, 0)) if self.device.type == "cuda" else held
                 session.outside_bytes = self.reserve_bytes + known
                 held += 0 if level < 0 or step.is_metered else self._grown(step, seen)
@@ -218,7 +218,7 @@ class DynamicPlan(Metered):
         return step
 
     def _grown(self, step: BudgetedStep, seen_bytes: int) -> int:
-        """How much more the loss holds than in the first step after the last metered one."""
+        """Return the growth of the loss's memory since the step after the latest metered one."""
         if step.is_crowded:
             return 0
         if self.level_bytes is None:
@@ -230,7 +230,7 @@ class DynamicPlan(Metered):
         return more
 
     def room(self, step: BudgetedStep) -> tuple[int, int]:
-        """Bytes to leave for the loss of a step, and those that it is known to need."""
+        """Return the bytes to leave for the loss of a step, and its known need."""
         wished = self._loss(step.output_bytes)
         if not self._knows(step.output_bytes):
             is_guess = self.loss_bytes is None and not self.assumed_loss_bytes
@@ -246,7 +246,7 @@ def _level(device: torch.device) -> int:
 
 
 def _without_parts(timeline: Timeline | None) -> Timeline | None:
-    """Without the marks of single operators."""
+    """Return the timeline without the marks of single operators."""
     if timeline is None:
         return None
     return replace(timeline, marks=tuple(m for m in timeline.marks if m[0] in _STEP_MARKS))

@@ -1,9 +1,9 @@
-"""A module's forward and backward as one node of autograd, under a session of `rotor.dtr`.
+"""Autograd node of a module's forward and backward, under a session of `rotor.dtr`.
 
-A mode that stayed on after the forward would watch the caller's program, and one that is entered
-in a node of a backward is gone in the next. So the whole forward runs within the session, on inputs
-of its own; outside, one node stands for it, whose backward enters the session again and runs a
-backward of its own through what the forward left.
+A mode that stays on after the forward would watch the caller's program, and a mode entered
+in a node of a backward has ended in the next. So the whole forward runs within the session, on
+inputs of its own; outside, one node represents it, whose backward enters the session again and
+runs a backward of its own through the graph of the forward.
 """
 
 from __future__ import annotations
@@ -36,47 +36,47 @@ __all__ = ["BudgetedStep"]
 _OWN_NAMES = frozenset(vars(nn.Module()))
 _AHEAD = {"forward": 4, "loss": 1, "backward": 2}
 _OF_A_LOSS = 3
-"""Times the gradient of the output: what a loss holds and computes, such as a cross-entropy."""
+"""Assumed need of a loss, such as a cross-entropy, in multiples of the gradient of the output."""
 
 _MARGIN = 16
-"""The part of an estimate that is added to it."""
+"""Part of an estimate that is added to it."""
 
 _paused: weakref.WeakSet[BudgetedStep] = weakref.WeakSet()
 
 
 class BudgetedStep:
-    """One forward of a module, and the backward that belongs to it.
+    """Forward of a module, and the backward that belongs to it.
 
-    Only the graph holds it: when the outputs are dropped without a backward, everything that the
-    forward kept goes.
+    Only the graph references it: when the outputs are dropped without a backward, everything that
+    the forward kept is freed.
 
     Parameters
     ----------
     module
-        What runs.
+        Module to run.
     limit
-        Bytes above the level now.
+        Bytes above the current level.
     device
-        The device whose memory counts.
+        Device whose memory counts.
     backward_began, ended
-        Called with the step before its first backward, and at its end, whichever way.
+        Functions called with the step before its first backward, and at its end in any case.
     is_trial
-        In the end, everything is put back to what it was, attributes of modules too.
+        True to restore everything at the end, attributes of modules too.
     **settings
-        Of the session.
+        Settings of the session.
 
     Attributes
     ----------
     session
-        What it runs under.
+        Session of the step.
     output_bytes, gradient_bytes
-        Of the outputs, once the forward has run, and of their gradients, once these have come.
+        Bytes of the outputs, once the forward has run, and of their gradients, once they are there.
     is_metered
-        A meter runs with it.
+        True if a meter runs with the step.
     tried_bytes
-        A limit under which such a step was seen to run; 0: none is known.
+        Limit under which such a step ran before; 0 if unknown.
     is_proved
-        A backward has ended in which all that was computed again was compared.
+        True after a backward in which all recomputed values were compared.
     """
 
     def __init__(
@@ -121,17 +121,17 @@ class BudgetedStep:
     def forward(
         self, call: Callable[..., Any], value: Any, room: Callable[[BudgetedStep], tuple[int, int]]
     ) -> Any:
-        """Run ``call(*value)`` and give what it returns, in the graph of the caller.
+        """Run ``call(*value)`` and return its result, in the graph of the caller.
 
         Parameters
         ----------
         call
-            Runs the module.
+            Function that runs the module.
         value
             Nested values with the caller's tensors.
         room
-            Called with the step when its outputs are known: the bytes to leave for the loss, and
-            those that it is known to need.
+            Function of the step, called when its outputs are known: bytes to leave for the loss,
+            and its known need.
 
         Raises
         ------
@@ -191,19 +191,19 @@ class BudgetedStep:
         self._asked = [*mine, *(leaf for key, leaf in leaves.items() if key not in known)]
 
     def take_outputs(self) -> list[torch.Tensor]:
-        """Return the outputs as tensors outside the inner graph, on the same storages; given once."""
+        """Return the outputs as tensors outside the inner graph, on the same storages, once."""
         outputs, self._outputs = self._outputs, []
         return [tensor.detach() for tensor in outputs]
 
     def _watch(self, value: Any, outputs: list[torch.Tensor]) -> None:
-        """Note the versions of what may be written to before the backward."""
+        """Note the versions of tensors that may be written to before the backward."""
         tensors = [*tree_tensors(value), *outputs]
         for module in self._modules:
             for slots in (core.parameter_slots(module), core.buffer_slots(module)):
                 tensors.extend(where[name] for where, name in slots)
         self._watched = [(weakref.ref(t), t._version) for t in tensors if not t.is_inference()]
 
-    # -- what modules keep of a forward as their attributes
+    # -- values of a forward that modules keep as their attributes
 
     def _places(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         for module in self._modules:
@@ -235,7 +235,7 @@ class BudgetedStep:
     def backward(
         self, gradients: Sequence[torch.Tensor | None], needed: Sequence[bool]
     ) -> list[torch.Tensor | None]:
-        """Gradients of what the node was applied to, from those of its outputs.
+        """Return the gradients of the node's inputs, from those of its outputs.
 
         Raises
         ------
@@ -243,7 +243,7 @@ class BudgetedStep:
             The limit cannot be kept. Parameters, their gradients, buffers and the random state are
             as before the forward.
         RuntimeError
-            There was a backward already, which did not keep the graph; what the recomputation
+            A backward has run already, and did not keep the graph; a tensor that the recomputation
             needs was written to since the forward.
         """
         if self._edges is None:
@@ -309,7 +309,7 @@ class BudgetedStep:
         return [next(following) if need else None for need in needed]
 
     def _additions_to(self, leaves: list[torch.Tensor]) -> Additions:
-        """Gradients that exist get theirs early; in a step that is proved as late as possible."""
+        """Return early additions to existing gradients; in a proved step as late as possible."""
         session = self.session
         session.additions = Additions(leaves, waits=session.is_verifying, prepare=session.pin)
         return session.additions
@@ -327,7 +327,7 @@ class BudgetedStep:
         return any(step is not self for step in _paused)
 
     def undo(self) -> None:
-        """Put parameters, buffers, inputs and the random state back to what they were."""
+        """Restore parameters, buffers, inputs and the random state."""
         self._undo.run()
         for attributes, before in self._attributes_before:
             for name in [name for name in attributes if name not in before]:
@@ -336,7 +336,7 @@ class BudgetedStep:
         self._attributes_before = []
 
     def release(self) -> None:
-        """Drop what the forward kept; what outlives it and was evicted comes back."""
+        """Drop the values that the forward kept; evicted ones that outlive it are brought back."""
         if self._is_trial:
             self._is_trial = False
             self.undo()
@@ -363,14 +363,14 @@ class BudgetedStep:
             ended(self)
 
     def _differed(self, error: RecomputationError) -> None:
-        """Put everything back after a value came out otherwise than before."""
+        """Restore everything after a recomputed value differed."""
         traceback.clear_frames(error.__traceback__)
         self.session.stop_verifying()
         self.undo()
         self.release()
 
     def _gradient_bytes(self) -> int:
-        """Return the bytes of the gradients that this step is still to make."""
+        """Return the bytes of the gradients that this step has still to compute."""
         if self._arrivals is not None:
             return self._arrivals.missing_bytes
         slots = [slot for module in self._modules for slot in core.parameter_slots(module)]
@@ -378,21 +378,21 @@ class BudgetedStep:
         return sum(p.nbytes for p in new.values() if p.requires_grad and p.grad is None)
 
     def _estimate(self, error: BudgetError) -> int:
-        """Return a limit that is likely to do for a step that failed."""
+        """Return a limit that is likely to suffice for a step that failed."""
         session = self.session
         to_come = self._gradient_bytes()
-        # Its backward reads what it made and read, makes gradients of both, and the loss is held.
+        # Its backward reads its own and earlier results and computes gradients, beside the loss.
         minimum = error.minimum_bytes + to_come + _AHEAD[self._phase] * error.needed_bytes
         if self._phase != "backward":
             return minimum + minimum // _MARGIN
-        # What was in use without any eviction only gets less from now on, but for gradients.
+        # The memory in use without any eviction only shrinks from now on, except for gradients.
         held = session.counters()["held_peak_bytes"] + MOST_SCRAPS + session.outside_bytes
         minimum = min(minimum, held + to_come + error.needed_bytes)
         minimum = max(minimum, self._least_bytes + _OF_A_LOSS * self.gradient_bytes)
         return minimum + minimum // _MARGIN
 
     def _failed(self, error: BudgetError) -> InfeasibleError:
-        # What the frames of the failed program hold would be brought back.
+        # Values in frames of the failed program would be brought back.
         traceback.clear_frames(error.__traceback__)
         minimum = self._estimate(error)
         self.undo()
@@ -435,7 +435,7 @@ class _Node(Function):
 
 
 class _OwnCasts:
-    """Weights that autocast has cast are not shared between the forward and what is around it."""
+    """Separation of weights cast by autocast in the forward from those outside of it."""
 
     def __enter__(self) -> None:
         torch.clear_autocast_cache()
@@ -445,7 +445,7 @@ class _OwnCasts:
 
 
 class _Undo:
-    """What a forward writes to, as it was before."""
+    """Saved values of tensors that a forward writes to."""
 
     def __init__(self, modules: list[nn.Module], device: torch.device) -> None:
         self._device = device
@@ -460,7 +460,7 @@ class _Undo:
         self.random_state = core.get_generator_state(device)
 
     def save(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
-        """Keep a copy of a storage that belongs to the model or its inputs; the new copy."""
+        """Keep a copy of a storage of the model or its inputs; return the new copy."""
         if not self._is_open:
             return None
         if self._keys is None:
@@ -481,7 +481,7 @@ class _Undo:
         return copied
 
     def run(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         for storage, saved in self._saved.values():
             storage.copy_(saved)
         for where, name, buffer in self._slots:
@@ -489,7 +489,7 @@ class _Undo:
         core.set_generator_state(self._device, self.random_state)
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Drop all copies."""
         self._is_open = False
         self._saved = {}
         self._slots = []
@@ -498,7 +498,7 @@ class _Undo:
 
 
 class _BeforeWrite:
-    """Saves what the running forward writes to, and warns the steps that are paused."""
+    """Observer that saves tensors before the running forward writes to them; warns paused steps."""
 
     def __init__(self, undo: _Undo) -> None:
         self._undo = undo
@@ -520,7 +520,7 @@ def _may_hold_tensors(value: Any) -> bool:
 
 
 def _own_inputs(value: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
-    """Tensors that require gradients, what stands for them within, and the value with those."""
+    """Return tensors that require gradients, their inner substitutes, and the value with these."""
     outer: dict[int, torch.Tensor] = {}
     for tensor in tree_tensors(value):
         if tensor.requires_grad:
@@ -530,7 +530,7 @@ def _own_inputs(value: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], Any
 
 
 def _returned(value: Any) -> Iterator[torch.Tensor]:
-    """Return the tensors in what a model returns."""
+    """Return the tensors of a model's output."""
     found: dict[int, torch.Tensor] = {}
     replaced(value, {}, found)
     yield from found.values()
@@ -539,16 +539,16 @@ def _returned(value: Any) -> Iterator[torch.Tensor]:
 def replaced(
     value: Any, given: dict[int, torch.Tensor], found: dict[int, torch.Tensor] | None = None
 ) -> Any:
-    """Return the value with tensors replaced; objects that hold one are copied.
+    """Return the value with tensors replaced; copy objects that hold one.
 
     Parameters
     ----------
     value
         Tensors in tuples, lists, dictionaries, dataclasses and other objects with attributes.
     given
-        What stands for a tensor, by its ``id``.
+        Substitutes of tensors, by ``id``.
     found
-        Collects the tensors of the value.
+        List that collects the tensors of the value.
     """
     return _replaced(value, given, {} if found is None else found, {})
 
@@ -587,7 +587,7 @@ def _replaced(
 
 
 def _leaves(roots: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Return the leaves that a graph accumulates gradients of."""
+    """Return the leaves whose gradients a graph accumulates."""
     seen = set(roots)
     waiting = list(roots)
     while waiting:

@@ -1,1 +1,1 @@
-"""Graphs: a captured step under a program of operations."""
+"""Graph engine: a captured step under a program of operations."""

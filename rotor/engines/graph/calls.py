@@ -1,4 +1,4 @@
-"""Calls of a wrapped model: their arguments, as plans tell them apart, and whether they can be."""
+"""Calls of a wrapped model: checks of their arguments, and their keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def takes_targets(module: nn.Module) -> bool:
 
 
 def check_arguments(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise where the model cannot be called so, or lives on several devices."""
+    """Raise if the model cannot be called with these arguments, or is on several devices."""
     try:
         inspect.signature(module.forward).bind(*args, **kwargs)
     except TypeError as error:
@@ -46,10 +46,10 @@ def check_arguments(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Non
 
 
 def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Run a forward that leaves random states and buffers as they were; whether it came to its end.
+    """Run a forward, restore random states and buffers, and return whether it completed.
 
-    It runs without gradients, which a forward that computes some itself does not take, and twice,
-    after which a flag that every forward turns is what it was.
+    It runs without gradients, which fails for a forward that computes some itself, and twice,
+    so that a flag toggled by every forward has its former value at the end.
     """
     device = tree_tensors((args, kwargs))[0].device
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
@@ -79,7 +79,7 @@ def layout_of(tensor: torch.Tensor) -> Any:
 
 
 def described(leaf: Any) -> Any:
-    """Return a leaf of the arguments as a plan's key tells it apart."""
+    """Return a leaf of the arguments as a part of a plan's key."""
     if isinstance(leaf, torch.Tensor):
         return (leaf.shape, layout_of(leaf), leaf.dtype, leaf.device, leaf.requires_grad)
     if isinstance(leaf, bool | int | float | str | types.NoneType | torch.dtype | torch.device):

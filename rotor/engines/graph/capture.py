@@ -1,7 +1,7 @@
-"""Captures the joint forward and backward graph of a call, through ``torch.compile``.
+"""Capture of the joint forward and backward graph of a call, through ``torch.compile``.
 
-The compiled call runs whatever functions it was given last: AOTAutograd sees a forward that returns
-the model's outputs, the inputs that autograd keeps, and one token, whatever the plan. A plan can be
+The compiled call runs the functions that were set last: AOTAutograd sees a forward that returns
+the model's outputs, the inputs that autograd keeps, and one token, under any plan. A plan can be
 replaced without capturing again. Captures are for one signature: ``dynamic=False``, one graph.
 """
 
@@ -33,18 +33,18 @@ __all__ = ["Capture", "Captured", "NothingToPlan", "Unplanned", "fresh"]
 
 @dataclass
 class Captured:
-    """One graph of a call, and the program that it runs.
+    """Graph of a call, and the program that it runs.
 
     Attributes
     ----------
     lowered
-        Its operations.
+        Operations of the graph.
     emitted
-        The functions that the next call runs; ``None`` before there is a program.
+        Functions that the next call runs; ``None`` before a program is set.
     saved
-        Number of primals stand before the token among the backward's inputs.
+        Number of primals before the token among the backward's inputs.
     reached
-        For each gradient, the tangents it is computed from.
+        For each gradient, the tangents from which it is computed.
     """
 
     lowered: Lowered
@@ -54,14 +54,14 @@ class Captured:
 
 
 class Unplanned(Exception):
-    """A captured call was reached before it had a program.
+    """Signal that a captured call was reached before it had a program.
 
     Parameters
     ----------
     captured
-        What was reached.
+        Reached graph.
     primals
-        What it was called with.
+        Inputs of the call.
     """
 
     def __init__(self, captured: Captured, primals: list[Any]) -> None:
@@ -73,7 +73,7 @@ class Unplanned(Exception):
 def _stub(
     module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[Any]
 ) -> fx.GraphModule:
-    """Return a graph of the right inputs and outputs that is never run."""
+    """Return a graph of the right inputs and outputs that never runs."""
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -90,23 +90,23 @@ def _stub(
 
 
 class Capture:
-    """One call of a module, captured; where its code depends on Python values, several times.
+    """Captured call of a module; several captures if its code depends on Python values.
 
     Parameters
     ----------
     function
-        Called with the module's arguments; a fresh code object is compiled for each capture.
+        Function of the module's arguments; a fresh code object is compiled for each capture.
     backend
-        What the programs will be run by: for "inductor", operators are taken apart as it does.
+        Executor of the programs: for "inductor", operators are decomposed as it does.
 
     Attributes
     ----------
     graphs
-        What was captured.
+        Captured graphs.
     ran
-        Which of them the last call ran.
+        Graph that the last call ran.
     token
-        Lives as long as the last call's backward is still to come.
+        Object that lives while the last call's backward is still to come.
     """
 
     def __init__(self, function: Callable[..., Any], backend: str = "fx") -> None:
@@ -124,12 +124,12 @@ class Capture:
         self._call = torch.compile(function, backend=compiler, fullgraph=True, dynamic=False)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the call on a module; `Unplanned` where it has no program yet.
+        """Run the call on a module; raise `Unplanned` if it has no program yet.
 
         Raises
         ------
         CaptureError
-            There is no single graph of it; the message has the reason and the line of code.
+            No single graph of the call exists; the message has the reason and the line of code.
         """
         self.ran = None
         self._owner = weakref.ref(module)
@@ -166,8 +166,8 @@ class Capture:
         raise NothingToPlan
 
     def reach(self, module: nn.Module, *args: Any) -> Unplanned:
-        """Capture a call without running it; CaptureError as in a call."""
-        # The code that dynamo makes draws Python's random numbers before it calls the graph.
+        """Capture a call without running it; raise CaptureError as a call does."""
+        # Code made by dynamo draws Python's random numbers before it calls the graph.
         with generators_kept(module.modules()):
             try:
                 self(module, *args)
@@ -192,7 +192,7 @@ class Capture:
         self.ran = captured
         result = emitted.forward(args)
         token = result[-1]
-        # The program may be another one when the backward of this step comes.
+        # The program may differ when the backward of this step comes.
         token.backward_of_program = emitted.backward
         token.absent = frozenset()
         token.owner = self._owner
@@ -210,7 +210,7 @@ class Capture:
             raise RuntimeError(SPLIT_BACKWARD)
         withheld: frozenset[int] = frozenset()
         if absent and captured.reached is not None:
-            # As in plain PyTorch, what reaches only outputs without a gradient gets none.
+            # As in plain PyTorch, inputs that reach only outputs without a gradient get none.
             withheld = frozenset(
                 index for index, tangents in enumerate(captured.reached) if tangents <= absent
             )
@@ -232,7 +232,7 @@ class Capture:
         Parameters
         ----------
         outputs
-            What the call returned.
+            Outputs of the call.
         """
         if self.ran is None or self.token is None:
             return
@@ -268,7 +268,7 @@ class Capture:
         token = module.graph.call_function(torch.ops.aten.empty.memory_format, ([0],))
         token.name = "token"
         with core.fake_mode_of(lowered.primals + lowered.tangents):
-            # Where it has memory of its own, PyTorch lets no backward keep the graph.
+            # With memory of its own, PyTorch lets no backward keep the graph.
             inputs = [node.meta.get("val") for node in lowered.primals]
             token.meta["val"] = next(
                 (t.as_strided((0,), (1,)) for t in inputs if isinstance(t, torch.Tensor)),
@@ -292,7 +292,7 @@ _FOR_DEVELOPERS = (
 
 
 def _reason(error: BaseException) -> str:
-    """What dynamo says, without what is for its developers, and without our own lines of code."""
+    """Return dynamo's message without parts for its developers and our own lines of code."""
     found: list[str] = []
     ours = f'File "{Path(__file__).parent}'
     was_ours = False
@@ -307,7 +307,7 @@ def _reason(error: BaseException) -> str:
 
 
 def fresh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function on a code object of its own, so that captures do not share dynamo's cache."""
+    """Return the function with a code object of its own, and so with its own dynamo cache."""
     assert isinstance(function, types.FunctionType)
     copy = types.FunctionType(
         function.__code__.replace(),

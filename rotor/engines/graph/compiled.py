@@ -1,4 +1,4 @@
-"""The compiled graph engine: planned graphs that Inductor compiles (``backend="inductor"``)."""
+"""Compiled graph engine: planned graphs that Inductor compiles (``backend="inductor"``)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _WORTH_COMPILING = 0.95
 class CompiledEngine(GraphEngine):
     """Captured steps whose programs Inductor compiles.
 
-    Inductor fuses operations as it likes, so that a program's bytes are known when it has run. The
-    first steps are metered; where one needed more than the limit, the step is planned again with
-    what fuses far apart kept apart, then for fewer bytes; where none of these fits, our own code
+    Inductor decides what to fuse, so that a program's bytes are known only after a run. The
+    first steps are metered; if one needed more than the limit, the step is planned again with
+    distant kernels kept apart, then for fewer bytes; if none of these fits, our own code
     (``backend="fx"``) runs, and a warning says so.
     """
 
@@ -38,7 +38,7 @@ class CompiledEngine(GraphEngine):
         self.attempts: dict[Any, list[Attempt]] = {}
 
     def begin_planning(self) -> None:
-        """Drop the compiled programs, and what was learned of them."""
+        """Drop the compiled programs, and their lessons."""
         for step in [found for known in self.steps.values() for found in known.variants()]:
             if step.inductor is not None:
                 step.inductor.begin()
@@ -68,11 +68,11 @@ class CompiledEngine(GraphEngine):
             plan.reserve_bytes = plan.limit_bytes - target
             plan.outdated = True
         elif new_loss and plan.recomputed and plan.reserve_bytes == 0:
-            # The loss needs less than was assumed: a faster program may fit.
+            # The loss needs less than assumed: a faster program may fit.
             plan.outdated = self.repriced(plan) < _WORTH_COMPILING * plan.limit_bytes
 
     def replan(self, old: GraphPlan, make: Callable[[int], Any]) -> Any:
-        """Return a plan for what was learned; the old one, given up, where none fits."""
+        """Return a plan by the lessons of metered steps; the old one, given up, if none fits."""
         try:
             return make(old.reserve_bytes)
         except InfeasibleError:
@@ -80,7 +80,7 @@ class CompiledEngine(GraphEngine):
             return old
 
     def remarks(self, plan: Any, key: Key | None) -> list[Any]:
-        """Return the table of the programs that were compiled, and what runs now."""
+        """Return a table of the compiled programs, and the present executor."""
         if plan.kind == "graph" and plan.step.inductor is not None:
             return [attempt_table(plan.step.inductor.attempts, "Inductor")]
         tried = [] if key is None else self.attempts.get(key.measured, [])

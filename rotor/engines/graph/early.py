@@ -1,12 +1,12 @@
-"""Gradients that leave the backward of a program as soon as they are computed.
+"""Early gradients: they leave the backward of a program as soon as they are computed.
 
-A captured call is one node of autograd, which gives all gradients when its backward returns. Who
-waits for the gradient of a parameter, as DistributedDataParallel does to send it while the rest is
-computed, then waits for all; and gradients that are added to existing ones are all there before the
-first is added. So the call runs on other tensors on the memory of the parameters, and between these
-and the parameters stand nodes of ours, one for each group of parameters: the backward of the call
+A captured call is one node of autograd, which returns all gradients at the end of its backward. A
+consumer of one gradient, such as DistributedDataParallel, which sends it while others are
+computed, then waits for all; and gradients to be added to existing ones all exist before the
+first addition. So the call runs on other tensors on the memory of the parameters, and between these
+and the parameters are nodes of ours, one for each group of parameters: the backward of the call
 begins the program and returns at once, and each node runs the program up to the gradients of its
-group, and hands these on.
+group, and returns these.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _MOST_GROUPS = 32
 
 @dataclass(frozen=True)
 class Owner:
-    """What a captured call was given as one of its primals.
+    """Origin of a primal of a captured call.
 
     Attributes
     ----------
     slots
-        Which of the module's parameters it is, by their numbers in `slots_of`.
+        Parameters of the module, by their numbers in `slots_of`.
     leaves
-        Which of the call's arguments it is, by their numbers in the flattened arguments.
+        Arguments of the call, by their numbers in the flattened arguments.
     """
 
     slots: tuple[int, ...] = ()
@@ -60,11 +60,11 @@ class Owner:
 
 
 Owners = dict[int, Owner]
-"""For each primal that gets a gradient, what it is."""
+"""Origin of each primal that gets a gradient."""
 
 
 def slots_of(module: nn.Module) -> list[core.Slot]:
-    """Return the places of a module's parameters, one used twice standing twice."""
+    """Return the slots of a module's parameters, repeated for shared ones."""
     return [slot for part in module.modules() for slot in core.parameter_slots(part)]
 
 
@@ -74,23 +74,23 @@ def owners_of(
     slots: Sequence[core.Slot],
     arguments: Any = (),
 ) -> Owners | None:
-    """Return what the primals are that get gradients.
+    """Return the origins of the primals that get gradients.
 
     Parameters
     ----------
     lowered
-        The joint graph's operations.
+        Operations of the joint graph.
     primals
-        The tensors that it was called with.
+        Tensors with which it was called.
     slots
-        The places of the module's parameters.
+        Slots of the module's parameters.
     arguments
-        Of the call, nested.
+        Arguments of the call, nested.
 
     Returns
     -------
     dict of int to Owner, or None
-        ``None`` where something else needs a gradient too, or an argument that is changed does.
+        ``None`` if another tensor needs a gradient too, or an argument that is changed does.
     """
     numbers: dict[int, list[int]] = {}
     for number, (values, name) in enumerate(slots):
@@ -118,19 +118,19 @@ def owners_of(
 def delivery_groups(
     lowered: Lowered, ops: Sequence[int], indices: Collection[int] | None = None
 ) -> list[tuple[int, list[int]]]:
-    """When the gradients of primals can leave a program, and which leave together.
+    """Return groups of gradients that leave a program together, and the moments when they can.
 
     Parameters
     ----------
     lowered, ops
-        The operations, and those that run.
+        Operations, and the ones that run.
     indices
-        The gradients in question; by default all.
+        Gradients in question; by default all.
 
     Returns
     -------
-    For each group the position of the last run that it needs, and its primals. What shares memory
-    leaves together, when the program reads it no more.
+    For each group the position of the last run that it needs, and its primals. Gradients that share
+    memory leave together, after the program's last read of it.
     """
     if indices is None:
         indices = [i for i, gradient in enumerate(lowered.gradients) if gradient is not None]
@@ -165,18 +165,18 @@ def delivery_groups(
 
 @dataclass(frozen=True)
 class EarlyCode:
-    """A program whose backward stops at each group of gradients; code of a step as any.
+    """Code of a program whose backward stops at each group of gradients.
 
     Attributes
     ----------
     emitted
-        Its functions; the backward is a generator, which puts gradients into a dictionary.
+        Functions of the program; the backward is a generator that puts gradients into a dictionary.
     groups
-        The primals whose gradients are there at each stop.
+        Primals whose gradients are complete at each stop.
     gradients
-        Number of the call has.
+        Number of the call's gradients.
     prover
-        What may raise after gradients have left.
+        Prover that may raise after gradients have left.
     """
 
     emitted: StepCode
@@ -198,9 +198,9 @@ class EarlyCode:
         Parameters
         ----------
         lowered, ops
-            The operations, and those that run.
+            Operations, and the ones that run.
         spread
-            Have new gradients leave early too; by default they leave last.
+            True to let new gradients leave early too; by default they leave last.
         prover
             See `rotor.engines.graph.emit.emit`.
         """
@@ -220,7 +220,7 @@ class EarlyCode:
 
     @property
     def source(self) -> str:
-        """The functions as text."""
+        """Functions as text."""
         return self.emitted.source
 
     @property
@@ -233,11 +233,11 @@ class EarlyCode:
         self.emitted.prepare()
 
     def forward(self, args: list[Any]) -> Any:
-        """Outputs, saved primals and the token, from the list of primals, which is emptied."""
+        """Return outputs, saved primals and the token; empty the given list of primals."""
         return self.emitted.forward(args)
 
     def backward(self, args: list[Any]) -> tuple[torch.Tensor | None, ...]:
-        """Return all gradients in the end, where no node of ours waits for them."""
+        """Return all gradients at the end, if no node of ours waits for them."""
         given: dict[int, torch.Tensor | None] = {}
         begin: Callable[..., Generator[None, None, None]] = self.emitted.backward
         for _ in begin(args, given):
@@ -246,21 +246,21 @@ class EarlyCode:
 
 
 class Delivery:
-    """One forward's backward in parts.
+    """Backward of one forward, in parts.
 
     Parameters
     ----------
     code
-        What runs.
+        Code to run.
     device
-        Of the model.
+        Device of the model.
     marks
-        Called when the backward begins, and when its last part has run.
+        Functions called when the backward begins, and after its last part.
 
     Attributes
     ----------
     withheld
-        Primals whose gradients are ``None``, as outputs that they belong to got none.
+        Primals whose gradients are ``None``, because their outputs got none.
     """
 
     def __init__(
@@ -290,7 +290,7 @@ class Delivery:
         return (None,) * self._code.gradients
 
     def deliver(self, group: int) -> list[torch.Tensor | None]:
-        """Run the backward up to the gradients of a group; they are given once."""
+        """Run the backward up to the gradients of a group; return them, once."""
         try:
             with autocast_off(self._device.type):
                 while self._next <= group and self._parts is not None:
@@ -319,9 +319,9 @@ class Delivery:
         return self._code.prover is not None
 
     def remember(self, owners: Sequence[torch.Tensor]) -> None:
-        """Note gradients that are about to be added to, outside of the device's memory.
+        """Copy gradients that are about to be added to, outside of the device's memory.
 
-        The backward holds no gradient back: in a step that is verified this is how they come back,
+        The backward holds no gradient back: in a verified step it restores them from here,
         unless all parts of a model are read at the end, which has copies of its own.
         """
         prover = self._code.prover
@@ -345,7 +345,7 @@ class Delivery:
 
 
 class _Deliver(Function):
-    """Between what a captured call was given, of one group, and what it runs on."""
+    """Node between the arguments of a captured call, of one group, and the tensors it runs on."""
 
     @staticmethod
     def forward(
@@ -372,7 +372,7 @@ class _Deliver(Function):
             )
         found = ctx.delivery.deliver(ctx.group)
         ctx.delivery.remember(ctx.owners)
-        # A call may also return what it was given, which then has a gradient of its own.
+        # A call may also return one of its arguments, which then has a gradient of its own.
         for k, other in enumerate(others):
             if other is not None:
                 found[k] = other if found[k] is None else found[k] + other
@@ -380,16 +380,16 @@ class _Deliver(Function):
 
 
 class EarlyStep:
-    """Runs one captured call, and gives its gradients early.
+    """Runner of one captured call that delivers its gradients early.
 
     Parameters
     ----------
     code
-        The program.
+        Program.
     owners
-        Of the captured call.
+        Origins of the call's primals.
     device
-        Of the model.
+        Device of the model.
     marks
         See `Delivery`.
     """
@@ -410,27 +410,27 @@ class EarlyStep:
         self._originals: dict[int, torch.Tensor] = {}
 
     def prepare(self) -> None:
-        """Everything is ready."""
+        """Do nothing: the code is ready."""
 
     def original(self, tensor: Any) -> Any:
-        """What the call was given, from what it runs on while `around` lasts."""
+        """Return the argument of the call for a tensor on which it runs, within `around`."""
         return self._originals.get(id(tensor), tensor)
 
     @contextmanager
     def around(self, slots: Sequence[core.Slot], arguments: Any) -> Iterator[Any]:
-        """Have a module's parameters, and arguments, be what the call runs on.
+        """Replace a module's parameters, and arguments, by the tensors on which the call runs.
 
         Parameters
         ----------
         slots
-            The places of the module's parameters.
+            Slots of the module's parameters.
         arguments
-            Of the call, nested; the context gives those to call it with.
+            Arguments of the call, nested; the context gives the ones to call it with.
         """
         leaves, spec = core.tree_flatten(arguments)
         changed: list[tuple[core.Slot, Any]] = []
         try:
-            # Autograd runs what was made last first.
+            # Autograd runs the latest node first.
             for group in reversed(range(len(self._groups))):
                 owners = [self._owners[index] for index in self._groups[group]]
                 tensors = [

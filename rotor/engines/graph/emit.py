@@ -1,8 +1,8 @@
-"""Python code that runs a program: one function for the forward, one for the backward.
+"""Python code of a program: one function for the forward, one for the backward.
 
 The forward returns the model's outputs, the inputs that the backward may read, and a *token*: an
-empty tensor that carries what was kept. Whoever holds the token holds that memory; AOTAutograd
-saves it with the step, so that it goes when the graph goes. What is kept may thus change from one
+empty tensor that carries the kept values. The holder of the token holds that memory; AOTAutograd
+saves it with the step, so that it is freed with the graph. The kept values may thus change from one
 step to the next without capturing again.
 """
 
@@ -38,36 +38,36 @@ _serial = count()
 
 
 class StepCode(Protocol):
-    """What runs a program, whoever compiled it."""
+    """Code that runs a program, from any compiler."""
 
     @property
     def source(self) -> str:
-        """As text."""
+        """Source text."""
 
     @property
     def replayed(self) -> int:
         """Random operations that run more than once; each keeps a state of the generator."""
 
     def forward(self, args: list[Any]) -> Any:
-        """Outputs, saved primals and the token, from the list of primals, which is emptied."""
+        """Return outputs, saved primals and the token; empty the given list of primals."""
 
     def backward(self, args: list[Any]) -> Any:
-        """Return the gradients, from the list of saved primals, token and tangents, which is emptied."""
+        """Return the gradients; empty the given list of saved primals, token and tangents."""
 
     def prepare(self) -> None:
-        """Do what must be done before a step is metered."""
+        """Do the work that must precede a metered step."""
 
 
 @dataclass(frozen=True)
 class Emitted:
-    """The functions of a program, and their source.
+    """Functions of a program, and their source.
 
     Attributes
     ----------
     forward
-        Takes the list of the joint graph's primals and empties it.
+        Function of the list of the joint graph's primals, which it empties.
     backward
-        Takes the list of saved primals, token and tangents and empties it.
+        Function of the list of saved primals, token and tangents, which it empties.
     replayed
         Random operations that run more than once; each keeps a state of the generator.
     """
@@ -78,16 +78,16 @@ class Emitted:
     replayed: int
 
     def prepare(self) -> None:
-        """Everything is ready."""
+        """Do nothing: the code is ready."""
 
 
 def saved_primals(lowered: Lowered) -> list[fx.Node]:
-    """Primals that autograd keeps for the backward: those that an operation reads, unmutated."""
+    """Return the primals that autograd keeps for the backward: read by it, and unmutated."""
     return [n for n in lowered.primals if n.users and n not in lowered.mutated]
 
 
 def check_versions(kept: Sequence[tuple[torch.Tensor, int]]) -> None:
-    """Raise RuntimeError where one of the tensors has not the version that stands beside it."""
+    """Raise RuntimeError if a tensor has another version than the one given with it."""
     for tensor, version in kept:
         if tensor._version != version:
             raise RuntimeError(
@@ -98,7 +98,7 @@ def check_versions(kept: Sequence[tuple[torch.Tensor, int]]) -> None:
 
 
 class _Writer:
-    """Writes one of the two functions; knows which variables hold what."""
+    """Writer of one of the two functions, with a table of its variables."""
 
     def __init__(self, lowered: Lowered, namespace: dict[str, Any], names: dict[int, str]) -> None:
         self.lowered = lowered
@@ -138,13 +138,13 @@ class _Writer:
     def call(self, node: fx.Node) -> str:
         arguments = [self.argument(value) for value in node.args]
         arguments += [f"{name}={self.argument(value)}" for name, value in node.kwargs.items()]
-        # Real strides may differ from those that were captured; then a view has to be a copy.
+        # Real strides may differ from the captured ones; then a view has to be a copy.
         is_view = node.target is torch.ops.aten.view.default
         target = torch.ops.aten.reshape.default if is_view else node.target
         return f"{self.constant(core.callable_of(target))}({', '.join(arguments)})"
 
     def reference(self, node: fx.Node) -> str:
-        """Return the variable of a node; views are made here when they are not there."""
+        """Return the variable of a node; write the code of a missing view."""
         value = self.lowered.values[node]
         if value.kind == "input":
             if node.op == "get_attr":
@@ -189,7 +189,7 @@ class _Writer:
             self.lines.append(" = ".join([*names, "None"]))
 
     def hand_out(self, indices: Sequence[int], dying: Sequence[int] | None = None) -> None:
-        """Give gradients away, and stop; storages in `dying` are dropped, by default theirs."""
+        """Deliver gradients, and stop; storages in `dying` are dropped, by default theirs."""
         nodes = [self.lowered.gradients[index] for index in indices]
         for index, node in zip(indices, nodes, strict=True):
             given = self.argument(node)
@@ -200,7 +200,7 @@ class _Writer:
         self.lines.append("yield")
 
     def run(self, index: int, kept: set[int], replay: str | None) -> None:
-        """One execution of a task; `kept` are the storages it makes that are used."""
+        """Write one execution of a task; `kept` are the storages it makes that are used."""
         task = self.lowered.tasks[index]
         assert task.node is not None
         call = self.call(task.node)
@@ -215,7 +215,7 @@ class _Writer:
             self.lines.append(f"set_state({replay[1:]}, now)")
 
     def note(self, index: int, noted: Sequence[int], is_first: bool) -> None:
-        """Give values that a task has just made to the proof."""
+        """Note new values of a task in the proof."""
         for path, storage in self.lowered.tasks[index].made.items():
             if storage in noted:
                 variable = self.variable(index, path)
@@ -275,7 +275,7 @@ def _leaf_paths(value: Any, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]
 
 
 def deaths(lowered: Lowered, ops: Sequence[int]) -> tuple[list[set[int]], list[set[int]]]:
-    """Per position of a program: the storages made there that are used, those last used there."""
+    """Return per position of a program the used storages made there, and the last uses."""
     pinned = {s for s, (_, is_pinned) in enumerate(lowered.storages) if is_pinned}
     first_made: dict[int, int] = {}
     for position, index in enumerate(ops):
@@ -303,19 +303,19 @@ def deaths(lowered: Lowered, ops: Sequence[int]) -> tuple[list[set[int]], list[s
 def compared_storages(
     lowered: Lowered, ops: Sequence[int], kept: Sequence[set[int]]
 ) -> dict[int, list[int]]:
-    """Return the storages that a program makes again and reads, and where it makes them.
+    """Return the storages that a program makes again and reads, and the positions.
 
     Parameters
     ----------
     lowered, ops
-        The operations, and those that run.
+        Operations, and the ones that run.
     kept
-        Per position, the storages made there that are used (`deaths`).
+        Per position, the used storages made there (`deaths`).
 
     Returns
     -------
     dict of int to list of int
-        By storage: the position of the first making, then those of every later one that is used.
+        By storage: the position of the first making, then of every later one that is used.
     """
     found: dict[int, list[int]] = {}
     for position, index in enumerate(ops):
@@ -331,7 +331,7 @@ def compared_storages(
 
 
 def checksums_of(lowered: Lowered, ops: Sequence[int]) -> int:
-    """Return how many checksums a verified run of a program makes."""
+    """Return the number of checksums in a verified run of a program."""
     ops = [int(index) for index in ops]
     if len(ops) == len(set(ops)):
         return 0
@@ -350,15 +350,15 @@ def emit(
     Parameters
     ----------
     lowered
-        The joint graph's operations.
+        Operations of the joint graph.
     ops
-        Their indices in the order in which they run, with repeats; the loss once.
+        Indices of operations in the order of their runs, with repeats; the loss once.
     groups
-        Positions in the backward and the gradients that are handed out after them. With groups, or
+        Positions in the backward and the gradients that are delivered after them. With groups, or
         operations that hand gradients over, the backward is a generator, and takes a dictionary
         for the gradients too: it stops before the first run, and after each of these.
     prover
-        Compares what is computed again with what was computed first; by default nothing does.
+        Prover of recomputed values; by default they are not compared.
     """
     ops = [int(index) for index in ops]
     boundary = ops.index(lowered.loss)
@@ -489,7 +489,7 @@ def _device(task: Task) -> torch.device:
 def _stored(
     lowered: Lowered, ops: Sequence[int], boundary: int, kept: Sequence[set[int]]
 ) -> dict[int, str]:
-    """Return the storages that the forward leaves to the backward, and the variables that hold them."""
+    """Return the storages kept from forward to backward, with the variables that hold them."""
     made: dict[int, str] = {}
     for position in range(boundary):
         index = ops[position]

@@ -1,4 +1,4 @@
-"""The graph engine: forward, loss and backward captured as one graph, under a program."""
+"""Graph engine: forward, loss and backward captured as one graph, under a program."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ __all__ = ["GraphEngine", "captured_key", "check_generator", "warn_unrepeatable"
 logger = logging.getLogger("rotor")
 
 _MOST_PLANS = 8
-"""Of one kind of step, for as many sets of gradients that exist."""
+"""Largest number of plans of one kind of step, for sets of existing gradients."""
 
 
 def _call(module: Any, loss_fn: Any, args: Any, kwargs: Any, targets: Any) -> Any:
@@ -61,7 +61,7 @@ def _call(module: Any, loss_fn: Any, args: Any, kwargs: Any, targets: Any) -> An
 
 
 def check_generator(context: Context) -> None:
-    """Raise ValueError where random numbers are not to be those of the first forward."""
+    """Raise ValueError if random numbers are not to be those of the first forward."""
     if not context.settings.preserve_rng_state:
         raise ValueError(
             "a graph is always recomputed with the random numbers of the first forward: leave "
@@ -70,7 +70,7 @@ def check_generator(context: Context) -> None:
 
 
 def captured_key(context: Context, call: Call) -> Key:
-    """Return the kind of a step that is captured: its arguments, modes, and flags."""
+    """Return the kind of a captured step: its arguments, modes, and flags."""
     leaves, spec = core.tree_flatten((*call.arguments, call.targets))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if not tensors:
@@ -118,10 +118,10 @@ class GraphEngine(MeteredEngine):
         super().__init__(context)
         self.steps: dict[Any, CapturedStep] = {}
         self.primals: list[Any] | None = None
-        """Where it is a list, it takes the tensors of the next capture."""
+        """List that takes the tensors of the next capture, or None."""
 
     def check(self) -> None:
-        """Raise where random numbers may differ, or the profile is none."""
+        """Raise if random numbers may differ, or the profile is invalid."""
         check_generator(self.context)
         self.settings.profile = source_of(self.settings.profile)
 
@@ -130,7 +130,7 @@ class GraphEngine(MeteredEngine):
         check_options(options)
 
     def check_sharding(self) -> None:
-        """Raise where the model is sharded and nothing else was asked for than its graph."""
+        """Raise if the model is sharded, unless its graph was asked for."""
         if self.settings.engine != "auto" or self.settings.backend == "inductor":
             refuse_sharded(self.context.module)
 
@@ -141,7 +141,7 @@ class GraphEngine(MeteredEngine):
         return captured_key(self.context, call)
 
     def refined(self, key: Key) -> Key:
-        """Return the key of a plan: after several, one plan makes every gradient anew."""
+        """Return the key of a plan: after several, one plan makes every gradient new."""
         if key not in self.context.plans and not all(key.absent):
             known = sum(other.measured == key.measured for other in self.context.plans)
             if known >= _MOST_PLANS:
@@ -161,7 +161,7 @@ class GraphEngine(MeteredEngine):
         self.steps.pop(measured, None)
 
     def device_of(self, key: Key) -> torch.device:
-        """Return where such steps run."""
+        """Return the device of such steps."""
         return self.steps[key.measured].device
 
     def measure(self, key: Key, call: Call) -> CapturedStep:
@@ -204,7 +204,7 @@ class GraphEngine(MeteredEngine):
             with progress(1, "measuring the operations") as update:
                 costs = price(source, lowered, device, found.primals, progress=update)
         finally:
-            # The inputs of the call must not live as long as a frame that is in a cycle.
+            # The inputs of the call must not live as long as a frame in a cycle.
             found.primals.clear()
             found.__traceback__ = None
         warn_unrepeatable(self.context, [lowered])
@@ -220,12 +220,12 @@ class GraphEngine(MeteredEngine):
 
     @property
     def graph(self) -> Graph:
-        """The cost model of the step planned last; ValueError: no plan, or no graph."""
+        """Cost model of the latest planned step; ValueError: no plan, or no graph."""
         return self.graph_plan().graph
 
     @property
     def program(self) -> Program:
-        """The program of the step planned last; ValueError: no plan, or no graph."""
+        """Program of the latest planned step; ValueError: no plan, or no graph."""
         return self.graph_plan().program
 
     @property
@@ -234,7 +234,7 @@ class GraphEngine(MeteredEngine):
         return self.settings.options
 
     def graph_plan(self) -> GraphPlan:
-        """Return the plan that ran last; ValueError: none, or the model runs without a graph."""
+        """Return the latest plan; raise ValueError without one, or without a graph."""
         plan = self.context.latest
         if plan is None:
             raise ValueError("no plan was made: call compute_sequence(), or train a step")
@@ -244,7 +244,7 @@ class GraphEngine(MeteredEngine):
         return found
 
     def cost_model(self) -> Graph:
-        """Return the graph of what was measured last; ValueError: there is no single one."""
+        """Return the graph of the latest measured step; raise ValueError without a single one."""
         key = self.context.measured_key()
         if key.measured not in self.steps:
             raise ValueError("the model runs in parts, so there is no single graph to be measured")
@@ -252,7 +252,7 @@ class GraphEngine(MeteredEngine):
         return build_graph(step.lowered, step.costs, step.loss_workspace(0, None))
 
     def _step_of(self, key: Key) -> CapturedStep:
-        """Return what was captured, with the gradients that exist."""
+        """Return the captured step, for the existing gradients."""
         if key.measured not in self.steps:
             reason = self.context.refusals[key.measured].reason
             raise ValueError(f"the model runs without a graph: {reason}")
@@ -270,11 +270,11 @@ class GraphEngine(MeteredEngine):
             step.capture.forget_programs()
 
     def solve(self) -> Any:
-        """Return what finds programs, where it is not the planner of operations."""
+        """Return the search for programs, if not the planner of operations."""
         return None
 
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> GraphPlan:
-        """Return the fastest program that was found under a limit."""
+        """Return the fastest program found under a limit."""
         step = self._step_of(key)
         with progress(1, "planning") as update:
 
@@ -312,7 +312,7 @@ class GraphEngine(MeteredEngine):
         return plan.program
 
     def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
-        """Return what `rotor.graph.curve` finds, as limits of this step."""
+        """Return the curve of `rotor.graph.curve`, as limits of this step."""
         step = self._step_of(key)
         graph = build_graph(step.lowered, step.costs, self._loss_bytes(key))
         with progress(points, "computing the curve") as update:
@@ -321,11 +321,11 @@ class GraphEngine(MeteredEngine):
         return Curve(found.bytes + own, found.seconds), step.device
 
     def load(self, key: Key, source: Any, limit_bytes: int) -> GraphPlan:
-        """Return the plan of a saved program, priced with the times measured here."""
+        """Return the plan of a saved program, priced by the times of this machine."""
         step = self._step_of(key)
         plan = loaded_plan(step, source, limit_bytes)
         if not step.loss_captured:
-            # What the loss needs is known with the program: seeing it again changes nothing.
+            # The program determines the need of the loss: seeing it again changes nothing.
             self.context.learned_loss[key.measured] = plan.loss_bytes
         return plan
 
@@ -359,7 +359,7 @@ class GraphEngine(MeteredEngine):
         return output, lambda: token is not None and token() is not None
 
     def _called(self, plan: GraphPlan, call: Call, tally: Tally | None) -> Any:
-        """Return what the captured call gives under a plan."""
+        """Return the result of the captured call under a plan."""
         arguments = (*call.arguments, call.targets)
         loss_fn = self.settings.loss_fn if call.targets else None
         slots, spread = self.context.structure.parameters, core.in_ddp()
@@ -374,7 +374,7 @@ class GraphEngine(MeteredEngine):
     # -- learning
 
     def learn_loss(self, plan: GraphPlan, step: StepBytes) -> bool:
-        """Note what the caller's loss needed; return whether the plan did not know."""
+        """Note the need of the caller's loss; return whether it is new to the plan."""
         learned = max(step.loss_bytes - plan.step.tangent_bytes, 0)
         if plan.step.loss_captured or learned == plan.loss_bytes:
             return False
@@ -382,5 +382,5 @@ class GraphEngine(MeteredEngine):
         return True
 
     def repriced(self, plan: GraphPlan) -> int:
-        """Return the peak of a plan's program with the loss that is known now."""
+        """Return the peak of a plan's program with the latest loss."""
         return repriced(plan, self._loss_bytes(plan.key))

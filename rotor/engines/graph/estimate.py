@@ -1,4 +1,4 @@
-"""What operations would cost on a machine that is not at hand: a roofline of a few figures.
+"""Estimated costs of operations on a machine that is not at hand: a roofline of a few figures.
 
 An operation takes the time to launch it, and the longer of its arithmetic and its memory traffic
 (Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009). Nothing is run: sizes are those of the
@@ -49,32 +49,32 @@ _AS = {
         4,
     ),
 }
-"""Operations with the formula of another, on so many of their first arguments."""
+"""Operations with the formula of another, and the number of first arguments that it takes."""
 
 _GATHERS = frozenset(
     f"aten.{name}" for name in ("embedding", "index", "_unsafe_index", "gather", "index_select")
 )
-"""They read of their first argument as much as they make."""
+"""Operations that read as much of their first argument as they make."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine as its speeds tell it, to plan for it elsewhere.
+    """Speeds of a machine, for plans made elsewhere.
 
     Parameters
     ----------
     name
-        For people.
+        Name for people.
     flops_per_second
         Floating-point operations a second, in float32 and wider.
     bytes_per_second
         Memory traffic, bytes read and written a second.
     launch_seconds
-        What every operation takes, however small.
+        Time of every operation, even the smallest.
     low_precision_flops_per_second
         The same in types of two bytes and less; ``None``: as in float32.
     device
-        "cpu" or "cuda": how its allocator counts a block. The CPU's gives what is asked for, the
+        "cpu" or "cuda": the rounding of its allocator. The CPU's gives the size asked for, the
         caching allocator of CUDA multiples of 512 bytes.
 
     Raises
@@ -88,8 +88,8 @@ class Machine:
     bytes_per_second)``. The flops are those of PyTorch's ``torch.utils.flop_counter`` where it has
     a formula (matrix products, convolutions, attention), else one for each element of the outputs.
     The bytes are those of the inputs' elements and the outputs', a broadcast element counted once;
-    a gather reads as much of its table as it makes. Views cost nothing. Workspaces are taken to be
-    empty: where they are not, the first metered step shows it.
+    a gather reads as much of its table as it makes. Views cost nothing. Workspaces are assumed to
+    be empty: if they are not, the first metered step shows it.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Machine:
 
     @property
     def free_bytes(self) -> int | None:
-        """``None``: five figures say nothing of how much memory there is."""
+        """``None``: the figures do not include the amount of memory."""
         return None
 
     def __post_init__(self) -> None:
@@ -155,14 +155,14 @@ class Machine:
         )
 
     def seconds(self, flops: int, moved_bytes: int, low_precision: bool = False) -> float:
-        """Time of one operation.
+        """Return the time of one operation.
 
         Parameters
         ----------
         flops
-            Its floating-point operations.
+            Floating-point operations.
         moved_bytes
-            What it reads and writes, bytes.
+            Bytes read and written.
         low_precision
             True if it computes in a type of two bytes or less.
         """
@@ -172,7 +172,7 @@ class Machine:
         return self.launch_seconds + max(flops / speed, moved_bytes / self.bytes_per_second)
 
     def rounded_bytes(self, nbytes: int) -> int:
-        """Bytes that the allocator of this machine counts for a block of `nbytes`."""
+        """Return the bytes that this machine's allocator counts for a block of `nbytes`."""
         return rounded_as(self.device, nbytes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class Machine:
             raise ValueError(f"malformed machine: {error}") from error
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the machine as JSON text; also written to `path` when one is given."""
+        """Return the machine as JSON text; also write it to `path` if given."""
         return write_json(self.to_dict(), path)
 
     @classmethod
@@ -228,12 +228,12 @@ def _flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def rounded_as(device_type: str, nbytes: int) -> int:
-    """Bytes that the allocator of a device of this type counts for a block of `nbytes`."""
+    """Return the bytes that an allocator of this type counts for a block of `nbytes`."""
     return memory.rounded_bytes(nbytes, device_type if device_type == "cpu" else "cuda:0")
 
 
 def made_bytes(lowered: Lowered, task: Task, device_type: str) -> tuple[int, ...]:
-    """Return the storages that an operation makes, as an allocator of a device of this type counts."""
+    """Return the sizes of an operation's new storages, by this type's allocator."""
     sizes = []
     for path in task.made:
         if task.node is None:
@@ -252,7 +252,7 @@ def estimate(lowered: Lowered, machine: Machine) -> list[Cost]:
     Parameters
     ----------
     lowered
-        The captured operations, of whatever device.
+        Captured operations, of any device.
     machine
         The machine.
     """
@@ -280,7 +280,7 @@ def _operand_tensors(node: fx.Node) -> Iterator[torch.Tensor]:
 
 
 def _is_low_precision(node: fx.Node) -> bool:
-    """By the first floating-point operand, else by the result."""
+    """Return whether an operation is of low precision, by its first operand or its result."""
     for tensor in (*_operand_tensors(node), *_tensors_of(node)):
         if tensor.dtype.is_floating_point:
             return tensor.element_size() <= _LOW_PRECISION_BYTES
@@ -293,7 +293,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _values(value: Any) -> Any:
-    """Arguments with the fake tensors in the place of the nodes."""
+    """Return the arguments with fake tensors in the place of nodes."""
     if isinstance(value, fx.Node):
         return value.meta.get("val")
     if isinstance(value, list | tuple):
@@ -304,7 +304,7 @@ def _values(value: Any) -> Any:
 
 
 def flops_of(node: fx.Node) -> int:
-    """Floating-point operations of a call: by PyTorch's formula, else one for each output element.
+    """Return the floating-point operations of a call, by PyTorch's formula or one per element.
 
     A multiplication and an addition are two.
     """
@@ -323,7 +323,7 @@ def flops_of(node: fx.Node) -> int:
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the elements of a tensor, those that broadcasting repeats counted once."""
+    """Return the bytes of a tensor's elements, each repeated by broadcasting counted once."""
     if tensor.layout != torch.strided:
         return tensor.numel() * tensor.element_size()
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
@@ -332,7 +332,7 @@ def _touched_bytes(tensor: torch.Tensor) -> int:
 
 
 def moved_bytes(node: fx.Node) -> int:
-    """Bytes that a call reads and writes, each operand once."""
+    """Return the bytes that a call reads and writes, each operand once."""
     written = sum(_touched_bytes(tensor) for tensor in _tensors_of(node))
     table = node.args[0] if _name(node) in _GATHERS and node.args else None
     read = sum(

@@ -1,7 +1,7 @@
-"""Gradients that exist: what a step makes for them is added where they lie, and gone.
+"""Handover of temporary gradients: they are added to existing ones in place, and freed.
 
-A gradient that a parameter lacks is made and stays. Where the parameter has one, the new one is
-temporary: after the last operation that needs its memory stands an operation that hands it over.
+A gradient that a parameter lacks is made and stays. If the parameter has one, the new one is
+temporary: after the last operation that needs its memory comes an operation that hands it over.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from rotor.engines.graph.profile import Cost
 __all__ = ["MOST_HANDOVERS", "sharing", "with_handovers"]
 
 MOST_HANDOVERS = 64
-"""Gradients are handed over together up to this part of all their bytes."""
+"""Divisor of all bytes of gradients; up to this part they are handed over together."""
 
 
 def sharing(lowered: Lowered, indices: Collection[int]) -> list[tuple[set[int], list[int]]]:
-    """Return gradients by the memory that they share.
+    """Return gradients grouped by shared memory.
 
     Parameters
     ----------
     lowered
-        The joint graph's operations.
+        Operations of the joint graph.
     indices
         Numbers of gradients, none of them ``None``.
 
@@ -54,15 +54,15 @@ def with_handovers(
     Parameters
     ----------
     lowered, costs
-        The operations of a step in which every gradient is new.
+        Operations of a step in which every gradient is new, and their costs.
     existing
-        The gradients whose parameters have one.
+        Gradients whose parameters have one.
     most
-        Gradients are handed over together up to this part of all their bytes.
+        Part of all their bytes up to which gradients are handed over together.
 
     Notes
     -----
-    What lies on memory of an output, or of a gradient that is new, stays as it was.
+    Gradients on memory of an output, or of a new gradient, stay as they were.
     """
     staying = set(lowered.tasks[lowered.loss].inputs)
     for index, gradient in enumerate(lowered.gradients):

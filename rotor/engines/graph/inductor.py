@@ -1,8 +1,8 @@
 """Programs as two FX graphs, compiled by Inductor.
 
-Inductor's joint passes run before anything is planned. Dropout is then a pure function of a seed
-that is drawn once and kept, and a repeated operation is a repeated node. What Inductor fuses is not
-what was planned: bytes are known when they have been measured (`Attempt`).
+Inductor's joint passes run before planning. Dropout is then a pure function of a seed
+that is drawn once and kept, and a repeated operation is a repeated node. Inductor's fusions differ
+from the plan: bytes are known after they have been measured (`Attempt`).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ __all__ = ["Attempt", "Inductor", "InductorCode", "draw_once"]
 logger = logging.getLogger("rotor")
 
 MOST_ATTEMPTS = 3
-"""Programs that are compiled and measured for one limit before FX takes over."""
+"""Largest number of programs compiled and measured for one limit before FX takes over."""
 
 MOST_SEGMENTS = 16
-"""A compiled backward ends a graph when it holds this part of the bytes of existing gradients."""
+"""Divisor of the bytes of existing gradients; after this part a compiled backward ends a graph."""
 
 _MARGIN = 0.98
 _AS_PLANNED = {"layout_optimization": False, "realize_reads_threshold": 0}
-"""Strides as captured; what several kernels read is made once, as the plan has it."""
+"""Settings for strides as captured, and shared values computed once, as planned."""
 
 _NEAR, _NEVER = 4, -1
-"""How far apart kernels may stand that are fused because they read the same."""
+"""Largest distances of kernels that are fused because they read the same."""
 
 _LIBRARY = re.compile(
     r"aten\.(mm|bmm|addmm|baddbmm|addbmm|addmv|mv|dot|convolution|convolution_backward|"
@@ -52,7 +52,7 @@ Key = tuple[int, tuple[int, ...]]
 
 
 def draw_once(lowered: Lowered) -> None:
-    """Have operations that draw random numbers, seeds among them, run once."""
+    """Make operations that draw random numbers, seeds among them, run once."""
     lowered.draws_once = True
     for task in lowered.tasks:
         if task.random:
@@ -61,14 +61,14 @@ def draw_once(lowered: Lowered) -> None:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A program that was compiled and measured; bytes above the level at which a step begins.
+    """Compiled and measured program; bytes above the level at which a step begins.
 
     Attributes
     ----------
     target_bytes
-        What it was planned for.
+        Target of its plan.
     predicted_bytes, measured_bytes
-        Its peak by the simulator, and in a training step.
+        Peak by the simulator, and peak in a training step.
     kept_apart
         True if operations that only read the same were not fused.
     """
@@ -80,7 +80,7 @@ class Attempt:
 
 
 class _Builder:
-    """Writes one of the two graphs; knows which nodes hold what."""
+    """Writer of one of the two graphs, with a table of its nodes."""
 
     def __init__(self, lowered: Lowered) -> None:
         self.lowered = lowered
@@ -95,7 +95,7 @@ class _Builder:
         self.on: dict[int, list[fx.Node]] = {}
 
     def input(self, kind: str, which: Any, name: str, value: Any) -> fx.Node:
-        """Return an input of the graph: a "primal", a "tangent", or what the forward "kept"."""
+        """Return an input of the graph: a "primal", a "tangent", or a value that was "kept"."""
         found = self.inputs.get((kind, which))
         if found is None:
             with self.graph.inserting_before(None):
@@ -105,7 +105,7 @@ class _Builder:
         return found
 
     def reference(self, node: fx.Node) -> fx.Node:
-        """What stands for a node of the joint graph now; views are made here."""
+        """Return the present node for a node of the joint graph; write missing views."""
         value = self.lowered.values[node]
         if value.kind == "input":
             if node.op == "get_attr":
@@ -148,9 +148,9 @@ class _Builder:
         return made
 
     def laid_out(self, made: fx.Node, task: Task, path: tuple[int, ...]) -> fx.Node:
-        """Return the result of a task; what library kernels read is given the strides of the capture.
+        """Return the result of a task; inputs of library kernels get the strides of the capture.
 
-        Where Inductor chose them, they would depend on what runs beside, and with them the order in
+        Strides chosen by Inductor would depend on neighbours, and with them the order in
         which a matrix product adds.
         """
         assert task.node is not None
@@ -164,7 +164,7 @@ class _Builder:
         return forced
 
     def run(self, index: int, repetition: int, kept: set[int]) -> None:
-        """One execution of a task; `kept` are the storages it makes that are used."""
+        """Write one execution of a task; `kept` are the storages it makes that are used."""
         task = self.lowered.tasks[index]
         assert task.node is not None
         again = f"_again{repetition}" if repetition else ""
@@ -184,7 +184,7 @@ class _Builder:
                     self.views.pop(view, None)
 
     def finish(self, outputs: Sequence[Any], kept: Sequence[Key] = ()) -> fx.GraphModule:
-        """Return the graph that returns nodes of the joint graph, or constants, and what is kept."""
+        """Return the graph that returns nodes of the joint graph, or constants, and kept values."""
         returned = self.graph.output(
             (
                 *(self.reference(o) if isinstance(o, fx.Node) else o for o in outputs),
@@ -195,7 +195,7 @@ class _Builder:
         return fx.GraphModule(self.lowered.module, self.graph)
 
     def ordered_inputs(self) -> list[tuple[str, Any]]:
-        """(kind, which) of the inputs, in the graph's order."""
+        """Return (kind, which) of the inputs, in the graph's order."""
         known = {node: source for source, node in self.inputs.items()}
         return [known[node] for node in self.graph.nodes if node.op == "placeholder"]
 
@@ -227,23 +227,23 @@ Run = Callable[[list[Any]], Any]
 
 
 class _Segment:
-    """A stretch of the backward that is compiled as one graph.
+    """Stretch of the backward that is compiled as one graph.
 
     Parameters
     ----------
     builder
-        What has written its operations.
+        Builder that has written its operations.
     gradients
-        Numbers of the gradients that it gives.
+        Numbers of the gradients that it returns.
 
     Attributes
     ----------
     sources
         (kind, which) of its inputs.
     kept
-        What it makes for later segments.
+        Values that it makes for later segments.
     dying
-        Its inputs that no later segment reads.
+        Inputs that no later segment reads.
     """
 
     def __init__(self, builder: _Builder, gradients: Sequence[int]) -> None:
@@ -264,7 +264,7 @@ class _Segment:
         Parameters
         ----------
         needed
-            What later segments read; afterwards, what they and this one read.
+            Values that later segments read; afterwards, also those that this one reads.
         """
         self.kept = sorted(key for key in self.builder.made if ("kept", key) in needed)
         needed.difference_update(("kept", key) for key in self.kept)
@@ -274,7 +274,7 @@ class _Segment:
         _have_exact(self.module, range(len(self.nodes), len(self.nodes) + len(self.kept)))
 
     def __call__(self, known: dict[Source, Any]) -> list[Any]:
-        """Return its gradients; what is known changes to what later segments read."""
+        """Return its gradients; reduce the known values to those of later segments."""
         assert self.run is not None
         given = [known[source] for source in self.sources]
         for source in self.dying:
@@ -286,7 +286,7 @@ class _Segment:
 
 
 def _have_exact(module: fx.GraphModule, indices: Iterable[int]) -> None:
-    """Have some of a graph's results keep the strides of the capture."""
+    """Give some of a graph's results the strides of the capture."""
     returned = next(iter(module.graph.find_nodes(op="output")))
     returned.meta["user_visible_output_idxs"] = [
         index for index in indices if isinstance(returned.args[0][index], fx.Node)
@@ -294,29 +294,29 @@ def _have_exact(module: fx.GraphModule, indices: Iterable[int]) -> None:
 
 
 class InductorCode:
-    """The functions of a program, compiled when they are first asked for.
+    """Functions of a program, compiled at their first use.
 
-    The backward is one graph, or several: each that ends where gradients are handed over.
+    The backward is one graph, or several, each of which ends with a handover of gradients.
 
     Parameters
     ----------
     lowered
-        The joint graph's operations.
+        Operations of the joint graph.
     ops
-        Their indices in the order in which they run, with repeats; the loss once.
+        Indices of operations in the order of their runs, with repeats; the loss once.
     apart
-        Kernels that only read the same are fused where at most so many others stand between.
+        Largest distance of kernels that are fused only because they read the same.
 
     Attributes
     ----------
     source
-        The graphs as text.
+        Graphs as text.
     groups
-        Numbers of the gradients that leave the backward, by the segment that gives them.
+        Numbers of the gradients that leave the backward, by the segment that returns them.
     replayed
-        No operation replays a state of the random generator.
+        Zero: no operation replays a state of the random generator.
     seconds
-        What compiling took; ``None`` before it.
+        Time of compiling; ``None`` before it.
     """
 
     replayed = 0
@@ -356,7 +356,7 @@ class InductorCode:
             self._done[index] += 1
 
     def _cut(self, ops: Sequence[int], kept: Sequence[set[int]]) -> list[_Segment]:
-        """Return the backward, cut where gradients are handed over; the last gives all others."""
+        """Return the backward, cut at handovers of gradients; the last part returns all others."""
         segments: list[_Segment] = []
         rest = dict.fromkeys(range(len(self.lowered.gradients)))
         begin = 0
@@ -391,7 +391,7 @@ class InductorCode:
         return module
 
     def _outputs_kept(self) -> list[int]:
-        """Which of what is kept are outputs, and must not change before the backward."""
+        """Return the kept values that are outputs, and must not change before the backward."""
         on = {
             storage
             for node in self.lowered.outputs[len(self.lowered.mutated) :]
@@ -404,12 +404,12 @@ class InductorCode:
     # -- compiling
 
     def prepare(self) -> None:
-        """Compile, where that has not been done.
+        """Compile, unless that is done.
 
         Raises
         ------
         RuntimeError
-            Inductor could not; the message has its reason.
+            Inductor failed; the message has its reason.
         """
         if self.seconds is not None:
             return
@@ -455,7 +455,7 @@ class InductorCode:
     # -- running
 
     def forward(self, args: list[Any]) -> Any:
-        """Outputs, saved primals and the token, from the list of primals, which is emptied."""
+        """Return outputs, saved primals and the token; empty the given list of primals."""
         self.prepare()
         assert self._run_forward is not None
         saved = [args[index] for index in self._saved]
@@ -471,7 +471,7 @@ class InductorCode:
         return (*results, *saved, token)
 
     def backward(self, args: list[Any]) -> Any:
-        """Return the gradients, from the list of saved primals, token and tangents, which is emptied."""
+        """Return the gradients; empty the given list of saved primals, token and tangents."""
         known = self._known(args)
         (segment,) = self._segments
         return tuple(segment(known))
@@ -479,7 +479,7 @@ class InductorCode:
     def backward_in_parts(
         self, args: list[Any], given: dict[int, torch.Tensor | None]
     ) -> Generator[None, None, None]:
-        """Stop before the first segment, and after each; gradients go to the dictionary."""
+        """Stop before the first segment, and after each; put gradients into the dictionary."""
         known = self._known(args)
         yield
         for segment in self._segments:
@@ -487,7 +487,7 @@ class InductorCode:
             yield
 
     def _known(self, args: list[Any]) -> dict[Source, Any]:
-        """What the backward reads, from its arguments, which are emptied."""
+        """Return the inputs of the backward, from its arguments, which are emptied."""
         self.prepare()
         count = len(self._saved)
         checks, unsaved, kept = args[count].kept
@@ -502,7 +502,7 @@ class InductorCode:
         return {source: t for source, t in known.items() if source in self._needed}
 
     def in_parts(self) -> EarlyCode:
-        """Its code for a backward that stops where gradients are handed over."""
+        """Return its code for a backward that stops at handovers of gradients."""
         return EarlyCode(_InParts(self), self.groups, len(self.lowered.gradients))
 
 
@@ -520,14 +520,14 @@ class _InParts:
 
 @dataclass
 class Inductor:
-    """What Inductor made of the programs of one captured step.
+    """Compiled programs of one captured step.
 
     Attributes
     ----------
     attempts
-        The programs that were measured under the present limit.
+        Programs that were measured under the present limit.
     apart
-        What the next program is compiled with, see `InductorCode`.
+        Setting of the next program, see `InductorCode`.
     """
 
     lowered: Lowered
@@ -536,7 +536,7 @@ class Inductor:
     _codes: dict[tuple[tuple[int, ...], int], StepCode] = field(default_factory=dict)
 
     def code(self, ops: Sequence[int]) -> StepCode:
-        """Return the functions of a program: those that are there already, or new ones."""
+        """Return the functions of a program, existing or new ones."""
         key = (tuple(int(index) for index in ops), self.apart)
         if key not in self._codes:
             code = InductorCode(self.lowered, *key)
@@ -545,7 +545,7 @@ class Inductor:
         return self._codes[key]
 
     def begin(self) -> None:
-        """Forget the attempts: the limit is another one."""
+        """Forget the attempts: the limit has changed."""
         self.attempts.clear()
         self.apart = _NEAR
 
@@ -556,7 +556,7 @@ class Inductor:
         )
 
     def next_target(self, limit_bytes: int) -> int | None:
-        """What to plan for after a program that needed more than the limit; ``None``: give up."""
+        """Return the target after a program that needed more than the limit; ``None``: give up."""
         if len(self.attempts) >= MOST_ATTEMPTS:
             return None
         last = self.attempts[-1]

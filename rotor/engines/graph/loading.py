@@ -1,4 +1,4 @@
-"""Saved programs for a step that was captured here."""
+"""Saved programs for a step captured here."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def loaded_plan(
     Parameters
     ----------
     step
-        What was captured.
+        Captured step.
     source
-        A program, its JSON text, or the file at a path.
+        A program, its JSON text, or the path of a file.
     limit_bytes
-        What it must fit in.
+        Limit of the plan.
 
     Raises
     ------
@@ -32,7 +32,7 @@ def loaded_plan(
         The file holds no program; it is one of another graph, and the message has the first
         difference.
     InfeasibleError
-        It needs more than the limit; ``minimum_bytes`` is what it needs.
+        The program needs more than the limit; ``minimum_bytes`` is its need.
     """
     saved = source if isinstance(source, Program) else Program.from_json(source)
     graph = build_graph(step.lowered, step.costs, 0)
@@ -57,7 +57,7 @@ def loaded_plan(
 
 
 def _difference(saved: Graph, here: Graph) -> str:
-    """Return the first difference of two graphs, times and workspaces aside; empty where there is none."""
+    """Return the first difference of two graphs except times and workspaces; empty if equal."""
     if len(saved) != len(here):
         return f"it has {len(saved)} operations, the model has {len(here)}"
     if len(saved.storages) != len(here.storages):

@@ -1,11 +1,11 @@
-"""From a captured joint graph to operations and storages, and back to what emitting needs.
+"""Lowering of a captured joint graph to operations and storages, with the data for emitting.
 
 AOTAutograd's joint graph computes the model's outputs and, from the tangents of these, the
 gradients, without mutation. Here its nodes become
 
-- *inputs*: parameters, buffers, the model's inputs, constants: there before and after;
+- *inputs*: parameters, buffers, the model's inputs, constants: alive before and after;
 - *operations*: they make storages;
-- *views*: tensors on storages that are there: they cost nothing and are made again where needed;
+- *views*: tensors on existing storages: they cost nothing and are made again at each use;
 - *items*: one output of an operation with several.
 
 The loss is one operation between the forward and the backward: from the outputs to the tangents.
@@ -29,23 +29,23 @@ from rotor.meter import allocator
 __all__ = ["Lowered", "Task", "Value", "lower"]
 
 _MUTATION_BLIND = ("_native_batch_norm_legit_functional", "native_batch_norm_backward")
-"""In training they read running statistics only to make new ones, which a repetition discards."""
+"""Operators that read running statistics in training only to make new ones, which are discarded."""
 
 
 @dataclass
 class Value:
-    """A tensor (or tuple of tensors) of the joint graph.
+    """Tensor (or tuple of tensors) of the joint graph.
 
     Attributes
     ----------
     kind
         "input", "output" (of an operation), "item" or "view".
     node
-        Where it stands in the joint graph.
+        Node of the joint graph.
     base
-        What a view or item is made from.
+        Value from which a view or item is made.
     storages
-        The storages that its tensors lie on; none for inputs and their views.
+        Storages of its tensors; none for inputs and their views.
     """
 
     kind: str
@@ -56,24 +56,24 @@ class Value:
 
 @dataclass
 class Task:
-    """An operation; the loss has no node, nor has what hands gradients over.
+    """Operation; the loss has no node, nor has a handover of gradients.
 
     Attributes
     ----------
     node
-        Its call in the joint graph.
+        Call in the joint graph.
     phase
         "forward", "loss" or "backward".
     inputs
-        The storages it reads.
+        Storages it reads.
     made
-        The storages it makes, by the path of the output tensor that is their root.
+        Storages it makes, by the path of the output tensor that is their root.
     random
         True if it draws random numbers.
     once
         True if it must not run a second time.
     module
-        The path of the module that it belongs to.
+        Path of its module.
     gradients
         Numbers of the gradients that it hands over, to be added to existing ones.
     """
@@ -91,30 +91,30 @@ class Task:
 
 @dataclass
 class Lowered:
-    """A joint graph as operations, and where its parts came from.
+    """Joint graph as operations, and the origins of its parts.
 
     Attributes
     ----------
     tasks
-        The operations, in the order of the joint graph.
+        Operations, in the order of the joint graph.
     storages
-        (bytes, whether it stays once it is made).
+        (bytes, True if it stays once it is made).
     values
-        By node of the joint graph.
+        Values by node of the joint graph.
     loss
         Index of the loss among the tasks.
     primals, tangents
-        The joint graph's inputs, in order.
+        Inputs of the joint graph, in order.
     outputs, gradients
-        What it returns: nodes, or constants such as ``None``.
+        Results of the joint graph: nodes, or constants such as ``None``.
     mutated
         Primals whose new values are among the outputs.
     output_of_tangent
-        For each tangent, which output it is the gradient of; empty where that is not known.
+        For each tangent, the number of its output; empty if unknown.
     unrepeatable
-        Tasks that gave other bits when they ran again, or may.
+        Tasks that differed when they ran again, or may.
     draws_once
-        True if what draws random numbers runs once, as nothing puts the generator's state back.
+        True if operations that draw random numbers run once, because the generator is not restored.
     """
 
     tasks: list[Task]
@@ -137,7 +137,7 @@ class Lowered:
         return sum(_bytes(tensor) for _, tensor in _tensors(node.meta.get("val")))
 
     def tangents_of_gradients(self) -> list[frozenset[int]]:
-        """For each gradient, the numbers of the tangents that it is computed from."""
+        """Return for each gradient the numbers of the tangents from which it is computed."""
         reached: dict[fx.Node, frozenset[int]] = {
             node: frozenset([k]) for k, node in enumerate(self.tangents)
         }
@@ -179,7 +179,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _drops_nothing(node: fx.Node) -> bool:
-    """Return whether it is an operation that draws numbers for dropout only, with none to drop."""
+    """Return whether an operation draws numbers for dropout only, with no element to drop."""
     names = [argument.name for argument in core.schema_arguments(node.target)]
     if "dropout_p" not in names:
         return False
@@ -220,7 +220,7 @@ class _Lowering:
         self.tainted = self._reads_of_mutated()
 
     def _effects(self) -> list[fx.Node]:
-        """Nodes of the forward that are run for what they do, such as assertions."""
+        """Return the nodes of the forward that run for their effects, such as assertions."""
         late = set(self.tangents)
         found = []
         for node in self.nodes:
@@ -252,7 +252,7 @@ class _Lowering:
         return [described[name] for name in wanted]
 
     def _reads_of_mutated(self) -> set[fx.Node]:
-        """Operations that cannot run a second time once the caller has changed an input."""
+        """Return operations that cannot run again once the caller has changed an input."""
         seen = set(self.mutated)
         tainted: set[fx.Node] = set()
         for node in self.nodes:
@@ -381,7 +381,7 @@ def _unique(items: Iterable[int]) -> list[int]:
 
 
 def _closure(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the nodes and everything that they are computed from."""
+    """Return the nodes and everything from which they are computed."""
     found: set[fx.Node] = set()
     waiting = list(nodes)
     while waiting:
@@ -424,14 +424,14 @@ def lower(module: fx.GraphModule, num_outputs: int) -> Lowered:
     Parameters
     ----------
     module
-        AOTAutograd's joint graph; every node carries the fake tensors it gives.
+        AOTAutograd's joint graph; every node carries its fake tensors.
     num_outputs
-        Number of of what it returns belong to the forward; the rest are gradients.
+        Number of results that belong to the forward; the rest are gradients.
 
     Raises
     ------
     CaptureError
-        The graph has something that cannot be planned; the message names it.
+        A part of the graph cannot be planned; the message names it.
     """
     _refuse_sizes_of_data(module)
     split_convolutions(module)

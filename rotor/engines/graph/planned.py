@@ -43,29 +43,29 @@ _SCALARS = 8
 """Numbers, such as the loss itself, that the caller holds while the backward runs."""
 
 _STATE_BYTES = 5056
-"""One state of the CPU's random generator."""
+"""Size of one state of the CPU's random generator."""
 
 LOSS_FACTOR = 4
 
 
 @dataclass
 class CapturedStep:
-    """What is known of one kind of step: its operations and their costs.
+    """Facts on one kind of step: its operations and their costs.
 
     Attributes
     ----------
     loss_captured
         True if the loss is among the operations.
     planned_for
-        The type of the device that the costs are of, where that is another.
+        Type of the device of the costs, if it is another one.
     owners
-        What the primals are that get gradients; ``None`` where that is not known of all.
+        Origins of the primals that get gradients; ``None`` if unknown for one of them.
     existing
-        The gradients that exist when the step begins: new ones are added to them.
+        Gradients that exist when the step begins: new ones are added to them.
     verifies
-        True if there are steps in which recomputed values are compared.
+        True if recomputed values are compared in some steps.
     inductor
-        What compiles its programs; ``None`` where they are emitted as Python.
+        Compiler of its programs; ``None`` if they are emitted as Python.
     """
 
     capture: Capture
@@ -93,7 +93,7 @@ class CapturedStep:
             self.inductor = Inductor(self.lowered)
 
     def with_existing(self, existing: frozenset[int]) -> CapturedStep:
-        """Return the same step where some gradients exist when it begins."""
+        """Return the same step with some gradients that exist when it begins."""
         if existing == self.existing:
             return self
         if existing not in self._variants:
@@ -101,16 +101,16 @@ class CapturedStep:
         return self._variants[existing]
 
     def variants(self) -> list[CapturedStep]:
-        """Return the step, and what `with_existing` made of it."""
+        """Return the step, and the results of `with_existing`."""
         return [self, *self._variants.values()]
 
     def existing_among(self, lacking: Sequence[bool]) -> frozenset[int]:
-        """Return which gradients exist, from which of the parameters have none.
+        """Return the existing gradients, from the parameters that have none.
 
         Parameters
         ----------
         lacking
-            By number of the parameter, as in `rotor.engines.graph.early.slots_of`.
+            Flags by number of the parameter, as in `rotor.engines.graph.early.slots_of`.
         """
         return frozenset(
             index
@@ -147,12 +147,12 @@ class CapturedStep:
 
     @property
     def _devices(self) -> list[torch.device]:
-        """Where it runs, and where it is planned to run."""
+        """Devices of its runs, and of its plans."""
         return [torch.device(self.device.type), torch.device(self.planned_for or self.device)]
 
     @property
     def _most_compared(self) -> int:
-        """Checksums of a verified step, at most."""
+        """Largest number of checksums of a verified step."""
         return 2 * sum(len(task.made) for task in self.lowered.tasks)
 
     def is_provable(self, limit_bytes: int) -> bool:
@@ -160,12 +160,12 @@ class CapturedStep:
         return all(has_room(d, self._most_compared, limit_bytes) for d in self._devices)
 
     def executor_bytes(self, replayed: int, compared: int, limit_bytes: int) -> int:
-        """Return what is kept beside the graph's storages.
+        """Return the bytes kept beside the graph's storages.
 
         Parameters
         ----------
         replayed
-            Random states that are put back.
+            Number of random states that are restored.
         compared
             Checksums of a verified step.
         limit_bytes
@@ -179,21 +179,21 @@ class CapturedStep:
         )
 
     def executor_bytes_of(self, code: StepCode, ops: list[int], limit_bytes: int) -> int:
-        """Return what is kept beside the graph's storages where some code runs a program."""
+        """Return the bytes kept beside the graph's storages if some code runs a program."""
         return self.executor_bytes(code.replayed, checksums_of(self.lowered, ops), limit_bytes)
 
     def most_executor_bytes(self, limit_bytes: int) -> int:
-        """Return the most that is kept beside the graph's storages, whatever is recomputed."""
+        """Return the most bytes kept beside the graph's storages, under any recomputation."""
         random = sum(task.random for task in self.lowered.tasks)
         return self.executor_bytes(random, self._most_compared, limit_bytes)
 
     @property
     def assumed_loss_bytes(self) -> int:
-        """What a loss of which nothing is known is taken to need: 4 x the output, in all."""
+        """Assumed need of an unknown loss: 4 x the output, in all."""
         return max(LOSS_FACTOR * self.output_bytes - self.tangent_bytes, 0)
 
     def loss_workspace(self, given_bytes: int, learned_bytes: int | None) -> int:
-        """What the loss needs beside the tangents: as learnt, as given, or 4 x the output."""
+        """Return the need of the loss beside the tangents: learnt, given, or 4 x the output."""
         if learned_bytes is not None:
             return learned_bytes
         if self.loss_captured:
@@ -203,16 +203,16 @@ class CapturedStep:
 
 @dataclass
 class GraphPlan(Metered):
-    """One program and its figures; bytes are above the level at which a step begins.
+    """Program and its figures; bytes are above the level at which a step begins.
 
     Attributes
     ----------
     step, graph, program, emitted
-        What was captured, its cost model, the program, and the functions that run it.
+        Captured step, its cost model, the program, and the functions that run it.
     limit_bytes
-        The limit it was made for.
+        Limit of the plan.
     executor_bytes
-        What is kept beside the graph's storages: random states, the caller's scalars.
+        Bytes kept beside the graph's storages: random states, the caller's scalars.
     """
 
     kind: ClassVar[str] = "graph"
@@ -237,12 +237,12 @@ class GraphPlan(Metered):
 
     @property
     def is_refuted(self) -> bool:
-        """An operation of this capture was seen to give other bits when it ran again."""
+        """True if an operation of this capture gave other bits when it ran again."""
         return len(self.step.captured.lowered.unrepeatable) != self._known
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """Device of the step."""
         return self.step.device
 
     @property
@@ -275,18 +275,18 @@ class GraphPlan(Metered):
 
     @property
     def proof(self) -> str:
-        """What verified steps have shown, as text."""
+        """Results of verified steps, as text."""
         if not self.recomputed:
             return "nothing is recomputed"
         return self.proved.text("first" if self.step.verifies else "off")
 
     def install(self, tally: Tally | None = None) -> StepCode:
-        """Have the next step run this plan; it is compiled now where it was not before.
+        """Make the next step run this plan, compiled now if it was not before.
 
         Parameters
         ----------
         tally
-            Of a step that is verified.
+            Tally of a verified step.
         """
         code = self.emitted
         if tally is not None:
@@ -299,7 +299,7 @@ class GraphPlan(Metered):
         return code
 
     def tally(self, verify: str | int) -> Tally | None:
-        """Return what notes the proof of the next step; ``None`` where it is not verified."""
+        """Return the tally of the next step; ``None`` if that step is not verified."""
         if self.step.inductor is not None or not self.recomputed:
             return None
         is_due = self.proved.is_due(verify)
@@ -311,7 +311,7 @@ class GraphPlan(Metered):
         return tally
 
     def _verified_code(self) -> tuple[StepCode, Prover]:
-        """Return the program with comparisons; gradients are held back to its end where there is room."""
+        """Return the program with comparisons; gradients wait for its end if the limit permits."""
         lowered, ops = self.step.lowered, self.program.ops.tolist()
         whole = self.step.captured.lowered
         if self.step.hands_over:
@@ -331,12 +331,12 @@ class GraphPlan(Metered):
         keep_from_now_on(self.step.captured.lowered, tasks)
 
     def _early_code(self, code: StepCode, spread: bool) -> EarlyCode | None:
-        """Return the code that gives gradients early; ``None`` where none do, or it cannot be cut."""
+        """Return the code with early gradients; ``None`` if it has none, or cannot be cut."""
         step = self.step
         if step.owners is None:
             return None
         if not spread or code is not self.emitted or step.inductor is not None:
-            # What Inductor compiles is cut only where gradients exist.
+            # Inductor's code is cut only if gradients exist.
             return code if isinstance(code, EarlyCode) else None
         if self._early is None:
             self._early = EarlyCode.of(step.lowered, self.program.ops.tolist(), spread=True)
@@ -351,22 +351,22 @@ class GraphPlan(Metered):
         spread: bool,
         tally: Tally | None = None,
     ) -> Iterator[tuple[Any, EarlyStep | None]]:
-        """Have the captured call run this plan; gradients are given as early as it has them.
+        """Make the captured call run this plan; gradients are delivered as early as it can.
 
         Parameters
         ----------
         slots
-            The places of the module's parameters.
+            Slots of the module's parameters.
         arguments
-            Of the call, nested.
+            Arguments of the call, nested.
         spread
-            True if somebody waits for new gradients too.
+            True if a consumer waits for new gradients too.
         tally
             See `install`.
 
         Returns
         -------
-        A context that gives the arguments to call it with, and what gives gradients early.
+        A context that gives the arguments to call it with, and the runner with early gradients.
         """
         code = self._early_code(self.install(tally), spread)
         if code is None:
@@ -384,7 +384,7 @@ class GraphPlan(Metered):
 
 
 def build_graph(lowered: Lowered, costs: list[Cost], loss_bytes: int) -> Graph:
-    """Return the cost model of captured operations, with a loss that needs `loss_bytes` of workspace."""
+    """Return the cost model of captured operations, with `loss_bytes` of workspace in the loss."""
     operations = []
     for index, (task, cost) in enumerate(zip(lowered.tasks, costs, strict=True)):
         operations.append(
@@ -405,7 +405,7 @@ def build_graph(lowered: Lowered, costs: list[Cost], loss_bytes: int) -> Graph:
 
 
 def _sizes(lowered: Lowered, costs: list[Cost]) -> list[int]:
-    """Bytes of every storage, as its operation makes it."""
+    """Return the bytes of every storage, as its operation makes it."""
     sizes = [size for size, _ in lowered.storages]
     for task, cost in zip(lowered.tasks, costs, strict=True):
         for storage, size in zip(task.made.values(), cost.made_bytes, strict=True):
@@ -430,7 +430,7 @@ def make_graph_plan(
     Raises
     ------
     InfeasibleError
-        None was found; ``minimum_bytes`` is the least limit for which one was.
+        No plan was found; ``minimum_bytes`` is the least limit for which one was.
     """
     graph = build_graph(step.lowered, step.costs, loss_bytes)
     own = step.executor_bytes(0, 0, limit_bytes)
@@ -439,7 +439,7 @@ def make_graph_plan(
             budget = max(limit_bytes - own - reserve_bytes, 1)
             program = (solve or search)(graph, budget, options or {}, progress)
         except InfeasibleError as error:
-            # Whatever is recomputed in the program of that peak, its random states fit then.
+            # Under any recomputation in the program of that peak, its random states fit then.
             least = error.minimum_bytes + step.most_executor_bytes(limit_bytes) + reserve_bytes
             raise InfeasibleError(
                 f"no plan was found that fits in {limit_bytes} bytes; the least limit for which "
@@ -464,7 +464,7 @@ def make_graph_plan(
 
 
 def search(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
-    """Return what the planner finds; with more effort where less of it misses what exists."""
+    """Return the planner's program; retry with more effort if a low one misses an existing one."""
     try:
         return planner.plan(graph, budget, progress=progress, **options)
     except InfeasibleError as error:
@@ -481,8 +481,9 @@ def search(graph: Graph, budget: int, options: dict[str, Any], progress: Any) ->
 
 
 def executor_bytes(device: torch.device, replayed: int) -> int:
-    """Scalars of the caller, and states of the random generator: one per operation that draws the
-    same numbers again, and the current one.
+    """Return the bytes of the caller's scalars and of random states.
+
+    One state per operation that draws the same numbers again, and the current one.
     """
     own = _SCALARS * rounded_as(device.type, 8)
     if device.type == "cpu" and replayed:
@@ -491,6 +492,6 @@ def executor_bytes(device: torch.device, replayed: int) -> int:
 
 
 def repriced(plan: GraphPlan, loss_bytes: int) -> int:
-    """What the program of a plan is predicted to need with another loss."""
+    """Return the predicted need of a plan's program with another loss."""
     graph = build_graph(plan.step.lowered, plan.step.costs, loss_bytes)
     return simulate(graph, plan.program.ops).peak_bytes + plan.executor_bytes
