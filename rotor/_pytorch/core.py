@@ -108,7 +108,7 @@ _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 
 
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the dense parts of a tensor: itself, or those of a sparse, jagged, distributed one.
+    """Return the dense parts of a tensor: itself, or its parts if sparse, jagged or distributed.
 
     None if the memory cannot be read, as that of MKL-DNN's layout.
     """
@@ -491,7 +491,7 @@ def at_end_of_backward(
     """Have `done` called when the running backward has finished, `failed` if it raises.
 
     Either is called outside the backward where a profiler is on in this thread, so that it may end
-    it; otherwise `done` is called as the backward's last act. An exception that they raise there is
+    it; otherwise `done` is called as the backward's last act. An exception raised by either is
     reported as unraisable.
 
     Raises

@@ -128,7 +128,7 @@ class AllocationTrace:
             self._old_counting, self._counting.value = self._counting.value, True
 
     def mark(self, name: str) -> None:
-        """Put a name between the events before it and those after it."""
+        """Put a name between earlier and later events."""
         autograd = torch._C._autograd
         autograd._record_function_with_args_exit(autograd._record_function_with_args_enter(name))
 

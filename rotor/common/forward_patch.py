@@ -40,13 +40,13 @@ class PatchedForwards:
     @contextmanager
     def paused(self, module: nn.Module | None = None) -> Iterator[None]:
         """Restore the forward of one of the modules, or of all, in the context."""
-        those = list(self._new.values()) if module is None else [self._new[id(module)]]
-        for one, _, own in those:
+        patched = list(self._new.values()) if module is None else [self._new[id(module)]]
+        for one, _, own in patched:
             _restore(one, own)
         try:
             yield
         finally:
-            for one, replacement, _ in those:
+            for one, replacement, _ in patched:
                 one.__dict__["forward"] = replacement
 
 

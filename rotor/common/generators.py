@@ -108,7 +108,7 @@ def autocast_off(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def generators_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Restore the generators of Python and NumPy, and those of modules' attributes, at the end.
+    """Restore the generators of Python, of NumPy and of modules' attributes, at the end.
 
     Parameters
     ----------

@@ -139,7 +139,7 @@ class ModelState:
         return tuple([module.training for module in self._modules])
 
     def parameter_flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """Return the parameters that require gradients, and those that have none yet, as flags."""
+        """Return flags of the parameters: which require gradients, and which have none yet."""
         parameters = [slots.get(name) for slots, name in self._parameters]
         return (
             tuple([p is not None and p.requires_grad for p in parameters]),

@@ -53,7 +53,7 @@ class Ranks:
     """Processes of a group that decide together.
 
     Every method is a collective operation: each rank of the group has to call it, in the same
-    order as the others. They work on the host, with gloo, whatever the group's own backend is.
+    order as the others. They work on the host, with gloo, under any backend of the group.
 
     Parameters
     ----------
@@ -194,7 +194,7 @@ def digest(value: Any) -> int:
 def sharers(device: torch.device) -> int:
     """Return the number of training processes that share this memory; 1 if it is not declared.
 
-    All processes on this machine share the CPU's memory, those of one device share its memory;
+    All processes on this machine share the CPU's memory, and all on one device its memory;
     ``torchrun`` declares their number in ``LOCAL_WORLD_SIZE``.
 
     Parameters

@@ -134,7 +134,7 @@ class Settings:
     graph_class
         Engine of captured graphs, if not the default one.
 
-    Other attributes are those of `rotor.Checkpointable`.
+    Other attributes have the meaning of `rotor.Checkpointable`.
     """
 
     module: nn.Module
@@ -443,5 +443,5 @@ class Engine(ABC):
         """Compare a step that was metered later with its plan."""
 
     def remarks(self, plan: Any, key: Key | None) -> list[Any]:
-        """Return tables for reports, beside those of a plan."""
+        """Return tables for reports, beside a plan's own."""
         return []

@@ -145,7 +145,7 @@ class Meter(ABC):
     A device has one running meter at most. On the CPU a meter is a session of
     PyTorch's profiler: it sees the thread that started it and the backwards run from there, it must
     be stopped by that thread, and another profiler cannot run meanwhile. In a process group it
-    also sees memory that other threads, such as those of collectives, free. A meter that is stopped
+    also sees memory that other threads, such as the threads of collectives, free. A meter stopped
     inside a backward has its figures when the backward has returned; `step_meter` shows how
     to stop one as soon as the backward ends. The release of a block from before the start is seen
     only for the tensors given as `existing`. On CUDA a meter resets the peak

@@ -42,7 +42,7 @@ _EVERY = 256
 
 NOISE_BYTES = 1 << 17
 NOISE_SHARE = 50
-"""Divisor of the expected bytes; below this part, or below `NOISE_BYTES`, a difference is noise."""
+"""Divisor of the expected bytes; a difference below this part, or `NOISE_BYTES`, is noise."""
 
 _NEW_MAXIMUM = 1.05
 """Factor by which an excess must grow to be reported again."""
@@ -93,7 +93,7 @@ class _Watch:
 
 
 class LevelWatch(_Watch):
-    """Comparison of the bytes at the marks of a step with those of a metered step.
+    """Comparison of the bytes at the marks of a step with the bytes of a metered step.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ class PeakWatch(_Watch):
 
 
 def sparse_growth(plan: Metered, slots: Iterable[core.Slot]) -> int:
-    """Return the bytes of sparse gradients that exist beyond those of metered steps.
+    """Return the bytes of sparse gradients that exist beyond the ones of metered steps.
 
     Sparse gradients are added up side by side, until they are coalesced or dropped: each step of
     gradient accumulation needs more. If they grow, the next step of the plan is metered.

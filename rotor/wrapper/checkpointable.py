@@ -482,13 +482,13 @@ class Checkpointable(TransparentModule):
     def plot_timeline(self, ax: Any = None) -> Any:
         """Draw the live bytes of a step with matplotlib: predicted, measured, and the limit.
 
-        The measured bytes are those of the latest metered step, brought to the clock of the
+        The measured bytes belong to the latest metered step, brought to the clock of the
         prediction: forward, loss and backward each. On CUDA only their peak is known.
 
         Parameters
         ----------
         ax
-            Axes to draw on; by default those of a new figure.
+            Axes to draw on; by default the axes of a new figure.
 
         Returns
         -------

@@ -1,6 +1,6 @@
 """Driver that decides when a model is measured, planned, metered and planned again.
 
-It runs the steps of one wrapped model, whatever its engine: the kind of the step, its measure, its
+It runs the steps of one wrapped model, for any engine: the kind of the step, its measure, its
 plan, the run, the metering, and the lessons of the meter.
 """
 

@@ -129,13 +129,13 @@ class TransparentModule(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Return the wrapped module and those in it; FSDP2 finds a sharded wrapper in its place."""
+        """Return the wrapped module and its inner ones; FSDP2 finds a sharded wrapper in its place."""
         stands_in = fsdp.is_unit(self)
         for name, module in self.module.named_modules(memo, prefix, remove_duplicate):
             yield name, self if stands_in and module is self.module else module
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Apply `fn` to the wrapped module and those in it."""
+        """Apply `fn` to the wrapped module and its inner ones."""
         self.module.apply(fn)
         return self
 

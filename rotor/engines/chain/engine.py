@@ -583,7 +583,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
             super().learn(plan, known)
 
     def warn_over(self, plan: Plan, least_bytes: int) -> None:
-        """Warn of a limit that could not be kept; of ranks, on those that went over."""
+        """Warn of a limit that could not be kept, on each rank whose step went over."""
         is_over = (plan.measured_bytes or 0) > plan.limit_bytes
         if self.context.peers.ranks is None or is_over:
             super().warn_over(plan, least_bytes)

@@ -3,7 +3,7 @@
 The real activations and gradients live in a `Run`, their only owner, so that they are freed as
 early as in plain autograd. Autograd sees one small node for each stage with parameters, chained by
 tokens without memory: the gradients of parameters leave the node as soon as they are computed, so
-hooks on them (such as those of DistributedDataParallel) run stage by stage. The backward of a node
+hooks on them (as DistributedDataParallel has) run stage by stage. The backward of a node
 executes the schedule up to its own B: recomputations, and a nested
 ``torch.autograd.grad`` over the graph that Fe recorded.
 

@@ -241,7 +241,7 @@ class Sharding:
         plain = [slots[name] for slots, name in self._plain]
         return ShardedGradients(self._shards, [p for p in plain if p is not None])
 
-    # -- bytes beyond those of the stages
+    # -- bytes outside the stages
 
     def gradient_bytes(
         self, stage: Stage, measured: Sequence[int], missing: Sequence[bool]

@@ -71,7 +71,7 @@ def found_together(ranks: Ranks, own: Sequence[Any]) -> tuple[list[Any], str]:
     ranks
         Processes that run the step.
     own
-        Differences of this rank; they come after those of ranks before it.
+        Differences of this rank; they come after the ones of ranks before it.
     """
     counts = [count for (count,) in ranks.exchange_ints(len(own))]
     if not any(counts):

@@ -70,7 +70,7 @@ class BudgetedStep:
     session
         Session of the step.
     output_bytes, gradient_bytes
-        Bytes of the outputs, once the forward has run, and of their gradients, once they are there.
+        Bytes of the outputs, once the forward has run, and of their gradients, once they exist.
     is_metered
         True if a meter runs with the step.
     tried_bytes
@@ -235,7 +235,7 @@ class BudgetedStep:
     def backward(
         self, gradients: Sequence[torch.Tensor | None], needed: Sequence[bool]
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of the node's inputs, from those of its outputs.
+        """Return the gradients of the node's inputs, from its outputs' gradients.
 
         Raises
         ------
@@ -435,7 +435,7 @@ class _Node(Function):
 
 
 class _OwnCasts:
-    """Separation of weights cast by autocast in the forward from those outside of it."""
+    """Separation of weights cast by autocast in the forward from weights cast outside of it."""
 
     def __enter__(self) -> None:
         torch.clear_autocast_cache()

@@ -61,7 +61,7 @@ def _call(module: Any, loss_fn: Any, args: Any, kwargs: Any, targets: Any) -> An
 
 
 def check_generator(context: Context) -> None:
-    """Raise ValueError if random numbers are not to be those of the first forward."""
+    """Raise ValueError unless random numbers are to repeat as in the first forward."""
     if not context.settings.preserve_rng_state:
         raise ValueError(
             "a graph is always recomputed with the random numbers of the first forward: leave "

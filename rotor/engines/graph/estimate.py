@@ -1,7 +1,7 @@
 """Estimated costs of operations on a machine that is not at hand: a roofline of a few figures.
 
 An operation takes the time to launch it, and the longer of its arithmetic and its memory traffic
-(Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009). Nothing is run: sizes are those of the
+(Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009). Nothing is run: sizes come from the
 captured graph.
 """
 
@@ -85,9 +85,9 @@ class Machine:
     Notes
     -----
     An operation is estimated at ``launch + max(flops / flops_per_second, bytes /
-    bytes_per_second)``. The flops are those of PyTorch's ``torch.utils.flop_counter`` where it has
+    bytes_per_second)``. The flops come from PyTorch's ``torch.utils.flop_counter`` where it has
     a formula (matrix products, convolutions, attention), else one for each element of the outputs.
-    The bytes are those of the inputs' elements and the outputs', a broadcast element counted once;
+    The bytes are the elements of the inputs and outputs, a broadcast element counted once;
     a gather reads as much of its table as it makes. Views cost nothing. Workspaces are assumed to
     be empty: if they are not, the first metered step shows it.
     """

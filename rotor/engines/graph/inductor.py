@@ -264,7 +264,7 @@ class _Segment:
         Parameters
         ----------
         needed
-            Values that later segments read; afterwards, also those that this one reads.
+            Values that later segments read; afterwards, also the values that this one reads.
         """
         self.kept = sorted(key for key in self.builder.made if ("kept", key) in needed)
         needed.difference_update(("kept", key) for key in self.kept)
@@ -274,7 +274,7 @@ class _Segment:
         _have_exact(self.module, range(len(self.nodes), len(self.nodes) + len(self.kept)))
 
     def __call__(self, known: dict[Source, Any]) -> list[Any]:
-        """Return its gradients; reduce the known values to those of later segments."""
+        """Return its gradients; reduce the known values to the ones of later segments."""
         assert self.run is not None
         given = [known[source] for source in self.sources]
         for source in self.dying:

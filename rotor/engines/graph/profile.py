@@ -1,7 +1,7 @@
-"""What operations cost: each distinct one is run alone, on made-up inputs of the right layout.
+"""Measured costs of operations: each distinct one runs alone, on made-up inputs of its layout.
 
-Times are medians until stable; the workspace is what the allocator gives out beside the outputs.
-Never more memory is used than one operation needs. Results are kept on disk, by device, threads and
+Times are medians until stable; the workspace is the memory given out beside the outputs.
+Measuring needs no more memory than one operation. Results are kept on disk, by device, threads and
 PyTorch version (`rotor.common.cache`).
 """
 
@@ -40,18 +40,18 @@ _OVERHEAD_NS = 5_000
 
 @dataclass(frozen=True)
 class Cost:
-    """What one run of an operation costs.
+    """Costs of one run of an operation.
 
     Attributes
     ----------
     ns
         Nanoseconds.
     workspace_bytes
-        What it needs beside its inputs and outputs.
+        Bytes needed beside its inputs and outputs.
     made_bytes
-        The storages that it makes, as they really come out.
+        Real sizes of the storages that it makes.
     flags
-        What was seen when it ran twice (`rotor.engines.graph.repeating`).
+        Observations of two runs (`rotor.engines.graph.repeating`).
     """
 
     ns: int
@@ -68,7 +68,7 @@ _HERE = "device"
 
 
 def _described(value: Any, device: torch.device) -> Any:
-    """Return an argument as it tells operations apart: layouts of tensors, constants as they are.
+    """Return an argument as a part of an operation's key: layouts of tensors, constants as given.
 
     The device of the step goes without its name: profiles are kept by device.
     """
@@ -93,14 +93,14 @@ def _described(value: Any, device: torch.device) -> Any:
 
 
 def keys_of(lowered: Lowered, device: torch.device) -> list[str]:
-    """What tells each operation apart from all others; empty for the loss.
+    """Return the key of each operation; empty for the loss.
 
     Parameters
     ----------
     lowered
-        The captured operations.
+        Captured operations.
     device
-        The device of the capture.
+        Device of the capture.
     """
     return [
         repr(
@@ -117,9 +117,9 @@ def keys_of(lowered: Lowered, device: torch.device) -> list[str]:
 
 
 def cost_of_row(row: Sequence[int] | None, made: int) -> Cost | None:
-    """Return the cost that a row of a table holds for an operation that makes so many storages.
+    """Return the cost in a row of a table, for an operation that makes so many storages.
 
-    Rows of earlier versions end before the flags: nothing was tested then.
+    Rows of earlier versions end before the flags, which were not tested then.
     """
     if row is None or len(row) not in (2 + made, 3 + made):
         return None
@@ -136,10 +136,10 @@ def _holds_whole_numbers(value: Any) -> bool:
 
 
 class _Arguments:
-    """Makes arguments to run operations with.
+    """Maker of arguments to run operations with.
 
-    The model's own tensors, and views of them, are taken as they are; in the place of what is
-    computed come random floats, and `whole` for integers (they may be indices).
+    The model's own tensors, and views of them, are taken as they are; computed values are
+    replaced by random floats, and by `whole` for integers (they may be indices).
     """
 
     def __init__(self, lowered: Lowered, primals: Sequence[Any]) -> None:
@@ -179,7 +179,7 @@ class _Arguments:
             return function(*self._made_up(node.args), **self._made_up(node.kwargs))
         found = node.meta.get("val")
         if value is not None and node.op == "call_function" and _holds_whole_numbers(found):
-            # Indices and opaque states have to be valid ones: whoever makes them is run.
+            # Indices and opaque states must be valid: their makers are run.
             made = self._made_by(node)
             if made is not None:
                 return made
@@ -217,7 +217,7 @@ class _Arguments:
 
 
 def environment_of(device: torch.device) -> str:
-    """What a table of costs is kept by: PyTorch's version, the device's name, the threads."""
+    """Return the key of a table of costs: PyTorch's version, the device's name, the threads."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return repr((torch.__version__, name, torch.get_num_threads()))
 
@@ -234,18 +234,18 @@ def profile(
     Parameters
     ----------
     lowered
-        The captured operations.
+        Captured operations.
     device
-        Where they run.
+        Device of the runs.
     primals
-        The joint graph's inputs, where they are at hand; they are read, not changed.
+        Inputs of the joint graph, if available; they are read, not changed.
     progress
-        Called with (operations measured, distinct operations).
+        Function called with (operations measured, distinct operations).
 
     Raises
     ------
     MeterBusyError
-        Some operation has to be measured, and a profiler or another meter runs.
+        An operation has to be measured, and a profiler or another meter runs.
     """
     keys = keys_of(lowered, device)
     distinct = {key: task for key, task in zip(keys, lowered.tasks, strict=True) if key}
@@ -330,7 +330,7 @@ def _tested(task: Task, arguments: _Arguments, device: torch.device) -> int:
 
 
 def _sizes(task: Task, result: Any, given: Any, planned: list[int]) -> list[int]:
-    """Bytes of the storages that came out, where they are new ones."""
+    """Return the bytes of the resulting storages, if they are new ones."""
     known = {
         core.storage_identity(t) for t in core.tree_flatten(given)[0] if isinstance(t, torch.Tensor)
     }
@@ -346,7 +346,7 @@ def _sizes(task: Task, result: Any, given: Any, planned: list[int]) -> list[int]
 
 
 def _estimated_ns(task: Task) -> int:
-    """Return a time by the bytes that are read and made, for operations that cannot run alone."""
+    """Return a time by the bytes read and made, for operations that cannot run alone."""
     assert task.node is not None
     nodes = [*task.node.all_input_nodes, task.node]
     tensors = [
@@ -360,7 +360,7 @@ def _estimated_ns(task: Task) -> int:
 
 
 def _timed(task: Task, arguments: _Arguments, device: torch.device) -> int | None:
-    """Nanoseconds; ``None`` where the operation does not run on made-up arguments."""
+    """Return nanoseconds; ``None`` if the operation does not run on made-up arguments."""
     for arguments.whole in (0, 1):
         try:
             function, args, kwargs = arguments.of(task)

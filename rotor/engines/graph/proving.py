@@ -24,16 +24,16 @@ _CURE = "Its value is kept from now on: run the step again"
 
 
 def proving_bytes(lowered: Lowered, device: torch.device, comparisons: int) -> int:
-    """Return what a verified step needs beside the storages of its program.
+    """Return the bytes that a verified step needs beside the storages of its program.
 
     Parameters
     ----------
     lowered
-        The operations: buffers that they change are kept as they were.
+        Operations; copies of buffers that they change are kept.
     device
-        Where the step runs.
+        Device of the step.
     comparisons
-        Checksums that it makes; 0 where nothing is computed again.
+        Checksums that the step makes; 0 if nothing is recomputed.
     """
     if not comparisons:
         return 0
@@ -42,12 +42,12 @@ def proving_bytes(lowered: Lowered, device: torch.device, comparisons: int) -> i
 
 
 class Tally:
-    """One verified step of a plan, whose parts are proved one by one.
+    """Verified step of a plan, whose parts are proved one by one.
 
     Parameters
     ----------
     proved
-        Where the step is noted once all of its parts were compared and were equal.
+        Results, in which the step is noted once all of its parts were compared and equal.
     """
 
     def __init__(self, proved: Proved) -> None:
@@ -64,7 +64,7 @@ class Tally:
         self._has_begun = True
 
     def end(self, values: int) -> None:
-        """Note that so many values of a part were equal."""
+        """Note that `values` values of a part were equal."""
         self._open -= 1
         self._values += values
         self._add()
@@ -83,7 +83,7 @@ class Tally:
 
 
 class _State:
-    """Buffers and gradients of a model before a step, outside of what its device counts."""
+    """Buffers and gradients of a model before a step, stored outside of its device's memory."""
 
     def __init__(self, model: nn.Module) -> None:
         with torch.no_grad():
@@ -94,7 +94,7 @@ class _State:
             ]
 
     def restore(self) -> None:
-        """Put them back."""
+        """Restore them."""
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
@@ -105,17 +105,17 @@ class _State:
 
 
 class PartsTally(Tally):
-    """One verified step of a model that runs in parts.
+    """Verified step of a model that runs in parts.
 
     The gradients of one part leave before another's backward begins, so that all parts are read
-    at the end of the whole backward; where one differs, the model gets back what it had.
+    at the end of the whole backward; after a difference, the model's state is restored.
 
     Parameters
     ----------
     proved
-        See `Tally`.
+        As of `Tally`.
     model
-        The model, before its forward.
+        Model, before its forward.
     """
 
     def __init__(self, proved: Proved, model: nn.Module) -> None:
@@ -147,7 +147,7 @@ class PartsTally(Tally):
 
 
 class Running:
-    """The checksums of one run of a program, and the buffers that its forward changes."""
+    """Checksums of one run of a program, and the buffers that its forward changes."""
 
     def __init__(self, prover: Prover, buffers: Sequence[torch.Tensor]) -> None:
         proof = Proof()
@@ -161,28 +161,28 @@ class Running:
             self.buffers = [(buffer, buffer.clone()) for buffer in copied]
 
     def restore(self) -> None:
-        """Put the buffers back as they were."""
+        """Restore the buffers."""
         with torch.no_grad():
             for buffer, before in self.buffers:
                 buffer.copy_(before)
 
 
 class Prover:
-    """Proves the runs of one program.
+    """Prover of the runs of one program.
 
     Parameters
     ----------
     lowered
-        The operations.
+        Operations.
     failed
-        Called with the operations that gave other bits: no plan may compute them again.
+        Function called with the operations that gave other bits: no plan may compute them again.
 
     Attributes
     ----------
     tally
-        Of the step that runs now; set before its forward.
+        Tally of the running step; set before its forward.
     place
-        Path of the module that the next run is of.
+        Path of the module of the next run.
     """
 
     def __init__(self, lowered: Lowered, failed: Callable[[list[Task]], None]) -> None:
@@ -192,13 +192,13 @@ class Prover:
         self.place = ""
 
     def begin(self, *buffers: torch.Tensor) -> Running:
-        """Return what the code of a run notes its values in."""
+        """Return the object in which the code of a run notes its values."""
         if self.tally is not None:
             self.tally.begin()
         return Running(self, buffers)
 
     def settle(self, running: Running) -> None:
-        """Read the checksums of a run; RecomputationError where one differs."""
+        """Read the checksums of a run; raise RecomputationError after a difference."""
         if isinstance(running.tally, PartsTally):
             running.tally.defer(self, running)
             return
@@ -211,7 +211,7 @@ class Prover:
             running.buffers = []
 
     def error(self, running: Running, found: list[Mismatch]) -> Exception:
-        """Return the error for values that differ; no plan computes them again."""
+        """Return the error for values that differ; bar their operations from recomputation."""
         tasks, operation, mismatch = self.roots(found)
         running.restore()
         self._failed(tasks)
@@ -219,12 +219,12 @@ class Prover:
         return recomputation_error(operation, module, mismatch, _CURE, others=len(found) - 1)
 
     def roots(self, found: list[Mismatch]) -> tuple[list[Task], str, Mismatch]:
-        """Return the operations that were the first to differ, a name and a value of one.
+        """Return the first operations that differed, and a name and a value of one.
 
         Parameters
         ----------
         found
-            Everything that differed.
+            All differences.
         """
         producer = {s: task for task in self._lowered.tasks for s in task.made.values()}
         differing: dict[Any, Mismatch] = {mismatch.site: mismatch for mismatch in found}

@@ -1,8 +1,8 @@
 """Profiles recorded on one machine and used on another, and the choice between sources of costs.
 
-A profile is what the module `profile` keeps on disk: for each distinct operation its time, its
-workspace and the sizes that it makes. Devices are left out of what tells operations apart, so that
-a capture on a CPU, or without values, finds what was recorded on a GPU.
+A profile is the data that the module `profile` keeps on disk: for each distinct operation its time,
+workspace and the sizes that it makes. Devices are no part of an operation's key, so that
+a capture on a CPU, or without values, finds the records of a GPU.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ MEASURED: Literal["measured"] = "measured"
 
 @dataclass(frozen=True)
 class Profile:
-    """What operations cost on the machine where they were measured.
+    """Costs of operations on the machine on which they were measured.
 
     Parameters
     ----------
     environment
-        Where that was: PyTorch's version, the device's name, the number of threads.
+        Name of the machine: PyTorch's version, the device's name, the number of threads.
     entries
         By operation: nanoseconds, bytes of workspace, the bytes of each storage it makes, and
-        what was seen when it ran twice.
+        the observations of two runs.
     machine
-        Estimates the operations that the profile lacks; without one they are an error.
+        Source of estimates for operations that the profile lacks; without one they are an error.
     free_bytes
-        What the device had free when the profile was recorded; ``None`` where nobody noted it.
+        Free bytes of the device at the time of recording; ``None`` if not recorded.
     """
 
     environment: str
@@ -57,14 +57,14 @@ class Profile:
     def recorded(
         cls, device: torch.device | str = "cpu", *, machine: Machine | None = None
     ) -> Self:
-        """What is known of a device of this machine: all that was measured on it so far.
+        """Return all measures of a device of this machine.
 
         Parameters
         ----------
         device
             A CPU or CUDA device.
         machine
-            Its speeds (`Machine.measure`), for operations that were not measured.
+            Speeds of the machine (`Machine.measure`), for unmeasured operations.
         """
         environment = environment_of(torch.device(device))
         entries = cache.load("profile", environment)
@@ -72,7 +72,7 @@ class Profile:
 
     @property
     def device(self) -> str:
-        """The type of the device that was measured, "cpu" or "cuda"."""
+        """Type of the measured device, "cpu" or "cuda"."""
         return "cpu" if self._described()[1] == "cpu" else "cuda"
 
     def _described(self) -> tuple[str, str, int]:
@@ -127,7 +127,7 @@ class Profile:
         return found
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the profile to a file, JSON; gives the path."""
+        """Write the profile to a JSON file; return the path."""
         write_json(self.to_dict(), path)
         return Path(path)
 
@@ -138,9 +138,9 @@ class Profile:
         Parameters
         ----------
         source
-            What `save` wrote; a table of the cache directory is one too.
+            Output of `save`, or a table of the cache directory.
         machine
-            Estimates what the profile lacks, in the place of the machine that is saved with it.
+            Source of estimates for missing operations, instead of the machine saved with it.
 
         Raises
         ------
@@ -156,14 +156,14 @@ class Profile:
         Parameters
         ----------
         lowered
-            The captured operations.
+            Captured operations.
         device
-            The device of the capture.
+            Device of the capture.
 
         Raises
         ------
         ValueError
-            Operations are missing, and there is no machine to estimate them.
+            Operations are missing, and no machine was given to estimate them.
         """
         keys = keys_of(lowered, device)
         costs: list[Cost] = []
@@ -199,7 +199,7 @@ def _is_row(row: Any) -> bool:
 
 
 Source = Machine | Profile | Literal["measured"]
-"""Where costs come from."""
+"""Source of costs."""
 
 
 def save_profile(
@@ -208,16 +208,16 @@ def save_profile(
     *,
     machine: Machine | None = None,
 ) -> Path:
-    """Write all that was measured on a device of this machine so far, to plan for it elsewhere.
+    """Write all measures of a device of this machine, for plans made elsewhere.
 
     Parameters
     ----------
     path
-        The file to write, JSON; ``Checkpointable(..., profile=path)`` reads it.
+        File to write, JSON; ``Checkpointable(..., profile=path)`` reads it.
     device
         A CPU or CUDA device.
     machine
-        Its speeds, saved with it: `Machine.measure` (device) has them.
+        Speeds of the device, saved with it: `Machine.measure` (device) returns them.
 
     Returns
     -------
@@ -239,12 +239,12 @@ def save_profile(
 
 
 def source_of(given: Any) -> Source:
-    """Return a source of costs from what a caller gives: "measured", a machine, a profile or its path.
+    """Return the source of costs for "measured", a machine, a profile or the path of one.
 
     Raises
     ------
     TypeError, ValueError
-        It is none of these; the file holds no profile.
+        The value is none of these; the file holds no profile.
     """
     if isinstance(given, Machine | Profile) or given == MEASURED:
         return given  # type: ignore[no-any-return]
@@ -270,22 +270,22 @@ def price(
     *,
     progress: Callable[[int, int], object] | None = None,
 ) -> list[Cost]:
-    """Return the cost of every operation, from wherever it comes; the loss's is zero.
+    """Return the cost of every operation, from any source; the loss's is zero.
 
     Operations that do not repeat are marked, so that no plan computes them again.
 
     Parameters
     ----------
     source
-        "measured" runs what is not in the cache; nothing is run for a machine or a profile.
+        "measured" runs operations that are not in the cache; a machine or a profile runs none.
     lowered
-        The captured operations.
+        Captured operations.
     device
-        Where they were captured.
+        Device of the capture.
     primals
-        The joint graph's inputs, for measuring.
+        Inputs of the joint graph, for measuring.
     progress
-        Called with (operations measured, distinct operations).
+        Function called with (operations measured, distinct operations).
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""Operations that do not repeat: each is run twice from the same state, and its bits compared.
+"""Test for operations that do not repeat: two runs from the same state, compared bit by bit.
 
-An operation that draws from PyTorch's default generator repeats when the generator's state is put
-back. One that differs all the same is never computed again: its outputs are kept. So is one that
-could not be run, unless it is PyTorch's own.
+An operation that draws from PyTorch's default generator repeats when the generator's state is
+restored. One that differs all the same is never computed again: its outputs are kept. So are the
+outputs of an operation that could not be run, unless it is PyTorch's own.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 UNTESTED, TESTED, DRAWS, DIFFERS, NOT_RUN = 0, 1, 2, 4, 8
-"""Flags of an operation: it ran twice; took numbers from the default generator; gave other bits;
-could not be run on arguments that were made up."""
+"""Flags of an operation: it ran twice; drew from the default generator; gave other bits;
+could not run on made-up arguments."""
 
 _OWN_NAMESPACES = ("aten", "prims", "prim", "mkldnn", "mkl", "quantized", "torchvision")
 _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
@@ -43,8 +43,8 @@ _UNSPECIFIED = (
     *("log_sumexp", "reserve", "workspace"),
     *("running_mean_out", "running_var_out"),
 )
-"""Outputs that may hold uninitialised memory: states without dropout, padding, scratch. And new
-running statistics, which a repetition makes of those that the first run has changed, and discards.
+"""Outputs that may hold uninitialised memory: states without dropout, padding, scratch. Also new
+running statistics, which a repetition computes from already changed ones, and discards.
 """
 _SEEDED = ("inductor_random", "inductor_randint")
 
@@ -56,14 +56,14 @@ def _name_of(target: Any) -> str:
 
 
 def is_unspecified(node: fx.Node, path: Sequence[int]) -> bool:
-    """Return whether an output of an operation may hold memory that the operation never wrote.
+    """Return whether an output may hold memory that its operation never wrote.
 
     Parameters
     ----------
     node
-        The operation.
+        Operation.
     path
-        Where the tensor is in its result.
+        Path of the tensor in its result.
     """
     if getattr(node.target, "namespace", "") != "aten":
         return False
@@ -79,14 +79,15 @@ _FILLED = (list, dict, set)
 
 @contextmanager
 def attributes_kept(modules: Sequence[nn.Module], *, prepares: bool = False) -> Iterator[None]:
-    """Put plain attributes of modules, tensors and collections among them, back as they were.
+    """Restore plain attributes of modules, tensors and collections among them, at the end.
 
     Parameters
     ----------
     modules
-        Whose attributes.
+        Owners of the attributes.
     prepares
-        Leave what a first forward sets up: attributes that are new, or were ``None`` or a flag.
+        True to keep the preparations of a first forward: attributes that are new, or were ``None``
+        or a flag.
     """
     before = [(module, dict(module.__dict__)) for module in modules]
     values = [value for _, found in before for value in found.values()]
@@ -152,11 +153,11 @@ def tested(task: Task, call: Callable[[], Any], device: torch.device) -> int:
     Parameters
     ----------
     task
-        The operation.
+        Operation.
     call
-        Runs it on arguments that stay the same.
+        Function that runs it on unchanged arguments.
     device
-        Where it runs.
+        Device of the run.
     """
     assert task.node is not None
     cpu = torch.device("cpu")
@@ -173,32 +174,32 @@ def tested(task: Task, call: Callable[[], Any], device: torch.device) -> int:
     flags = TESTED
     if drawn:
         flags |= DRAWS
-    # Only the generator of the step's own device is put back when an operation runs again.
+    # Only the generator of the step's own device is restored when an operation runs again.
     if drawn - {device} or _read(first) != _read(again):
         flags |= DIFFERS
     return flags
 
 
 def _is_own(target: Any) -> bool:
-    """Return whether an operation is one of PyTorch's, which repeat unless they are tagged."""
+    """Return whether an operation is PyTorch's own; these repeat unless they are tagged."""
     namespace = getattr(target, "namespace", None)
     return namespace is None or namespace in _OWN_NAMESPACES
 
 
 def _is_seeded(target: Any) -> bool:
-    """Return whether an operation makes its numbers of a seed, once Inductor has compiled it."""
+    """Return whether Inductor's code of an operation derives its numbers from a seed."""
     return getattr(target, "namespace", "") == "prims" and _name_of(target) in _SEEDED
 
 
 def keep_unrepeatable(lowered: Lowered, flags: Iterable[int]) -> None:
-    """Mark the operations that draw numbers, and those that must not run a second time.
+    """Mark operations that draw numbers, and operations that must not run twice.
 
     Parameters
     ----------
     lowered
-        The captured operations; they are changed in place.
+        Captured operations; they are changed in place.
     flags
-        Of each.
+        Flags of each operation.
     """
     lowered.unrepeatable.clear()
     for task, found in zip(lowered.tasks, flags, strict=True):
@@ -218,9 +219,9 @@ def keep_from_now_on(lowered: Lowered, tasks: Sequence[Task]) -> None:
     Parameters
     ----------
     lowered
-        The captured operations.
+        Captured operations.
     tasks
-        Those that did.
+        Operations that differed.
     """
     targets = [task.node.target for task in tasks if task.node is not None]
     custom = [target for target in targets if not _is_own(target)]
@@ -232,12 +233,12 @@ def keep_from_now_on(lowered: Lowered, tasks: Sequence[Task]) -> None:
 
 
 def described_unrepeatable(graphs: Iterable[Lowered]) -> str:
-    """Return a warning about operations that could have been computed again, and are not.
+    """Return a warning about operations that are never recomputed, although plans could use it.
 
     Parameters
     ----------
     graphs
-        What was captured. Gradients of parameters, which are kept anyway, go without a word.
+        Captured graphs. Gradients of parameters, which are kept anyway, are not mentioned.
     """
     found: dict[str, None] = {}
     for lowered in graphs:

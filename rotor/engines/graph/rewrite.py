@@ -1,9 +1,9 @@
-"""Changes to a joint graph, and to how it is traced, so that a step gives what eager PyTorch gives.
+"""Changes to a joint graph, and to its tracing, for the results of eager PyTorch.
 
 A convolution's backward gives the gradients of its input and of its weight in one operation, though
-the kernels compute them apart. Taken apart here, each can run when its memory is least in the way:
-the input's activation goes before the gradient of the input comes, and large gradients of weights,
-which stay, may come late.
+the kernels compute them separately. Split here, each can run at the best moment for memory:
+the input's activation is freed before the gradient of the input comes, and large gradients of
+weights, which stay, may come late.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def as_in_eager() -> dict[Any, Callable[..., Any]]:
-    """Decompositions of operators that tracing puts in the place of what eager PyTorch runs.
+    """Return decompositions that keep the operators that eager PyTorch runs.
 
     Dropout on a CPU multiplies by a mask that is scaled in the type of its input. Traced, it is
     ``native_dropout``, whose backward scales in float32: the same in that, other bits below.
@@ -37,17 +37,17 @@ def _dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) 
 
 
 def split_convolutions(module: fx.GraphModule) -> int:
-    """Make two operations of every convolution's backward that gives both kinds of gradients.
+    """Split every convolution's backward that gives both kinds of gradients in two operations.
 
     Parameters
     ----------
     module
-        A joint graph; it is changed in place.
+        Joint graph; it is changed in place.
 
     Returns
     -------
     int
-        Number of were split.
+        Number of split operations.
     """
     count = 0
     for node in list(module.graph.nodes):

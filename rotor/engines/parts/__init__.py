@@ -1,1 +1,1 @@
-"""Parts: captured pieces or sharded blocks of a model, chosen together."""
+"""Parts engines: captured pieces or sharded blocks of a model, planned together."""

@@ -1,4 +1,4 @@
-"""Which modules of a sharded model are blocks that can be computed again by themselves."""
+"""Search for modules of a sharded model that are blocks: each can be computed again by itself."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _SIMPLE = (bool, int, float, complex, str, type(None), torch.dtype, torch.device
 def candidates(model: nn.Module, sharding: Sharding) -> list[BlockStage]:
     """Return the modules that could be blocks, outermost first.
 
-    A unit that holds several units of one type is what contains blocks, and no block.
+    A unit that holds several units of one type contains blocks, and is no block itself.
 
     Raises
     ------
     RuntimeError
-        There is none.
+        No module could be a block.
     """
     names = {module: name for name, module in model.named_modules()}
     found = [
@@ -54,7 +54,7 @@ def candidates(model: nn.Module, sharding: Sharding) -> list[BlockStage]:
 
 @contextmanager
 def apart(model: nn.Module, sharding: Sharding, device: torch.device) -> Iterator[None]:
-    """A training step of which nothing is left, in the model's forward or before the first."""
+    """Keep a training step without a trace, in the model's forward or before the first."""
     sharded = {id(p.shard) for unit in sharding.units for p in unit.parameters}
     sharded |= {id(p.whole) for unit in sharding.units for p in unit.parameters}
     plain = [p for p in model.parameters() if id(p) not in sharded]
@@ -79,21 +79,21 @@ def apart(model: nn.Module, sharding: Sharding, device: torch.device) -> Iterato
 
 
 class Calls:
-    """A forward that looks at the calls of what could be blocks, and keeps nothing.
+    """Forward that observes the calls of possible blocks, and keeps nothing.
 
     Parameters
     ----------
     model, stages
-        The model, and what could be its blocks.
+        Model, and its possible blocks.
     arguments
-        Of the model.
+        Arguments of the model.
 
     Attributes
     ----------
     found
-        What was called, in order, and which tensors of its output require gradients.
+        Called blocks, in order, and flags of the tensors of their outputs that require gradients.
     reasons
-        Why modules cannot be blocks.
+        Reasons for which modules cannot be blocks.
     """
 
     def __init__(self, model: nn.Module, stages: Sequence[BlockStage], arguments: Any) -> None:
@@ -105,7 +105,7 @@ class Calls:
         self.reasons: dict[nn.Module, str] = {}
 
     def run(self, call: Callable[[], Any]) -> None:
-        """Do it."""
+        """Run the forward."""
         with PatchedForwards(self._stages, self._watched), self._saves.watching():
             call()
         for module in self._stages:
@@ -130,7 +130,7 @@ class Calls:
         return run
 
     def _reason(self, module: nn.Module, value: Any, y: Any) -> str | None:
-        """Why a call cannot be done again by itself."""
+        """Return the reason for which a call cannot be repeated by itself."""
         if not torch.is_grad_enabled():
             return "it runs without gradients"
         if getattr(module, "_compiled_call_impl", None) is not None:

@@ -1,9 +1,9 @@
-"""Captured graphs of the blocks of a sharded model: ways to run one between two extremes.
+"""Captured graphs of a sharded model's blocks: options between full and no recomputation.
 
 A block is captured within the forward of the model, while FSDP2 has its parameters gathered. Its
-programs keep a part of what autograd would save, and run as the block's forward does: within the
-hooks of FSDP2, which gather parameters before, and find the gradients of whole parameters after.
-The programs are those of the first rank; what they need is what each rank makes of them.
+programs keep a part of the tensors that autograd would save, and run in the block's forward: within
+the hooks of FSDP2, which gather parameters before, and find the gradients of whole parameters
+after. The programs come from the first rank; each rank computes their needs for its own graph.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ logger = logging.getLogger("rotor")
 
 @dataclass(eq=False)
 class BlockGraph:
-    """What was captured of a block.
+    """Captured block.
 
     Attributes
     ----------
     kind
-        The graph, and its programs; blocks that are alike share it.
+        Graph, and its programs; blocks that are alike share it.
     signature
-        What the block was called with.
+        Signature of the block's arguments.
     is_held
         True if another block, called later, holds its outputs.
     """
@@ -50,9 +50,9 @@ class BlockGraph:
     is_held: bool = False
 
     def options(self) -> list[Option]:
-        """What the programs need: bytes above the begin of the forward, and of the backward.
+        """Return the needs of the programs: bytes above the start of the forward, of the backward.
 
-        The gradients of the outputs are there when the backward begins, and not counted.
+        The gradients of the outputs exist when the backward begins, and are not counted.
         """
         lowered = self.kind.captured.lowered
         given = sum(lowered.storages[s][0] for s in set(lowered.tasks[lowered.loss].made.values()))
@@ -71,18 +71,18 @@ class BlockGraph:
         k: int,
         proof: BlocksProof | None,
     ) -> tuple[Any, bool]:
-        """What the block gives under a program, and whether it could be run.
+        """Run the block under a program; return its output, and whether it could run.
 
         Parameters
         ----------
         number
-            Of the program.
+            Number of the program.
         module, args, kwargs
-            The call; what stands for the block's forward must be away.
+            The call; the module's original forward must be installed.
         on_phase, k
-            Called with "backward k" and "before k" where the backward begins and ends.
+            Function called with "backward k" and "before k" when the backward begins and ends.
         proof
-            Where what the program computes again is compared.
+            Proof that compares recomputed values of the program.
         """
         if describe_call(args, kwargs) != self.signature:
             return None, False
@@ -97,23 +97,23 @@ class BlockGraph:
 
 
 class GraphCalls:
-    """A forward in which blocks are captured as they are called; nothing of it is kept.
+    """Forward in which blocks are captured when they are called, without a trace.
 
     Parameters
     ----------
     model, stages
-        The model, and its blocks.
+        Model, and its blocks.
     arguments
-        Of the model.
+        Arguments of the model.
     captures
-        Where graphs are kept; what is in there is not captured again.
+        Store of graphs; stored ones are not captured again.
 
     Attributes
     ----------
     found
-        The graphs.
+        Graphs by module.
     reasons
-        Why blocks could not be captured.
+        Reasons for which blocks could not be captured.
     """
 
     def __init__(
@@ -133,14 +133,14 @@ class GraphCalls:
         self.reasons: dict[nn.Module, str] = {}
 
     def run(self, call: Callable[[], Any], update: Callable[[int, int], object]) -> None:
-        """Do it.
+        """Run the forward.
 
         Parameters
         ----------
         call
-            Runs the model.
+            Function that runs the model.
         update
-            Called with (blocks that have been called, all blocks).
+            Function called with (number of called blocks, number of blocks).
         """
         self._update = update
         obstacles = {module: _obstacle(stage) for module, stage in self._stages.items()}
@@ -172,7 +172,7 @@ class GraphCalls:
         return run
 
     def _hold(self, value: Any) -> None:
-        """Note the blocks whose outputs another one holds, as its inputs."""
+        """Note the blocks whose outputs another block holds, as its inputs."""
         held = set(self._saves.identities(tree_tensors(value)))
         for module, outputs in self._outputs.items():
             outputs -= held
@@ -199,7 +199,7 @@ class GraphCalls:
 
 
 def _obstacle(stage: BlockStage) -> str | None:
-    """Why the forward of a block may not be captured."""
+    """Return the obstacle to capturing the forward of a block, if any."""
     module = stage.module
     if any(unit.modules != (module,) for unit in stage.units):
         return "a part of it is sharded by itself, and gathered while it runs"
@@ -211,21 +211,21 @@ def _obstacle(stage: BlockStage) -> str | None:
 def share_graphs(
     ranks: Ranks, graphs: Sequence[BlockGraph | None]
 ) -> list[tuple[BlockGraph | None, str]]:
-    """Return the graphs that all ranks have alike, with the programs of the first rank.
+    """Return the graphs that agree on all ranks, with the programs of the first rank.
 
     A collective operation.
 
     Parameters
     ----------
     ranks
-        Those who run the blocks.
+        Processes that run the blocks.
     graphs
-        Of each block, on this rank; ``None`` where there is none.
+        Graph of each block, on this rank; ``None`` without one.
 
     Returns
     -------
     list of (BlockGraph or None, str)
-        For each block; where a graph is given up, why.
+        For each block: the graph, and the reason for which it is given up.
     """
     order = list(dict.fromkeys(graph.kind for graph in graphs if graph is not None))
     mine = [None if g is None else (order.index(g.kind), _digest(g.kind)) for g in graphs]
@@ -247,7 +247,7 @@ def share_graphs(
 
 
 def _digest(kind: Kind) -> int:
-    """Return a number that stands for the operations of a graph, whatever the sizes."""
+    """Return a number for the operations of a graph, under any sizes."""
     return digest(
         [
             (

@@ -1,9 +1,9 @@
 """Plans for the blocks of a sharded model that is no chain: measured, and chosen together.
 
-A block is what FSDP2 wraps one by one, called once in a forward. It is computed again in the
-backward, or keeps what autograd saves, or, where it could be captured, a part of that: among these
-options `rotor.graph.assembly` chooses exactly. The model itself runs while it is measured, with
-every block computed again. What lies between the blocks is metered with them.
+A block is a module that FSDP2 wraps by itself, called once in a forward. It is computed again in
+the backward, or keeps the tensors that autograd saves, or, if it was captured, a part of them:
+among these options `rotor.graph.assembly` chooses exactly. The model itself runs while it is
+measured, with every block computed again. The code between the blocks is metered with them.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ _SCALARS = 8
 
 @dataclass(eq=False)
 class Block:
-    """One block.
+    """Block of a model.
 
     Attributes
     ----------
     stage, name
-        What it is.
+        Stage of the block, and its path.
     flags
-        Which tensors of its output require gradients.
+        Flags of the tensors of its output that require gradients.
     options
-        To compute it again, to keep what autograd saves, and the programs of its graph.
+        Options: to compute it again, to keep what autograd saves, and the programs of its graph.
     graph
-        What was captured of it.
+        Captured graph.
     whole
-        Why nothing was.
+        Reason for which it was not captured.
     is_lost
-        A step could not run its graph, which is not used any more.
+        True if a step could not run its graph, which is not used any more.
     kept
-        Why it is never computed again.
+        Reason for which it is never computed again.
     """
 
     stage: BlockStage
@@ -72,11 +72,11 @@ class Block:
 
     @property
     def name(self) -> str:
-        """The block's path in the model."""
+        """Path of the block in the model."""
         return self.stage.name
 
     def open_options(self) -> list[Option]:
-        """Return the options; those of a graph that is lost are to compute the block again.
+        """Return the options; the ones of a lost graph are to compute the block again.
 
         All options of a block that does not repeat are to keep it.
         """
@@ -90,22 +90,22 @@ class Block:
 
 @dataclass
 class Blocks:
-    """The blocks of a model in the order of their calls, and what lies between them.
+    """Blocks of a model in the order of their calls, and the code between them.
 
     Attributes
     ----------
     sites
         The blocks.
     bases
-        What is there whatever is chosen; measured.
+        Measured bytes that are resident under every choice.
     loss_start_bytes, output_bytes
-        What is there when the forward ends, all blocks to be computed again; the outputs.
+        Bytes at the end of the forward, with all blocks to be computed again; bytes of the outputs.
     device
-        Where the model runs.
+        Device of the model.
     has_loss
-        True if the loss was a part of what was measured.
+        True if the loss was a part of the measured step.
     outside
-        Sharded modules that are not planned, and why.
+        Sharded modules that are not planned, with the reasons.
     is_measured
         True if a training step, with the caller's loss, was metered.
     """
@@ -132,7 +132,7 @@ class Blocks:
         return f"; sharded, but not planned: {described}"
 
     def with_assumed_loss(self, loss_tmp_bytes: int) -> Blocks:
-        """With room for a loss that nobody has seen yet."""
+        """Return the blocks with room for a loss that no step has shown yet."""
         if self.has_loss or self.is_measured:
             return self
         assumed = _LOSS_FACTOR * self.output_bytes
@@ -143,7 +143,7 @@ class Blocks:
         return replace(self, bases=replace(self.bases, between=(*between, last)))
 
     def shifted(self, extra_bytes: int) -> Blocks:
-        """With as many bytes more at every moment."""
+        """Return the blocks with `extra_bytes` more at every moment."""
         return replace(self, bases=_shifted(self.bases, extra_bytes))
 
 
@@ -155,16 +155,16 @@ def _shifted(bases: Bases, extra: int) -> Bases:
 
 @dataclass
 class BlocksPlan(PiecesPlan):
-    """Which blocks are computed again, chosen under one limit, the same on all ranks."""
+    """Choice of the blocks to compute again under one limit, the same on all ranks."""
 
     parts_label: ClassVar[str] = "blocks"
-    is_watched: ClassVar[bool] = False  # what gloo frees on its threads would be taken for growth
+    is_watched: ClassVar[bool] = False  # growth would include blocks that threads of gloo free
 
     verify: str | int = "first"
     refuted: bool = False
 
     def __post_init__(self) -> None:
-        """What is chosen for blocks that do not repeat is to keep them."""
+        """Choose to keep the blocks that do not repeat."""
         self.choice = [
             KEPT if block.kept.reason else k
             for block, k in zip(self.blocks, self.choice, strict=True)
@@ -178,7 +178,7 @@ class BlocksPlan(PiecesPlan):
 
     @property
     def is_refuted(self) -> bool:
-        """A block was seen to give other bits when it ran again."""
+        """True if a block gave other bits when it ran again."""
         return self.refuted
 
     def is_verified(self, verify: str | int) -> bool:
@@ -192,20 +192,20 @@ class BlocksPlan(PiecesPlan):
 
     @property
     def proof(self) -> str:
-        """What verified steps have shown, as text."""
+        """Results of verified steps, as text."""
         if not self.recomputes:
             return "nothing is recomputed"
         return self.proved.text(self.verify)
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks."""
+        """Blocks of the model."""
         found: Any = self.pieces
         return list(found.sites)
 
     @property
     def recomputed(self) -> list[bool]:
-        """Which blocks are computed again, whole."""
+        """Flags of the blocks that are computed again, as a whole."""
         return [
             k == AGAIN or (k != KEPT and block.is_lost)
             for block, k in zip(self.blocks, self.choice, strict=True)
@@ -213,7 +213,7 @@ class BlocksPlan(PiecesPlan):
 
     @property
     def part_names(self) -> list[str]:
-        """The blocks, and what is done with each."""
+        """Blocks, and the treatment of each."""
         return [
             f"{block.name}: "
             + ("kept" if k == KEPT else "computed again" if again else "a part kept")
@@ -222,7 +222,7 @@ class BlocksPlan(PiecesPlan):
 
     @property
     def parts(self) -> str:
-        """Number of blocks there are, and why some have no graph."""
+        """Number of blocks, and reasons for which some have no graph."""
         whole = {b.name: b.whole for b in self.blocks if b.whole and not b.kept.reason}
         described = "".join(f"; {name} whole: {reason}" for name, reason in whole.items())
         kept = {block.name: block.kept.reason for block in self.blocks if block.kept.reason}
@@ -246,7 +246,7 @@ class BlocksPlan(PiecesPlan):
 
 @dataclass
 class _Round:
-    """The parts of one metered step, by name, and the times of the blocks in ns."""
+    """Parts of one metered step, by name, and the times of the blocks in ns."""
 
     segments: list[allocator.Segment]
     output_bytes: int
@@ -254,7 +254,7 @@ class _Round:
 
 
 class _Marks:
-    """The meter and the clock of a step that is measured."""
+    """Meter and clock of a measured step."""
 
     def __init__(self, meter: allocator.Meter, device: torch.device) -> None:
         self._meter = meter
@@ -284,27 +284,27 @@ def measure_blocks(
     preserve_rng_state: bool,
     captures: Captures,
 ) -> Blocks:
-    """Run training steps of which nothing is left, and measure the blocks in them.
+    """Run training steps without a trace, and measure the blocks in them.
 
-    A collective operation: every rank runs as many.
+    A collective operation: every rank runs the same number of steps.
 
     Parameters
     ----------
     model, sharding, stages
-        The model, and what could be its blocks.
+        Model, its sharding, and its possible blocks.
     call
-        Runs the model on arguments, with the loss where `has_loss`.
+        Function that runs the model on arguments, with the loss if `has_loss`.
     arguments
-        Of the model.
+        Arguments of the model.
     preserve_rng_state
-        Recompute with the random numbers of the first forward.
+        True to recompute with the random numbers of the first forward.
     captures
-        Where captured graphs are kept.
+        Store of captured graphs.
 
     Raises
     ------
     RuntimeError
-        No module could be a block; says why.
+        No module could be a block; the message says why.
     RankError
         The ranks have different blocks.
     """
@@ -313,7 +313,7 @@ def measure_blocks(
     calls = Calls(model, stages, own)
     with apart(model, sharding, device):
         calls.run(lambda: call(own))
-    # State that was found for other inputs stays with the plans for those.
+    # State found for other inputs stays with the plans for these inputs.
     by_module = {s.module: BlockStage(s.name, s.module, sharding) for s in stages}
     blocks = [
         Block(by_module[module], flags)
@@ -362,7 +362,7 @@ def _capture(
     arguments: Any,
     captures: Captures,
 ) -> None:
-    """Capture the blocks of which a graph can be had."""
+    """Capture the blocks that can be captured as a graph."""
     free = [b.stage for b in blocks if not (b.kept.reason or b.kept.has_state)]
     calls = GraphCalls(model, free, arguments, captures)
     with progress(len(blocks), "capturing the blocks of the model") as update:
@@ -409,7 +409,7 @@ def _priced(
     has_loss: bool,
     outside: dict[str, str],
 ) -> Blocks:
-    # What a thread of gloo gives back is not seen by the meter of the CPU: the least is right.
+    # The meter of the CPU does not see blocks freed by a thread of gloo: the least is right.
     columns = zip(*(r.segments for r in rounds), strict=True)
     segments = {
         column[0].name: (
@@ -454,7 +454,7 @@ def _options(
     rounds: list[_Round],
     backward_bytes: int,
 ) -> list[Option]:
-    """Return the options of block `k`; what it needs to be computed again is a part of the bases."""
+    """Return the options of block `k`; the memory for its recomputation is a part of the bases."""
 
     def time_ns(kind: str) -> int:
         return int(median(r.times.get(f"{kind} {k}", 0) for r in rounds))
@@ -491,7 +491,7 @@ def _options(
 
 
 def _joined(ranks: Ranks, mine: Blocks) -> Blocks:
-    """One measure of all ranks' measures: times are means, bytes the most of any rank."""
+    """Return one measure of all ranks' measures: mean times, and the largest bytes of any rank."""
     found = ranks.exchange((mine.options(), mine.bases, mine.loss_start_bytes, mine.output_bytes))
     for k, site in enumerate(mine.sites):
         rows = [options[k] for options, *_ in found]
@@ -515,7 +515,7 @@ def _joined(ranks: Ranks, mine: Blocks) -> Blocks:
 
 
 def most(found: Sequence[Bases]) -> Bases:
-    """Return the most of any of them."""
+    """Return the largest value of any of them."""
 
     def column(name: str) -> tuple[int, ...]:
         return tuple(map(max, zip(*(getattr(bases, name) for bases in found), strict=True)))
@@ -540,26 +540,26 @@ def make_blocks_plan(
     Parameters
     ----------
     ranks
-        Those who run it.
+        Processes that run the plan.
     blocks
-        What was measured, the same on all ranks.
+        Measured blocks, the same on all ranks.
     limit_bytes, reserve_bytes
-        Of this rank: the least limit of all holds, and the largest reserve.
+        Values of this rank: the least limit of all holds, and the largest reserve.
     loss_tmp_bytes
-        What a loss that nobody has seen yet needs beside the gradient of the output; 0: it is
+        Need of an unknown loss beside the gradient of the output; 0: it is
         assumed to need 4 times the output, its gradient included.
     verify
-        The steps in which recomputed values are compared; that of the first rank holds.
+        Steps in which recomputed values are compared; the first rank's value holds.
 
     Raises
     ------
     InfeasibleError
-        There is none; on every rank.
+        No choice fits; on every rank.
     """
     limit, reserve = ranks.joint_limit(limit_bytes, reserve_bytes)
     options = blocks.options()
     least = least_bytes(options, blocks.bases) + reserve
-    # An assumption forbids no step: what the loss needs is known after the first one.
+    # An assumption forbids no step: the real need of the loss is known after the first one.
     bases = blocks.with_assumed_loss(loss_tmp_bytes).bases
     assumed = least_bytes(options, bases) + reserve
 

@@ -1,4 +1,4 @@
-"""Blocks of sharded models that do not repeat: found while measuring, and proved while running."""
+"""Blocks of sharded models that do not repeat: found by measuring, proved in running steps."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ __all__ = ["BlocksProof", "Kept", "observe_blocks"]
 
 @dataclass(frozen=True)
 class Kept:
-    """Why a block may run forward only once, and none of its graphs may be used.
+    """Reason for which a block may run forward only once, and none of its graphs may be used.
 
     Attributes
     ----------
     reason
-        As part of a sentence; empty where it may run again.
+        Part of a sentence; empty if the block may run again.
     varies
         True if two runs of it gave different bits.
     has_state
@@ -48,7 +48,7 @@ class Kept:
 
 @contextmanager
 def _around(stage: Stage) -> Iterator[None]:
-    """Only units within the block, whose hooks run with it, end a backward."""
+    """End backwards only for units within the block, whose hooks run with it, in the context."""
     assert isinstance(stage, BlockStage)
     inner = [unit for unit in stage.units if stage.module not in unit.modules]
     with fsdp.alone(inner):
@@ -64,20 +64,20 @@ def observe_blocks(
     arguments: Any,
     ranks: Ranks,
 ) -> list[Kept]:
-    """Run the model, and each block twice more from the same state; nothing of it is kept.
+    """Run the model without a trace, and each block twice more from the same state.
 
-    A collective operation. Blocks are given the state that running them again has to restore.
+    A collective operation. Blocks get the list of state that their recomputation has to restore.
 
     Parameters
     ----------
     model, stages
-        The model, and its blocks.
+        Model, and its blocks.
     call
-        Runs the model.
+        Function that runs the model.
     arguments
-        Of the model.
+        Arguments of the model.
     ranks
-        Those who run it: what one of them sees holds for all.
+        Processes that run it: an observation of one holds for all.
     """
     device = tree_tensors(arguments)[0].device
     observer = Observer(device, _around)
@@ -105,7 +105,7 @@ def observe_blocks(
         call()
     note_state([stages[k] for k in seen], list(seen.values()))
     for stage in stages:
-        # A later step may run in another mode: all buffers are looked at.
+        # A later step may run in another mode: all buffers are observed.
         stage.mutable_buffers = None
     mine = [
         Kept(seen[k].reason(), not seen[k].repeats, bool(stages[k].state)) if k in seen else Kept()
@@ -123,7 +123,7 @@ def observe_blocks(
 
 @dataclass(frozen=True)
 class _Difference:
-    """A block that gave other bits: which, and the words for it."""
+    """Block that gave other bits, with the words for it."""
 
     block: int
     operation: str
@@ -132,25 +132,25 @@ class _Difference:
 
 
 class BlocksProof(PartsTally):
-    """The comparisons of one step of sharded blocks, the same on all ranks.
+    """Comparisons of one step of sharded blocks, the same on all ranks.
 
-    Made before the forward; `begin_with` takes its output. At the end of the backward, and of what
-    FSDP2 does there, ranks show each other what differed.
+    Made before the forward; `begin_with` takes its output. At the end of the backward, FSDP2's
+    last part included, ranks exchange the differences.
 
     Parameters
     ----------
     model
-        The model, whose buffers are put back.
+        Model whose buffers are restored.
     stages
         The blocks.
     proved
-        Where the step is noted.
+        Results, in which the step is noted.
     ranks
-        Those who run it.
+        Processes that run the step.
     keep
-        Copies the gradients that exist now.
+        Function that copies the existing gradients.
     failed
-        Called with the numbers of blocks that gave other bits.
+        Function called with the numbers of blocks that gave other bits.
 
     Attributes
     ----------
@@ -183,7 +183,7 @@ class BlocksProof(PartsTally):
         self._saved = Saved(places.values())
 
     def begin_with(self, output: Any) -> None:
-        """Have the backward of an output end with a look at what differed."""
+        """Have the backward of an output end with a check for differences."""
         for tensor in output_tensors(output):
             node: Any = tensor.grad_fn
             if node is not None:
@@ -196,21 +196,21 @@ class BlocksProof(PartsTally):
         self._is_armed = True
         if self._gradients is None:
             self._gradients = self._keep()
-        # Called in the backward's end, this is put behind what FSDP2 has put there.
+        # Registered in the backward's end, this comes after FSDP2's callbacks.
         core.check_after_backward(lambda: core.check_after_backward(self._settle))
 
     def first(self, k: int, value: Any) -> None:
-        """Note the output of block k when it is made for the first time."""
+        """Note the output of block k when it is computed for the first time."""
         for j, tensor in enumerate(tree_tensors(value)):
             self._proof.first((k, j), tensor)
 
     def again(self, k: int, value: Any) -> None:
-        """Compare the output of block k, made again."""
+        """Compare the recomputed output of block k."""
         for j, tensor in enumerate(tree_tensors(value)):
             self._proof.again((k, j), tensor)
 
     def begin(self) -> None:
-        """Return a program has begun: `defer` is called when it has ended."""
+        """Note the start of a program; its end calls `defer`."""
 
     def defer(self, prover: Prover, running: Running) -> None:
         """Have a program's values read at the end."""

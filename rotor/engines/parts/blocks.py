@@ -1,11 +1,11 @@
-"""Blocks of a sharded model that are computed again in the backward, each by a node of its own.
+"""Blocks of a sharded model that are computed again in the backward, each by its own node.
 
-A model that is no chain runs as it is; only the forwards of some of its modules, those that FSDP2
-(``fully_shard``) wraps one by one, are replaced. What stands for a block runs within the hooks of
+A model that is no chain runs as it is; only the forwards of some of its modules, the ones that FSDP2
+(``fully_shard``) wraps one by one, are replaced. The replacement runs within the hooks of
 FSDP2, which gather its parameters before the forward and before the backward, and reduce its
 gradients after. So the block runs once without a graph; its node's backward runs it again with one,
 and a nested ``torch.autograd.backward`` through it leaves the gradients of whole parameters where
-those hooks look for them.
+its hooks look for them.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from rotor.engines.chain.snapshot import Snapshot
 __all__ = ["AGAIN", "FIRST_PROGRAM", "KEPT", "BlockCall", "BlockStage", "BlockStep", "Marks"]
 
 AGAIN, KEPT, FIRST_PROGRAM = 0, 1, 2
-"""The options of a block: computed again, kept by autograd, the programs of its graph."""
+"""Options of a block: computed again, kept by autograd, the programs of its graph."""
 
 
 class Marks(Protocol):
-    """Where the parts of a step are told, such as a meter."""
+    """Receiver of the parts of a step, such as a meter."""
 
     def mark(self, name: str) -> None:
         """Begin a part of the step."""
 
 
 class Comparisons(Protocol):
-    """Where what is made again in a step is compared with what was made first."""
+    """Comparison of a step's recomputed values with the first ones."""
 
     def first(self, k: int, value: Any) -> None:
-        """Note the output of block k when it is made for the first time."""
+        """Note the output of block k when it is computed for the first time."""
 
     def again(self, k: int, value: Any) -> None:
-        """Compare the output of block k, made again."""
+        """Compare the recomputed output of block k."""
 
 
 class Programs(Protocol):
-    """A captured block."""
+    """Captured block."""
 
     def run(
         self,
@@ -70,20 +70,20 @@ class Programs(Protocol):
         k: int,
         proof: Any,
     ) -> tuple[Any, bool]:
-        """What it gives under a program, and whether that could be run."""
+        """Run it under a program; return its output, and whether it could run."""
 
 
 class BlockStage(ShardedStage):
-    """A block, as what `rotor.common.generators.Snapshot` runs again.
+    """Block in the form of a stage that `rotor.common.generators.Snapshot` runs again.
 
-    It is called with its module's forward and the arguments of that.
+    It is called with its module's forward and the arguments of the forward.
 
     Parameters
     ----------
     name, module
-        The block.
+        Block.
     sharding
-        Of the model.
+        Sharding of the model.
     """
 
     __slots__ = ()
@@ -93,7 +93,7 @@ class BlockStage(ShardedStage):
 
     @property
     def module(self) -> nn.Module:
-        """The block."""
+        """Module of the block."""
         found = self.functions[0]
         assert isinstance(found, nn.Module)
         return found
@@ -105,7 +105,7 @@ class BlockStage(ShardedStage):
 
 
 class _Out(Function):
-    """Gives a block's outputs to the graph; its backward takes their gradients, keeping none."""
+    """Node that passes a block's outputs to the graph; its backward takes their gradients."""
 
     @staticmethod
     def forward(ctx: Any, call: BlockCall, token: torch.Tensor) -> Any:
@@ -127,7 +127,7 @@ class _Out(Function):
 
 
 class _In(Function):
-    """Takes a block's inputs from the graph; its backward is that of the whole block."""
+    """Node that takes a block's inputs from the graph; its backward is the whole block's."""
 
     @staticmethod
     def forward(ctx: Any, call: BlockCall, token: torch.Tensor, *_: torch.Tensor) -> Any:
@@ -145,30 +145,30 @@ _apply_in = core.bare_apply(_In)
 
 
 class BlockCall:
-    """One call of a block that its backward computes again.
+    """Call of a block that its backward computes again.
 
     Parameters
     ----------
     stage
-        The block.
+        Block.
     flags
-        Which tensors of its output require gradients.
+        Flags of the tensors of its output that require gradients.
     forward, args, kwargs
-        What to run.
+        Call to run.
     token
-        A scalar on the block's device.
+        Scalar on the block's device.
     rng
-        Where random states are read, ``None`` when they are not to be preserved.
+        Reader of random states, ``None`` if they are not to be preserved.
     on_phase
-        Called at the begin of the backward, between recomputation and gradients, and at the end:
-        with "backward", "recorded" and "before".
+        Function called at the start of the backward, between recomputation and gradients, and at
+        the end: with "backward", "recorded" and "before".
     proof, k
-        Where its output is compared, as that of block `k`; ``None`` in steps that are not verified.
+        Proof of its output, as that of block `k`; ``None`` in unverified steps.
 
     Attributes
     ----------
     is_done
-        The backward has run, and nothing is kept.
+        True if the backward has run, and nothing is kept.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class BlockCall:
         return with_tensors(y, _apply_out(self, token))
 
     def take_outputs(self) -> list[torch.Tensor]:
-        """Return the outputs, given once."""
+        """Return the outputs, once."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -241,7 +241,7 @@ class BlockCall:
         Raises
         ------
         RuntimeError
-            It has been begun before, or is to be differentiated itself.
+            The backward has begun before, or is to be differentiated itself.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -258,7 +258,7 @@ class BlockCall:
         self._gradients = gradients
 
     def backward(self) -> list[torch.Tensor | None]:
-        """Run the block again, and backward: gradients of its inputs that require one."""
+        """Run the block again, and backward; return gradients of its inputs that require one."""
         given, self._gradients = self._gradients, None
         if given is None:
             return [None] * sum(self._input_flags)
@@ -308,35 +308,35 @@ class BlockCall:
 
 
 class BlockStep:
-    """While it lasts, the blocks of a model run as planned.
+    """Context in which the blocks of a model run as planned.
 
     Parameters
     ----------
     stages
         The blocks.
     flags
-        For each of them, which tensors of its output require gradients.
+        For each block, flags of the tensors of its output that require gradients.
     choice
-        The option of each: `AGAIN`, `KEPT`, or a program, counted from `FIRST_PROGRAM`.
+        Option of each block: `AGAIN`, `KEPT`, or a program, counted from `FIRST_PROGRAM`.
     device
-        Where the model runs.
+        Device of the model.
     graphs
-        The captured blocks, where there are programs.
+        Captured blocks, if they have programs.
     preserve_rng_state
-        Recompute with the random numbers of the first forward.
+        True to recompute with the random numbers of the first forward.
     marks
-        Where "forward k", "after k", "backward k" and "before k" are told, for block k.
+        Receiver of "forward k", "after k", "backward k" and "before k", for block k.
     details
-        Tell "recorded k" too, between recomputation and backward.
+        True to send "recorded k" too, between recomputation and backward.
     proof
-        Where what is made again is compared; ``None`` in steps that are not verified.
+        Comparison of recomputed values; ``None`` in unverified steps.
 
     Attributes
     ----------
     latest
-        The last call that the backward computes again.
+        Last call that the backward computes again.
     failed
-        Blocks whose program could not be run, and that are computed again instead.
+        Blocks whose program could not run, and that are computed again instead.
     """
 
     def __init__(
@@ -444,7 +444,7 @@ class BlockStep:
 
 
 def _watch_backward(marks: Marks, k: int, value: Any, y: Any) -> None:
-    """Tell where the backward of a block that runs in plain autograd begins and ends."""
+    """Mark the start and the end of the backward of a block that runs in plain autograd."""
     inputs = [t for t in tree_tensors(value) if t.grad_fn is not None]
     known = {id(t) for t in tree_tensors(value)}
     begun: list[bool] = []

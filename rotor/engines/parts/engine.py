@@ -1,4 +1,4 @@
-"""The parts engine: captured parts of a model that has no single graph, planned together."""
+"""Parts engine: captured parts of a model that has no single graph, planned together."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = ["PartsEngine"]
 
 
 class PartsEngine(MeteredEngine):
-    """The largest children of a model that can be captured, where the whole cannot be."""
+    """Largest children of a model that can be captured, if the whole cannot be."""
 
     name: ClassVar[str] = "parts"
 
@@ -59,7 +59,7 @@ class PartsEngine(MeteredEngine):
         return captured_key(self.context, call)
 
     def is_measured(self, key: Key) -> bool:
-        """Return whether parts were captured, for the gradients that exist."""
+        """Return whether parts were captured, for the existing gradients."""
         return key in self.pieces
 
     def has_measures(self) -> bool:
@@ -72,11 +72,11 @@ class PartsEngine(MeteredEngine):
             del self.pieces[key]
 
     def device_of(self, key: Key) -> torch.device:
-        """Return where such steps run."""
+        """Return the device of such steps."""
         return self.context.refusals[key.measured].device
 
     def measure(self, key: Key, call: Call) -> None:
-        """Capture the parts of the model; those of an earlier search stay where they fit."""
+        """Capture the parts of the model; keep fitting parts of an earlier search."""
         cancel_running()
         device, reason = self.device_of(key), self.context.refusals[key.measured].reason
         captures = next(
@@ -138,14 +138,14 @@ class PartsEngine(MeteredEngine):
         return self.context.with_loss(output, call.targets), is_pending
 
     def watch(self, plan: PiecesPlan) -> StepWatch | None:
-        """Return what compares the heap between the parts with that of a metered step."""
+        """Return the observer of the heap between the parts, compared with a metered step."""
         has_levels = plan.levels and plan.is_watched and plan.device.type == "cpu"
         return LevelWatch(self, plan) if has_levels else None
 
     # -- learning
 
     def learn_levels(self, plan: PiecesPlan, more: dict[str, int]) -> None:
-        """Have the next steps planned for what the code between the parts was seen to keep."""
+        """Have the next steps planned for the observed memory of the code between the parts."""
         peak, expected = learn_levels(plan, more)
         note_peak(plan, peak)
         plan.differs = True
@@ -155,7 +155,7 @@ class PartsEngine(MeteredEngine):
         warn_excess(plan, expected)
 
     def learn(self, plan: PiecesPlan, step: StepBytes) -> None:
-        """Compare a metered step with its plan; have it chosen again where that helps."""
+        """Compare a metered step with its plan; have the plan renewed if that helps."""
         plan.measured_timeline = step.timeline
         plan.outdated = learn(plan, step)
         note_peak(plan, step.peak_bytes)
@@ -167,7 +167,7 @@ class PartsEngine(MeteredEngine):
             plan.is_over = True
 
     def learn_again(self, plan: PiecesPlan, step: StepBytes) -> None:
-        """Compare a step that was metered later with what its plan knows."""
+        """Compare a step that was metered later with its plan."""
         note_peak(plan, step.peak_bytes)
         plan.outdated = learn(plan, step)
         if is_of_additions(plan):
@@ -177,7 +177,7 @@ class PartsEngine(MeteredEngine):
         plan.is_over = step.peak_bytes > plan.limit_bytes and not plan.outdated
 
     def learn_loss(self, plan: PiecesPlan, step: StepBytes) -> bool:
-        """Nothing: the loss is a part of what lies between the parts."""
+        """Do nothing: the loss is a part of the code between the parts."""
         return False
 
     def repriced(self, plan: PiecesPlan) -> int:

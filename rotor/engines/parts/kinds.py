@@ -1,4 +1,4 @@
-"""Captured graphs of parts of a model: how each can be run, and what a way to run it needs.
+"""Captured graphs of parts of a model: the ways to run each, and the needs of each way.
 
 Parts of one kind, called alike, share the capture, the costs and the programs.
 """
@@ -47,20 +47,20 @@ def _run(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 @dataclass(eq=False)
 class Kind:
-    """One captured graph, and the ways to run it.
+    """Captured graph, and the ways to run it.
 
     Attributes
     ----------
     capture, captured, costs
-        The graph and what its operations cost.
+        Capture, graph, and costs of its operations.
     owners
-        What its primals are that get gradients; ``None`` where that is not known of all.
+        Origins of its primals that get gradients; ``None`` if unknown for one of them.
     existing
-        The gradients that exist when a step begins: new ones are added to them.
+        Gradients that exist when a step begins: new ones are added to them.
     programs
-        The ways, and `options` what they need.
+        Ways to run it; `options` has their needs.
     lowered
-        Its operations; outputs are not pinned: whoever needs them holds them.
+        Operations; outputs are not pinned: their users hold them.
     """
 
     capture: Capture
@@ -88,16 +88,16 @@ class Kind:
             self.lowered, self.costs = with_handovers(self.lowered, self.costs, self.existing)
 
     def with_existing(self, module: nn.Module, existing: set[int], options: dict[str, Any]) -> Kind:
-        """Return the same graph where some gradients exist when a step begins.
+        """Return the same graph with some gradients that exist when a step begins.
 
         Parameters
         ----------
         module
-            One of this kind.
+            Module of this kind.
         existing
-            The ids of parameters that have one.
+            Ids of the parameters that have one.
         options
-            Of `rotor.graph.plan`.
+            Options of `rotor.graph.plan`.
         """
         slots = slots_of(module)
         found = frozenset(
@@ -123,12 +123,12 @@ class Kind:
         return self._emitted[number]
 
     def verified(self, number: int) -> tuple[StepCode, Prover] | None:
-        """Return a program's functions with comparisons; ``None`` where it computes nothing twice.
+        """Return a program's functions with comparisons; ``None`` if it recomputes nothing.
 
         Parameters
         ----------
         number
-            Of the program.
+            Number of the program.
         """
         ops = self.programs[number].ops.tolist()
         if len(ops) == len(set(ops)):
@@ -144,11 +144,11 @@ class Kind:
 
     @property
     def is_refuted(self) -> bool:
-        """An operation gave other bits since the programs were found."""
+        """True if an operation gave other bits since the search for programs."""
         return len(self.captured.lowered.unrepeatable) != self._known
 
     def find_programs(self, options: dict[str, Any]) -> None:
-        """Plan the graph for several amounts of what is kept, and several peaks."""
+        """Plan the graph for several amounts of kept memory, and several peaks."""
         self._emitted.clear()
         self._options.clear()
         self._verified.clear()
@@ -158,7 +158,7 @@ class Kind:
         unplanned = Program(free, range(len(free)))
         found = [unplanned]
         loss = lowered.loss
-        # With a loss this large its moment is the peak: the budget is for what is kept.
+        # With a loss this large its moment is the peak: the budget is for the kept memory.
         huge = sum(s.bytes for s in free.storages) + max(
             op.workspace_bytes for op in free.operations
         )
@@ -187,7 +187,7 @@ class Kind:
         for peak in peaks:
             for cap in caps[::3]:
                 add(max(peak - cap - handed, 0), max(peak, 1))
-        # One program of each that no other beats where outputs are held, or are not.
+        # One program of each that no other beats with outputs held, or not held.
         best: list[Program] = []
         for is_held in (True, False):
             priced = [(self.option(program, is_held), program) for program in found]
@@ -196,12 +196,12 @@ class Kind:
         self.programs = list(dict.fromkeys(best))
 
     def take_programs(self, rows: Sequence[Sequence[int]]) -> None:
-        """Have the programs that another process found for the same graph.
+        """Take the programs that another process found for the same graph.
 
         Parameters
         ----------
         rows
-            The numbers of operations of each.
+            Numbers of operations of each program.
         """
         free = build_graph(self.lowered, self.costs, 0)
         self.programs = [Program(free, row) for row in rows]
@@ -210,12 +210,12 @@ class Kind:
         self._verified.clear()
 
     def option(self, program: Program, is_held: bool) -> Option:
-        """What a program needs.
+        """Return the needs of a program.
 
         Parameters
         ----------
         program
-            Of this graph, with a loss that needs nothing.
+            Program of this graph, with a loss that needs nothing.
         is_held
             True if others hold the outputs from the forward to the backward, so that keeping them
             costs nothing more.
@@ -245,7 +245,7 @@ class Kind:
         arguments: Any,
         marks: tuple[Callable[[], object], Callable[[], object]] | None,
     ) -> Iterator[Any]:
-        """Have the next call run a program; gives the arguments to call it with."""
+        """Make the next call run a program; return the arguments to call it with."""
         if isinstance(code, EarlyCode) and self.owners is not None:
             early = EarlyStep(code, self.owners, self.device, marks)
             self.captured.emitted = early
@@ -260,19 +260,19 @@ class Kind:
 
     @property
     def reads_outputs(self) -> bool:
-        """True if anything is computed from the outputs: they may then have to stay as they are."""
+        """True if a computation reads the outputs: they may then have to stay as they are."""
         tasks = self.captured.lowered.tasks
         outputs = set(tasks[self.captured.lowered.loss].inputs)
         return any(outputs.intersection(task.inputs) for task in tasks if task.phase != "loss")
 
     @property
     def least_kept(self) -> StepCode:
-        """The functions of the program that keeps least."""
+        """Functions of the program that keeps least."""
         options = self.options(is_held=False)
         return self.emitted(options.index(min(options, key=lambda option: option.kept_bytes)))
 
     def options(self, is_held: bool) -> list[Option]:
-        """What each of the programs needs."""
+        """Needs of each program."""
         if is_held not in self._options:
             self._options[is_held] = [self.option(p, is_held) for p in self.programs]
         return self._options[is_held]
@@ -285,23 +285,23 @@ class Kind:
         kwargs: Any,
         marks: tuple[Callable[[], object], Callable[[], object]] | None = None,
     ) -> tuple[Any, Literal["", "now", "for good"]]:
-        """What a captured module gives; or that it has to run plain, for now or for good.
+        """Return the output of a captured module; or the need to run plain, for now or for good.
 
         Parameters
         ----------
         emitted
-            The functions of a program of this graph.
+            Functions of a program of this graph.
         module, args, kwargs
-            The call; what stands for the module's forward must be away.
+            The call; the module's original forward must be installed.
         marks
-            Called when the backward begins, and when it ends.
+            Functions called when the backward begins, and when it ends.
         """
         self.capture.forget_programs()
         try:
             with self._installed(emitted, module, (args, kwargs), marks) as (given, named):
                 output = self.capture(module, given, named)
         except Unplanned as reached:
-            # The code depends on a Python value that has changed.
+            # A Python value that the code depends on has changed.
             reached.primals.clear()
             return None, "now"
         except CaptureError as error:
@@ -315,7 +315,7 @@ class Kind:
 
 
 def marked(emitted: Emitted, begins: Callable[[], object], ends: Callable[[], object]) -> Emitted:
-    """Return a program whose backward tells where it begins and ends."""
+    """Return a program whose backward reports its start and its end."""
 
     def backward(args: list[Any]) -> Any:
         begins()
@@ -330,12 +330,12 @@ def marked(emitted: Emitted, begins: Callable[[], object], ends: Callable[[], ob
 def backward_marks(
     mark: Callable[[str], None], k: int
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return marks of where the backward of part `k` begins and ends: "backward k", "before k"."""
+    """Return marks of the start and end of part `k`'s backward: "backward k", "before k"."""
     return lambda: mark(f"backward {k}"), lambda: mark(f"before {k}")
 
 
 def _read_before_made(graph: Graph, ops: Sequence[int]) -> set[int]:
-    """Storages that a part of a program finds made, and reads."""
+    """Return the storages that a part of a program finds made, and reads."""
     read: set[int] = set()
     made: set[int] = set()
     for index in ops:
@@ -346,21 +346,21 @@ def _read_before_made(graph: Graph, ops: Sequence[int]) -> set[int]:
 
 
 class Captures:
-    """Captured graphs of a model's parts, by what those have in common.
+    """Captured graphs of a model's parts, by their common properties.
 
     Parameters
     ----------
     device
-        Of the model.
+        Device of the model.
     price
-        Gives the costs of captured operations.
+        Function that returns the costs of captured operations.
     options
-        Of `rotor.graph.plan`.
+        Options of `rotor.graph.plan`.
 
     Attributes
     ----------
     kinds
-        The graphs.
+        Captured graphs.
     """
 
     def __init__(self, device: torch.device, price: Price, options: dict[str, Any]) -> None:
@@ -374,7 +374,7 @@ class Captures:
     def kind_of(
         self, path: str, module: nn.Module, signature: Any, args: Any, kwargs: Any
     ) -> Kind | str:
-        """Return the captured graph of a call, or why there is none."""
+        """Return the captured graph of a call, or the reason for having none."""
         key = (_shape_of(module), signature)
         if key in self._failures:
             return self._failures[key]
@@ -384,7 +384,7 @@ class Captures:
             capture.forget_programs()
             try:
                 with warnings.catch_warnings():
-                    # PyTorch looks at the gradients of what it traces, also of what is no leaf.
+                    # PyTorch reads the gradients of traced tensors, also of non-leaves.
                     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
                     found = capture.reach(module, args, kwargs)
             except CaptureError as error:
@@ -400,13 +400,13 @@ class Captures:
         return reason
 
     def refresh(self, kinds: Iterable[Kind]) -> None:
-        """Find the programs again of graphs in which an operation gave other bits."""
+        """Search again for programs of graphs in which an operation gave other bits."""
         for kind in kinds:
             if kind.is_refuted:
                 kind.find_programs(self._options)
 
     def with_existing(self, kind: Kind, module: nn.Module, existing: set[int]) -> Kind:
-        """Return a kind where parameters with these ids have gradients when a step begins."""
+        """Return a kind for parameters with these ids that have gradients when a step begins."""
         return kind.with_existing(module, existing, self._options)
 
     def _kind(self, capture: Capture, found: Unplanned, module: nn.Module, arguments: Any) -> Kind:
@@ -425,7 +425,7 @@ class Captures:
 
 
 def _shape_of(module: nn.Module) -> Any:
-    """What modules have in common that one capture may serve; its guards look closer."""
+    """Return the properties of modules that share one capture; its guards check more."""
     parts = list(module.modules())
     tensors = [*module.parameters(), *module.buffers()]
     return (

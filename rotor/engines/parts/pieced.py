@@ -1,4 +1,4 @@
-"""Steps of a model whose captured pieces are planned together: the plan, and one run of it."""
+"""Steps of a model with captured pieces: the plan of all pieces, and one run of it."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ __all__ = [
 ]
 
 _MADE_BESIDE = 2
-"""What eager code makes beside what it keeps, in such units: what it is made from, gradients."""
+"""Memory of eager code beside its kept values, in multiples of these: inputs, gradients."""
 
 
 @dataclass
 class PiecesPlan(Metered):
-    """One program for each captured piece of a model, chosen under one limit.
+    """Choice of a program for each captured piece of a model, under one limit.
 
     Attributes
     ----------
     reason
-        Why there is no single graph.
+        Reason for which no single graph exists.
     pieces
-        What was captured, and what the code between keeps.
+        Captured pieces, and the memory that the code between them keeps.
     choice
-        The number of the program that each piece runs.
+        Number of the program that each piece runs.
     simulation
-        The peaks of that choice.
+        Peaks of that choice.
     least_bytes
-        The least limit that could be kept, as far as is known.
+        Least limit that could be kept, as far as known.
     levels
-        By mark, the most bytes above the level at the begin of a metered step.
+        By mark, the most bytes above the level at which a metered step began.
     metered
-        What was beside the pieces in the metered steps of this plan.
+        Memory beside the pieces in the metered steps of this plan.
     recomputes
-        The last step computed something again.
+        True if the last step computed something again.
     """
 
     kind: ClassVar[str] = "parts"
@@ -78,19 +78,19 @@ class PiecesPlan(Metered):
 
     @property
     def predicted_bytes(self) -> int:
-        """Peak of a step; before one was metered, what lies between the pieces is an estimate."""
+        """Peak of a step; the code between the pieces is estimated before a step was metered."""
         return self.simulation.peak_bytes
 
     @property
     def verdict(self) -> Verdict:
-        """What the next step does with the plan."""
+        """Use of the plan in the next step."""
         if self.pieces.wants_search and not self.is_over:
             return Verdict.REMEASURE
         return super().verdict
 
     @property
     def is_refuted(self) -> bool:
-        """A part computed something again that came out otherwise."""
+        """True if a recomputed value of a part differed."""
         return self._known != self._counts()
 
     def _counts(self) -> list[int]:
@@ -100,7 +100,7 @@ class PiecesPlan(Metered):
         self._known = self._counts()
 
     def is_verified(self, verify: str | int) -> bool:
-        """Return whether the next step is verified; nothing is where nothing is computed again."""
+        """Return whether the next step is verified; never without recomputation."""
         sites = zip(self.pieces.sites, self.choice, strict=True)
         self.recomputes = any(s.kind.verified(k) is not None for s, k in sites)
         if not self.recomputes:
@@ -111,7 +111,7 @@ class PiecesPlan(Metered):
 
     @property
     def proof(self) -> str:
-        """What verified steps have shown, as text."""
+        """Results of verified steps, as text."""
         if not self.recomputes:
             return "nothing was recomputed"
         return self.proved.text("first")
@@ -123,12 +123,12 @@ class PiecesPlan(Metered):
 
     @property
     def part_names(self) -> list[str]:
-        """The captured parts."""
+        """Captured parts."""
         return [site.name for site in self.pieces.sites]
 
     @property
     def parts(self) -> str:
-        """Number of there are."""
+        """Number of captured parts."""
         return str(len(self.pieces.sites))
 
     def describe_excess(self) -> str:
@@ -153,8 +153,8 @@ def make_pieces_plan(
 ) -> PiecesPlan:
     """Return the fastest choice under a limit.
 
-    Where the code between the pieces leaves too little, the choice of the least peak: what that
-    code needs is only known once a step was metered, and no plan changes it.
+    If the code between the pieces leaves too little, return the choice of the least peak: the need
+    of that code is known only after a metered step, and no plan changes it.
 
     Raises
     ------
@@ -186,12 +186,12 @@ def make_pieces_plan(
 
 
 def _within(bases: Bases) -> Bases:
-    """Without the begin and the end of a step, where no piece keeps anything."""
+    """Return the bases except at the start and end of a step, where no piece keeps anything."""
     return replace(bases, between=(0, *bases.between[1:]))
 
 
 def _chosen(options: Sequence[Sequence[Option]], bases: Bases, limit_bytes: int) -> list[int]:
-    """Return the fastest choice under a limit, or the one of the least peak."""
+    """Return the fastest choice under a limit, or the choice of the least peak."""
     bases = _within(bases)
     return choose(options, bases, max(limit_bytes, least_bytes(options, bases)))
 
@@ -202,16 +202,16 @@ def _zero(bases: Bases) -> Bases:
 
 
 class PiecesStep:
-    """Runs the pieces of a plan while the model's forward runs.
+    """Runner of a plan's pieces during the model's forward.
 
     Parameters
     ----------
     plan
-        What to run.
+        Plan to run.
     meter
-        The meter of this step, where there is one.
+        Meter of this step, if it is metered.
     tally
-        Notes the proof of a step that is verified.
+        Tally of a verified step.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class PiecesStep:
         self._stack.close()
 
     def _elsewhere(self, module: nn.Module, forward: Any) -> Callable[..., Any]:
-        """What runs where the model takes a path on which nothing was looked for."""
+        """Return the forward of a module on a path where no pieces were searched."""
         pieces = self._plan.pieces
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -270,7 +270,7 @@ class PiecesStep:
             site = self._plan.pieces.sites[k]
             if site.failed or site.signature != describe_call(args, kwargs):
                 self._plan.pieces.is_stale |= not site.failed
-                # It runs without a plan, and needs what the next metered step tells.
+                # It runs without a plan, and needs the next metered step.
                 self._plan.differs = True
                 return forward(*args, **kwargs)
             return self._run(k, site, forward, args, kwargs)
@@ -314,16 +314,16 @@ class PiecesStep:
 
 
 def measured_bases(plan: PiecesPlan, step: StepBytes, *, most: bool = True) -> Bases:
-    """What was there beside the pieces of a metered step.
+    """Return the measured memory beside the pieces of a metered step.
 
     Parameters
     ----------
     plan
-        What ran.
+        Plan of the step.
     step
-        What was metered.
+        Metered step.
     most
-        Keep what was known before where that is more.
+        True to keep larger earlier values.
     """
     pieces = plan.pieces
     chosen = [options[k] for options, k in zip(pieces.options(), plan.choice, strict=True)]
@@ -351,7 +351,7 @@ def measured_bases(plan: PiecesPlan, step: StepBytes, *, most: bool = True) -> B
         found[place] = max(found.get(place, peak), peak)
 
     def measured(part: str, old: tuple[int, ...]) -> tuple[int, ...]:
-        # What was measured before stays true where another choice now needs less.
+        # Earlier measures stay valid if another choice now needs less.
         return tuple(
             found.get((part, k), value)
             if not (most and pieces.is_measured)
@@ -375,7 +375,7 @@ def _most(one: Bases, other: Bases) -> Bases:
 
 
 def learn(plan: PiecesPlan, step: StepBytes) -> bool:
-    """Note a metered step; whether another choice would do better."""
+    """Note a metered step; return whether another choice would be better."""
     pieces = plan.pieces
     plan.measured_bytes = step.peak_bytes
     for segment in step.segments:
@@ -398,13 +398,13 @@ def learn(plan: PiecesPlan, step: StepBytes) -> bool:
 
 
 def learn_levels(plan: PiecesPlan, more: dict[str, int]) -> tuple[int, int]:
-    """Note bytes beyond those of the metered step, by mark.
+    """Note bytes beyond the metered ones, by mark.
 
     Returns
     -------
     int, int
-        The peak that they account for, and the one to be expected where the code that kept them
-        needs as much again for what it computes from, and for gradients.
+        Peak that they explain, and the expected peak if the code that kept them
+        needs as much again for its inputs, and for gradients.
     """
     pieces = plan.pieces
     found: dict[tuple[str, int], int] = {}
@@ -413,7 +413,7 @@ def learn_levels(plan: PiecesPlan, more: dict[str, int]) -> tuple[int, int]:
         k = int(number) if number else len(pieces.sites)
         places = [("between", k + 1 if name == "after" else k)]
         if number and name in ("forward", "backward"):
-            # What is kept before a piece stays until its backward has run.
+            # Memory kept before a piece stays until its backward has run.
             places = [("forward", k), ("backward", k)] if name == "forward" else [("backward", k)]
         for place in places:
             found[place] = max(size, found.get(place, 0))
@@ -438,14 +438,14 @@ def learn_levels(plan: PiecesPlan, more: dict[str, int]) -> tuple[int, int]:
 
 
 def expect_additions(plan: PiecesPlan, more_bytes: int) -> None:
-    """Plan for sparse gradients that exist, and are copied where new ones are added to them.
+    """Plan for existing sparse gradients, which are copied when new ones are added to them.
 
     Parameters
     ----------
     plan
-        Under which the next step would run; it is made again where another choice would do better.
+        Plan of the next step; it is renewed if another choice would be better.
     more_bytes
-        Bytes of sparse gradients beyond those of its metered steps.
+        Bytes of sparse gradients beyond the ones of its metered steps.
     """
     pieces = plan.pieces
     first, *others = pieces.bases.between
@@ -458,7 +458,7 @@ def expect_additions(plan: PiecesPlan, more_bytes: int) -> None:
 
 
 def is_of_additions(plan: PiecesPlan) -> bool:
-    """Return whether only adding sparse gradients up needs more than the limit: no plan helps."""
+    """Return whether adding sparse gradients alone needs more than the limit: no plan helps."""
     if not plan.sparse_bytes:
         return False
     found = simulate(plan.pieces.options(), _within(plan.pieces.bases), plan.choice)
@@ -466,7 +466,7 @@ def is_of_additions(plan: PiecesPlan) -> bool:
 
 
 def pieces_curve(pieces: Pieces, points: int) -> Curve:
-    """Time of the pieces against limit, with what lies between them as it is known now."""
+    """Return time of the pieces against limit, with the latest memory between them."""
     options = pieces.options()
     fastest = [o.index(min(o, key=lambda option: option.time_ns)) for o in options]
     least = least_bytes(options, pieces.bases)

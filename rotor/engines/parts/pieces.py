@@ -1,4 +1,4 @@
-"""The parts of a model that can be captured, where the model as a whole cannot.
+"""Parts of a model that can be captured, if the model as a whole cannot.
 
 Top-down over the calls of a probing forward: a child is captured as one graph, forward and
 backward, or else its own children are tried. Captured children of one kind share the capture, the
@@ -39,7 +39,7 @@ logger = logging.getLogger("rotor")
 
 _SMALLEST_BYTES = 4096
 _SMALLEST_SHARE = 500
-"""A child that could save fewer bytes, or less than this part of all, stays eager."""
+"""Divisor of all bytes; a child that could save less than this part, or few bytes, stays eager."""
 
 _MOST_SEARCHES = 4
 _MOST_NAMES = 12
@@ -48,14 +48,14 @@ _LOSS_FACTOR = 4
 
 @dataclass(eq=False)
 class Site:
-    """One call of a captured module in the forward.
+    """Call of a captured module in the forward.
 
     Attributes
     ----------
     path, module, number
-        The module, and how many calls of it came before.
+        Module, and number of its earlier calls.
     signature
-        What it was called with.
+        Signature of the arguments.
     is_held
         True if the code around it keeps its outputs for the backward.
     """
@@ -70,31 +70,31 @@ class Site:
 
     @property
     def name(self) -> str:
-        """The path, with the number of the call where it is not the first."""
+        """Path, with the number of the call if it is not the first."""
         return f"{self.path}, call {self.number + 1}" if self.number else self.path
 
 
 @dataclass(eq=False)
 class Pieces:
-    """What was found: pieces in the order of the forward, and what lies between them.
+    """Pieces found in a model, in the order of the forward, and the code between them.
 
     Attributes
     ----------
     captures
-        The graphs.
+        Graphs.
     sites
-        The captured calls.
+        Captured calls.
     bases
-        What the code between them keeps, estimated, or measured once a step has been metered.
+        Memory that the code between them keeps: estimated, or measured after a metered step.
     is_measured
-        Which of these it is.
+        True if the bases are measured.
     outside
         Modules that hold parameters, or keep something, and are not planned.
     reasons
-        Why modules could not be captured, by path.
+        Reasons for which modules could not be captured, by path.
     elsewhere
-        Modules that the forward did not call, with their paths: when one is called, pieces are
-        looked for again.
+        Modules that the forward did not call, with their paths: a call of one starts another
+        search for pieces.
     """
 
     captures: Captures
@@ -121,7 +121,7 @@ class Pieces:
         return self.is_stale and self.searches < _MOST_SEARCHES
 
     def describe(self) -> str:
-        """What is planned and what is not."""
+        """Return a sentence on the planned and the unplanned parts."""
         names = _listed([site.name for site in self.sites])
         return (
             "no single graph of the model could be captured: "
@@ -135,9 +135,9 @@ class Pieces:
         return f"; not planned: {_listed(self.outside)}" if self.outside else ""
 
     def with_earlier(self, old: Pieces) -> Pieces:
-        """With the pieces that an earlier search found, and this one, on another path, did not.
+        """Return these pieces with the ones of an earlier search on another path.
 
-        What all of them keep is then planned for, though no step has all of it.
+        The plan is then for the memory of all of them, though no step has all of it.
         """
         known = {(site.module, site.number) for site in self.sites}
         rows = [
@@ -170,7 +170,7 @@ class Pieces:
 
 
 class _Search:
-    """One probing forward that captures what it can."""
+    """Probing forward that captures as many calls as it can."""
 
     def __init__(
         self,
@@ -268,10 +268,10 @@ class _Search:
         return allocator.storage_bytes(output_tensors(output))
 
     def hand_over(self) -> None:
-        """Have the pieces add to the gradients that exist.
+        """Have the pieces add to the existing gradients.
 
-        Of a parameter that several calls read, autograd adds up the gradients first: these are as
-        new ones.
+        Gradients of a parameter that several calls read are first added up by autograd: they count
+        as new ones.
         """
         if not self.existing:
             return
@@ -281,7 +281,7 @@ class _Search:
             site.kind = self.captures.with_existing(site.kind, site.module, self.existing)
 
     def bases(self, output_bytes: int) -> Bases:
-        """Return an estimate of what the code around the pieces keeps, and the gradients that appear."""
+        """Return an estimate of the memory around the pieces, and the gradients that appear."""
         count = len(self.sites)
         first = {identity: min(phases) for identity, phases in self.keepers.items()}
         starting = [0] * (2 * count + 1)
@@ -300,8 +300,9 @@ class _Search:
         )
 
     def _gradients(self) -> list[int]:
-        """Bytes of the gradients of parameters that are there before the backward of each piece
-        ends, those of its own included; those outside of pieces are there from the beginning.
+        """Return the bytes of gradients that exist at the end of each piece's backward.
+
+        Its own are included; gradients of parameters outside of pieces exist from the beginning.
         """
         owner: dict[nn.Parameter, int] = {}
         for k, site in enumerate(self.sites):
@@ -330,23 +331,23 @@ def discover(
 ) -> Pieces | None:
     """Capture the largest children of a model that can be captured.
 
-    The model is run twice, without keeping anything, and is then as it was before.
+    The model is run twice, and is left unchanged.
 
     Parameters
     ----------
     model, args, kwargs
-        A call of it, with gradients enabled.
+        A call of the model, with gradients enabled.
     captures
-        Where graphs are kept; what is in there is not captured again.
+        Store of graphs; stored ones are not captured again.
     progress
-        Called with (captured calls, calls that are worth it).
+        Function called with (captured calls, calls of sufficient size).
     existing
-        The ids of the parameters that have a gradient when a step begins.
+        Ids of the parameters that have a gradient when a step begins.
 
     Returns
     -------
     Pieces or None
-        ``None`` where nothing worth planning can be captured.
+        ``None`` if nothing of sufficient size can be captured.
     """
     try:
         calls, whole, called = weigh(model, args, kwargs)
@@ -362,7 +363,7 @@ def discover(
     except allocator.MeterBusyError:
         raise
     except (NeedsBackward, NotImplementedError, RuntimeError) as error:
-        # Such as transforms of torch.func, which run under no hooks for what autograd saves.
+        # Such as transforms of torch.func, which run under no hooks for saved tensors.
         logger.info("no parts of the model can be captured: %s", error)
         return None
     if not search.sites:

@@ -1,8 +1,8 @@
-"""Forwards that only look: which modules are called with what, and what autograd would keep.
+"""Probing forwards: calls of modules with their arguments, and tensors that autograd would keep.
 
-A probing forward runs with gradients enabled, but what autograd saves is thrown away at once, so it
-needs no more memory than a forward without gradients. It leaves buffers, random states and the
-modules' plain attributes as they were.
+A probing forward runs with gradients enabled, but drops at once what autograd saves, so it
+needs no more memory than a forward without gradients. It restores buffers, random states and the
+modules' plain attributes.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ __all__ = ["ModuleCall", "NeedsBackward", "Saves", "describe_call", "unchanged",
 
 
 class NeedsBackward(Exception):
-    """The forward computes gradients itself, so what it saves cannot be thrown away."""
+    """Signal that the forward computes gradients itself, and needs the saved tensors."""
 
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a module in a forward.
+    """Call of a module in a forward.
 
     Attributes
     ----------
     path, module
-        Which module.
+        Called module.
     number
-        Number of calls of it came before in the same forward.
+        Number of earlier calls of it in the same forward.
     outer
-        The call that it is part of.
+        Enclosing call.
     saved
-        Bytes by storage, of what autograd keeps from inside it.
+        Bytes by storage that autograd keeps from inside it.
     """
 
     path: str
@@ -55,14 +55,14 @@ class ModuleCall:
 
 
 class Saves:
-    """Watches what autograd saves, and keeps none of it.
+    """Observer of the tensors that autograd saves, which keeps none of them.
 
     Parameters
     ----------
     resident
-        Tensors that are there before and after.
+        Tensors that exist before and after.
     note
-        Called with the storage's identity and its bytes.
+        Function called with the storage's identity and its bytes.
     """
 
     def __init__(self, resident: Iterable[torch.Tensor], note: Callable[[int, int], None]) -> None:
@@ -72,7 +72,7 @@ class Saves:
         self._packing = self._pack
 
     def identities(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-        """Bytes by storage of those tensors that are not resident."""
+        """Return the bytes by storage of these tensors, except resident ones."""
         found = {}
         for tensor in tensors:
             if not _is_plain(tensor):
@@ -95,18 +95,18 @@ class Saves:
         raise NeedsBackward
 
     def on_top(self) -> bool:
-        """Return whether it sees what is saved now: the model's own hooks may stand before it."""
+        """Return whether it sees tensors saved now: the model's own hooks may come before it."""
         return core.packs_with(self._packing)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch while it lasts."""
+        """Observe in the context."""
         with torch.autograd.graph.saved_tensors_hooks(self._packing, self._unpack):
             yield
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let autograd save as usual; only where `on_top` holds."""
+        """Let autograd save as usual; only valid if `on_top` holds."""
         hooks = torch.autograd.graph.saved_tensors_hooks(self._packing, self._unpack)
         hooks.__exit__()
         try:
@@ -116,7 +116,7 @@ class Saves:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has memory of its own; those of functorch have none that is seen."""
+    """Return whether a tensor has visible memory of its own, unlike tensors of functorch."""
     if core.in_functorch():
         return False
     return tensor.layout == torch.strided and type(tensor) in (torch.Tensor, nn.Parameter)
@@ -124,7 +124,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """In the end, buffers, random states and plain attributes of modules are as they were."""
+    """Restore buffers, random states and plain attributes of modules at the end."""
     modules = list(model.modules())
     buffers = [
         (slots, name, slots[name], slots[name].detach().clone())
@@ -155,13 +155,13 @@ def inner_modules(model: nn.Module) -> dict[nn.Module, str]:
 def weigh(
     model: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[list[ModuleCall], ModuleCall, set[nn.Module]]:
-    """Run a probing forward and see what each call in it keeps.
+    """Run a probing forward, and weigh the tensors that each call in it keeps.
 
     Returns
     -------
     list of ModuleCall, ModuleCall, set of Module
-        The calls with gradients enabled, in the order in which they began; the whole forward as
-        one; and every module that was called.
+        Calls with gradients enabled, in the order of their starts; the whole forward as
+        one; and every called module.
 
     Raises
     ------
@@ -207,7 +207,7 @@ def weigh(
 
 
 def describe_call(args: Any, kwargs: Any) -> Any:
-    """What a captured piece depends on in its arguments and around it."""
+    """Return the properties of arguments and context that a captured piece depends on."""
     leaves, spec = core.tree_flatten((args, kwargs))
     kind = "cpu"
     described: list[Any] = []

@@ -1,4 +1,4 @@
-"""The engine of sharded blocks: modules that FSDP2 shards one by one, planned together."""
+"""Engine of sharded blocks: modules that FSDP2 shards one by one, planned together."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ logger = logging.getLogger("rotor")
 
 
 class ShardedBlocksEngine(MeteredEngine):
-    """Blocks that are sharded by ``fully_shard``, before or after wrapping.
+    """Blocks sharded by ``fully_shard``, before or after wrapping.
 
-    There is no graph of the model: each block keeps what autograd saves, or is computed again in
-    the backward, as one plan says that all ranks share. All ranks measure, plan and train in step.
+    The model has no graph: each block keeps the tensors that autograd saves, or is computed again
+    in the backward, by one plan that all ranks share. All ranks measure, plan and train in step.
     """
 
     name: ClassVar[str] = "blocks"
@@ -64,7 +64,7 @@ class ShardedBlocksEngine(MeteredEngine):
         self._captures: dict[torch.device, Captures] = {}
 
     def check(self) -> None:
-        """Raise where random numbers may differ, or costs of operations are given."""
+        """Raise if random numbers may differ, or costs of operations are given."""
         check_generator(self.context)
         self.settings.profile = source_of(self.settings.profile)
         if self.settings.profile != MEASURED:
@@ -79,7 +79,7 @@ class ShardedBlocksEngine(MeteredEngine):
     # -- measuring and planning
 
     def prepared(self, call: Call) -> Call:
-        """Return a call with its arguments as FSDP2 would cast them."""
+        """Return a call with its arguments as cast by FSDP2."""
         self._sharding.prepare()
         if self._sharding.root is None:
             return call
@@ -104,11 +104,11 @@ class ShardedBlocksEngine(MeteredEngine):
             del self._blocks[key]
 
     def device_of(self, key: Key) -> torch.device:
-        """Return where such steps run."""
+        """Return the device of such steps."""
         return self._measured[key.measured].device
 
     def measure(self, key: Key, call: Call) -> None:
-        """Measure the blocks in training steps of which nothing is left; every rank has to."""
+        """Measure the blocks in training steps without a trace; every rank has to take part."""
         args, kwargs = call.arguments
         problem: Exception | None = None
         try:
@@ -157,13 +157,13 @@ class ShardedBlocksEngine(MeteredEngine):
         return self._captures[device]
 
     def _known_blocks(self, key: Key) -> Blocks:
-        """Return the blocks of a step, as they are known now."""
+        """Return the blocks of a step, with the latest facts on them."""
         if key in self._blocks:
             return self._blocks[key]
         return self._measured[key.measured].shifted(self._sharding.unreduced_bytes())
 
     def begin_planning(self) -> None:
-        """Keep what steps taught of the blocks."""
+        """Keep the lessons of earlier steps on the blocks."""
 
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> BlocksPlan:
         """Return the fastest choice under the least limit of all ranks."""
@@ -201,11 +201,11 @@ class ShardedBlocksEngine(MeteredEngine):
         return Curve(found.bytes + reserve, found.seconds), blocks.device
 
     def load(self, key: Key, source: Any, limit_bytes: int) -> Any:
-        """Raise ValueError: there is no graph."""
+        """Raise ValueError: the model has no graph."""
         self.graph_plan()
 
     def graph_plan(self) -> Any:
-        """Raise ValueError: there is no graph."""
+        """Raise ValueError: the model has no graph."""
         raise ValueError("the model runs without a graph: it is sharded")
 
     graph = program = property(graph_plan)
@@ -214,7 +214,7 @@ class ShardedBlocksEngine(MeteredEngine):
     # -- running
 
     def run(self, plan: BlocksPlan, call: Call, start: StartMeter) -> tuple[Any, IsPending]:
-        """Run the model with blocks that keep, or compute again, what the plan says."""
+        """Run the model with blocks kept or computed again as planned."""
         proof = self._proof_of(plan)
         meter = start()
         with BlockStep(
@@ -231,7 +231,7 @@ class ShardedBlocksEngine(MeteredEngine):
         if proof is not None:
             proof.begin_with(output)
         for k in step.failed:
-            # Ranks agree before the next step that they have to plan again.
+            # Ranks agree before the next step to plan again.
             plan.blocks[k].is_lost = plan.outdated = True
             logger.warning(
                 "block %s was captured for other arguments or Python values: it is computed again "
@@ -249,7 +249,7 @@ class ShardedBlocksEngine(MeteredEngine):
         return self.context.with_loss(output, call.targets), is_pending
 
     def _proof_of(self, plan: BlocksPlan) -> BlocksProof | None:
-        """Return what compares the values of the next step; ``None`` where it is not verified."""
+        """Return the proof of the next step; ``None`` if that step is not verified."""
         if not plan.is_verified(self.settings.verify):
             return None
         context = weakref.ref(self.context)
@@ -292,7 +292,7 @@ class ShardedBlocksEngine(MeteredEngine):
             self.context.warn("over", plan.describe_excess())
 
     def learn_loss(self, plan: BlocksPlan, step: StepBytes) -> bool:
-        """Nothing: the loss is a part of what lies between the blocks."""
+        """Do nothing: the loss is a part of the code between the blocks."""
         return False
 
     def repriced(self, plan: BlocksPlan) -> int:
