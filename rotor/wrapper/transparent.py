@@ -129,7 +129,7 @@ class TransparentModule(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Return the wrapped module and its inner ones; FSDP2 finds a sharded wrapper in its place."""
+        """Return the wrapped module and inner ones; FSDP2 finds a sharded wrapper in its place."""
         stands_in = fsdp.is_unit(self)
         for name, module in self.module.named_modules(memo, prefix, remove_duplicate):
             yield name, self if stands_in and module is self.module else module
