@@ -290,7 +290,7 @@ def test_snapshots_are_of_cuda(tmp_path):
     with pytest.raises(RuntimeError, match=r"PyTorch sees no CUDA device here: on the CPU, report"):
         chk.report(tmp_path / "plan.html", snapshot=True)
     entered = memory.record_history(tmp_path / "step.pickle")
-    with pytest.raises(RuntimeError, match="snapshots are those of CUDA's allocator"), entered:
+    with pytest.raises(RuntimeError, match="snapshots come from CUDA's allocator"), entered:
         pytest.fail("nothing is recorded")
     assert list(tmp_path.iterdir()) == []
 

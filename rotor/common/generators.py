@@ -19,7 +19,7 @@ States = list[tuple[torch.Tensor, Any]]
 """The state of each generator, and the same bytes as an array."""
 
 SPLIT_BACKWARD = (
-    "a backward asked for the gradients of inputs only, and keeps the graph for those of "
+    "a backward asked for the gradients of inputs only, and keeps the graph for the gradients of "
     "parameters: a plan gives both at once. In a pipeline, use a schedule with whole backwards "
     "(GPipe, 1F1B, Interleaved1F1B), none of the zero-bubble ones"
 )

@@ -182,7 +182,7 @@ class Ranks:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "process groups cannot be pickled or copied: make the model anew in the other process"
+            "process groups cannot be pickled or copied: make the model again in the other process"
         )
 
 

@@ -586,7 +586,7 @@ def save_snapshot(path: str | os.PathLike[str]) -> Path:
 def _check_cuda() -> None:
     if not torch.cuda.is_available():
         raise RuntimeError(
-            "snapshots are those of CUDA's allocator, and PyTorch sees no CUDA device here: on the "
+            "snapshots come from CUDA's allocator, and PyTorch sees no CUDA device here: on the "
             'CPU, report("trace.json") has the bytes of the last metered step over time'
         )
 

@@ -367,7 +367,7 @@ class Driver:
         if core.in_checkpoint() or core.in_backward():
             raise RuntimeError(
                 "a model with a limit was called within torch.utils.checkpoint, or otherwise in a "
-                "backward: what a plan keeps would be computed twice. Take that checkpoint away, "
+                "backward: what a plan keeps would be computed twice. Remove that checkpoint, "
                 "the plan recomputes what it must; or leave the limit to one model, the outermost"
             )
         return True

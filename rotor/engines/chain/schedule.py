@@ -55,11 +55,11 @@ class Schedule:
         losses = [k for k, (kind, _) in enumerate(ops) if kind == LOSS]
         for kind, stage in ops[: losses[0] if losses else None]:
             if kind == BACKWARD:
-                raise ValueError(f"B_{stage} stands in the forward part of the sequence, before L")
+                raise ValueError(f"B_{stage} is in the forward part of the sequence, before L")
         if not losses:
             raise ValueError("the sequence has no loss L between its forward and backward parts")
         if len(losses) > 1:
-            raise ValueError("a second loss L stands in the backward part of the sequence")
+            raise ValueError("a second loss L is in the backward part of the sequence")
         before, after = ops[: losses[0]], ops[losses[0] + 1 :]
         for _, stage in before + after:
             if not 0 <= stage < n:
@@ -108,9 +108,9 @@ def _cut(after: list[tuple[int, int]], head: int, tail: int) -> list[list[tuple[
         if op[0] == BACKWARD:
             if op[1] != expected:
                 raise ValueError(
-                    f"B_{op[1]} stands where B_{expected} was expected"
+                    f"B_{op[1]} was found where B_{expected} was expected"
                     if expected >= head
-                    else f"B_{op[1]} stands after the last backward"
+                    else f"B_{op[1]} comes after the last backward"
                 )
             segments[expected] = current
             current = []

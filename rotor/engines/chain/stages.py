@@ -146,7 +146,7 @@ def find_stages(model: nn.Module) -> list[Stage]:
 
     explore("", model)
     if not stages:
-        raise ValueError("the nn.Sequential is empty: there is nothing to run")
+        raise ValueError("the nn.Sequential is empty: give it one stage at least")
     return stages
 
 

@@ -247,7 +247,7 @@ class GraphEngine(MeteredEngine):
         """Return the graph of the latest measured step; raise ValueError without a single one."""
         key = self.context.measured_key()
         if key.measured not in self.steps:
-            raise ValueError("the model runs in parts, so there is no single graph to be measured")
+            raise ValueError("the model runs in parts, so no single graph can be measured")
         step = self._step_of(key)
         return build_graph(step.lowered, step.costs, step.loss_workspace(0, None))
 

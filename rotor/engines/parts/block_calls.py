@@ -46,7 +46,7 @@ def candidates(model: nn.Module, sharding: Sharding) -> list[BlockStage]:
     if not stages:
         raise RuntimeError(
             f"{type(model).__name__} is sharded as a whole (FSDP2), none of its blocks on its own: "
-            "there is nothing that could be computed again by itself. Call fully_shard() on each "
+            "nothing in it can be computed again by itself. Call fully_shard() on each "
             "block first, then on the model (docs/fsdp.md)"
         )
     return stages

@@ -566,8 +566,8 @@ def make_blocks_plan(
     def decide() -> tuple[list[int], str | int]:
         if least > limit:
             raise InfeasibleError(
-                f"no plan fits in {limit} bytes: whatever is computed again in its {len(options)} "
-                f"blocks, the step needs {least} bytes{blocks.describe_outside()}. "
+                f"no plan fits in {limit} bytes: under every choice for its {len(options)}"
+                f" blocks, the step needs {least} bytes{blocks.describe_outside()}. "
                 "Give at least that, or a smaller batch",
                 least,
             )

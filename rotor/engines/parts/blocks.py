@@ -1,7 +1,7 @@
 """Blocks of a sharded model that are computed again in the backward, each by its own node.
 
-A model that is no chain runs as it is, except for the forwards of its modules that FSDP2
-(``fully_shard``) wraps one by one, are replaced. The replacement runs within the hooks of
+A model that is no chain runs as it is; only the forwards of the modules that FSDP2
+(``fully_shard``) wraps one by one are replaced. The replacement runs within the hooks of
 FSDP2, which gather its parameters before the forward and before the backward, and reduce its
 gradients after. So the block runs once without a graph; its node's backward runs it again with one,
 and a nested ``torch.autograd.backward`` through it leaves the gradients of whole parameters where
