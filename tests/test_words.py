@@ -19,9 +19,14 @@ def docstrings(source):
         if not isinstance(node, ast.Module | ast.ClassDef | FUNCTIONS[0] | FUNCTIONS[1]):
             continue
         for index, line in enumerate(node.body):
-            if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant):
-                owner = node if index == 0 else node.body[index - 1]
-                yield line.lineno, owner, str(line.value.value)
+            text = line.value.value if is_literal(line) else None
+            if isinstance(text, str):
+                yield line.lineno, node if index == 0 else node.body[index - 1], text
+
+
+def is_literal(line):
+    """Return whether a statement is a literal."""
+    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
 
 
 def is_called(owner):

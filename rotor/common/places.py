@@ -103,7 +103,7 @@ class Place:
         return copied(value, memo) if self.in_place else value
 
     def saved_bytes(self, device: torch.device) -> int:
-        """Bytes on a device that a saved value holds."""
+        """Return the bytes on a device that a saved value holds."""
         found = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
             for t in tensors_in(self.get())

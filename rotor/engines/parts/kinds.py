@@ -272,7 +272,7 @@ class Kind:
         return self.emitted(options.index(min(options, key=lambda option: option.kept_bytes)))
 
     def options(self, is_held: bool) -> list[Option]:
-        """Needs of each program."""
+        """Return the needs of each program."""
         if is_held not in self._options:
             self._options[is_held] = [self.option(p, is_held) for p in self.programs]
         return self._options[is_held]
