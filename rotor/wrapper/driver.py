@@ -131,7 +131,7 @@ class Driver:
         return {
             "settings": self.settings,
             "warned": self._warned,
-            "kept": kept if engine.is_portable() else None,
+            "kept": kept if engine.is_portable() and context.peers.ranks is None else None,
             "learned_loss": learned,
         }
 
