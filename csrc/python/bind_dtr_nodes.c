@@ -1,28 +1,14 @@
-#include "bind_dtr.h"
+#include "bind_dtr_book.h"
 
-PyObject *rotor_recorder_node_list(const int32_t *nodes, int64_t count) {
-    PyObject *list = PyList_New((Py_ssize_t)count);
-    for (int64_t k = 0; list != NULL && k < count; k++) {
-        PyObject *item = PyLong_FromLong(nodes[k]);
-        if (item == NULL) {
-            Py_CLEAR(list);
-        } else {
-            PyList_SET_ITEM(list, (Py_ssize_t)k, item);
-        }
-    }
-    return list;
-}
-
-#define NODE_METHOD(name, status_of)                                                              \
-    static PyObject *recorder_##name(METHOD_ARGUMENTS) {                                          \
-        recorder_object_t *self = rotor_as_recorder(object);                                      \
-        int32_t node;                                                                             \
-        if (rotor_recorder_expect(#name, count, 1, names) != 0 ||                                 \
-            rotor_recorder_read_node(self, args[0], &node) != 0) {                                \
-            return NULL;                                                                          \
-        }                                                                                         \
-        return rotor_recorder_answer(self, type, status_of(&self->book, node),                    \
-                                     Py_NewRef(Py_None));                                         \
+#define NODE_METHOD(name, status_of)                                                               \
+    static PyObject *py_recorder_##name(METHOD_ARGUMENTS) {                                        \
+        py_recorder_t *self = py_as_recorder(object);                                              \
+        int32_t node;                                                                              \
+        if (py_book_expect(#name, count, 1, names) != 0 ||                                         \
+            py_book_read_node(self, args[0], &node) != 0) {                                        \
+            return NULL;                                                                           \
+        }                                                                                          \
+        return py_book_answer(self, type, status_of(&self->book, node), Py_NewRef(Py_None));       \
     }
 
 PyDoc_STRVAR(dead_doc, "dead($self, node, /)\n--\n\nThe program dropped a live node's storage.");
@@ -32,31 +18,30 @@ NODE_METHOD(pin, rotor_recorder_pin)
 
 PyDoc_STRVAR(hold_doc, "hold($self, node, place, /)\n--\n\nWhere a node's bytes are from now on.");
 
-static PyObject *recorder_hold(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_hold(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int32_t node;
-    if (rotor_recorder_expect("hold", count, 2, names) != 0 ||
-        rotor_recorder_read_node(self, args[0], &node) != 0) {
+    if (py_book_expect("hold", count, 2, names) != 0 ||
+        py_book_read_node(self, args[0], &node) != 0) {
         return NULL;
     }
-    if (rotor_recorder_discard(self, &self->places[node]) != 0) {
+    if (py_book_discard(self, &self->places[node]) != 0) {
         return NULL;
     }
     self->places[node] = args[1] == Py_None ? NULL : Py_NewRef(args[1]);
-    return rotor_recorder_answer(self, type, ROTOR_OK, Py_NewRef(Py_None));
+    return py_book_answer(self, type, ROTOR_OK, Py_NewRef(Py_None));
 }
 
 PyDoc_STRVAR(copied_doc, "copied($self, node, copy, /)\n--\n\n"
                          "A live source that is needed was copied: its new number. The old one is "
                          "the copy's.");
 
-static PyObject *recorder_copied(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_copied(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int32_t source;
     int32_t node = -1;
-    if (rotor_recorder_expect("copied", count, 2, names) != 0 ||
-        rotor_recorder_read_node(self, args[0], &source) != 0 ||
-        rotor_recorder_reserve(self, 1) != 0) {
+    if (py_book_expect("copied", count, 2, names) != 0 ||
+        py_book_read_node(self, args[0], &source) != 0 || py_book_reserve(self, 1) != 0) {
         return NULL;
     }
     const rotor_node_t *found = &self->book.nodes[source];
@@ -68,88 +53,83 @@ static PyObject *recorder_copied(METHOD_ARGUMENTS) {
     }
     int status = rotor_recorder_copied(&self->book, source, &node);
     if (status == ROTOR_OK) {
-        if (rotor_recorder_discard(self, &self->held[source]) != 0) {
+        if (py_book_discard(self, &self->held[source]) != 0) {
             return NULL;
         }
         self->places[node] = self->places[source];
         self->places[source] = Py_NewRef(args[1]);
     }
-    return rotor_recorder_answer(self, type, status,
-                                 status == ROTOR_OK ? PyLong_FromLong(node) : NULL);
+    return py_book_answer(self, type, status, status == ROTOR_OK ? PyLong_FromLong(node) : NULL);
 }
 
 PyDoc_STRVAR(storage_doc, "storage($self, node, /)\n--\n\nA node's storage, or None.");
 
-static PyObject *recorder_storage(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_storage(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int32_t node;
     (void)type;
-    if (rotor_recorder_expect("storage", count, 1, names) != 0 ||
-        rotor_recorder_read_node(self, args[0], &node) != 0) {
+    if (py_book_expect("storage", count, 1, names) != 0 ||
+        py_book_read_node(self, args[0], &node) != 0) {
         return NULL;
     }
-    PyObject *storage = rotor_recorder_storage_of(self, node);
+    PyObject *storage = py_book_storage_of(self, node);
     return storage == NULL ? Py_NewRef(Py_None) : storage;
 }
 
 PyDoc_STRVAR(resized_doc, "resized($self, node, nbytes, /)\n--\n\nA source's size changed.");
 
-static PyObject *recorder_resized(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_resized(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int32_t node;
     int64_t bytes;
-    if (rotor_recorder_expect("resized", count, 2, names) != 0 ||
-        rotor_recorder_read_node(self, args[0], &node) != 0 ||
-        rotor_recorder_read_int64(args[1], &bytes) != 0) {
+    if (py_book_expect("resized", count, 2, names) != 0 ||
+        py_book_read_node(self, args[0], &node) != 0 || py_book_read_int64(args[1], &bytes) != 0) {
         return NULL;
     }
     rotor_recorder_resized(&self->book, node, bytes);
-    return rotor_recorder_answer(self, type, ROTOR_OK, Py_NewRef(Py_None));
+    return py_book_answer(self, type, ROTOR_OK, Py_NewRef(Py_None));
 }
 
 PyDoc_STRVAR(reach_doc, "reach($self, nbytes, /)\n--\n\nBytes in use for a moment.");
 
-static PyObject *recorder_reach(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_reach(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int64_t bytes;
-    if (rotor_recorder_expect("reach", count, 1, names) != 0 ||
-        rotor_recorder_read_int64(args[0], &bytes) != 0) {
+    if (py_book_expect("reach", count, 1, names) != 0 || py_book_read_int64(args[0], &bytes) != 0) {
         return NULL;
     }
     rotor_recorder_reach(&self->book, bytes);
-    return rotor_recorder_answer(self, type, ROTOR_OK, Py_NewRef(Py_None));
+    return py_book_answer(self, type, ROTOR_OK, Py_NewRef(Py_None));
 }
 
 PyDoc_STRVAR(dependents_doc, "dependents($self, node, /)\n--\n\n"
                              "The live nodes that were computed from this one.");
 
-static PyObject *recorder_dependents(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_dependents(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int32_t node;
-    if (rotor_recorder_expect("dependents", count, 1, names) != 0 ||
-        rotor_recorder_forget_gone(self) != 0 ||
-        rotor_recorder_read_node(self, args[0], &node) != 0) {
+    if (py_book_expect("dependents", count, 1, names) != 0 || py_book_forget_gone(self) != 0 ||
+        py_book_read_node(self, args[0], &node) != 0) {
         return NULL;
     }
     int status = rotor_recorder_dependents(&self->book, node);
     PyObject *list =
-        rotor_recorder_node_list(self->book.work, status == ROTOR_OK ? self->book.work_count : 0);
-    return rotor_recorder_answer(self, type, status, list);
+        py_book_node_list(self->book.work, status == ROTOR_OK ? self->book.work_count : 0);
+    return py_book_answer(self, type, status, list);
 }
 
 PyDoc_STRVAR(evicted_doc, "evicted($self, /)\n--\n\nThe live nodes that are not in memory.");
 
-static PyObject *recorder_evicted(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_evicted(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     (void)args;
-    if (rotor_recorder_expect("evicted", count, 0, names) != 0 ||
-        rotor_recorder_forget_gone(self) != 0) {
+    if (py_book_expect("evicted", count, 0, names) != 0 || py_book_forget_gone(self) != 0) {
         return NULL;
     }
     int status = rotor_recorder_evicted(&self->book);
     PyObject *list =
-        rotor_recorder_node_list(self->book.work, status == ROTOR_OK ? self->book.work_count : 0);
-    return rotor_recorder_answer(self, type, status, list);
+        py_book_node_list(self->book.work, status == ROTOR_OK ? self->book.work_count : 0);
+    return py_book_answer(self, type, status, list);
 }
 
 PyDoc_STRVAR(describe_doc,
@@ -157,13 +137,13 @@ PyDoc_STRVAR(describe_doc,
              "(nbytes, is_material, is_source, is_live, locks, needed, version, record) of a "
              "node; record is None for a source.");
 
-static PyObject *recorder_describe(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_describe(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     rotor_recorder_t *book = &self->book;
     int32_t node;
     (void)type;
-    if (rotor_recorder_expect("describe", count, 1, names) != 0 ||
-        rotor_recorder_read_node(self, args[0], &node) != 0) {
+    if (py_book_expect("describe", count, 1, names) != 0 ||
+        py_book_read_node(self, args[0], &node) != 0) {
         return NULL;
     }
     const rotor_node_t *found = &book->nodes[node];
@@ -179,12 +159,12 @@ static PyObject *recorder_describe(METHOD_ARGUMENTS) {
 
 PyDoc_STRVAR(nodes_doc, "nodes($self, /)\n--\n\nThe numbers of all nodes.");
 
-static PyObject *recorder_nodes(METHOD_ARGUMENTS) {
-    rotor_recorder_t *book = &rotor_as_recorder(object)->book;
+static PyObject *py_recorder_nodes(METHOD_ARGUMENTS) {
+    rotor_recorder_t *book = &py_as_recorder(object)->book;
     (void)args;
     (void)type;
-    if (rotor_recorder_expect("nodes", count, 0, names) != 0 ||
-        rotor_recorder_forget_gone(rotor_as_recorder(object)) != 0) {
+    if (py_book_expect("nodes", count, 0, names) != 0 ||
+        py_book_forget_gone(py_as_recorder(object)) != 0) {
         return NULL;
     }
     PyObject *list = PyList_New(0);
@@ -202,12 +182,12 @@ static PyObject *recorder_nodes(METHOD_ARGUMENTS) {
 
 PyDoc_STRVAR(counters_doc, "counters($self, /)\n--\n\nFigures by name; bytes and nanoseconds.");
 
-static PyObject *recorder_counters(METHOD_ARGUMENTS) {
-    const rotor_recorder_t *book = &rotor_as_recorder(object)->book;
+static PyObject *py_recorder_counters(METHOD_ARGUMENTS) {
+    const rotor_recorder_t *book = &py_as_recorder(object)->book;
     (void)args;
     (void)type;
-    if (rotor_recorder_expect("counters", count, 0, names) != 0 ||
-        rotor_recorder_forget_gone(rotor_as_recorder(object)) != 0) {
+    if (py_book_expect("counters", count, 0, names) != 0 ||
+        py_book_forget_gone(py_as_recorder(object)) != 0) {
         return NULL;
     }
     return Py_BuildValue(
@@ -228,12 +208,12 @@ static PyObject *recorder_counters(METHOD_ARGUMENTS) {
 
 PyDoc_STRVAR(reset_doc, "reset($self, /)\n--\n\nCounts and times begin at zero again.");
 
-static PyObject *recorder_reset(METHOD_ARGUMENTS) {
-    rotor_recorder_t *book = &rotor_as_recorder(object)->book;
+static PyObject *py_recorder_reset(METHOD_ARGUMENTS) {
+    rotor_recorder_t *book = &py_as_recorder(object)->book;
     (void)args;
     (void)type;
-    if (rotor_recorder_expect("reset", count, 0, names) != 0 ||
-        rotor_recorder_forget_gone(rotor_as_recorder(object)) != 0) {
+    if (py_book_expect("reset", count, 0, names) != 0 ||
+        py_book_forget_gone(py_as_recorder(object)) != 0) {
         return NULL;
     }
     book->operations = book->evictions = book->replays = 0;
@@ -245,12 +225,12 @@ static PyObject *recorder_reset(METHOD_ARGUMENTS) {
 
 PyDoc_STRVAR(limit_doc, "limit($self, budget, /)\n--\n\nA new budget, bytes; -1 for none.");
 
-static PyObject *recorder_limit(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_limit(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int64_t budget;
     (void)type;
-    if (rotor_recorder_expect("limit", count, 1, names) != 0 ||
-        rotor_recorder_read_int64(args[0], &budget) != 0) {
+    if (py_book_expect("limit", count, 1, names) != 0 ||
+        py_book_read_int64(args[0], &budget) != 0) {
         return NULL;
     }
     self->book.options.budget = budget < 0 ? ROTOR_UNLIMITED : budget;
@@ -262,12 +242,12 @@ PyDoc_STRVAR(consider_doc,
              "Other candidates from the next choice on; small storages that are passed over stay so "
              "until they are used again.");
 
-static PyObject *recorder_consider(METHOD_ARGUMENTS) {
-    rotor_eviction_options_t *options = &rotor_as_recorder(object)->book.eviction.options;
+static PyObject *py_recorder_consider(METHOD_ARGUMENTS) {
+    rotor_eviction_options_t *options = &py_as_recorder(object)->book.eviction.options;
     int sample;
     int ignore_small;
     (void)type;
-    if (rotor_recorder_expect("consider", count, 2, names) != 0 ||
+    if (py_book_expect("consider", count, 2, names) != 0 ||
         (sample = PyObject_IsTrue(args[0])) < 0 || (ignore_small = PyObject_IsTrue(args[1])) < 0) {
         return NULL;
     }
@@ -276,7 +256,7 @@ static PyObject *recorder_consider(METHOD_ARGUMENTS) {
     Py_RETURN_NONE;
 }
 
-PyMethodDef rotor_recorder_queries[] = {
+PyMethodDef py_book_queries[] = {
     RECORDER_METHOD(dead),       RECORDER_METHOD(pin),      RECORDER_METHOD(hold),
     RECORDER_METHOD(storage),    RECORDER_METHOD(resized),  RECORDER_METHOD(reach),
     RECORDER_METHOD(dependents), RECORDER_METHOD(evicted),  RECORDER_METHOD(describe),

@@ -1,8 +1,8 @@
 /* The book of a running program as a Python object: what the files that bind it share. */
-#ifndef ROTOR_BIND_DTR_H
-#define ROTOR_BIND_DTR_H
+#ifndef ROTOR_BIND_DTR_BOOK_H
+#define ROTOR_BIND_DTR_BOOK_H
 
-#include "binding.h"
+#include "support.h"
 #include "recorder.h"
 
 /*
@@ -11,12 +11,12 @@
  * weak reference to a storage that the program holds, or the storage itself for a temporary.
  *
  * Storages die whenever the garbage collector runs, which any allocation of a Python object may
- * start. Their callbacks only put the reference into a queue; rotor_recorder_forget_gone() tells the
+ * start. Their callbacks only put the reference into a queue; py_book_forget_gone() tells the
  * book, and is called where nobody holds pointers into it or numbers of nodes without a storage:
  * before an operator is read, before each choice of what to evict or to run again, and at the
  * beginning of the methods that say so. A live node may have lost its storage in between.
  */
-typedef struct rotor_ref_object rotor_ref_object_t;
+typedef struct py_ref py_ref_t;
 
 typedef struct {
     PyObject_HEAD rotor_recorder_t book;
@@ -32,59 +32,56 @@ typedef struct {
     PyObject **garbage; /* to let go at the end of a call: that may run Python code */
     int64_t garbage_count;
     int64_t garbage_capacity;
-    rotor_ref_object_t *first_gone; /* died, and not yet forgotten */
-    rotor_ref_object_t *last_gone;
+    py_ref_t *first_gone; /* died, and not yet forgotten */
+    py_ref_t *last_gone;
     bool is_borrowed; /* nothing may be forgotten: numbers of outputs are in use */
     PyObject *observer; /* None, or the listener that hears of everything */
-} recorder_object_t;
+} py_recorder_t;
 
 #define METHOD_ARGUMENTS                                                                          \
     PyObject *object, PyTypeObject *type, PyObject *const *args, Py_ssize_t count, PyObject *names
 
-#define RECORDER_METHOD(name)                                                                     \
-    {#name, (PyCFunction)(void (*)(void))recorder_##name,                                         \
+#define RECORDER_METHOD(name)                                                                      \
+    {#name, (PyCFunction)(void (*)(void))py_recorder_##name,                                       \
      METH_METHOD | METH_FASTCALL | METH_KEYWORDS, name##_doc}
 
-static inline recorder_object_t *rotor_as_recorder(PyObject *object) {
-    return (recorder_object_t *)object;
-}
+static inline py_recorder_t *py_as_recorder(PyObject *object) { return (py_recorder_t *)object; }
 
 /* -1 with a TypeError unless there are `wanted` positional arguments and no others. */
-int rotor_recorder_expect(const char *name, Py_ssize_t count, Py_ssize_t wanted, PyObject *names);
-int rotor_recorder_read_int64(PyObject *object, int64_t *value);
+int py_book_expect(const char *name, Py_ssize_t count, Py_ssize_t wanted, PyObject *names);
+int py_book_read_int64(PyObject *object, int64_t *value);
 /* -1 with a ValueError for what is not the number of a node. */
-int rotor_recorder_read_node(recorder_object_t *self, PyObject *object, int32_t *node);
+int py_book_read_node(py_recorder_t *self, PyObject *object, int32_t *node);
 
 /* The storage of a node, a new reference; NULL without an exception where it is gone. */
-PyObject *rotor_recorder_storage_of(recorder_object_t *self, int64_t node);
-PyObject *rotor_recorder_node_list(const int32_t *nodes, int64_t count);
+PyObject *py_book_storage_of(py_recorder_t *self, int64_t node);
+PyObject *py_book_node_list(const int32_t *nodes, int64_t count);
 /* Empties a slot; the object goes at the end of the call. */
-int rotor_recorder_discard(recorder_object_t *self, PyObject **slot);
+int py_book_discard(py_recorder_t *self, PyObject **slot);
 /* Ends every call that may change the book: NULL with an exception on failure. */
-PyObject *rotor_recorder_answer(recorder_object_t *self, PyTypeObject *type, int status,
-                                PyObject *result);
+PyObject *py_book_answer(py_recorder_t *self, PyTypeObject *type, int status, PyObject *result);
 
 /* Notes that a storage died; runs nothing, allocates nothing. */
-void rotor_recorder_note_gone(recorder_object_t *self, rotor_ref_object_t *ref);
+void py_book_note_gone(py_recorder_t *self, py_ref_t *ref);
 /* Tells the book and the observer which storages died; -1 with an exception. */
-int rotor_recorder_forget_gone(recorder_object_t *self);
+int py_book_forget_gone(py_recorder_t *self);
 /* Forgets nothing: drops the queue. */
-void rotor_recorder_clear_gone(recorder_object_t *self);
+void py_book_clear_gone(py_recorder_t *self);
 /* Holds the storage of a node until the operation has ended; borrowed, NULL without an exception
  * where it is gone, NULL with one where memory is short. */
-PyObject *rotor_recorder_guard(recorder_object_t *self, int64_t node);
+PyObject *py_book_guard(py_recorder_t *self, int64_t node);
 
 /* The same for the live outputs of an operation that are not in memory; -1 with an exception. */
-int rotor_recorder_guard_outputs(recorder_object_t *self, int32_t op);
+int py_book_guard_outputs(py_recorder_t *self, int32_t op);
 /* Takes over a reference, and holds it as long. */
-int rotor_recorder_keep(recorder_object_t *self, PyObject *storage);
+int py_book_keep(py_recorder_t *self, PyObject *storage);
 
 /* The steps of that, for calls that change the book more than once. */
-int rotor_recorder_settle(recorder_object_t *self);
-void rotor_recorder_let_go(recorder_object_t *self);
-int rotor_recorder_release_guards(recorder_object_t *self);
+int py_book_settle(py_recorder_t *self);
+void py_book_let_go(py_recorder_t *self);
+int py_book_release_guards(py_recorder_t *self);
 /* Room for the objects of so many more nodes and one more operation. */
-int rotor_recorder_reserve(recorder_object_t *self, int64_t more);
+int py_book_reserve(py_recorder_t *self, int64_t more);
 
 /* How a new operation ended (rotor_recorder_finish); `nodes` is written to. */
 typedef struct {
@@ -98,17 +95,17 @@ typedef struct {
     int64_t kept_bytes;
     PyObject *record;
     int32_t *nodes;
-} rotor_completion_t;
+} py_completion_t;
 
 /* A status, or ROTOR_OK with an exception set. There is room for the objects. */
-int rotor_recorder_complete(recorder_object_t *self, const rotor_completion_t *done);
+int py_book_complete(py_recorder_t *self, const py_completion_t *done);
 
 /* A weak reference to a storage, with the numbers that the runtime keeps of it. */
-struct rotor_ref_object {
+struct py_ref {
     PyWeakReference reference;
     PyObject *key; /* in the table of storages */
     int64_t node;
-    rotor_ref_object_t *next_gone; /* owned: the queue holds what is in it */
+    py_ref_t *next_gone; /* owned: the queue holds what is in it */
     char is_gone;
 };
 
@@ -117,16 +114,13 @@ typedef struct {
     PyObject_HEAD int64_t made_bytes;
     int64_t workspace_bytes;
     char is_measured;
-} rotor_needs_object_t;
+} py_needs_t;
 
 /* A new reference to a storage; `gone` is called with it when the storage dies. */
-PyObject *rotor_ref_new(PyTypeObject *type, PyObject *storage, PyObject *gone, PyObject *key);
-int rotor_add_dtr_types(PyObject *module);
-int rotor_add_dtr_handler(PyObject *module, PyTypeObject *recorder);
-
+PyObject *py_ref_make(PyTypeObject *type, PyObject *storage, PyObject *gone, PyObject *key);
 /* Figures, and what can be asked without changing anything. */
-extern PyMethodDef rotor_recorder_queries[];
+extern PyMethodDef py_book_queries[];
 /* What has to run again, and that it did. */
-extern PyMethodDef rotor_recorder_repeats[];
+extern PyMethodDef py_book_repeats[];
 
 #endif
