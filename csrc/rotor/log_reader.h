@@ -5,7 +5,7 @@
 #ifndef ROTOR_LOG_READER_H
 #define ROTOR_LOG_READER_H
 
-#include "log.h"
+#include "log_commands.h"
 #include "log_json.h"
 #include "log_names.h"
 

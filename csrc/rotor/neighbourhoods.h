@@ -5,7 +5,7 @@
 #ifndef ROTOR_NEIGHBOURHOODS_H
 #define ROTOR_NEIGHBOURHOODS_H
 
-#include "eviction.h"
+#include "eviction_private.h"
 
 /* After a storage went out of memory. */
 int rotor_neighbourhood_evicted(rotor_eviction_t *self, int32_t storage);

@@ -1,6 +1,8 @@
+#include "planner.h"
+
 #include <string.h>
 
-#include "planner_private.h"
+#include "planner_pool.h"
 
 typedef struct {
     rotor_planner_t planner;
@@ -102,7 +104,8 @@ int rotor_planner_curve(const rotor_dataflow_t *graph, int64_t points,
     c.points = points;
     c.moves = options->moves;
     c.random_runs = options->random_runs;
-    int ret = rotor_planner_begin(&c.planner, graph, options, callback);
+    int ret =
+        rotor_planner_begin(&c.planner, graph, options->seed, options->time_limit_ns, callback);
     c.planner.stop.total = 2 * points;
     c.found = rotor_calloc((size_t)points, sizeof(*c.found));
     if (c.found == NULL) {

@@ -1,7 +1,7 @@
+#include "planner_greedy.h"
+
 #include <math.h>
 #include <string.h>
-
-#include "planner_private.h"
 
 bool rotor_setting_fixed(int32_t k, rotor_setting_t *setting) {
     static const double powers[][3] = {

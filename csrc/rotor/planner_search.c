@@ -4,10 +4,11 @@
  * another run of its producer as late in the gap as can be, with inputs that are kept or remade in
  * turn; where the gap begins with the making and nothing else is read in it, the run moves.
  */
+#include "planner_search.h"
+
 #include <math.h>
 #include <string.h>
 
-#include "planner_private.h"
 #include "vector.h"
 
 #define MOST_SCANNED 192  /* storages that one choice looks at */

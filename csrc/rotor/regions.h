@@ -15,7 +15,7 @@
 #ifndef ROTOR_REGIONS_H
 #define ROTOR_REGIONS_H
 
-#include "eviction.h"
+#include "eviction_private.h"
 
 /* Room for the regions of all storages. */
 int rotor_regions_reserve(rotor_eviction_t *engine);

@@ -5,7 +5,7 @@
 #ifndef ROTOR_REPLAY_TENSORS_H
 #define ROTOR_REPLAY_TENSORS_H
 
-#include "replay.h"
+#include "replay_private.h"
 
 /* Flags of tensors. */
 enum { ROTOR_TENSOR_DEFINED = 1, ROTOR_TENSOR_COUNTED = 2 /* among the evicted dependents */ };

@@ -1,7 +1,7 @@
 #include "planner.h"
 
 #include "dataflows.h"
-#include "planner_private.h"
+#include "planner_pool.h"
 #include "testing.h"
 
 static drawing_t drawing;
