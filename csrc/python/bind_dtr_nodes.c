@@ -216,10 +216,7 @@ static PyObject *py_recorder_reset(METHOD_ARGUMENTS) {
         py_book_forget_gone(py_as_recorder(object)) != 0) {
         return NULL;
     }
-    book->operations = book->evictions = book->replays = 0;
-    book->base_ns = book->replay_ns = 0;
-    book->peak_bytes = book->current_bytes;
-    book->held_peak_bytes = book->held_bytes;
+    rotor_recorder_reset(book);
     Py_RETURN_NONE;
 }
 
@@ -233,7 +230,7 @@ static PyObject *py_recorder_limit(METHOD_ARGUMENTS) {
         py_book_read_int64(args[0], &budget) != 0) {
         return NULL;
     }
-    self->book.options.budget = budget < 0 ? ROTOR_UNLIMITED : budget;
+    rotor_recorder_limit(&self->book, budget < 0 ? ROTOR_UNLIMITED : budget);
     Py_RETURN_NONE;
 }
 
@@ -243,7 +240,6 @@ PyDoc_STRVAR(consider_doc,
              "until they are used again.");
 
 static PyObject *py_recorder_consider(METHOD_ARGUMENTS) {
-    rotor_eviction_options_t *options = &py_as_recorder(object)->book.eviction.options;
     int sample;
     int ignore_small;
     (void)type;
@@ -251,8 +247,7 @@ static PyObject *py_recorder_consider(METHOD_ARGUMENTS) {
         (sample = PyObject_IsTrue(args[0])) < 0 || (ignore_small = PyObject_IsTrue(args[1])) < 0) {
         return NULL;
     }
-    options->sample = sample != 0;
-    options->ignore_small = ignore_small != 0;
+    rotor_recorder_consider(&py_as_recorder(object)->book, sample != 0, ignore_small != 0);
     Py_RETURN_NONE;
 }
 

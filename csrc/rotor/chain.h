@@ -16,6 +16,9 @@
 
 #include "core.h"
 
+/* More bytes or ns than any schedule may have: the price of what must not or cannot be done. */
+#define ROTOR_NEVER (INT64_MAX / 4)
+
 typedef struct {
     /* input */
     int64_t n;
@@ -48,11 +51,12 @@ void rotor_chain_free(rotor_chain_t *self);
 /* Time of the schedule without recomputation, ns: a lower bound for every schedule. */
 int64_t rotor_chain_ideal_ns(const rotor_chain_t *self);
 
+/* Whether the times of all schedules stay below ROTOR_NEVER: between two backwards no stage runs
+ * twice. */
+bool rotor_chain_times_fit(const rotor_chain_t *self);
+
 /* Bytes held in state (i, l) whatever is done there: arriving gradient, parameter gradients, output. */
 int64_t rotor_chain_held(const rotor_chain_t *self, int64_t l);
-
-/* More than any schedule may have: what a forward needs that must not be done. */
-#define ROTOR_NEVER (INT64_MAX / 4)
 
 /* m that Fe(i) needs in state (i, l), 0 <= i <= l, i < n. */
 int64_t rotor_chain_need_fe(const rotor_chain_t *self, int64_t i, int64_t l);

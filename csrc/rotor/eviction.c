@@ -393,6 +393,25 @@ int rotor_eviction_remove(rotor_eviction_t *self, int32_t storage) {
                                                               : ROTOR_OK;
 }
 
+int rotor_eviction_forget_edges(rotor_eviction_t *self, int32_t storage) {
+    rotor_candidate_t before = self->candidates[storage];
+    bool is_pinned = rotor_eviction_is(self, storage, ROTOR_PINNED);
+    bool is_material = rotor_eviction_is(self, storage, ROTOR_MATERIAL);
+    int ret;
+
+    /* The number that was removed last is given out first. */
+    if ((ret = rotor_eviction_remove(self, storage)) != ROTOR_OK ||
+        (ret = rotor_eviction_add(self, before.bytes, &storage)) != ROTOR_OK) {
+        return ret;
+    }
+    self->candidates[storage].locks = before.locks;
+    self->candidates[storage].last_access = before.last_access;
+    if (is_pinned) {
+        rotor_eviction_pin(self, storage);
+    }
+    return is_material ? rotor_eviction_materialize(self, &storage, 1) : ROTOR_OK;
+}
+
 void rotor_eviction_detach(rotor_eviction_t *self, int32_t storage) {
     self->states[storage] |= ROTOR_DETACHED;
 }
@@ -401,7 +420,7 @@ void rotor_eviction_detach(rotor_eviction_t *self, int32_t storage) {
 
 /* The sum of what is evicted on one side, each storage once. Those that an earlier walk with the
  * same mark saw are left out. */
-static int64_t walk(rotor_eviction_t *self, int32_t storage, enum rotor_direction way,
+static int64_t eviction_walk(rotor_eviction_t *self, int32_t storage, enum rotor_direction way,
                     uint32_t seen, int64_t *last_access) {
     int64_t depth = 0;
     int64_t sum = 0;
@@ -436,10 +455,10 @@ static int64_t walk(rotor_eviction_t *self, int32_t storage, enum rotor_directio
 int64_t rotor_eviction_around(rotor_eviction_t *self, int32_t storage,
                               enum rotor_direction direction) {
     int64_t last = 0;
-    return walk(self, storage, direction, rotor_eviction_mark(self), &last);
+    return eviction_walk(self, storage, direction, rotor_eviction_mark(self), &last);
 }
 
-static int cost_of(rotor_eviction_t *self, int32_t storage, int64_t now,
+static int eviction_cost(rotor_eviction_t *self, int32_t storage, int64_t now,
                    rotor_eviction_cost_t *cost) {
     const rotor_heuristic_t *heuristic = self->options.heuristic;
     rotor_candidate_t *candidate = &self->candidates[storage];
@@ -459,8 +478,8 @@ static int cost_of(rotor_eviction_t *self, int32_t storage, int64_t now,
         numerator += candidate->around_ns[ROTOR_PARENTS];
         break;
     case ROTOR_UNION:
-        numerator += walk(self, storage, ROTOR_CHILDREN, rotor_eviction_mark(self), &since);
-        numerator += walk(self, storage, ROTOR_PARENTS, self->mark, &since);
+        numerator += eviction_walk(self, storage, ROTOR_CHILDREN, rotor_eviction_mark(self), &since);
+        numerator += eviction_walk(self, storage, ROTOR_PARENTS, self->mark, &since);
         break;
     case ROTOR_LAST_ACCESS:
         numerator = candidate->last_access;
@@ -477,7 +496,7 @@ static int cost_of(rotor_eviction_t *self, int32_t storage, int64_t now,
         numerator = 1;
         break;
     }
-    *cost = rotor_cost(numerator, heuristic->by_bytes ? candidate->bytes : 1,
+    *cost = rotor_eviction_cost(numerator, heuristic->by_bytes ? candidate->bytes : 1,
                        heuristic->staleness == ROTOR_NO_STALENESS ? 1 : now - since);
     return ROTOR_OK;
 }
@@ -498,11 +517,11 @@ static int scan(rotor_eviction_t *self, int64_t now, int64_t stride, int32_t *st
         }
         self->evaluations++;
         self->accesses++;
-        if ((ret = cost_of(self, self->pool[k], now, &cost)) != ROTOR_OK) {
+        if ((ret = eviction_cost(self, self->pool[k], now, &cost)) != ROTOR_OK) {
             return ret;
         }
         if (*storage < 0 ||
-            (is_callback ? cost.estimate <= best.estimate : rotor_cost_at_most(&cost, &best))) {
+            (is_callback ? cost.estimate <= best.estimate : rotor_eviction_cost_at_most(&cost, &best))) {
             best = cost;
             *storage = self->pool[k];
         }

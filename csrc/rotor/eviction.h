@@ -11,6 +11,8 @@
  *     evict              one went out
  *     lock, unlock, pin  locked ones are in use; pinned ones stay
  *     touch              was read at this time
+ *     forget_edges       nothing computes it any more, and nothing is computed from it
+ *     detach             it is out of every neighbourhood
  *     choose             the one to evict at this time
  *
  * The pool holds the storages that are in memory, unlocked and unpinned, in the order in which they
@@ -55,6 +57,9 @@ void rotor_eviction_lock(rotor_eviction_t *self, int32_t storage);
 int rotor_eviction_unlock(rotor_eviction_t *self, int32_t storage);
 void rotor_eviction_pin(rotor_eviction_t *self, int32_t storage);
 void rotor_eviction_touch(rotor_eviction_t *self, int32_t storage, int64_t now);
+/* Drops its edges and the time of its computation, as if it was added now; its bytes, locks and last
+ * access stay, and it stays pinned and in memory. */
+int rotor_eviction_forget_edges(rotor_eviction_t *self, int32_t storage);
 /* Cuts it off from its parents and children: it is out of every neighbourhood for good. */
 void rotor_eviction_detach(rotor_eviction_t *self, int32_t storage);
 

@@ -50,7 +50,7 @@ typedef struct {
     double estimate;   /* of the quotient */
 } rotor_eviction_cost_t;
 
-static inline rotor_eviction_cost_t rotor_cost(int64_t numerator, int64_t bytes, int64_t staleness) {
+static inline rotor_eviction_cost_t rotor_eviction_cost(int64_t numerator, int64_t bytes, int64_t staleness) {
     double denominator = (double)bytes * (double)staleness;
     return (rotor_eviction_cost_t){
         .numerator = numerator,
@@ -62,9 +62,9 @@ static inline rotor_eviction_cost_t rotor_cost(int64_t numerator, int64_t bytes,
 }
 
 /* The quotient, correctly rounded to a double. */
-double rotor_cost_quotient(const rotor_eviction_cost_t *cost);
+double rotor_eviction_cost_quotient(const rotor_eviction_cost_t *cost);
 
 /* Whether the rounded quotient of `a` is at most that of `b`. */
-bool rotor_cost_at_most(const rotor_eviction_cost_t *a, const rotor_eviction_cost_t *b);
+bool rotor_eviction_cost_at_most(const rotor_eviction_cost_t *a, const rotor_eviction_cost_t *b);
 
 #endif

@@ -20,7 +20,7 @@ static int reserve_commands(rotor_log_t *self, int64_t count) {
     return ROTOR_RESERVE(self->commands, self->command_count, self->command_capacity, count);
 }
 
-static void append(rotor_log_t *self, enum rotor_command_kind kind, int32_t index) {
+static void log_append(rotor_log_t *self, enum rotor_command_kind kind, int32_t index) {
     self->commands[self->command_count++] =
         (rotor_command_t){.kind = (int32_t)kind, .index = index};
 }
@@ -61,7 +61,7 @@ static int append_operation(rotor_log_t *self, const char *name, int64_t name_le
     if (self->backward_command < 0 && strstr(graph->names + operation->name, "backward") != NULL) {
         self->backward_command = self->command_count;
     }
-    append(self, ROTOR_COMPUTE, (int32_t)(graph->operation_count - 1));
+    log_append(self, ROTOR_COMPUTE, (int32_t)(graph->operation_count - 1));
     return ROTOR_OK;
 }
 
@@ -84,7 +84,7 @@ static int complete(rotor_log_t *self) {
         reader->names.entries[reader->results[k]].tensor = first + (int32_t)k;
     }
     if (is_constant) {
-        append(self, ROTOR_PIN, first);
+        log_append(self, ROTOR_PIN, first);
     }
     reader->pending = ROTOR_PENDING_NONE;
     return ROTOR_OK;
@@ -297,7 +297,7 @@ static int read_alias(rotor_log_t *self) {
 static void rebind(rotor_log_t *self, int32_t entry, int32_t tensor) {
     int32_t *bound = &self->reader->names.entries[entry].tensor;
     self->reader->references[*bound]--;
-    append(self, ROTOR_RELEASE, *bound);
+    log_append(self, ROTOR_RELEASE, *bound);
     *bound = tensor;
 }
 
@@ -397,7 +397,7 @@ static int read_copy(rotor_log_t *self, bool rebinds) {
     }
     reader->names.entries[to].tensor = tensor;
     reader->references[tensor]++;
-    append(self, ROTOR_GET, tensor);
+    log_append(self, ROTOR_GET, tensor);
     return ROTOR_OK;
 }
 
@@ -434,7 +434,7 @@ static int read_pin(rotor_log_t *self) {
         (ret = get_entry(reader, name, &entry)) != ROTOR_OK) {
         return ret;
     }
-    append(self, ROTOR_PIN, reader->names.entries[entry].tensor);
+    log_append(self, ROTOR_PIN, reader->names.entries[entry].tensor);
     return ROTOR_OK;
 }
 

@@ -79,7 +79,7 @@ static int point(curve_t *c, int64_t k, int64_t from, bool is_down) {
     return ret == ROTOR_OK ? take_best(c, k) : ret;
 }
 
-static int sweep(curve_t *c) {
+static int curve_sweep(curve_t *c) {
     int ret = find_ends(c);
     int64_t last = c->points - 1;
     for (int64_t k = last - 1; k >= 0 && ret == ROTOR_OK && !c->planner.stop.is_over; k--) {
@@ -111,7 +111,7 @@ int rotor_planner_curve(const rotor_dataflow_t *graph, int64_t points,
     if (c.found == NULL) {
         ret = ROTOR_ERR_NO_MEMORY;
     }
-    if (ret != ROTOR_OK || (ret = sweep(&c)) != ROTOR_OK) {
+    if (ret != ROTOR_OK || (ret = curve_sweep(&c)) != ROTOR_OK) {
         goto out;
     }
     *count = 0;

@@ -120,7 +120,7 @@ int rotor_planner_offer_orders(rotor_planner_t *self) {
 }
 
 /* Leaves the program in `walked`, empty where the walk was given up. */
-static int walk(rotor_planner_t *self, int64_t limit, const rotor_setting_t *setting) {
+static int planner_walk(rotor_planner_t *self, int64_t limit, const rotor_setting_t *setting) {
     int64_t longest = LONGEST * (int64_t)self->graph->operation_count;
     int ret = rotor_greedy_walk(&self->greedy, limit, setting, &self->random, longest, &self->stop,
                                 &self->walked);
@@ -139,11 +139,11 @@ static int walk_along(rotor_planner_t *self, const int32_t *order, int64_t limit
     int ret = rotor_greedy_prepare(&self->greedy, self->graph, order);
     for (int32_t k = 0; k < ROTOR_FIXED_SETTINGS && ret == ROTOR_OK && !self->stop.is_over; k++) {
         (void)rotor_setting_fixed(k, &setting);
-        ret = walk(self, limit, &setting);
+        ret = planner_walk(self, limit, &setting);
     }
     for (int64_t k = 0; k < random_count && ret == ROTOR_OK && !self->stop.is_over; k++) {
         rotor_setting_random(&self->random, &setting);
-        ret = walk(self, limit, &setting);
+        ret = planner_walk(self, limit, &setting);
     }
     return ret;
 }
@@ -161,7 +161,7 @@ static int walk_down(rotor_planner_t *self, int64_t limit) {
                             self->least.cost.peak_bytes > limit;
              k++) {
             (void)rotor_setting_fixed(k, &setting);
-            ret = walk(self, limit, &setting);
+            ret = planner_walk(self, limit, &setting);
         }
     }
     return ret;
@@ -175,7 +175,7 @@ int rotor_planner_walks(rotor_planner_t *self, int64_t limit, int64_t random_cou
 }
 
 /* Brings a program within a limit, if that can be, and offers it. */
-static int repair(rotor_planner_t *self, int64_t limit, const int32_t *ops, int64_t length) {
+static int planner_repair(rotor_planner_t *self, int64_t limit, const int32_t *ops, int64_t length) {
     int ret = rotor_program_assign(&self->walked, ops, length);
     if (ret == ROTOR_OK) {
         ret = rotor_search_improve(&self->search, self->graph, limit,
@@ -197,7 +197,7 @@ static int more_walks(rotor_planner_t *self, int64_t limit) {
         }
         ret = rotor_greedy_prepare(&self->greedy, self->graph, self->orders[order]);
         if (ret == ROTOR_OK) {
-            ret = repair(self, limit, self->orders[order], n);
+            ret = planner_repair(self, limit, self->orders[order], n);
         }
         for (int64_t k = 0; k < count && ret == ROTOR_OK && !self->stop.is_over &&
                             self->least.cost.peak_bytes > limit;
@@ -207,14 +207,14 @@ static int more_walks(rotor_planner_t *self, int64_t limit) {
             setting.keeps_unused = k % 2 == 1 && n <= MOST_SLOW_OPERATIONS;
             setting.is_loose = k % 4 < 2;
             setting.slack = k % 8 < 6 ? 1.0 : 1.5;
-            ret = walk(self, limit, &setting);
+            ret = planner_walk(self, limit, &setting);
             if (ret == ROTOR_OK && self->least.cost.peak_bytes > limit && k % 4 == 3 &&
                 self->walked.length > 0) {
                 ret = rotor_program_assign(&self->search.scratch, self->walked.ops,
                                            self->walked.length);
                 if (ret == ROTOR_OK) {
                     ret =
-                        repair(self, limit, self->search.scratch.ops, self->search.scratch.length);
+                        planner_repair(self, limit, self->search.scratch.ops, self->search.scratch.length);
                 }
             }
         }
@@ -235,7 +235,7 @@ static int descend(rotor_planner_t *self, bool is_enough) {
         }
         ret = walk_down(self, limit);
         if (ret == ROTOR_OK && self->least.cost.peak_bytes > limit) {
-            ret = repair(self, limit, self->least.program.ops, self->least.program.length);
+            ret = planner_repair(self, limit, self->least.program.ops, self->least.program.length);
         }
         if (ret == ROTOR_OK && self->least.cost.peak_bytes > limit && step <= SLOW_STEP) {
             ret = more_walks(self, limit);

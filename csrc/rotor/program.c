@@ -41,7 +41,7 @@ void rotor_pricer_free(rotor_pricer_t *self) {
     rotor_pricer_init(self);
 }
 
-static int reserve(rotor_pricer_t *self, const rotor_dataflow_t *graph, int64_t length) {
+static int program_reserve(rotor_pricer_t *self, const rotor_dataflow_t *graph, int64_t length) {
     int64_t m = graph->storage_count;
     int64_t n = graph->operation_count;
     if (self->made == NULL) {
@@ -122,7 +122,7 @@ static int finish_trace(rotor_pricer_t *self, const rotor_dataflow_t *graph, con
 
 int rotor_pricer_price(rotor_pricer_t *self, const rotor_dataflow_t *graph, const int32_t *ops,
                        int64_t length, rotor_cost_t *price) {
-    int ret = reserve(self, graph, length);
+    int ret = program_reserve(self, graph, length);
     if (ret != ROTOR_OK) {
         return ret;
     }
@@ -159,7 +159,7 @@ int rotor_program_simulate(const rotor_dataflow_t *graph, const int32_t *ops, in
     int32_t flagged = -1;
     rotor_pricer_init(&pricer);
     report(fault, ROTOR_FAULT_NONE, -1, -1, -1);
-    int ret = reserve(&pricer, graph, length);
+    int ret = program_reserve(&pricer, graph, length);
     if (ret != ROTOR_OK) {
         goto out;
     }
@@ -254,7 +254,7 @@ int rotor_pricer_prune(rotor_pricer_t *self, const rotor_dataflow_t *graph,
     int32_t *ops = program->ops;
     int64_t ends[3];
     int64_t kept = program->length;
-    int ret = reserve(self, graph, program->length);
+    int ret = program_reserve(self, graph, program->length);
     if (ret != ROTOR_OK) {
         return ret;
     }

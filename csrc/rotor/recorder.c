@@ -30,6 +30,22 @@ void rotor_recorder_free(rotor_recorder_t *self) {
     memset(self, 0, sizeof(*self));
 }
 
+void rotor_recorder_reset(rotor_recorder_t *self) {
+    self->operations = self->evictions = self->replays = 0;
+    self->base_ns = self->replay_ns = 0;
+    self->peak_bytes = self->current_bytes;
+    self->held_peak_bytes = self->held_bytes;
+}
+
+void rotor_recorder_limit(rotor_recorder_t *self, int64_t budget) {
+    self->options.budget = budget;
+}
+
+void rotor_recorder_consider(rotor_recorder_t *self, bool sample, bool ignore_small) {
+    self->eviction.options.sample = sample;
+    self->eviction.options.ignore_small = ignore_small;
+}
+
 void rotor_recorder_reach(rotor_recorder_t *self, int64_t bytes) {
     self->peak_bytes = rotor_max(self->peak_bytes, self->current_bytes + bytes);
 }
@@ -42,7 +58,7 @@ static int lock_node(rotor_recorder_t *self, int32_t node) {
 }
 
 /* Locks the inputs that are in memory, and notes the others. */
-static int push_frame(rotor_recorder_t *self, int32_t op, const int32_t *inputs, int64_t count) {
+static int recorder_push_frame(rotor_recorder_t *self, int32_t op, const int32_t *inputs, int64_t count) {
     int64_t base = self->pending_count;
     int ret = ROTOR_RESERVE(self->frames, self->frame_count, self->frame_capacity, 1);
 
@@ -82,7 +98,7 @@ int rotor_recorder_begin(rotor_recorder_t *self, const int32_t *inputs, int64_t 
     }
     self->input_count = count;
     self->frame_count = self->pending_count = 0;
-    return push_frame(self, ROTOR_NEW_OPERATION, self->inputs, count);
+    return recorder_push_frame(self, ROTOR_NEW_OPERATION, self->inputs, count);
 }
 
 int rotor_recorder_next(rotor_recorder_t *self, int32_t *op) {
@@ -102,7 +118,7 @@ int rotor_recorder_next(rotor_recorder_t *self, int32_t *op) {
         } else {
             int32_t maker = self->nodes[node].op;
             const rotor_record_t *record = &self->records[maker];
-            if ((ret = push_frame(self, maker, record->items, record->input_count)) != ROTOR_OK) {
+            if ((ret = recorder_push_frame(self, maker, record->items, record->input_count)) != ROTOR_OK) {
                 return ret;
             }
         }

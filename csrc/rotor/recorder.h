@@ -54,7 +54,7 @@ bool rotor_recorder_may_reuse(const rotor_recorder_t *self, int32_t origin);
 int64_t rotor_recorder_replay_bytes(const rotor_recorder_t *self, int32_t op);
 
 /* Evicts one node so that `bytes` more may fit: *node is -1 when they fit, or -2 when they do not
- * and nothing is left. *is_temporary: the owner hears ROTOR_DROPPED. */
+ * and nothing is left. Of a temporary the owner hears ROTOR_DROPPED. */
 int rotor_recorder_make_room(rotor_recorder_t *self, int64_t bytes, int32_t *node);
 /* `bytes` are in use for a moment beside what is counted. */
 void rotor_recorder_reach(rotor_recorder_t *self, int64_t bytes);
@@ -67,6 +67,13 @@ int rotor_recorder_finish(rotor_recorder_t *self, int64_t recorded, const int64_
                           int64_t workspace_bytes, int64_t kept_bytes, int32_t *nodes,
                           int32_t *op);
 int rotor_recorder_abort(rotor_recorder_t *self);
+
+/* Counts and times begin at zero again; peaks at what is in use. */
+void rotor_recorder_reset(rotor_recorder_t *self);
+/* From the next choice on: another budget; other candidates (eviction_private.h). Small storages
+ * that were passed over stay so until they are used again. */
+void rotor_recorder_limit(rotor_recorder_t *self, int64_t budget);
+void rotor_recorder_consider(rotor_recorder_t *self, bool sample, bool ignore_small);
 
 /* Appends to `work` (emptied before) the live nodes that were computed from this one. */
 int rotor_recorder_dependents(rotor_recorder_t *self, int32_t node);

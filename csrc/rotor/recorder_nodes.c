@@ -12,14 +12,6 @@ int rotor_recorder_tell(rotor_recorder_t *self, enum rotor_recorder_event_kind k
     return ret;
 }
 
-static int push_node(int32_t **items, int64_t *count, int64_t *capacity, int32_t item) {
-    int ret = ROTOR_RESERVE(*items, *count, *capacity, 1);
-    if (ret == ROTOR_OK) {
-        (*items)[(*count)++] = item;
-    }
-    return ret;
-}
-
 void rotor_recorder_link_temporary(rotor_recorder_t *self, int32_t node) {
     rotor_node_t *nodes = self->nodes;
     nodes[node].state |= ROTOR_NODE_TEMPORARY;
@@ -102,7 +94,7 @@ static int leave_record(rotor_recorder_t *self, int32_t node) {
             ret = rotor_recorder_tell(self, ROTOR_UNNEEDED, input);
         }
         if (ret == ROTOR_OK && is_unused(self, input)) {
-            ret = push_node(&self->work, &self->work_count, &self->work_capacity, input);
+            ret = rotor_push(&self->work, &self->work_count, &self->work_capacity, input);
         }
     }
     rotor_free(record->items);
@@ -131,7 +123,7 @@ int rotor_recorder_forget_if_unused(rotor_recorder_t *self, int32_t node) {
         return ROTOR_OK;
     }
     self->work_count = 0;
-    ret = push_node(&self->work, &self->work_count, &self->work_capacity, node);
+    ret = rotor_push(&self->work, &self->work_count, &self->work_capacity, node);
     return ret == ROTOR_OK ? forget_work(self) : ret;
 }
 
@@ -196,10 +188,7 @@ int rotor_recorder_dead(rotor_recorder_t *self, int32_t node) {
 }
 
 int rotor_recorder_pin(rotor_recorder_t *self, int32_t node) {
-    int32_t again;
-    int32_t locks = self->eviction.candidates[node].locks -
-                    (int32_t)rotor_recorder_node_is(self, node, ROTOR_NODE_KEPT);
-    int64_t last_access = self->eviction.candidates[node].last_access;
+    bool was_kept = rotor_recorder_node_is(self, node, ROTOR_NODE_KEPT);
     int ret = ROTOR_OK;
 
     if (rotor_recorder_node_is(self, node, ROTOR_NODE_SOURCE)) {
@@ -208,19 +197,19 @@ int rotor_recorder_pin(rotor_recorder_t *self, int32_t node) {
     self->work_count = 0;
     rotor_recorder_unmark_kept(self, node);
     self->nodes[node].state |= ROTOR_NODE_SOURCE;
-    if ((ret = leave_record(self, node)) != ROTOR_OK || (ret = forget_work(self)) != ROTOR_OK ||
-        (ret = rotor_eviction_remove(&self->eviction, node)) != ROTOR_OK ||
-        (ret = rotor_eviction_add(&self->eviction, self->nodes[node].bytes, &again)) != ROTOR_OK) {
-        return ret;
+    if ((ret = leave_record(self, node)) != ROTOR_OK || (ret = forget_work(self)) != ROTOR_OK) {
+        goto out;
     }
-    /* The engine gives out first what was removed last: `again` is `node`, without its edges. */
     rotor_eviction_pin(&self->eviction, node);
-    self->eviction.candidates[node].locks = locks;
-    self->eviction.candidates[node].last_access = last_access;
-    if ((ret = rotor_eviction_materialize(&self->eviction, &node, 1)) != ROTOR_OK) {
-        return ret;
+    if ((was_kept && (ret = rotor_eviction_unlock(&self->eviction, node)) != ROTOR_OK) ||
+        (ret = rotor_eviction_forget_edges(&self->eviction, node)) != ROTOR_OK) {
+        goto out;
     }
-    return self->nodes[node].needed > 0 ? rotor_recorder_tell(self, ROTOR_NEEDED, node) : ROTOR_OK;
+    if (self->nodes[node].needed > 0) {
+        ret = rotor_recorder_tell(self, ROTOR_NEEDED, node);
+    }
+out:
+    return ret;
 }
 
 int rotor_recorder_copied(rotor_recorder_t *self, int32_t source, int32_t *node) {

@@ -63,7 +63,7 @@ typedef struct {
     rotor_eviction_options_t eviction;
 } rotor_replay_options_t;
 
-typedef struct rotor_frame rotor_frame_t;
+typedef struct rotor_replay_frame rotor_replay_frame_t;
 
 typedef struct {
     int32_t next; /* tensor of the same storage, -1 for none */
@@ -111,7 +111,7 @@ typedef struct {
     int64_t tensor_capacity;
     rotor_replay_storage_t *storages; /* as many as eviction.count */
     int64_t storage_capacity;
-    rotor_frame_t *frames;
+    rotor_replay_frame_t *frames;
     int64_t frame_count;
     int64_t frame_capacity;
     int32_t *missing; /* inputs that the frames have yet to make */

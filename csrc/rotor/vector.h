@@ -16,4 +16,13 @@ int rotor_grow(void **items, int64_t *capacity, int64_t needed, size_t size);
          ? ROTOR_OK                                                                          \
          : rotor_grow((void **)&(items), &(capacity), (length) + (more), sizeof(*(items))))
 
+/* Appends one element, doubling; on failure the array is as it was. */
+static inline int rotor_push(int32_t **items, int64_t *count, int64_t *capacity, int32_t item) {
+    int ret = ROTOR_RESERVE(*items, *count, *capacity, 1);
+    if (ret == ROTOR_OK) {
+        (*items)[(*count)++] = item;
+    }
+    return ret;
+}
+
 #endif
