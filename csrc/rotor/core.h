@@ -69,6 +69,12 @@ void rotor_testing_fail_after(int64_t n);
 int64_t rotor_testing_live(void);
 #endif
 
+/* In builds with checks: stops the process where `fault`, a sentence, is not NULL. */
+#ifdef ROTOR_CHECKS
+#include <assert.h>
+#define ROTOR_ASSERT_HOLDS(fault) assert((fault) == NULL)
+#endif
+
 /*
  * Asked once per row of a long computation; returns false to stop it (ROTOR_ERR_INTERRUPTED).
  * `done` of `total` units of work are done. A NULL callback pointer, or a NULL keep_going, never

@@ -45,7 +45,7 @@ typedef struct {
     int64_t entry_capacity;
     rotor_envelope_entry_t *scratch; /* [most] */
     int64_t *next;          /* [most] */
-    rotor_envelope_range_t *ranges;  /* a stack */
+    rotor_envelope_range_t *ranges; /* a stack */
     int64_t range_count;
     int64_t range_capacity;
     /* output */

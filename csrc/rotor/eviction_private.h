@@ -104,6 +104,10 @@ struct rotor_eviction {
     int64_t scratch_capacity;
     uint32_t mark;
     uint64_t random;
+#ifdef ROTOR_CHECKS
+    bool is_broken;    /* an operation has failed: nothing is checked any more */
+    int64_t unchecked; /* operations since the last check */
+#endif
 };
 
 static inline bool rotor_eviction_is(const rotor_eviction_t *self, int32_t storage, int states) {

@@ -79,7 +79,8 @@ static floating_choice_t choice_single(const table_t *k, int64_t b, int64_t s, i
     return choice;
 }
 
-static floating_choice_t choice_split(const table_t *k, int64_t b, int64_t s, int64_t l, int64_t t) {
+static floating_choice_t choice_split(const table_t *k, int64_t b, int64_t s, int64_t l,
+                                      int64_t t) {
     const rotor_chain_t *c = k->chain;
     floating_choice_t choice = {.right = row_of(k, b + 1, t + 1, l), .left = row_of(k, b, s, t)};
 
@@ -135,7 +136,8 @@ static int64_t least_of(const table_t *k, int64_t b, int64_t s, int64_t l) {
 }
 
 /* current[m] = min(current[m], choice at m), for from <= m <= top. */
-static void floating_fold(const table_t *k, int64_t *current, int64_t from, const floating_choice_t *choice) {
+static void floating_fold(const table_t *k, int64_t *current, int64_t from,
+                          const floating_choice_t *choice) {
     static const int64_t zero = 0;
     const row_t none = {.values = &zero, .low = 0, .count = 1};
     const row_t *right = choice->right == NULL ? &none : choice->right;
@@ -388,7 +390,8 @@ typedef struct {
     int64_t count;
 } trace_t;
 
-static bool takes(const trace_t *trace, const floating_choice_t *choice, int64_t need, const floating_task_t *task) {
+static bool takes(const trace_t *trace, const floating_choice_t *choice, int64_t need,
+                  const floating_task_t *task) {
     const table_t *k = trace->table;
     if (trace->least) {
         return rotor_max(need, choice_least(choice)) <= task->m;

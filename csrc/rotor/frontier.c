@@ -350,5 +350,6 @@ int rotor_frontier_sequence(const rotor_frontier_t *self, int64_t budget,
         *minimum = self->curve_bytes[0];
         return ROTOR_ERR_INFEASIBLE;
     }
-    return rotor_persistent_walk(self->chain, self, frontier_choose, budget - self->chain->x[0], sequence);
+    return rotor_persistent_walk(self->chain, self, frontier_choose, budget - self->chain->x[0],
+                                 sequence);
 }

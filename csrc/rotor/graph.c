@@ -16,7 +16,7 @@ void rotor_graph_free(rotor_graph_t *self) {
 }
 
 static int graph_check(const rotor_graph_t *self, int64_t cost_ns, const int32_t *inputs,
-                 int64_t input_count, const rotor_output_t *outputs, int64_t output_count) {
+                       int64_t input_count, const rotor_output_t *outputs, int64_t output_count) {
     if (cost_ns < 0) {
         return ROTOR_ERR_NEGATIVE_TIME;
     }

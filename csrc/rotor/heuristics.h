@@ -50,7 +50,8 @@ typedef struct {
     double estimate;   /* of the quotient */
 } rotor_eviction_cost_t;
 
-static inline rotor_eviction_cost_t rotor_eviction_cost(int64_t numerator, int64_t bytes, int64_t staleness) {
+static inline rotor_eviction_cost_t rotor_eviction_cost(int64_t numerator, int64_t bytes,
+                                                        int64_t staleness) {
     double denominator = (double)bytes * (double)staleness;
     return (rotor_eviction_cost_t){
         .numerator = numerator,

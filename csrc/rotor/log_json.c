@@ -33,7 +33,9 @@ static void line_add(char *message, const char *text, size_t length) {
     message[used + length] = '\0';
 }
 
-void rotor_message_add(char *message, const char *words) { line_add(message, words, strlen(words)); }
+void rotor_message_add(char *message, const char *words) {
+    line_add(message, words, strlen(words));
+}
 
 void rotor_message_quote(char *message, const char *text, int64_t length) {
     int64_t shown = rotor_min(length, QUOTED_BYTES);
@@ -199,7 +201,7 @@ static int scan_rich_string(rotor_log_line_t *self, const char *start, rotor_jso
         }
         if (c < 0x20) {
             return line_fail(self, self->at >= self->end ? "a closing quote"
-                                                    : "control characters to be escaped");
+                                                         : "control characters to be escaped");
         }
         int length = utf8_length(self->at);
         if (length == 0) {
@@ -463,5 +465,6 @@ int rotor_log_line_scan(rotor_log_line_t *self, const char *text, int64_t length
         }
     }
     skip_blanks(self);
-    return self->at == self->end ? ROTOR_OK : line_fail(self, "the end of the line after the object");
+    return self->at == self->end ? ROTOR_OK
+                                 : line_fail(self, "the end of the line after the object");
 }

@@ -157,7 +157,7 @@ int rotor_log_write_copy(rotor_log_writer_t *self, rotor_name_t destination, rot
         writer_put(self, "{\"DST\":");
         put_string(self, destination);
         writer_put(self, rebinds ? ",\"INSTRUCTION\":\"COPY_FROM\",\"SRC\":"
-                          : ",\"INSTRUCTION\":\"COPY\",\"SRC\":");
+                                 : ",\"INSTRUCTION\":\"COPY\",\"SRC\":");
         put_string(self, source);
         writer_put(self, "}\n");
     }
@@ -168,7 +168,7 @@ int rotor_log_write_call(rotor_log_writer_t *self, rotor_name_t name, const roto
                          int64_t arg_count, const rotor_name_t *results, int64_t result_count,
                          int64_t time_ns) {
     int ret = writer_begin(self, most_quoted(name.length) + most_of_names(args, arg_count) +
-                              most_of_names(results, result_count));
+                                     most_of_names(results, result_count));
     if (ret == ROTOR_OK) {
         writer_put(self, "{\"ARGS\":");
         put_names(self, args, arg_count);
@@ -188,7 +188,7 @@ int rotor_log_write_mutate(rotor_log_writer_t *self, rotor_name_t name, const ro
                            int64_t time_ns) {
     enum { MOST_DIGITS = 21 };
     int ret = writer_begin(self, most_quoted(name.length) + most_of_names(args, arg_count) +
-                              mutated_count * MOST_DIGITS);
+                                     mutated_count * MOST_DIGITS);
     if (ret == ROTOR_OK) {
         writer_put(self, "{\"ARGS\":");
         put_names(self, args, arg_count);

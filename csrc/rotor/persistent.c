@@ -18,8 +18,8 @@ static int32_t persistent_to_slots(const rotor_persistent_t *s, int64_t bytes) {
 }
 
 static int64_t step_need(const rotor_persistent_t *s, int64_t i, int64_t l) {
-    return persistent_to_slots(s, rotor_max(rotor_chain_need_fe(s->chain, i, l),
-                                 rotor_chain_need_b(s->chain, i, l)));
+    return persistent_to_slots(
+        s, rotor_max(rotor_chain_need_fe(s->chain, i, l), rotor_chain_need_b(s->chain, i, l)));
 }
 
 /* What is remembered from one split of an interval to the next, as j grows. */

@@ -390,7 +390,7 @@ static int append_run(rotor_greedy_t *g, int32_t op, bool is_planned, int64_t lo
 }
 
 static void greedy_begin(rotor_greedy_t *g, int64_t budget, const rotor_setting_t *setting,
-                  rotor_random_t *random) {
+                         rotor_random_t *random) {
     const rotor_dataflow_t *graph = g->graph;
     int32_t n = graph->operation_count;
     double limit = (double)budget * setting->slack;
@@ -431,7 +431,8 @@ int rotor_greedy_walk(rotor_greedy_t *self, int64_t budget, const rotor_setting_
             if (missing >= 0) {
                 int32_t bit = missing - self->graph->input_start[op];
                 lock_inputs(self, depth, UINT64_C(1) << (bit & 63)); /* once it is there */
-                greedy_push_frame(self, ++depth, self->graph->producer[self->graph->inputs[missing]]);
+                greedy_push_frame(self, ++depth,
+                                  self->graph->producer[self->graph->inputs[missing]]);
                 continue;
             }
             lock_inputs(self, depth, UINT64_MAX);

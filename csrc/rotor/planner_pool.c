@@ -175,7 +175,8 @@ int rotor_planner_walks(rotor_planner_t *self, int64_t limit, int64_t random_cou
 }
 
 /* Brings a program within a limit, if that can be, and offers it. */
-static int planner_repair(rotor_planner_t *self, int64_t limit, const int32_t *ops, int64_t length) {
+static int planner_repair(rotor_planner_t *self, int64_t limit, const int32_t *ops,
+                          int64_t length) {
     int ret = rotor_program_assign(&self->walked, ops, length);
     if (ret == ROTOR_OK) {
         ret = rotor_search_improve(&self->search, self->graph, limit,
@@ -213,8 +214,8 @@ static int more_walks(rotor_planner_t *self, int64_t limit) {
                 ret = rotor_program_assign(&self->search.scratch, self->walked.ops,
                                            self->walked.length);
                 if (ret == ROTOR_OK) {
-                    ret =
-                        planner_repair(self, limit, self->search.scratch.ops, self->search.scratch.length);
+                    ret = planner_repair(self, limit, self->search.scratch.ops,
+                                         self->search.scratch.length);
                 }
             }
         }

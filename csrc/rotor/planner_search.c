@@ -267,9 +267,8 @@ static bool judge(const rotor_search_t *q, int32_t s, int32_t w, int32_t overflo
         inputs_of(p, op, w, ceiling, &remakes, &kept);
         if (freed > kept) {
             double useful = (double)rotor_min(freed - kept, overflow);
-            *choice = (search_choice_t){.storage = s,
-                                 .ceiling = ceiling,
-                                 .score = 0.02 * (double)g->cost_ns[op] / useful};
+            *choice = (search_choice_t){
+                .storage = s, .ceiling = ceiling, .score = 0.02 * (double)g->cost_ns[op] / useful};
             return true;
         }
     }
@@ -278,9 +277,10 @@ static bool judge(const rotor_search_t *q, int32_t s, int32_t w, int32_t overflo
     }
     cost = g->cost_ns[op];
     inputs_of(p, op, w, events->slots[at], &cost, &kept);
-    *choice = (search_choice_t){.storage = s,
-                         .ceiling = events->slots[at],
-                         .score = (double)(cost + 1) / (double)rotor_min(p->size[s], overflow)};
+    *choice =
+        (search_choice_t){.storage = s,
+                          .ceiling = events->slots[at],
+                          .score = (double)(cost + 1) / (double)rotor_min(p->size[s], overflow)};
     return true;
 }
 

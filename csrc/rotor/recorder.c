@@ -2,6 +2,7 @@
 
 #include <string.h>
 
+#include "recorder_check.h"
 #include "recorder_keeping.h"
 #include "vector.h"
 
@@ -37,9 +38,7 @@ void rotor_recorder_reset(rotor_recorder_t *self) {
     self->held_peak_bytes = self->held_bytes;
 }
 
-void rotor_recorder_limit(rotor_recorder_t *self, int64_t budget) {
-    self->options.budget = budget;
-}
+void rotor_recorder_limit(rotor_recorder_t *self, int64_t budget) { self->options.budget = budget; }
 
 void rotor_recorder_consider(rotor_recorder_t *self, bool sample, bool ignore_small) {
     self->eviction.options.sample = sample;
@@ -58,7 +57,8 @@ static int lock_node(rotor_recorder_t *self, int32_t node) {
 }
 
 /* Locks the inputs that are in memory, and notes the others. */
-static int recorder_push_frame(rotor_recorder_t *self, int32_t op, const int32_t *inputs, int64_t count) {
+static int recorder_push_frame(rotor_recorder_t *self, int32_t op, const int32_t *inputs,
+                               int64_t count) {
     int64_t base = self->pending_count;
     int ret = ROTOR_RESERVE(self->frames, self->frame_count, self->frame_capacity, 1);
 
@@ -98,7 +98,8 @@ int rotor_recorder_begin(rotor_recorder_t *self, const int32_t *inputs, int64_t 
     }
     self->input_count = count;
     self->frame_count = self->pending_count = 0;
-    return recorder_push_frame(self, ROTOR_NEW_OPERATION, self->inputs, count);
+    return rotor_recorder_settled(
+        self, recorder_push_frame(self, ROTOR_NEW_OPERATION, self->inputs, count));
 }
 
 int rotor_recorder_next(rotor_recorder_t *self, int32_t *op) {
@@ -106,7 +107,7 @@ int rotor_recorder_next(rotor_recorder_t *self, int32_t *op) {
         rotor_recorder_frame_t *frame = &self->frames[self->frame_count - 1];
         if (frame->at_pending == frame->last_pending) {
             *op = frame->op;
-            return ROTOR_OK;
+            return rotor_recorder_settled(self, ROTOR_OK);
         }
         int32_t node = self->pending[frame->at_pending];
         int ret;
@@ -118,7 +119,8 @@ int rotor_recorder_next(rotor_recorder_t *self, int32_t *op) {
         } else {
             int32_t maker = self->nodes[node].op;
             const rotor_record_t *record = &self->records[maker];
-            if ((ret = recorder_push_frame(self, maker, record->items, record->input_count)) != ROTOR_OK) {
+            if ((ret = recorder_push_frame(self, maker, record->items, record->input_count)) !=
+                ROTOR_OK) {
                 return ret;
             }
         }
@@ -154,7 +156,7 @@ int rotor_recorder_abort(rotor_recorder_t *self) {
         int status = pop_frame(self);
         ret = ret == ROTOR_OK ? status : ret;
     }
-    return ret;
+    return rotor_recorder_settled(self, ret);
 }
 
 bool rotor_recorder_may_reuse(const rotor_recorder_t *self, int32_t origin) {
@@ -198,7 +200,7 @@ int rotor_recorder_replayed(rotor_recorder_t *self, int64_t cost_ns) {
             rotor_eviction_lock(&self->eviction, origins[k]);
             if (ret != ROTOR_OK ||
                 (ret = rotor_recorder_tell(self, ROTOR_DROPPED, origins[k])) != ROTOR_OK) {
-                return ret;
+                return rotor_recorder_settled(self, ret);
             }
         }
         rotor_recorder_count_bytes(self, self->nodes[node].bytes);
@@ -209,7 +211,7 @@ int rotor_recorder_replayed(rotor_recorder_t *self, int64_t cost_ns) {
     }
     rotor_recorder_count_replay(self, op, cost_ns);
     int status = pop_frame(self);
-    return ret == ROTOR_OK ? status : ret;
+    return rotor_recorder_settled(self, ret == ROTOR_OK ? status : ret);
 }
 
 /* Room. */
@@ -246,7 +248,8 @@ int rotor_recorder_make_room(rotor_recorder_t *self, int64_t bytes, int32_t *nod
     }
     self->evictions++;
     ret = rotor_recorder_leave_memory(self, *node);
-    return ret == ROTOR_OK ? rotor_recorder_forget_if_unused(self, *node) : ret;
+    ret = ret == ROTOR_OK ? rotor_recorder_forget_if_unused(self, *node) : ret;
+    return rotor_recorder_settled(self, ret);
 }
 
 /* Recording. */
@@ -368,7 +371,8 @@ int rotor_recorder_finish(rotor_recorder_t *self, int64_t recorded, const int64_
     rotor_recorder_count_operation(self, cost_ns);
     if (recorded < 0 || count == 0) {
         ret = pop_frame(self);
-        return ret == ROTOR_OK ? finish_sources(self, bytes, origins, count, nodes) : ret;
+        ret = ret == ROTOR_OK ? finish_sources(self, bytes, origins, count, nodes) : ret;
+        goto out;
     }
     if ((ret = new_record(self, recorded, count, op)) == ROTOR_OK) {
         self->records[*op].cost_ns = cost_ns;
@@ -379,5 +383,7 @@ int rotor_recorder_finish(rotor_recorder_t *self, int64_t recorded, const int64_
     }
     /* The outputs are candidates before the inputs are again, as in the published runtime. */
     int status = pop_frame(self);
-    return ret == ROTOR_OK ? status : ret;
+    ret = ret == ROTOR_OK ? status : ret;
+out:
+    return rotor_recorder_settled(self, ret);
 }

@@ -1,5 +1,6 @@
 #include "recorder_nodes.h"
 
+#include "recorder_check.h"
 #include "recorder_keeping.h"
 #include "vector.h"
 
@@ -165,7 +166,7 @@ int rotor_recorder_source(rotor_recorder_t *self, int64_t bytes, bool is_foreign
     if (ret == ROTOR_OK && !is_foreign) {
         rotor_recorder_count_bytes(self, bytes);
     }
-    return ret;
+    return rotor_recorder_settled(self, ret);
 }
 
 void rotor_recorder_resized(rotor_recorder_t *self, int32_t node, int64_t bytes) {
@@ -184,7 +185,8 @@ int rotor_recorder_dead(rotor_recorder_t *self, int32_t node) {
     } else if (rotor_recorder_is_material(self, node)) {
         ret = rotor_recorder_leave_memory(self, node);
     }
-    return ret == ROTOR_OK ? rotor_recorder_forget_if_unused(self, node) : ret;
+    ret = ret == ROTOR_OK ? rotor_recorder_forget_if_unused(self, node) : ret;
+    return rotor_recorder_settled(self, ret);
 }
 
 int rotor_recorder_pin(rotor_recorder_t *self, int32_t node) {
@@ -209,7 +211,7 @@ int rotor_recorder_pin(rotor_recorder_t *self, int32_t node) {
         ret = rotor_recorder_tell(self, ROTOR_NEEDED, node);
     }
 out:
-    return ret;
+    return rotor_recorder_settled(self, ret);
 }
 
 int rotor_recorder_copied(rotor_recorder_t *self, int32_t source, int32_t *node) {
@@ -230,5 +232,5 @@ int rotor_recorder_copied(rotor_recorder_t *self, int32_t source, int32_t *node)
     self->copied_bytes += bytes;
     self->nodes[source].state &= (uint8_t)~(ROTOR_NODE_LIVE | ROTOR_NODE_FOREIGN);
     self->nodes[source].state |= ROTOR_NODE_COPY;
-    return ROTOR_OK;
+    return rotor_recorder_settled(self, ROTOR_OK);
 }

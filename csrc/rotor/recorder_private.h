@@ -131,6 +131,10 @@ typedef struct {
     int64_t thrashes;        /* how often thrashing was found */
     rotor_stretch_t stretch; /* the current one */
     rotor_stretch_t worst;   /* the last one that thrashed */
+#ifdef ROTOR_CHECKS
+    bool is_broken;    /* an operation has failed: nothing is checked any more */
+    int64_t unchecked; /* operations since the last check */
+#endif
 } rotor_recorder_t;
 
 static inline bool rotor_recorder_is_material(const rotor_recorder_t *self, int32_t node) {

@@ -64,7 +64,8 @@ static int ask(rotor_replay_t *self) {
     return rotor_ask(self->callback, self->next_command, self->log->command_count);
 }
 
-static void replay_fail(rotor_replay_t *self, enum rotor_outcome outcome, const rotor_replay_frame_t *frame) {
+static void replay_fail(rotor_replay_t *self, enum rotor_outcome outcome,
+                        const rotor_replay_frame_t *frame) {
     self->outcome = outcome;
     self->failed_operation = frame->operation;
     self->failed_bytes = rotor_replay_graph(self)->operations[frame->operation].bytes;
@@ -72,7 +73,7 @@ static void replay_fail(rotor_replay_t *self, enum rotor_outcome outcome, const 
 
 /* Evicts until the outputs of an operation fit. */
 static int replay_make_room(rotor_replay_t *self, const rotor_replay_frame_t *frame,
-                     const rotor_operation_t *operation) {
+                            const rotor_operation_t *operation) {
     int64_t budget = self->options.budget_bytes;
     int ret = ROTOR_OK;
 
@@ -182,7 +183,8 @@ static int execute(rotor_replay_t *self, const rotor_replay_frame_t *frame) {
         replay_fail(self, ROTOR_RUN_STOPPED, frame);
         return ROTOR_OK;
     }
-    if ((ret = replay_make_room(self, frame, operation)) != ROTOR_OK || self->outcome != ROTOR_RUN_OK) {
+    if ((ret = replay_make_room(self, frame, operation)) != ROTOR_OK ||
+        self->outcome != ROTOR_RUN_OK) {
         return ret;
     }
     if (__builtin_add_overflow(self->clock, operation->cost_ns, &self->clock) ||
@@ -265,8 +267,8 @@ static int materialize(rotor_replay_t *self, int32_t index, int32_t tensor, bool
                 frame->next_missing++;
                 ret = rotor_replay_lock(self, wanted);
             } else {
-                ret =
-                    replay_push(self, rotor_replay_graph(self)->tensors[wanted].operation, wanted, false);
+                ret = replay_push(self, rotor_replay_graph(self)->tensors[wanted].operation, wanted,
+                                  false);
             }
             continue;
         }

@@ -434,10 +434,9 @@ static int64_t find_split(const rotor_revolve_t *t, const revolve_task_t *task) 
         const frontier_t *left = frontier_of(t, task->i, j - 1);
         need = rotor_max(need, rotor_chain_need_fn(c, task->i, task->l, j - 1));
         int64_t add = c->forward_sum[j] - c->forward_sum[task->i];
-        if (need <= task->m &&
-            add + revolve_value(right->points, right->count, task->m - c->x[j]) +
-                    revolve_value(left->points, left->count, task->m) ==
-                value) {
+        if (need <= task->m && add + revolve_value(right->points, right->count, task->m - c->x[j]) +
+                                       revolve_value(left->points, left->count, task->m) ==
+                                   value) {
             break;
         }
     }

@@ -42,8 +42,10 @@ static void test_quotients_are_rounded_once(void) {
          0x1.26125d0b97177p-41},
     };
     for (size_t k = 0; k < sizeof(rows) / sizeof(rows[0]); k++) {
-        rotor_eviction_cost_t cost = rotor_eviction_cost(rows[k].numerator, rows[k].bytes, rows[k].staleness);
-        rotor_eviction_cost_t minus = rotor_eviction_cost(-rows[k].numerator, rows[k].bytes, rows[k].staleness);
+        rotor_eviction_cost_t cost =
+            rotor_eviction_cost(rows[k].numerator, rows[k].bytes, rows[k].staleness);
+        rotor_eviction_cost_t minus =
+            rotor_eviction_cost(-rows[k].numerator, rows[k].bytes, rows[k].staleness);
         CHECK(rotor_eviction_cost_quotient(&cost) == rows[k].quotient);
         CHECK(rotor_eviction_cost_quotient(&minus) == -rows[k].quotient);
     }
@@ -72,10 +74,14 @@ static void test_comparison(void) {
     rotor_eviction_cost_t b = rotor_eviction_cost(INT64_C(1) << 60, 3, 7);
 
     CHECK(rotor_eviction_cost_at_most(&third, &same) && rotor_eviction_cost_at_most(&same, &third));
-    CHECK(rotor_eviction_cost_at_most(&third, &half) && !rotor_eviction_cost_at_most(&half, &third));
-    CHECK(rotor_eviction_cost_at_most(&half, &never) && !rotor_eviction_cost_at_most(&never, &half));
-    CHECK(rotor_eviction_cost_at_most(&never, &fresh) && rotor_eviction_cost_at_most(&fresh, &never));
-    CHECK(rotor_eviction_cost_at_most(&negative, &third) && !rotor_eviction_cost_at_most(&third, &negative));
+    CHECK(rotor_eviction_cost_at_most(&third, &half) &&
+          !rotor_eviction_cost_at_most(&half, &third));
+    CHECK(rotor_eviction_cost_at_most(&half, &never) &&
+          !rotor_eviction_cost_at_most(&never, &half));
+    CHECK(rotor_eviction_cost_at_most(&never, &fresh) &&
+          rotor_eviction_cost_at_most(&fresh, &never));
+    CHECK(rotor_eviction_cost_at_most(&negative, &third) &&
+          !rotor_eviction_cost_at_most(&third, &negative));
     CHECK(rotor_eviction_cost_at_most(&less, &more) && !rotor_eviction_cost_at_most(&more, &less));
     CHECK(rotor_eviction_cost_at_most(&a, &b) && rotor_eviction_cost_at_most(&b, &a));
 }
