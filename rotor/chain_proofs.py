@@ -43,6 +43,7 @@ class ProvedChain:
     verify: str | int
     _inspections: dict[Any, Inspection]
     _learned_loss: dict[Any, int]
+    _graph_options: dict[str, Any]
     _loaded: dict[Any, Any]
     _plans: dict[Any, Plan]
     _ranks: Any
@@ -83,6 +84,19 @@ class ProvedChain:
                 "(torch.use_deterministic_algorithms)",
             )
 
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """Leave it to `_graphs_options`, which knows the engine."""
+
+    def _graphs_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return what the model is planned with as a graph; TypeError: no such option."""
+        if options and self.engine == "chain":
+            raise TypeError(f"unknown option {next(iter(options))!r}")
+        if options:
+            from rotor.graph.engine import check_options
+
+            check_options(options)
+        return options
+
     def _become_graph(self, reason: str) -> None:
         """Plan the model as a captured graph from now on."""
         from rotor.graphed_blocks import BlockCheckpointable
@@ -91,7 +105,9 @@ class ProvedChain:
         for name in _CHAIN_ONLY:
             self.__dict__.pop(name, None)
         self.__class__ = BlockCheckpointable  # type: ignore[assignment]
-        self.__dict__.update(_structure=Structure(self.module), _learned_loss={})
+        self.__dict__.update(
+            _options=self._graph_options, _structure=Structure(self.module), _learned_loss={}
+        )
         self._begin()  # type: ignore[attr-defined]
 
     def _proof_of(self, plan: Plan) -> StepProof | None:

@@ -68,6 +68,7 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
                 "the stages of a chain are always measured here: profile= is for graphs, give "
                 'engine="graph"'
             )
+        self.__dict__.update(_graph_options=self._graphs_options(self._options), _options={})
         self.__dict__.update(_algorithm=Persistent(), _ranks=None, _digests={})
         self._look()
 

@@ -126,7 +126,9 @@ class Checkpointable(TransparentModule):
         first: "first", the first 3 of every plan; "always"; a number n, every n-th too; "off".
         Where it differs, the backward raises `rotor.RecomputationError`.
     **options
-        For graphs: ``effort``, ``seed`` and ``time_limit`` of `rotor.graph.plan`.
+        For graphs: ``effort``, ``seed`` and ``time_limit`` of `rotor.graph.plan`. With
+        ``engine="auto"`` an ``nn.Sequential`` takes them too, and they have an effect only where
+        it is planned as a graph.
 
     Attributes
     ----------

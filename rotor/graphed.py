@@ -35,6 +35,7 @@ from rotor.graph.program import Program
 from rotor.graph.recorded import MEASURED, price, source_of
 from rotor.graphed_pieces import PiecesSteps
 from rotor.loss_guess import plan_with_guess
+from rotor.memory import MeterBusyError
 from rotor.metering import StepBytes, StepWatch, cancel_running
 from rotor.progress import progress
 from rotor.report.html import measured_page
@@ -317,8 +318,6 @@ class GraphCheckpointable(PiecesSteps):
         """What a plan belongs to: what a capture belongs to, and which gradients are missing."""
         measured = self._key(args, targets, kwargs)
         absent = self._structure.parameter_flags()[1]
-        if self._backend_of((measured, absent)) == "inductor":
-            absent = (True,) * len(absent)
         if (measured, absent) not in self._plans:
             known = sum(key[0] == measured for key in self._plans)
             if known >= _MOST_PLANS and not all(absent):
@@ -530,7 +529,12 @@ class GraphCheckpointable(PiecesSteps):
             raise error
         self._reasons[key[0]] = (tensors_of((args, kwargs))[0].device, str(error))
         self._steps.pop(key[0], None)
-        self._search_pieces(key, args, kwargs)
+        try:
+            self._search_pieces(key, args, kwargs)
+        except MeterBusyError:
+            # The next step looks again.
+            del self._reasons[key[0]]
+            raise
         if key in self._pieces:
             self._warn_unrepeatable(self._pieces[key].graphs())
             self._warn_once("capture", f"{self._pieces[key].told()} The reason:\n{error}")

@@ -19,6 +19,7 @@ from rotor.graph.pieces import Pieces, discover
 from rotor.graph.proving import PartsTally
 from rotor.graph.recorded import price
 from rotor.graph.repeating import attributes_kept, described_unrepeatable
+from rotor.memory import MeterBusyError
 from rotor.metering import StepBytes, StepWatch, cancel_running
 from rotor.progress import progress
 from rotor.recompute import generators_kept
@@ -99,8 +100,13 @@ class PiecesSteps(DynamicSteps):
             captures = Captures(device, partial(price, self._profile), options)
         lacking = self._structure.lacking_gradient(key[1])
         existing = {id(p) for p in self.module.parameters() if p.requires_grad} - lacking
-        with progress(1, "capturing the parts of the model") as update:
-            found = discover(self.module, args, kwargs, captures, update, existing)
+        try:
+            with progress(1, "capturing the parts of the model") as update:
+                found = discover(self.module, args, kwargs, captures, update, existing)
+        except MeterBusyError:
+            if old is not None:
+                self._pieces[key] = old
+            raise
         if found is not None:
             self._pieces[key] = found if old is None else found.with_earlier(old)
 

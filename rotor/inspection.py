@@ -20,6 +20,7 @@ from rotor.algorithms.sequence import Operation
 from rotor.chain import Chain
 from rotor.executor import Run
 from rotor.merging import frozen_prefix, merge_stages
+from rotor.metering import check_idle
 from rotor.observing import Observation, copied_buffers, observe, undisturbed
 from rotor.places import Saved
 from rotor.recompute import autocast_off
@@ -534,13 +535,7 @@ def measure(
     if not tensors:
         raise ValueError("the input holds no tensor, expected a tensor or a tuple with tensors")
     device = tensors[0].device
-    try:
-        memory.meter(device).start().stop()
-    except memory.MeterBusyError as error:
-        raise memory.MeterBusyError(
-            f"the model cannot be measured now: {error}. Measure it before: "
-            "Checkpointable(model, sample), or chk.measure(sample)"
-        ) from error
+    check_idle(device)
     with undisturbed(stages, device):
         with undisturbed(stages, device):
             merged = frozen_prefix(merge_stages(stages, arg), arg)

@@ -119,6 +119,17 @@ class StepWatch(Protocol):
         """Stop without a result."""
 
 
+def check_idle(device: torch.device) -> None:
+    """Raise MeterBusyError where a model cannot be measured, as something else meters a device."""
+    try:
+        memory.meter(device).start().stop()
+    except memory.MeterBusyError as error:
+        raise memory.MeterBusyError(
+            f"the model cannot be measured now: {error}. Measure it before: "
+            "Checkpointable(model, sample), or chk.measure(sample)"
+        ) from error
+
+
 class StepMeter:
     """Started before a forward, it stops by itself at the end of the backward.
 

@@ -8,11 +8,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from eager_inductor import run_by_eager
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rotor
+from rotor import _inductor
+from rotor.graph.early import EarlyCode
 
 WIDTH = 32
 
@@ -183,6 +186,40 @@ def inside_of_a_model(rank: int) -> list[str]:
     return differences(*found) + ([] if graphs == 1 else [f"{graphs} graphs"])
 
 
+def compiled_with_existing_views(rank: int) -> list[str]:
+    """A backward cut for Inductor adds to the buckets' views what new gradients would be."""
+    compile_graph = _inductor.compile_graph
+    _inductor.compile_graph = run_by_eager()
+    torch._dynamo.reset()
+    try:
+        torch.manual_seed(7)
+        model = Net()
+        start = copy.deepcopy(model.state_dict())
+        model = rotor.Checkpointable(model, engine="graph", backend="inductor", effort="fast")
+        found, wrong = [], []
+        for set_to_none in (True, False):
+            model.load_state_dict(start)
+            model.zero_grad(set_to_none=True)
+            ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            places = []
+            for step in range(3):
+                optimizer.zero_grad(set_to_none=set_to_none)
+                torch.manual_seed(1000 * rank + step)
+                ddp(batch(rank, step)).square().mean().backward()
+                places.append([p.grad.data_ptr() for p in model.parameters()])
+                optimizer.step()
+            found.append(([], [p.grad.clone() for p in model.parameters()]))
+            in_parts = isinstance(model._latest.emitted, EarlyCode)
+            if in_parts == set_to_none:
+                wrong.append(f"{set_to_none}: {type(model._latest.emitted).__name__}")
+            if not set_to_none and places[1] != places[2]:
+                wrong.append("the gradients moved")
+        return wrong + differences(*found)
+    finally:
+        _inductor.compile_graph = compile_graph
+
+
 def unused_parameters(rank: int) -> list[str]:
     torch.manual_seed(7)
     plain = Net(unused=True)
@@ -233,6 +270,7 @@ def scenarios() -> dict[str, Callable[[int], list[str]]]:
         "graph, bucket view": lambda rank: graphs().compare(rank, gradient_as_bucket_view=True),
         "graph, buckets leave early": lambda rank: graphs().buckets_leave_early(rank),
         "graph, inside": inside_of_a_model,
+        "graph, compiled": compiled_with_existing_views,
         "graph, unused parameters": unused_parameters,
         "wrapped from outside": wrapped_from_outside,
     }

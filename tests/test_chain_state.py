@@ -316,6 +316,35 @@ def test_auxiliary_losses_reach_every_parameter(engine: str, share: float) -> No
         assert "stage 0 is never recomputed: 0.aux has values of its graph" in chk.report()
 
 
+def test_options_of_graphs_are_used_where_a_sequential_becomes_one(monkeypatch) -> None:
+    from rotor.graph import planner
+
+    efforts, plan = [], planner.plan
+    monkeypatch.setattr(
+        planner, "plan", lambda *a, **k: efforts.append((k["effort"], k["seed"])) or plan(*a, **k)
+    )
+    for make, becomes_graph in ((WithAuxiliary, True), (Block, False)):
+        efforts.clear()
+        net = seeded(lambda make=make: nn.Sequential(make(), Block()))
+        chk = rotor.Checkpointable(net, mem_limit="1GiB", effort="fast", seed=3)
+        train(net, chk)
+        assert isinstance(chk, ChainCheckpointable) != becomes_graph
+        assert set(efforts) == ({("fast", 3)} if becomes_graph else set())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"warp": 9}, TypeError, "unknown option 'warp', expected effort, seed or time_limit"),
+        ({"effort": "swift"}, ValueError, "effort = 'swift', expected one of fast"),
+        ({"effort": "fast", "engine": "chain"}, TypeError, "unknown option 'effort'"),
+    ],
+)
+def test_wrong_options_of_a_sequential_are_refused_at_once(options, error, message) -> None:
+    with pytest.raises(error, match=message):
+        rotor.Checkpointable(nn.Sequential(Block(), Block()), **options)
+
+
 def test_features_of_hooks_reach_every_parameter() -> None:
     features: dict[int, torch.Tensor] = {}
 

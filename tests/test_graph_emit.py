@@ -147,13 +147,17 @@ def test_programs_change_while_a_backward_is_pending():
         assert torch.equal(p.grad, q.grad)
 
 
-def test_a_kept_graph_runs_its_backward_again():
+@pytest.mark.parametrize("was_dropped", [False, True])
+def test_a_kept_graph_runs_its_backward_again(was_dropped):
+    """Also where the first backward of the captured call kept none."""
     model, x = dropout_net(), torch.randn(4, 8)
     twin = copy.deepcopy(model)
     planned = Planned(model, (x,))
     planned.set_program(random_program(planned.lowered, 3, 0.7))
     for each, call in ((model, planned), (twin, twin)):
         torch.manual_seed(0)
+        if was_dropped:
+            call(x).sum().backward()
         y = call(x).sum()
         y.backward(retain_graph=True)
         y.backward()

@@ -16,6 +16,7 @@ from zoo.cases import Case, Loop, Residual, blocks, rows, usual_step
 from zoo.judge import Snapshot
 
 import rotor
+from rotor import memory
 
 _CLEANUP = {"__exit__", "__del__", "stop", "close", "cancel", "_restore"}
 
@@ -144,3 +145,47 @@ def _state(snapshot: Snapshot) -> dict[str, torch.Tensor]:
     named = snapshot.tensors.items()
     found = {name.removeprefix("buffer "): t for name, t in named if t is not None}
     return {n: t for n, t in found.items() if n != "loss" and not n.startswith("gradient of")}
+
+
+class Branching(nn.Module):
+    """Has no single graph; its body is a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(24, 40), nn.Softplus(), nn.Linear(40, 24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.body(x)
+        return y * 2 if y.sum().item() > 1e30 else y
+
+
+@pytest.mark.filterwarnings("ignore:no single graph of the model")
+@pytest.mark.parametrize("engine", ["chain", "graph", "parts"])
+def test_a_meter_around_the_first_step_is_refused_in_words_and_nothing_stays(
+    engine, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ROTOR_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    model: Any = Branching() if engine == "parts" else Branching().body
+    chk = rotor.Checkpointable(
+        model, mem_limit="1GiB", engine="auto" if engine == "parts" else engine
+    )
+    x = torch.randn(20, 24)
+    for _ in range(2):
+        with (
+            memory.meter("cpu"),
+            pytest.raises(
+                memory.MeterBusyError, match=r"cannot be measured now.*Measure it before"
+            ),
+        ):
+            chk(x)
+    assert chk._latest is None
+    model(x).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    chk.zero_grad()
+    chk(x).sum().backward()
+    assert type(chk._latest).__name__ == {"chain": "Plan", "graph": "GraphPlan"}.get(
+        engine, "PiecesPlan"
+    )
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)

@@ -270,7 +270,12 @@ class Capture:
         token = module.graph.call_function(torch.ops.aten.empty.memory_format, ([0],))
         token.name = "token"
         with _torch.fake_mode_of(lowered.primals + lowered.tangents):
-            token.meta["val"] = torch.empty(0)
+            # Where it has memory of its own, PyTorch lets no backward keep the graph.
+            inputs = [node.meta.get("val") for node in lowered.primals]
+            token.meta["val"] = next(
+                (t.as_strided((0,), (1,)) for t in inputs if isinstance(t, torch.Tensor)),
+                torch.empty(0),
+            )
         saved = saved_primals(lowered)
         self.graphs.append(Captured(lowered, saved=len(saved)))
         forward = _stub(module, lowered.primals, [*lowered.outputs, *saved, token])

@@ -22,7 +22,7 @@ from torch.autograd.function import Function
 
 from rotor import _torch
 from rotor.errors import RecomputationError
-from rotor.graph.emit import Emitted, deaths, emit
+from rotor.graph.emit import StepCode, deaths, emit
 from rotor.graph.handover import sharing
 from rotor.graph.lowering import Lowered
 from rotor.graph.proving import Prover, host_copy
@@ -178,7 +178,7 @@ class EarlyCode:
         What may raise after gradients have left.
     """
 
-    emitted: Emitted
+    emitted: StepCode
     groups: list[list[int]]
     gradients: int
     prover: Prover | None = None
@@ -228,7 +228,8 @@ class EarlyCode:
         return self.emitted.replayed
 
     def prepare(self) -> None:
-        """Everything is ready."""
+        """Do what must be done before a step is metered."""
+        self.emitted.prepare()
 
     def forward(self, args: list[Any]) -> Any:
         """Outputs, saved primals and the token, from the list of primals, which is emptied."""

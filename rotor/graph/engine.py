@@ -19,8 +19,8 @@ from rotor.graph.early import EarlyCode, EarlyStep, Owners
 from rotor.graph.emit import StepCode, checksums_of, emit
 from rotor.graph.estimate import rounded_as
 from rotor.graph.graph import Graph, Operation
-from rotor.graph.handover import with_handovers
-from rotor.graph.inductor import Inductor
+from rotor.graph.handover import MOST_HANDOVERS, with_handovers
+from rotor.graph.inductor import MOST_SEGMENTS, Inductor
 from rotor.graph.lowering import Lowered, Task
 from rotor.graph.profile import Cost
 from rotor.graph.program import Program, simulate
@@ -86,15 +86,16 @@ class CapturedStep:
 
     def __post_init__(self) -> None:
         self.lowered = self.captured.lowered
+        compiles = self.capture.backend == "inductor"
         if self.existing:
-            self.lowered, self.costs = with_handovers(self.lowered, self.costs, self.existing)
-        if self.capture.backend == "inductor":
+            most = MOST_SEGMENTS if compiles else MOST_HANDOVERS
+            self.lowered, self.costs = with_handovers(self.lowered, self.costs, self.existing, most)
+        if compiles:
             self.inductor = Inductor(self.lowered)
 
     def with_existing(self, existing: frozenset[int]) -> CapturedStep:
         """Return the same step where some gradients exist when it begins."""
-        if existing == self.existing or self.inductor is not None:
-            # What Inductor compiles gives all gradients in the end.
+        if existing == self.existing:
             return self
         if existing not in self._variants:
             self._variants[existing] = replace(self, existing=existing)
@@ -331,9 +332,10 @@ class GraphPlan(Metered):
     def _early_code(self, code: StepCode, spread: bool) -> EarlyCode | None:
         """The code that gives gradients early; ``None`` where none do, or it cannot be cut."""
         step = self.step
-        if step.owners is None or step.inductor is not None:
+        if step.owners is None:
             return None
-        if not spread or code is not self.emitted:
+        if not spread or code is not self.emitted or step.inductor is not None:
+            # What Inductor compiles is cut only where gradients exist.
             return code if isinstance(code, EarlyCode) else None
         if self._early is None:
             self._early = EarlyCode.of(step.lowered, self.program.ops.tolist(), spread=True)
@@ -381,13 +383,14 @@ class GraphPlan(Metered):
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raise TypeError for an option that `rotor.graph.plan` does not take."""
+    """Raise TypeError or ValueError for an option that `rotor.graph.plan` does not take."""
     unknown = sorted(set(options) - {"effort", "seed", "time_limit"})
     if unknown:
         raise TypeError(
             f"unknown option {unknown[0]!r}, expected effort, seed or time_limit of "
             "rotor.graph.plan"
         )
+    planner.check_effort(options.get("effort", "default"))
 
 
 def build_graph(lowered: Lowered, costs: list[Cost], loss_bytes: int) -> Graph:

@@ -12,9 +12,9 @@ from dataclasses import replace
 from rotor.graph.lowering import Lowered, Task
 from rotor.graph.profile import Cost
 
-__all__ = ["sharing", "with_handovers"]
+__all__ = ["MOST_HANDOVERS", "sharing", "with_handovers"]
 
-_MOST_HANDOVERS = 64
+MOST_HANDOVERS = 64
 """Gradients are handed over together up to this part of all their bytes."""
 
 
@@ -47,7 +47,7 @@ def sharing(lowered: Lowered, indices: Collection[int]) -> list[tuple[set[int], 
 
 
 def with_handovers(
-    lowered: Lowered, costs: Sequence[Cost], existing: Collection[int]
+    lowered: Lowered, costs: Sequence[Cost], existing: Collection[int], most: int = MOST_HANDOVERS
 ) -> tuple[Lowered, list[Cost]]:
     """Return the operations of a step in which some gradients exist, and their costs.
 
@@ -57,6 +57,8 @@ def with_handovers(
         The operations of a step in which every gradient is new.
     existing
         The gradients whose parameters have one.
+    most
+        Gradients are handed over together up to this part of all their bytes.
 
     Notes
     -----
@@ -88,7 +90,7 @@ def with_handovers(
         storages += lying_on
         is_last = place + 1 == len(timed)
         waits = not is_last and timed[place + 1][0] == position
-        enough = sum(sizes[s] for s in storages) * _MOST_HANDOVERS >= total
+        enough = sum(sizes[s] for s in storages) * most >= total
         if is_last or (enough and not waits):
             after[position] = Task(
                 name=f"accumulate_{len(after)}",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
@@ -21,7 +21,8 @@ from torch.fx.node import map_arg
 
 from rotor import _inductor, _torch
 from rotor.errors import CaptureError
-from rotor.graph.emit import check_versions, deaths, saved_primals
+from rotor.graph.early import EarlyCode
+from rotor.graph.emit import StepCode, check_versions, deaths, saved_primals
 from rotor.graph.lowering import Lowered, Task, Value
 
 __all__ = ["Attempt", "Inductor", "InductorCode", "draw_once"]
@@ -30,6 +31,9 @@ logger = logging.getLogger("rotor")
 
 MOST_ATTEMPTS = 3
 """Programs that are compiled and measured for one limit before FX takes over."""
+
+MOST_SEGMENTS = 16
+"""A compiled backward ends a graph when it holds this part of the bytes of existing gradients."""
 
 _MARGIN = 0.98
 _AS_PLANNED = {"layout_optimization": False, "realize_reads_threshold": 0}
@@ -217,8 +221,82 @@ def _is_operand(node: fx.Node) -> bool:
     return False
 
 
+Source = tuple[str, Any]
+Layouts = dict[Key, tuple[int, ...] | None]
+Run = Callable[[list[Any]], Any]
+
+
+class _Segment:
+    """A stretch of the backward that is compiled as one graph.
+
+    Parameters
+    ----------
+    builder
+        What has written its operations.
+    gradients
+        Numbers of the gradients that it gives.
+
+    Attributes
+    ----------
+    sources
+        (kind, which) of its inputs.
+    kept
+        What it makes for later segments.
+    dying
+        Its inputs that no later segment reads.
+    """
+
+    def __init__(self, builder: _Builder, gradients: Sequence[int]) -> None:
+        self.builder = builder
+        self.gradients = list(gradients)
+        self.nodes = [builder.lowered.gradients[index] for index in gradients]
+        for node in self.nodes:
+            if isinstance(node, fx.Node):
+                builder.reference(node)
+        self.sources = builder.ordered_inputs()
+        self.kept: list[Key] = []
+        self.dying: set[Source] = set()
+        self.run: Run | None = None
+
+    def finish(self, needed: set[Source]) -> None:
+        """Write its graph.
+
+        Parameters
+        ----------
+        needed
+            What later segments read; afterwards, what they and this one read.
+        """
+        self.kept = sorted(key for key in self.builder.made if ("kept", key) in needed)
+        needed.difference_update(("kept", key) for key in self.kept)
+        self.dying = set(self.sources) - needed
+        needed.update(self.sources)
+        self.module = self.builder.finish(self.nodes, self.kept)
+        _have_exact(self.module, range(len(self.nodes), len(self.nodes) + len(self.kept)))
+
+    def __call__(self, known: dict[Source, Any]) -> list[Any]:
+        """Return its gradients; what is known changes to what later segments read."""
+        assert self.run is not None
+        given = [known[source] for source in self.sources]
+        for source in self.dying:
+            del known[source]
+        results = list(self.run(given))
+        for key in reversed(self.kept):
+            known["kept", key] = results.pop()
+        return results
+
+
+def _have_exact(module: fx.GraphModule, indices: Iterable[int]) -> None:
+    """Have some of a graph's results keep the strides of the capture."""
+    returned = next(iter(module.graph.find_nodes(op="output")))
+    returned.meta["user_visible_output_idxs"] = [
+        index for index in indices if isinstance(returned.args[0][index], fx.Node)
+    ]
+
+
 class InductorCode:
     """The functions of a program, compiled when they are first asked for.
+
+    The backward is one graph, or several: each that ends where gradients are handed over.
 
     Parameters
     ----------
@@ -232,7 +310,9 @@ class InductorCode:
     Attributes
     ----------
     source
-        The two graphs as text.
+        The graphs as text.
+    groups
+        Numbers of the gradients that leave the backward, by the segment that gives them.
     replayed
         No operation replays a state of the random generator.
     seconds
@@ -249,22 +329,25 @@ class InductorCode:
         boundary = ops.index(lowered.loss)
         kept, _ = deaths(lowered, ops)
         self._done = [0] * len(lowered.tasks)
-        self._head, self._tail = _Builder(lowered), _Builder(lowered)
+        self._head = _Builder(lowered)
         self._write(self._head, ops[:boundary], kept[:boundary])
-        self._write(self._tail, ops[boundary + 1 :], kept[boundary + 1 :])
-        self._backward_module = self._tail.finish(lowered.gradients)
-        self._sources = self._tail.ordered_inputs()
-        self._kept = [which for kind, which in self._sources if kind == "kept"]
+        self._segments = self._cut(ops[boundary + 1 :], kept[boundary + 1 :])
+        needed: set[Source] = set()
+        for segment in reversed(self._segments):
+            segment.finish(needed)
+        self.groups = [segment.gradients for segment in self._segments]
+        self._needed = needed
+        self._kept: list[Key] = sorted(which for kind, which in needed if kind == "kept")
         self._number = len(lowered.outputs)
         self._forward_module = self._finish_forward()
         self._given = [which for _, which in self._head.ordered_inputs()]
-        self.source = f"{self._forward_module.code}\n{self._backward_module.code}"
-        self._run_forward: Callable[[list[Any]], Any] | None = None
-        self._run_backward: Callable[[list[Any]], Any] | None = None
+        modules = [self._forward_module, *(segment.module for segment in self._segments)]
+        self.source = "\n".join([module.code for module in modules])
+        self._run_forward: Run | None = None
         self._checked = self._outputs_kept()
         primals = {node: i for i, node in enumerate(lowered.primals)}
         self._saved = [primals[node] for node in saved_primals(lowered)]
-        read = {which for kind, which in self._sources if kind == "primal"}
+        read = {which for kind, which in needed if kind == "primal"}
         self._unsaved = sorted(read - set(self._saved))
 
     def _write(self, builder: _Builder, ops: Sequence[int], kept: Sequence[set[int]]) -> None:
@@ -272,13 +355,39 @@ class InductorCode:
             builder.run(index, self._done[index], used)
             self._done[index] += 1
 
+    def _cut(self, ops: Sequence[int], kept: Sequence[set[int]]) -> list[_Segment]:
+        """The backward, cut where gradients are handed over; the last gives all others."""
+        segments: list[_Segment] = []
+        rest = dict.fromkeys(range(len(self.lowered.gradients)))
+        begin = 0
+        for position, index in enumerate(ops):
+            over = self.lowered.tasks[index].gradients
+            if over:
+                segments.append(self._segment(ops, kept, begin, position, over))
+                begin = position + 1
+                for number in over:
+                    del rest[number]
+        if segments:
+            rest = {i: None for i in rest if self.lowered.gradients[i] is not None}
+        if rest or begin < len(ops) or not segments:
+            segments.append(self._segment(ops, kept, begin, len(ops), list(rest)))
+        return segments
+
+    def _segment(
+        self,
+        ops: Sequence[int],
+        kept: Sequence[set[int]],
+        begin: int,
+        end: int,
+        gradients: Sequence[int],
+    ) -> _Segment:
+        builder = _Builder(self.lowered)
+        self._write(builder, ops[begin:end], kept[begin:end])
+        return _Segment(builder, gradients)
+
     def _finish_forward(self) -> fx.GraphModule:
         module = self._head.finish(self.lowered.outputs, self._kept)
-        exact = range(len(self.lowered.mutated), self._number + len(self._kept))
-        returned = next(iter(module.graph.find_nodes(op="output")))
-        returned.meta["user_visible_output_idxs"] = [
-            index for index in exact if isinstance(returned.args[0][index], fx.Node)
-        ]
+        _have_exact(module, range(len(self.lowered.mutated), self._number + len(self._kept)))
         return module
 
     def _outputs_kept(self) -> list[int]:
@@ -310,9 +419,12 @@ class InductorCode:
                 self._forward_module, self._head, {}, is_backward=False
             )
             layouts = dict(zip(self._kept, strides[self._number :], strict=True))
-            self._run_backward, _ = self._compiled(
-                self._backward_module, self._tail, layouts, is_backward=True
-            )
+            for segment in self._segments:
+                segment.run, strides = self._compiled(
+                    segment.module, segment.builder, layouts, is_backward=True
+                )
+                made = strides[len(segment.nodes) :]
+                layouts.update(zip(segment.kept, made, strict=True))
         except Exception as error:
             raise RuntimeError(
                 f'Inductor could not compile the planned step; backend="fx" needs no compiler. '
@@ -322,13 +434,8 @@ class InductorCode:
         logger.info("compiled by Inductor in %.3g s", self.seconds)
 
     def _compiled(
-        self,
-        module: fx.GraphModule,
-        builder: _Builder,
-        layouts: dict[Key, tuple[int, ...] | None],
-        *,
-        is_backward: bool,
-    ) -> tuple[Callable[[list[Any]], Any], list[tuple[int, ...] | None]]:
+        self, module: fx.GraphModule, builder: _Builder, layouts: Layouts, *, is_backward: bool
+    ) -> tuple[Run, list[tuple[int, ...] | None]]:
         values = []
         with torch.no_grad(), _torch.fake_mode_of(self.lowered.primals + self.lowered.tangents):
             for source, node in zip(
@@ -365,21 +472,50 @@ class InductorCode:
 
     def backward(self, args: list[Any]) -> Any:
         """The gradients, from the list of saved primals, token and tangents, which is emptied."""
+        known = self._known(args)
+        (segment,) = self._segments
+        return tuple(segment(known))
+
+    def backward_in_parts(
+        self, args: list[Any], given: dict[int, torch.Tensor | None]
+    ) -> Generator[None, None, None]:
+        """Stop before the first segment, and after each; gradients go to the dictionary."""
+        known = self._known(args)
+        yield
+        for segment in self._segments:
+            given.update(zip(segment.gradients, segment(known), strict=True))
+            yield
+
+    def _known(self, args: list[Any]) -> dict[Source, Any]:
+        """What the backward reads, from its arguments, which are emptied."""
         self.prepare()
-        assert self._run_backward is not None
         count = len(self._saved)
         checks, unsaved, kept = args[count].kept
         check_versions(checks)
-        known: dict[tuple[str, Any], Any] = {("primal", i): t for i, t in unsaved.items()}
+        known: dict[Source, Any] = {("primal", i): t for i, t in unsaved.items()}
         known.update((("primal", i), t) for i, t in zip(self._saved, args, strict=False))
         known.update((("tangent", i), t) for i, t in enumerate(args[count + 1 :]))
         known.update((("kept", key), t) for key, t in zip(self._kept, kept, strict=True))
         if not _torch.keeps_graph():
             args[count].kept.clear()
         args.clear()
-        given = [known[source] for source in self._sources]
-        del checks, unsaved, kept, known
-        return tuple(self._run_backward(given))
+        return {source: t for source, t in known.items() if source in self._needed}
+
+    def in_parts(self) -> EarlyCode:
+        """Its code for a backward that stops where gradients are handed over."""
+        return EarlyCode(_InParts(self), self.groups, len(self.lowered.gradients))
+
+
+class _InParts:
+    """Code whose backward is a generator."""
+
+    replayed = 0
+
+    def __init__(self, code: InductorCode) -> None:
+        self.source = code.source
+        self.forward = code.forward
+        self.backward: Callable[..., Any] = code.backward_in_parts
+        self.prepare = code.prepare
 
 
 @dataclass
@@ -397,13 +533,15 @@ class Inductor:
     lowered: Lowered
     attempts: list[Attempt] = field(default_factory=list)
     apart: int = _NEAR
-    _codes: dict[tuple[tuple[int, ...], int], InductorCode] = field(default_factory=dict)
+    _codes: dict[tuple[tuple[int, ...], int], StepCode] = field(default_factory=dict)
 
-    def code(self, ops: Sequence[int]) -> InductorCode:
+    def code(self, ops: Sequence[int]) -> StepCode:
         """The functions of a program: those that are there already, or new ones."""
         key = (tuple(int(index) for index in ops), self.apart)
         if key not in self._codes:
-            self._codes[key] = InductorCode(self.lowered, *key)
+            code = InductorCode(self.lowered, *key)
+            in_parts = any(task.gradients for task in self.lowered.tasks)
+            self._codes[key] = code.in_parts() if in_parts else code
         return self._codes[key]
 
     def begin(self) -> None:

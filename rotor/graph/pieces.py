@@ -358,6 +358,8 @@ def discover(
             if not search.changed:
                 break
             worth -= search.changed
+    except memory.MeterBusyError:
+        raise
     except (NeedsBackward, NotImplementedError, RuntimeError) as error:
         # Such as transforms of torch.func, which run under no hooks for what autograd saves.
         logger.info("no parts of the model can be captured: %s", error)

@@ -24,6 +24,11 @@ _MOST_POINTS = 10_000
 _LARGEST_EFFORT = 1_000_000
 
 
+def check_effort(effort: str | int) -> None:
+    """Raise TypeError or ValueError where `plan` takes no such effort."""
+    _effort(effort, _EFFORTS)
+
+
 def _effort(effort: str | int, named: dict[str, tuple[int, int]]) -> tuple[int, int]:
     if isinstance(effort, str):
         if effort not in named:

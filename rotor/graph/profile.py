@@ -20,6 +20,7 @@ from torch import fx
 from rotor import _torch, cache, memory
 from rotor.graph.lowering import Lowered, Task
 from rotor.graph.repeating import NOT_RUN, UNTESTED, tested
+from rotor.metering import check_idle
 from rotor.recompute import generators_kept
 from rotor.timing import is_single, measure_ns
 
@@ -238,6 +239,11 @@ def profile(
         The joint graph's inputs, where they are at hand; they are read, not changed.
     progress
         Called with (operations measured, distinct operations).
+
+    Raises
+    ------
+    MeterBusyError
+        Some operation has to be measured, and a profiler or another meter runs.
     """
     keys = keys_of(lowered, device)
     distinct = {key: task for key, task in zip(keys, lowered.tasks, strict=True) if key}
@@ -249,6 +255,7 @@ def profile(
             known[key] = cost
     todo = [key for key in distinct if key not in known]
     if todo:
+        check_idle(device)
         arguments = _Arguments(lowered, primals)
         tasks = [distinct[key] for key in todo]
         fresh = _measure(tasks, arguments, lowered, device, progress)
