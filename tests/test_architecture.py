@@ -161,7 +161,7 @@ C_LEVELS = {
     "csrc/rotor": [
         ["core"],
         ["bits", "chain", "checksum_blocks", "dataflow", "heuristics"],
-        ["probe", "probe_cuda", "vector", "envelope"],
+        ["probe", "probe_cuda", "timing", "vector", "envelope"],
         [
             "checksum",
             "classes",
@@ -184,7 +184,14 @@ C_LEVELS = {
     "csrc/python": [
         ["support"],
         ["bind_candidate", "bind_chain", "bind_checksum", "bind_log", "bind_log_writer"],
-        ["bind_planner", "bind_probe", "bind_solvers", "bind_classic", "bind_replay"],
+        [
+            "bind_planner",
+            "bind_probe",
+            "bind_timing",
+            "bind_solvers",
+            "bind_classic",
+            "bind_replay",
+        ],
         ["bind_dtr_book", "bind_dtr_types", "bind_dtr_nodes", "bind_dtr_repeat", "bind_dtr"],
         ["bind_dtr_private", "bind_dtr_made", "bind_dtr_reading", "bind_dtr_replay"],
         ["bind_dtr_handler", "bind_dtr_session"],

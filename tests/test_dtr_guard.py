@@ -39,7 +39,7 @@ def make():
 def is_evicted(session, tensor):
     with _dispatch.without_functions():
         ref = session._table[_dispatch.storage_key(tensor.untyped_storage())]
-    return not session._book.describe(ref.node)[1]
+    return not session._book.describe(ref.node).is_material
 
 
 def address(tensor):

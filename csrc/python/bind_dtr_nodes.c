@@ -132,29 +132,80 @@ static PyObject *py_recorder_evicted(METHOD_ARGUMENTS) {
     return py_book_answer(self, type, status, list);
 }
 
-PyDoc_STRVAR(describe_doc,
-             "describe($self, node, /)\n--\n\n"
-             "(nbytes, is_material, is_source, is_live, locks, needed, version, record) of a "
-             "node; record is None for a source.");
+enum {
+    NODE_NBYTES,
+    NODE_IS_MATERIAL,
+    NODE_IS_SOURCE,
+    NODE_IS_LIVE,
+    NODE_LOCKS,
+    NODE_NEEDED,
+    NODE_VERSION,
+    NODE_RECORD,
+    NODE_FIELDS
+};
+
+static PyStructSequence_Field node_fields[NODE_FIELDS + 1] = {
+    [NODE_NBYTES] = {"nbytes", "Bytes of its storage."},
+    [NODE_IS_MATERIAL] = {"is_material", "It is in memory."},
+    [NODE_IS_SOURCE] = {"is_source", "No record makes it: it stays in memory."},
+    [NODE_IS_LIVE] = {"is_live", "The program holds its storage."},
+    [NODE_LOCKS] = {"locks", "Uses that keep it in memory now."},
+    [NODE_NEEDED] = {"needed", "Records that read it."},
+    [NODE_VERSION] = {"version", "How often its storage was written to before."},
+    [NODE_RECORD] = {"record", "The record that makes it; None for a source."},
+};
+
+static PyStructSequence_Desc node_description = {
+    .name = "rotor._core.NodeState",
+    .doc = "The state of a node of a Recorder (csrc/rotor/recorder.h).",
+    .fields = node_fields,
+    .n_in_sequence = NODE_FIELDS,
+};
+
+int py_add_node_state(PyObject *module) {
+    PyTypeObject *type = PyStructSequence_NewType(&node_description);
+    if (type == NULL) {
+        return -1;
+    }
+    type->tp_flags |= Py_TPFLAGS_IMMUTABLETYPE;
+    py_state(module)->node_type = type;
+    return PyModule_AddType(module, type);
+}
+
+PyDoc_STRVAR(describe_doc, "describe($self, node, /)\n--\n\nThe state of a node.");
 
 static PyObject *py_recorder_describe(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
     rotor_recorder_t *book = &self->book;
     int32_t node;
-    (void)type;
     if (py_book_expect("describe", count, 1, names) != 0 ||
         py_book_read_node(self, args[0], &node) != 0) {
         return NULL;
     }
     const rotor_node_t *found = &book->nodes[node];
-    PyObject *record =
-        found->op >= 0 && self->records[found->op] != NULL ? self->records[found->op] : Py_None;
-    return Py_BuildValue("LNNNiiiO", (long long)found->bytes,
-                         PyBool_FromLong(rotor_recorder_is_material(book, node)),
-                         PyBool_FromLong((found->state & ROTOR_NODE_SOURCE) != 0),
-                         PyBool_FromLong((found->state & ROTOR_NODE_LIVE) != 0),
-                         (int)book->eviction.candidates[node].locks, (int)found->needed,
-                         (int)found->version, record);
+    PyObject *record = found->op >= 0 ? self->records[found->op] : NULL;
+    PyObject *values[NODE_FIELDS] = {
+        [NODE_NBYTES] = PyLong_FromLongLong(found->bytes),
+        [NODE_IS_MATERIAL] = PyBool_FromLong(rotor_recorder_is_material(book, node)),
+        [NODE_IS_SOURCE] = PyBool_FromLong((found->state & ROTOR_NODE_SOURCE) != 0),
+        [NODE_IS_LIVE] = PyBool_FromLong((found->state & ROTOR_NODE_LIVE) != 0),
+        [NODE_LOCKS] = PyLong_FromLong(book->eviction.candidates[node].locks),
+        [NODE_NEEDED] = PyLong_FromLong(found->needed),
+        [NODE_VERSION] = PyLong_FromLong(found->version),
+        [NODE_RECORD] = Py_NewRef(record == NULL ? Py_None : record),
+    };
+    PyObject *state = PyStructSequence_New(py_state(PyType_GetModule(type))->node_type);
+    for (int k = 0; k < NODE_FIELDS; k++) {
+        if (state != NULL) {
+            PyStructSequence_SetItem(state, k, values[k]);
+        } else {
+            Py_XDECREF(values[k]);
+        }
+    }
+    if (PyErr_Occurred()) {
+        Py_CLEAR(state);
+    }
+    return state;
 }
 
 PyDoc_STRVAR(nodes_doc, "nodes($self, /)\n--\n\nThe numbers of all nodes.");
