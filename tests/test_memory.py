@@ -558,6 +558,13 @@ class _FakeCuda:
             "get_per_process_memory_fraction",
         ):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(_core, "cuda_memory", self.cuda_memory)
+
+    def cuda_memory(self, device, cuda_library, nvml_library):
+        assert (device, cuda_library, nvml_library) == (0, None, "")
+        return {"free_bytes": self.driver_free, "total_bytes": 20_000}
+
+    driver_free = -1
 
     def allocate(self, nbytes):
         self.current += nbytes
@@ -608,6 +615,14 @@ def test_cached_memory_counts_as_free_on_cuda(monkeypatch):
     assert memory.free_bytes("cuda:0") == 5000 - 1000
     cuda.fraction = 0.01
     assert memory.free_bytes("cuda:0") == 0
+
+
+def test_the_driver_is_asked_before_pytorch(monkeypatch):
+    cuda = _FakeCuda(monkeypatch)
+    cuda.driver_free = 6000
+    assert memory.free_bytes("cuda:0") == 6000 + 4000 - 1000
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert memory.free_bytes("cuda") == 6000 + 4000 - 1000
 
 
 def test_gradients_of_a_wrapper_subclass_count_by_what_is_inside():

@@ -128,7 +128,8 @@ PyDoc_STRVAR(cuda_memory_doc,
              "\"\" where it is.\n"
              "\n"
              "``free_bytes`` and ``total_bytes`` are the driver's, where the device's context is\n"
-             "active; ``nvml_*`` count all processes. The libraries are opened when they exist.");
+             "active; ``nvml_*`` count all processes. The libraries are opened when they exist;\n"
+             "an empty name opens none.");
 
 static PyObject *py_cuda_memory(PyObject *module, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"device", "cuda_library", "nvml_library", NULL};

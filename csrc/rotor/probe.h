@@ -76,7 +76,7 @@ typedef struct {
 
 /*
  * The memory of a CUDA device by its ordinal in this process. The libraries are opened with dlopen:
- * NULL for the usual names. This never initialises CUDA; where it is not initialised, NVML is asked
+ * NULL for the usual names, "" for none. This never initialises CUDA; where it is not initialised, NVML is asked
  * for its device of the same index, unless CUDA_VISIBLE_DEVICES makes the indices differ.
  */
 void rotor_probe_cuda(int device, const char *cuda_library, const char *nvml_library,

@@ -37,6 +37,9 @@ static bool find(void *library, const char *name, void *function) {
 }
 
 static void *open_first(const char *given, const char *const *usual) {
+    if (given != NULL && given[0] == '\0') {
+        return NULL;
+    }
     if (given != NULL) {
         return dlopen(given, RTLD_LAZY | RTLD_LOCAL);
     }
