@@ -119,14 +119,18 @@ class ShardedParameter:
             return found
         return None if self.whole is None else self.whole.grad
 
-    def take_gradients(self) -> tuple[Any, Any, Any]:
-        """Take its gradients away: for `put_gradients`."""
+    def gradients(self) -> tuple[Any, Any, Any]:
+        """Its gradients as they are: for `put_gradients`."""
         whole = getattr(self._param, "_unsharded_param", None)
-        taken = (
+        return (
             self._param.sharded_param.grad,
             None if whole is None else whole.grad,
             self._param.unsharded_accumulated_grad,
         )
+
+    def take_gradients(self) -> tuple[Any, Any, Any]:
+        """Take its gradients away: for `put_gradients`."""
+        taken = self.gradients()
         self.put_gradients((None, None, None))
         return taken
 
@@ -251,6 +255,11 @@ class Unit:
         from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
         self._state._training_state = TrainingState.IDLE
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a sharded tensor; any other one as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def units() -> list[Unit]:

@@ -9,7 +9,7 @@ import torch
 
 from rotor import _dispatch, _torch
 
-__all__ = ["Additions"]
+__all__ = ["Additions", "Arrivals"]
 
 
 class Additions:
@@ -104,6 +104,40 @@ class Additions:
             None if id(leaf) in self._taken else gradient
             for leaf, gradient in zip(asked, gradients, strict=True)
         ]
+
+
+class Arrivals:
+    """Gradients that a backward is still to make, while it runs.
+
+    Parameters
+    ----------
+    leaves
+        The tensors whose gradients are asked for; existing ones take no more memory.
+    """
+
+    def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
+        self._leaves = [leaf for leaf in leaves if leaf.grad is None]
+        self._missing = {id(leaf): leaf.nbytes for leaf in self._leaves}
+        self._hooks: list[Any] = []
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes of the gradients that have not been made."""
+        return sum(self._missing.values())
+
+    def __enter__(self) -> Self:
+        missing = self._missing
+        for key, leaf in zip(self._missing, self._leaves, strict=True):
+            self._hooks.append(
+                leaf.register_hook(lambda _, key=key: missing.pop(key, None) and None)
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._leaves.clear()
 
 
 def _exists(leaf: torch.Tensor) -> bool:

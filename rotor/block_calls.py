@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from rotor import _torch
+from rotor import _fsdp, _torch
 from rotor.blocks import BlockStage
-from rotor.graph.probing import Saves
+from rotor.graph.probing import Saves, unchanged
 from rotor.replacing import Replaced
 from rotor.sharded import Sharding
+from rotor.stages import gradients_aside
 from rotor.values import Flags, check_output, grad_flags, tensors_of, versions
 
-__all__ = ["Calls", "candidates"]
+__all__ = ["Calls", "apart", "candidates"]
 
 _SIMPLE = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -48,6 +50,32 @@ def candidates(model: nn.Module, sharding: Sharding) -> list[BlockStage]:
             "block first, then on the model (docs/fsdp.md)"
         )
     return stages
+
+
+@contextmanager
+def apart(model: nn.Module, sharding: Sharding, device: torch.device) -> Iterator[None]:
+    """A training step of which nothing is left, in the model's forward or before the first."""
+    sharded = {id(p.shard) for unit in sharding.units for p in unit.parameters}
+    sharded |= {id(p.whole) for unit in sharding.units for p in unit.parameters}
+    plain = [p for p in model.parameters() if id(p) not in sharded]
+    root = sharding.root
+    inner = [unit for unit in sharding.units if unit is not root]
+    with ExitStack() as stack:
+        stack.enter_context(unchanged(model, device))
+        stack.enter_context(_fsdp.undisturbed(sharding.units))
+        if root is not None and not root.is_gathered:
+            root.gather()
+            stack.callback(root.reshard)
+        stack.enter_context(_fsdp.alone(inner))
+        try:
+            with gradients_aside(plain):
+                yield
+        finally:
+            for unit in sharding.units:
+                for sharded_parameter in unit.parameters:
+                    sharded_parameter.put_gradients((None, None, None))
+            for unit in inner:
+                unit.reshard()
 
 
 class Calls:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from rotor import _torch
+from rotor.block_proofs import BlocksProof
 from rotor.blocks import BlockStage
 from rotor.distributed import Ranks, digest
 from rotor.graph.assembly import Option
@@ -68,6 +69,7 @@ class BlockGraph:
         kwargs: Any,
         told: Callable[[str], None] | None,
         k: int,
+        proof: BlocksProof | None,
     ) -> tuple[Any, bool]:
         """What the block gives under a program, and whether it could be run.
 
@@ -79,11 +81,18 @@ class BlockGraph:
             The call; what stands for the block's forward must be away.
         told, k
             Called with "backward k" and "before k" where the backward begins and ends.
+        proof
+            Where what the program computes again is compared.
         """
         if described_call(args, kwargs) != self.signature:
             return None, False
         marks = None if told is None else backward_marks(told, k)
-        output, failed = self.kind.call(self.kind.emitted(number), module, args, kwargs, marks)
+        code = self.kind.emitted(number)
+        verified = None if proof is None else self.kind.verified(number)
+        if verified is not None and proof is not None:
+            code, prover = verified
+            prover.tally, prover.place = proof, proof.names[k]
+        output, failed = self.kind.call(code, module, args, kwargs, marks)
         return output, not failed
 
 

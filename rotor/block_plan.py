@@ -8,8 +8,7 @@ every block computed again. What lies between the blocks is metered with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, ClassVar
@@ -17,20 +16,20 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rotor import _fsdp, memory
-from rotor.block_calls import Calls
+from rotor import memory
+from rotor.block_calls import Calls, apart
 from rotor.block_graphs import BlockGraph, GraphCalls, share_graphs
+from rotor.block_proofs import Kept, observe_blocks
 from rotor.blocks import AGAIN, FIRST_PROGRAM, KEPT, BlockStage, BlockStep
+from rotor.checksums import NO_ROOM, has_room
 from rotor.distributed import RankError, Ranks
 from rotor.errors import InfeasibleError
 from rotor.graph.assembly import Bases, Option, choose, least_bytes, simulate
 from rotor.graph.kinds import Captures
 from rotor.graph.pieced import PiecesPlan
-from rotor.graph.probing import unchanged
 from rotor.metering import StepBytes
 from rotor.progress import progress
 from rotor.sharded import Sharding
-from rotor.stages import gradients_aside
 from rotor.timing import Clock
 from rotor.values import Flags, map_tensors, tensors_of, tensors_within
 
@@ -60,6 +59,8 @@ class Block:
         Why nothing was.
     is_lost
         A step could not run its graph, which is not used any more.
+    kept
+        Why it is never computed again.
     """
 
     stage: BlockStage
@@ -68,6 +69,7 @@ class Block:
     graph: BlockGraph | None = field(default=None, repr=False)
     whole: str = ""
     is_lost: bool = False
+    kept: Kept = field(default_factory=Kept)
 
     @property
     def name(self) -> str:
@@ -75,7 +77,12 @@ class Block:
         return self.stage.name
 
     def open_options(self) -> list[Option]:
-        """The options; those of a graph that is lost are to compute the block again."""
+        """The options; those of a graph that is lost are to compute the block again.
+
+        All options of a block that does not repeat are to keep it.
+        """
+        if self.kept.reason:
+            return [self.options[KEPT]] * len(self.options)
         if not self.is_lost:
             return self.options
         programs = [self.options[AGAIN]] * len(self.options[FIRST_PROGRAM:])
@@ -161,18 +168,42 @@ class BlocksPlan(PiecesPlan):
     parts_label: ClassVar[str] = "blocks"
     is_watched: ClassVar[bool] = False  # what gloo frees on its threads would be taken for growth
 
+    verify: str | int = "first"
+    refuted: bool = False
+
     def __post_init__(self) -> None:
-        """Nothing is compared."""
+        """What is chosen for blocks that do not repeat is to keep them."""
+        self.choice = [
+            KEPT if block.kept.reason else k
+            for block, k in zip(self.blocks, self.choice, strict=True)
+        ]
+        self.recomputes = any(self.recomputed) or any(
+            block.graph is not None
+            and k >= FIRST_PROGRAM
+            and block.graph.kind.verified(k - FIRST_PROGRAM) is not None
+            for block, k in zip(self.blocks, self.choice, strict=True)
+        )
 
     @property
     def is_refuted(self) -> bool:
-        """Nothing is compared."""
-        return False
+        """A block was seen to give other bits when it ran again."""
+        return self.refuted
+
+    def is_verified(self, verify: str | int) -> bool:
+        """Return whether the next step is verified, as all ranks do."""
+        del verify
+        if not self.recomputes:
+            return False
+        is_due = self.proved.is_due(self.verify)
+        self.proved.ran += 1
+        return is_due
 
     @property
     def proof(self) -> str:
-        """Text that claims nothing."""
-        return "not proved: blocks of sharded models are not compared"
+        """What verified steps have shown, as text."""
+        if not self.recomputes:
+            return "nothing is recomputed"
+        return self.proved.text(self.verify)
 
     @property
     def blocks(self) -> list[Block]:
@@ -200,8 +231,10 @@ class BlocksPlan(PiecesPlan):
     @property
     def parts(self) -> str:
         """How many blocks there are, and why some have no graph."""
-        whole = {block.name: block.whole for block in self.blocks if block.whole}
+        whole = {b.name: b.whole for b in self.blocks if b.whole and not b.kept.reason}
         told = "".join(f"; {name} whole: {reason}" for name, reason in whole.items())
+        kept = {block.name: block.kept.reason for block in self.blocks if block.kept.reason}
+        told += "".join(f"; {name} never computed again: {why}" for name, why in kept.items())
         return f"{len(self.blocks)}{told}"
 
     def told_over(self) -> str:
@@ -216,32 +249,6 @@ class BlocksPlan(PiecesPlan):
 
 
 Call = Callable[[], Any]
-
-
-@contextmanager
-def _apart(model: nn.Module, sharding: Sharding, device: torch.device) -> Iterator[None]:
-    """A training step of which nothing is left, in the model's forward or before the first."""
-    sharded = {id(p.shard) for unit in sharding.units for p in unit.parameters}
-    sharded |= {id(p.whole) for unit in sharding.units for p in unit.parameters}
-    plain = [p for p in model.parameters() if id(p) not in sharded]
-    root = sharding.root
-    inner = [unit for unit in sharding.units if unit is not root]
-    with ExitStack() as stack:
-        stack.enter_context(unchanged(model, device))
-        stack.enter_context(_fsdp.undisturbed(sharding.units))
-        if root is not None and not root.is_gathered:
-            root.gather()
-            stack.callback(root.reshard)
-        stack.enter_context(_fsdp.alone(inner))
-        try:
-            with gradients_aside(plain):
-                yield
-        finally:
-            for unit in sharding.units:
-                for sharded_parameter in unit.parameters:
-                    sharded_parameter.put_gradients((None, None, None))
-            for unit in inner:
-                unit.reshard()
 
 
 # -- measuring
@@ -314,9 +321,10 @@ def measure_blocks(
     device = tensors_of(arguments)[0].device
     own = map_tensors(arguments, lambda t: t.detach().requires_grad_(t.requires_grad))
     calls = Calls(model, stages, own)
-    with _apart(model, sharding, device):
+    with apart(model, sharding, device):
         calls.run(lambda: call(own))
-    by_module = {stage.module: stage for stage in stages}
+    # State that was found for other inputs stays with the plans for those.
+    by_module = {s.module: BlockStage(s.name, s.module, sharding) for s in stages}
     blocks = [
         Block(by_module[module], flags)
         for module, flags in calls.found.items()
@@ -337,7 +345,13 @@ def measure_blocks(
             f"none of the sharded modules could be computed again by itself ({told}): shard "
             "modules that take what they need as arguments and are called once in a forward"
         )
-    with _apart(model, sharding, device):
+    with apart(model, sharding, device):
+        kept = observe_blocks(
+            model, [block.stage for block in blocks], lambda: call(own), own, sharding.ranks
+        )
+    for block, why in zip(blocks, kept, strict=True):
+        block.kept = why
+    with apart(model, sharding, device):
         _capture(model, blocks, lambda: call(own), own, captures)
     for block, (graph, reason) in zip(
         blocks, share_graphs(sharding.ranks, [block.graph for block in blocks]), strict=True
@@ -345,7 +359,7 @@ def measure_blocks(
         block.graph, block.whole = graph, block.whole or reason
     rounds = []
     for _ in range(_ROUNDS):
-        with _apart(model, sharding, device):
+        with apart(model, sharding, device):
             rounds.append(_measured(blocks, lambda: call(own), device, preserve_rng_state))
     found = _priced(blocks, rounds, sharding, device, has_loss=has_loss, outside=outside)
     return _joined(sharding.ranks, found)
@@ -355,12 +369,15 @@ def _capture(
     model: nn.Module, blocks: Sequence[Block], call: Call, arguments: Any, captures: Captures
 ) -> None:
     """Capture the blocks of which a graph can be had."""
-    calls = GraphCalls(model, [block.stage for block in blocks], arguments, captures)
+    free = [b.stage for b in blocks if not (b.kept.reason or b.kept.has_state)]
+    calls = GraphCalls(model, free, arguments, captures)
     with progress(len(blocks), "capturing the blocks of the model") as update:
         calls.run(call, update)
     for block in blocks:
         block.graph = calls.found.get(block.stage.module)
         block.whole = calls.reasons.get(block.stage.module, "")
+        if block.kept.has_state:
+            block.whole = "it changes state in Python"
 
 
 def _measured(
@@ -451,7 +468,7 @@ def _options(
     forward, again, back = map(time_ns, ("forward", "backward", "recorded"))
     recomputed = Option(0, 0, 0, forward + again + back)
     if f"backward {k}" not in segments:
-        return [recomputed]
+        return [recomputed, recomputed]
     begun, without, _ = segments[f"forward {k}"]
     started, peak, ended = segments[f"backward {k}"]
     kept = Option(
@@ -522,6 +539,7 @@ def make_blocks_plan(
     *,
     reserve_bytes: int = 0,
     loss_tmp_bytes: int = 0,
+    verify: str | int = "first",
 ) -> BlocksPlan:
     """The fastest choice under the least limit of all ranks, made by the first of them.
 
@@ -536,6 +554,8 @@ def make_blocks_plan(
     loss_tmp_bytes
         What a loss that nobody has seen yet needs beside the gradient of the output; 0: it is
         assumed to need 4 times the output, its gradient included.
+    verify
+        The steps in which recomputed values are compared; that of the first rank holds.
 
     Raises
     ------
@@ -549,7 +569,7 @@ def make_blocks_plan(
     bases = blocks.with_assumed_loss(loss_tmp_bytes).bases
     assumed = least_bytes(options, bases) + reserve
 
-    def decide() -> list[int]:
+    def decide() -> tuple[list[int], str | int]:
         if least > limit:
             raise InfeasibleError(
                 f"no plan fits in {limit} bytes: whatever is computed again in its {len(options)} "
@@ -557,11 +577,11 @@ def make_blocks_plan(
                 "or a smaller batch",
                 least,
             )
-        return choose(options, bases, max(limit, assumed) - reserve)
+        return choose(options, bases, max(limit, assumed) - reserve), verify
 
-    choice = ranks.decide(decide)
+    choice, verify = ranks.decide(decide)
     blocks = replace(blocks, bases=bases)
-    return BlocksPlan(
+    plan = BlocksPlan(
         blocks.device,
         "the model is sharded",
         blocks,  # type: ignore[arg-type]
@@ -570,4 +590,9 @@ def make_blocks_plan(
         limit,
         assumed,
         reserve_bytes=reserve,
+        verify=verify,
     )
+    values = 3 * sum(len(block.flags) for block in blocks.sites)
+    if not has_room(blocks.device, values, limit):
+        plan.proved.unproved = NO_ROOM
+    return plan

@@ -46,6 +46,16 @@ class Marks(Protocol):
         """Begin a part of the step."""
 
 
+class Comparisons(Protocol):
+    """Where what is made again in a step is compared with what was made first."""
+
+    def first(self, k: int, value: Any) -> None:
+        """Note the output of block k when it is made for the first time."""
+
+    def again(self, k: int, value: Any) -> None:
+        """Compare the output of block k, made again."""
+
+
 class Programs(Protocol):
     """A captured block."""
 
@@ -57,6 +67,7 @@ class Programs(Protocol):
         kwargs: Any,
         told: Callable[[str], None] | None,
         k: int,
+        proof: Any,
     ) -> tuple[Any, bool]:
         """What it gives under a program, and whether that could be run."""
 
@@ -150,6 +161,8 @@ class BlockCall:
     told
         Called at the begin of the backward, between recomputation and gradients, and at the end:
         with "backward", "recorded" and "before".
+    proof, k
+        Where its output is compared, as that of block `k`; ``None`` in steps that are not verified.
 
     Attributes
     ----------
@@ -167,8 +180,12 @@ class BlockCall:
         token: torch.Tensor,
         rng: RngTracker | None,
         told: Callable[[str], None] | None,
+        proof: Comparisons | None,
+        k: int,
     ) -> None:
         self.flags = flags
+        self._proof = proof
+        self._k = k
         self.token = token
         self.is_done = False
         self._stage = stage
@@ -191,6 +208,8 @@ class BlockCall:
         with torch.no_grad():
             y = self._stage((self._forward, self._value))
             self._snapshot.finish()
+        if self._proof is not None:
+            self._proof.first(self._k, y)
         if self._autocast.enabled:
             torch.clear_autocast_cache()
         if versions((args, kwargs)) != self._versions:
@@ -270,6 +289,8 @@ class BlockCall:
         with torch.enable_grad():
             leaves, wanted = as_leaves(self._value, self._input_flags)
             y = self._snapshot.recompute((self._forward, leaves), last=True)
+            if self._proof is not None:
+                self._proof.again(self._k, y)
             cell: list[Any] = []
             root = apply_handoff(cell, self.token, *flagged(y, self.flags))
         if self._autocast.enabled:
@@ -306,6 +327,8 @@ class BlockStep:
         Where "forward k", "after k", "backward k" and "before k" are told, for block k.
     details
         Tell "recorded k" too, between recomputation and backward.
+    proof
+        Where what is made again is compared; ``None`` in steps that are not verified.
 
     Attributes
     ----------
@@ -326,7 +349,9 @@ class BlockStep:
         preserve_rng_state: bool = True,
         marks: Marks | None = None,
         details: bool = False,
+        proof: Any = None,
     ) -> None:
+        self._proof = proof
         self._stages = stages
         self._flags = flags
         self._choice = choice
@@ -388,6 +413,8 @@ class BlockStep:
             self._token,
             self._rng,
             self._teller(k),
+            self._proof,
+            k,
         )
         self.latest = call
         return call.run(args, kwargs)
@@ -398,7 +425,7 @@ class BlockStep:
         module = self._stages[k].module
         told = None if self._marks is None else self._marks.mark
         with self._replaced.paused(module):
-            y, is_done = graph.run(number, module, args, kwargs, told, k)
+            y, is_done = graph.run(number, module, args, kwargs, told, k, self._proof)
         if not is_done:
             self.failed.append(k)
         return y, is_done

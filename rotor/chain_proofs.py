@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from rotor.inspection import Inspection
+from rotor.metering import cancel_running
 from rotor.observing import Observation
 from rotor.plan import Plan
+from rotor.sharded_proofs import ShardedProof
 from rotor.stage_proofs import StepProof
 from rotor.stages import Stage, Structure
 
@@ -62,9 +64,18 @@ class ProvedChain:
             Values in the graph leave a stage of a sharded model otherwise than by its output.
         """
         leaving = [i for i, s in enumerate(seen) if s.leaves or s.is_fed]
-        if leaving:
-            i = leaving[0]
-            reason = f"stage {stages[i].name}: {seen[i].reason()}"
+        reason = f"stage {stages[leaving[0]].name}: {seen[leaving[0]].reason()}" if leaving else ""
+        varying = [
+            f"{stage.name} ({' and '.join(type(f).__name__ for f in stage.functions)})"
+            for stage, s in zip(stages, seen, strict=True)
+            if not s.repeats
+        ]
+        if self._sharding is not None:
+            # All ranks go on, or none does.
+            found = self._sharding.ranks.exchange((reason, varying))
+            reason = next((other for other, _ in found if other), "")
+            varying = list(dict.fromkeys(name for _, names in found for name in names))
+        if reason:
             if self._sharding is not None:
                 raise RuntimeError(
                     f"{reason}, which recomputing stages of a sharded model would lose: return it "
@@ -74,7 +85,6 @@ class ProvedChain:
             shares = self._ranks is not None
             if self.engine == "auto" and self.preserve_rng_state and not (is_fed or shares):
                 raise NeedsGraph(reason)
-        varying = [stage.name for stage, s in zip(stages, seen, strict=True) if not s.repeats]
         if varying:
             self._warn_once(  # type: ignore[attr-defined]
                 "varying",
@@ -112,15 +122,17 @@ class ProvedChain:
 
     def _proof_of(self, plan: Plan) -> StepProof | None:
         """What compares the values of the next step; ``None`` where it is not verified."""
-        if self._sharding is not None or not plan.schedule.recomputed:
+        if not plan.schedule.recomputed:
             return None
-        is_due = plan.proved.is_due(self.verify)
+        # Ranks compare in the same steps.
+        is_due = plan.proved.is_due(self.verify if self._sharding is None else plan.verify)
         plan.proved.ran += 1
         if not is_due:
             return None
         myself = weakref.ref(self)
 
         def failed(stages: list[int]) -> None:
+            cancel_running()
             plan.refuted = plan.outdated = True
             for i in stages:
                 measures = plan.inspection.measures
@@ -129,6 +141,14 @@ class ProvedChain:
             if (model := myself()) is not None:
                 model._forget_chains(plan)
 
+        if self._sharding is not None:
+            return ShardedProof(
+                plan.inspection.stages,
+                plan.proved,
+                failed,
+                self._sharding.ranks,
+                self._sharding.gradients_now,
+            )
         return StepProof(
             plan.inspection.stages,
             plan.proved,

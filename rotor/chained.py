@@ -33,7 +33,7 @@ from rotor.remeasuring import with_other_input
 from rotor.report.html import chain_page
 from rotor.report.text import plan_report, stage_rows, stage_table
 from rotor.sharded import ShardedRun, Sharding, find_sharding
-from rotor.stages import Stage, Structure, find_stages
+from rotor.stages import Stage, Structure, find_stages, shared_parameters
 from rotor.units import format_bytes, parse_bytes
 from rotor.values import tensors_of
 from rotor.watching import known_growth, stage_watch
@@ -275,7 +275,7 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
                 inspection,
                 [count] * len(chain),
                 rng=self.preserve_rng_state,
-                verified=self.verify != "off" and self._sharding is None,
+                verified=self.verify != "off",
             )
             + self._beside_bytes(inspection)
             for count in (3, 1)
@@ -397,6 +397,9 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
         inspection = known_growth(self._watches, inspection)
         # A parameter that several stages share gets its gradient in the last of them.
         lacking = (self._sharding or self._structure).lacking_gradient(key[1])
+        if self._sharding is None:
+            # Autograd adds up what several stages give before it adds that to an existing one.
+            lacking |= shared_parameters(inspection.stages)
         missing = []
         for stage in reversed(inspection.stages):
             ids = [id(parameter) for parameter in stage.parameters()]
@@ -455,7 +458,7 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
                     progress=update,
                     beside_bytes=self._beside_bytes(inspection),
                     plain_tail=plain_tail,
-                    verify=self.verify if plain_tail else "off",
+                    verify=self.verify,
                 )
 
         is_guessed = (
@@ -495,8 +498,6 @@ class ChainCheckpointable(ProvedChain, PublishedChain, Checkpointable):
             plan.makespan,
             len(plan.schedule.recomputed),
         )
-        if self._sharding is not None:
-            plan.proved.unproved = "stages of sharded models are not compared"
         self._plans[key] = plan
         self.__dict__.update(_latest=plan, _latest_key=key)
         return plan

@@ -556,7 +556,7 @@ class Checkpointable(TransparentModule):
         """What sees a step of a plan that has been metered; ``None`` where nothing does."""
         if not plan.is_watched or self.__dict__.get("_ranks") is not None:
             return None
-        if is_due(plan):
+        if is_due(plan, self._structure.parameters):
             return meter_again(self, plan)
         return PeakWatch(self, plan) if plan.device.type == "cuda" else None
 
@@ -591,6 +591,8 @@ class Checkpointable(TransparentModule):
         plan.meterings += 1
         note_peak(plan, step.peak_bytes)
         over = step.peak_bytes - plan.limit_bytes
+        if plan.warned_bytes:
+            warn_excess(plan, step.peak_bytes)
         logger.info(
             "measured peak %s, predicted %s, limit %s",
             format_bytes(step.peak_bytes),

@@ -123,14 +123,16 @@ class DynamicSteps(Checkpointable):
             plan.measured_bytes = None
         else:
             plan.differs = True
-        if knew_loss and step.peak_bytes > plan.warned_bytes:
+        is_told = bool(plan.latest) and plan.last.stats.overflows > 0
+        if step.peak_bytes > plan.warned_bytes and not is_told:
             plan.warned_bytes = step.peak_bytes
+            unknown = "" if knew_loss else ", of which nothing was known before"
             warnings.warn(
                 f"the limit of {plan.limit_bytes} bytes could not be kept: the step needed "
-                f"{step.peak_bytes} bytes, {step.loss_bytes} of them at most for the loss. The "
-                "next steps are run with as much less, and are refused where that is too little; "
-                f"a limit of {step.peak_bytes + MOST_SCRAPS} bytes would do, and loss_fn= makes "
-                "the loss part of what is managed",
+                f"{step.peak_bytes} bytes, {plan.loss_bytes} of them at most for the loss"
+                f"{unknown}. The next steps are run with as much less, and are refused where that "
+                f"is too little; a limit of {step.peak_bytes + 2 * MOST_SCRAPS} bytes would do, "
+                "and loss_fn= makes the loss part of what is managed",
                 MemoryLimitWarning,
                 stacklevel=2,
             )

@@ -20,6 +20,9 @@ from rotor.timelines import Timeline
 from rotor.watching import note_peak
 
 _LOSS_FACTOR = 4
+_ROOM_FACTOR = 64
+"""Evicted before a loss of which nothing is known, as far as the limit has not so much left."""
+
 _NOISE_BYTES = 1 << 16
 _NOISE_SHARE = 50
 _REMEMBERED = 20
@@ -179,9 +182,13 @@ class DynamicPlan(Metered):
             held = self.held_by_loss(step.output_bytes)
             if self._knows(step.output_bytes) and not is_trial:
                 seen = _level(self.device) - level - session.current_bytes
-                known = min(held, max(seen, 0)) if level >= 0 else held
+                # The level of the CPU's heap is that of Python's objects too.
+                known = min(held, max(seen, 0)) if self.device.type == "cuda" else held
                 session.outside_bytes = self.reserve_bytes + known
                 held += 0 if level < 0 or step.is_metered else self._grown(step, seen)
+            elif not is_trial:
+                session.outside_bytes = self.reserve_bytes + step.gradient_bytes
+                held = max(held, step.gradient_bytes)
             session.aim(self.limit_bytes - self.reserve_bytes - held)
 
         def ended(step: NestedStep) -> None:
@@ -224,8 +231,9 @@ class DynamicPlan(Metered):
         """Bytes to leave for the loss of a step, and those that it is known to need."""
         wished = self._loss(step.output_bytes)
         if not self._knows(step.output_bytes):
-            return wished, 0
-        step.tried_bytes = self.step_bytes + MOST_SCRAPS
+            is_guess = self.loss_bytes is None and not self.assumed_loss_bytes
+            return max(wished, _ROOM_FACTOR * step.output_bytes if is_guess else 0), 0
+        step.tried_bytes = self.step_bytes + 2 * MOST_SCRAPS
         return wished, wished
 
 

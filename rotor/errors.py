@@ -107,7 +107,7 @@ class BudgetError(MemoryError, ValueError):
     minimum_bytes
         The smallest budget, in bytes, with which the operation that failed would have run.
     needed_bytes
-        What that operation takes.
+        Bytes that the operation takes, with half of the guess where its workspace is not known.
     """
 
     def __init__(self, message: str, minimum_bytes: int, needed_bytes: int = 0) -> None:

@@ -481,6 +481,7 @@ class GraphCheckpointable(PiecesSteps):
             self._search_pieces(key, args, kwargs)
             del self._plans[key]
             plan = None
+        self._expect_sparse(plan)
         if plan is None or plan.outdated or plan.is_refuted:
             if key[0] in self._unplanned:
                 return self._with_loss(self.module.forward(*args, **kwargs), targets)

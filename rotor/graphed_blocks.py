@@ -22,6 +22,7 @@ from rotor.block_plan import (
     measure_blocks,
     most,
 )
+from rotor.block_proofs import BlocksProof, Kept
 from rotor.blocks import BlockStage, BlockStep
 from rotor.checkpointable import METERED_STEPS
 from rotor.graph.calls import check_arguments, takes_targets
@@ -177,6 +178,15 @@ class BlockCheckpointable(GraphCheckpointable):
             captures=self._captures_on(device),
         )
         blocks = self._measured[key[0]].sites
+        varying = [f"{b.name} ({type(b.stage.module).__name__})" for b in blocks if b.kept.varies]
+        if varying:
+            self._warn_once(
+                "varying",
+                f"block {', '.join(varying)} gave other bits in a second run from the same state: "
+                "it is never recomputed, and what it makes is kept. It depends on state that "
+                "cannot be set back, or one of its kernels is not deterministic "
+                "(torch.use_deterministic_algorithms)",
+            )
         kinds = dict.fromkeys(b.graph.kind for b in blocks if b.graph is not None)
         self._warn_unrepeatable([kind.lowered for kind in kinds])
 
@@ -229,6 +239,7 @@ class BlockCheckpointable(GraphCheckpointable):
             self._limit_on(blocks.device),
             reserve_bytes=max(reserve_bytes, sharding.late_bytes(blocks.device)),
             loss_tmp_bytes=self.loss_tmp_memory_usage,
+            verify=self.verify,
         )
         if not is_given:
             self.__dict__["mem_limit"] = plan.limit_bytes
@@ -273,6 +284,7 @@ class BlockCheckpointable(GraphCheckpointable):
         pending: Any = None if self._pending is None else self._pending()
         if pending is not None and not pending.is_done:
             self._warn_pending(plan.limit_bytes)
+        proof = self._blocks_proof(plan)
         meter = self._start_meter(plan)
         with BlockStep(
             [block.stage for block in plan.blocks],
@@ -282,8 +294,11 @@ class BlockCheckpointable(GraphCheckpointable):
             [None if block.is_lost else block.graph for block in plan.blocks],
             preserve_rng_state=self.preserve_rng_state,
             marks=meter,
+            proof=proof,
         ) as step:
             output = self.module.forward(*args, **kwargs)
+        if proof is not None:
+            proof.begin_with(output)
         for k in step.failed:
             # Ranks agree before the next step that they have to plan again.
             plan.blocks[k].is_lost = plan.outdated = True
@@ -296,6 +311,33 @@ class BlockCheckpointable(GraphCheckpointable):
         if meter is not None:
             meter.forward_done(tensors_within(output))
         return self._with_loss(output, targets)
+
+    def _blocks_proof(self, plan: BlocksPlan) -> BlocksProof | None:
+        """What compares the values of the next step; ``None`` where it is not verified."""
+        if not plan.is_verified(self.verify):
+            return None
+        sharding = self._sharding
+        assert sharding is not None
+        myself = weakref.ref(self)
+
+        def failed(numbers: list[int]) -> None:
+            cancel_running()
+            for k in numbers:
+                plan.blocks[k].kept = Kept("it gave other bits when it ran again in a backward")
+            plan.refuted = plan.outdated = True
+            if (model := myself()) is not None:
+                for other in model._plans.values():
+                    if isinstance(other, BlocksPlan) and other.blocks == plan.blocks:
+                        other.refuted = other.outdated = True
+
+        return BlocksProof(
+            self.module,
+            [block.stage for block in plan.blocks],
+            plan.proved,
+            sharding.ranks,
+            sharding.gradients_now,
+            failed,
+        )
 
     def _learn(self, plan: Any, step: StepBytes) -> None:
         if not isinstance(plan, BlocksPlan):

@@ -14,7 +14,14 @@ from rotor.dynamic_plan import DynamicPlan
 from rotor.errors import InfeasibleError
 from rotor.graph.kinds import Captures
 from rotor.graph.lowering import Lowered
-from rotor.graph.pieced import PiecesPlan, PiecesStep, learn, learn_levels
+from rotor.graph.pieced import (
+    PiecesPlan,
+    PiecesStep,
+    expect_additions,
+    is_of_additions,
+    learn,
+    learn_levels,
+)
 from rotor.graph.pieces import Pieces, discover
 from rotor.graph.proving import PartsTally
 from rotor.graph.recorded import price
@@ -25,7 +32,7 @@ from rotor.progress import progress
 from rotor.recompute import generators_kept
 from rotor.stages import Structure
 from rotor.values import tensors_within
-from rotor.watching import LevelWatch, note_peak, warn_excess
+from rotor.watching import LevelWatch, note_peak, sparse_growth, warn_excess, warn_sparse
 
 
 class PiecesSteps(DynamicSteps):
@@ -115,9 +122,18 @@ class PiecesSteps(DynamicSteps):
         if text:
             self._warn_once("unrepeatable", text)
 
+    def _expect_sparse(self, plan: Any) -> None:
+        """Plan for sparse gradients that have grown since a step was metered."""
+        if isinstance(plan, PiecesPlan):
+            more = sparse_growth(plan, self._structure.parameters)
+            if more:
+                expect_additions(plan, more)
+
     def _step_by_pieces(
         self, plan: PiecesPlan, args: Any, targets: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
+        if plan.measured_bytes is None:
+            sparse_growth(plan, self._structure.parameters)
         tally = PartsTally(plan.proved, self.module) if plan.is_verified(self.verify) else None
         meter = self._start_meter(plan)
         with PiecesStep(plan, meter, tally) as pieces:
@@ -151,6 +167,9 @@ class PiecesSteps(DynamicSteps):
             return
         note_peak(plan, step.peak_bytes)
         plan.outdated = learn(plan, step)
+        if is_of_additions(plan):
+            warn_sparse(plan, step.peak_bytes)
+            return
         warn_excess(plan, step.peak_bytes)
         plan.is_over = step.peak_bytes > plan.limit_bytes and not plan.outdated
 
@@ -158,6 +177,9 @@ class PiecesSteps(DynamicSteps):
         could_do_better = learn(plan, step)
         note_peak(plan, step.peak_bytes)
         plan.outdated = could_do_better
+        if is_of_additions(plan):
+            warn_sparse(plan, step.peak_bytes)
+            return
         over = step.peak_bytes > plan.limit_bytes
         if over and (not could_do_better or plan.meterings >= METERED_STEPS):
             plan.is_over = True

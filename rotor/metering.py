@@ -81,6 +81,8 @@ class Metered:
         Something was seen to differ: the next step is metered.
     warned_bytes
         The largest excess that a warning has named.
+    sparse_bytes
+        The most bytes of sparse gradients that existed when a step of it was metered.
     is_watched
         Steps are watched after the first ones too.
     """
@@ -94,6 +96,7 @@ class Metered:
     unmetered: int = 0
     differs: bool = field(default=False, repr=False)
     warned_bytes: int = 0
+    sparse_bytes: int = field(default=0, repr=False)
     measured_bytes: int | None = None
     measured_timeline: Timeline | None = field(default=None, repr=False)
     meterings: int = 0

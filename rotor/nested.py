@@ -20,8 +20,9 @@ import torch
 from torch import nn
 from torch.autograd.function import Function, once_differentiable
 
-from rotor import _dispatch, _torch
-from rotor.additions import Additions
+from rotor import _dispatch, _torch, memory
+from rotor.additions import Additions, Arrivals
+from rotor.dtr.recall import MOST_SCRAPS
 from rotor.dtr.stepping import StepSession
 from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning, RecomputationError
 from rotor.hook_values import hook_places
@@ -33,6 +34,12 @@ __all__ = ["NestedStep"]
 
 _OWN_NAMES = frozenset(vars(nn.Module()))
 _AHEAD = {"forward": 4, "loss": 1, "backward": 2}
+_OF_A_LOSS = 3
+"""Times the gradient of the output: what a loss holds and computes, such as a cross-entropy."""
+
+_MARGIN = 16
+"""The part of an estimate that is added to it."""
+
 _paused: weakref.WeakSet[NestedStep] = weakref.WeakSet()
 
 
@@ -61,8 +68,8 @@ class NestedStep:
     ----------
     session
         What it runs under.
-    output_bytes
-        Of the outputs, once the forward has run.
+    output_bytes, gradient_bytes
+        Of the outputs, once the forward has run, and of their gradients, once these have come.
     is_metered
         A meter runs with it.
     tried_bytes
@@ -95,7 +102,9 @@ class NestedStep:
         self._outputs: list[torch.Tensor] = []
         self._asked: list[torch.Tensor] = []
         self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
-        self.output_bytes = 0
+        self.output_bytes = self.gradient_bytes = 0
+        self._arrivals: Arrivals | None = None
+        self._least_bytes = 0
         self.is_metered = False
         self.tried_bytes = 0
         self.is_proved = False
@@ -140,10 +149,10 @@ class NestedStep:
             kept = [tensor for tensor in self._attributes() if self.session.made(tensor)]
             for tensor in (*found, *kept):
                 self.session.pin(tensor)
-            storages = {_torch.storage_identity(t): t.untyped_storage().nbytes() for t in found}
-            self.output_bytes = sum(storages.values())
+            self.output_bytes = memory.storage_bytes(found)
             self._phase = "loss"
             self.session.leave_room(*room(self))
+            self._least_bytes = self.session.current_bytes
         except BudgetError as error:
             output, found, kept = None, [], []
             raise self._failed(error) from error
@@ -249,6 +258,7 @@ class NestedStep:
             self.release()
             raise RuntimeError(SPLIT_BACKWARD)
         if self._backward_began is not None:
+            self.gradient_bytes = memory.storage_bytes(g for g in gradients if g is not None)
             self._backward_began(self)
             self._backward_began = None
         self._phase = "backward"
@@ -264,9 +274,11 @@ class NestedStep:
                     "evicted: write to it after the backward, or to a copy"
                 )
             additions = self._additions_to(asked)
+            self._arrivals = Arrivals(asked)
             with (
                 _torch.without_hooks(_torch.hooks_of(asked)),
                 additions,
+                self._arrivals,
                 self.session.running(),
             ):
                 made = torch.autograd.grad(
@@ -357,23 +369,37 @@ class NestedStep:
         self.release()
 
     def _gradient_bytes(self) -> int:
-        """Return the bytes of the parameters whose gradients this step makes."""
+        """Return the bytes of the gradients that this step is still to make."""
+        if self._arrivals is not None:
+            return self._arrivals.missing_bytes
         slots = [slot for module in self._modules for slot in _torch.parameter_slots(module)]
         new = {id(p): p for p in (where[name] for where, name in slots) if p is not None}
         return sum(p.nbytes for p in new.values() if p.requires_grad and p.grad is None)
 
+    def _estimate(self, error: BudgetError) -> int:
+        """Return a limit that is likely to do for a step that failed."""
+        session = self.session
+        to_come = self._gradient_bytes()
+        # Its backward reads what it made and read, makes gradients of both, and the loss is held.
+        minimum = error.minimum_bytes + to_come + _AHEAD[self._phase] * error.needed_bytes
+        if self._phase != "backward":
+            return minimum + minimum // _MARGIN
+        # What was in use without any eviction only gets less from now on, but for gradients.
+        held = session.counters()["held_peak_bytes"] + MOST_SCRAPS + session.outside_bytes
+        minimum = min(minimum, held + to_come + error.needed_bytes)
+        minimum = max(minimum, self._least_bytes + _OF_A_LOSS * self.gradient_bytes)
+        return minimum + minimum // _MARGIN
+
     def _failed(self, error: BudgetError) -> InfeasibleError:
         # What the frames of the failed program hold would be brought back.
         traceback.clear_frames(error.__traceback__)
+        minimum = self._estimate(error)
         self.undo()
         additions = self.session.additions
         added = additions.added if additions is not None else 0
         self.release()
-        # Its backward reads what it made and read, makes gradients of both, and the loss is held.
-        ahead = _AHEAD[self._phase] * error.needed_bytes
-        minimum = error.minimum_bytes + self._gradient_bytes() + ahead
-        if self.tried_bytes:
-            minimum = max(self.tried_bytes, error.minimum_bytes)
+        if self.tried_bytes >= error.minimum_bytes:
+            minimum = self.tried_bytes
         gradients = "its gradients, "
         if added:
             gradients = f"but for {added} gradients that this step was added to already, "

@@ -25,7 +25,15 @@ from rotor.recompute import RngTracker
 from rotor.stages import Stage
 from rotor.values import Flags, as_leaves, check_output, detached, grad_flags, tensors_of
 
-__all__ = ["Observation", "copied_buffers", "kept_bytes", "observe", "undisturbed"]
+__all__ = [
+    "Observation",
+    "Observer",
+    "copied_buffers",
+    "kept_bytes",
+    "note_state",
+    "observe",
+    "undisturbed",
+]
 
 
 @dataclass
@@ -231,10 +239,8 @@ def _nodes_of(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
         waiting += [n for n, _ in reversed(node.next_functions) if n is not None]
 
 
-def _walk(value: Any, known: set[int], *, is_whole: bool) -> _Walk:
+def _walk(value: Any, known: set[int]) -> _Walk:
     walk = _Walk(outputs=[_digest(tensor) for tensor in tensors_of(value)])
-    if not is_whole:
-        return walk
     walk.variables += [t for t in tensors_of(value) if t.requires_grad and t.grad_fn is None]
     for node in _nodes_of(tensors_of(value)):
         variable = getattr(node, "variable", None)
@@ -242,8 +248,12 @@ def _walk(value: Any, known: set[int], *, is_whole: bool) -> _Walk:
             walk.variables.append(variable)
             continue
         for tensor in _saved_tensors(node):
-            if not _is_strided(tensor) or _address(tensor) not in known:
-                walk.saved.append(_digest(tensor))
+            if _is_strided(tensor):
+                is_freed = tensor.numel() and not tensor.untyped_storage().nbytes()
+                # FSDP2 frees whole parameters when a stage has run.
+                if is_freed or _address(tensor) in known:
+                    continue
+            walk.saved.append(_digest(tensor))
     return walk
 
 
@@ -339,11 +349,11 @@ class Observer:
         self._rng.write(states)
         _, second, y = self._run(stage, x, flags, i, None)
         found.repeats = _as_numbers(first[0]) == _as_numbers(second[0])
-        if found.repeats and _as_numbers(first[1]) != _as_numbers(second[1]):
+        if stage.on_any_rank(found.repeats and _as_numbers(first[1]) != _as_numbers(second[1])):
             # Workspaces that kernels save have bytes which nothing reads: gradients decide.
-            found.repeats = self._same_gradients(stage, x, flags, watch, states)
+            found.repeats &= self._same_gradients(stage, x, flags, watch, states)
         found.reaches = watch.reaches
-        for parameter in stage.parameters():
+        for parameter in stage.graph_leaves():
             self._owners.setdefault(id(parameter), i)
         return found, y
 
@@ -358,7 +368,7 @@ class Observer:
             ]
             states = self._rng.read()
             leaves, wanted = as_leaves(x, flags)
-            parameters = stage.graph_leaves() or []
+            parameters = stage.graph_leaves()
             alive = _Leaves(wanted, parameters)
             with torch.enable_grad():
                 y = stage(leaves)
@@ -373,9 +383,7 @@ class Observer:
             ]
         own = {id(t) for t in (*wanted, *parameters)}
         known = _pointers([*tensors_of(x), *parameters])
-        # What FSDP2 gathers is gone from a graph once the stage has run.
-        is_whole = stage.graph_leaves() is not None
-        walk = _walk(y, known, is_whole=is_whole)
+        walk = _walk(y, known)
         foreign = [t for t in walk.variables if id(t) not in own]
         reads, is_fed = self._origins(foreign, i)
         self._makers += [(weakref.ref(leaf), i) for leaf in wanted]
@@ -404,35 +412,35 @@ class Observer:
         self, stage: Stage, x: Any, flags: Flags, watch: Watch, states: Any
     ) -> bool:
         """Whether gradients of two more runs are equal, or differ for one run as well."""
-        if stage.graph_leaves() is None:
-            return True
         after = Saved(watch.changed())
         rng = self._rng.read()
 
         def gradients(twice: bool) -> list[list[Any]]:
             watch.restore()
             self._rng.write(states)
-            with copied_buffers(stage), torch.enable_grad():
-                leaves, wanted = as_leaves(x, flags)
-                y = stage(leaves)
-            inputs = [*wanted, *stage.parameters()]
-            ends = [t for t in tensors_of(y) if t.requires_grad]
-            if not ends or not inputs:
-                return [[], []]
-            found = []
-            for again in (True, False) if twice else (False,):
-                made = torch.autograd.grad(
-                    ends,
-                    inputs,
-                    [torch.ones_like(t) for t in ends],
-                    retain_graph=again,
-                    allow_unused=True,
-                )
-                found.append(_as_numbers([_digest(g) for g in made if g is not None]))
-            return found
+            with self._around(stage), copied_buffers(stage):
+                with torch.enable_grad():
+                    leaves, wanted = as_leaves(x, flags)
+                    y = stage(leaves)
+                inputs = [*wanted, *stage.graph_leaves()]
+                ends = [t for t in tensors_of(y) if t.requires_grad]
+                if not ends or not inputs:
+                    return [[], []]
+                found = []
+                for again in (True, False) if twice else (False,):
+                    made = torch.autograd.grad(
+                        ends,
+                        inputs,
+                        [torch.ones_like(t) for t in ends],
+                        retain_graph=again,
+                        allow_unused=True,
+                    )
+                    found.append(_as_numbers([_digest(g) for g in made if g is not None]))
+                return found
 
         try:
-            return gradients(False) == gradients(False) or len(set(map(str, gradients(True)))) > 1
+            differ = stage.on_any_rank(gradients(False) != gradients(False))
+            return not differ or len(set(map(str, gradients(True)))) > 1
         finally:
             after.put(last=True)
             self._rng.write(rng)
@@ -486,7 +494,7 @@ def observe(
         joined.append(stage)
         seen_of.append(seen)
         ends.append(i)
-    _note(joined, seen_of)
+    note_state(joined, seen_of)
     return joined, seen_of
 
 
@@ -505,8 +513,14 @@ def _joined(a: Observation, b: Observation) -> Observation:
     )
 
 
-def _note(stages: Sequence[Stage], observations: Sequence[Observation]) -> None:
-    """Give each stage the state that recomputing it has to restore."""
+def note_state(stages: Sequence[Stage], observations: Sequence[Observation]) -> None:
+    """Give each stage the state that recomputing it has to restore.
+
+    Parameters
+    ----------
+    stages, observations
+        The stages, and what was observed of each.
+    """
     places: dict[Any, Place] = {}
     for seen in observations:
         for place in seen.changes:

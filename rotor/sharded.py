@@ -20,6 +20,7 @@ from rotor import _fsdp, _torch, memory
 from rotor.distributed import Ranks
 from rotor.executor import Run
 from rotor.schedule import FE
+from rotor.sharded_proofs import ShardedGradients, ShardedProof
 from rotor.stages import Stage
 from rotor.values import flagged
 
@@ -60,8 +61,18 @@ class ShardedStage(Stage):
                 found[id(parameter)] = parameter
         return list(found.values())
 
-    def graph_leaves(self) -> None:
-        """Whole parameters come and go: nothing is known of them."""
+    def graph_leaves(self) -> list[nn.Parameter]:
+        """The parameters that its graph can end in: whole ones, once they were gathered."""
+        found: dict[int, nn.Parameter] = {}
+        for owner, (slots, name) in zip(self._owners, self._parameter_slots, strict=True):
+            parameter = slots.get(name) if owner is None else owner.whole
+            if parameter is not None and parameter.requires_grad:
+                found[id(parameter)] = parameter
+        return list(found.values())
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether a flag holds on any rank; a collective operation."""
+        return any(other for (other,) in self._sharding.ranks.exchange_ints(flag))
 
     def owners(self) -> list[_fsdp.ShardedParameter | None]:
         """For each of `parameters`, how FSDP2 keeps it; ``None`` where it does not."""
@@ -223,6 +234,11 @@ class Sharding:
         parameters = [p.shard for p in self._mine]
         parameters += [slots[name] for slots, name in self._plain]
         return {id(p) for p, absent in zip(parameters, flags, strict=False) if absent}
+
+    def gradients_now(self) -> ShardedGradients:
+        """Copies of the gradients that exist now, to be put back."""
+        plain = [slots[name] for slots, name in self._plain]
+        return ShardedGradients(self._shards, [p for p in plain if p is not None])
 
     # -- bytes beyond those of the stages
 
@@ -399,6 +415,12 @@ class ShardedRun(Run):
         token = self.token.detach().requires_grad_()
         inputs = flagged(arg, self.flags_of(0))
         return self.hand_over(_apply_entry(self, token, *inputs))
+
+    def take_gradient(self, gradient: list[torch.Tensor | None]) -> None:
+        """Begin the backward, as `Run`; a proof keeps the gradients that exist now."""
+        super().take_gradient(gradient)
+        if isinstance(self.proof, ShardedProof):
+            self.proof.begin()
 
     def splits_backward(self) -> bool:
         """Nobody can tell: the parameters are not in the graph. A second backward is refused."""

@@ -18,13 +18,15 @@ from rotor.places import Place, Saved
 from rotor.stages import Stage
 from rotor.values import tensors_of
 
-__all__ = ["StepProof"]
+__all__ = ["CURE", "StepProof", "host_copy"]
 
-_CURE = (
+CURE = (
     "Run the step again: from now on this stage is run once, and what it makes is kept. Or mend "
     "it: draw from PyTorch's generators, keep state in buffers, use "
     "torch.use_deterministic_algorithms(True)"
 )
+"""What a user can do about a stage that does not repeat."""
+
 _ADDED = (
     ". Gradients that existed before the step did not fit in the limit a second time, so that a "
     "part of this step is added to them: call zero_grad() first"
@@ -32,6 +34,18 @@ _ADDED = (
 
 
 _Gradient = tuple[nn.Parameter, Any, int, Any]
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor in memory that no allocator of a device counts."""
+    size = tensor.numel() * tensor.element_size()
+    if tensor.layout != torch.strided or not size:
+        return tensor.detach().clone()
+    if tensor.device.type == "cpu":
+        copied = torch.frombuffer(bytearray(size), dtype=tensor.dtype).view(tensor.shape)
+        return copied.copy_(tensor.detach())
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return pinned.copy_(tensor.detach(), non_blocking=True)
 
 
 class StepProof:
@@ -133,9 +147,16 @@ class StepProof:
         values = self._proof.compared
         found = self._proof.finish()
         if not found:
-            self._proved.add(values)
-            self._gradients, self._buffers = [], []
+            self._passed(values)
             return
+        self._refuse(found)
+
+    def _passed(self, values: int) -> None:
+        self._proved.add(values)
+        self._gradients, self._buffers = [], []
+
+    def _refuse(self, found: Sequence[Mismatch], cure: str = CURE) -> None:
+        """Put everything back, and raise."""
         self._restore()
         differing: dict[int, Mismatch] = {}
         for mismatch in found:
@@ -147,7 +168,7 @@ class StepProof:
             " and ".join(type(function).__name__ for function in stage.functions),
             stage.name,
             differing[roots[0]],
-            _CURE + (_ADDED if self._is_added else ""),
+            cure + (_ADDED if self._is_added else ""),
             others=len(found) - 1,
         )
 

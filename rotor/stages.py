@@ -88,9 +88,13 @@ class Stage:
                 found[id(parameter)] = parameter
         return list(found.values())
 
-    def graph_leaves(self) -> list[nn.Parameter] | None:
-        """The parameters that its graph can end in; ``None`` where that cannot be seen."""
+    def graph_leaves(self) -> list[nn.Parameter]:
+        """The parameters that its graph can end in."""
         return self.parameters()
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether a flag holds on any rank that runs this stage together with others."""
+        return flag
 
     def standing(self) -> list[Any]:
         """Whatever stands where the parameters stood when the stage was made."""
@@ -195,6 +199,17 @@ def refuse_replicated(model: nn.Module) -> None:
                 "where they are computed under a plan. Wrap the other way round: "
                 f"{kind}(rotor.Checkpointable(model))"
             )
+
+
+def shared_parameters(stages: Iterable[Stage]) -> set[int]:
+    """Return the ids of the parameters that more than one of the stages has."""
+    found: set[int] = set()
+    shared: set[int] = set()
+    for stage in stages:
+        ids = {id(parameter) for parameter in stage.parameters()}
+        shared |= found & ids
+        found |= ids
+    return shared
 
 
 @contextmanager

@@ -8,7 +8,7 @@ mean and bytes the most, and the first rank plans.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -48,10 +48,16 @@ class ShardedMeasuring(Measuring):
     metered_rounds = 3
 
     @staticmethod
-    def around(stage: Stage) -> AbstractContextManager[None]:
-        """The stage's units reduce their gradients, those around it wait."""
+    @contextmanager
+    def around(stage: Stage) -> Iterator[None]:
+        """The stage's units are gathered, so that its leaves are known; those around it wait."""
         assert isinstance(stage, ShardedStage)
-        return _fsdp.alone(stage.units)
+        with _fsdp.alone(stage.units):
+            for unit in stage.units:
+                unit.gather()
+            yield
+            for unit in stage.units:
+                unit.settle()
 
     def stage(self, i: int) -> StageMeasure:
         """Measure stage i; its units reduce their gradients, those around it wait."""
@@ -142,8 +148,8 @@ def joined(ranks: Ranks, inspection: Inspection) -> Inspection:
     """
     mine = (inspection.input_bytes, inspection.output_grad_bytes)
     loss = (inspection.loss_peak_bytes or 0, inspection.loss_ns or 0)
-    found = ranks.exchange((inspection.measures, mine, loss))
-    for rank, (measures, _, _) in enumerate(found):
+    found = ranks.exchange((inspection.measures, mine, loss, inspection.reasons))
+    for rank, (measures, *_) in enumerate(found):
         for own, other in zip(found[0][0], measures, strict=False):
             _check_same(own, other, rank)
         if len(measures) != len(found[0][0]):
@@ -151,15 +157,19 @@ def joined(ranks: Ranks, inspection: Inspection) -> Inspection:
                 f"rank 0 has {len(found[0][0])} stages, rank {rank} has {len(measures)}: every "
                 "rank needs the same model"
             )
-    stages = zip(*(measures for measures, _, _ in found), strict=True)
+    stages = zip(*(measures for measures, *_ in found), strict=True)
+    reasons: dict[int, str] = {}
+    for *_, others in found:
+        reasons = others | reasons
     has_loss = inspection.loss_peak_bytes is not None
     return replace(
         inspection,
         measures=[_joined(measures) for measures in stages],
-        input_bytes=max(sizes[0] for _, sizes, _ in found),
-        output_grad_bytes=max(sizes[1] for _, sizes, _ in found),
-        loss_peak_bytes=max(peak for _, _, (peak, _) in found) if has_loss else None,
-        loss_ns=_mean([ns for _, _, (_, ns) in found]) if has_loss else None,
+        input_bytes=max(sizes[0] for _, sizes, *_ in found),
+        output_grad_bytes=max(sizes[1] for _, sizes, *_ in found),
+        loss_peak_bytes=max(peak for _, _, (peak, _), _ in found) if has_loss else None,
+        loss_ns=_mean([ns for _, _, (_, ns), _ in found]) if has_loss else None,
+        reasons=dict(sorted(reasons.items())),
     )
 
 
@@ -298,15 +308,16 @@ def plan_once(
     limit, reserve = ranks.joint_limit(limit_bytes, reserve_bytes)
     own: list[Plan] = []
 
-    def decide() -> tuple[Any, int]:
+    def decide() -> tuple[Any, int, str | int, str]:
         own.append(make(limit, reserve))
-        return own[0].sequence.codes, own[0].own_bytes
+        plan = own[0]
+        return plan.sequence.codes, plan.own_bytes, plan.verify, plan.proved.unproved
 
-    codes, own_bytes = ranks.decide(decide)
+    codes, own_bytes, verify, unproved = ranks.decide(decide)
     if own:
         return own[0]
     sequence = Operations(codes, chain)
-    return Plan(
+    plan = Plan(
         inspection,
         chain,
         sequence,
@@ -314,4 +325,7 @@ def plan_once(
         limit,
         own_bytes,
         reserve_bytes=reserve,
+        verify=verify,
     )
+    plan.proved.unproved = unproved
+    return plan

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,15 +36,17 @@ __all__ = [
     "known_growth",
     "meter_again",
     "note_peak",
+    "sparse_growth",
     "stage_watch",
     "warn_excess",
+    "warn_sparse",
 ]
 
 _FIRST_STEPS = (16, 64)
 _EVERY = 256
 """Steps after which one is metered again, though nothing was seen to differ."""
 
-_NOISE_BYTES = 1 << 16
+_NOISE_BYTES = 1 << 17
 _NOISE_SHARE = 50
 """Less than these bytes, and than this part of what was expected, is taken for noise."""
 
@@ -351,9 +353,42 @@ class PeakWatch(_Watch):
             model._learn_peak(self._plan, peak - self._begin)
 
 
-def is_due(plan: Metered) -> bool:
-    """Count a step that is not metered; return whether it should be after all."""
+def sparse_growth(plan: Metered, slots: Iterable[_torch.Slot]) -> int:
+    """Return how many bytes of sparse gradients exist beyond those of metered steps.
+
+    Sparse gradients are added up side by side, until they are coalesced or dropped: each step of
+    gradient accumulation needs more. A plan for which there are more has its next step metered.
+
+    Parameters
+    ----------
+    plan
+        Under which the next step runs.
+    slots
+        Where the parameters are.
+    """
+    found = 0
+    for values, name in slots:
+        gradient = None if values[name] is None else values[name].grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            found += memory.storage_bytes(_torch.strided_parts(gradient))
+    more = max(found - plan.sparse_bytes, 0)
+    plan.sparse_bytes += more
+    plan.differs |= more > 0
+    return more if plan.measured_bytes is not None else 0
+
+
+def is_due(plan: Metered, slots: Iterable[_torch.Slot] = ()) -> bool:
+    """Count a step that is not metered; return whether it should be after all.
+
+    Parameters
+    ----------
+    plan
+        Under which it runs.
+    slots
+        Where the parameters are, whose sparse gradients may have grown.
+    """
     plan.unmetered += 1
+    sparse_growth(plan, slots)
     due = plan.differs or plan.unmetered in _FIRST_STEPS or plan.unmetered % _EVERY == 0
     plan.differs = False
     return due
@@ -379,6 +414,31 @@ def note_peak(plan: Metered, peak_bytes: int) -> None:
     """Note what a step needed."""
     plan.least_bytes_seen = min(plan.least_bytes_seen or peak_bytes, peak_bytes)
     plan.most_bytes_seen = max(plan.most_bytes_seen, peak_bytes)
+
+
+def warn_sparse(plan: Any, peak_bytes: int, *, stacklevel: int = 3) -> None:
+    """Warn of a step above the limit where sparse gradients are added up, as `warn_excess`.
+
+    Parameters
+    ----------
+    plan
+        Under which it ran.
+    peak_bytes
+        What the step needed.
+    """
+    if peak_bytes <= max(plan.limit_bytes, plan.warned_bytes * _NEW_MAXIMUM):
+        return
+    plan.warned_bytes = peak_bytes
+    warnings.warn(
+        f"a step needed about {format_bytes(peak_bytes)} ({peak_bytes} bytes), and the limit is "
+        f"{format_bytes(plan.limit_bytes)}: {plan.sparse_bytes} bytes of sparse gradients existed, "
+        "which PyTorch puts side by side, not one on the other, and copies whenever more are "
+        "added. They grow with every step of gradient accumulation, and no plan changes that: "
+        "coalesce them after each backward (p.grad = p.grad.coalesce()), accumulate over fewer "
+        "steps, or give a higher limit",
+        MemoryLimitWarning,
+        stacklevel=stacklevel,
+    )
 
 
 def warn_excess(

@@ -37,6 +37,7 @@ from fsdp_models import (
     tighten,
     with_loss,
 )
+from fsdp_proofs import PROOF_SCENARIOS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -314,6 +315,7 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "optimizer between": optimizer_between,
     **BLOCK_SCENARIOS,
     **GRAPH_SCENARIOS,
+    **PROOF_SCENARIOS,
 }
 
 

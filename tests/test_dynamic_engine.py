@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -131,6 +132,8 @@ def pair() -> tuple[Perceptron, Any, torch.Tensor, int]:
 # -- the promise
 
 
+# It is found by times, so that a busy machine may have it.
+@pytest.mark.filterwarnings("ignore:thrashing:rotor.errors.MemoryLimitWarning")
 @pytest.mark.parametrize("fraction", [0.7, 0.5])
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_the_plain_ones_and_keep_the_limit(name, fraction):
@@ -138,7 +141,10 @@ def test_steps_are_the_plain_ones_and_keep_the_limit(name, fraction):
     limit = int(expected.peak_bytes * fraction)
     model = copy.deepcopy(expected.case.model)
     chk = limited(model, limit)
-    assert same(run(chk, expected.case, 0), expected.left[0])
+    with warnings.catch_warnings():
+        # Of a first step, in which an operator took a workspace that was not known.
+        warnings.filterwarnings("ignore", "the limit of .* of which nothing was known before")
+        assert same(run(chk, expected.case, 0), expected.left[0])
     assert same(run(chk, expected.case, 1), expected.left[1])
     # Metered until one keeps the limit: the second does.
     assert chk._latest.meterings in (1, 2)
@@ -194,13 +200,9 @@ def test_a_loss_that_needs_more_than_assumed_is_learned_in_the_first_step(pair, 
             large_loss(chk(x)).backward()
         plan = chk._latest
         assert plan.loss_bytes > 4 * x.nbytes
-        assert plan.meterings == min(metered, 2)
-        # The step after is metered here; what meters it keeps the engine from doing it.
-        if plan.measured_bytes is None:
-            with pytest.warns(MemoryLimitWarning, match="not measured: another meter"):
-                peaks.append(peak_of(chk, x, large_loss))
-        else:
-            peaks.append(peak_of(chk, x, large_loss))
+        # Room was made for more than is assumed, so that the first step keeps the limit too.
+        assert plan.meterings == 1
+        peaks += [plan.measured_bytes, peak_of(chk, x, large_loss)]
         assert plan.reserve_bytes == 0
     assert max(peaks) <= limit
     assert "peak, measured" in chk.report()

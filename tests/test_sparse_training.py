@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import rotor
-from rotor import dtr
+from rotor import dtr, memory
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning"),
@@ -110,3 +111,64 @@ def test_operators_with_sparse_results_run_more_than_once(operator: Callable[...
     else:
         found, expected = found.values(), expected.values()
     assert torch.equal(found, expected)
+
+
+WIDTH = 64
+ROWS = 512
+
+
+class Layered(nn.Module):
+    """A sparse embedding, layers that are captured as a part, and an end that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5000, WIDTH, sparse=True)
+        self.layers = nn.Sequential(
+            *(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU()))
+        )
+        self.last = nn.Linear(WIDTH, 32)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.layers(self.embedding(index)))
+        return found
+
+
+def _chain() -> nn.Module:
+    net = Layered()
+    return nn.Sequential(net.embedding, *net.layers)
+
+
+@pytest.mark.parametrize("engine", ["parts", "chain"])
+def test_sparse_gradients_that_grow_are_planned_for_and_never_exceed_in_silence(engine: str):
+    limit = 1_200_000
+    make, name = (Layered, "auto") if engine == "parts" else (_chain, "chain")
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(0)
+    net = make()
+    chk = rotor.Checkpointable(net, mem_limit=limit, engine=name)
+    batches = torch.randint(5000, (14, ROWS), generator=torch.Generator().manual_seed(4))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for index in batches[:-1]:
+            seen = len(caught)
+            chk(index).square().mean().backward()
+            plan = chk._latest
+            if plan.measured_bytes is not None and plan.measured_bytes > limit:
+                assert any("the limit" in str(w.message) for w in caught[seen:])
+        planned_bytes = plan.predicted_bytes
+        with memory.meter("cpu") as meter:
+            chk(batches[-1]).square().mean().backward()
+    assert meter.peak_bytes > 1.3 * limit
+    if engine == "parts":
+        assert type(plan).__name__ == "PiecesPlan"
+        assert any("of sparse gradients existed" in str(w.message) for w in caught)
+        # One addition more: the indices and values of a batch.
+        assert planned_bytes == pytest.approx(meter.peak_bytes - ROWS * (4 * WIDTH + 8), rel=0.02)
+        assert chk._latest.predicted_bytes == pytest.approx(meter.peak_bytes, rel=0.02)
+    for index in batches:
+        plain(index).square().mean().backward()
+    for a, b in zip(plain.parameters(), net.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.equal(a.grad.to_dense(), b.grad.to_dense())

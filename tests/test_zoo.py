@@ -9,6 +9,7 @@ import torch
 import zoo.layers
 import zoo.loops
 import zoo.operators
+import zoo.processes
 import zoo.state  # noqa: F401
 from zoo.cases import ZOO
 from zoo.judge import Plain, judge, train_plain
@@ -24,6 +25,7 @@ QUICK = (
     "dropout_loop",
     "sparse_embedding",
     "accumulation",
+    "forked_between_steps_chain",
 )
 ENGINES = ("auto", "graph", "dynamic")
 SHARES = (0.85, 0.6)

@@ -225,12 +225,14 @@ class Recall:
         if is_wish or current + least <= self.limit:
             return
         if self._strict and not self._is_leaving:
-            raise self._no_room(current, least)
+            raise self._no_room(current, least, nbytes)
         if self._overflows == 0 and not self._is_leaving:
-            warnings.warn(str(self._no_room(current, least)), MemoryLimitWarning, stacklevel=4)
+            warnings.warn(
+                str(self._no_room(current, least, nbytes)), MemoryLimitWarning, stacklevel=4
+            )
         self._overflows += 1
 
-    def _no_room(self, current: int, nbytes: int) -> BudgetError:
+    def _no_room(self, current: int, nbytes: int, wished: int) -> BudgetError:
         described = [self._book.describe(node) for node in self._book.nodes()]
         kept = sorted(
             (node.nbytes, node.is_source, node.locks)
@@ -248,7 +250,7 @@ class Recall:
             f"bytes beside {current} that cannot be evicted ({len(kept)} storages, the largest "
             f"{named}{outside}); a budget of {minimum} bytes gets past this operation",
             minimum,
-            nbytes,
+            max(nbytes, wished // 2),
         )
 
     def _storage(self, node: int) -> torch.UntypedStorage:

@@ -25,8 +25,9 @@ from rotor.errors import RecomputationError
 from rotor.graph.emit import StepCode, deaths, emit
 from rotor.graph.handover import sharing
 from rotor.graph.lowering import Lowered
-from rotor.graph.proving import Prover, host_copy
+from rotor.graph.proving import PartsTally, Prover
 from rotor.recompute import autocast_off
+from rotor.stage_proofs import host_copy
 
 __all__ = [
     "Delivery",
@@ -320,9 +321,12 @@ class Delivery:
     def remember(self, owners: Sequence[torch.Tensor]) -> None:
         """Note gradients that are about to be added to, outside of the device's memory.
 
-        The backward holds no gradient back: in a step that is verified this is how they come back.
+        The backward holds no gradient back: in a step that is verified this is how they come back,
+        unless all parts of a model are read at the end, which has copies of its own.
         """
-        if self._parts is not None:
+        prover = self._code.prover
+        copied = prover is not None and isinstance(prover.tally, PartsTally)
+        if self._parts is not None and not copied:
             for owner in owners:
                 found = owner.grad
                 self._before.append((owner, found, None if found is None else host_copy(found)))

@@ -207,6 +207,7 @@ class Kind:
         self.programs = [Program(free, row) for row in rows]
         self._emitted.clear()
         self._options.clear()
+        self._verified.clear()
 
     def option(self, program: Program, is_held: bool) -> Option:
         """What a program needs.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
@@ -13,7 +13,7 @@ from torch import nn
 
 from rotor.algorithms.curve import Curve
 from rotor.errors import InfeasibleError
-from rotor.graph.assembly import Bases, Simulation, choose, least_bytes, simulate
+from rotor.graph.assembly import Bases, Option, Simulation, choose, least_bytes, simulate
 from rotor.graph.emit import StepCode
 from rotor.graph.kinds import Kind, backward_marks
 from rotor.graph.pieces import Pieces, Site
@@ -25,6 +25,8 @@ from rotor.replacing import Replaced
 __all__ = [
     "PiecesPlan",
     "PiecesStep",
+    "expect_additions",
+    "is_of_additions",
     "learn",
     "learn_levels",
     "make_pieces_plan",
@@ -164,8 +166,7 @@ def make_pieces_plan(
             least_alone,
         )
     least = least_bytes(options, pieces.bases)
-    budget = max(limit_bytes - reserve_bytes, least)
-    choice = choose(options, pieces.bases, budget)
+    choice = _chosen(options, pieces.bases, limit_bytes - reserve_bytes)
     return PiecesPlan(
         device,
         reason,
@@ -176,6 +177,17 @@ def make_pieces_plan(
         least + reserve_bytes,
         reserve_bytes=reserve_bytes,
     )
+
+
+def _within(bases: Bases) -> Bases:
+    """Without the begin and the end of a step, where no piece keeps anything."""
+    return replace(bases, between=(0, *bases.between[1:]))
+
+
+def _chosen(options: Sequence[Sequence[Option]], bases: Bases, limit_bytes: int) -> list[int]:
+    """The fastest choice under a limit, or the one of the least peak."""
+    bases = _within(bases)
+    return choose(options, bases, max(limit_bytes, least_bytes(options, bases)))
 
 
 def _zero(bases: Bases) -> Bases:
@@ -252,6 +264,8 @@ class PiecesStep:
             site = self._plan.pieces.sites[k]
             if site.failed or site.signature != described_call(args, kwargs):
                 self._plan.pieces.is_stale |= not site.failed
+                # It runs without a plan, and needs what the next metered step tells.
+                self._plan.differs = True
                 return forward(*args, **kwargs)
             return self._run(k, site, forward, args, kwargs)
 
@@ -374,8 +388,7 @@ def learn(plan: PiecesPlan, step: StepBytes) -> bool:
     if over > 0 and explained.peak_bytes <= plan.limit_bytes:
         plan.reserve_bytes += over
     plan.least_bytes = least_bytes(options, pieces.bases) + plan.reserve_bytes
-    budget = max(plan.limit_bytes, plan.least_bytes) - plan.reserve_bytes
-    return choose(options, pieces.bases, budget) != plan.choice
+    return _chosen(options, pieces.bases, plan.limit_bytes - plan.reserve_bytes) != plan.choice
 
 
 def learn_levels(plan: PiecesPlan, more: dict[str, int]) -> tuple[int, int]:
@@ -416,6 +429,34 @@ def learn_levels(plan: PiecesPlan, more: dict[str, int]) -> tuple[int, int]:
     options = pieces.options()
     peaks = [simulate(options, bases, plan.choice).peak_bytes for bases in (pieces.bases, expected)]
     return peaks[0], peaks[1]
+
+
+def expect_additions(plan: PiecesPlan, more_bytes: int) -> None:
+    """Plan for sparse gradients that exist, and are copied where new ones are added to them.
+
+    Parameters
+    ----------
+    plan
+        Under which the next step would run; it is made again where another choice would do better.
+    more_bytes
+        Bytes of sparse gradients beyond those of its metered steps.
+    """
+    pieces = plan.pieces
+    first, *others = pieces.bases.between
+    pieces.bases = replace(pieces.bases, between=(first + more_bytes, *others))
+    options = pieces.options()
+    plan.simulation = simulate(options, pieces.bases, plan.choice)
+    plan.least_bytes = least_bytes(options, pieces.bases) + plan.reserve_bytes
+    limit = plan.limit_bytes - plan.reserve_bytes
+    plan.outdated |= _chosen(options, pieces.bases, limit) != plan.choice
+
+
+def is_of_additions(plan: PiecesPlan) -> bool:
+    """Return whether only adding sparse gradients up needs more than the limit: no plan helps."""
+    if not plan.sparse_bytes:
+        return False
+    found = simulate(plan.pieces.options(), _within(plan.pieces.bases), plan.choice)
+    return found.peak_bytes <= plan.limit_bytes
 
 
 def pieces_curve(pieces: Pieces, points: int) -> Curve:

@@ -16,8 +16,9 @@ from torch import nn
 from rotor import _torch
 from rotor.checksums import Mismatch, Proof, Proved, proof_bytes, recomputation_error
 from rotor.graph.lowering import Lowered, Task
+from rotor.stage_proofs import host_copy
 
-__all__ = ["PartsTally", "Prover", "Tally", "host_copy", "proving_bytes"]
+__all__ = ["PartsTally", "Prover", "Running", "Tally", "proving_bytes"]
 
 _CURE = "Its value is kept from now on: run the step again"
 
@@ -81,18 +82,6 @@ class Tally:
             self._proved.add(self._values)
 
 
-def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor in memory that no allocator of a device counts."""
-    size = tensor.numel() * tensor.element_size()
-    if tensor.layout != torch.strided or not size:
-        return tensor.detach().clone()
-    if tensor.device.type == "cpu":
-        copied = torch.frombuffer(bytearray(size), dtype=tensor.dtype).view(tensor.shape)
-        return copied.copy_(tensor.detach())
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    return pinned.copy_(tensor.detach(), non_blocking=True)
-
-
 class _State:
     """Buffers and gradients of a model before a step, outside of what its device counts."""
 
@@ -132,9 +121,9 @@ class PartsTally(Tally):
     def __init__(self, proved: Proved, model: nn.Module) -> None:
         super().__init__(proved)
         self._state: _State | None = _State(model)
-        self._waiting: list[tuple[Prover, _Running]] = []
+        self._waiting: list[tuple[Prover, Running]] = []
 
-    def defer(self, prover: Prover, running: _Running) -> None:
+    def defer(self, prover: Prover, running: Running) -> None:
         """Have a part read at the end of the backward."""
         if not self._waiting:
             _torch.check_after_backward(self._finish)
@@ -157,7 +146,7 @@ class PartsTally(Tally):
             self._state = None
 
 
-class _Running:
+class Running:
     """The checksums of one run of a program, and the buffers that its forward changes."""
 
     def __init__(self, prover: Prover, buffers: Sequence[torch.Tensor]) -> None:
@@ -202,13 +191,13 @@ class Prover:
         self.tally: Tally | None = None
         self.place = ""
 
-    def begin(self, *buffers: torch.Tensor) -> _Running:
+    def begin(self, *buffers: torch.Tensor) -> Running:
         """Return what the code of a run notes its values in."""
         if self.tally is not None:
             self.tally.begin()
-        return _Running(self, buffers)
+        return Running(self, buffers)
 
-    def settle(self, running: _Running) -> None:
+    def settle(self, running: Running) -> None:
         """Read the checksums of a run; RecomputationError where one differs."""
         if isinstance(running.tally, PartsTally):
             running.tally.defer(self, running)
@@ -221,17 +210,26 @@ class Prover:
             running.tally = None
             running.buffers = []
 
-    def error(self, running: _Running, found: list[Mismatch]) -> Exception:
+    def error(self, running: Running, found: list[Mismatch]) -> Exception:
         """Return the error for values that differ; no plan computes them again."""
+        tasks, operation, mismatch = self.roots(found)
+        running.restore()
+        self._failed(tasks)
+        module = ".".join(part for part in (running.place, tasks[0].module) if part)
+        return recomputation_error(operation, module, mismatch, _CURE, others=len(found) - 1)
+
+    def roots(self, found: list[Mismatch]) -> tuple[list[Task], str, Mismatch]:
+        """Return the operations that were the first to differ, a name and a value of one.
+
+        Parameters
+        ----------
+        found
+            Everything that differed.
+        """
         producer = {s: task for task in self._lowered.tasks for s in task.made.values()}
         differing: dict[Any, Mismatch] = {mismatch.site: mismatch for mismatch in found}
         roots = [s for s in differing if not set(producer[s].inputs) & set(differing)]
         tasks = list({id(producer[s]): producer[s] for s in roots}.values())
-        running.restore()
-        self._failed(tasks)
-        task, mismatch = producer[roots[0]], differing[roots[0]]
-        assert task.node is not None
-        module = ".".join(part for part in (running.place, task.module) if part)
-        return recomputation_error(
-            str(task.node.target), module, mismatch, _CURE, others=len(found) - 1
-        )
+        node = tasks[0].node
+        assert node is not None
+        return tasks, str(node.target), differing[roots[0]]
