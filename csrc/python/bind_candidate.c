@@ -2,7 +2,7 @@
 
 #include <math.h>
 
-/* What a Python heuristic is called with: `engine` is NULL outside the call. */
+/* The argument of a Python heuristic: `engine` is NULL outside the call. */
 
 typedef struct {
     PyObject_HEAD

@@ -4,7 +4,7 @@
 
 #include "checksum.h"
 
-/* The numbers of a tuple; -1 with an exception set where there are too many, or no numbers. */
+/* The numbers of a tuple; -1 with an exception for too many, or for other objects. */
 static int get_numbers(PyObject *tuple, int64_t *numbers) {
     if (!PyTuple_Check(tuple)) {
         PyErr_SetString(PyExc_TypeError, "sizes and strides must be tuples of int");

@@ -1,4 +1,4 @@
-/* The book of a running program as a Python object: what the files that bind it share. */
+/* The recorder of a running program (its "book") as a Python object, for the files that bind it. */
 #ifndef ROTOR_BIND_DTR_BOOK_H
 #define ROTOR_BIND_DTR_BOOK_H
 
@@ -6,13 +6,13 @@
 #include "recorder.h"
 
 /*
- * The book of a running program (recorder.h), and the Python objects that go with its numbers: for
+ * The recorder (recorder.h), and the Python objects that go with its numbers: for
  * an operation the record that Python replays it from, for a node where its bytes are. That is a
  * weak reference to a storage that the program holds, or the storage itself for a temporary.
  *
  * Storages die whenever the garbage collector runs, which any allocation of a Python object may
  * start. Their callbacks only put the reference into a queue; py_book_forget_gone() tells the
- * book, and is called where nobody holds pointers into it or numbers of nodes without a storage:
+ * book, and is called where no pointers into it and no numbers of nodes without a storage are held:
  * before an operator is read, before each choice of what to evict or to run again, and at the
  * beginning of the methods that say so. A live node may have lost its storage in between.
  */
@@ -47,7 +47,7 @@ typedef struct {
 
 static inline py_recorder_t *py_as_recorder(PyObject *object) { return (py_recorder_t *)object; }
 
-/* -1 with a TypeError unless there are `wanted` positional arguments and no others. */
+/* -1 with a TypeError unless a call has `wanted` positional arguments and no others. */
 int py_book_expect(const char *name, Py_ssize_t count, Py_ssize_t wanted, PyObject *names);
 int py_book_read_int64(PyObject *object, int64_t *value);
 /* -1 with a ValueError for what is not the number of a node. */
@@ -65,7 +65,7 @@ PyObject *py_book_answer(py_recorder_t *self, PyTypeObject *type, int status, Py
 void py_book_note_gone(py_recorder_t *self, py_ref_t *ref);
 /* Tells the book and the observer which storages died; -1 with an exception. */
 int py_book_forget_gone(py_recorder_t *self);
-/* Forgets nothing: drops the queue. */
+/* Drops the queue of dead storages without forgetting their nodes. */
 void py_book_clear_gone(py_recorder_t *self);
 /* Holds the storage of a node until the operation has ended; borrowed, NULL without an exception
  * where it is gone, NULL with one where memory is short. */
@@ -76,14 +76,14 @@ int py_book_guard_outputs(py_recorder_t *self, int32_t op);
 /* Takes over a reference, and holds it as long. */
 int py_book_keep(py_recorder_t *self, PyObject *storage);
 
-/* The steps of that, for calls that change the book more than once. */
+/* The steps of py_book_answer(), for calls that change the book more than once. */
 int py_book_settle(py_recorder_t *self);
 void py_book_let_go(py_recorder_t *self);
 int py_book_release_guards(py_recorder_t *self);
 /* Room for the objects of so many more nodes and one more operation. */
 int py_book_reserve(py_recorder_t *self, int64_t more);
 
-/* How a new operation ended (rotor_recorder_finish); `nodes` is written to. */
+/* The end of a new operation (rotor_recorder_finish); `nodes` is written to. */
 typedef struct {
     int64_t recorded;
     const int64_t *bytes;
@@ -97,7 +97,7 @@ typedef struct {
     int32_t *nodes;
 } py_completion_t;
 
-/* A status, or ROTOR_OK with an exception set. There is room for the objects. */
+/* A status, or ROTOR_OK with an exception set. py_book_reserve() has made room for the objects. */
 int py_book_complete(py_recorder_t *self, const py_completion_t *done);
 
 /* A weak reference to a storage, with the numbers that the runtime keeps of it. */
@@ -109,7 +109,7 @@ struct py_ref {
     char is_gone;
 };
 
-/* What an operator takes on arguments of one layout. */
+/* The memory that an operator takes on arguments of one layout. */
 typedef struct {
     PyObject_HEAD int64_t made_bytes;
     int64_t workspace_bytes;
@@ -118,9 +118,9 @@ typedef struct {
 
 /* A new reference to a storage; `gone` is called with it when the storage dies. */
 PyObject *py_ref_make(PyTypeObject *type, PyObject *storage, PyObject *gone, PyObject *key);
-/* Figures, and what can be asked without changing anything. */
+/* Methods about nodes, figures and limits. */
 extern PyMethodDef py_book_queries[];
-/* What has to run again, and that it did. */
+/* Methods about operations that have to run again. */
 extern PyMethodDef py_book_repeats[];
 
 #endif

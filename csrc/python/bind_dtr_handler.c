@@ -262,7 +262,7 @@ static int complete_odd(py_handler_t *self, const run_t *run, PyObject *made, in
 /* Smaller sums are not worth the question. */
 #define LEAST_IN_PLACE_BYTES 4096
 
-/* Whether this is a sum of autograd's engine whose first term nobody else holds: without a mode the
+/* Whether this is a sum of autograd's engine whose first term nothing else holds: without a mode the
  * engine adds to it in place. -1 with an exception. */
 static int is_accumulating(py_handler_t *self, const run_t *run) {
     const py_input_t *terms = self->inputs;

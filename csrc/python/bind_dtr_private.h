@@ -1,4 +1,4 @@
-/* What handles the operators of a program: shared by the files that read arguments and run them. */
+/* The handler of a program's operators, for the files that read arguments and run operators. */
 #ifndef ROTOR_BIND_DTR_PRIVATE_H
 #define ROTOR_BIND_DTR_PRIVATE_H
 
@@ -19,7 +19,7 @@ enum {
         NAME_COUNT
 };
 
-/* What PyTorch is to the handler: `rotor._dispatch.handler_parts`, in this order. */
+/* The parts of PyTorch that the handler uses: `rotor._dispatch.handler_parts`, in this order. */
 enum {
     PART_TENSOR_TYPE,
     PART_PLAIN_TYPES,
@@ -45,7 +45,7 @@ enum {
     PART_COUNT
 };
 
-/* What an operator does, as far as the handler runs it. */
+/* The facts of an operator that the handler needs. */
 typedef struct {
     PyObject_HEAD PyObject *operator_; /* rotor.dtr.operators.Operator */
     PyObject *call;
@@ -139,7 +139,7 @@ typedef struct {
 
 enum { ROTOR_FEW = 8 };
 
-/* What an operator made or wrote to. */
+/* The storages that an operator made or wrote to. */
 typedef struct {
     PyObject **places; /* references */
     int64_t *bytes;
@@ -152,7 +152,7 @@ typedef struct {
     PyObject *few_places[ROTOR_FEW];
     int64_t few_bytes[ROTOR_FEW];
     int32_t few_numbers[3 * ROTOR_FEW];
-    void *blocks[3]; /* where there are more than a few */
+    void *blocks[3]; /* for more than a few */
 } py_made_t;
 
 void py_made_init(py_made_t *made);

@@ -1,4 +1,4 @@
-/* Running operations again: what Recall._replay does, for what the handler recorded on the CPU. */
+/* Running operations again, as Recall._replay does, where the handler recorded them on the CPU. */
 #include "bind_dtr_private.h"
 
 #include "probe.h"
@@ -161,7 +161,7 @@ static int fill(py_handler_t *self, PyObject *record, PyObject **args, PyObject 
     return *kwargs == NULL ? -1 : 0;
 }
 
-/* The tensor of this number among the results, borrowed; NULL where there is none. */
+/* The tensor of this number among the results, borrowed; NULL for none. */
 static PyObject *result_at(py_handler_t *self, PyObject *results, int64_t *index) {
     if (PyList_Check(results) || PyTuple_Check(results)) {
         PyObject *found = NULL;
@@ -355,9 +355,9 @@ static int replay(py_handler_t *self, PyObject *session, int32_t op, PyObject *r
     }
     py_book_let_go(self->recorder);
     if (book->thrashes > thrashes) {
-        PyObject *told = PyObject_CallMethodNoArgs(session, self->names[NAME__see_thrashing]);
-        Py_XDECREF(told);
-        ret = told == NULL ? -1 : 0;
+        PyObject *seen = PyObject_CallMethodNoArgs(session, self->names[NAME__see_thrashing]);
+        Py_XDECREF(seen);
+        ret = seen == NULL ? -1 : 0;
     }
     return ret;
 }

@@ -1,4 +1,4 @@
-/* The types Handler and Kernel: what Python sees of bind_dtr_handler.c. */
+/* The types Handler and Kernel, by which Python uses bind_dtr_handler.c. */
 #include "bind_dtr_private.h"
 
 #include <structmember.h>

@@ -133,7 +133,7 @@ static PyObject *py_log_finish(PyObject *object, PyObject *argument) {
 
 // Log.lookup(name) -> int
 PyDoc_STRVAR(log_lookup_doc, "lookup(name, /)\n--\n\n"
-                             "The tensor that a name stands for now, or -1.");
+                             "The tensor that a name is bound to now, or -1.");
 
 static PyObject *py_log_lookup(PyObject *object, PyObject *argument) {
     Py_ssize_t length;

@@ -1,5 +1,5 @@
 /*
- * What the files of the binding share. The binding knows no algorithm: it parses, borrows buffers,
+ * Shared by all files of the binding, which knows no algorithm: it parses, borrows buffers,
  * releases the GIL, calls librotor, and raises through py_raise_status().
  */
 #ifndef ROTOR_SUPPORT_H

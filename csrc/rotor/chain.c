@@ -143,7 +143,7 @@ int64_t rotor_chain_need_fn(const rotor_chain_t *self, int64_t i, int64_t l, int
 }
 
 int64_t rotor_chain_need_b(const rotor_chain_t *self, int64_t i, int64_t l) {
-    /* The first Fe(n-1) holds the output inside its xbar; any other time the output stands apart. */
+    /* The first Fe(n-1) holds the output inside its xbar; any other time the output is a storage of its own. */
     bool inside = i == self->n - 1 && l == self->n;
     int64_t output = self->hold_output && !inside ? self->x[self->n] : 0;
     return self->grad[i + 1] + self->xbar[i] + self->grad[i] + self->b_tmp[i] +

@@ -5,7 +5,8 @@
  * "stage" n. Fe(i) keeps xbar[i], its output x[i+1] included; B(i) turns the gradient of x[i+1]
  * into the gradient of x[i] and makes pgrad[i] bytes of parameter gradients that stay to the end.
  *
- * rotor_chain_conditions() states what each operation needs in a dynamic program over intervals:
+ * The functions rotor_chain_need_*() state what each operation needs in a dynamic program over
+ * intervals:
  * state (i, l), 0 <= i <= l <= n, is the processing of stages i..l (l = n: with the loss) from x[i]
  * held to the gradient of x[i] made. Its memory m excludes x[i] and everything held by the states
  * around it, and includes the gradient of x[l+1] that arrives (none for l = n), the parameter
@@ -55,7 +56,7 @@ int64_t rotor_chain_ideal_ns(const rotor_chain_t *self);
  * twice. */
 bool rotor_chain_times_fit(const rotor_chain_t *self);
 
-/* Bytes held in state (i, l) whatever is done there: arriving gradient, parameter gradients, output. */
+/* Bytes held throughout state (i, l): arriving gradient, parameter gradients, output. */
 int64_t rotor_chain_held(const rotor_chain_t *self, int64_t l);
 
 /* m that Fe(i) needs in state (i, l), 0 <= i <= l, i < n. */

@@ -63,7 +63,7 @@ void rotor_envelope_clear(rotor_envelope_t *self);
 
 /*
  * One candidate: base + a(m - shift) + b(m) for need <= m <= limit; b(m) is 0 where b is NULL. It
- * borrows the points of a and b until the envelope is solved. Left out where there is no such m.
+ * borrows the points of a and b until the envelope is solved. Left out where no m fits.
  */
 void rotor_envelope_add(rotor_envelope_t *self, const rotor_points_t *a, int64_t shift,
                         const rotor_points_t *b, int64_t base, int64_t need, int64_t limit);

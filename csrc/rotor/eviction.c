@@ -423,8 +423,8 @@ void rotor_eviction_detach(rotor_eviction_t *self, int32_t storage) {
 
 /* Choosing. */
 
-/* The sum of what is evicted on one side, each storage once. Those that an earlier walk with the
- * same mark saw are left out. */
+/* The sum of what is evicted on one side, each storage once; storages with the mark `seen`, of an
+ * earlier walk, are left out. */
 static int64_t eviction_walk(rotor_eviction_t *self, int32_t storage, enum rotor_direction way,
                              uint32_t seen, int64_t *last_access) {
     int64_t depth = 0;

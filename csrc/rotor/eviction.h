@@ -1,11 +1,11 @@
 /*
- * Which storage to evict next: the candidates of an eviction, the costs of the published
- * heuristics, and the pool in the published order. The simulator replays logs with it, the planner
- * plans captured graphs with it, the runtime asks it while a program runs: it knows storages and the
- * edges between them, and nothing of operations, names or budgets.
+ * The storage to evict next: the candidates of an eviction, the costs of the published
+ * heuristics, and the pool in the published order. The simulator replays logs with it, the recorder
+ * of a running program asks it (recorder.h): it knows storages and the edges between them, and no
+ * operations, names or budgets.
  *
  *     add, depend        a new storage (not in memory yet), and what it is computed from
- *     remove             a storage that nothing will ever need again; its number is given out anew
+ *     remove             a storage that nothing will ever need again; add() may give out its number again
  *     compute            more nanoseconds that its computation takes
  *     materialize        storages came into memory, in this order
  *     evict              one went out
@@ -40,7 +40,7 @@ void rotor_eviction_init(rotor_eviction_t *self, const rotor_eviction_options_t 
 void rotor_eviction_free(rotor_eviction_t *self);
 
 int rotor_eviction_add(rotor_eviction_t *self, int64_t bytes, int32_t *storage);
-/* Takes a storage out of every list, whatever its state. Its number may come again from add(), and
+/* Takes a storage in any state out of every list. Its number may come again from add(), and
  * what it took is used again: memory and time stay flat however many come and go. */
 int rotor_eviction_remove(rotor_eviction_t *self, int32_t storage);
 /* `child` is computed from `parent`; repeats and child == parent are allowed. */
@@ -67,7 +67,7 @@ void rotor_eviction_detach(rotor_eviction_t *self, int32_t storage);
 int rotor_eviction_choose(rotor_eviction_t *self, int64_t now, int32_t *storage);
 
 /* For callbacks and reports: nanoseconds of what is evicted after (ROTOR_CHILDREN) or before it,
- * walked anew, and of the distinct classes of its evicted neighbours (0 without classes). */
+ * by a new walk, and of the distinct classes of its evicted neighbours (0 without classes). */
 int64_t rotor_eviction_around(rotor_eviction_t *self, int32_t storage,
                               enum rotor_direction direction);
 int64_t rotor_eviction_class_sum(rotor_eviction_t *self, int32_t storage);

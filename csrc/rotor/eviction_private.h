@@ -12,6 +12,7 @@
 typedef struct rotor_eviction rotor_eviction_t;
 
 typedef struct {
+    /* input */
     const rotor_heuristic_t *heuristic;
     uint64_t seed;
     int64_t rebuild_every; /* classes: see above */
@@ -27,6 +28,7 @@ typedef struct {
 
 /* A piece of rotor_eviction_t.neighbours. */
 typedef struct {
+    /* state */
     int32_t start;
     int32_t count;
     int32_t capacity;
@@ -34,6 +36,7 @@ typedef struct {
 
 /* One storage. Read only. */
 typedef struct {
+    /* state; read only */
     int64_t bytes;
     int64_t compute_ns;
     int64_t last_access;
@@ -47,7 +50,7 @@ typedef struct {
     rotor_neighbours_t neighbours[2]; /* its children, its parents */
 } rotor_candidate_t;
 
-/* What `states` says of a storage. */
+/* Bits of `states`, of a storage. */
 enum rotor_state {
     ROTOR_MATERIAL = 1, /* in memory */
     ROTOR_PINNED = 2,
@@ -60,14 +63,16 @@ enum rotor_state {
 
 enum rotor_direction { ROTOR_CHILDREN = 0, ROTOR_PARENTS = 1 };
 
-/* What is evicted around a storage that is in memory, and the storages in memory next to that. */
+/* The evicted storages around one that is in memory, and the storages in memory next to them. */
 typedef struct {
+    /* state */
     rotor_bits_t interior[2];
     rotor_bits_t frontier[2];
     int64_t epoch[2]; /* engine's region_epoch while a walk would find the same, else -1 */
 } rotor_region_t;
 
 struct rotor_eviction {
+    /* input */
     rotor_eviction_options_t options;
     /* state; read only */
     rotor_candidate_t *candidates;
@@ -81,7 +86,7 @@ struct rotor_eviction {
     int32_t *neighbours;
     int64_t neighbour_count;
     int64_t neighbour_capacity;
-    int64_t neighbour_lost; /* places of lists that moved or went away */
+    int64_t neighbour_lost; /* places of lists that moved or were dropped */
     int32_t *pool;          /* storages in order, -1 where one has left */
     int64_t pool_length;
     int64_t pool_capacity;

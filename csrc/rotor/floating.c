@@ -46,7 +46,7 @@ static int64_t need_tape(const rotor_chain_t *c, int64_t b, int64_t l) {
 
 /*
  * A choice in state (b, s, l): `right` is the state that comes first, on m - shift slots; `left`,
- * where there is one, the state that comes then, on m. Bytes likewise.
+ * if any, the state that comes then, on m. Bytes likewise.
  */
 typedef struct {
     const row_t *right;
@@ -254,7 +254,7 @@ static int store_row(table_t *k, row_t *row) {
     return ROTOR_OK;
 }
 
-/* States in an order in which each finds those that it needs. x[0] never moves: b = 0 < s is unused. */
+/* States in an order in which each comes after the states that it needs. x[0] never moves: b = 0 < s is unused. */
 static int fill(table_t *k, bool least, const rotor_callback_t *callback) {
     int64_t n = k->chain->n;
     int64_t total = (n + 1) * (n + 2) * (n + 3) / 6;
@@ -540,7 +540,7 @@ static int add_point(const table_t *k, const rotor_sequence_t *sequence, int64_t
     if (ret != ROTOR_OK || (kept > 0 && ns[kept - 1] <= result.time_ns)) {
         return ret;
     }
-    /* Points come by descending time: those that need as much or more go. */
+    /* Points come by descending time: points that need as much or more go. */
     while (kept > 0 && bytes[kept - 1] >= result.peak) {
         kept--;
     }

@@ -1,6 +1,6 @@
 /*
- * The published heuristics as data: what a cost is made of. And costs, which are compared as the
- * correctly rounded quotients of exact integers.
+ * The published heuristics as data, and their costs, which are compared as the correctly rounded
+ * quotients of exact integers.
  *
  * A heuristic's cost is numerator / (bytes) / (staleness), each divisor where it has one.
  */
@@ -11,7 +11,7 @@
 
 #include "core.h"
 
-/* What stands above the line of a cost. c: nanoseconds of the storage's own computation. */
+/* The numerator of a cost. c: nanoseconds of the storage's own computation. */
 enum rotor_numerator {
     ROTOR_ONE,         /* 1 */
     ROTOR_OWN,         /* c */
@@ -21,10 +21,10 @@ enum rotor_numerator {
     ROTOR_UNION,       /* c and what is evicted after or before it, each storage once */
     ROTOR_LAST_ACCESS, /* the time of its last access */
     ROTOR_CHANCE,      /* nothing: one is drawn */
-    ROTOR_CALLBACK     /* what the caller's function says */
+    ROTOR_CALLBACK     /* a cost from the caller's function */
 };
 
-/* What the time since the last access is measured from. */
+/* The access from which staleness is measured. */
 enum rotor_staleness {
     ROTOR_NO_STALENESS,
     ROTOR_LAST_USE,         /* its last access */
@@ -32,6 +32,7 @@ enum rotor_staleness {
 };
 
 typedef struct {
+    /* input */
     const char *name;
     enum rotor_numerator numerator;
     bool by_bytes;

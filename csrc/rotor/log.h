@@ -46,7 +46,7 @@ int rotor_log_feed(rotor_log_t *self, const char *text, int64_t length,
 int rotor_log_finish(rotor_log_t *self, enum rotor_output_condition condition,
                      rotor_log_error_t *error);
 
-/* The tensor that a name stands for now, or -1. */
+/* The tensor that a name is bound to now, or -1. */
 int32_t rotor_log_lookup(const rotor_log_t *self, const char *name, int64_t length);
 
 /* References that a tensor holds from names after the commands read so far. */

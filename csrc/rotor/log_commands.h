@@ -15,6 +15,7 @@ enum rotor_command_kind {
 };
 
 typedef struct {
+    /* state; read only */
     int32_t kind;
     int32_t index; /* of the operation or the tensor */
 } rotor_command_t;
@@ -37,8 +38,9 @@ typedef struct {
     rotor_log_reader_t *reader; /* private */
 } rotor_log_t;
 
-/* What was wrong with a log, for people. */
+/* The fault of a log, in words. */
 typedef struct {
+    /* output */
     int64_t line;      /* from 1 */
     char message[320]; /* what was found, what was expected */
 } rotor_log_error_t;

@@ -4,13 +4,13 @@
 
 #include "vector.h"
 
-/* Sums of a whole log stay below this, so that nobody who replays it has to fear for int64. */
+/* Sums of a whole log stay below this, so that a replay cannot overflow int64. */
 static const int64_t most_in_all = INT64_C(1) << 61;
 
 typedef struct rotor_log_reader reader_t;
 typedef rotor_json_value_t value_t;
 
-/* The entry of a name that stands for a tensor. */
+/* The entry of a name that is bound to a tensor. */
 static int get_entry(reader_t *reader, const value_t *name, int32_t *entry) {
     *entry = rotor_log_names_find(&reader->names, name->text, name->length);
     return *entry < 0 ? rotor_log_fail_undefined(reader, name) : ROTOR_OK;
@@ -25,7 +25,7 @@ static void log_append(rotor_log_t *self, enum rotor_command_kind kind, int32_t 
         (rotor_command_t){.kind = (int32_t)kind, .index = index};
 }
 
-/* Appends an operation and its COMPUTE; there is room for `more` commands after it. */
+/* Appends an operation and its COMPUTE; leaves room for `more` commands after it. */
 static int append_operation(rotor_log_t *self, const char *name, int64_t name_length,
                             int64_t output_count, int64_t more) {
     reader_t *reader = self->reader;

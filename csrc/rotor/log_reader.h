@@ -12,6 +12,7 @@
 enum rotor_log_pending { ROTOR_PENDING_NONE, ROTOR_PENDING_CONSTANT, ROTOR_PENDING_CALL };
 
 struct rotor_log_reader {
+    /* state */
     rotor_log_line_t line;
     rotor_log_names_t names;
     int32_t *references; /* of tensors */

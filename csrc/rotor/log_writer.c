@@ -14,7 +14,7 @@ void rotor_log_writer_free(rotor_log_writer_t *self) {
 /* Writes at most this many bytes: `length` characters as a JSON string, quotes included. */
 static inline int64_t most_quoted(int64_t length) { return 6 * length + 2; }
 
-/* `room` is what all parts of a line may take; there is room for it. */
+/* `room` is what all parts of a line may take; it was reserved. */
 static int writer_begin(rotor_log_writer_t *self, int64_t room) {
     enum { KEYS = 128 }; /* the keys, braces and numbers of any line, and its end */
     if (room > INT32_MAX - KEYS) {

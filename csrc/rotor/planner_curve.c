@@ -11,7 +11,7 @@ typedef struct {
     int64_t top;
     int64_t moves;
     int64_t random_runs;
-    rotor_candidate_program_t *found; /* by budget, ascending; empty where there is none */
+    rotor_candidate_program_t *found; /* by budget, ascending; empty where none was found */
 } curve_t;
 
 static int64_t budget_of(const curve_t *c, int64_t k) {
@@ -23,7 +23,7 @@ static int64_t budget_of(const curve_t *c, int64_t k) {
                               : c->bottom + (int64_t)(share * (double)(c->top - c->bottom));
 }
 
-/* Takes over the best of the pool where it is better than what there is. */
+/* Takes over the best of the pool where it is better than the program so far. */
 static int take_best(curve_t *c, int64_t k) {
     rotor_candidate_program_t *found = &c->found[k];
     const rotor_candidate_program_t *best = &c->planner.pool[0];
@@ -59,7 +59,7 @@ static int find_ends(curve_t *c) {
     return ret;
 }
 
-/* Point k, begun from what there is at point `from` and, downwards, from walks. */
+/* Point k, begun from the program at point `from` and, downwards, from walks. */
 static int point(curve_t *c, int64_t k, int64_t from, bool is_down) {
     rotor_planner_t *planner = &c->planner;
     int ret = ROTOR_OK;

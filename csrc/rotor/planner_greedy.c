@@ -314,7 +314,7 @@ static void run(rotor_greedy_t *g, int32_t op, bool is_planned) {
     int64_t needed = graph->workspace_bytes[op];
     for (int32_t j = graph->output_start[op]; j < graph->output_start[op + 1]; j++) {
         int32_t s = graph->outputs[j];
-        /* An output that is there already is made anew: its old copy goes first. */
+        /* An output that is live already is made again: its old copy goes first. */
         needed += g->is_live[s] && !graph->pinned[s] ? 0 : graph->bytes[s];
     }
     greedy_make_room(g, needed);
@@ -335,8 +335,8 @@ static void run(rotor_greedy_t *g, int32_t op, bool is_planned) {
     }
 }
 
-/* Locks the inputs of the frame's operation that it has not locked yet: all, or those that are there
- * because they were remade for it. */
+/* Locks the inputs of the frame's operation that it has not locked yet: all, or the live ones that
+ * were remade for it. */
 static void lock_inputs(rotor_greedy_t *g, int32_t depth, uint64_t which) {
     const rotor_dataflow_t *graph = g->graph;
     int32_t op = g->frames[depth];
@@ -430,7 +430,7 @@ int rotor_greedy_walk(rotor_greedy_t *self, int64_t budget, const rotor_setting_
             int32_t missing = missing_input(self, op);
             if (missing >= 0) {
                 int32_t bit = missing - self->graph->input_start[op];
-                lock_inputs(self, depth, UINT64_C(1) << (bit & 63)); /* once it is there */
+                lock_inputs(self, depth, UINT64_C(1) << (bit & 63)); /* once it is live */
                 greedy_push_frame(self, ++depth,
                                   self->graph->producer[self->graph->inputs[missing]]);
                 continue;

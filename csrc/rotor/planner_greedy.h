@@ -8,6 +8,7 @@
 
 /* One walk of the greedy. Scores are size^a * distance^b / cost^c; the largest goes. */
 typedef struct {
+    /* input */
     double size_power;
     double distance_power;
     double cost_power;
@@ -16,16 +17,18 @@ typedef struct {
     int32_t neighbourhood; /* evicted operations that a recompute cost counts at most */
     bool keeps_unused;     /* what has no further use stays until its memory is needed */
     bool is_reversed;      /* evicted inputs are remade last first */
-    bool is_loose;         /* what is there may be evicted while other inputs are remade */
+    bool is_loose;         /* live inputs may be evicted while others are remade */
 } rotor_setting_t;
 
 typedef struct {
+    /* input, of rotor_greedy_prepare() and rotor_greedy_walk() */
     const rotor_dataflow_t *graph;
     const int32_t *order;
+    /* state */
     int32_t *positions; /* of operations in the order */
     int32_t *uses;      /* as graph->users, positions in the order, ascending by storage */
     int32_t *cursor;    /* per storage, in uses */
-    int32_t *next_use;  /* per storage, of the walk; the number of operations where there is none */
+    int32_t *next_use;  /* per storage, of the walk; the number of operations for none */
     float *size_score;
     float *cost_log;     /* of remaking it; valid where is_clean */
     float *distance_log; /* by distance */

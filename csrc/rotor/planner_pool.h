@@ -13,7 +13,9 @@ typedef struct {
 } rotor_candidate_program_t;
 
 typedef struct {
+    /* input */
     const rotor_dataflow_t *graph;
+    /* state */
     rotor_greedy_t greedy;
     rotor_pricer_t pricer;
     rotor_search_t search;
@@ -41,7 +43,7 @@ int rotor_planner_offer_orders(rotor_planner_t *self);
 int rotor_planner_walks(rotor_planner_t *self, int64_t limit, int64_t random_count);
 /*
  * Lowers the least peak by walks and repairs for limits that fall from the least peak so far, until
- * there is no progress; where `is_enough`, not below the budget.
+ * nothing is gained any more; where `is_enough`, not below the budget.
  */
 int rotor_planner_descend(rotor_planner_t *self, bool is_enough);
 /* Searches within the budget from a program, which is repaired first where it is above. */

@@ -6,6 +6,7 @@
 
 /* xorshift64*. */
 typedef struct {
+    /* state */
     uint64_t state;
 } rotor_random_t;
 

@@ -136,8 +136,8 @@ static int add_run(rotor_search_t *q, int32_t slot, int32_t op) {
                            : ret;
 }
 
-/* Input s of the run at `slot`, which would have to be kept for it over slot w or where there is no
- * room: remakes it where that is better. */
+/* Input s of the run at `slot`, which would have to be kept for it over slot w or without room:
+ * remakes it where that is better. */
 static int settle_input(rotor_search_t *q, int32_t slot, int32_t s, int32_t w, int32_t size) {
     rotor_slots_t *p = &q->slots;
     const rotor_dataflow_t *g = p->graph;
@@ -165,7 +165,7 @@ static int settle_input(rotor_search_t *q, int32_t slot, int32_t s, int32_t w, i
     return add_run(q, target, op);
 }
 
-/* Adds a run of op at an empty slot and whatever it needs, to relieve slot w. */
+/* Adds a run of op at an empty slot, and the runs that it needs, to relieve slot w. */
 static int search_place(rotor_search_t *q, int32_t slot, int32_t op, int32_t w, int32_t size) {
     rotor_slots_t *p = &q->slots;
     const rotor_dataflow_t *g = p->graph;
@@ -284,7 +284,7 @@ static bool judge(const rotor_search_t *q, int32_t s, int32_t w, int32_t overflo
     return true;
 }
 
-/* The storage to evict over w. False where there is none. */
+/* The storage to evict over w; false for none. */
 static bool search_choose(rotor_search_t *q, int32_t w, int32_t overflow, search_choice_t *best) {
     rotor_slots_t *p = &q->slots;
     int32_t region = w / q->region_width;
@@ -405,7 +405,7 @@ static int move_delete(rotor_search_t *q) {
     return ret == ROTOR_OK ? search_repair(q, MOST_REPAIRS) : ret;
 }
 
-/* Evicts something somewhere, then removes runs for which there is room. */
+/* Evicts something somewhere, then removes runs while the budget is kept. */
 static int move_evict(rotor_search_t *q) {
     rotor_slots_t *p = &q->slots;
     search_choice_t choice;

@@ -7,6 +7,7 @@
 #include "planner_random.h"
 
 typedef struct {
+    /* state */
     rotor_slots_t slots;
     rotor_random_t random;
     int32_t budget;     /* units of slots */

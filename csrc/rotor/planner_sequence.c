@@ -170,7 +170,7 @@ int32_t rotor_slots_most_within(const rotor_slots_t *self, int32_t first, int32_
     return most;
 }
 
-/* There is room: see slots_prepare(). */
+/* slots_prepare() has made room. */
 static void insert_event(rotor_events_t *events, int32_t at, int32_t slot) {
     memmove(events->slots + at + 1, events->slots + at,
             (size_t)(events->count - at) * sizeof(*events->slots));
@@ -184,7 +184,7 @@ static void delete_event(rotor_events_t *events, int32_t at) {
             (size_t)(events->count - at) * sizeof(*events->slots));
 }
 
-/* What the level changes by when event `at` of s, a reading or a making, is there; times `sign`. */
+/* The change of the level by event `at` of s, a reading or a making; times `sign`. */
 static void apply_use(rotor_slots_t *p, int32_t s, int32_t at, int32_t sign) {
     const rotor_events_t *events = &p->events[s];
     bool is_inside = at + 1 < events->count && !rotor_slots_makes(p, s, at + 1);

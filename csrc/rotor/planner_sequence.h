@@ -13,18 +13,22 @@
 #include "program.h"
 
 typedef struct {
+    /* state */
     int32_t *slots;
     int32_t count;
     int32_t capacity;
 } rotor_events_t;
 
 typedef struct {
+    /* state */
     int32_t slot;
     int32_t operation; /* -1 - operation where the run was removed */
 } rotor_change_t;
 
 typedef struct {
+    /* input */
     const rotor_dataflow_t *graph;
+    /* state */
     int64_t unit;
     int32_t *size;      /* of storages, units */
     int32_t *workspace; /* of operations, units */
@@ -67,7 +71,7 @@ void rotor_slots_undo(rotor_slots_t *self, int64_t count);
 bool rotor_slots_removable(const rotor_slots_t *self, int32_t slot);
 /* Whether it is removable and nothing reads what it makes. */
 bool rotor_slots_useless(const rotor_slots_t *self, int32_t slot);
-/* The empty slot next below `slot`, above `floor`; -1 where there is none. */
+/* The empty slot next below `slot`, above `floor`; -1 for none. */
 int32_t rotor_slots_empty_below(const rotor_slots_t *self, int32_t slot, int32_t floor);
 int32_t rotor_slots_empty_above(const rotor_slots_t *self, int32_t slot, int32_t ceiling);
 

@@ -6,11 +6,13 @@
 
 /* When to stop: asks the callback and the clock once in a while. */
 typedef struct {
+    /* input */
     const rotor_callback_t *callback;
     int64_t deadline_ns; /* 0: none */
     int64_t done;
     int64_t total;
-    int64_t step;       /* that one walk or move adds to done */
+    int64_t step; /* added to `done` by one walk or move */
+    /* state */
     int64_t until_next; /* units of work before the next look */
     int64_t worked;
     int64_t most_work; /* 0: any */

@@ -135,7 +135,7 @@ static int pop_frame(rotor_recorder_t *self) {
     int64_t count = is_new ? self->input_count : self->records[frame.op].input_count;
     int ret = ROTOR_OK;
 
-    /* Those that were not computed again are the last of `pending`, in the order of the inputs. */
+    /* Inputs that were not computed again are the last of `pending`, in their order. */
     int32_t missing = frame.at_pending;
     for (int64_t k = 0; k < count; k++) {
         if (missing < frame.last_pending && self->pending[missing] == inputs[k]) {

@@ -1,7 +1,8 @@
 /*
- * The book of a program that runs under a budget: which values it has made, from what, which are in
- * memory, and what has to run again. It asks the engine (eviction.h) what to evict; it knows bytes
- * and nanoseconds, and nothing of tensors. Whoever runs operations does what it says.
+ * The recorder of a program that runs under a budget (its "book"): the values that were made, from
+ * which inputs, which of them are in memory, and which operations have to run again. It asks the
+ * engine (eviction.h) which value to evict; it knows bytes and nanoseconds, and no tensors. Its
+ * owner runs the operations as it says.
  *
  * A node is one version of a storage. A source has no recipe: it was there before, or its recipe
  * was given up (pinned); it stays in memory. Any other node is the output of one operation, which is
@@ -30,8 +31,8 @@
  * each time that this is found again. Kept nodes are evicted when nothing else is left; from then on
  * no more are kept than the others.
  *
- * Numbers of nodes and operations are given out anew when they are forgotten; the owner hears of it
- * from `events`, which it empties after each call.
+ * Numbers of nodes and operations are given out again when they are forgotten; `events`, which the
+ * owner empties after each call, say so.
  */
 #ifndef ROTOR_RECORDER_H
 #define ROTOR_RECORDER_H
@@ -47,7 +48,7 @@ int rotor_recorder_begin(rotor_recorder_t *self, const int32_t *inputs, int64_t 
 int rotor_recorder_next(rotor_recorder_t *self, int32_t *op);
 /* After the operation of next() ran. `cost_ns`: what it took. */
 int rotor_recorder_replayed(rotor_recorder_t *self, int64_t cost_ns);
-/* Whether replaying the operation of next() may write into the memory of this origin, which nobody
+/* Whether replaying the operation of next() may write into the memory of this origin, which nothing
  * else needs now; otherwise it needs a copy. */
 bool rotor_recorder_may_reuse(const rotor_recorder_t *self, int32_t origin);
 /* Bytes that replaying an operation takes at most, its inputs aside. */

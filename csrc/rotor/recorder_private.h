@@ -18,7 +18,8 @@ enum rotor_node_state {
     ROTOR_NODE_FOREIGN = 8, /* was in memory before the book began */
     ROTOR_NODE_TEMPORARY = 16,
     ROTOR_NODE_KEPT = 32, /* because it was computed again too often; has a lock for that */
-    ROTOR_NODE_COPY = 64  /* of a source as it was before it was written to; nobody else has it */
+    ROTOR_NODE_COPY =
+        64 /* of a source as it was before it was written to; the recorder alone has it */
 };
 
 enum {
@@ -26,6 +27,7 @@ enum {
 };
 
 typedef struct {
+    /* state; read only */
     int64_t bytes;
     int32_t op;       /* that makes it; -1 for a source */
     int32_t needed;   /* remembered operations that read it */
@@ -36,6 +38,7 @@ typedef struct {
 } rotor_node_t;
 
 typedef struct {
+    /* state; read only */
     int32_t *items;      /* inputs, outputs (-1: forgotten), origins (-1: none) */
     int32_t input_count; /* -1 for an unused number */
     int32_t output_count;
@@ -46,7 +49,7 @@ typedef struct {
     int64_t replays;
 } rotor_record_t;
 
-/* What the owner has to know; number: of a node, or an operation. */
+/* Events that the owner has to follow; number: of a node, or an operation. */
 enum rotor_recorder_event_kind {
     ROTOR_FORGOT_OPERATION,
     ROTOR_FORGOT_NODE,
@@ -57,19 +60,22 @@ enum rotor_recorder_event_kind {
 };
 
 typedef struct {
+    /* output */
     enum rotor_recorder_event_kind kind;
     int32_t number;
 } rotor_recorder_event_t;
 
 typedef struct {
+    /* state */
     int32_t op;
     int32_t first_pending; /* inputs to compute again, in `pending` */
     int32_t at_pending;
     int32_t last_pending;
 } rotor_recorder_frame_t;
 
-/* What happened in a stretch of the program. */
+/* Counts of a stretch of the program. */
 typedef struct {
+    /* state */
     int64_t operations;
     int64_t base_ns;
     int64_t replays;
@@ -78,6 +84,7 @@ typedef struct {
 } rotor_stretch_t;
 
 typedef struct {
+    /* input */
     rotor_eviction_options_t eviction;
     int64_t budget;         /* bytes, or ROTOR_UNLIMITED */
     bool mixes_temporaries; /* they are evicted when the heuristic says so, not first */
@@ -85,8 +92,9 @@ typedef struct {
 } rotor_recorder_options_t;
 
 typedef struct {
+    /* input */
     rotor_recorder_options_t options;
-    /* state; read only, but for event_count */
+    /* state; read only, but for event_count, which the owner sets to 0 */
     rotor_eviction_t eviction;
     rotor_node_t *nodes; /* by the engine's numbers */
     int64_t node_count;

@@ -1,4 +1,4 @@
-/* What the book can tell: walks over nodes and records that change nothing. */
+/* Walks over nodes and records; their answers are in `work`, and nothing else changes but marks. */
 #include "recorder.h"
 #include "vector.h"
 

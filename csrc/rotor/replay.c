@@ -100,7 +100,7 @@ static int replay_make_room(rotor_replay_t *self, const rotor_replay_frame_t *fr
     return ret;
 }
 
-/* Marks the outputs as there: those that came into memory join the pool, siblings first. */
+/* Marks the outputs as in memory: storages that came join the pool, siblings first. */
 static int define_outputs(rotor_replay_t *self, const rotor_replay_frame_t *frame,
                           const rotor_operation_t *operation) {
     const rotor_graph_t *graph = rotor_replay_graph(self);
@@ -211,7 +211,7 @@ static int execute(rotor_replay_t *self, const rotor_replay_frame_t *frame) {
     return ROTOR_OK;
 }
 
-/* Begins an execution: touches all inputs, locks those that are there, notes the others. */
+/* Begins an execution: touches all inputs, locks the ones in memory, notes the others. */
 static int replay_push(rotor_replay_t *self, int32_t index, int32_t tensor, bool is_model) {
     const rotor_operation_t *operation = &rotor_replay_graph(self)->operations[index];
     const int32_t *inputs = rotor_replay_graph(self)->inputs + operation->first_input;

@@ -4,7 +4,7 @@
  * The clock starts at 1 and advances by the costs of executions only. An operation of the model is
  * made and executed by its COMPUTE command; tensors that were evicted and are needed again are
  * rematerialized by executing their operation again. Before an execution, storages are evicted until
- * all its outputs fit beside what is there. Nothing recurses: the depth of a rematerialization is
+ * all its outputs fit beside what is in memory. Nothing recurses: the depth of a rematerialization is
  * bounded by memory only.
  *
  * Runtimes: what a RELEASE that leaves a storage without references does.

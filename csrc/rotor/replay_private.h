@@ -29,6 +29,7 @@ enum rotor_event_kind {
 };
 
 typedef struct {
+    /* output */
     int64_t clock;
     int64_t bytes;
     int64_t memory; /* after the event */
@@ -38,6 +39,7 @@ typedef struct {
 
 /* Counts of one storage (with options.stats). */
 typedef struct {
+    /* output */
     int64_t materialized; /* times it came into memory */
     int64_t evicted;
     int64_t first_clock; /* of its first coming, -1 for never */
@@ -47,11 +49,13 @@ typedef struct {
 
 /* Counts of one operation (with options.stats). */
 typedef struct {
+    /* output */
     int64_t executions;
     int64_t executions_by_model; /* 0 or 1 */
 } rotor_operation_stats_t;
 
 typedef struct {
+    /* input */
     enum rotor_runtime runtime;
     bool ignores_releases;     /* no-dealloc: RELEASE commands are skipped */
     int64_t budget_bytes;      /* INT64_MAX: none */
@@ -66,11 +70,13 @@ typedef struct {
 typedef struct rotor_replay_frame rotor_replay_frame_t;
 
 typedef struct {
+    /* state */
     int32_t next; /* tensor of the same storage, -1 for none */
     uint8_t flags;
 } rotor_replay_tensor_t;
 
 typedef struct {
+    /* state */
     int32_t references;
     int32_t evicted_dependents; /* V1 */
     int32_t last_tensor;
@@ -80,7 +86,7 @@ typedef struct {
     /* input */
     const rotor_log_t *log;
     rotor_replay_options_t options;
-    /* results; read only */
+    /* output; read only */
     enum rotor_outcome outcome;
     int64_t clock;
     int64_t memory;
@@ -104,7 +110,7 @@ typedef struct {
     rotor_storage_stats_t *storage_stats;
     rotor_operation_stats_t *operation_stats;
     rotor_eviction_t eviction;
-    /* state; private */
+    /* state */
     int64_t operation_count; /* made so far */
     int64_t tensor_count;
     rotor_replay_tensor_t *tensors;

@@ -43,7 +43,7 @@ int64_t rotor_revolve_forwards(int64_t stages, int64_t checkpoints) {
     return r * stages - binomial(s + 1, r - 1, INT64_MAX / (4 * stages + 4));
 }
 
-/* How far the next checkpoint of Revolve stands from the start of an interval of `stages` >= 2. */
+/* The distance of the next checkpoint of Revolve from the start of an interval of `stages` >= 2. */
 static int64_t revolve_advance(int64_t stages, int64_t checkpoints) {
     int64_t s = rotor_min(checkpoints, stages - 1) + 1;
     int64_t r = repetitions(stages, s);

@@ -14,13 +14,14 @@
  *
  * The number of samples below the true median is binomial with standard deviation sqrt(count) / 2:
  * the sorted samples at that distance from the middle, to the nearest rank, lie about one standard
- * error from it, whatever their distribution. Half of the distance between them is taken.
+ * error from it, for any distribution. Half of the distance between them is taken.
  */
 int rotor_timing_median(const int64_t *samples, int64_t count, double rel_tolerance,
                         int64_t *median_ns, bool *is_stable);
 
-/* When repeats end. */
+/* The rule by which repeats end. */
 typedef struct {
+    /* input */
     int64_t min_repeats; /* fewer are not stable */
     int64_t max_repeats;
     int64_t most_ns;      /* no further repeat begins when they took so long */

@@ -7,7 +7,7 @@
 
 #include "core.h"
 
-/* Moves *items to a block of at least `needed` elements of `size` bytes; a no-op when there is
+/* Moves *items to a block of at least `needed` elements of `size` bytes; a no-op when it has
  * room. ROTOR_ERR_OVERFLOW beyond 2^31 - 2 elements: they are indexed with int32. */
 int rotor_grow(void **items, int64_t *capacity, int64_t needed, size_t size);
 
