@@ -534,6 +534,12 @@ def test_the_core_allocates_in_one_place():
             assert found == [], f"{relative(path)}: allocate with rotor_malloc, return a status"
 
 
+@pytest.mark.parametrize("path", c_files("csrc/rotor"), ids=lambda path: path.name)
+def test_what_a_c_function_holds_is_freed_at_its_end(path):
+    early = re.compile(r"^ {8,}\w*(?:_free|dlclose)\([^\n]*\n\s+return\b", flags=re.MULTILINE)
+    assert early.findall(c_code(path)) == [], "goto out, and free there (docs/c-core.md)"
+
+
 def test_no_cpp():
     wrong = {".cc", ".cpp", ".cxx", ".hpp", ".hh", ".cu", ".cuh", ".pyx"}
     for folder in ("csrc", "rotor", "models", "tests"):

@@ -580,15 +580,16 @@ int rotor_floating_curve(const rotor_floating_t *self, const rotor_callback_t *c
             ret = rotor_ask(callback, m, root->count);
         }
     }
-out:
-    rotor_sequence_free(&sequence);
     if (ret != ROTOR_OK) {
-        rotor_free(found_bytes);
-        rotor_free(found_ns);
-        return ret;
+        goto out;
     }
     *count = found;
     *bytes = found_bytes;
     *ns = found_ns;
-    return ROTOR_OK;
+    found_bytes = found_ns = NULL;
+out:
+    rotor_sequence_free(&sequence);
+    rotor_free(found_bytes);
+    rotor_free(found_ns);
+    return ret;
 }

@@ -325,21 +325,24 @@ int rotor_persistent_solve(const rotor_chain_t *chain, int64_t budget, int64_t s
                            const rotor_callback_t *callback, rotor_sequence_t *sequence) {
     rotor_sequence_t again;
     bool exact = true;
-    int ret = solve_in(chain, budget, slots, precision, max_table_bytes, callback, sequence,
-                       &exact);
-    if (ret != ROTOR_OK || exact) {
-        return ret;
-    }
+    int ret;
+
     rotor_sequence_init(&again);
+    ret = solve_in(chain, budget, slots, precision, max_table_bytes, callback, sequence, &exact);
+    if (ret != ROTOR_OK || exact) {
+        goto out;
+    }
     ret = solve_in(chain, budget, slots, ROTOR_PRECISION_DOUBLE, max_table_bytes, callback, &again,
                    &exact);
     if (ret == ROTOR_OK) {
         rotor_sequence_free(sequence);
         *sequence = again;
-        return ROTOR_OK;
+        rotor_sequence_init(&again);
     }
+    ret = ret == ROTOR_ERR_TABLE_TOO_LARGE ? ROTOR_OK : ret;
+out:
     rotor_sequence_free(&again);
-    return ret == ROTOR_ERR_TABLE_TOO_LARGE ? ROTOR_OK : ret;
+    return ret;
 }
 
 /* -- the least memory */

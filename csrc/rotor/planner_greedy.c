@@ -109,20 +109,24 @@ static void sort_uses(rotor_greedy_t *g) {
 
 int rotor_greedy_prepare(rotor_greedy_t *self, const rotor_dataflow_t *graph,
                          const int32_t *order) {
+    int ret = ROTOR_OK;
+
     self->order = order;
     if (self->graph == NULL) {
         self->graph = graph;
-        int ret = greedy_allocate(self);
-        if (ret != ROTOR_OK) {
-            rotor_greedy_free(self);
-            return ret;
+        if ((ret = greedy_allocate(self)) != ROTOR_OK) {
+            goto out;
         }
         for (int32_t d = 0; d < graph->operation_count + 2; d++) {
             self->log_table[d] = (float)log((double)d + 1.0);
         }
     }
     sort_uses(self);
-    return ROTOR_OK;
+out:
+    if (ret != ROTOR_OK) {
+        rotor_greedy_free(self);
+    }
+    return ret;
 }
 
 /* Everything that reads s through evicted storages has another recompute cost now. */

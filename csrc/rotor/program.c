@@ -44,6 +44,8 @@ void rotor_pricer_free(rotor_pricer_t *self) {
 static int program_reserve(rotor_pricer_t *self, const rotor_dataflow_t *graph, int64_t length) {
     int64_t m = graph->storage_count;
     int64_t n = graph->operation_count;
+    int ret = ROTOR_OK;
+
     if (self->made == NULL) {
         self->made = rotor_malloc_array(m, sizeof(*self->made));
         self->last = rotor_malloc_array(m, sizeof(*self->last));
@@ -52,11 +54,16 @@ static int program_reserve(rotor_pricer_t *self, const rotor_dataflow_t *graph, 
         self->next = rotor_malloc_array(n, sizeof(*self->next));
         if (self->made == NULL || self->last == NULL || self->needed == NULL ||
             self->runs == NULL || self->next == NULL) {
-            rotor_pricer_free(self);
-            return ROTOR_ERR_NO_MEMORY;
+            ret = ROTOR_ERR_NO_MEMORY;
+            goto out;
         }
     }
-    return rotor_grow((void **)&self->ended, &self->capacity, length + 1, sizeof(*self->ended));
+    ret = rotor_grow((void **)&self->ended, &self->capacity, length + 1, sizeof(*self->ended));
+out:
+    if (ret == ROTOR_ERR_NO_MEMORY) {
+        rotor_pricer_free(self);
+    }
+    return ret;
 }
 
 static void end(rotor_pricer_t *self, const rotor_dataflow_t *graph, int32_t s) {

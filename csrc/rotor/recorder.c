@@ -263,8 +263,7 @@ static int new_record(rotor_recorder_t *self, int64_t inputs, int64_t outputs, i
         ret = ROTOR_RESERVE(self->records, self->record_count, self->record_capacity, 1);
     }
     if (ret != ROTOR_OK) {
-        rotor_free(items);
-        return ret;
+        goto out;
     }
     if (number < 0) {
         number = (int32_t)self->record_count++;
@@ -275,7 +274,10 @@ static int new_record(rotor_recorder_t *self, int64_t inputs, int64_t outputs, i
         .items = items, .input_count = (int32_t)inputs, .output_count = (int32_t)outputs};
     self->live_records++;
     *op = number;
-    return ROTOR_OK;
+    items = NULL;
+out:
+    rotor_free(items);
+    return ret;
 }
 
 /* The outputs of an operation that is not remembered. */
