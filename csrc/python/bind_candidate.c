@@ -173,9 +173,10 @@ out:
     return ret;
 }
 
-PyDoc_STRVAR(heuristics_doc,
-             "heuristics()\n--\n\n"
-             "(name, needs) of every heuristic; needs has \"classes\", \"regions\", \"chance\".");
+PyDoc_STRVAR(
+    heuristics_doc,
+    "heuristics()\n--\n\n"
+    "Return (name, needs) of every heuristic; needs has \"classes\", \"regions\", \"chance\".");
 
 static PyObject *py_heuristics(PyObject *module, PyObject *unused) {
     PyObject *list = PyList_New(0);

@@ -28,7 +28,7 @@ static int get_numbers(PyObject *tuple, int64_t *numbers) {
 // checksum(address, item_bytes, sizes, strides, /) -> int
 PyDoc_STRVAR(checksum_doc,
              "checksum(address, item_bytes, sizes, strides, /)\n--\n\n"
-             "A checksum of 64 bits, as a signed number, of a strided array in memory.\n"
+             "Return a checksum of 64 bits, as a signed number, of a strided array in memory.\n"
              "\n"
              "`address` is that of the first element, `strides` are in elements.");
 

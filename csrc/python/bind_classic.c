@@ -34,9 +34,10 @@ static bool solve_floating(PyObject *module, PyObject *args, floating_args_t *a,
     return ret == ROTOR_OK;
 }
 
-PyDoc_STRVAR(floating_doc,
-             "floating(chain, budget, slots, max_table_bytes, progress, /)\n--\n\n"
-             "The best floating schedule within a budget in bytes, as int32 pairs (kind, stage).");
+PyDoc_STRVAR(
+    floating_doc,
+    "floating(chain, budget, slots, max_table_bytes, progress, /)\n--\n\n"
+    "Return the best floating schedule within a budget in bytes, as int32 pairs (kind, stage).");
 
 static PyObject *py_floating(PyObject *module, PyObject *args) {
     floating_args_t a;
@@ -58,9 +59,10 @@ static PyObject *py_floating(PyObject *module, PyObject *args) {
     return answer;
 }
 
-PyDoc_STRVAR(floating_curve_doc,
-             "floating_curve(chain, budget, slots, max_table_bytes, progress, /)\n--\n\n"
-             "(bytes, nanoseconds), int64: simulated schedules of one table, up to a budget.");
+PyDoc_STRVAR(
+    floating_curve_doc,
+    "floating_curve(chain, budget, slots, max_table_bytes, progress, /)\n--\n\n"
+    "Return (bytes, nanoseconds), int64: simulated schedules of one table, up to a budget.");
 
 static PyObject *py_floating_curve(PyObject *module, PyObject *args) {
     floating_args_t a;
@@ -91,9 +93,10 @@ static PyObject *py_floating_curve(PyObject *module, PyObject *args) {
     return answer;
 }
 
-PyDoc_STRVAR(revolve_doc,
-             "revolve(stages, checkpoints, /)\n--\n\n"
-             "Revolve's schedule with a number of checkpoints, as int32 pairs (kind, stage).");
+PyDoc_STRVAR(
+    revolve_doc,
+    "revolve(stages, checkpoints, /)\n--\n\n"
+    "Return Revolve's schedule with a number of checkpoints, as int32 pairs (kind, stage).");
 
 static PyObject *py_revolve(PyObject *module, PyObject *args) {
     long long stages;
@@ -140,7 +143,7 @@ static const py_table_ops_t heterogeneous_ops = {
 
 PyDoc_STRVAR(heterogeneous_doc,
              "griewank_heterogeneous(chain, max_table_bytes, progress, /)\n--\n\n"
-             "The solved table of the heterogeneous adjoint schedules, for every budget.");
+             "Return the solved table of the heterogeneous adjoint schedules, for every budget.");
 
 static PyObject *py_griewank_heterogeneous(PyObject *module, PyObject *args) {
     PyObject *object;

@@ -1,7 +1,7 @@
 #include "bind_dtr_book.h"
 
 PyDoc_STRVAR(source_doc, "source($self, nbytes, is_foreign, place, /)\n--\n\n"
-                         "A storage that nothing recorded makes; its number.");
+                         "Add a storage that nothing recorded makes; return its number.");
 
 static PyObject *py_recorder_source(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
@@ -20,7 +20,7 @@ static PyObject *py_recorder_source(METHOD_ARGUMENTS) {
 }
 
 PyDoc_STRVAR(begin_doc, "begin($self, nodes, /)\n--\n\n"
-                        "A new operation with these distinct inputs, which are locked.");
+                        "Begin an operation with these distinct inputs, which are locked.");
 
 static PyObject *py_recorder_begin(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
@@ -60,10 +60,11 @@ out:
     return result;
 }
 
-PyDoc_STRVAR(make_room_doc,
-             "make_room($self, nbytes, /)\n--\n\n"
-             "None where so many bytes fit; False where they do not and nothing can go; else "
-             "(storage, node) to evict now, and ask again.");
+PyDoc_STRVAR(
+    make_room_doc,
+    "make_room($self, nbytes, /)\n--\n\n"
+    "Return None where so many bytes fit; False where they do not and nothing can go; else "
+    "(storage, node) to evict now, and ask again.");
 
 static PyObject *py_recorder_make_room(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
@@ -103,7 +104,7 @@ static PyObject *py_recorder_make_room(METHOD_ARGUMENTS) {
 PyDoc_STRVAR(finish_doc,
              "finish($self, recorded, nbytes, origins, cost_ns, workspace_bytes, kept_bytes, "
              "places, record, /)\n--\n\n"
-             "The new operation ran; the numbers of its outputs. See recorder.h.");
+             "Record the new operation, which ran; return the numbers of its outputs.");
 
 static PyObject *py_recorder_finish(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
@@ -177,7 +178,7 @@ out:
     return result;
 }
 
-PyDoc_STRVAR(abort_doc, "abort($self, /)\n--\n\nThe operation that has begun will not run.");
+PyDoc_STRVAR(abort_doc, "abort($self, /)\n--\n\nGive up the operation that has begun.");
 
 static PyObject *py_recorder_abort(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
@@ -301,7 +302,7 @@ static void py_recorder_dealloc(PyObject *object) {
 PyDoc_STRVAR(recorder_doc,
              "Recorder(heuristic, budget, seed=0, sample=False, ignore_small=False, "
              "rebuild_every=16, mixes_temporaries=False, never_keep=False)\n--\n\n"
-             "The book of a program that runs under a budget (csrc/rotor/recorder.h).");
+             "The recorder of a program that runs under a budget (csrc/rotor/recorder.h).");
 
 static PyType_Slot recorder_slots[] = {
     {Py_tp_new, py_recorder_new},

@@ -22,7 +22,7 @@ static int call_is_true(PyObject *function) {
     return is_true;
 }
 
-/* Whether the results are what the handler can take in: strided, on the device that counts. */
+/* READ_OK if the handler can take the results in: strided, on the device that counts. */
 static enum py_reading are_plain(py_handler_t *self, PyObject *value) {
     if (PyList_Check(value) || PyTuple_Check(value)) {
         for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(value); k++) {
@@ -127,7 +127,7 @@ static int take_written(py_handler_t *self, py_made_t *made) {
     return 0;
 }
 
-/* What Python makes a `Record` of when the operation has to run again. */
+/* The tuple from which Python makes a `Record` when the operation has to run again. */
 static PyObject *record_of(py_handler_t *self, const run_t *run, const py_made_t *made) {
     int64_t at = 0;
     PyObject *flags = py_operator_flags(self);
@@ -262,7 +262,7 @@ static int complete_odd(py_handler_t *self, const run_t *run, PyObject *made, in
 /* Smaller sums are not worth the question. */
 #define LEAST_IN_PLACE_BYTES 4096
 
-/* Whether this is a sum of autograd's engine whose first term nothing else holds: without a mode the
+/* 1 if this is a sum of autograd's engine whose first term nothing else holds: without a mode the
  * engine adds to it in place. -1 with an exception. */
 static int is_accumulating(py_handler_t *self, const run_t *run) {
     const py_input_t *terms = self->inputs;

@@ -11,12 +11,13 @@
         return py_book_answer(self, type, status_of(&self->book, node), Py_NewRef(Py_None));       \
     }
 
-PyDoc_STRVAR(dead_doc, "dead($self, node, /)\n--\n\nThe program dropped a live node's storage.");
+PyDoc_STRVAR(dead_doc,
+             "dead($self, node, /)\n--\n\nNote that the program dropped a live node's storage.");
 NODE_METHOD(dead, rotor_recorder_dead)
-PyDoc_STRVAR(pin_doc, "pin($self, node, /)\n--\n\nA node in memory becomes a source.");
+PyDoc_STRVAR(pin_doc, "pin($self, node, /)\n--\n\nMake a node in memory a source.");
 NODE_METHOD(pin, rotor_recorder_pin)
 
-PyDoc_STRVAR(hold_doc, "hold($self, node, place, /)\n--\n\nWhere a node's bytes are from now on.");
+PyDoc_STRVAR(hold_doc, "hold($self, node, place, /)\n--\n\nSet the place of a node's bytes.");
 
 static PyObject *py_recorder_hold(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
@@ -32,9 +33,10 @@ static PyObject *py_recorder_hold(METHOD_ARGUMENTS) {
     return py_book_answer(self, type, ROTOR_OK, Py_NewRef(Py_None));
 }
 
-PyDoc_STRVAR(copied_doc, "copied($self, node, copy, /)\n--\n\n"
-                         "A live source that is needed was copied: its new number. The old one is "
-                         "the copy's.");
+PyDoc_STRVAR(copied_doc,
+             "copied($self, node, copy, /)\n--\n\n"
+             "Note that a live source that is needed was copied; return its new number. "
+             "The old one is the copy's.");
 
 static PyObject *py_recorder_copied(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
@@ -62,7 +64,7 @@ static PyObject *py_recorder_copied(METHOD_ARGUMENTS) {
     return py_book_answer(self, type, status, status == ROTOR_OK ? PyLong_FromLong(node) : NULL);
 }
 
-PyDoc_STRVAR(storage_doc, "storage($self, node, /)\n--\n\nA node's storage, or None.");
+PyDoc_STRVAR(storage_doc, "storage($self, node, /)\n--\n\nReturn a node's storage, or None.");
 
 static PyObject *py_recorder_storage(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
@@ -76,7 +78,8 @@ static PyObject *py_recorder_storage(METHOD_ARGUMENTS) {
     return storage == NULL ? Py_NewRef(Py_None) : storage;
 }
 
-PyDoc_STRVAR(resized_doc, "resized($self, node, nbytes, /)\n--\n\nA source's size changed.");
+PyDoc_STRVAR(resized_doc,
+             "resized($self, node, nbytes, /)\n--\n\nNote that a source's size changed.");
 
 static PyObject *py_recorder_resized(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
@@ -90,7 +93,7 @@ static PyObject *py_recorder_resized(METHOD_ARGUMENTS) {
     return py_book_answer(self, type, ROTOR_OK, Py_NewRef(Py_None));
 }
 
-PyDoc_STRVAR(reach_doc, "reach($self, nbytes, /)\n--\n\nBytes in use for a moment.");
+PyDoc_STRVAR(reach_doc, "reach($self, nbytes, /)\n--\n\nCount bytes that are in use for a moment.");
 
 static PyObject *py_recorder_reach(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
@@ -103,7 +106,7 @@ static PyObject *py_recorder_reach(METHOD_ARGUMENTS) {
 }
 
 PyDoc_STRVAR(dependents_doc, "dependents($self, node, /)\n--\n\n"
-                             "The live nodes that were computed from this one.");
+                             "Return the live nodes that were computed from this one.");
 
 static PyObject *py_recorder_dependents(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
@@ -118,7 +121,7 @@ static PyObject *py_recorder_dependents(METHOD_ARGUMENTS) {
     return py_book_answer(self, type, status, list);
 }
 
-PyDoc_STRVAR(evicted_doc, "evicted($self, /)\n--\n\nThe live nodes that are not in memory.");
+PyDoc_STRVAR(evicted_doc, "evicted($self, /)\n--\n\nReturn the live nodes that are not in memory.");
 
 static PyObject *py_recorder_evicted(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
@@ -172,7 +175,7 @@ int py_add_node_state(PyObject *module) {
     return PyModule_AddType(module, type);
 }
 
-PyDoc_STRVAR(describe_doc, "describe($self, node, /)\n--\n\nThe state of a node.");
+PyDoc_STRVAR(describe_doc, "describe($self, node, /)\n--\n\nReturn the state of a node.");
 
 static PyObject *py_recorder_describe(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
@@ -208,7 +211,7 @@ static PyObject *py_recorder_describe(METHOD_ARGUMENTS) {
     return state;
 }
 
-PyDoc_STRVAR(nodes_doc, "nodes($self, /)\n--\n\nThe numbers of all nodes.");
+PyDoc_STRVAR(nodes_doc, "nodes($self, /)\n--\n\nReturn the numbers of all nodes.");
 
 static PyObject *py_recorder_nodes(METHOD_ARGUMENTS) {
     rotor_recorder_t *book = &py_as_recorder(object)->book;
@@ -231,7 +234,8 @@ static PyObject *py_recorder_nodes(METHOD_ARGUMENTS) {
     return list;
 }
 
-PyDoc_STRVAR(counters_doc, "counters($self, /)\n--\n\nFigures by name; bytes and nanoseconds.");
+PyDoc_STRVAR(counters_doc,
+             "counters($self, /)\n--\n\nReturn figures by name; bytes and nanoseconds.");
 
 static PyObject *py_recorder_counters(METHOD_ARGUMENTS) {
     const rotor_recorder_t *book = &py_as_recorder(object)->book;
@@ -257,7 +261,7 @@ static PyObject *py_recorder_counters(METHOD_ARGUMENTS) {
         "worst_repeat_ns", (long long)book->worst.repeat_ns);
 }
 
-PyDoc_STRVAR(reset_doc, "reset($self, /)\n--\n\nCounts and times begin at zero again.");
+PyDoc_STRVAR(reset_doc, "reset($self, /)\n--\n\nBegin counts and times at zero again.");
 
 static PyObject *py_recorder_reset(METHOD_ARGUMENTS) {
     rotor_recorder_t *book = &py_as_recorder(object)->book;
@@ -271,7 +275,7 @@ static PyObject *py_recorder_reset(METHOD_ARGUMENTS) {
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(limit_doc, "limit($self, budget, /)\n--\n\nA new budget, bytes; -1 for none.");
+PyDoc_STRVAR(limit_doc, "limit($self, budget, /)\n--\n\nSet the budget, bytes; -1 for none.");
 
 static PyObject *py_recorder_limit(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
@@ -285,10 +289,11 @@ static PyObject *py_recorder_limit(METHOD_ARGUMENTS) {
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(consider_doc,
-             "consider($self, sample, ignore_small, /)\n--\n\n"
-             "Other candidates from the next choice on; small storages that are passed over stay so "
-             "until they are used again.");
+PyDoc_STRVAR(
+    consider_doc,
+    "consider($self, sample, ignore_small, /)\n--\n\n"
+    "Set which candidates the next choice looks at; small storages that are passed over stay so "
+    "until they are used again.");
 
 static PyObject *py_recorder_consider(METHOD_ARGUMENTS) {
     int sample;

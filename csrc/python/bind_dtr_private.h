@@ -166,7 +166,7 @@ enum py_reading { READ_OK, READ_SLOW, READ_ERROR };
 /* Appends the arguments to key and inputs. */
 enum py_reading py_operator_read(py_handler_t *self, const py_kernel_t *kernel, PyObject *args,
                                  PyObject *kwargs);
-/* Whether a result may be handled: strided, on the device that counts. */
+/* READ_OK if a result may be handled: strided, on the device that counts. */
 enum py_reading py_operator_is_plain(py_handler_t *self, PyObject *tensor);
 /* The references of the inputs, and their distinct nodes. */
 enum py_reading py_operator_find(py_handler_t *self, PyObject *session);

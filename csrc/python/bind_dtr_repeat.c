@@ -1,9 +1,10 @@
 /* The operation that has to run again, as Recall._replay asks for it. */
 #include "bind_dtr_book.h"
 
-PyDoc_STRVAR(next_doc, "next($self, /)\n--\n\n"
-                       "The record of the operation to run again now, or None: the inputs are "
-                       "in memory.");
+PyDoc_STRVAR(next_doc,
+             "next($self, /)\n--\n\n"
+             "Return the record of the operation to run again now, or None: the inputs are "
+             "in memory.");
 
 static PyObject *py_recorder_next(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
@@ -33,10 +34,11 @@ static int32_t replaying(py_recorder_t *self) {
     return op;
 }
 
-PyDoc_STRVAR(wanted_doc, "wanted($self, /)\n--\n\n"
-                         "(index, node, storage, may_reuse) of the outputs of the operation that "
-                         "next() gave that are not in memory; storage is None for what the "
-                         "program has dropped. Until replayed() or abort() nothing is forgotten.");
+PyDoc_STRVAR(wanted_doc,
+             "wanted($self, /)\n--\n\n"
+             "Return (index, node, storage, may_reuse) of the outputs of the operation that "
+             "next() gave that are not in memory; storage is None for what the "
+             "program has dropped. Until replayed() or abort() nothing is forgotten.");
 
 static PyObject *py_recorder_wanted(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
@@ -71,8 +73,9 @@ static PyObject *py_recorder_wanted(METHOD_ARGUMENTS) {
     return list;
 }
 
-PyDoc_STRVAR(replay_bytes_doc, "replay_bytes($self, /)\n--\n\n"
-                               "Bytes that running the operation that next() gave takes.");
+PyDoc_STRVAR(replay_bytes_doc,
+             "replay_bytes($self, /)\n--\n\n"
+             "Return the bytes that running the operation that next() gave takes.");
 
 static PyObject *py_recorder_replay_bytes(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
@@ -87,8 +90,8 @@ static PyObject *py_recorder_replay_bytes(METHOD_ARGUMENTS) {
 
 PyDoc_STRVAR(replayed_doc,
              "replayed($self, cost_ns, /)\n--\n\n"
-             "The operation that next() gave has run, and its outputs are placed; how "
-             "often thrashing was found until now.");
+             "Note that the operation that next() gave has run and its outputs are placed; "
+             "return how often thrashing was found until now.");
 
 static PyObject *py_recorder_replayed(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);

@@ -293,7 +293,7 @@ out:
     return results;
 }
 
-/* Whether this file runs a record; -1 with an exception. */
+/* 1 if this file runs a record, else 0; -1 with an exception. */
 static int is_ours(py_handler_t *self, PyObject *record) {
     if (!PyTuple_CheckExact(record) || !self->is_cpu || !self->has_views ||
         self->is_verifying || PyTuple_GET_ITEM(record, RECORD_STATE) != Py_None) {

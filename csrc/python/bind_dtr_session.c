@@ -62,10 +62,9 @@ static void py_kernel_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-PyDoc_STRVAR(
-    kernel_doc,
-    "Kernel(operator, call, in_place, written, is_view, is_simple, sizes_by_value)\n--\n\n"
-    "What an operator does, as far as a Handler runs it.");
+PyDoc_STRVAR(kernel_doc,
+             "Kernel(operator, call, in_place, written, is_view, is_simple, sizes_by_value)\n--\n\n"
+             "The facts of an operator that a Handler needs.");
 
 static PyType_Slot kernel_slots[] = {
     {Py_tp_new, py_kernel_new},
@@ -102,8 +101,8 @@ static PyObject *py_handler_run(METHOD_ARGUMENTS) {
 }
 
 PyDoc_STRVAR(signature_doc, "signature($self, kernel, args, kwargs, /)\n--\n\n"
-                            "The key of an operator on arguments of one layout, or None where "
-                            "there is none; floating-point numbers are not part of it.");
+                            "Return the key of an operator on arguments of one layout, or None "
+                            "where it has none; floating-point numbers are not part of it.");
 
 static PyObject *py_handler_signature(METHOD_ARGUMENTS) {
     py_handler_t *self = (py_handler_t *)object;

@@ -111,7 +111,7 @@ static PyMemberDef needs_members[] = {
 };
 
 PyDoc_STRVAR(needs_doc, "Needs(made_bytes, workspace_bytes, is_measured)\n--\n\n"
-                        "What an operator takes on arguments of one layout.");
+                        "The memory that an operator takes on arguments of one layout.");
 
 static PyType_Slot needs_slots[] = {
     {Py_tp_new, py_needs_new},

@@ -45,7 +45,7 @@ static void py_log_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-/* Whether no thread changes the log now. */
+/* True if no thread changes the log now. */
 static bool may_read(PyObject *object) {
     if (((py_log_t *)object)->is_feeding) {
         PyErr_SetString(PyExc_RuntimeError, "the log is being fed; wait until feed has returned");
@@ -133,7 +133,7 @@ static PyObject *py_log_finish(PyObject *object, PyObject *argument) {
 
 // Log.lookup(name) -> int
 PyDoc_STRVAR(log_lookup_doc, "lookup(name, /)\n--\n\n"
-                             "The tensor that a name is bound to now, or -1.");
+                             "Return the tensor that a name is bound to now, or -1.");
 
 static PyObject *py_log_lookup(PyObject *object, PyObject *argument) {
     Py_ssize_t length;
@@ -165,7 +165,7 @@ static bool get_index(PyObject *object, PyObject *argument, const char *what,
 
 // Log.references(tensor) -> int
 PyDoc_STRVAR(log_references_doc, "references(tensor, /)\n--\n\n"
-                                 "References that a tensor holds from names by now.");
+                                 "Return the references that a tensor holds from names by now.");
 
 static PyObject *py_log_references(PyObject *object, PyObject *argument) {
     int64_t tensor;
@@ -182,7 +182,7 @@ static PyObject *name_at(const rotor_graph_t *graph, int32_t at) {
 
 // Log.operation_name(operation) -> str
 PyDoc_STRVAR(log_operation_name_doc, "operation_name(operation, /)\n--\n\n"
-                                     "The name of an operation; \"constant\" of constants.");
+                                     "Return the name of an operation; \"constant\" of constants.");
 
 static PyObject *py_log_operation_name(PyObject *object, PyObject *argument) {
     const rotor_graph_t *graph = &log_of(object)->graph;
@@ -195,7 +195,7 @@ static PyObject *py_log_operation_name(PyObject *object, PyObject *argument) {
 
 // Log.tensor_name(tensor) -> str
 PyDoc_STRVAR(log_tensor_name_doc, "tensor_name(tensor, /)\n--\n\n"
-                                  "The name under which a tensor was made.");
+                                  "Return the name under which a tensor was made.");
 
 static PyObject *py_log_tensor_name(PyObject *object, PyObject *argument) {
     const rotor_graph_t *graph = &log_of(object)->graph;
@@ -224,9 +224,10 @@ static PyObject *make_columns(int width, int64_t count, int64_t *columns[MOST_CO
 }
 
 // Log.operations() -> tuple of int64 arrays
-PyDoc_STRVAR(log_operations_doc, "operations()\n--\n\n"
-                                 "Columns of int64: cost_ns, bytes, first_input, input_count,\n"
-                                 "first_output, output_count.");
+PyDoc_STRVAR(log_operations_doc,
+             "operations()\n--\n\n"
+             "Return columns of int64: cost_ns, bytes, first_input, input_count,\n"
+             "first_output, output_count.");
 
 static PyObject *py_log_operations(PyObject *object, PyObject *unused) {
     const rotor_graph_t *graph = &log_of(object)->graph;
@@ -250,8 +251,9 @@ static PyObject *py_log_operations(PyObject *object, PyObject *unused) {
 }
 
 // Log.inputs() -> int64 array
-PyDoc_STRVAR(log_inputs_doc, "inputs()\n--\n\n"
-                             "Tensors that operations read, as int64; see `operations`.");
+PyDoc_STRVAR(log_inputs_doc,
+             "inputs()\n--\n\n"
+             "Return the tensors that operations read, as int64; see `operations`.");
 
 static PyObject *py_log_inputs(PyObject *object, PyObject *unused) {
     const rotor_graph_t *graph = &log_of(object)->graph;
@@ -272,7 +274,7 @@ static PyObject *py_log_inputs(PyObject *object, PyObject *unused) {
 
 // Log.tensors() -> tuple of int64 arrays
 PyDoc_STRVAR(log_tensors_doc, "tensors()\n--\n\n"
-                              "Columns of int64: storage, operation, is_alias.");
+                              "Return columns of int64: storage, operation, is_alias.");
 
 static PyObject *py_log_tensors(PyObject *object, PyObject *unused) {
     const rotor_graph_t *graph = &log_of(object)->graph;
@@ -293,7 +295,7 @@ static PyObject *py_log_tensors(PyObject *object, PyObject *unused) {
 
 // Log.storages() -> tuple of int64 arrays
 PyDoc_STRVAR(log_storages_doc, "storages()\n--\n\n"
-                               "Columns of int64: bytes, root.");
+                               "Return columns of int64: bytes, root.");
 
 static PyObject *py_log_storages(PyObject *object, PyObject *unused) {
     const rotor_graph_t *graph = &log_of(object)->graph;
@@ -312,9 +314,10 @@ static PyObject *py_log_storages(PyObject *object, PyObject *unused) {
 }
 
 // Log.commands() -> int64 array
-PyDoc_STRVAR(log_commands_doc, "commands()\n--\n\n"
-                               "Pairs of int64: kind (0 compute, 1 get, 2 pin, 3 release), and the\n"
-                               "index of an operation or a tensor.");
+PyDoc_STRVAR(log_commands_doc,
+             "commands()\n--\n\n"
+             "Return pairs of int64: kind (0 compute, 1 get, 2 pin, 3 release), and the\n"
+             "index of an operation or a tensor.");
 
 static PyObject *py_log_commands(PyObject *object, PyObject *unused) {
     const rotor_log_t *log = log_of(object);

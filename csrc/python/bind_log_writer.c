@@ -258,7 +258,7 @@ static PyObject *py_writer_copy_from(PyObject *object, PyObject *const *args, Py
 
 // LogWriter.take() -> bytes
 PyDoc_STRVAR(writer_take_doc, "take()\n--\n\n"
-                              "What was written since the last take, as UTF-8.");
+                              "Return the text written since the last take, as UTF-8.");
 
 static PyObject *py_writer_take(PyObject *object, PyObject *unused) {
     rotor_log_writer_t *writer = writer_of(object);

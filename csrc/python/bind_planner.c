@@ -199,7 +199,7 @@ out:
 }
 
 PyDoc_STRVAR(lower_bound_doc, "lower_bound()\n--\n\n"
-                              "Bytes below which the peak of no program lies.");
+                              "Return the bytes below which the peak of no program lies.");
 
 static PyObject *py_dataflow_lower_bound(PyObject *object, PyObject *unused) {
     int64_t bytes = 0;
@@ -215,10 +215,11 @@ static PyObject *program_bytes(const rotor_program_t *program) {
         (Py_ssize_t)program->length * (Py_ssize_t)sizeof(*program->ops));
 }
 
-PyDoc_STRVAR(plan_doc,
-             "plan(budget, random_runs, moves, seed, time_limit_ns, progress, /)\n--\n\n"
-             "(program, minimum): the best program found within a budget in bytes, as int32; None "
-             "where none was found, and the least peak that was reached.");
+PyDoc_STRVAR(
+    plan_doc,
+    "plan(budget, random_runs, moves, seed, time_limit_ns, progress, /)\n--\n\n"
+    "Return (program, minimum): the best program found within a budget in bytes, as int32; None "
+    "where none was found, and the least peak that was reached.");
 
 static PyObject *py_dataflow_plan(PyObject *object, PyObject *args) {
     PyObject *module = PyType_GetModule(Py_TYPE(object));
@@ -262,7 +263,7 @@ static PyObject *py_dataflow_plan(PyObject *object, PyObject *args) {
 
 PyDoc_STRVAR(curve_doc,
              "curve(points, random_runs, moves, seed, time_limit_ns, progress, /)\n--\n\n"
-             "The programs found for budgets in equal steps, ascending, as int32 each.");
+             "Return the programs found for budgets in equal steps, ascending, as int32 each.");
 
 static PyObject *program_list(const rotor_program_t *programs, int64_t count) {
     PyObject *list = PyList_New((Py_ssize_t)count);

@@ -6,7 +6,7 @@
 
 // clock_ns() -> int
 PyDoc_STRVAR(clock_ns_doc, "clock_ns()\n--\n\n"
-                           "Nanoseconds of a clock that never goes back.");
+                           "Return nanoseconds of a clock that never goes back.");
 
 static PyObject *py_clock_ns(PyObject *module, PyObject *unused) {
     (void)module;
@@ -16,7 +16,7 @@ static PyObject *py_clock_ns(PyObject *module, PyObject *unused) {
 
 // thread_cpu_ns() -> int
 PyDoc_STRVAR(thread_cpu_ns_doc, "thread_cpu_ns()\n--\n\n"
-                                "CPU time of the calling thread, in nanoseconds.");
+                                "Return the CPU time of the calling thread, in nanoseconds.");
 
 static PyObject *py_thread_cpu_ns(PyObject *module, PyObject *unused) {
     (void)module;
@@ -25,8 +25,9 @@ static PyObject *py_thread_cpu_ns(PyObject *module, PyObject *unused) {
 }
 
 // process_cpu_ns() -> int
-PyDoc_STRVAR(process_cpu_ns_doc, "process_cpu_ns()\n--\n\n"
-                                 "CPU time of all threads of this process, in nanoseconds.");
+PyDoc_STRVAR(process_cpu_ns_doc,
+             "process_cpu_ns()\n--\n\n"
+             "Return the CPU time of all threads of this process, in nanoseconds.");
 
 static PyObject *py_process_cpu_ns(PyObject *module, PyObject *unused) {
     (void)module;
@@ -45,13 +46,14 @@ static PyObject *get_root(PyObject *args, PyObject *kwargs, const char *format) 
 }
 
 // probe_memory(root="/") -> dict
-PyDoc_STRVAR(probe_memory_doc,
-             "probe_memory(root='/')\n--\n\n"
-             "Memory of this process, the machine, control groups, limits, and the C library's\n"
-             "heap: a dict of bytes, -1 where a figure is unknown or a limit is not set.\n"
-             "\n"
-             "`root` is the folder that holds proc and sys. ``free_bytes`` is what this process\n"
-             "may still allocate.");
+PyDoc_STRVAR(
+    probe_memory_doc,
+    "probe_memory(root='/')\n--\n\n"
+    "Return the memory of this process, the machine, control groups, limits, and the C library's\n"
+    "heap: a dict of bytes, -1 where a figure is unknown or a limit is not set.\n"
+    "\n"
+    "`root` is the folder that holds proc and sys. ``free_bytes`` is what this process\n"
+    "may still allocate.");
 
 static PyObject *py_probe_memory(PyObject *module, PyObject *args, PyObject *kwargs) {
     rotor_host_memory_t memory;
@@ -85,10 +87,10 @@ static PyObject *py_probe_memory(PyObject *module, PyObject *args, PyObject *kwa
 }
 
 // heap_bytes() -> int
-PyDoc_STRVAR(heap_bytes_doc,
-             "heap_bytes()\n--\n\n"
-             "Bytes that the C library's heap has given out, mapped ones included; -1 where that\n"
-             "is unknown. It takes less than a microsecond.");
+PyDoc_STRVAR(heap_bytes_doc, "heap_bytes()\n--\n\n"
+                             "Return the bytes that the C library's heap has given out, mapped "
+                             "ones included; -1 where that\n"
+                             "is unknown. It takes less than a microsecond.");
 
 static PyObject *py_heap_bytes(PyObject *module, PyObject *args) {
     rotor_heap_t heap;
@@ -124,7 +126,8 @@ static PyObject *py_reset_peak_rss(PyObject *module, PyObject *args, PyObject *k
 // cuda_memory(device, cuda_library=None, nvml_library=None) -> dict
 PyDoc_STRVAR(cuda_memory_doc,
              "cuda_memory(device, cuda_library=None, nvml_library=None)\n--\n\n"
-             "Memory of a CUDA device: a dict of bytes, -1 where a figure is unknown, and a name,\n"
+             "Return the memory of a CUDA device: a dict of bytes, -1 where a figure is unknown, "
+             "and a name,\n"
              "\"\" where it is.\n"
              "\n"
              "``free_bytes`` and ``total_bytes`` are the driver's, where the device's context is\n"

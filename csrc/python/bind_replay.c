@@ -280,7 +280,7 @@ static PyObject *py_replay_run(PyObject *object, PyObject *const *args, Py_ssize
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(is_defined_doc, "is_defined(tensor, /)\n--\n\nWhether a tensor is in memory.");
+PyDoc_STRVAR(is_defined_doc, "is_defined(tensor, /)\n--\n\nReturn whether a tensor is in memory.");
 
 static PyObject *py_replay_is_defined(PyObject *object, PyObject *tensor) {
     py_replay_t *self = (py_replay_t *)object;
@@ -293,9 +293,8 @@ static PyObject *py_replay_is_defined(PyObject *object, PyObject *tensor) {
     return PyBool_FromLong(exists && rotor_replay_is_defined(&self->replay, (int32_t)index));
 }
 
-PyDoc_STRVAR(locked_doc,
-             "locked()\n--\n\n"
-             "The storages that are in memory and locked or pinned, int64.");
+PyDoc_STRVAR(locked_doc, "locked()\n--\n\n"
+                         "Return the storages that are in memory and locked or pinned, int64.");
 
 static PyObject *py_replay_locked(PyObject *object, PyObject *unused) {
     py_replay_t *self = (py_replay_t *)object;
@@ -333,10 +332,11 @@ static PyObject *array_or_none(const py_replay_t *self, bool exists, const void 
     return PyByteArray_FromStringAndSize(array, (Py_ssize_t)count * (Py_ssize_t)size);
 }
 
-PyDoc_STRVAR(events_doc,
-             "events()\n--\n\n"
-             "The trace, as records of int64 clock, bytes, memory and int32 kind, index; None "
-             "without one.");
+PyDoc_STRVAR(
+    events_doc,
+    "events()\n--\n\n"
+    "Return the trace, as records of int64 clock, bytes, memory and int32 kind, index; None "
+    "without one.");
 
 static PyObject *py_replay_events(PyObject *object, PyObject *unused) {
     py_replay_t *self = (py_replay_t *)object;
@@ -348,7 +348,7 @@ static PyObject *py_replay_events(PyObject *object, PyObject *unused) {
 
 PyDoc_STRVAR(storage_stats_doc,
              "storage_stats()\n--\n\n"
-             "Of every storage made: int64 materialized, evicted, first_clock, last_clock, "
+             "Return of every storage made: int64 materialized, evicted, first_clock, last_clock, "
              "resident_ns; None where they were not asked for.");
 
 static PyObject *py_replay_storage_stats(PyObject *object, PyObject *unused) {
@@ -359,10 +359,11 @@ static PyObject *py_replay_storage_stats(PyObject *object, PyObject *unused) {
                          replay->eviction.count, sizeof(*replay->storage_stats));
 }
 
-PyDoc_STRVAR(operation_stats_doc,
-             "operation_stats()\n--\n\n"
-             "Of every operation made: int64 executions, executions_by_model; None where they were "
-             "not asked for.");
+PyDoc_STRVAR(
+    operation_stats_doc,
+    "operation_stats()\n--\n\n"
+    "Return of every operation made: int64 executions, executions_by_model; None where they were "
+    "not asked for.");
 
 static PyObject *py_replay_operation_stats(PyObject *object, PyObject *unused) {
     py_replay_t *self = (py_replay_t *)object;

@@ -38,7 +38,7 @@ static void py_table_dealloc(PyObject *object) {
 
 PyDoc_STRVAR(table_sequence_doc,
              "sequence(budget, /)\n--\n\n"
-             "The best schedule within a budget in bytes, as int32 pairs (kind, stage).");
+             "Return the best schedule within a budget in bytes, as int32 pairs (kind, stage).");
 
 static PyObject *py_table_sequence(PyObject *object, PyTypeObject *cls, PyObject *const *args,
                                    Py_ssize_t nargs, PyObject *names) {
@@ -68,10 +68,11 @@ static PyObject *py_table_sequence(PyObject *object, PyTypeObject *cls, PyObject
     return answer;
 }
 
-PyDoc_STRVAR(table_curve_doc,
-             "curve()\n--\n\n"
-             "(bytes, nanoseconds) of the points of the curve as int64; None where the solver "
-             "answers one budget only.");
+PyDoc_STRVAR(
+    table_curve_doc,
+    "curve()\n--\n\n"
+    "Return (bytes, nanoseconds) of the points of the curve as int64; None where the solver "
+    "answers one budget only.");
 
 static PyObject *py_table_curve(PyObject *object, PyObject *unused) {
     py_table_t *self = (py_table_t *)object;
@@ -142,9 +143,8 @@ static int frontier_curve(const void *table, int64_t *count, const int64_t **byt
 static const py_table_ops_t frontier_ops = {
     .release = frontier_release, .sequence = frontier_sequence, .curve = frontier_curve};
 
-PyDoc_STRVAR(frontier_doc,
-             "frontier(chain, max_table_bytes, progress, /)\n--\n\n"
-             "The table of all optimal persistent schedules.");
+PyDoc_STRVAR(frontier_doc, "frontier(chain, max_table_bytes, progress, /)\n--\n\n"
+                           "Return the table of all optimal persistent schedules.");
 
 static PyObject *py_frontier(PyObject *module, PyObject *args) {
     py_chain_t *chain;
@@ -172,10 +172,11 @@ static PyObject *py_frontier(PyObject *module, PyObject *args) {
 
 /* Memory slots, and the least memory. */
 
-PyDoc_STRVAR(persistent_doc,
-             "persistent(chain, budget, slots, max_table_bytes, progress, /)\n--\n\n"
-             "The best persistent schedule on memory slots within a budget in bytes, as int32 pairs "
-             "(kind, stage); None where none fits on these slots.");
+PyDoc_STRVAR(
+    persistent_doc,
+    "persistent(chain, budget, slots, max_table_bytes, progress, /)\n--\n\n"
+    "Return the best persistent schedule on memory slots within a budget in bytes, as int32 pairs "
+    "(kind, stage); None where none fits on these slots.");
 
 static PyObject *py_persistent(PyObject *module, PyObject *args) {
     py_chain_t *chain;
@@ -207,10 +208,11 @@ static PyObject *py_persistent(PyObject *module, PyObject *args) {
     return answer;
 }
 
-PyDoc_STRVAR(persistent_minimum_doc,
-             "persistent_minimum(chain, budget, max_table_bytes, progress, /)\n--\n\n"
-             "(minimum, schedule): the least budget in bytes of any persistent schedule, and a "
-             "schedule within `budget`, None where that is below it.");
+PyDoc_STRVAR(
+    persistent_minimum_doc,
+    "persistent_minimum(chain, budget, max_table_bytes, progress, /)\n--\n\n"
+    "Return (minimum, schedule): the least budget in bytes of any persistent schedule, and a "
+    "schedule within `budget`, None where that is below it.");
 
 static PyObject *py_persistent_minimum(PyObject *module, PyObject *args) {
     py_chain_t *chain;

@@ -2,10 +2,11 @@
 
 #include "timing.h"
 
-PyDoc_STRVAR(stable_median_doc,
-             "stable_median(samples, rel_tolerance, /)\n--\n\n"
-             "(median, is_stable) of a sequence of times in ns: the median to the nearest ns, and\n"
-             "whether its standard error is at most `rel_tolerance` times the median.");
+PyDoc_STRVAR(
+    stable_median_doc,
+    "stable_median(samples, rel_tolerance, /)\n--\n\n"
+    "Return (median, is_stable) of a sequence of times in ns: the median to the nearest ns, and\n"
+    "whether its standard error is at most `rel_tolerance` times the median.");
 
 static PyObject *py_stable_median(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     int64_t *samples = NULL;
@@ -50,7 +51,7 @@ out:
 PyDoc_STRVAR(are_enough_doc,
              "repeats_are_enough(count, is_stable, spent_ns, min_repeats, max_repeats, most_ns, "
              "min_comes_first)\n--\n\n"
-             "Whether `count` repeats end a measurement, which took `spent_ns` so far.");
+             "Return whether `count` repeats end a measurement, which took `spent_ns` so far.");
 
 static PyObject *py_repeats_are_enough(PyObject *module, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"count",       "is_stable", "spent_ns",        "min_repeats",

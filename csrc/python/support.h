@@ -101,7 +101,7 @@ typedef struct {
 
 #define PY_FASTCALL(function) (PyCFunction)(void (*)(void)) function, METH_FASTCALL
 
-/* Whether a method got `least` to `most` arguments, else a TypeError. */
+/* True if a method got `least` to `most` arguments, else a TypeError. */
 bool py_are_counted(const char *method, Py_ssize_t nargs, Py_ssize_t least, Py_ssize_t most);
 
 /* An integer from least to most; bools are refused. False with an exception. */

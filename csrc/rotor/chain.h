@@ -52,7 +52,7 @@ void rotor_chain_free(rotor_chain_t *self);
 /* Time of the schedule without recomputation, ns: a lower bound for every schedule. */
 int64_t rotor_chain_ideal_ns(const rotor_chain_t *self);
 
-/* Whether the times of all schedules stay below ROTOR_NEVER: between two backwards no stage runs
+/* True if the times of all schedules stay below ROTOR_NEVER: between two backwards no stage runs
  * twice. */
 bool rotor_chain_times_fit(const rotor_chain_t *self);
 

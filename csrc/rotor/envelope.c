@@ -236,7 +236,7 @@ static int divide(rotor_envelope_t *self, int64_t m) {
     return push_range(self, half);
 }
 
-/* Where to divide a range: at the middle point of its longest list, where that has two or more. */
+/* The bytes at which a range is divided: at the middle point of its longest list, where that has two or more. */
 static int64_t middle(const entry_t *entries, int64_t count, int64_t *points, int64_t *longest) {
     int64_t m = 0;
     *points = 0;

@@ -360,7 +360,7 @@ int rotor_eviction_remove(rotor_eviction_t *self, int32_t storage) {
     bool is_material = rotor_eviction_is(self, storage, ROTOR_MATERIAL);
     int ret = ROTOR_OK;
 
-    /* What may fail comes first. */
+    /* Steps that may fail come first. */
     if (self->neighbour_lost > 2 * (self->neighbour_count - self->neighbour_lost) + LEAST_LOST &&
         (ret = compact_neighbours(self)) != ROTOR_OK) {
         return ret;

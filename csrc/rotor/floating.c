@@ -377,7 +377,7 @@ out:
     return ret;
 }
 
-/* What remains to be emitted: state (b, s, l), or B(b) where s < 0. `m` is slots, or bytes. */
+/* A part that remains to be emitted: state (b, s, l), or B(b) where s < 0. `m` is slots, or bytes. */
 typedef struct {
     int64_t b, s, l, m;
 } floating_task_t;

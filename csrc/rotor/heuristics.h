@@ -66,7 +66,7 @@ static inline rotor_eviction_cost_t rotor_eviction_cost(int64_t numerator, int64
 /* The quotient, correctly rounded to a double. */
 double rotor_eviction_cost_quotient(const rotor_eviction_cost_t *cost);
 
-/* Whether the rounded quotient of `a` is at most that of `b`. */
+/* True if the rounded quotient of `a` is at most that of `b`. */
 bool rotor_eviction_cost_at_most(const rotor_eviction_cost_t *a, const rotor_eviction_cost_t *b);
 
 #endif

@@ -224,7 +224,7 @@ void rotor_log_describe_pending(reader_t *reader) {
     rotor_message_quote(message, reader->text, reader->text_length);
 }
 
-/* Whether MEMORY or ALIAS is what has to come, of the right name. */
+/* True if MEMORY or ALIAS is what has to come, of the right name. */
 static int check_follower(reader_t *reader, bool is_alias) {
     const value_t *name = rotor_log_get_string(reader, ROTOR_FIELD_NAME);
     if (name == NULL) {

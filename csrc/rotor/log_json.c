@@ -144,7 +144,7 @@ static int32_t hexadecimal(const char *text) {
     return code;
 }
 
-/* What a backslash at self->at begins; moves behind it. */
+/* Reads the escape that a backslash at self->at begins; moves behind it. */
 static int scan_escape(rotor_log_line_t *self, char **to) {
     static const char *const plain = "\"\"\\\\//b\bf\fn\nr\rt\t";
     char c = self->at[1];

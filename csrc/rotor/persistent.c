@@ -22,7 +22,7 @@ static int64_t step_need(const rotor_persistent_t *s, int64_t i, int64_t l) {
         s, rotor_max(rotor_chain_need_fe(s->chain, i, l), rotor_chain_need_b(s->chain, i, l)));
 }
 
-/* What is remembered from one split of an interval to the next, as j grows. */
+/* Facts kept from one split of an interval to the next, as j grows. */
 typedef struct {
     int64_t forward_need; /* bytes, which seldom change */
     int64_t need;         /* slots for them */

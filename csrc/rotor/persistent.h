@@ -52,7 +52,7 @@ typedef struct {
     int64_t table_bytes; /* of values */
 } rotor_persistent_t;
 
-/* How the excess times are stored. */
+/* The type in which excess times are stored. */
 enum rotor_precision {
     ROTOR_PRECISION_AUTO = 0, /* double where that table has at most ROTOR_DOUBLE_BYTES */
     ROTOR_PRECISION_SINGLE = 1,

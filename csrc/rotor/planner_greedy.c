@@ -264,7 +264,7 @@ static void greedy_make_room(rotor_greedy_t *g, int64_t bytes) {
 }
 
 /*
- * Whether nothing that can still be read needs s, which cannot be remade, again; what was made from it
+ * True if nothing that can still be read needs s, which cannot be remade, again; what was made from it
  * and is live cannot be remade then either.
  */
 static bool let_go(rotor_greedy_t *g, int32_t s) {

@@ -192,7 +192,7 @@ typedef struct {
     double score;    /* cost per byte that it frees */
 } search_choice_t;
 
-/* Whether the run that made s at `made` could move beyond w: nothing that it makes is read up to w. */
+/* True if the run that made s at `made` could move beyond w: nothing that it makes is read up to w. */
 static bool may_move(const rotor_slots_t *p, int32_t s, int32_t made, int32_t w, int32_t *ceiling,
                      int64_t *freed) {
     const rotor_dataflow_t *g = p->graph;
@@ -224,7 +224,8 @@ static bool may_move(const rotor_slots_t *p, int32_t s, int32_t made, int32_t w,
     return *ceiling > w + 1;
 }
 
-/* What a run of op between w and `ceiling` costs beside its own time, and keeps live over w. */
+/* The costs of a run of op between w and `ceiling` beside its own time, and the bytes that it keeps
+ * live over w. */
 static void inputs_of(const rotor_slots_t *p, int32_t op, int32_t w, int32_t ceiling,
                       int64_t *cost, int64_t *kept) {
     const rotor_dataflow_t *g = p->graph;
@@ -241,7 +242,7 @@ static void inputs_of(const rotor_slots_t *p, int32_t op, int32_t w, int32_t cei
     }
 }
 
-/* Whether evicting s relieves w, at what price. */
+/* True if evicting s relieves w; *choice has its price. */
 static bool judge(const rotor_search_t *q, int32_t s, int32_t w, int32_t overflow,
                   search_choice_t *choice) {
     const rotor_slots_t *p = &q->slots;

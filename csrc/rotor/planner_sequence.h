@@ -67,9 +67,9 @@ int rotor_slots_remove(rotor_slots_t *self, int32_t slot);
 /* Takes back all changes beyond the first `count`. Cannot fail. */
 void rotor_slots_undo(rotor_slots_t *self, int64_t count);
 
-/* Whether the program stays valid without the run. */
+/* True if the program stays valid without the run. */
 bool rotor_slots_removable(const rotor_slots_t *self, int32_t slot);
-/* Whether it is removable and nothing reads what it makes. */
+/* True if it is removable and nothing reads what it makes. */
 bool rotor_slots_useless(const rotor_slots_t *self, int32_t slot);
 /* The empty slot next below `slot`, above `floor`; -1 for none. */
 int32_t rotor_slots_empty_below(const rotor_slots_t *self, int32_t slot, int32_t floor);
@@ -96,7 +96,7 @@ static inline int32_t rotor_events_below(const rotor_events_t *self, int32_t slo
     return low;
 }
 
-/* Whether event k of storage s is a making. */
+/* True if event k of storage s is a making. */
 static inline bool rotor_slots_makes(const rotor_slots_t *self, int32_t s, int32_t k) {
     return self->op_at[self->events[s].slots[k]] == self->graph->producer[s];
 }

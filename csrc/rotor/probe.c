@@ -169,7 +169,7 @@ static void probe_group(const char *folder, const group_files_t *files,
     }
 }
 
-/* Whether a path leads up: a group outside the namespace that this process can see. */
+/* True if a path leads up: a group outside the namespace that this process can see. */
 static bool leads_up(const char *path) {
     for (const char *dots = strstr(path, ".."); dots != NULL; dots = strstr(dots + 2, "..")) {
         bool begins = dots == path || dots[-1] == '/';
@@ -200,7 +200,7 @@ static void probe_groups(const char *root, const char *mount, const char *name,
     probe_group(top, files, memory);
 }
 
-/* Whether the comma-separated list [list, end) has the controller "memory". */
+/* True if the comma-separated list [list, end) has the controller "memory". */
 static bool has_memory(const char *list, const char *end) {
     while (list < end) {
         const char *comma = memchr(list, ',', (size_t)(end - list));

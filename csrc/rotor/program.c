@@ -218,7 +218,7 @@ out:
     return ret;
 }
 
-/* Where the first runs of each phase end: no operation of it may begin later. */
+/* The ends of the first runs of each phase: no operation of it may begin later. */
 static void phase_ends(rotor_pricer_t *self, const rotor_dataflow_t *graph, const int32_t *ops,
                        int64_t length, int64_t ends[3]) {
     int32_t phase = ROTOR_PHASE_FORWARD;
@@ -234,7 +234,7 @@ static void phase_ends(rotor_pricer_t *self, const rotor_dataflow_t *graph, cons
     }
 }
 
-/* Whether the run of op at k makes something that a kept run reads. Pinned storages are there from
+/* True if the run of op at k makes something that a kept run reads. Pinned storages are live from
  * the first run on. */
 static bool is_read(const rotor_pricer_t *self, const rotor_dataflow_t *graph, int32_t op,
                     bool is_first) {

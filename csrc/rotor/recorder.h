@@ -48,7 +48,7 @@ int rotor_recorder_begin(rotor_recorder_t *self, const int32_t *inputs, int64_t 
 int rotor_recorder_next(rotor_recorder_t *self, int32_t *op);
 /* After the operation of next() ran. `cost_ns`: what it took. */
 int rotor_recorder_replayed(rotor_recorder_t *self, int64_t cost_ns);
-/* Whether replaying the operation of next() may write into the memory of this origin, which nothing
+/* True if replaying the operation of next() may write into the memory of this origin, which nothing
  * else needs now; otherwise it needs a copy. */
 bool rotor_recorder_may_reuse(const rotor_recorder_t *self, int32_t origin);
 /* Bytes that replaying an operation takes at most, its inputs aside. */

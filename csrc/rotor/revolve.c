@@ -163,7 +163,7 @@ static void list_add(list_t *list, int64_t bytes, int64_t ns) {
     list->points[list->count++] = (point_t){.bytes = bytes, .ns = ns};
 }
 
-/* How many points take at most `bytes`, given that at least `low` do. */
+/* The number of points that take at most `bytes`, given that at least `low` do. */
 static int64_t count_within(const point_t *points, int64_t count, int64_t low, int64_t bytes) {
     int64_t step = 1;
     while (low + step <= count && points[low + step - 1].bytes <= bytes) {
@@ -418,7 +418,7 @@ typedef struct {
     int64_t i, l, m;
 } revolve_task_t;
 
-/* Where (i, l) on m bytes is split; i where it is a leaf. */
+/* The split of (i, l) on m bytes; i for a leaf. */
 static int64_t find_split(const rotor_revolve_t *t, const revolve_task_t *task) {
     const rotor_chain_t *c = t->chain;
     const frontier_t *frontier = frontier_of(t, task->i, task->l);

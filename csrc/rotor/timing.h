@@ -28,7 +28,7 @@ typedef struct {
     bool min_comes_first; /* min_repeats are taken all the same */
 } rotor_timing_rule_t;
 
-/* Whether `count` repeats, at least one, are enough, which took `spent_ns` so far. */
+/* True if `count` repeats, at least one, are enough, which took `spent_ns` so far. */
 bool rotor_timing_is_enough(const rotor_timing_rule_t *rule, int64_t count, bool is_stable,
                             int64_t spent_ns);
 
