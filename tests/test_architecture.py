@@ -181,6 +181,7 @@ C_LEVELS = {
         ["recorder_private", "recorder_check", "recorder_keeping", "recorder_nodes", "recorder"],
         ["recorder_queries"],
         ["planner_random", "planner_stop", "planner_order", "planner_sequence"],
+        ["planner_sequence_check"],
         ["planner_greedy", "planner_search", "planner_pool", "planner", "planner_curve"],
     ],
     "csrc/python": [
@@ -511,6 +512,16 @@ def test_c_functions_have_names_of_their_own(folder):
             assert is_static or name.startswith(prefix) or name == "PyInit__core", name
             places.setdefault(name, []).append(path.name)
     assert len(places) > 200
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_c_types_have_names_of_their_own():
+    places: dict[str, set[str]] = {}
+    for path in [*c_files("csrc/rotor"), *c_files("csrc/python")]:
+        named = re.findall(r"^(?:\} |typedef [^;{}]*?)(\w+_t);", c_code(path), flags=re.MULTILINE)
+        for name in named:
+            places.setdefault(name, set()).add(path.name)
+    assert len(places) > 80
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
