@@ -360,7 +360,7 @@ def is_engines(tensor: torch.Tensor) -> bool:
 
 
 def handler_parts(device: torch.device) -> tuple[Any, ...]:
-    """Return the parts of PyTorch that `rotor._core.Handler` needs (bind_dtr_handler.h)."""
+    """Return the parts of PyTorch that `rotor._core.Handler` needs (bind_dtr_private.h)."""
     return (
         torch.Tensor,
         (torch.Tensor, torch.nn.Parameter),
