@@ -269,7 +269,7 @@ class PiecesStep:
                 return forward(*args, **kwargs)
             site = self._plan.pieces.sites[k]
             if site.failed or site.signature != described_call(args, kwargs):
-                self._plan.pieces.is_stale |= not site.failed
+                self._plan.pieces.is_stale |= not (site.failed or site.varies)
                 # It runs without a plan, and needs what the next metered step tells.
                 self._plan.differs = True
                 return forward(*args, **kwargs)
