@@ -241,8 +241,9 @@ class Verifier:
         waiting = list(record.nodes())
         seen = set(waiting)
         while waiting:
-            _, _, _, is_live, _, _, _, made = self._book.describe(waiting.pop())
-            if is_live or made is None:
+            node = self._book.describe(waiting.pop())
+            made = node.record
+            if node.is_live or made is None:
                 continue
             maker = Record(*made) if isinstance(made, tuple) else made
             if not maker.operator.is_custom:
@@ -262,7 +263,7 @@ class Verifier:
         if index >= 0:
             return _is_specified(record.operator, index) or _may_be_specified(record, index)
         while index < 0:
-            earlier = self._book.describe(record.origins[place])[7]
+            earlier = self._book.describe(record.origins[place]).record
             if len(record.outputs) != 1 or earlier is None:
                 return earlier is None
             record = Record(*earlier) if isinstance(earlier, tuple) else earlier
