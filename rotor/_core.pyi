@@ -420,6 +420,7 @@ class Handler:
     observer: Any
     is_open: bool
     is_verifying: bool
+    module: str | None
     watches_writes: bool
     def __new__(
         cls,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -105,10 +106,13 @@ def test_numbers_of_a_generator_of_its_own_are_kept():
 def test_verified_budgets_refuse_what_differs():
     _calls[0] = 0
     with (
-        pytest.raises(RecomputationError, match=r"rotor_tests::late \(\[20000\], torch.float32\)"),
+        pytest.raises(
+            RecomputationError, match=r"rotor_tests::late \(\[20000\], torch.float32\)"
+        ) as raised,
         dtr.budget(1_300_000, verify="always"),
     ):
         chain(late)
+    assert raised.value.module == ""
     with pytest.raises(ValueError, match="verify='first'"), dtr.budget(None, verify="first"):
         pass
 
@@ -136,6 +140,113 @@ def test_verified_budgets_pass_what_repeats():
     assert torch.equal(found, expected)
     assert session.stats.rematerializations > 30
     assert session.compared > 20
+
+
+class Inner(nn.Module):
+    """A linear layer beside an operator that begins to differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(100, 100)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return late(self.layer(x))
+
+
+def named_model() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(100, 100), Inner()) for _ in range(8)))
+
+
+@pytest.mark.filterwarnings("ignore::rotor.errors.MemoryLimitWarning")
+def test_the_error_names_the_module():
+    torch.manual_seed(0)
+    known_repeats().clear()
+    _calls[0] = 0
+    model = rotor.Checkpointable(named_model(), mem_limit=600_000, engine="dynamic")
+    with pytest.raises(
+        RecomputationError,
+        match=r"late in module '\d\.1' \(\[100, 100\], torch.float32\) gave.*run the step again",
+    ) as raised:
+        model(torch.randn(100, 100)).square().sum().backward()
+    assert raised.value.module in {f"{k}.1" for k in range(8)}
+
+
+def test_a_budgets_error_names_the_module():
+    torch.manual_seed(0)
+    net = named_model()
+    known_repeats().clear()
+    _calls[0] = 0
+    with (
+        pytest.raises(RecomputationError, match=r"late in module '\d\.1' \(\[100, 100\]") as raised,
+        dtr.budget(600_000, verify="always"),
+    ):
+        net(torch.randn(100, 100)).square().sum().backward()
+    assert raised.value.module in {f"{k}.1" for k in range(8)}
+
+
+def test_paths_follow_modules_that_raise_and_other_threads():
+    class Failing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("on purpose")
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.failing = Failing()
+            self.seen: list[str | None] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.append(session._handler.module)
+            with pytest.raises(ValueError, match="on purpose"):
+                self.failing(x)
+            thread = threading.Thread(target=nn.Identity(), args=(x,))
+            thread.start()
+            thread.join()
+            self.seen.append(session._handler.module)
+            return x
+
+    net = nn.ModuleDict({"outer": Outer()})
+    net.forward = lambda x: net["outer"](x)
+    hooks = len(torch.nn.modules.module._global_forward_hooks)
+    with dtr.budget(None, verify="always") as session:
+        net(torch.ones(3))
+        assert session._handler.module is None
+    assert net["outer"].seen == ["outer", "outer"]
+    assert len(torch.nn.modules.module._global_forward_hooks) == hooks
+    with dtr.budget(None) as session:
+        net(torch.ones(3))
+    assert net["outer"].seen[2:] == [None, None]
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_second_results_of_operators_are_compared(is_written: bool):
+    """The mean differs; or its memory is left as it was, which may be anything."""
+    x = torch.linspace(0, 1, 20_000).view(10_000, 2)
+    var_mean = torch.ops.aten.var_mean.correction
+    calls = 0
+
+    def again(*args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal calls
+        calls += 1
+        variance, mean = var_mean(*args, **kwargs)
+        if is_written:
+            return variance, mean + 1
+        found = torch.empty_like(mean)
+        return variance, found if found.isnan().all() else found.fill_(calls)
+
+    with dtr.budget(400_000, verify="always") as session:
+        means = [torch.var_mean(x * k, 1)[1] for k in range(1, 16)]
+        operator = session._handler.kernels[var_mean].operator
+        operator.replay = again
+        if is_written:
+            with pytest.raises(RecomputationError, match=r"var_mean \(\[10000\], torch.float32\)"):
+                [mean.sum() for mean in means]
+        else:
+            [mean.sum() for mean in means]
+            assert session.compared > 0
+        operator.replay = operator.call
+        means.clear()
+    assert calls > 0
 
 
 class Late(nn.Module):

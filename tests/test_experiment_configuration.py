@@ -176,6 +176,12 @@ def test_shipped_configurations_unfold_to_what_was_published(
     assert all(trial.budget_bytes is None for trial in config.trials if trial.ratio is not None)
 
 
+def test_a_folder_of_a_shipped_name_is_passed_over(tmp_path, monkeypatch):
+    (tmp_path / "quick").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert configuration.load("quick").name == "quick"
+
+
 def test_configurations_are_found_by_name_or_path(tmp_path):
     path = tmp_path / "config_mine.json"
     path.write_text(text_of(BASELINE))

@@ -436,12 +436,31 @@ def test_the_command_line_runs_a_file(calls, tmp_path, capsys, monkeypatch):
     path.write_text(text_of(BASELINE, FIXED))
     out = tmp_path / "out"
     code, text, err = command(capsys, "run", path, "--out", out, "--formats")
-    assert (code, err) == (0, "")
+    assert (code, err.count(" done ("), err.count("\n")) == (0, 3, 3)
     assert "test: 1 inputs of 1 repetitions" in text
     assert str(out / "summary/test.txt") in text.splitlines()
     code, text, _ = command(capsys, "run", path, "--out", out, "--dry-run")
     assert (code, "what would run" in text) == (0, True)
     assert len(requests_of(calls)) == 3
+
+
+def test_the_command_line_tells_of_each_input(calls, tmp_path, capsys):
+    path = tmp_path / "two.json"
+    path.write_text(text_of(BASELINE, FIXED, n_inputs=2))
+    command = ["experiment", "run", str(path), "--out", str(tmp_path), "--formats"]
+    assert main(command) == 0
+    lines = capsys.readouterr().err.splitlines()
+    told = [line.rpartition(", ")[0] for line in lines if " done " in line]
+    assert told == [
+        "rotor: two, baselines: 1 of 2 done (one baseline)",
+        "rotor: two, baselines: 2 of 2 done (one baseline)",
+        "rotor: two, under a budget: 1 of 4 done (one dtr 7.63 MiB)",
+        "rotor: two, under a budget: 2 of 4 done (one dtr 7.63 MiB)",
+        "rotor: two, under a budget: 3 of 4 done (one dtr no limit)",
+        "rotor: two, under a budget: 4 of 4 done (one dtr no limit)",
+    ]
+    assert main([*command, "--fresh", "--quiet"]) == 0
+    assert " done " not in capsys.readouterr().err
 
 
 def test_the_command_line_says_what_is_wrong(calls, tmp_path, capsys):

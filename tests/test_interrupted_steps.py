@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import FrameType
 from typing import Any
 
@@ -22,13 +23,20 @@ _CLEANUP = {"__exit__", "__del__", "stop", "close", "cancel", "_restore"}
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th call of a Python function of the package.
+    """Raises at the n-th call of a Python function of the package.
 
     Calls made while a context is left are passed over: no program survives those.
     """
 
-    def __init__(self, number: int | None = None) -> None:
+    def __init__(
+        self,
+        number: int | None = None,
+        error: type[BaseException] = KeyboardInterrupt,
+        within: str = "",
+    ) -> None:
         self.number = number
+        self.error = error
+        self.within = within
         self.calls = 0
         self.place = ""
 
@@ -46,13 +54,21 @@ class Interrupt:
         # A generator is also called to be closed.
         if code.co_name in _CLEANUP or code.co_name.startswith("<"):
             return
-        if self._is_leaving(frame):
+        if self._is_leaving(frame) or not self._is_within(frame):
             return
         self.calls += 1
         if self.number is not None and self.calls >= self.number:
             sys.setprofile(None)
             self.place = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_name}"
-            raise KeyboardInterrupt
+            raise self.error
+
+    def _is_within(self, frame: FrameType | None) -> bool:
+        while self.within and frame is not None:
+            code = frame.f_code
+            if code.co_name == self.within and "/rotor/engines/" in code.co_filename:
+                return True
+            frame = frame.f_back
+        return not self.within
 
     @staticmethod
     def _is_leaving(frame: FrameType | None) -> bool:
@@ -145,6 +161,105 @@ def _state(snapshot: Snapshot) -> dict[str, torch.Tensor]:
     named = snapshot.tensors.items()
     found = {name.removeprefix("buffer "): t for name, t in named if t is not None}
     return {n: t for n, t in found.items() if n != "loss" and not n.startswith("gradient of")}
+
+
+class Injected(Exception):
+    """Raised in the middle of a step."""
+
+
+def _raises(error: type[BaseException]) -> Callable[..., Any]:
+    def hook(*_: Any) -> None:
+        raise error
+
+    return hook
+
+
+def _fail(
+    phase: str, error: type[BaseException], model: Any, net: nn.Module, number: int | None
+) -> int:
+    """Run a step that fails in a phase, or (without a number) count the calls that it makes."""
+    watched = Interrupt(number, error, {"measuring": "measure", "planning": "plan"}.get(phase, ""))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    torch.manual_seed(99)
+    (x,) = rows()
+    with watched if phase in ("measuring", "planning", "forward") else nullcontext():
+        output = model(x)
+    if phase == "loss" and number is not None:
+        raise error
+    loss = output.square().mean()
+    handles = []
+    if phase == "gradient" and number is not None:
+        handles.append(output.register_hook(_raises(error)))
+    if phase == "accumulation" and number is not None:
+        parameter = list(net.parameters())[2]
+        handles.append(parameter.register_post_accumulate_grad_hook(_raises(error)))
+    try:
+        with watched if phase == "backward" else nullcontext():
+            loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if phase == "optimizer" and number is not None:
+        optimizer.register_step_pre_hook(_raises(error))
+        optimizer.step()
+    return watched.calls
+
+
+PHASES = (
+    *("measuring", "planning", "forward", "loss"),
+    *("gradient", "backward", "accumulation", "optimizer"),
+)
+QUICK = ("measuring", "backward")
+
+
+@pytest.mark.parametrize(
+    ("phase", "engine"),
+    [
+        pytest.param(
+            phase, engine, marks=[pytest.mark.slow] * (engine == "graph" and phase not in QUICK)
+        )
+        for phase in PHASES
+        for engine in CASES
+    ],
+)
+def test_a_step_that_fails_in_any_phase_can_be_repeated(phase: str, engine: str) -> None:
+    is_first = phase in ("measuring", "planning")
+    calls = 0
+    for error in (KeyboardInterrupt, Injected):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if calls == 0:
+                _, net, model, _ = _new(engine)
+                if not is_first:
+                    model(rows()[0]).sum().backward()
+                    net.zero_grad()
+                calls = _fail(phase, error, model, net, None)
+                if is_first and calls == 0:
+                    assert engine == "dynamic"  # which knows no such phase
+                    return
+            case, net, model, optimizer = _new(engine)
+            if not is_first:
+                torch.manual_seed(98)
+                usual_step(case, model, net, optimizer, 0)
+            optimizer.zero_grad()
+            before = Snapshot.of(case, net)
+            with pytest.raises(error):
+                _fail(phase, error, model, net, 1 + calls // 2)
+            optimizer.zero_grad()
+            after = Snapshot.of(case, net)
+            after.randomness = before.randomness
+            ratio, where = before.difference(after)
+            in_model = where.startswith("buffer") and not is_first  # as a plain forward leaves it
+            assert ratio == 0 or in_model, f"{error.__name__}: {where} changed"
+            plain = copy.deepcopy(net)
+            others = case.optimizer(plain)
+            for k in range(3):
+                torch.manual_seed(100 + k)
+                expected = Snapshot.of(case, plain, usual_step(case, plain, plain, others, k))
+                torch.manual_seed(100 + k)
+                loss = usual_step(case, model, net, optimizer, k)
+                ratio, where = expected.difference(Snapshot.of(case, net, loss))
+                assert ratio < 1e-5, f"after {error.__name__}: {where} in step {k}"
 
 
 class Branching(nn.Module):

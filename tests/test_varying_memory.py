@@ -246,6 +246,37 @@ def test_parts_learn_what_the_code_between_them_keeps():
         assert torch.equal(a.grad, b.grad)
 
 
+class Routed(nn.Module):
+    """Parts that are called with other numbers of rows in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = Block(), Block()
+
+    def forward(self, x):
+        rows = torch.tensor([k for k, value in enumerate(x[:, 0].tolist()) if value > 0])
+        x = x.index_add(0, rows, self.first(x[rows]))
+        return x.index_add(0, rows, self.last(x[rows])).square()
+
+
+def test_excesses_are_told_while_parts_are_looked_for_and_that_ends():
+    torch.manual_seed(0)
+    plain = Routed()
+    limit = int(peak_of(plain, 500) * 0.9)
+    chk = rotor.Checkpointable(copy.deepcopy(plain), mem_limit=limit, effort="fast")
+    told, searches = [], []
+    for selected in (500, 540, 580, 560, 520, 600):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(chk, selected)
+        told.append(
+            bool(told_bytes(caught)) or any("was not kept" in str(w.message) for w in caught)
+        )
+        searches.append(getattr(getattr(chk.plan, "pieces", None), "searches", 0))
+    assert told[1]
+    assert max(searches) == 2
+
+
 def test_a_graph_is_metered_now_and_then(monkeypatch):
     """A loss outside it may depend on data, though the graph does not."""
     monkeypatch.setattr(watching, "_FIRST_STEPS", (3,))

@@ -153,9 +153,10 @@ static PyObject *record_of(py_handler_t *self, const run_t *run, const py_made_t
             }
         }
     }
-    record = PyTuple_Pack(11, run->kernel->operator_, args, kwargs, indices, origins,
+    record = PyTuple_Pack(12, run->kernel->operator_, args, kwargs, indices, origins,
                           run->grad_enabled ? Py_True : Py_False, flags, Py_None, Py_None,
-                          (PyObject *)run->needs, counted);
+                          (PyObject *)run->needs, counted,
+                          self->module == NULL ? Py_None : self->module);
 out:
     Py_XDECREF(flags);
     Py_XDECREF(args);

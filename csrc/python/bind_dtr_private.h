@@ -106,6 +106,7 @@ typedef struct {
     PyObject *device;   /* whose memory counts */
     PyObject *flags;    /* of the backends, as they were last */
     PyObject *gone;     /* the method */
+    PyObject *module;   /* path of the one that runs; NULL or None: not noted */
     PyObject *zero;
     PyObject *dtype_and_device;          /* names */
     const py_dl_exchange_t *exchange;    /* NULL: attributes are read */

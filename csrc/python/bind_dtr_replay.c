@@ -16,6 +16,7 @@ enum {
     RECORD_STATE,
     RECORD_NEEDS,
     RECORD_COUNTED,
+    RECORD_MODULE,
     RECORD_COUNT
 };
 

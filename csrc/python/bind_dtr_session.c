@@ -200,6 +200,8 @@ static PyMemberDef handler_members[] = {
     {"is_open", T_BOOL, offsetof(py_handler_t, is_open), 0, "Whether deaths count."},
     {"is_verifying", T_BOOL, offsetof(py_handler_t, is_verifying), 0,
      "Whether Python runs operators again."},
+    {"module", T_OBJECT, offsetof(py_handler_t, module), 0,
+     "Path of the module that runs, noted with each operation; None: not noted."},
     {"watches_writes", T_BOOL, offsetof(py_handler_t, watches_writes), 0,
      "Whether Python handles what writes to sources."},
     {"kernels", T_OBJECT, offsetof(py_handler_t, kernels), READONLY, "By operator."},
@@ -308,6 +310,7 @@ static int py_handler_traverse(PyObject *object, visitproc visit, void *arg) {
     Py_VISIT(self->device);
     Py_VISIT(self->flags);
     Py_VISIT(self->gone);
+    Py_VISIT(self->module);
     return 0;
 }
 
@@ -318,6 +321,7 @@ static int py_handler_clear(PyObject *object) {
     Py_CLEAR(self->kernels);
     Py_CLEAR(self->flags);
     Py_CLEAR(self->gone);
+    Py_CLEAR(self->module);
     return 0;
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Iterable
@@ -366,6 +367,7 @@ def _run(arguments: argparse.Namespace) -> int:
             fresh=arguments.fresh,
             webhook=arguments.webhook or os.environ.get("ROTOR_WEBHOOK"),
             dry_run=arguments.dry_run,
+            tell=functools.partial(tell, arguments),
         )
     except runs.RunError as error:
         sys.stderr.write(f"rotor: {' '.join(str(error).split())}\n")

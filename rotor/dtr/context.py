@@ -149,7 +149,7 @@ def budget(
     _current.append(session)
     failed = True
     try:
-        with _eager(), guarded(session) if guard else nullcontext(), session:
+        with _eager(), guarded(session) if guard else nullcontext(), session.paths, session:
             yield session
         failed = False
     finally:
@@ -207,7 +207,7 @@ def running(session: Session) -> Iterator[None]:
         )
     _current.append(session)
     try:
-        with _eager(), guarded(session), session:
+        with _eager(), guarded(session), session.paths, session:
             yield
     finally:
         _current.remove(session)

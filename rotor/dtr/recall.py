@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ import torch
 
 from rotor import _core
 from rotor._pytorch import core, dispatch
+from rotor.dtr.calling import ModulePaths
 from rotor.dtr.records import Record
 from rotor.dtr.repeating import Verifier
 from rotor.dtr.signatures import known_needs
@@ -122,6 +124,8 @@ class Recall:
     ----------
     outside_bytes
         Of the limit, known to be taken by what no operator makes.
+    paths
+        Context in which the paths of modules are noted, where replays are compared.
     """
 
     def __init__(
@@ -138,6 +142,7 @@ class Recall:
         observer: Observer | None,
         verify: bool = False,
         kept: set[str] | None = None,
+        root: torch.nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.device = device
@@ -168,6 +173,9 @@ class Recall:
         self._kept = set() if kept is None else kept
         self._verifier = Verifier(self._book, self._kept.update) if verify else None
         self._handler.is_verifying = verify
+        self.paths: AbstractContextManager[None] = (
+            ModulePaths(self._handler, root) if verify else nullcontext()
+        )
         self._lock = threading.RLock()
         self._is_cpu = device.type == "cpu"
         self.outside_bytes = 0
@@ -296,7 +304,9 @@ class Recall:
             made = results[index].untyped_storage() if index >= 0 else storage_of(origin)
             if self._verifier is not None:
                 result = results[index] if index >= 0 else None
-                self._verifier.replayed(record, k, node, made, result, storage is not None)
+                self._verifier.replayed(
+                    record, k, node, made, result, storage is not None, storage_of
+                )
             if storage is None:
                 book.hold(node, made)
                 continue

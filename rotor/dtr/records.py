@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -87,6 +89,8 @@ class Record:
     needs, counted_bytes
         What it takes, which may become known later; the part of its workspace that the book
         knows.
+    module
+        Path of the module that ran it, empty for the outermost one; ``None``: not noted.
     sums
         Checksums of what it made first, parallel to `outputs` as far as that is new; ``None``:
         not noted.
@@ -99,6 +103,7 @@ class Record:
         "generator",
         "grad_enabled",
         "kwargs",
+        "module",
         "needs",
         "operator",
         "origins",
@@ -120,6 +125,7 @@ class Record:
         state: torch.Tensor | None,
         needs: Needs,
         counted_bytes: int,
+        module: str | None = None,
     ) -> None:
         self.operator = operator
         self.args = args
@@ -132,22 +138,37 @@ class Record:
         self.state = state
         self.needs = needs
         self.counted_bytes = counted_bytes
+        self.module = module
         self.sums: list[int | torch.Tensor] | None = None
 
     def nodes(self) -> set[int]:
         """Return the nodes that its arguments lie on."""
-        found: set[int] = set()
-        waiting: list[Any] = [*self.args, *self.kwargs.values()]
+        return {spec[0] for spec in self._specs()}
+
+    def spec_of_node(self, node: int) -> Spec:
+        """Return the first of its arguments that lies on a node."""
+        return next(spec for spec in self._specs() if spec[0] == node)
+
+    def _specs(self) -> Iterator[Spec]:
+        waiting: list[Any] = [*reversed(self.kwargs.values()), *reversed(self.args)]
         while waiting:
             value = waiting.pop()
             if isinstance(value, tuple):
-                found.add(value[0])
+                yield value
             elif isinstance(value, list):
-                waiting.extend(value)
-        return found
+                waiting.extend(reversed(value))
 
-    def run(self, storage_of: Callable[[int], torch.UntypedStorage]) -> list[torch.Tensor]:
+    def run(
+        self, storage_of: Callable[[int], torch.UntypedStorage], *, fills_memory: bool = False
+    ) -> list[torch.Tensor]:
         """Run it on these storages of its nodes, as it ran first.
+
+        Parameters
+        ----------
+        storage_of
+            Returns the storage of a node.
+        fills_memory
+            Memory that operators allocate is filled, which shows what they leave as it was.
 
         Returns
         -------
@@ -169,7 +190,7 @@ class Record:
                 state = self.generator.get_state()
                 assert self.state is not None
                 self.generator.set_state(self.state)
-            with dispatch.BelowAutograd():
+            with dispatch.BelowAutograd(), filled_memory() if fills_memory else nullcontext():
                 results = self.operator.replay(
                     *filled(self.args, tensor_of),
                     **{name: filled(value, tensor_of) for name, value in self.kwargs.items()},
@@ -190,3 +211,21 @@ def tensors_of(results: Any) -> list[torch.Tensor]:
     if isinstance(results, list | tuple):
         return [tensor for item in results for tensor in tensors_of(item)]
     return []
+
+
+@contextmanager
+def filled_memory() -> Iterator[None]:
+    """Fill what operators allocate: not a number, the largest integer, or true."""
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
+    is_on = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            settings.fill_uninitialized_memory = True
+            yield
+        finally:
+            settings.fill_uninitialized_memory = fills
+            torch.use_deterministic_algorithms(is_on, warn_only=only_warns)

@@ -23,6 +23,7 @@ from rotor.errors import RecomputationError
 __all__ = ["Verifier", "known_repeats", "repeats"]
 
 _known: dict[Any, bool] = {}
+_unwritten: set[tuple[str, int]] = set()
 
 _EMPTY = frozenset(
     f"aten::{name}"
@@ -82,15 +83,49 @@ def repeats(
             generator.set_state(state)
 
 
+def _name_of(operator: Operator, index: int) -> str:
+    names = core.schema_return_names(operator.call)
+    return names[index] if index < len(names) else ""
+
+
 def _is_specified(operator: Operator, index: int) -> bool:
-    """Return whether an operator writes all of a result."""
+    """Return whether an operator is known to write all of a result."""
     if operator.is_custom:
         return True
     if operator.name in _EMPTY or operator.varies:
         return False
-    names = core.schema_return_names(operator.call)
-    named = names[index] if index < len(names) else ""
+    named = _name_of(operator, index)
     return index == 0 or (bool(named) and named not in _UNSPECIFIED)
+
+
+def _may_be_specified(record: Record, index: int) -> bool:
+    """Return whether a result may be compared, if it is looked into where it differs."""
+    operator = record.operator
+    if operator.name in _EMPTY or any(origin >= 0 for origin in record.origins):
+        return False
+    return _name_of(operator, index) not in _UNSPECIFIED
+
+
+def _leaves_unwritten(
+    record: Record, index: int, storage_of: Callable[[int], torch.UntypedStorage]
+) -> bool:
+    """Return whether an operator leaves memory of a result as it was; it runs again."""
+    key = (record.operator.name, index)
+    if key not in _unwritten:
+        made = record.run(storage_of)[index]
+        filled = record.run(storage_of, fills_memory=True)[index]
+        if made.shape == filled.shape and (_is_fill(filled) & ~_is_fill(made)).any():
+            _unwritten.add(key)
+    return key in _unwritten
+
+
+def _is_fill(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements that are what `filled_memory` fills memory with."""
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return tensor.isnan()
+    if tensor.dtype == torch.bool:
+        return tensor
+    return tensor == torch.iinfo(tensor.dtype).max
 
 
 class Verifier:
@@ -98,7 +133,8 @@ class Verifier:
 
     What the program dropped, and only an operator needs that runs again, is not compared itself:
     the result of that operator is. Results of operators that are not PyTorch's own are compared in
-    any case.
+    any case. Where a result differs that is not an operator's first, the operator runs twice more
+    to see whether it leaves memory unwritten, which may be anything.
 
     Parameters
     ----------
@@ -136,6 +172,7 @@ class Verifier:
         made: torch.UntypedStorage,
         result: torch.Tensor | None,
         is_live: bool,
+        storage_of: Callable[[int], torch.UntypedStorage],
     ) -> None:
         """Compare what was made again, before the program sees it.
 
@@ -153,6 +190,8 @@ class Verifier:
             The result that lies on them, ``None`` for what was written to.
         is_live
             The program holds it, so that it was evicted; otherwise it was dropped.
+        storage_of
+            Returns the storages that the operation read.
 
         Raises
         ------
@@ -166,23 +205,34 @@ class Verifier:
         if before is None or not self._is_comparable(record, place, made, result):
             return
         self.compared += 1
-        if int(checksum(_bytes_of(made))) != int(before):
-            raise self._error(record, result)
+        if int(checksum(_bytes_of(made))) == int(before):
+            return
+        index = record.outputs[place]
+        if index < 0 or _is_specified(record.operator, index):
+            raise self._error(record, place, result)
+        if not _leaves_unwritten(record, index, storage_of):
+            raise self._error(record, place, result)
 
-    def _error(self, record: Record, result: torch.Tensor | None) -> RecomputationError:
+    def _error(self, record: Record, place: int, result: torch.Tensor | None) -> RecomputationError:
         name = record.operator.name
         suspects = {name} if record.operator.is_custom else {name} | self._unseen(record)
         self._differed(suspects)
-        shape = "" if result is None else f" ({list(result.shape)}, {result.dtype})"
+        if result is None:
+            _, shape, _, _, dtype, *_ = record.spec_of_node(record.origins[place])
+        else:
+            shape, dtype = result.shape, result.dtype
+        module = record.module
+        within = "" if module is None else f" in module {module!r}" if module else " in the model"
         others = ", ".join(sorted(suspects - {name}))
         also = f", or what it is computed from by {others}," if others else ""
         return RecomputationError(
-            f"{name}{shape}{also} gave other bits when it ran again: what is computed from it "
-            "would be wrong. It depends on random numbers or on state that recomputation cannot "
-            "restore, or its kernel is not deterministic. In a model with a limit such results are "
-            "kept from now on: run the step again. Within rotor.dtr.budget, call Session.pin on "
-            "them",
-            operation=name,
+            f"{name}{within} ({list(shape)}, {dtype}){also} gave other bits when it ran again: "
+            "what is computed from it would be wrong. It depends on random numbers or on state "
+            "that recomputation cannot restore, or its kernel is not deterministic. In a model "
+            "with a limit such results are kept from now on: run the step again. Within "
+            "rotor.dtr.budget, call Session.pin on them",
+            module or "",
+            name,
         )
 
     def _unseen(self, record: Record) -> set[str]:
@@ -210,6 +260,8 @@ class Verifier:
         if result is not None and result.numel() * result.element_size() < made.nbytes():
             return False
         index = record.outputs[place]
+        if index >= 0:
+            return _is_specified(record.operator, index) or _may_be_specified(record, index)
         while index < 0:
             earlier = self._book.describe(record.origins[place]).record
             if len(record.outputs) != 1 or earlier is None:

@@ -440,6 +440,7 @@ class Session(Recall, dispatch.DispatchMode):
                 state,
                 needs,
                 needs.workspace_bytes if needs.is_measured else 0,
+                self._handler.module,
             )
             if self._verifier is not None:
                 self._verifier.ran(record, made)

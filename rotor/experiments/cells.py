@@ -119,7 +119,12 @@ def usable_cpus() -> int:
 
 
 def run_cells(
-    cells: Sequence[Cell], store: Store, *, jobs: int, description: str
+    cells: Sequence[Cell],
+    store: Store,
+    *,
+    jobs: int,
+    description: str,
+    finished: Callable[[Cell, int], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Run what has not run yet, in processes of their own, and give what all cells gave.
 
@@ -134,6 +139,8 @@ def run_cells(
         Processes; 1 runs everything in this one.
     description
         Of the progress bar.
+    finished
+        Called after each cell that ran, with how many of all are done.
 
     Returns
     -------
@@ -161,6 +168,8 @@ def run_cells(
             found[cell.key] = plain
             done += 1
             update(done)
+            if finished is not None:
+                finished(cell, done)
     return [kept for cell in cells if (kept := found[cell.key]) is not None]
 
 

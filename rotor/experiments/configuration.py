@@ -217,7 +217,7 @@ def load(
         The file cannot be read.
     """
     text = os.fspath(source)
-    if os.path.basename(text) == text and not Path(text).exists():
+    if os.path.basename(text) == text and (Path(text).is_dir() or not Path(text).exists()):
         name = _short(text)
         if name in shipped():
             return parse(shipped_text(name), name, models=models)

@@ -12,9 +12,10 @@ import hashlib
 import itertools
 import json
 import logging
+import time
 import urllib.request
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def run(
     webhook: str | None = None,
     worker: Sequence[str] | None = None,
     dry_run: bool = False,
+    tell: Callable[[str], None] | None = None,
 ) -> Output:
     """Run a configuration and write its files.
 
@@ -71,6 +73,8 @@ def run(
         trains.
     dry_run
         Say what would run, and write nothing; the device need not be there.
+    tell
+        Called with a line of text after each input.
 
     Returns
     -------
@@ -103,7 +107,7 @@ def run(
         return output
     output = Output(directory, config.name, formats)
     _tell_changes(config, output)
-    outcomes = _Runner(config, output, environment, worker, fresh).outcomes()
+    outcomes = _Runner(config, output, environment, worker, fresh, tell).outcomes()
     analysis.write(config, environment, outcomes, output)
     _remove_stale(config, output)
     if webhook is not None:
@@ -145,6 +149,7 @@ class _Runner:
     environment: dict[str, Any]
     worker: Sequence[str]
     fresh: bool
+    tell: Callable[[str], None] | None = None
     logs: dict[tuple[Any, ...], list[tuple[float, Path]]] = field(default_factory=dict)
     saved: list[tuple[Trial, Path]] = field(default_factory=list)
 
@@ -221,9 +226,36 @@ class _Runner:
         ]
         for cell in cells:
             _forget_unfinished(store, cell)
-        results = run_cells(cells, store, jobs=1, description=f"{self.config.name}, {description}")
+        results = run_cells(
+            cells,
+            store,
+            jobs=1,
+            description=f"{self.config.name}, {description}",
+            finished=self._teller(description, cells, [trial for trial, _ in trials]),
+        )
         left = iter(results)
         return [list(itertools.islice(left, trial.options["n_inputs"])) for trial, _ in trials]
+
+    def _teller(
+        self, description: str, cells: Sequence[Cell], trials: Sequence[Trial]
+    ) -> Callable[[Cell, int], None] | None:
+        tell = self.tell
+        if tell is None:
+            return None
+        repeated = (trial for trial in trials for _ in range(trial.options["n_inputs"]))
+        names = {
+            cell.key: f"{trial.model} {trial.type} {trial.budget_text}".removesuffix(" -")
+            for cell, trial in zip(cells, repeated, strict=True)
+        }
+        begun = time.monotonic()
+
+        def finished(cell: Cell, done: int) -> None:
+            tell(
+                f"{self.config.name}, {description}: {done} of {len(cells)} done "
+                f"({names[cell.key]}), {time.monotonic() - begun:.0f} s"
+            )
+
+        return finished
 
     def _cell(self, trial: Trial, budget: int | None, number: int, as_baseline: bool) -> Cell:
         config = self.config

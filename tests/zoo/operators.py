@@ -286,7 +286,6 @@ def selected_rows() -> Case:
             x = x.index_add(0, chosen, block(x[chosen]))
         return x
 
-    # Other parts are looked for in the first steps, and nothing is told of meanwhile.
     return replace(_output(forward), varies=True, steps=10)
 
 

@@ -126,12 +126,17 @@ class Arrivals:
         return sum(self._missing.values())
 
     def __enter__(self) -> Self:
-        missing = self._missing
         for key, leaf in zip(self._missing, self._leaves, strict=True):
-            self._hooks.append(
-                leaf.register_hook(lambda _, key=key: missing.pop(key, None) and None)
-            )
+            self._hooks.append(leaf.register_hook(self._taker(key)))
         return self
+
+    def _taker(self, key: int) -> Callable[[torch.Tensor], None]:
+        missing = self._missing
+
+        def take(_: torch.Tensor) -> None:
+            missing.pop(key, None)
+
+        return take
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:

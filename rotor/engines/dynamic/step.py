@@ -110,7 +110,11 @@ class BudgetedStep:
         self.tried_bytes = 0
         self.is_proved = False
         self.session = StepSession(
-            limit, device=device, before_write=_BeforeWrite(self._undo), **settings
+            limit,
+            device=device,
+            before_write=_BeforeWrite(self._undo),
+            root=module,
+            **settings,
         )
         dispatch.watch_backwards()
         self._ended = ended

@@ -51,6 +51,8 @@ class PartsEngine(MeteredEngine):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.pieces: dict[Key, Pieces] = {}
+        self._metered: set[Any] = set()
+        self._warned_bytes: dict[int, int] = {}
 
     # -- measuring and planning
 
@@ -162,6 +164,14 @@ class PartsEngine(MeteredEngine):
         if is_of_additions(plan):
             warn_sparse(plan, step.peak_bytes)
             return
+        varies = plan.pieces.is_stale or plan.pieces.searches > 1
+        if varies and plan.key.measured in self._metered:
+            # Plans are made again and again meanwhile.
+            told = self._warned_bytes.get(plan.limit_bytes, 0)
+            plan.warned_bytes = max(plan.warned_bytes, told)
+            warn_excess(plan, step.peak_bytes)
+            self._warned_bytes[plan.limit_bytes] = plan.warned_bytes
+        self._metered.add(plan.key.measured)
         is_final = not plan.outdated or plan.meterings >= METERED_STEPS
         if step.peak_bytes > plan.limit_bytes and is_final:
             plan.is_over = True

@@ -269,8 +269,8 @@ class PiecesStep:
                 return forward(*args, **kwargs)
             site = self._plan.pieces.sites[k]
             if site.failed or site.signature != describe_call(args, kwargs):
-                self._plan.pieces.is_stale |= not site.failed
-                # It runs without a plan, and needs the next metered step.
+                self._plan.pieces.is_stale |= not (site.failed or site.varies)
+                # It runs without a plan, and needs what the next metered step tells.
                 self._plan.differs = True
                 return forward(*args, **kwargs)
             return self._run(k, site, forward, args, kwargs)

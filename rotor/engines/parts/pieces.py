@@ -58,6 +58,8 @@ class Site:
         Signature of the arguments.
     is_held
         True if the code around it keeps its outputs for the backward.
+    varies
+        An earlier search found it called with something else: no other is made for its sake.
     """
 
     path: str
@@ -67,6 +69,7 @@ class Site:
     kind: Kind
     is_held: bool = False
     failed: bool = False
+    varies: bool = False
 
     @property
     def name(self) -> str:
@@ -139,14 +142,15 @@ class Pieces:
 
         The plan is then for the memory of all of them, though no step has all of it.
         """
-        known = {(site.module, site.number) for site in self.sites}
+        known = {(site.module, site.number): site for site in self.sites}
         rows = [
             (site, self.bases.forward[k], self.bases.backward[k], self.bases.between[k])
             for k, site in enumerate(self.sites)
         ]
         place = 0
         for k, site in enumerate(old.sites):
-            if (site.module, site.number) in known:
+            if (again := known.get((site.module, site.number))) is not None:
+                again.varies = site.varies or again.signature != site.signature
                 here = [(row[0].module, row[0].number) for row in rows]
                 place = here.index((site.module, site.number)) + 1
             elif not site.failed:
