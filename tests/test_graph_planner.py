@@ -85,7 +85,7 @@ def test_programs_are_valid_and_within_the_budget(seed, layers, share, plain):
 
 @pytest.mark.parametrize("case", OPTIMA, ids=lambda case: f"seed{case['seed']}")
 def test_proven_optima_are_reached(case):
-    graph = Graph._parse(case["graph"], "case")
+    graph = Graph.from_g(case["graph"], "case")
     program = plan(graph, case["budget_bytes"], effort=4)
     assert program.peak_bytes <= case["budget_bytes"]
     # The proof keeps the order of the first runs; the planner may find a better one.
@@ -313,7 +313,7 @@ def test_more_arguments():
 def test_the_exact_solver_proves_what_was_recorded(seed):
     pytest.importorskip("scipy")
     case = next(case for case in OPTIMA if case["seed"] == seed)
-    graph = Graph._parse(case["graph"], "case")
+    graph = Graph.from_g(case["graph"], "case")
     proof = checkmate(graph, case["budget_bytes"], time_limit=120)
     assert proof.gap == 0
     assert proof.program.peak_bytes <= case["budget_bytes"]

@@ -3,7 +3,8 @@
 Each stage is run through the executor's own operations, once under an exact meter of allocated
 bytes and then until its times are stable, one stage at a time, so that measuring needs no more
 memory than the least schedule and copies of state (docs/memory-model.md). It changes nothing:
-buffers are replaced by copies meanwhile, gradients are not accumulated, random states and autocast's cache are as before.
+buffers are replaced by copies meanwhile, gradients are not accumulated, random states and
+autocast's cache are as before.
 """
 
 from __future__ import annotations
