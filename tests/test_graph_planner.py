@@ -99,10 +99,7 @@ def test_there_are_enough_proven_optima():
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_optima_are_reached(name):
-    path = GRAPHS / f"{name}.g"
-    if not path.is_file():
-        pytest.skip("the shared graphs are not here")
-    graph = Graph.load(path)
+    graph = Graph.load(GRAPHS / f"{name}.g")
     for budget, optimum in KNOWN[name]:
         program = plan(graph, budget, effort=4)
         assert program.peak_bytes <= budget
@@ -111,10 +108,7 @@ def test_known_optima_are_reached(name):
 
 @pytest.mark.parametrize("name, share, slowdown", [("unet", 50, 1.0606), ("r50", 50, 1.0887)])
 def test_large_graphs_come_near_the_best_known(name, share, slowdown):
-    path = GRAPHS / f"{name}.g"
-    if not path.is_file():
-        pytest.skip("the shared graphs are not here")
-    graph = Graph.load(path)
+    graph = Graph.load(GRAPHS / f"{name}.g")
     budget = peak_of(graph) * share // 100
     program = plan(graph, budget, effort=6)
     assert program.peak_bytes <= budget

@@ -270,10 +270,7 @@ def test_lower_bound():
 
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_graphs(name):
-    path = GRAPHS / f"{name}.g"
-    if not path.is_file():
-        pytest.skip("the shared graphs are not here")
-    graph = Graph.load(path)
+    graph = Graph.load(GRAPHS / f"{name}.g")
     program = simulate(graph, range(len(graph)))
     assert program.slowdown == 1.0
     assert lower_bound(graph) < program.peak_bytes
