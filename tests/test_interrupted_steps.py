@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from zoo.cases import Case, Loop, Residual, blocks, rows, usual_step
 from zoo.judge import Snapshot
+from zoo.models import Branching
 
 import rotor
 from rotor import memory
@@ -147,18 +148,6 @@ def _state(snapshot: Snapshot) -> dict[str, torch.Tensor]:
     return {n: t for n, t in found.items() if n != "loss" and not n.startswith("gradient of")}
 
 
-class Branching(nn.Module):
-    """Has no single graph; its body is a part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(24, 40), nn.Softplus(), nn.Linear(40, 24))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.body(x)
-        return y * 2 if y.sum().item() > 1e30 else y
-
-
 @pytest.mark.filterwarnings("ignore:no single graph of the model")
 @pytest.mark.parametrize("engine", ["chain", "graph", "parts"])
 def test_a_meter_around_the_first_step_is_refused_in_words_and_nothing_stays(
@@ -166,7 +155,8 @@ def test_a_meter_around_the_first_step_is_refused_in_words_and_nothing_stays(
 ):
     monkeypatch.setenv("ROTOR_CACHE_DIR", str(tmp_path))
     torch.manual_seed(0)
-    model: Any = Branching() if engine == "parts" else Branching().body
+    body = nn.Sequential(nn.Linear(24, 40), nn.Softplus(), nn.Linear(40, 24))
+    model: Any = Branching(body) if engine == "parts" else body
     chk = rotor.Checkpointable(
         model, mem_limit="1GiB", engine="auto" if engine == "parts" else engine
     )
