@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rotor.graph import Graph, Operation
 
-GRAPHS = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "graphs"
+GRAPHS = Path(__file__).parent / "data" / "graphs"
 SHARED = ("gpt6", "gpt24", "r50", "unet", "dn121")
 
 

@@ -13,6 +13,7 @@ from rotor.models.gpt import gpt as build_gpt
 from torch import nn
 from torch.nn import functional as F
 from torchvision_standins import import_torchvision
+from zoo.models import Branching, Recurrent
 
 import rotor
 from rotor import memory
@@ -49,18 +50,6 @@ class Loop(nn.Module):
         return x
 
 
-class Branching(nn.Module):
-    """Has no single graph: its inner model is a part."""
-
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        y = self.inner(x)
-        return y * 2 if y.sum().item() > 1e30 else y
-
-
 class Residual(nn.Module):
     def __init__(self, width: int):
         super().__init__()
@@ -91,19 +80,6 @@ class Images(nn.Module):
 
     def forward(self, pixels):
         return self.vit(pixel_values=pixels).logits
-
-
-class Recurrent(nn.Module):
-    """Runs in parts: dynamo captures no LSTM."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(96, 384), nn.Tanh(), nn.Linear(384, 96))
-        self.rnn = nn.LSTM(96, 96, batch_first=True)
-        self.last = nn.Sequential(nn.Linear(96, 384), nn.Tanh(), nn.Linear(384, 96))
-
-    def forward(self, x):
-        return self.last(self.rnn(self.first(x))[0])
 
 
 class Bag(nn.Module):

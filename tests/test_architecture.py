@@ -273,16 +273,15 @@ def defined_names(tree: ast.AST) -> set[str]:
             names.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             names.add(node.attr)
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names.add(node.target.id)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names.add(node.value)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
     return names
 
 
 def private_uses(path: Path) -> list[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names, own = private_names(), defined_names(tree)
+    own |= {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in names:
@@ -310,6 +309,104 @@ def test_private_names_of_pytorch_are_in_one_folder():
 def test_transparent_modules_touch_only_what_modules_override():
     used = {use.rpartition(".")[2] for use in private_uses(ROOT / SHARES_MODULES)}
     assert used <= {"_apply", "_load_from_state_dict"}
+
+
+# Private names of a module, and what is in rotor._core and rotor._pytorch, are for the module's own
+# tests; everything else is tested by public names.
+PRIVATE_IN_TESTS = {
+    "ddp_graphs": ["_pytorch.inductor"],
+    "installed": ["_core"],
+    "published.test_rockmate": ["rockmate"],
+    "test_cache": ["common.cache"],
+    "test_chain": ["_core"],
+    "test_checksums": ["common.checksums"],
+    "test_dtr_guard": ["_pytorch.dispatch", "dtr.recall"],
+    "test_dtr_handler": [
+        "_core",
+        "_pytorch.dispatch",
+        "dtr.recall",
+        "dtr.runtime",
+        "dtr.signatures",
+    ],
+    "test_dtr_log": ["dtr.recall"],
+    "test_dtr_runtime": ["_core", "_pytorch.dispatch", "dtr.signatures"],
+    "test_dtr_sources": ["dtr.recall"],
+    "test_dynamic_limits": ["_core"],
+    "test_extending": ["algorithms"],
+    "test_fitting": ["fit.search"],
+    "test_graph_engine": ["_pytorch.core"],
+    "test_graph_estimate": ["engines.graph.estimate", "engines.graph.profile"],
+    "test_graph_inductor": ["_pytorch.inductor"],
+    "test_graph_inductor_gradients": ["_pytorch.inductor"],
+    "test_integration_transformers": ["integrations.limited"],
+    "test_memory": ["_core", "_pytorch.core", "_pytorch.profiler", "meter.allocator"],
+    "test_persistent": ["_core"],
+    "test_precision_settings": ["_pytorch.dispatch"],
+    "test_probe": ["_core"],
+    "test_progress": ["common.progress"],
+    "test_rkgb_graphs": ["rkgb.units"],
+    "test_simrd_log_writer": ["_core"],
+    "test_simrd_logs": ["_core"],
+    "test_simrd_python": ["_core"],
+    "test_simrd_simulate": ["_core"],
+    "test_stubs": ["_core"],
+    "test_timing": ["_core"],
+    "test_varying_memory": ["meter.watch"],
+    "test_wrapping": ["engines.chain.stages"],
+}
+
+
+@cache
+def owners_of_private_names() -> dict[str, set[str]]:
+    """Modules of the package by the names with one underscore that they define."""
+    owners: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for name in defined_names(tree) - private_names():
+            if re.fullmatch(r"_[A-Za-z]\w*", name):
+                owners.setdefault(name, set()).add(module.removeprefix("rotor."))
+    return owners
+
+
+def private_names_in(path: Path) -> list[set[str]]:
+    """The modules that may own each private name of the package which a test file names."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    owners, own = owners_of_private_names(), defined_names(tree)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root = ast.unparse(node.value).split(".")[0]
+            if root not in ("self", "cls", "torch", "nn", "os") and node.attr not in own:
+                found.append(owners.get(node.attr, set()))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            module, _, name = node.value.rpartition(".")
+            if module in MODULES and re.fullmatch(r"_(?!core$)[A-Za-z]\w*", name):
+                found.append({module.removeprefix("rotor.")})
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and ast.unparse(node.args[0])[:6] != "torch.":
+                found.append(owners.get(str(name.value), set()))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rotor"):
+            base = str(node.module).removeprefix("rotor").removeprefix(".")
+            names = [f"{base}.{alias.name}".removeprefix(".") for alias in node.names]
+            found += [{n} if base == "_pytorch" or n == "_core" else {base}
+                      for n in names if re.search(r"(^|\.)_[A-Za-z]", n)]  # fmt: skip
+    return [modules for modules in found if modules]
+
+
+def test_private_names_are_tested_by_their_own_tests():
+    used: dict[str, set[str]] = {}
+    wrong = []
+    for path in python_files("tests"):
+        name = ".".join(path.relative_to(ROOT / "tests").with_suffix("").parts)
+        allowed = set(PRIVATE_IN_TESTS.get(name, []))
+        for modules in private_names_in(path):
+            if modules & allowed:
+                used.setdefault(name, set()).update(modules & allowed)
+            else:
+                wrong.append(f"{name} uses a private name of {sorted(modules)}")
+    assert wrong == [], "use public names"
+    assert used == {name: set(modules) for name, modules in PRIVATE_IN_TESTS.items()}
 
 
 def test_nothing_prints():

@@ -14,6 +14,7 @@ import pytest
 import torch
 from chain_blocks import BATCH, INNER, WIDTH, Block, planned, same, seeded, train
 from torch import nn
+from zoo.models import AddSaved, Save
 
 import rotor
 
@@ -369,21 +370,6 @@ def test_features_of_hooks_reach_every_parameter() -> None:
     least = int(chk.curve().bytes[0])
     with pytest.raises(rotor.InfeasibleError, match="3 of 6 stages are never recomputed, stage 0"):
         chk.compute_sequence(mem_limit=least // 2)
-
-
-class Save(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.x = x
-        return x
-
-
-class AddSaved(nn.Module):
-    def __init__(self, save: Save) -> None:
-        super().__init__()
-        object.__setattr__(self, "save", save)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.save.x
 
 
 @pytest.mark.parametrize("engine", ["auto", "chain"])

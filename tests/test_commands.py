@@ -168,7 +168,7 @@ def test_planning_for_the_machine_of_a_profile(capsys, monkeypatch):
 
     monkeypatch.setattr("rotor.commands.factories.check_forward", runs)
     monkeypatch.setattr("rotor.commands.factories.plain_peak", runs)
-    monkeypatch.setattr("rotor.engines.graph.profile._measure", runs)
+    monkeypatch.setattr("rotor.engines.graph.profile.measure_ns", runs)
     there = Graph.from_dict(
         data_of(capsys, "measure", *GRAPH, "--profile", "there.json")["measured"]
     )

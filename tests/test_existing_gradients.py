@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from zoo.models import Branching, Recurrent
 
 import rotor
 from rotor import memory
@@ -89,19 +90,6 @@ class GPT(nn.Module):
         return self.head(x)
 
 
-class Recurrent(nn.Module):
-    """Runs in parts: dynamo captures no LSTM."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(96, 384), nn.Tanh(), nn.Linear(384, 96))
-        self.rnn = nn.LSTM(96, 96, batch_first=True)
-        self.last = nn.Sequential(nn.Linear(96, 384), nn.Tanh(), nn.Linear(384, 96))
-
-    def forward(self, x):
-        return self.last(self.rnn(self.first(x))[0])
-
-
 class Bag(nn.Module):
     def __init__(self):
         super().__init__()
@@ -117,18 +105,6 @@ class HalfFrozen(MLP):
         super().__init__()
         for layer in self.layers[::2]:
             layer.requires_grad_(False)
-
-
-class Branching(nn.Module):
-    """Has no single graph: its inner model is a part."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        y = self.inner(x)
-        return y * 2 if y.sum().item() > 1e30 else y
 
 
 MODELS = {

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from zoo.models import FeedForward
 
 import rotor
 from rotor import memory
@@ -116,26 +117,13 @@ def test_bases_have_a_place_for_everything():
 # -- models
 
 
-class Mixer(nn.Module):
-    """A block of a transformer-like network, small but with much to recompute."""
-
-    def __init__(self, width: int = 32, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x):
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
-
-
 class Breaks(nn.Module):
     """A graph break between blocks."""
 
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
         self.first = nn.Linear(32, 32)
-        self.blocks = nn.ModuleList([Mixer() for _ in range(blocks)])
+        self.blocks = nn.ModuleList([FeedForward() for _ in range(blocks)])
         self.calls = 0
 
     def forward(self, x):
@@ -152,9 +140,9 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk = Mixer()
-        self.left = nn.ModuleList([Mixer() for _ in range(2)])
-        self.right = nn.ModuleList([Mixer() for _ in range(2)])
+        self.trunk = FeedForward()
+        self.left = nn.ModuleList([FeedForward() for _ in range(2)])
+        self.right = nn.ModuleList([FeedForward() for _ in range(2)])
 
     def forward(self, x):
         path = self.left if torch.rand(()).item() > 0.5 else self.right
@@ -196,7 +184,7 @@ class Shared(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.block, self.other = Mixer(), Mixer(dropout=0.3)
+        self.block, self.other = FeedForward(), FeedForward(dropout=0.3)
 
     def forward(self, x):
         x = self.other(self.block(x))
@@ -209,7 +197,9 @@ class Deep(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(Mixer(), Talks(), Mixer()) for _ in range(2)])
+        self.layers = nn.ModuleList(
+            [nn.Sequential(FeedForward(), Talks(), FeedForward()) for _ in range(2)]
+        )
 
     def forward(self, x):
         for layer in self.layers:
@@ -445,7 +435,7 @@ def test_parts_whose_inputs_are_changed_in_place_run_plain():
             y += z
             return z + y
 
-    class Halves(Mixer):
+    class Halves(FeedForward):
         def forward(self, x):
             return torch.tanh(super().forward(x / 2))
 
@@ -483,7 +473,7 @@ def test_losses_behind_a_model_in_pieces():
 
 @quiet
 def test_a_second_shape_and_changed_values():
-    class Scaled(Mixer):
+    class Scaled(FeedForward):
         scale = 1.0
 
         def forward(self, x):
@@ -554,7 +544,7 @@ def test_signatures_tell_calls_apart():
 
 
 def test_replaced_forwards_come_back():
-    model = Mixer()
+    model = FeedForward()
     own = model.up.__dict__["forward"] = lambda x: x
     with PatchedForwards([model.up, model.down], lambda module, forward: forward) as replaced:
         with replaced.paused():

@@ -85,7 +85,7 @@ def test_programs_are_valid_and_within_the_budget(seed, layers, share, plain):
 
 @pytest.mark.parametrize("case", OPTIMA, ids=lambda case: f"seed{case['seed']}")
 def test_proven_optima_are_reached(case):
-    graph = Graph._parse(case["graph"], "case")
+    graph = Graph.from_g(case["graph"], "case")
     program = plan(graph, case["budget_bytes"], effort=4)
     assert program.peak_bytes <= case["budget_bytes"]
     # The proof keeps the order of the first runs; the planner may find a better one.
@@ -99,10 +99,7 @@ def test_there_are_enough_proven_optima():
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_optima_are_reached(name):
-    path = GRAPHS / f"{name}.g"
-    if not path.is_file():
-        pytest.skip("the shared graphs are not here")
-    graph = Graph.load(path)
+    graph = Graph.load(GRAPHS / f"{name}.g")
     for budget, optimum in KNOWN[name]:
         program = plan(graph, budget, effort=4)
         assert program.peak_bytes <= budget
@@ -111,10 +108,7 @@ def test_known_optima_are_reached(name):
 
 @pytest.mark.parametrize("name, share, slowdown", [("unet", 50, 1.0606), ("r50", 50, 1.0887)])
 def test_large_graphs_come_near_the_best_known(name, share, slowdown):
-    path = GRAPHS / f"{name}.g"
-    if not path.is_file():
-        pytest.skip("the shared graphs are not here")
-    graph = Graph.load(path)
+    graph = Graph.load(GRAPHS / f"{name}.g")
     budget = peak_of(graph) * share // 100
     program = plan(graph, budget, effort=6)
     assert program.peak_bytes <= budget
@@ -313,7 +307,7 @@ def test_more_arguments():
 def test_the_exact_solver_proves_what_was_recorded(seed):
     pytest.importorskip("scipy")
     case = next(case for case in OPTIMA if case["seed"] == seed)
-    graph = Graph._parse(case["graph"], "case")
+    graph = Graph.from_g(case["graph"], "case")
     proof = checkmate(graph, case["budget_bytes"], time_limit=120)
     assert proof.gap == 0
     assert proof.program.peak_bytes <= case["budget_bytes"]

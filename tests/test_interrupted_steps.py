@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from zoo.cases import Case, Loop, Residual, blocks, rows, usual_step
 from zoo.judge import Snapshot
+from zoo.models import Branching
 
 import rotor
 from rotor import memory
@@ -281,7 +282,8 @@ def test_a_meter_around_the_first_step_is_refused_in_words_and_nothing_stays(
 ):
     monkeypatch.setenv("ROTOR_CACHE_DIR", str(tmp_path))
     torch.manual_seed(0)
-    model: Any = Branching() if engine == "parts" else Branching().body
+    body = nn.Sequential(nn.Linear(24, 40), nn.Softplus(), nn.Linear(40, 24))
+    model: Any = Branching(body) if engine == "parts" else body
     chk = rotor.Checkpointable(
         model, mem_limit="1GiB", engine="auto" if engine == "parts" else engine
     )

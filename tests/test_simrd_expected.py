@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
+from published_logs import EXPECTED, needs_decisions, path_of
 
 from rotor import simrd
 
-DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
-EXPECTED = DATA / "simrd_expected.csv"
-pytestmark = pytest.mark.skipif(not EXPECTED.is_file(), reason="the recorded decisions are absent")
+pytestmark = needs_decisions
 
 COMPARED = [
     "clock",
@@ -51,8 +49,7 @@ GROUPS = groups()
 def logs():
     found = {}
     for name in PUBLISHED:
-        (path,) = (DATA / "simrd_logs").glob(f"{name}-*.log")
-        found[name] = simrd.parse(path)
+        found[name] = simrd.parse(path_of(name))
     return found
 
 

@@ -6,19 +6,18 @@ import gzip
 import io
 import json
 import random
-from pathlib import Path
+from functools import cache
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_logs import COMPUTE, Plain, assert_reads_as
+from published_logs import needs_logs, path_of, shipped
 
 from rotor import _core
 from rotor.errors import MalformedLogError
 from rotor.simrd.logs import Log, LogWriter, parse
-
-DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "simrd_logs"
 
 names = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=6)
 
@@ -175,16 +174,18 @@ PUBLISHED = {
 }
 
 
-@pytest.fixture(scope="module")
-def published() -> dict[str, bytes]:
-    if not DATA.is_dir():
-        pytest.skip("the published logs are not here")
-    return {name: next(DATA.glob(f"{name}-*.log")).read_bytes() for name in PUBLISHED}
+@cache
+def published(name: str) -> bytes:
+    return path_of(name).read_bytes()
 
 
+READERS = [cache(shipped), pytest.param(published, marks=needs_logs)]
+
+
+@needs_logs
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_logs(published, name):
-    text = published[name]
+def test_published_logs(name):
+    text = published(name)
     log = parse(text)
     assert_reads_as(log, Plain().read(text))
     operation_names = [log.operation_name(i) for i in range(log.operation_count)]
@@ -201,9 +202,16 @@ def test_published_logs(published, name):
     )
 
 
+@needs_logs
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_logs_are_written_as_they_are(published, name):
-    assert rewrite(published[name]) == published[name]
+def test_published_logs_are_written_as_they_are(name):
+    assert rewrite(published(name)) == published(name)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shipped_logs_are_read_alike_when_written_again(name):
+    text = shipped(name)
+    assert_reads_as(parse(rewrite(text)), Plain().read(text))
 
 
 def changed(rng: random.Random, text: bytes) -> bytes:
@@ -241,12 +249,13 @@ def parse_or_error(text: bytes) -> Log | MalformedLogError:
 
 
 @pytest.mark.filterwarnings("ignore:.*RELEASE of names")
-@pytest.mark.parametrize(("name", "count"), [("unet", 1000), ("resnet32", 1000), ("treelstm", 30)])
-def test_changed_logs_give_an_error_or_a_result(published, name, count):
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize(("name", "count"), [("unet", 500), ("resnet32", 500), ("treelstm", 30)])
+def test_changed_logs_give_an_error_or_a_result(read, name, count):
     rng = random.Random(name)
     refused = 0
     for _ in range(count):
-        text = changed(rng, published[name])
+        text = changed(rng, read(name))
         log = parse_or_error(text)
         if isinstance(log, MalformedLogError):
             refused += 1

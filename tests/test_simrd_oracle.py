@@ -5,19 +5,17 @@ from __future__ import annotations
 import csv
 import random
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 from oracles import simrd as oracle
 from plain_logs import alias, call, constant, memory, other
+from published_logs import EXPECTED, needs_decisions, path_of
 from random_logs import random_log
 from simrd_programs import evictions
 
 from rotor import simrd
 
-DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
-EXPECTED = DATA / "simrd_expected.csv"
 RECORDED = ["clock", "remat_compute", "max_memory", "n_evict", "n_remat"]
 RECORDED += ["model_compute", "n_model_ops"]
 NOT_ON_V1 = ("DTR", "DTREqClass", "MSPS", "AbE")
@@ -278,8 +276,7 @@ def test_v1_does_not_serve_what_follows_evictions():
 
 @cache
 def recorded(name: str) -> tuple[oracle.Program, oracle.Outcome]:
-    (path,) = (DATA / "simrd_logs").glob(f"{name}-*.log")
-    program = oracle.read_log(path)
+    program = oracle.read_log(path_of(name))
     return program, oracle.baseline(program)
 
 
@@ -315,7 +312,7 @@ def assert_recorded(chosen: list[dict[str, str]]) -> None:
     assert different == []
 
 
-@pytest.mark.skipif(not EXPECTED.is_file(), reason="the recorded decisions are absent")
+@needs_decisions
 @pytest.mark.parametrize("ratio", ["0.2", "0.5", "0.8"])
 def test_some_recorded_decisions(ratio):
     chosen = [row for row in rows() if row["log"] == "unet" and row["ratio"] == ratio]
@@ -330,6 +327,7 @@ def test_some_recorded_decisions(ratio):
 
 
 @pytest.mark.slow
+@needs_decisions
 @pytest.mark.parametrize(
     ("name", "heuristic"), sorted({(row["log"], row["heuristic"]) for row in rows()})
 )

@@ -6,17 +6,15 @@ import heapq
 import random
 import sys
 from itertools import combinations
-from pathlib import Path
 
 import pytest
+from published_logs import needs_logs, path_of, shipped
 
 from rotor.errors import InfeasibleError
 from rotor.simrd import LogWriter, networks, parse, simulate
 from rotor.simrd.checkmate import checkmate
 from rotor.simrd.program import Program, price
 from rotor.simrd.static import PLANNERS, Cuts, plan, segments, solve
-
-LOGS = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "simrd_logs"
 
 
 def random_log(seed: int, layers: int, *, wide: bool = True) -> bytes:
@@ -151,11 +149,10 @@ def test_keeping_everything_takes_what_a_run_without_a_budget_takes_at_most(seed
     assert point.peak_bytes <= free.max_memory
 
 
-@pytest.mark.skipif(not LOGS.is_dir(), reason="the published logs are not here")
+@pytest.mark.parametrize("read", [shipped, pytest.param(path_of, marks=needs_logs)])
 @pytest.mark.parametrize("model", ["resnet32", "unet"])
-def test_plans_of_published_logs(model):
-    (path,) = LOGS.glob(f"{model}-*.log")
-    log = parse(path)
+def test_plans_of_logs(model, read):
+    log = parse(read(model))
     points = plan(log)
     assert {point.planner for point in points} == set(PLANNERS)
     everything = points[0]

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchvision_standins import import_torchvision
 from two_processes import PROCESSES, run_processes
+from zoo.models import Gated, chain
 
 import rotor
 from rotor import memory
@@ -155,24 +156,6 @@ def transformers_cut_models() -> list[str]:
 
 
 # -- Lightning
-
-
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + self.dropout(layer(x).tanh())
-        return x
-
-
-def chain() -> nn.Sequential:
-    return nn.Sequential(
-        *[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)], nn.Dropout(0.1)
-    )
 
 
 def fit(kind: Callable[[], nn.Module], *callbacks: Any, metered: bool = False, **arguments: Any):

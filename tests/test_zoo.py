@@ -12,7 +12,7 @@ import zoo.operators
 import zoo.processes
 import zoo.state  # noqa: F401
 from zoo.cases import ZOO
-from zoo.judge import Plain, judge, train_plain
+from zoo.judge import Plain, covers, judge, train_plain
 
 QUICK = (
     "auxiliary_loss_chain",
@@ -29,6 +29,16 @@ QUICK = (
 )
 ENGINES = ("auto", "graph", "dynamic")
 SHARES = (0.85, 0.6)
+
+
+def test_only_a_warning_that_covers_an_excess_counts() -> None:
+    exact = "the limit of 900 bytes could not be kept: the step needed 1000 bytes, 800 were"
+    about = "a step needed about 1.0 KB (1000 bytes), and the limit is 900 bytes: the memory"
+    other = "the limit of 2000 bytes is low: 5000 bytes are needed by the optimizer"
+    for text in (exact, about):
+        assert covers([other, text], 1050)
+        assert not covers([other, text], 1060)
+    assert not covers([other], 900)
 
 
 @cache

@@ -12,7 +12,7 @@ from rotor.commands.model import Subject, add_model, add_profile, limit_of, wrap
 from rotor.report.text import table
 from rotor.units import format_bytes, format_seconds
 
-__all__ = ["add", "curve_text"]
+__all__ = ["add", "check_plot", "curve_text"]
 
 _ROOM = 2
 _POINTS = 16
@@ -60,7 +60,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.points < 2:
         raise ValueError(f"--points {arguments.points}: expected 2 or more")
     if arguments.plot is not None:
-        _check_plot(arguments.plot)
+        check_plot(arguments.plot)
     from rotor.commands import factories
     from rotor.meter import allocator
 
@@ -123,7 +123,8 @@ def curve_text(curve: Curve, points: int) -> str:
     return table(rows)
 
 
-def _check_plot(path: str) -> None:
+def check_plot(path: str) -> None:
+    """Raise if a plot cannot be written to a path: its suffix, or a missing matplotlib."""
     if Path(path).suffix.lower() not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--plot {path!r}: expected a name that ends in .png, .pdf or .svg")
     try:

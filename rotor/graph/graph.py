@@ -301,10 +301,24 @@ class Graph:
         text = Path(path).read_text(encoding="utf-8")
         if text.lstrip()[:1] in ("{", "["):
             return cls.from_json(text)
-        return cls._parse(text, Path(path).stem)
+        return cls.from_g(text, Path(path).stem)
 
     @classmethod
-    def _parse(cls, text: str, name: str) -> Graph:
+    def from_g(cls, text: str, name: str = "graph") -> Graph:
+        """Return a graph from text in the format ``.g``.
+
+        Parameters
+        ----------
+        text
+            As `to_g` writes it.
+        name
+            The graph's name in error messages.
+
+        Raises
+        ------
+        ValueError
+            The text is not in this format; the message has the number of the line.
+        """
         lines = [(k, line.split()) for k, line in enumerate(text.splitlines(), 1) if line.strip()]
         if not lines:
             raise ValueError(f"{name}: an empty file is no graph")

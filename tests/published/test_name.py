@@ -87,14 +87,14 @@ def test_the_readme_says_it_in_one_line():
 
 def test_messages_about_what_is_missing_name_it(monkeypatch):
     from rotor.algorithms import Curve
-    from rotor.commands.curve import _check_plot
+    from rotor.commands.curve import check_plot
     from rotor.report.figures import check_formats
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for call in (
         lambda: Curve([1], [1.0]).plot(),
-        lambda: _check_plot("curve.png"),
+        lambda: check_plot("curve.png"),
         lambda: check_formats(["png"]),
     ):
         with pytest.raises(ImportError) as caught:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zoo.models import FeedForward
 
 import rotor
 from rotor import rockmate
@@ -25,17 +26,6 @@ CHOICES = [
 ]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
-
-
 class Language(nn.Module):
     """A small model of text: two arguments, residual blocks."""
 
@@ -43,7 +33,7 @@ class Language(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.places = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(FeedForward(WIDTH, 4) for _ in range(blocks))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, ids: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import re
 import traceback
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +24,8 @@ CLOSE = 1e-5
 EQUAL, REFUSED = "equal and within the limit", "refused in words"
 OVER = "over the limit"
 WARNED = "equal, and the excess was told"
+_NEED = re.compile(r"needed (?:about )?(?:[\d.]+ \w+ \()?(\d+) bytes")
+_NAMED_WITHIN = 0.05
 _REFUSALS = (ValueError, TypeError, RuntimeError, MemoryError)
 
 
@@ -140,6 +144,7 @@ class Cell:
 
     outcome: str
     detail: str
+    peak_bytes: int = 0
     warnings: tuple[str, ...] = ()
 
     @property
@@ -161,10 +166,10 @@ def judge(name: str, engine: str, share: float, plain: Plain) -> Cell:
                 # A step that has to measure cannot be metered from outside.
                 cell = _judge(case, engine, limit_bytes, plain, is_metered=False)
             if cell.outcome == OVER and case.varies:
-                if not _tells_an_excess(caught):
+                if not covers(_told(caught), cell.peak_bytes):
                     # The model's own meter saw nothing while another was running.
                     _judge(case, engine, limit_bytes, plain, is_metered=False)
-                if _tells_an_excess(caught):
+                if covers(_told(caught), cell.peak_bytes):
                     cell = replace(cell, outcome=WARNED)
             return replace(cell, warnings=tuple(sorted(_told(caught))))
         finally:
@@ -176,8 +181,10 @@ def _told(caught: list[warnings.WarningMessage]) -> set[str]:
     return {str(w.message) for w in caught if issubclass(w.category, rotor.MemoryLimitWarning)}
 
 
-def _tells_an_excess(caught: list[warnings.WarningMessage]) -> bool:
-    return any("needed" in text and "limit" in text for text in _told(caught))
+def covers(texts: Iterable[str], peak_bytes: int) -> bool:
+    """Return whether a warning names a need that covers a metered peak, within 5 %."""
+    needs = [int(n) for text in texts for n in _NEED.findall(text)]
+    return max(needs, default=0) >= peak_bytes * (1 - _NAMED_WITHIN)
 
 
 def _judge(case: Case, engine: str, limit_bytes: int, plain: Plain, *, is_metered: bool) -> Cell:
@@ -219,6 +226,7 @@ def _judge(case: Case, engine: str, limit_bytes: int, plain: Plain, *, is_metere
         return Cell(
             OVER,
             f"peak {max(peaks)} of {allowed} bytes ({excess}), plain {plain.peak_bytes}",
+            max(peaks) // case.pending,
         )
     return Cell(EQUAL, "" if worst == 0 else f"{worst:.1e} relative")
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from zoo.cases import WIDTH, Case, Function, Loop, Residual, blocks, case, rows, scalar
+from zoo.models import AddSaved, Save
 
 
 def _noisy(noise: Any) -> Any:
@@ -273,19 +274,6 @@ def hooked_features_chain() -> Case:
 
 @case
 def skip_by_attribute() -> Case:
-    class Save(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.x = x
-            return x
-
-    class AddSaved(nn.Module):
-        def __init__(self, save: nn.Module) -> None:
-            super().__init__()
-            object.__setattr__(self, "save", save)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.save.x
-
     def make() -> nn.Module:
         layers: list[nn.Module] = []
         for _ in range(4):

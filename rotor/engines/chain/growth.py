@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from rotor import _core
 from rotor._pytorch import core
@@ -33,12 +32,7 @@ def can_vary(stage: Stage) -> bool:
 
     PyTorch's own layers do not.
     """
-    if not all(isinstance(function, nn.Module) for function in stage.functions):
-        return True
-    return any(
-        not type(module).__module__.startswith("torch.nn.modules.") or core.has_hooks(module)
-        for module in stage.modules()
-    )
+    return not stage.is_of_layers()
 
 
 class _WatchedStage:

@@ -2,8 +2,9 @@
 
 Each stage is run through the executor's own operations, once under an exact meter of allocated
 bytes and then until its times are stable, one stage at a time, so that measuring needs no more
-memory than the least schedule. The model is left unchanged: buffers are replaced by copies,
-gradients are not accumulated, random states and autocast's cache are restored.
+memory than the least schedule and copies of state (docs/memory-model.md). It changes nothing:
+buffers are replaced by copies meanwhile, gradients are not accumulated, random states and
+autocast's cache are as before.
 """
 
 from __future__ import annotations
@@ -545,11 +546,11 @@ def measure(
         raise ValueError("the input holds no tensor, expected a tensor or a tuple with tensors")
     device = tensors[0].device
     check_idle(device)
-    with undisturbed(stages, device):
-        with undisturbed(stages, device):
-            merged = frozen_prefix(merge_stages(stages, arg), arg)
-        with undisturbed(merged, device):
-            merged, seen = observe(merged, arg, device, measuring_class.around)
+    with undisturbed(stages, device) as put_back:
+        merged = frozen_prefix(merge_stages(stages, arg), arg)
+        put_back()
+        merged, seen = observe(merged, arg, device, measuring_class.around)
+        put_back()
         if observed is not None:
             observed(merged, seen)
         measuring = measuring_class(merged, arg, seen, hold_output=loss_fn is None)

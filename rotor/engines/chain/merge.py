@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from rotor.common.tensor_trees import check_output, grad_flags, map_tensors, tree_tensors, versions
+from rotor.common.tensor_trees import (
+    check_output,
+    detached,
+    grad_flags,
+    map_tensors,
+    tree_tensors,
+    versions,
+)
 from rotor.engines.chain.observe import copied_buffers
 from rotor.engines.chain.stages import Stage
 
@@ -21,7 +28,8 @@ def _storages(value: Any) -> set[int]:
 def merge_stages(stages: Sequence[Stage], arg: Any) -> list[Stage]:
     """Return stages that can be cut apart: in-place and viewing ones join their predecessor.
 
-    The model runs forward once, without a graph and on copies of its buffers and its input.
+    Runs the model forward once, without a graph and on copies of its buffers; and on a copy of its
+    input where a stage that might write to it comes first.
 
     Raises
     ------
@@ -33,12 +41,15 @@ def merge_stages(stages: Sequence[Stage], arg: Any) -> list[Stage]:
     """
     merged: list[Stage] = []
     views_input = False
-    x = map_tensors(arg, lambda tensor: tensor.detach().clone())
+    x = detached(arg)
+    has_copy = False
     first = x
-    untouched = versions(first)
     with torch.no_grad():
         for stage in stages:
-            before = versions(x)
+            if first is not None and not has_copy and _may_write(stage, x):
+                first = x = _copy(x)
+                has_copy = True
+            before, untouched = versions(x), versions(first)
             with copied_buffers(stage):
                 y = _run_without_graph(stage, x)
             check_output(stage.name, y)
@@ -61,6 +72,19 @@ def merge_stages(stages: Sequence[Stage], arg: Any) -> list[Stage]:
     return merged
 
 
+def _copy(value: Any) -> Any:
+    return map_tensors(value, lambda tensor: tensor.detach().clone())
+
+
+def _may_write(stage: Stage, x: Any) -> bool:
+    """Return whether a stage may write to its input; PyTorch's layers write only where asked to."""
+    if any(tensor.is_inference() for tensor in tree_tensors(x)):
+        return True
+    return not stage.is_of_layers() or any(
+        getattr(module, "inplace", False) for module in stage.modules()
+    )
+
+
 def _run_without_graph(stage: Stage, x: Any) -> Any:
     """Run a stage with gradients disabled; raise ValueError if it needs them enabled."""
     try:
@@ -76,7 +100,7 @@ def _run_without_graph(stage: Stage, x: Any) -> Any:
 
 
 def _runs_with_graph(stage: Stage, x: Any) -> bool:
-    x = map_tensors(x, lambda tensor: tensor.detach().clone())
+    x = _copy(x)
     with torch.enable_grad(), copied_buffers(stage):
         try:
             stage(x)

@@ -90,14 +90,14 @@ class Observation:
 
 
 @contextmanager
-def copied_buffers(stage: Stage) -> Iterator[None]:
-    """Run the stage on copies of its buffers in the context."""
+def copied_buffers(stage: Stage) -> Iterator[list[tuple[core.Slot, torch.Tensor]]]:
+    """Have the stage run on copies of its buffers; gives the originals with their slots."""
     kept = [(slot, slot[0][slot[1]]) for slot in stage.buffers]
     try:
         for (slots, name), buffer in kept:
             if buffer is not None:
                 slots[name] = buffer.detach().clone()
-        yield
+        yield [(slot, buffer) for slot, buffer in kept if buffer is not None]
     finally:
         for (slots, name), buffer in kept:
             slots[name] = buffer
@@ -108,8 +108,10 @@ def _named(stage: Stage) -> list[tuple[str, Any]]:
 
 
 @contextmanager
-def undisturbed(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
-    """Restore random states, buffers and other state of the stages at the end of the context.
+def undisturbed(stages: Sequence[Stage], device: torch.device) -> Iterator[Callable[[], None]]:
+    """Leave random states, buffers and other state of the stages as they are.
+
+    Gives a function that puts them back at any time.
 
     Raises
     ------
@@ -127,15 +129,19 @@ def undisturbed(stages: Sequence[Stage], device: torch.device) -> Iterator[None]
             'iterator of one there, or use engine="dynamic", which measures nothing'
         )
     autocast = torch.is_autocast_cache_enabled()
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         rng.write(states)
         for (slots, name), buffer in buffers:
             slots[name] = buffer
         watch.restore()
         if autocast:
             torch.clear_autocast_cache()
+
+    try:
+        yield put_back
+    finally:
+        put_back()
 
 
 class _Mark:
@@ -343,7 +349,7 @@ class Observer:
         self._count += 1
         watch = Watch(_named(stage))
         states = self._rng.read()
-        found, first, _ = self._run(stage, x, flags, i, watch)
+        found, first = self._run(stage, x, flags, i, watch)[:2]
         changed = watch.changed()
         found.changes = changed
         if found.leaves:
@@ -367,11 +373,10 @@ class Observer:
     def _run(
         self, stage: Stage, x: Any, flags: Flags, i: int, watch: Watch | None
     ) -> tuple[Observation, tuple[list[Any], list[Any]], Any]:
-        with self._around(stage), copied_buffers(stage):
+        with self._around(stage), copied_buffers(stage) as originals:
             before = [
-                (slot, buffer, buffer.clone(), buffer._version)
-                for slot in stage.buffers
-                if (buffer := slot[0][slot[1]]) is not None
+                (slot, copy := slot[0][slot[1]], original, copy._version)
+                for slot, original in originals
             ]
             states = self._rng.read()
             leaves, wanted = as_leaves(x, flags)
@@ -383,10 +388,10 @@ class Observer:
             uses_rng = self._rng.drawn_since(states)
             mutable = [
                 slot
-                for slot, buffer, copy, version in before
-                if slot[0][slot[1]] is not buffer
-                or buffer._version != version
-                or not torch.equal(buffer, copy)
+                for slot, copy, original, version in before
+                if slot[0][slot[1]] is not copy
+                or copy._version != version
+                or not torch.equal(copy, original)
             ]
         own = {id(t) for t in (*wanted, *parameters)}
         known = _pointers([*tree_tensors(x), *parameters])
@@ -443,6 +448,7 @@ class Observer:
                         allow_unused=True,
                     )
                     found.append(_as_numbers([_digest(g) for g in made if g is not None]))
+                    del made
                 return found
 
         try:

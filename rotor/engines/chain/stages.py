@@ -67,6 +67,13 @@ class Stage:
             x = function(x)
         return x
 
+    def is_of_layers(self) -> bool:
+        """Return whether the stage holds PyTorch's own layers only, without hooks."""
+        return all(isinstance(function, nn.Module) for function in self.functions) and all(
+            type(module).__module__.startswith("torch.nn.modules.") and not core.has_hooks(module)
+            for module in self.modules()
+        )
+
     def modules(self) -> Iterator[nn.Module]:
         """Yield every module in the stage, once."""
         seen: set[nn.Module] = set()
