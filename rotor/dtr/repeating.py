@@ -1,8 +1,8 @@
-"""What does not repeat: operators tested by a second run, and replays proved by checksums.
+"""Tests of repeatability: second runs of operators, and replays proved by checksums.
 
-An operator that is not PyTorch's own may draw random numbers from anywhere, or depend on state that
-nobody sees. When it first runs on arguments of a layout, it runs twice from the same state of the
-generators. Where a bit differs, its results are kept; so are they where that cannot be found out.
+An operator from outside PyTorch may draw random numbers from any source, or depend on hidden state.
+When it first runs on arguments of a layout, it runs twice from the same state of the
+generators. If a bit differs, or the test is not possible, its results are kept.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def repeats(
     Parameters
     ----------
     operator, args, kwargs
-        What ran just now; it writes to nothing.
+        Operator that just ran, and its arguments; it writes to none of them.
     results
-        What it made.
+        Its results.
     states
         Generators, and their states before it ran. They end as they are now.
     """
@@ -96,8 +96,8 @@ def _is_specified(operator: Operator, index: int) -> bool:
 class Verifier:
     """Checksums of what a session evicts, compared when it is computed again.
 
-    What the program dropped, and only an operator needs that runs again, is not compared itself:
-    the result of that operator is. Results of operators that are not PyTorch's own are compared in
+    Values that the program dropped, and that only an operator which runs again needs, are not
+    compared themselves: the result of that operator is. Results of custom operators are compared in
     any case.
 
     Parameters
@@ -110,7 +110,7 @@ class Verifier:
     Attributes
     ----------
     compared
-        How many values were.
+        Number of values that were compared.
     """
 
     def __init__(self, book: _core.Recorder, differed: Callable[[set[str]], object]) -> None:
@@ -146,7 +146,7 @@ class Verifier:
         place
             Of the node among its outputs.
         node
-            What it made.
+            Number of the node's storage.
         made
             Its bytes now.
         result
@@ -159,7 +159,7 @@ class Verifier:
         RecomputationError
             A bit differs.
         """
-        # A number may have been another node's, but whatever is live was evicted last.
+        # A number may have been another node's, but every live node was evicted last.
         before = self._sums.pop(node, None) if is_live else None
         if record.sums is not None and place < len(record.sums):
             before = record.sums[place]
@@ -205,7 +205,7 @@ class Verifier:
     def _is_comparable(
         self, record: Record, place: int, made: torch.UntypedStorage, result: torch.Tensor | None
     ) -> bool:
-        """Return whether the operator, and those that wrote to it before, wrote every byte."""
+        """Return whether the operator, and all that wrote to it before, wrote every byte."""
         if result is not None and result.numel() * result.element_size() < made.nbytes():
             return False
         index = record.outputs[place]
