@@ -228,7 +228,7 @@ class Trace:
         return f"torch.ops.{target}" if core.is_operator(target) else self.constant(target)
 
     def expression(self, node: fx.Node, name: Namer | None = None) -> str:
-        """Return the text that computes a node from what it reads."""
+        """Return the text that computes a node from its inputs."""
         name = name or self.name
         if node.target is operator.getitem:
             return f"{self._text(node.args[0], name)}[{self._text(node.args[1], name)}]"
