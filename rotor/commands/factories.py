@@ -216,7 +216,7 @@ def parse_dtype(text: str) -> torch.dtype:
     """Return a type of PyTorch's by its name, such as ``int64``; ValueError if none has it."""
     found = getattr(torch, text.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"no dtype is named {text!r}, expected one such as float32 or int64")
+        raise ValueError(f"no dtype {text!r}, expected one such as float32 or int64")
     return found
 
 
