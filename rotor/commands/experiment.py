@@ -96,7 +96,7 @@ def _add_options(kind: Any, names: tuple[str, ...], *, few: bool = False) -> Non
         option="--logs",
         nargs="+",
         metavar="PATH",
-        help="directories, logs, or lists of logs (default: those that come with the package)",
+        help="directories, logs, or lists of logs (default: the shipped logs)",
     )
     add(
         *_LOG_EXPERIMENTS,

@@ -438,7 +438,7 @@ def no_plan(wrapper: Checkpointable) -> str:
     """Return why a wrapped model has no single plan."""
     if wrapper.plan.kind == "dynamic":
         return (
-            "the dynamic engine runs the model, which decides while a step runs: there is no plan "
+            "the dynamic engine runs the model, which decides while a step runs: it has no plan "
             "to be shown, and training within the limit works (rotor.Checkpointable, "
             "rotor.dtr.budget)"
         )
@@ -449,7 +449,7 @@ def no_plan(wrapper: Checkpointable) -> str:
 
 
 def planned_peak(wrapper: Checkpointable) -> int | None:
-    """Peak of a step that recomputes nothing, by the simulator; ``None`` without a single graph."""
+    """Return the simulated peak of a step without recomputation; ``None``: no single graph."""
     try:
         graph = cost_model(wrapper)
     except ValueError:
@@ -458,13 +458,13 @@ def planned_peak(wrapper: Checkpointable) -> int | None:
 
 
 def cost_model(wrapper: Checkpointable) -> Chain | Graph:
-    """What was measured of a wrapped model; ValueError: it has no single chain or graph."""
+    """Return the measures of a wrapped model; ValueError: it has no single chain or graph."""
     found: Chain | Graph = wrapper.cost_model()
     return found
 
 
 def plain_peak(model: nn.Module, sample: Any, *, one: bool) -> int | None:
-    """Peak of a plain training step, by a run; ``None`` where it is out of memory.
+    """Return the peak of a plain training step that was run; ``None`` if it is out of memory.
 
     The loss is that of `rotor.fit.batches.sum_of`. Nothing of the model is changed.
     """

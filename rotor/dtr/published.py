@@ -9,7 +9,7 @@ say what holds for single ones. They work within ``with rotor.dtr.budget(...)`` 
 The prototype is that of Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021. What it got
 wrong is not repeated: classes of neighbours count once, products of bytes and time do not overflow,
 a budget that cannot be kept is an error instead of an endless loop, shapes are read without
-computing anything, random numbers and running statistics are those of one run.
+computing anything, random numbers and running statistics equal a single run's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The exact planner for small graphs: Checkmate's integer program, solved by HiGHS.
 
 P. Jain et al., Checkmate: Breaking the memory wall with optimal tensor rematerialization (MLSys
-2020), sections 4.2 to 4.7: stage t computes operation t for the first time, and before it whatever
+2020), sections 4.2 to 4.7: stage t computes operation t for the first time, and before it all that
 is computed again; memory is followed operation by operation. It is exact among the programs whose
 first runs are in the order of the graph and that run nothing twice within a stage.
 """

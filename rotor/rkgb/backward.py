@@ -443,7 +443,7 @@ class _Builder:
         return self.sg.output_node
 
     def _hop(self, s_node: S_node, reader: S_node) -> S_node:
-        """Return the node, among those that a node reads, whose gradient `reader` goes on with."""
+        """Return the node, among a node's inputs, whose gradient `reader` continues."""
         if reader is s_node or reader in s_node.deps:
             return reader
         backs = {self.node(unit.owner) for unit in self.units if unit.phase == "backward"}

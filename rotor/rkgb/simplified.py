@@ -301,7 +301,7 @@ def _layer(root: fx.Node | None) -> str:
 
 
 def _mutate(trace: Trace, grouped: Grouped, nodes: Sequence[S_node]) -> list[str]:
-    """Give each change in place to its node; return those that have to wait for the end."""
+    """Give each change in place to its node; return the changes that have to wait for the end."""
     end = []
     for primal, value in trace.mutations:
         number = grouped.home.get(value, -1)

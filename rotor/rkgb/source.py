@@ -221,7 +221,7 @@ class Trace:
         """Return the text of the function that a node calls."""
         if node.target is operator.getitem:
             return "getitem"
-        # Strides of a run may differ from those of the capture; a view may then need a copy.
+        # Strides of a run may differ from the capture's; a view may then need a copy.
         target = node.target
         if target is torch.ops.aten.view.default:
             target = torch.ops.aten.reshape.default

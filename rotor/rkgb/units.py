@@ -175,7 +175,7 @@ def contracted(
 
 
 def is_repeatable(step: Graph, members: Sequence[int]) -> bool:
-    """Return True if operations can run again, without those of them that run once.
+    """Return True if operations can run again, except the ones that run once.
 
     Parameters
     ----------
@@ -199,7 +199,7 @@ class Part:
     graph
         The part.
     operations, storages
-        Their numbers in it, by those in the whole.
+        Their numbers in it, by their numbers in the whole.
     """
 
     graph: Graph

@@ -101,7 +101,7 @@ def resolve(heuristic: HeuristicLike) -> HeuristicLike:
 
 
 def names() -> list[str]:
-    """Return the names of all heuristics: the published ones, then those of the ablation."""
+    """Return the names of all heuristics: the published ones, then the ablation's."""
     return list(_registry())
 
 

@@ -326,7 +326,7 @@ def parse(
     Raises
     ------
     MalformedLogError
-        A line is not what the format expects, the log or its compression ends early, or there is
+        A line is not in the expected format, the log or its compression ends early, or the log is
         empty; ``.line`` is the number of the line, ``.source`` the file.
     OSError
         The file cannot be read.
