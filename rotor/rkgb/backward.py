@@ -28,7 +28,7 @@ class K_C_node:
     Attributes
     ----------
     name
-        "fwd_" or "bwd_" and the main target; "loss".
+        ``"fwd_"`` or ``"bwd_"`` and the main target; "loss".
     main_target
         The main target of its S node.
     is_fwd
