@@ -41,13 +41,13 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:obj", r"[a-z][a-z0-9_]*|rotor experiment run|pip install .*"),  # parameters, commands
     ("py:obj", r"[A-Z_]+"),  # constants of the module
-    ("py:.*", r"(torch|nn|abc|transformers|lightning)\..*"),
+    ("py:.*", r"(torch|nn|abc|enum|transformers|lightning)\..*"),
     ("py:class", r"rotor\..*\._\w+|rotor\._\w+\..*"),  # private bases
     (
         "py:class",
-        r"rotor\..*\.(CandidateAlgorithm|PiecesSteps|PublishedChain|Recall|TransparentModule)",
+        r"rotor\..*\.(CandidateAlgorithm|MeteredEngine|PublishedChain|Recall|TransparentModule)",
     ),
-    ("py:class", r"rotor\.dynamic\.DynamicSteps"),
+    ("py:obj", r"(Key|K_graph)\.\w+"),  # fields
 ]
 
 html_theme = "furo"

@@ -2,7 +2,7 @@
 
 A state_dict of torchvision's loads unchanged into the model of the same name; nothing is
 downloaded, and torchvision is not needed. The networks of the experiments with dynamic
-rematerialization are here too, in plain modules where they are no chains; `workloads` trains them.
+rematerialization are here too, as plain modules if they are no chains; `workloads` trains them.
 """
 
 from . import cifar as cifar

@@ -51,7 +51,7 @@ class CifarDenseNetOptions(TypedDict, total=False):
 
 
 class PaddedShortcut(nn.Module):
-    """The shortcut without parameters ("option A"): every other pixel, and channels of zeros.
+    """Shortcut without parameters ("option A"): every other pixel, and channels of zeros.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class PaddedShortcut(nn.Module):
         return F.pad(kept, (0, 0, 0, 0, 0, self.new_planes))
 
     def extra_repr(self) -> str:
-        """Say how shapes change."""
+        """Return how shapes change, as text."""
         return f"new_planes={self.new_planes}, stride={self.stride}"
 
 
@@ -189,35 +189,35 @@ def _build(name: str, blocks: int, options: CifarResNetOptions) -> CifarResNet:
 
 
 def resnet20(**options: Unpack[CifarResNetOptions]) -> CifarResNet:
-    """ResNet-20 of 0.27 million parameters; `options` are those of `CifarResNet`."""
+    """Build ResNet-20 of 0.27 million parameters; `options` are those of `CifarResNet`."""
     return _build("resnet20", 3, options)
 
 
 def resnet32(**options: Unpack[CifarResNetOptions]) -> CifarResNet:
-    """ResNet-32 of 0.46 million parameters; `options` are those of `CifarResNet`."""
+    """Build ResNet-32 of 0.46 million parameters; `options` are those of `CifarResNet`."""
     return _build("resnet32", 5, options)
 
 
 def resnet44(**options: Unpack[CifarResNetOptions]) -> CifarResNet:
-    """ResNet-44 of 0.66 million parameters; `options` are those of `CifarResNet`."""
+    """Build ResNet-44 of 0.66 million parameters; `options` are those of `CifarResNet`."""
     return _build("resnet44", 7, options)
 
 
 def resnet56(**options: Unpack[CifarResNetOptions]) -> CifarResNet:
-    """ResNet-56 of 0.85 million parameters; `options` are those of `CifarResNet`."""
+    """Build ResNet-56 of 0.85 million parameters; `options` are those of `CifarResNet`."""
     return _build("resnet56", 9, options)
 
 
 def resnet110(**options: Unpack[CifarResNetOptions]) -> CifarResNet:
-    """ResNet-110 of 1.7 million parameters; `options` are those of `CifarResNet`."""
+    """Build ResNet-110 of 1.7 million parameters; `options` are those of `CifarResNet`."""
     return _build("resnet110", 18, options)
 
 
 def resnet1202(**options: Unpack[CifarResNetOptions]) -> CifarResNet:
-    """ResNet-1202 of 19.4 million parameters; `options` are those of `CifarResNet`."""
+    """Build ResNet-1202 of 19.4 million parameters; `options` are those of `CifarResNet`."""
     return _build("resnet1202", 200, options)
 
 
 def densenet100(**options: Unpack[CifarDenseNetOptions]) -> CifarDenseNet:
-    """DenseNet-BC, 100 layers, 0.8 million parameters; `options` are those of `CifarDenseNet`."""
+    """Build DenseNet-BC, 100 layers, 0.8 million parameters; `options` as for `CifarDenseNet`."""
     return CifarDenseNet(**model_options("densenet100", options, CifarDenseNetOptions))

@@ -45,7 +45,7 @@ class DenseNetOptions(TypedDict, total=False):
 
 
 class DenseLayer(nn.Module):
-    """Appends features: [batch, c, h, w] to [batch, c + growth_rate, h, w].
+    """Layer that appends features: [batch, c, h, w] to [batch, c + growth_rate, h, w].
 
     Parameters
     ----------
@@ -58,8 +58,8 @@ class DenseLayer(nn.Module):
     drop_rate
         Probability of dropping a new feature.
     memory_efficient
-        Recompute the bottleneck in the backward pass. Its running statistics are updated once all
-        the same.
+        Recompute the bottleneck in the backward pass. Its running statistics are still updated
+        once.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class DenseNet(Model):
         Size of the output.
     memory_efficient
         Recompute every layer's bottleneck in the backward pass. A memory limit makes better use
-        of the same idea; the argument is there for compatibility.
+        of the same idea; the argument exists for compatibility.
 
     Raises
     ------
@@ -228,7 +228,7 @@ def _build(
 def densenet121(
     pretrained: bool = False, progress: bool = True, **options: Unpack[DenseNetOptions]
 ) -> DenseNet:
-    """DenseNet-121; `options` are the keyword arguments of `DenseNet`."""
+    """Build DenseNet-121; `options` are the keyword arguments of `DenseNet`."""
     del progress
     return _build("densenet121", pretrained, 32, (6, 12, 24, 16), 64, options)
 
@@ -236,7 +236,7 @@ def densenet121(
 def densenet161(
     pretrained: bool = False, progress: bool = True, **options: Unpack[DenseNetOptions]
 ) -> DenseNet:
-    """DenseNet-161; `options` are the keyword arguments of `DenseNet`."""
+    """Build DenseNet-161; `options` are the keyword arguments of `DenseNet`."""
     del progress
     return _build("densenet161", pretrained, 48, (6, 12, 36, 24), 96, options)
 
@@ -244,7 +244,7 @@ def densenet161(
 def densenet169(
     pretrained: bool = False, progress: bool = True, **options: Unpack[DenseNetOptions]
 ) -> DenseNet:
-    """DenseNet-169; `options` are the keyword arguments of `DenseNet`."""
+    """Build DenseNet-169; `options` are the keyword arguments of `DenseNet`."""
     del progress
     return _build("densenet169", pretrained, 32, (6, 12, 32, 32), 64, options)
 
@@ -252,6 +252,6 @@ def densenet169(
 def densenet201(
     pretrained: bool = False, progress: bool = True, **options: Unpack[DenseNetOptions]
 ) -> DenseNet:
-    """DenseNet-201; `options` are the keyword arguments of `DenseNet`."""
+    """Build DenseNet-201; `options` are the keyword arguments of `DenseNet`."""
     del progress
     return _build("densenet201", pretrained, 32, (6, 12, 48, 32), 64, options)

@@ -20,7 +20,7 @@ __all__ = ["Discriminator", "GANLosses", "Generator", "ring_of_gaussians", "unro
 
 
 class GANLosses(NamedTuple):
-    """Both scalars; the generator's is that against the unrolled discriminator."""
+    """Losses of both players, scalars; the generator's is against the unrolled discriminator."""
 
     discriminator: Tensor
     generator: Tensor
@@ -69,14 +69,14 @@ def unrolled_losses(
     real, noise
         Points of the data, and the generator's input.
     unrolled_steps
-        Steps that the discriminator is thought ahead; 0 is the plain network.
+        Steps that the discriminator is unrolled; 0 is the plain network.
     learning_rate
-        Of these steps.
+        Learning rate of these steps.
 
     Returns
     -------
     GANLosses
-        To be differentiated each with respect to its own player's parameters. The discriminator's
+        Losses, each to be differentiated by its own player's parameters. The discriminator's
         has no path to the generator.
 
     Raises

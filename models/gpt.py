@@ -51,7 +51,7 @@ class GPTSettings:
     dropout
         Probability of the dropouts: of embeddings, attention weights and residuals.
     bias
-        Have biases in linear layers and normalisations.
+        True: linear layers and normalisations have biases.
     tie_weights
         Use the token embedding as the last layer's weight.
 
@@ -142,7 +142,7 @@ class Embedding(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """Each token looks at itself and those before it: [batch, time, width] to the same.
+    """Attention of each token to itself and earlier tokens: [batch, time, width] to the same.
 
     Parameters
     ----------
@@ -177,7 +177,7 @@ class GPT(Model):
     Parameters
     ----------
     settings
-        Its shape.
+        The shape of the network.
     """
 
     def __init__(self, settings: GPTSettings) -> None:
@@ -213,7 +213,7 @@ def gpt(size: str | GPTSettings = "gpt2", **changes: Unpack[GPTChanges]) -> GPT:
     size
         A name in `SIZES`, or settings.
     **changes
-        Fields of `GPTSettings` to set otherwise.
+        Fields of `GPTSettings` to change.
 
     Returns
     -------
@@ -223,7 +223,7 @@ def gpt(size: str | GPTSettings = "gpt2", **changes: Unpack[GPTChanges]) -> GPT:
     Raises
     ------
     ValueError
-        There is no such size, or the settings make no sense.
+        The size is unknown, or the settings are inconsistent.
     TypeError
         A field is unknown.
     """
@@ -239,22 +239,22 @@ def gpt(size: str | GPTSettings = "gpt2", **changes: Unpack[GPTChanges]) -> GPT:
 
 
 def gpt2(**changes: Unpack[GPTChanges]) -> GPT:
-    """GPT-2 of 124 million parameters; `changes` as for `gpt`."""
+    """Build GPT-2 of 124 million parameters; `changes` as for `gpt`."""
     return gpt("gpt2", **changes)
 
 
 def gpt2_medium(**changes: Unpack[GPTChanges]) -> GPT:
-    """GPT-2 of 355 million parameters; `changes` as for `gpt`."""
+    """Build GPT-2 of 355 million parameters; `changes` as for `gpt`."""
     return gpt("gpt2-medium", **changes)
 
 
 def gpt2_large(**changes: Unpack[GPTChanges]) -> GPT:
-    """GPT-2 of 774 million parameters; `changes` as for `gpt`."""
+    """Build GPT-2 of 774 million parameters; `changes` as for `gpt`."""
     return gpt("gpt2-large", **changes)
 
 
 def gpt2_xl(**changes: Unpack[GPTChanges]) -> GPT:
-    """GPT-2 of 1558 million parameters; `changes` as for `gpt`."""
+    """Build GPT-2 of 1558 million parameters; `changes` as for `gpt`."""
     return gpt("gpt2-xl", **changes)
 
 

@@ -38,7 +38,7 @@ _PUBLISHED_SCALING = ((0.485, 0.229), (0.456, 0.224), (0.406, 0.225))
 
 
 class InceptionOutputs(NamedTuple):
-    """What a training step returns: both of shape [batch, num_classes]."""
+    """Results of a training step: both of shape [batch, num_classes]."""
 
     logits: Tensor
     aux_logits: Tensor
@@ -117,7 +117,7 @@ class InceptionA(nn.Module):
 
 
 class InceptionB(nn.Module):
-    """Halves the image: branches of 3x3, two 3x3 and a pooling.
+    """Block that halves the image: branches of 3x3, two 3x3 and a pooling.
 
     Parameters
     ----------
@@ -189,7 +189,7 @@ class InceptionC(nn.Module):
 
 
 class InceptionD(nn.Module):
-    """Halves the image: branches of 3x3, 7x7 in factors then 3x3, and a pooling.
+    """Block that halves the image: branches of 3x3, 7x7 in factors then 3x3, and a pooling.
 
     Parameters
     ----------
@@ -284,7 +284,7 @@ class InceptionAux(nn.Module):
 
 
 class InputScaling(nn.Module):
-    """From images of mean 0 and variance 1 to the scaling of the published weights."""
+    """Scaling from images of mean 0 and variance 1 to the scaling of the published weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Scale and shift each channel of [batch, 3, h, w]."""
@@ -296,7 +296,7 @@ class InputScaling(nn.Module):
 
 
 class Outputs(nn.Module):
-    """Names the two results of a training step; passes anything else."""
+    """Stage that names the two results of a training step; other values pass unchanged."""
 
     def forward(self, x: Any) -> Any:
         """Return `InceptionOutputs` of a pair."""
@@ -406,7 +406,7 @@ class Inception3(Model):
 def inception_v3(
     pretrained: bool = False, progress: bool = True, **options: Unpack[InceptionOptions]
 ) -> Inception3:
-    """Inception v3; `options` are the keyword arguments of `Inception3`."""
+    """Build Inception v3; `options` are the keyword arguments of `Inception3`."""
     del progress
     return Inception3(
         **model_options("inception_v3", options, InceptionOptions, pretrained=pretrained)

@@ -29,7 +29,7 @@ class Inception4Options(TypedDict, total=False):
 
 
 class Branches(nn.Module):
-    """Several ways from one input, concatenated: one block.
+    """Several branches from one input, concatenated: one block.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class Branches(nn.Module):
         self.branches = nn.ModuleList(branches)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Concatenate what the branches return along the channels."""
+        """Concatenate the results of the branches along the channels."""
         return torch.cat([branch(x) for branch in self.branches], dim=1)
 
 
@@ -87,7 +87,7 @@ class Inception4(Model):
 def inception_v4(
     pretrained: bool = False, progress: bool = True, **options: Unpack[Inception4Options]
 ) -> Inception4:
-    """Inception v4; `options` are the keyword arguments of `Inception4`."""
+    """Build Inception v4; `options` are the keyword arguments of `Inception4`."""
     del progress
     return Inception4(
         **model_options("inception_v4", options, Inception4Options, pretrained=pretrained)
@@ -95,7 +95,7 @@ def inception_v4(
 
 
 def _ways(channels: int, *layers: tuple[int, Size]) -> nn.Sequential:
-    """Convolutions (channels out, kernel) one after another that keep height and width."""
+    """Return convolutions (channels out, kernel) in sequence that keep height and width."""
     path = nn.Sequential()
     for out, kernel in layers:
         tall, wide = (kernel, kernel) if isinstance(kernel, int) else kernel

@@ -2,7 +2,7 @@
 
 LSTM (Hochreiter and Schmidhuber, "Long short-term memory", 1997, with forget gates) and GRU (Cho et
 al., arXiv:1406.1078, with the reset gate after the product, as in PyTorch). In `LSTM` and `GRU`
-each product and each gate is an operation of its own; `LSTMEncoder` and `GRUEncoder` are the word
+each product and each gate is a separate operation; `LSTMEncoder` and `GRUEncoder` are the word
 language models of Zaremba et al. (arXiv:1409.2329), where the whole recurrence is one operation.
 """
 
@@ -31,7 +31,7 @@ class _Recurrent(nn.Module):
 
 
 class LSTM(_Recurrent):
-    """Input [time, batch, in_dim], output [batch, classes] from the last hidden state.
+    """LSTM cell by cell: input [time, batch, in_dim], output [batch, classes] of the last state.
 
     Weights and order of the gates (input, forget, cell, output) are those of ``torch.nn.LSTM``.
 
@@ -62,7 +62,7 @@ class LSTM(_Recurrent):
 
 
 class GRU(_Recurrent):
-    """Input [time, batch, in_dim], output [batch, classes] from the last hidden state.
+    """GRU cell by cell: input [time, batch, in_dim], output [batch, classes] of the last state.
 
     Weights and order of the gates (reset, update, new) are those of ``torch.nn.GRU``.
 

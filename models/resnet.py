@@ -57,9 +57,9 @@ class BasicBlock(nn.Module):
     inplanes, planes
         Channels that come in, and that go out.
     stride
-        Of the first convolution.
+        Stride of the first convolution.
     downsample
-        The shortcut where shapes differ; the identity if None.
+        The shortcut if shapes differ; the identity if None.
     groups, base_width, dilation
         Must be 1, 64 and 1: the block exists in this width only.
     norm_layer
@@ -68,7 +68,7 @@ class BasicBlock(nn.Module):
     Raises
     ------
     ValueError
-        `groups`, `base_width` or `dilation` is another.
+        `groups`, `base_width` or `dilation` has another value.
     """
 
     expansion: ClassVar[int] = 1
@@ -116,13 +116,13 @@ class Bottleneck(nn.Module):
     planes
         A quarter of the channels that go out.
     stride, dilation
-        Of the 3x3 convolution.
+        Stride and dilation of the 3x3 convolution.
     downsample
-        The shortcut where shapes differ; the identity if None.
+        The shortcut if shapes differ; the identity if None.
     groups
         Groups of the 3x3 convolution.
     base_width
-        Channels of a group where `planes` is 64.
+        Channels of a group if `planes` is 64.
     norm_layer
         Makes a normalisation of a number of channels; ``BatchNorm2d`` if None.
     """
@@ -173,12 +173,12 @@ class ResNet(Model):
     num_classes
         Size of the output.
     zero_init_residual
-        Begin with residual functions that are zero: the last normalisation of each block gets
+        Initialise residual functions to zero: the last normalisation of each block gets
         weight 0.
     groups, width_per_group
-        Of the 3x3 convolutions of `Bottleneck`.
+        Groups and their width of the 3x3 convolutions of `Bottleneck`.
     replace_stride_with_dilation
-        For the last three groups, whether dilation takes the place of the stride of 2.
+        Flags for the last three groups: True replaces the stride of 2 by dilation.
     norm_layer
         Makes a normalisation of a number of channels; ``BatchNorm2d`` if None.
 
@@ -299,7 +299,7 @@ def _build(
 def resnet18(
     pretrained: bool = False, progress: bool = True, **options: Unpack[ResNetOptions]
 ) -> ResNet:
-    """ResNet-18; `options` are the keyword arguments of `ResNet`."""
+    """Build ResNet-18; `options` are the keyword arguments of `ResNet`."""
     del progress
     return _build("resnet18", pretrained, BasicBlock, (2, 2, 2, 2), options)
 
@@ -307,7 +307,7 @@ def resnet18(
 def resnet34(
     pretrained: bool = False, progress: bool = True, **options: Unpack[ResNetOptions]
 ) -> ResNet:
-    """ResNet-34; `options` are the keyword arguments of `ResNet`."""
+    """Build ResNet-34; `options` are the keyword arguments of `ResNet`."""
     del progress
     return _build("resnet34", pretrained, BasicBlock, (3, 4, 6, 3), options)
 
@@ -315,7 +315,7 @@ def resnet34(
 def resnet50(
     pretrained: bool = False, progress: bool = True, **options: Unpack[ResNetOptions]
 ) -> ResNet:
-    """ResNet-50; `options` are the keyword arguments of `ResNet`."""
+    """Build ResNet-50; `options` are the keyword arguments of `ResNet`."""
     del progress
     return _build("resnet50", pretrained, Bottleneck, (3, 4, 6, 3), options)
 
@@ -323,7 +323,7 @@ def resnet50(
 def resnet101(
     pretrained: bool = False, progress: bool = True, **options: Unpack[ResNetOptions]
 ) -> ResNet:
-    """ResNet-101; `options` are the keyword arguments of `ResNet`."""
+    """Build ResNet-101; `options` are the keyword arguments of `ResNet`."""
     del progress
     return _build("resnet101", pretrained, Bottleneck, (3, 4, 23, 3), options)
 
@@ -331,7 +331,7 @@ def resnet101(
 def resnet152(
     pretrained: bool = False, progress: bool = True, **options: Unpack[ResNetOptions]
 ) -> ResNet:
-    """ResNet-152; `options` are the keyword arguments of `ResNet`."""
+    """Build ResNet-152; `options` are the keyword arguments of `ResNet`."""
     del progress
     return _build("resnet152", pretrained, Bottleneck, (3, 8, 36, 3), options)
 
@@ -339,7 +339,7 @@ def resnet152(
 def resnext50_32x4d(
     pretrained: bool = False, progress: bool = True, **options: Unpack[ResNetOptions]
 ) -> ResNet:
-    """ResNeXt-50 of 32 groups of 4 channels; other `options` as for `ResNet`."""
+    """Build ResNeXt-50 of 32 groups of 4 channels; other `options` as for `ResNet`."""
     del progress
     fixed = {"groups": 32, "width_per_group": 4}
     return _build("resnext50_32x4d", pretrained, Bottleneck, (3, 4, 6, 3), options, **fixed)
@@ -348,7 +348,7 @@ def resnext50_32x4d(
 def resnext101_32x8d(
     pretrained: bool = False, progress: bool = True, **options: Unpack[ResNetOptions]
 ) -> ResNet:
-    """ResNeXt-101 of 32 groups of 8 channels; other `options` as for `ResNet`."""
+    """Build ResNeXt-101 of 32 groups of 8 channels; other `options` as for `ResNet`."""
     del progress
     fixed = {"groups": 32, "width_per_group": 8}
     return _build("resnext101_32x8d", pretrained, Bottleneck, (3, 4, 23, 3), options, **fixed)
@@ -357,7 +357,7 @@ def resnext101_32x8d(
 def resnext101_64x4d(
     pretrained: bool = False, progress: bool = True, **options: Unpack[ResNetOptions]
 ) -> ResNet:
-    """ResNeXt-101 of 64 groups of 4 channels; other `options` as for `ResNet`."""
+    """Build ResNeXt-101 of 64 groups of 4 channels; other `options` as for `ResNet`."""
     del progress
     fixed = {"groups": 64, "width_per_group": 4}
     return _build("resnext101_64x4d", pretrained, Bottleneck, (3, 4, 23, 3), options, **fixed)
@@ -366,7 +366,7 @@ def resnext101_64x4d(
 def wide_resnet50_2(
     pretrained: bool = False, progress: bool = True, **options: Unpack[ResNetOptions]
 ) -> ResNet:
-    """ResNet-50 with 3x3 convolutions twice as wide; other `options` as for `ResNet`."""
+    """Build ResNet-50 with 3x3 convolutions twice as wide; other `options` as for `ResNet`."""
     del progress
     return _build(
         "wide_resnet50_2", pretrained, Bottleneck, (3, 4, 6, 3), options, width_per_group=128
@@ -376,7 +376,7 @@ def wide_resnet50_2(
 def wide_resnet101_2(
     pretrained: bool = False, progress: bool = True, **options: Unpack[ResNetOptions]
 ) -> ResNet:
-    """ResNet-101 with 3x3 convolutions twice as wide; other `options` as for `ResNet`."""
+    """Build ResNet-101 with 3x3 convolutions twice as wide; other `options` as for `ResNet`."""
     del progress
     return _build(
         "wide_resnet101_2", pretrained, Bottleneck, (3, 4, 23, 3), options, width_per_group=128

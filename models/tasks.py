@@ -1,7 +1,7 @@
-"""What it means to train each kind of network for one step: data, loss and optimizer.
+"""Training steps of each kind of network: data, loss and optimizer.
 
 The data are drawn at random in the shapes of the published experiments, so nothing is downloaded. A
-batch depends on its seed only, not on PyTorch's generators, from which just dropout draws.
+batch depends on its seed only, not on PyTorch's generators, from which only dropout draws.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Params = Mapping[str, Any]
 
 
 class Batch(NamedTuple):
-    """The input of a step: what the network reads, and what it should return."""
+    """Batch of a step: the network's input, and the expected output."""
 
     inputs: Any
     targets: Any
@@ -67,9 +67,9 @@ class Training(ABC):
     modules
         The networks, on `device`. One may be replaced, as by a wrapper of it.
     optimizers
-        They step after each backward.
+        Optimizers that step after each backward.
     device
-        Where networks and batches are.
+        Device of networks and batches.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Training(ABC):
             module.zero_grad(set_to_none=True)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """All networks' parameters, each once."""
+        """Return all networks' parameters, each once."""
         seen: set[int] = set()
         for module in self.modules:
             for parameter in module.parameters():
@@ -206,7 +206,7 @@ class SequenceTraining(Training):
 
 
 class WordTraining(Training):
-    """Words and those that follow, [time, batch]: cross-entropy, SGD."""
+    """Words and the words after them, [time, batch]: cross-entropy, SGD."""
 
     def forward_loss(self, batch: Batch) -> Tensor:
         """Return the mean over all words."""
@@ -221,7 +221,7 @@ class WordTraining(Training):
 
 
 class NextTokenTraining(Training):
-    """Tokens and those that follow, [batch, time]: negative log-likelihood, SGD."""
+    """Tokens and the tokens after them, [batch, time]: negative log-likelihood, SGD."""
 
     def forward_loss(self, batch: Batch) -> Tensor:
         """Return the mean over all tokens."""

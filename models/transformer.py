@@ -2,7 +2,7 @@
 
 Vaswani et al., "Attention is all you need", arXiv:1706.03762: sinusoidal positions, normalisation
 after each half of a layer. Attention is written out, so that each product, the softmax and the
-dropout are operations of their own; `LayeredTransformer` has the same shape from PyTorch's layers.
+dropout are separate operations; `LayeredTransformer` has the same shape from PyTorch's layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["LayeredTransformer", "PositionalEncoding", "Transformer", "Transform
 
 
 class PositionalEncoding(nn.Module):
-    """Adds sines and cosines of the position: [batch, time, width] to the same.
+    """Sum with sines and cosines of the position: [batch, time, width] to the same.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ class _LanguageModel(nn.Module):
 
     @staticmethod
     def _make_layer(width: int, heads: int, hidden: int, dropout: float) -> nn.Module:
-        """A layer that is called with [batch, time, width] and a mask."""
+        """Return a layer that is called with [batch, time, width] and a mask."""
         raise NotImplementedError
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class Transformer(_LanguageModel):
     vocab_size
         Number of tokens.
     width, heads, hidden
-        Of each `TransformerLayer`.
+        Shape of each `TransformerLayer`.
     layers
         Number of layers.
     longest
@@ -170,7 +170,7 @@ class LayeredTransformer(_LanguageModel):
     vocab_size
         Number of tokens.
     width, heads, hidden
-        Of each layer.
+        Shape of each layer.
     layers
         Number of layers.
     longest

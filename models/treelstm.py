@@ -1,10 +1,10 @@
-"""LSTM over trees: which operations run depends on the tree.
+"""LSTM over trees: the operations that run depend on the tree.
 
 Tai, Socher and Manning, "Improved semantic representations from tree-structured long short-term
 memory networks", arXiv:1503.00075: the N-ary cell (section 3.2, here with two children), the
 child-sum cell (section 3.1), and the model of semantic relatedness (section 4.2).
 
-A tree is a tuple of nodes; each node is the tuple of its children's numbers. Children stand before
+A tree is a tuple of nodes; each node is the tuple of its children's numbers. Children come before
 their parents, the root is last.
 """
 
@@ -106,7 +106,7 @@ def random_parse_tree(words: int, seed: int) -> Tree:
 
 
 def _cut(length: int, draw: random.Random) -> list[int]:
-    """Lengths of the pieces of a side."""
+    """Return the lengths of the pieces of a side."""
     pieces: list[int] = []
     for position in range(length):
         if position == 0 or draw.random() < 0.25:
@@ -116,7 +116,7 @@ def _cut(length: int, draw: random.Random) -> list[int]:
 
 
 class BinaryCell(nn.Module):
-    """The N-ary cell for two children, which have weights of their own.
+    """The N-ary cell for two children, each with its own weights.
 
     Parameters
     ----------
@@ -150,7 +150,7 @@ class BinaryCell(nn.Module):
         Raises
         ------
         ValueError
-            There is another number of children.
+            The node has another number of children.
         """
         if len(children) not in (0, 2):
             raise ValueError(
@@ -225,7 +225,7 @@ def _states(gates: Tensor, kept: Tensor | None) -> State:
 
 
 class TreeLSTM(nn.Module):
-    """The states of a tree's root.
+    """LSTM over a tree that returns the state of its root.
 
     Parameters
     ----------
@@ -248,7 +248,7 @@ class TreeLSTM(nn.Module):
         inputs
             [nodes, batch, in_dim]
         tree
-            The same for the whole batch.
+            One tree for the whole batch.
 
         Returns
         -------
@@ -258,7 +258,7 @@ class TreeLSTM(nn.Module):
         Raises
         ------
         ValueError
-            There is not one input for each node.
+            The inputs are not one for each node.
         """
         if len(inputs) != len(tree):
             raise ValueError(f"{len(inputs)} inputs for a tree of {len(tree)} nodes; give one each")
@@ -272,7 +272,7 @@ class TreeLSTM(nn.Module):
 
 
 class Relatedness(nn.Module):
-    """How related two sentences are, from their trees: log-probabilities of the scores 1 to n.
+    """Relatedness of two sentences, from their trees: log-probabilities of the scores 1 to n.
 
     Parameters
     ----------

@@ -2,7 +2,7 @@
 
 Ronneberger et al., "U-Net: convolutional networks for biomedical image segmentation",
 arXiv:1505.04597, with convolutions that keep height and width, and with batch normalisation if
-asked for. It is no chain: what a level of the contracting path makes waits for the expanding one.
+asked for. It is no chain: results of the contracting path wait for the expanding path.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 __all__ = ["UNet", "Upsampling"]
 
 Upsampling = Literal["transposed", "bilinear"]
-"""How the expanding path enlarges: a 2x2 transposed convolution, or interpolation."""
+"""Methods of enlarging in the expanding path: a 2x2 transposed convolution, or interpolation."""
 
 
 class UNet(nn.Module):
@@ -39,7 +39,7 @@ class UNet(nn.Module):
     Raises
     ------
     ValueError
-        `upsampling` is another word, or `width` is not positive.
+        `upsampling` is an unknown word, or `width` is not positive.
     """
 
     def __init__(

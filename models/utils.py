@@ -27,7 +27,7 @@ _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
 
 
 class Model(nn.Sequential):
-    """A ``torch.nn.Sequential`` whose subclasses may have constructors of their own.
+    """A ``torch.nn.Sequential`` whose subclasses may have their own constructors.
 
     A slice of it is a plain ``torch.nn.Sequential`` that shares its stages and keeps their names.
     """
@@ -49,7 +49,7 @@ class Model(nn.Sequential):
 
 
 class ReLUAtEnd(nn.Sequential):
-    """Stages run one after another, then a ReLU that works in place: one stage of a chain.
+    """Stages in sequence, then a ReLU that works in place: one stage of a chain.
 
     The ReLU overwrites what the last stage returned instead of keeping both, so the last stage
     must not need its own output for its gradient (convolutions, linear layers and normalisations
@@ -102,7 +102,7 @@ class Residual(nn.Module):
         The residual function; must return the shape that the shortcut returns, and must not
         change its input, which the shortcut reads too.
     shortcut
-        What the input passes on the other way; the identity if None.
+        The other path of the input; the identity if None.
 
     Raises
     ------
@@ -122,7 +122,7 @@ class Residual(nn.Module):
         self.shortcut = shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of both ways, in the shape that both return."""
+        """Return the sum of both paths, in the shape that both return."""
         out: Tensor = self.body(x)
         return out + (x if self.shortcut is None else self.shortcut(x))
 
@@ -149,7 +149,7 @@ class Apply(nn.Module):
         return self.function(x, **self.arguments)
 
     def extra_repr(self) -> str:
-        """Name the function and its arguments."""
+        """Return the function and its arguments, as text."""
         name = getattr(self.function, "__name__", repr(self.function))
         return ", ".join([name, *(f"{key}={value!r}" for key, value in self.arguments.items())])
 
@@ -162,8 +162,8 @@ def named(**stages: nn.Module) -> nn.Sequential:
 def on_first(module: _ModuleT) -> _ModuleT:
     """Let a stage act on the first element of a tuple and pass the rest along unchanged.
 
-    Given anything but a tuple the stage works as before. The module is changed and returned; its
-    parameters keep their names, it is still an instance of its class, and it can be copied and
+    Given anything but a tuple the stage works as before. The module is changed and returned. Its
+    parameters keep their names, it remains an instance of its class, and it can be copied and
     pickled.
 
     Parameters
@@ -182,7 +182,7 @@ def on_first(module: _ModuleT) -> _ModuleT:
 def branch_off(module: _ModuleT) -> _ModuleT:
     """Turn a side branch into a stage: in training it returns ``(x, module(x))``, else ``x``.
 
-    Later stages are to be wrapped by `on_first`, up to the one that takes the pair. The module is
+    Later stages have to be wrapped by `on_first`, up to the one that takes the pair. The module is
     changed and returned, as by `on_first`.
 
     Parameters
@@ -213,13 +213,13 @@ def model_options(
     function
         Its name, for messages.
     given
-        What it was called with.
+        Keyword arguments of the call.
     accepted
-        The ``TypedDict`` of what it takes.
+        The ``TypedDict`` of accepted arguments.
     fixed
-        What the size prescribes: it may be repeated in `given`, not contradicted.
+        Arguments fixed by the size: they may be repeated in `given`, not contradicted.
     pretrained
-        Whether weights are asked for, as in torchvision; ``weights`` in `given` asks too.
+        True if weights are asked for, as in torchvision; ``weights`` in `given` asks too.
 
     Returns
     -------
@@ -258,7 +258,7 @@ def model_options(
 
 
 class _Mixin(nn.Module):
-    """Comes before a module's own class in a class made by `_mixed_class`."""
+    """Class that comes before a module's own class in a class made by `_mixed_class`."""
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
         bases = type(self).__bases__

@@ -103,7 +103,7 @@ class VGG(Model):
 def make_features(
     widths: Iterable[int], depths: Iterable[int], batch_norm: bool = False
 ) -> nn.Sequential:
-    """Groups of 3x3 convolutions, each group closed by a pooling that halves the image.
+    """Return groups of 3x3 convolutions, each closed by a pooling that halves the image.
 
     Parameters
     ----------
@@ -113,6 +113,11 @@ def make_features(
         Number of convolutions of each group.
     batch_norm
         Normalise after each convolution.
+
+    Returns
+    -------
+    nn.Sequential
+        All groups, one after another.
     """
     layers: list[nn.Module] = []
     channels = 3
@@ -134,48 +139,48 @@ def _build(name: str, pretrained: bool, options: VGGOptions) -> VGG:
 
 
 def vgg11(pretrained: bool = False, progress: bool = True, **options: Unpack[VGGOptions]) -> VGG:
-    """VGG of 11 layers (A); `options` are the keyword arguments of `VGG`."""
+    """Build VGG of 11 layers (A); `options` are the keyword arguments of `VGG`."""
     del progress
     return _build("vgg11", pretrained, options)
 
 
 def vgg11_bn(pretrained: bool = False, progress: bool = True, **options: Unpack[VGGOptions]) -> VGG:
-    """VGG of 11 layers (A), normalised; `options` are the keyword arguments of `VGG`."""
+    """Build VGG of 11 layers (A), normalised; `options` are the keyword arguments of `VGG`."""
     del progress
     return _build("vgg11_bn", pretrained, options)
 
 
 def vgg13(pretrained: bool = False, progress: bool = True, **options: Unpack[VGGOptions]) -> VGG:
-    """VGG of 13 layers (B); `options` are the keyword arguments of `VGG`."""
+    """Build VGG of 13 layers (B); `options` are the keyword arguments of `VGG`."""
     del progress
     return _build("vgg13", pretrained, options)
 
 
 def vgg13_bn(pretrained: bool = False, progress: bool = True, **options: Unpack[VGGOptions]) -> VGG:
-    """VGG of 13 layers (B), normalised; `options` are the keyword arguments of `VGG`."""
+    """Build VGG of 13 layers (B), normalised; `options` are the keyword arguments of `VGG`."""
     del progress
     return _build("vgg13_bn", pretrained, options)
 
 
 def vgg16(pretrained: bool = False, progress: bool = True, **options: Unpack[VGGOptions]) -> VGG:
-    """VGG of 16 layers (D); `options` are the keyword arguments of `VGG`."""
+    """Build VGG of 16 layers (D); `options` are the keyword arguments of `VGG`."""
     del progress
     return _build("vgg16", pretrained, options)
 
 
 def vgg16_bn(pretrained: bool = False, progress: bool = True, **options: Unpack[VGGOptions]) -> VGG:
-    """VGG of 16 layers (D), normalised; `options` are the keyword arguments of `VGG`."""
+    """Build VGG of 16 layers (D), normalised; `options` are the keyword arguments of `VGG`."""
     del progress
     return _build("vgg16_bn", pretrained, options)
 
 
 def vgg19(pretrained: bool = False, progress: bool = True, **options: Unpack[VGGOptions]) -> VGG:
-    """VGG of 19 layers (E); `options` are the keyword arguments of `VGG`."""
+    """Build VGG of 19 layers (E); `options` are the keyword arguments of `VGG`."""
     del progress
     return _build("vgg19", pretrained, options)
 
 
 def vgg19_bn(pretrained: bool = False, progress: bool = True, **options: Unpack[VGGOptions]) -> VGG:
-    """VGG of 19 layers (E), normalised; `options` are the keyword arguments of `VGG`."""
+    """Build VGG of 19 layers (E), normalised; `options` are the keyword arguments of `VGG`."""
     del progress
     return _build("vgg19_bn", pretrained, options)

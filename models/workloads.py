@@ -1,4 +1,4 @@
-"""What the experiments train: a network, its loss, its optimizer and synthetic data, by name.
+"""Workloads of the experiments by name: a network, its loss, its optimizer, synthetic data.
 
     training = build("treelstm", batch_size=8, depth=5)
     loss = float(training.step(training.make_batch(seed=0)))
@@ -53,7 +53,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class _Workload:
-    """How a workload is built.
+    """Recipe of a workload.
 
     Attributes
     ----------
@@ -62,9 +62,9 @@ class _Workload:
     make
         Builds the networks from all parameters.
     small, published
-        The parameters: by default, and of the published experiments where those differ.
+        The parameters: by default, and of the published experiments if they differ.
     least
-        The smallest values of integers, where that is not 1.
+        The smallest values of integers, if not 1.
     spellings
         Other names of parameters, which the published configurations have.
     configured
@@ -81,45 +81,55 @@ class _Workload:
 
 
 def names() -> list[str]:
-    """All workloads."""
+    """Return all workloads."""
     return list(_WORKLOADS)
 
 
 def parameters(name: str) -> dict[str, Value]:
-    """The parameters of a workload and their defaults, ``batch_size`` among them.
+    """Return the parameters of a workload and their defaults, ``batch_size`` among them.
 
     Parameters
     ----------
     name
         One of `names`.
 
+    Returns
+    -------
+    dict
+        Defaults by name.
+
     Raises
     ------
     ValueError
-        There is no such workload.
+        The workload is unknown.
     """
     return dict(_find(name).small)
 
 
 def published(name: str) -> dict[str, Value]:
-    """The parameters of the published experiments: ``build(name, **published(name))`` builds these.
+    """Return the parameters of the published experiments, as keywords of `build`.
 
     Parameters
     ----------
     name
         One of `names`.
 
+    Returns
+    -------
+    dict
+        Values by name.
+
     Raises
     ------
     ValueError
-        There is no such workload.
+        The workload is unknown.
 
     Notes
     -----
     Batch sizes and shapes are those of Kirisame et al., "Dynamic tensor rematerialization" (ICLR
-    2021), and of its configurations. What these leave open is usual: 32 inputs a step, widths and
-    depths of the network's own paper, 33278 words as in WikiText-2. ``gpt`` is not among the
-    published; its sizes are GPT-2's.
+    2021), and of its configurations. Unspecified values are the usual ones: 32 inputs a step,
+    widths and depths of the network's own paper, 33278 words as in WikiText-2. ``gpt`` is not among
+    the published; its sizes are GPT-2's.
     """
     workload = _find(name)
     return {**workload.small, **workload.published}
@@ -133,17 +143,22 @@ def accepted(name: str) -> list[str]:
     name
         One of `names`.
 
+    Returns
+    -------
+    list of str
+        The names.
+
     Raises
     ------
     ValueError
-        There is no such workload.
+        The workload is unknown.
     """
     workload = _find(name)
     return list(dict.fromkeys([*workload.small, *workload.configured, *workload.spellings]))
 
 
 def meaning(name: str, given: Mapping[str, Value]) -> dict[str, str]:
-    """Return the parameters of `build` that names in a published configuration stand for.
+    """Return the parameters of `build` for names in a published configuration.
 
     Parameters
     ----------
@@ -162,7 +177,7 @@ def meaning(name: str, given: Mapping[str, Value]) -> dict[str, str]:
     Raises
     ------
     ValueError
-        There is no such workload.
+        The workload is unknown.
     """
     workload = _find(name)
     own = {workload.spellings.get(key, key) for key in given}
@@ -182,7 +197,7 @@ def from_published(
     given
         Parameters as the configuration has them; `meaning` says which have other names here.
     small
-        The rest is as `parameters` has it, instead of as `published` has it.
+        Take the other parameters from `parameters` instead of from `published`.
 
     Returns
     -------
@@ -192,7 +207,7 @@ def from_published(
     Raises
     ------
     ValueError
-        There is no such workload, or one parameter is given twice.
+        The workload is unknown, or one parameter is given twice.
 
     Examples
     --------
@@ -235,22 +250,22 @@ def build(
     batch_size
         Inputs of a step; the workload's default if None.
     seed
-        Of the weights. PyTorch's generators are left as they are; dropout draws from them, so seed
+        Seed of the weights. PyTorch's generators are unchanged; dropout draws from them, so seed
         them with ``torch.manual_seed`` before a step that has to be repeated.
     device
-        Where networks and batches are to be.
+        Device of networks and batches.
     **params
         Any of `parameters`, in its type.
 
     Returns
     -------
     Training
-        What makes batches and does steps.
+        Object that makes batches and runs steps.
 
     Raises
     ------
     ValueError
-        There is no such workload or parameter, or a value has another type or is too small.
+        The workload or a parameter is unknown, or a value has another type or is too small.
     """
     workload = _find(name)
     given = dict(params)

@@ -62,7 +62,7 @@ def _times(name: str, values: Iterable[Any], length: int) -> list[float]:
 
 
 class Chain:
-    """n stages and a loss: what a schedule is computed from.
+    """Cost model of n stages and a loss, from which a schedule is computed.
 
     Parameters
     ----------
@@ -71,13 +71,13 @@ class Chain:
     x_bytes
         Size of the input of each stage, and of the output of the last one, [n + 1].
     xbar_bytes
-        What the forward of each stage keeps for its backward, its output included, each storage
-        once, [n]. (Papers write it with index i + 1.)
+        Bytes that the forward of each stage keeps for its backward, its output included, each
+        storage once, [n]. (Papers write it with index i + 1.)
     forward_tmp_bytes
-        What the forward that keeps everything allocates beyond that while it runs, [n].
+        Bytes that the forward which keeps everything allocates beyond that while it runs, [n].
     backward_tmp_bytes
         Peak of each backward above the level at its start, less ``grad_bytes[i]``, [n]. It may be
-        negative down to ``-grad_bytes[i]``, where saved tensors are freed before gradients are
+        negative down to ``-grad_bytes[i]``, if saved tensors are freed before gradients are
         made.
     forward_nograd_tmp_bytes
         As ``forward_tmp_bytes`` for a forward that keeps nothing, [n]; the same by default.
@@ -88,7 +88,7 @@ class Chain:
     loss_tmp_bytes
         Peak of the loss above the level at its start, less ``grad_bytes[n]``.
     hold_output
-        Whether the caller holds the output until the end of the step.
+        True if the caller holds the output until the end of the step.
     names
         Names of the stages, [n].
     once
@@ -186,7 +186,7 @@ class Chain:
         )
 
     def __len__(self) -> int:
-        """Number of stages; the loss is not counted."""
+        """Return the number of stages; the loss is not counted."""
         return len(self.forward_time)
 
     @property
@@ -208,7 +208,7 @@ class Chain:
         return (Chain.from_dict, (self.to_dict(),))
 
     def to_dict(self) -> dict[str, Any]:
-        """The chain as plain lists, for JSON; ``once`` where a stage runs once."""
+        """Return the chain as plain lists, for JSON; with ``once`` if a stage runs once."""
         fields: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
@@ -229,12 +229,12 @@ class Chain:
 
     @classmethod
     def from_dict(cls, data: Any) -> Chain:
-        """The chain that `to_dict` wrote.
+        """Return the chain that `to_dict` wrote.
 
         Raises
         ------
         ValueError
-            The data is of another format or version, or lacks something; the message says what.
+            The data is of another format or version, or lacks a field; the message names it.
         """
         fields = dict(check_header(data, FORMAT, VERSION))
         try:
@@ -269,12 +269,12 @@ class Chain:
             raise ValueError(f"malformed chain: {error}") from error
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The chain as JSON text; also written to `path` when one is given."""
+        """Return the chain as JSON text; also written to `path` when one is given."""
         return write_json(self.to_dict(), path)
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> Chain:
-        """A chain from JSON text, or from the file at a path.
+        """Return a chain from JSON text, or from the file at a path.
 
         Raises
         ------
@@ -293,7 +293,7 @@ def _int_array(values: Iterable[int]) -> npt.NDArray[np.int64]:
 
 
 def check_header(data: Any, expected: str, version: int) -> dict[str, Any]:
-    """The fields of a JSON object without its header, which must be the expected one."""
+    """Return the fields of a JSON object without its header, which must be the expected one."""
     if not isinstance(data, dict):
         raise ValueError(f"malformed JSON: expected an object of format {expected!r}")
     fields = dict(data)
@@ -306,7 +306,7 @@ def check_header(data: Any, expected: str, version: int) -> dict[str, Any]:
 
 
 def write_json(data: dict[str, Any], path: str | os.PathLike[str] | None) -> str:
-    """The data as JSON text, written to `path` as a whole or not at all."""
+    """Return the data as JSON text; write it to `path` completely or not at all."""
     text = json.dumps(data, allow_nan=False)
     if path is not None:
         target = Path(path)
@@ -323,7 +323,7 @@ def write_json(data: dict[str, Any], path: str | os.PathLike[str] | None) -> str
 
 
 def read_json(source: str | os.PathLike[str]) -> Any:
-    """Parsed JSON: `source` is the text when it begins with a brace, else a path."""
+    """Return parsed JSON: `source` is the text when it begins with a brace, else a path."""
     is_text = isinstance(source, str) and source.lstrip()[:1] in ("{", "[")
     text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
     try:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 
 class InfeasibleError(ValueError):
-    """No schedule fits in the budget.
+    """Error: no schedule fits in the budget.
 
     Parameters
     ----------
     message
-        What was asked for, with figures.
+        The request, with figures.
     minimum_bytes
-        The smallest budget, in bytes, in which a schedule exists; counted as the budget that
-        was asked for was counted (with the chain's input, or without it).
+        The smallest budget, in bytes, in which a schedule exists; counted like the given budget
+        (with the chain's input, or without it).
     """
 
     def __init__(self, message: str, minimum_bytes: int) -> None:
@@ -24,12 +24,12 @@ class InfeasibleError(ValueError):
 
 
 class InvalidSequenceError(ValueError):
-    """A sequence asks for something that is not in memory, or does not finish.
+    """Error: a sequence needs something that is not in memory, or does not finish.
 
     Parameters
     ----------
     message
-        What is wrong.
+        The fault.
     position
         Index of the operation that cannot be done; the length of the sequence when it ends
         before the backward of stage 0.
@@ -45,11 +45,11 @@ class InvalidSequenceError(ValueError):
 
 
 class CaptureError(RuntimeError):
-    """A model could not be captured as one graph; the message says why, and where in its code."""
+    """Error: a model could not be captured as one graph; the message has reason and place."""
 
 
 class RecomputationError(RuntimeError):
-    """A value came out otherwise when it was computed again; raised before gradients are used.
+    """Error: a recomputed value differs from the first one; raised before gradients are used.
 
     Parameters
     ----------
@@ -71,16 +71,16 @@ class RecomputationError(RuntimeError):
 
 
 class MalformedLogError(ValueError):
-    """A log of the simulator is not in the format of `rotor.simrd.parse`.
+    """Error: a log of the simulator is not in the format of `rotor.simrd.parse`.
 
     Parameters
     ----------
     message
-        What was found and what was expected.
+        The text that was found and the text that was expected.
     line
         Number of the line that is wrong, from 1.
     source
-        The name of the log, where it has one.
+        The name of the log, if it has one.
     """
 
     def __init__(self, message: str, line: int = 0, source: str = "") -> None:
@@ -94,20 +94,20 @@ class MalformedLogError(ValueError):
 
 
 class MemoryLimitWarning(UserWarning):
-    """A memory limit could not be kept, or cannot be promised; the message has the figures."""
+    """Warning: a memory limit could not be kept, or cannot be promised; it has the figures."""
 
 
 class BudgetError(MemoryError, ValueError):
-    """A program cannot go on within the budget of `rotor.dtr.budget`.
+    """Error: a program cannot go on within the budget of `rotor.dtr.budget`.
 
     Parameters
     ----------
     message
-        What was asked for, what cannot be evicted, with figures.
+        The request, the storages that cannot be evicted, with figures.
     minimum_bytes
         The smallest budget, in bytes, with which the operation that failed would have run.
     needed_bytes
-        Bytes that the operation takes, with half of the guess where its workspace is not known.
+        Bytes that the operation takes, with half of the guess if its workspace is not known.
     """
 
     def __init__(self, message: str, minimum_bytes: int, needed_bytes: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Rockmate's published names: a model that trains within a budget, and choices of what plans it."""
+"""Rockmate's published names: a model that trains within a budget, and a choice of planners."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _created(graph: Graph) -> set[int]:
 
 
 class _BudgetEngine(GraphEngine):
-    """Captured steps under a budget that gradients of parameters are not in."""
+    """Engine of captured steps under a budget that does not count gradients of parameters."""
 
     settings: _Budgeted
 
@@ -83,7 +83,7 @@ class _BudgetEngine(GraphEngine):
         return budget + gradients
 
     def solve(self) -> Solver:
-        """Return what finds programs within the budget."""
+        """Return the function that finds programs within the budget."""
         return self._within_budget
 
     def _within_budget(
@@ -148,7 +148,7 @@ class _Budgeted(Settings):
     Attributes
     ----------
     budget
-        In bytes; ``None`` where a limit was given in another way, or none.
+        In bytes; ``None`` if a limit was given in another way, or none.
     solvers
         Names in `_SOLVERS`, of which the fastest program is taken.
     """
@@ -159,11 +159,11 @@ class _Budgeted(Settings):
 
 
 class Rockmate(Checkpointable):
-    """A model that trains within a budget of activations, by its published call.
+    """Model that trains within a budget of activations, by its published call.
 
     It is ``Checkpointable(..., engine="graph")`` with another count: gradients of parameters are
-    not in `budget`, as published. Outputs are the model's own, and ``loss.backward()`` is all that
-    a step needs.
+    not in `budget`, as published. Outputs are the model's own, and a step needs no more than
+    ``loss.backward()``.
 
     Parameters
     ----------
@@ -173,9 +173,9 @@ class Rockmate(Checkpointable):
         A sample of the input: a tensor, a list or tuple of positional arguments, a dictionary of
         keyword arguments. ``None``: the first training forward measures.
     budget
-        The most that a training step may have allocated above the level at which its forward
-        began, gradients of parameters aside: bytes, or text such as "700MiB"; ``None``: 90 % of
-        what is free, gradients included.
+        The most bytes that a training step may have allocated above the level at which its forward
+        began, without gradients of parameters: bytes, or text such as "700MiB"; ``None``: 90 % of
+        the free memory, gradients included.
     solve, solve_sched, get_sequence
         False leaves planning to `get_sequence`, or to the first step.
     get_compiled_fct
@@ -185,29 +185,29 @@ class Rockmate(Checkpointable):
     model_kwargs
         Keyword arguments of the sample.
     ilp_time_limit
-        ``time_limit`` of what plans, in seconds.
+        ``time_limit`` of the planner, in seconds.
     keep_outputs, dynamic_batch_dim
         Accepted: outputs are the caller's, and other shapes get plans of their own.
     **options
-        Those of `Checkpointable`. Published ones that have no effect are named in one warning:
+        Options of `Checkpointable`. Published ones that have no effect are named in one warning:
         units and numbers of budgets (plans are in bytes), solvers and partitioners (the class
         chooses), options of offloading.
 
     Attributes
     ----------
     budget
-        In bytes; ``None`` where a limit was given in another way, or none.
+        In bytes; ``None`` if a limit was given in another way, or none.
 
     Raises
     ------
     InfeasibleError
-        No plan was found in the budget; ``minimum_bytes`` is the least budget that one was found
-        for.
+        No plan was found in the budget; ``minimum_bytes`` is the least budget in which one was
+        found.
 
     Warns
     -----
     UserWarning
-        Names the options that have no effect.
+        Published options that have no effect.
     """
 
     budget = Setting()
@@ -292,12 +292,12 @@ class Rockmate(Checkpointable):
         Returns
         -------
         Program or None
-            ``None`` where there is no single graph.
+            ``None`` if the model has no single graph.
 
         Raises
         ------
         ValueError
-            Nothing was measured; InfeasibleError (a ValueError) where no plan was found.
+            Nothing was measured; InfeasibleError (a ValueError) if no plan was found.
         """
         before = self.budget
         if budget is not None:
@@ -310,10 +310,10 @@ class Rockmate(Checkpointable):
             raise
 
     def get_compiled_fct(self) -> None:
-        """Compile the plan now instead of in the first step; ValueError: there is none."""
+        """Compile the plan now instead of in the first step; ValueError: no plan was made."""
         self.graph_plan().emitted.prepare()
 
-    # -- what is expected
+    # -- predictions
 
     def expect_time(self) -> float:
         """Return the predicted milliseconds of a step, as published; ValueError: no plan."""
@@ -325,7 +325,7 @@ class Rockmate(Checkpointable):
         Parameters
         ----------
         overhead
-            Give the most that is live during each operation instead, its temporaries counted.
+            Return the most bytes live during each operation instead, its temporaries counted.
 
         Returns
         -------
@@ -366,7 +366,7 @@ class Rockmate(Checkpointable):
         return file
 
     def load_from_file(self, path: Any, id: str = _ID) -> Program:
-        """Have the following steps run what `save_to_file` wrote, as `load_program` does.
+        """Run in the following steps the plan that `save_to_file` wrote, as `load_program` does.
 
         Raises
         ------
@@ -379,7 +379,7 @@ class Rockmate(Checkpointable):
         return found
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the backward is that of the loss.
+        """Do nothing: the loss has run the backward already.
 
         Warns
         -----
@@ -395,7 +395,7 @@ class Rockmate(Checkpointable):
 
 
 def _call_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and the keyword arguments that a sample stands for."""
+    """Return the positional and the keyword arguments of a sample."""
     if isinstance(sample, dict):
         return (), sample
     if isinstance(sample, list | tuple):
@@ -406,8 +406,8 @@ def _call_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 class PureRotor(Rockmate):
     """`Rockmate` with the chain's algorithm: whole blocks of the model are kept or repeated.
 
-    Blocks lie between the points of the graph that a single tensor passes through. For parameters
-    see the class `Rockmate`.
+    The blocks lie between the points of the graph that a single tensor passes through. For
+    parameters see the class `Rockmate`.
     """
 
     _shown_name = "PureRotor"
@@ -451,7 +451,7 @@ class Hiremate(Rockmate):
     Raises
     ------
     ValueError
-        An algorithm has another name, or there is none.
+        An algorithm has another name, or none is given.
     """
 
     _shown_name = "Hiremate"

@@ -25,7 +25,7 @@ _single: ContextVar[bool] = ContextVar("single", default=False)
 
 
 class Clock:
-    """Takes the time of what runs between `start` and `stop`, any number of times in turn.
+    """Clock that takes the time between `start` and `stop`, any number of times.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class Clock:
         self._start_ns = -1
 
     def start(self) -> None:
-        """Begin; a begun measurement is dropped."""
+        """Begin a measurement; an unfinished one is dropped."""
         if self._is_cuda:
             if not self._events:
                 with torch.cuda.device(self._device):
@@ -63,7 +63,7 @@ class Clock:
             self._start_ns = _core.thread_cpu_ns()
 
     def stop(self) -> int:
-        """Nanoseconds since `start`.
+        """Return nanoseconds since `start`.
 
         Raises
         ------
@@ -85,7 +85,7 @@ class Clock:
 
 @contextmanager
 def single_runs() -> Iterator[None]:
-    """Inside, one run without a warm-up tells a time: for sizes, where times hardly matter."""
+    """Measure by one run without a warm-up inside: for sizes, when times hardly matter."""
     token = _single.set(True)
     try:
         yield
@@ -94,12 +94,12 @@ def single_runs() -> Iterator[None]:
 
 
 def is_single() -> bool:
-    """Whether one run tells a time now, which then is too rough to be kept."""
+    """Return whether one run gives a time now, which then is too rough to be kept."""
     return _single.get()
 
 
 def stable_median(samples: Sequence[int], rel_tolerance: float) -> tuple[int, bool]:
-    """The median of samples, and whether it is known to a relative tolerance.
+    """Return the median of samples, and whether it is known to a relative tolerance.
 
     Parameters
     ----------
@@ -112,19 +112,19 @@ def stable_median(samples: Sequence[int], rel_tolerance: float) -> tuple[int, bo
     -------
     tuple of int and bool
         The median, rounded to the nearest ns; and whether its standard error is at most
-        ``rel_tolerance`` times the median, which fewer than three samples never tell.
+        ``rel_tolerance`` times the median, which needs three samples at least.
 
     Raises
     ------
     ValueError
-        There are no samples.
+        No samples are given.
 
     Notes
     -----
     The standard error is read from the sorted samples, without an assumption about their
     distribution: the number of samples below the true median is binomial with standard deviation
     sqrt(n) / 2, so that the samples at that distance from the middle, to the nearest rank, lie
-    about one standard error from it; half of what lies between them is taken. From five samples on
+    about one standard error from it; half of their distance is taken. From five samples on
     a single slow one, as a busy machine makes them, does not count.
     """
     return _core.stable_median(samples, rel_tolerance)
@@ -139,14 +139,14 @@ def measure_ns(
     rel_tolerance: float = 0.03,
     max_seconds: float = 2.0,
 ) -> int:
-    """Median time of a call, in nanoseconds.
+    """Return the median time of a call, in nanoseconds.
 
     Parameters
     ----------
     call
         Called once to warm up, which is not counted, and then until the median is stable.
     device
-        The CPU or CUDA device that it runs on; `Clock` says what is timed.
+        The CPU or CUDA device that it runs on; see `Clock` for the kind of time.
     min_repeats, max_repeats
         Bounds of the number of counted calls.
     rel_tolerance
@@ -154,6 +154,11 @@ def measure_ns(
     max_seconds
         No further call is begun when this much (wall) time has passed, the warm-up included and
         `min_repeats` or not; one call is always counted.
+
+    Returns
+    -------
+    int
+        The median over the counted calls.
 
     Raises
     ------

@@ -9,7 +9,7 @@ import re
 __all__ = ["LARGEST_BYTES", "format_bytes", "format_seconds", "parse_bytes", "to_ns"]
 
 LARGEST_BYTES = 1 << 62
-"""The largest number of bytes that is taken for a size."""
+"""The largest number of bytes that is accepted as a size."""
 
 _LARGEST_NS = (1 << 63) - 1
 _UNITS = {
@@ -29,7 +29,7 @@ _EXPECTED = 'expected a positive number of bytes, or text such as "700MiB" or "8
 
 
 def parse_bytes(value: object, name: str = "mem_limit") -> int:
-    """The number of bytes that `value` stands for.
+    """Return a number of bytes, given as a number or as text.
 
     Parameters
     ----------
@@ -37,9 +37,9 @@ def parse_bytes(value: object, name: str = "mem_limit") -> int:
         A whole number (an ``int``, a NumPy integer, a ``float`` without a fraction), or text: a
         decimal number and a unit out of ``B``, ``KB MB GB TB`` (powers of 1000) and
         ``KiB MiB GiB TiB`` (powers of 1024), in any case and with any spaces between; bytes where
-        there is no unit. A fraction of a byte is rounded to the nearest.
+        without a unit. A fraction of a byte is rounded to the nearest.
     name
-        What the error messages call it.
+        Name of the value in error messages.
 
     Returns
     -------
@@ -89,12 +89,17 @@ def _parse_text(text: str, name: str) -> int:
 
 
 def format_bytes(n: int) -> str:
-    """A number of bytes for people: exact below 1 KiB, else three digits or more and a unit.
+    """Return a number of bytes for people: exact below 1 KiB, else three digits or more and a unit.
 
     Parameters
     ----------
     n
         Bytes; may be negative.
+
+    Returns
+    -------
+    str
+        Such as "1.5 GiB".
 
     Examples
     --------
@@ -115,12 +120,17 @@ def format_bytes(n: int) -> str:
 
 
 def format_seconds(s: float) -> str:
-    """A time for people: three digits and a unit from ns to minutes.
+    """Return a time for people: three digits and a unit from ns to minutes.
 
     Parameters
     ----------
     s
         Seconds; may be negative.
+
+    Returns
+    -------
+    str
+        Such as "12.3 ms".
 
     Examples
     --------
@@ -145,7 +155,7 @@ def _three_digits(value: float) -> str:
 
 
 def to_ns(seconds: float) -> int:
-    """Seconds as whole nanoseconds, rounded to the nearest.
+    """Return seconds as whole nanoseconds, rounded to the nearest.
 
     Raises
     ------

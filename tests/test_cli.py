@@ -228,8 +228,8 @@ def test_experiments_without_logs(tmp_path, capsys):
     ("arguments", "words"),
     [
         (["nope"], "invalid choice: 'nope'"),
-        (["pareto", "--logs", "x"], "there is no log x"),
-        (["pareto", "--logs", "/nothing/here", "--out", "x"], "there is no log /nothing/here"),
+        (["pareto", "--logs", "x"], "no log x"),
+        (["pareto", "--logs", "/nothing/here", "--out", "x"], "no log /nothing/here"),
         (["linear", "--out", "x", "--sizes", "1"], "sizes must be at least 2"),
         (["linear", "--out", "x", "--jobs", "0"], "jobs = 0"),
         (["linear", "--out", "x", "--formats", "gif"], "invalid choice: 'gif'"),
@@ -256,7 +256,7 @@ def test_an_interruption_is_said_and_exits_with_130(log, tmp_path, monkeypatch, 
     assert err == "rotor: interrupted\n"
     monkeypatch.setattr("rotor.experiments.get", interrupted)
     code, _, err = run(capsys, "experiment", "linear", "--out", tmp_path, "--formats")
-    assert (code, err) == (130, "rotor: interrupted; what an experiment has finished is kept\n")
+    assert (code, err) == (130, "rotor: interrupted; finished parts of an experiment are kept\n")
 
 
 def test_the_module_runs_without_torch(log):

@@ -91,11 +91,11 @@ def test_wrong_settings_are_named(change, words):
         (FIXED | {"batch_size": []}, ".batch_size = [], expected a value, or a list"),
         (FIXED | {"extra_params": []}, ".extra_params = [], expected an object"),
         (FIXED | {"extra_params": {"a": {}}}, ".extra_params.a = {}, expected a number, text"),
-        (FIXED | {"extra_params": {"kind": 1}}, ".extra_params.kind stands in extra_params"),
+        (FIXED | {"extra_params": {"kind": 1}}, ".extra_params.kind is in extra_params"),
         (FIXED | {"extra_params": {"heuristic": "x"}}, '.heuristic = "x", expected one of DTR, '),
         (
             FIXED | {"timeout": 3, "extra_params": {"timeout": 4}},
-            ".extra_params.timeout stands in $.dtr_settings.one[0].timeout too",
+            ".extra_params.timeout is in $.dtr_settings.one[0].timeout too",
         ),
         (
             {"type": "simrd", "ratio": 1, "extra_params": {"runtime": "V1", "heuristic": "DTR"}},
@@ -113,7 +113,7 @@ def test_wrong_commands_are_named(command, words):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"models": 1, "models": 2}', 'the key "models" stands twice'),
+        ('{"models": 1, "models": 2}', 'the key "models" occurs twice'),
         ('{"seed": Infinity}', "Infinity is not JSON"),
         ("{", "malformed JSON"),
         ("[]", "$ = [], expected an object"),

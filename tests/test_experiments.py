@@ -430,7 +430,7 @@ def test_logs_are_found_with_their_titles(logs, tmp_path):
 
 
 def test_missing_and_malformed_logs(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no log"):
+    with pytest.raises(FileNotFoundError, match="no log"):
         find_logs([tmp_path / "nothing"])
     with pytest.raises(FileNotFoundError, match="has no logs"):
         find_logs([tmp_path])

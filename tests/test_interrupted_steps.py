@@ -263,18 +263,6 @@ def test_a_step_that_fails_in_any_phase_can_be_repeated(phase: str, engine: str)
                 assert ratio < 1e-5, f"after {error.__name__}: {where} in step {k}"
 
 
-class Branching(nn.Module):
-    """Has no single graph; its body is a part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(24, 40), nn.Softplus(), nn.Linear(40, 24))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.body(x)
-        return y * 2 if y.sum().item() > 1e30 else y
-
-
 @pytest.mark.filterwarnings("ignore:no single graph of the model")
 @pytest.mark.parametrize("engine", ["chain", "graph", "parts"])
 def test_a_meter_around_the_first_step_is_refused_in_words_and_nothing_stays(

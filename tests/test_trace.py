@@ -270,7 +270,7 @@ def test_a_step_that_nobody_predicted(tmp_path):
     assert max(level for _, level in seen) == plan.measured_bytes
     assert counter(trace, "limit", MEASURED)[0] == (0, 1_000_000)
     plan.measured_timeline = None
-    with pytest.raises(ValueError, match="there is nothing to trace: no run is predicted"):
+    with pytest.raises(ValueError, match="nothing to trace: no run is predicted"):
         write_plan_trace(plan, tmp_path / "none.json")
     assert not (tmp_path / "none.json").exists()
 

@@ -53,22 +53,27 @@ _MODULES = {class_name: name for name, class_name in _REGISTRY.items()}
 
 
 def names() -> list[str]:
-    """Names of all algorithms, for `get`."""
+    """Return the names of all algorithms, for `get`."""
     return list(_REGISTRY)
 
 
 def get(name: str) -> type[DynamicAlgorithm]:
-    """The class of an algorithm.
+    """Return the class of an algorithm.
 
     Parameters
     ----------
     name
-        Such as "persistent"; `names` has them all.
+        Name such as "persistent"; `names` has them all.
+
+    Returns
+    -------
+    type
+        A subclass of `DynamicAlgorithm`.
 
     Raises
     ------
     ValueError
-        There is no algorithm of that name; the message lists those there are.
+        No algorithm has that name; the message lists all names.
     """
     if not isinstance(name, str) or name not in _REGISTRY:
         raise ValueError(f"no algorithm is named {name!r}, expected one of {', '.join(_REGISTRY)}")

@@ -17,11 +17,11 @@ class CandidateAlgorithm(DynamicAlgorithm):
 
     @abstractmethod
     def candidates(self, chain: Chain) -> Iterator[Sequence]:
-        """The schedules that the algorithm has of a chain, priced on it; see `permitted`."""
+        """Return the schedules that the algorithm has of a chain, priced on it; see `permitted`."""
 
     @abstractmethod
     def count(self, chain: Chain) -> int:
-        """How many candidates there are."""
+        """Return the number of candidates."""
 
     def solve(
         self,
@@ -31,7 +31,7 @@ class CandidateAlgorithm(DynamicAlgorithm):
         mem_slots: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> Sequence:
-        """The fastest of the candidates that fit; of equals the one of least memory.
+        """Return the fastest of the candidates that fit; of equals the one of least memory.
 
         See Also
         --------
@@ -57,7 +57,7 @@ class CandidateAlgorithm(DynamicAlgorithm):
         return best
 
     def curve(self, chain: Chain, *, progress: ProgressCallback | None = None) -> Curve:
-        """Peak and time of the candidates that no other one beats."""
+        """Return peak and time of the candidates that no other one beats."""
         points = []
         total = self.count(chain)
         for done, sequence in enumerate(self.candidates(chain), start=1):

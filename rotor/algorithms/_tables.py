@@ -1,4 +1,4 @@
-"""What the algorithms over the C core's tables share: their bound, and what comes back."""
+"""Parts of the algorithms over the C core's tables: their memory bound, and their results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LARGEST_TABLE_BYTES = 4 << 30
 
 
 def table_bound(asked_bytes: int | None) -> int:
-    """What a caller asked for; by default half of the memory that is available, 4 GiB at most."""
+    """Return the requested bound; by default half of the available memory, 4 GiB at most."""
     if asked_bytes is not None:
         return asked_bytes
     import psutil
@@ -21,11 +21,11 @@ def table_bound(asked_bytes: int | None) -> int:
 
 
 def priced(codes: bytearray, chain: Chain) -> Sequence:
-    """The sequence of the core's operations, priced on its chain."""
+    """Return the sequence of the core's operations, priced on its chain."""
     return Sequence(np.frombuffer(codes, dtype=np.int32).reshape(-1, 2), chain)
 
 
 def curve_of(points: tuple[bytearray, bytearray]) -> Curve:
-    """The curve of the core's points: bytes, and nanoseconds."""
+    """Return the curve of the core's points: bytes, and nanoseconds."""
     sizes, ns = (np.frombuffer(values, dtype=np.int64) for values in points)
     return Curve(sizes, ns / 1e9)

@@ -57,12 +57,12 @@ class ChenSqrt(CandidateAlgorithm):
         self.segments = segments
 
     def candidates(self, chain: Chain) -> Iterator[Sequence]:
-        """One schedule for each number of segments that is allowed."""
+        """Return a schedule for each allowed number of segments."""
         for segments in self._numbers(len(chain)):
             yield from permitted(partial(segment_sequence, chain, segments), chain)
 
     def count(self, chain: Chain) -> int:
-        """How many numbers of segments are allowed."""
+        """Return how many numbers of segments are allowed."""
         return len(self._numbers(len(chain)))
 
     def _numbers(self, n: int) -> range:
@@ -76,7 +76,7 @@ class ChenSqrt(CandidateAlgorithm):
 
 
 def segment_sequence(chain: Chain, segments: int) -> Sequence:
-    """The schedule of a number of segments whose lengths differ by one at most.
+    """Return the schedule of a number of segments whose lengths differ by one at most.
 
     Parameters
     ----------

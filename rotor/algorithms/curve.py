@@ -1,4 +1,4 @@
-"""Time against memory: what a solver can do in every budget."""
+"""Time against memory: the best time of a solver in every budget."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Curve:
 
     @classmethod
     def from_points(cls, points: Iterable[tuple[int, float]]) -> Curve:
-        """The curve through those of the points (bytes, seconds) that no other point beats."""
+        """Return the curve through the points (bytes, seconds) that no other point beats."""
         kept: list[tuple[int, float]] = []
         for size, seconds in sorted(points):
             if not kept or seconds < kept[-1][1]:
@@ -72,11 +72,11 @@ class Curve:
 
     @property
     def minimum_bytes(self) -> int:
-        """The least budget in which there is a schedule."""
+        """The least budget that has a schedule."""
         return int(self.bytes[0])
 
     def at(self, budget_bytes: int | str) -> float:
-        """Seconds of one step within a budget.
+        """Return seconds of one step within a budget.
 
         Raises
         ------
@@ -96,7 +96,7 @@ class Curve:
     def plot(self, ax: Any = None) -> Any:
         """Draw the curve with matplotlib, and its `marks` as lines.
 
-        A mark that lies far to the right of the curve stands in the legend alone.
+        A mark far to the right of the curve appears in the legend only.
 
         Parameters
         ----------
@@ -137,7 +137,7 @@ class Curve:
         return ax
 
     def __len__(self) -> int:
-        """Number of points."""
+        """Return the number of points."""
         return len(self.bytes)
 
     def __eq__(self, other: object) -> bool:
@@ -156,7 +156,7 @@ class Curve:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The curve as plain lists, for JSON."""
+        """Return the curve as plain lists, for JSON."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -166,7 +166,7 @@ class Curve:
 
     @classmethod
     def from_dict(cls, data: Any) -> Curve:
-        """The curve that `to_dict` wrote.
+        """Return the curve that `to_dict` wrote.
 
         Raises
         ------
@@ -188,12 +188,12 @@ class Curve:
             raise ValueError(f"malformed curve: {error}") from error
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The curve as JSON text; also written to `path` when one is given."""
+        """Return the curve as JSON text; also written to `path` when one is given."""
         return write_json(self.to_dict(), path)
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> Curve:
-        """A curve from JSON text, or from the file at a path.
+        """Return a curve from JSON text, or from the file at a path.
 
         Raises
         ------

@@ -1,8 +1,8 @@
 """Checkpoints that float: weakly persistent schedules, by dynamic programming on memory slots.
 
 A persistent schedule keeps a checkpointed activation until the backward of its stage. Here it may
-go earlier: it serves some stages, moves on or is dropped, and is recomputed from a checkpoint
-further left. The class is defined in ``csrc/rotor/floating.h`` and in the documentation.
+be dropped earlier: it serves some stages, and is recomputed later from a checkpoint further left.
+The class is defined in ``csrc/rotor/floating.h`` and in the documentation.
 
 References
 ----------
@@ -72,7 +72,7 @@ class Floating(DynamicAlgorithm):
         mem_slots: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> Sequence:
-        """The fastest schedule of the class within a budget, as far as slots can tell.
+        """Return the fastest schedule of the class within a budget, up to the rounding to slots.
 
         See Also
         --------
@@ -90,7 +90,7 @@ class Floating(DynamicAlgorithm):
         return priced(codes, chain)
 
     def curve(self, chain: Chain, *, progress: ProgressCallback | None = None) -> Curve:
-        """Time against memory from one solve, whose slots divide what no recomputation needs.
+        """Return time against memory from one solve, whose slots divide the largest useful budget.
 
         Its ends are exact. In between, `solve` divides its own budget, which is finer, and mostly
         finds a schedule as fast or faster.

@@ -25,9 +25,9 @@ from rotor.chain import Chain
 class Griewank(CandidateAlgorithm):
     """Revolve on as many checkpoints as the budget allows.
 
-    The schedule is made as if all stages were equal; the simulator, which knows what they are,
-    says which numbers of checkpoints fit. With stages that are equal in truth the largest number
-    that fits is the fastest, and is taken; with others the fastest number that fits.
+    The schedule is made as if all stages were equal. The simulator, which knows the true sizes,
+    finds the numbers of checkpoints that fit. If the stages are really equal, the largest number
+    that fits is the fastest, and is taken; otherwise the fastest number that fits.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class Griewank(CandidateAlgorithm):
 
     Notes
     -----
-    O(n r) operations a schedule, with r the most that a stage is run again, n schedules.
+    O(n r) operations per schedule, with r the most that a stage is run again; n schedules.
     """
 
     name: ClassVar[str] = "griewank"
@@ -54,12 +54,12 @@ class Griewank(CandidateAlgorithm):
         self.checkpoints = checkpoints
 
     def candidates(self, chain: Chain) -> Iterator[Sequence]:
-        """Revolve's schedule for each number of checkpoints that is allowed."""
+        """Return Revolve's schedule for each allowed number of checkpoints."""
         for checkpoints in self._numbers(len(chain)):
             yield from permitted(partial(revolve_sequence, chain, checkpoints), chain)
 
     def count(self, chain: Chain) -> int:
-        """How many numbers of checkpoints are allowed."""
+        """Return how many numbers of checkpoints are allowed."""
         return len(self._numbers(len(chain)))
 
     def _numbers(self, n: int) -> range:
@@ -73,7 +73,7 @@ class Griewank(CandidateAlgorithm):
 
 
 def revolve_sequence(chain: Chain, checkpoints: int) -> Sequence:
-    """Revolve's schedule of a chain with room for a number of checkpoints beside its input.
+    """Return Revolve's schedule of a chain with so many checkpoints beside its input.
 
     Raises
     ------

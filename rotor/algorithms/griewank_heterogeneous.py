@@ -1,4 +1,4 @@
-"""The checkpoints of algorithmic differentiation, for stages as they are.
+"""The checkpoints of algorithmic differentiation, with each stage's own time and size.
 
 Only activations are kept, and each ``Fe`` is followed by its ``B`` at once (by the loss and then
 ``B`` for the last stage): the model of Revolve, with the true times and sizes of each stage. The
@@ -31,12 +31,12 @@ class GriewankHeterogeneous(DynamicAlgorithm):
     Parameters
     ----------
     max_table_bytes
-        The most that the solver may allocate; beyond it MemoryError. By default half of the memory
-        that is available, and 4 GiB at most.
+        The most bytes that the solver may allocate; beyond it MemoryError. By default half of the
+        available memory, and 4 GiB at most.
 
     Notes
     -----
-    A subset of what `Persistent` chooses from, so never faster than that; for comparison with the
+    Its schedules are a subset of those of `Persistent`, so it is never faster; for comparison with
     literature on adjoints.
     """
 
@@ -70,7 +70,7 @@ class GriewankHeterogeneous(DynamicAlgorithm):
         mem_slots: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> Sequence:
-        """The fastest schedule of the class within a budget.
+        """Return the fastest schedule of the class within a budget.
 
         See Also
         --------
@@ -84,7 +84,7 @@ class GriewankHeterogeneous(DynamicAlgorithm):
         return priced(codes, chain)
 
     def curve(self, chain: Chain, *, progress: ProgressCallback | None = None) -> Curve:
-        """Time against memory, exact."""
+        """Return time against memory, exactly."""
         points = self._table(chain, progress).curve()
         assert points is not None
         return curve_of(points)

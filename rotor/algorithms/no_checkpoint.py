@@ -1,6 +1,6 @@
-"""No recomputation: what plain PyTorch does.
+"""No recomputation, as in plain PyTorch.
 
-``Fe_0 .. Fe_{n-1} L B_{n-1} .. B_0``: the fastest schedule that there is, and the reference for the
+``Fe_0 .. Fe_{n-1} L B_{n-1} .. B_0``: the fastest schedule of all, and the reference for the
 overhead of all others.
 """
 
@@ -15,17 +15,17 @@ from rotor.chain import Chain
 
 
 class NoCheckpoint(CandidateAlgorithm):
-    """Keeps everything; infeasible where that does not fit in the budget."""
+    """Schedule that keeps everything; infeasible if that does not fit in the budget."""
 
     name: ClassVar[str] = "no_checkpoint"
 
     def candidates(self, chain: Chain) -> Iterator[Sequence]:
-        """The one schedule without recomputation."""
+        """Return the one schedule without recomputation."""
         n = len(chain)
         forward = [("Fe", i) for i in range(n)]
         backward = [("B", i) for i in reversed(range(n))]
         yield Sequence([*forward, ("L", n), *backward], chain)
 
     def count(self, chain: Chain) -> int:
-        """One."""
+        """Return one."""
         return 1

@@ -1,7 +1,8 @@
 """Persistent schedules: a checkpoint stays until the backward of its stage.
 
-The best of them, exactly where that is cheap and on memory slots otherwise. The recurrence is that
-of Beaumont et al. [1]_, section 4, with the memory conditions of ``csrc/rotor/chain.h``.
+The best persistent schedule is found exactly if that is cheap, and on memory slots otherwise. The
+recurrence is that of Beaumont et al. [1]_, section 4, with the memory conditions of
+``csrc/rotor/chain.h``.
 
 References
 ----------
@@ -31,7 +32,7 @@ from rotor.chain import Chain
 from rotor.errors import InfeasibleError
 
 DEFAULT_SLOTS = 500
-"""Memory slots where none are asked for and the exact solver is too dear."""
+"""Default number of memory slots, used if the exact solver is too expensive."""
 
 EXACT_TABLE_BYTES = 64 << 20
 """The default of `Persistent`'s `exact_table_bytes`."""
@@ -50,14 +51,13 @@ class Persistent(DynamicAlgorithm):
     ----------
     mem_slots
         Number of memory slots that the budget is divided into: one dense table, in which every
-        size is rounded up. Not given: the exact solver, which answers every budget from one
-        table, while that stays within `exact_table_bytes`; else 500 slots, solved a few times so
-        that what rounding left unused is used.
+        table, while that stays within `exact_table_bytes`; else 500 slots, solved a few times to
+        use the bytes that rounding left.
     exact_table_bytes
-        The largest table of the exact solver, which bounds its time as well (about a second for
-        the default). 0 leaves it out. The table is kept for the next budgets on an equal chain.
+        The largest table of the exact solver, which bounds its time as well (about a second by
+        default). 0 disables it. The table is kept for the next budgets on an equal chain.
     max_table_bytes
-        The most that any other table may take; by default half of the memory that is available,
+        The most bytes that any other table may take; by default half of the available memory,
         and 4 GiB at most.
 
     Raises
@@ -98,7 +98,7 @@ class Persistent(DynamicAlgorithm):
         mem_slots: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> Sequence:
-        """The fastest persistent schedule within a budget.
+        """Return the fastest persistent schedule within a budget.
 
         Raises
         ------
@@ -130,7 +130,7 @@ class Persistent(DynamicAlgorithm):
             raise infeasible(type(self).__name__, budget, error.minimum_bytes) from None
 
     def curve(self, chain: Chain, *, progress: ProgressCallback | None = None) -> Curve:
-        """Time against memory: from the exact solver every point that there is.
+        """Return time against memory, with every point of the frontier from the exact solver.
 
         On slots the curve has a handful of points, each a simulated schedule: the two ends, the
         least memory and no recomputation, are exact; in between `solve` may do a little better or
@@ -155,7 +155,7 @@ class Persistent(DynamicAlgorithm):
         return Curve.from_points((s.peak_bytes, s.makespan) for s in sequences)
 
     def _exact(self, chain: Chain, progress: ProgressCallback | None) -> _core.Table | None:
-        """The table of the exact solver, kept from the last time, or None where it is too dear."""
+        """Return the exact solver's table, cached from the last call, or None if too large."""
         key = _key(chain)
         if self._solved is not None and self._solved[0] == key:
             return self._solved[1]
@@ -171,7 +171,7 @@ class Persistent(DynamicAlgorithm):
     def _on_slots(
         self, chain: Chain, budget: int, slots: int, progress: ProgressCallback | None
     ) -> Sequence:
-        """The best schedule on so many slots; on more, where it takes more to find one."""
+        """Return the best schedule on so many slots, or on more if none is found on them."""
         codes = self._dense(chain, budget, slots, progress)
         if codes is None:
             minimum, least = self._minimum(chain, budget, None)
@@ -195,11 +195,11 @@ class Persistent(DynamicAlgorithm):
     def _stretched(
         self, chain: Chain, budget: int, most: int, progress: ProgressCallback | None
     ) -> Sequence:
-        """The best on 500 slots of more bytes than the budget has, as long as the peak is within.
+        """Return the best on 500 slots of more bytes than the budget has, if the peak stays within.
 
         Sizes are rounded up to slots, so that a schedule seldom uses all of its budget; the more
-        stages, the less. The budget that is divided into slots is stretched by what was left, to
-        `most` bytes at the most.
+        stages, the less. The budget that is divided into slots is increased by the unused bytes, to
+        `most` bytes at most.
         """
         solves = 1 + _STRETCHES
         best = self._on_slots(chain, budget, DEFAULT_SLOTS, _part(progress, 0, solves))
@@ -254,7 +254,7 @@ class Persistent(DynamicAlgorithm):
 
 
 def _key(chain: Chain) -> tuple[Any, ...]:
-    """What a schedule depends on."""
+    """Return a key of everything that a schedule depends on."""
     return tuple(
         tuple(value) if isinstance(value, list) else value
         for name, value in chain.to_dict().items()
@@ -263,7 +263,7 @@ def _key(chain: Chain) -> tuple[Any, ...]:
 
 
 def _part(progress: ProgressCallback | None, index: int, count: int) -> ProgressCallback | None:
-    """`progress` for the index-th of `count` computations; never falls, also where one restarts."""
+    """Return the progress of the index-th of `count` computations; it never falls."""
     if progress is None:
         return None
     most = 0.0

@@ -1,4 +1,4 @@
-"""Everything recomputed from the chain's input, for each backward anew.
+"""Recomputation of everything from the chain's input, for each backward again.
 
 ``Fck_0 Fn_1 .. Fn_{i-1} Fe_i B_i`` for i = n-1 .. 0, with the loss between the first ``Fe`` and
 ``B``. No activation but the chain's input outlives its next forward, so that no schedule holds
@@ -17,7 +17,7 @@ from rotor.chain import Chain
 
 
 class RecomputeAll(CandidateAlgorithm):
-    """Keeps the chain's input alone; infeasible where one stage at a time does not fit.
+    """Schedule that keeps the chain's input alone; infeasible if one stage at a time is too large.
 
     Notes
     -----
@@ -28,7 +28,7 @@ class RecomputeAll(CandidateAlgorithm):
     name: ClassVar[str] = "recompute_all"
 
     def candidates(self, chain: Chain) -> Iterator[Sequence]:
-        """The one schedule that keeps the chain's input alone."""
+        """Return the one schedule that keeps the chain's input alone."""
         n = len(chain)
         ops: list[tuple[str, int]] = []
         for i in reversed(range(n)):
@@ -40,5 +40,5 @@ class RecomputeAll(CandidateAlgorithm):
         yield from permitted(lambda: Sequence(ops, chain), chain)
 
     def count(self, chain: Chain) -> int:
-        """One."""
+        """Return one."""
         return 1

@@ -1,4 +1,4 @@
-"""Sequences of operations on a chain: what a solver answers and an executor runs.
+"""Sequences of operations on a chain, which a solver returns and an executor runs.
 
 An operation has a kind and a stage (Beaumont et al., hal-02352969, section 3.2):
 
@@ -141,9 +141,9 @@ class Timeline:
     Attributes
     ----------
     peak_bytes
-        The most that is live during each operation, int64 [length].
+        The most bytes live during each operation, int64 [length].
     live_bytes
-        What is live after each operation, int64 [length].
+        Bytes live after each operation, int64 [length].
     """
 
     peak_bytes: npt.NDArray[np.int64]
@@ -192,9 +192,9 @@ class Sequence:
 
     @classmethod
     def parse(cls, text: str, chain: Chain | None = None) -> Sequence:
-        """The sequence that ``str(sequence)`` printed, such as ``"Fck_0 Fn_1 Fe_2 L B_2"``.
+        """Return the sequence that ``str(sequence)`` printed, such as ``"Fck_0 Fn_1 Fe_2 L B_2"``.
 
-        Brackets and commas of a printed list are passed over.
+        Brackets and commas of a printed list are ignored.
 
         Raises
         ------
@@ -223,7 +223,7 @@ class Sequence:
 
     @property
     def makespan(self) -> float:
-        """Seconds of one step, the loss not counted; from the simulator."""
+        """Seconds of one step, without the loss; from the simulator."""
         self._priced()
         assert self._time_ns is not None
         return self._time_ns / _NS
@@ -237,7 +237,7 @@ class Sequence:
 
     @property
     def timeline(self) -> Timeline:
-        """Live bytes along the sequence."""
+        """Return the live bytes along the sequence."""
         self._priced()
         assert self._timeline is not None
         return self._timeline
@@ -269,7 +269,7 @@ class Sequence:
         return list(self)
 
     def without_suffix(self) -> tuple[Sequence, int | None]:
-        """Cut off the stages that run ``Fe .. L B ..`` around the loss: plain autograd does them.
+        """Split off the stages that run ``Fe .. L B ..`` around the loss: plain autograd runs them.
 
         Returns
         -------
@@ -280,7 +280,7 @@ class Sequence:
         Raises
         ------
         ValueError
-            There is no loss.
+            The sequence has no loss.
         """
         ops = list(self)
         kinds = [op.kind for op in ops]
@@ -301,7 +301,7 @@ class Sequence:
         return found, first
 
     def count_forwards(self) -> dict[int, int]:
-        """How many times each stage runs forward."""
+        """Return how many times each stage runs forward."""
         forwards = self.codes[self.codes[:, 0] <= 2, 1]
         stages, counts = np.unique(forwards, return_counts=True)
         return dict(zip(stages.tolist(), counts.tolist(), strict=True))
@@ -342,7 +342,7 @@ class Sequence:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The sequence, with its chain when it has one, as plain data for JSON."""
+        """Return the sequence, with its chain when it has one, as plain data for JSON."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -352,7 +352,7 @@ class Sequence:
 
     @classmethod
     def from_dict(cls, data: Any) -> Sequence:
-        """The sequence that `to_dict` wrote.
+        """Return the sequence that `to_dict` wrote.
 
         Raises
         ------
@@ -370,12 +370,12 @@ class Sequence:
         )
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The sequence as JSON text; also written to `path` when one is given."""
+        """Return the sequence as JSON text; also written to `path` when one is given."""
         return write_json(self.to_dict(), path)
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> Sequence:
-        """A sequence from JSON text, or from the file at a path.
+        """Return a sequence from JSON text, or from the file at a path.
 
         Raises
         ------

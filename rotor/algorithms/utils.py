@@ -1,4 +1,4 @@
-"""What every algorithm is: `DynamicAlgorithm`."""
+"""Base class of every algorithm: `DynamicAlgorithm`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class DynamicAlgorithm(ABC):
     """An algorithm that computes schedules of a chain.
 
     A new algorithm is a file with a subclass, a line in the registry of `rotor.algorithms`, and a
-    page in the documentation. Budgets are in bytes and count the chain's input ``x_bytes[0]``;
-    every figure of a sequence that comes back is the simulator's.
+    page in the documentation. Budgets are in bytes and count the chain's input ``x_bytes[0]``.
+    The simulator gives every figure of a returned sequence.
 
     Attributes
     ----------
@@ -44,24 +44,24 @@ class DynamicAlgorithm(ABC):
         mem_slots: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> Sequence:
-        """The algorithm's best schedule within a budget.
+        """Return the algorithm's best schedule within a budget.
 
         Parameters
         ----------
         chain
-            What is to be scheduled.
+            The chain to schedule.
         budget_bytes
-            The most that may be live at any moment, ``chain.x_bytes[0]`` included: bytes, or text
+            The most bytes live at any moment, ``chain.x_bytes[0]`` included: bytes, or text
             such as "700MiB".
         mem_slots
-            Number of memory slots for algorithms that discretise memory; others have no use for it.
+            Number of memory slots for algorithms that discretise memory; others ignore it.
         progress
             Called as ``progress(done, total)`` about every 0.05 s during a long computation.
 
         Returns
         -------
         Sequence
-            Priced on `chain`; its ``peak_bytes`` is at most `budget_bytes`.
+            The schedule priced on `chain`; its ``peak_bytes`` is at most `budget_bytes`.
 
         Raises
         ------
@@ -76,12 +76,12 @@ class DynamicAlgorithm(ABC):
 
     @abstractmethod
     def curve(self, chain: Chain, *, progress: ProgressCallback | None = None) -> Curve:
-        """The time of the algorithm's schedules against the budget.
+        """Return the time of the algorithm's schedules against the budget.
 
         Returns
         -------
         Curve
-            From the least memory that the algorithm can do with to its fastest schedule.
+            Points from the least memory of the algorithm to its fastest schedule.
         """
 
     def __repr__(self) -> str:
@@ -89,12 +89,12 @@ class DynamicAlgorithm(ABC):
 
 
 def parse_budget(budget_bytes: int | str) -> int:
-    """A budget as bytes; ValueError or TypeError for what is not a positive number of bytes."""
+    """Return a budget as bytes; ValueError or TypeError if it is no positive number."""
     return parse_bytes(budget_bytes, name="budget_bytes")
 
 
 def checked_slots(mem_slots: int) -> int:
-    """A number of memory slots; ValueError for what is no whole number from 1 to 2^28."""
+    """Return a number of memory slots; ValueError if it is no whole number from 1 to 2^28."""
     if isinstance(mem_slots, bool) or not isinstance(mem_slots, int | np.integer):
         raise ValueError(f"mem_slots must be a whole number, got {mem_slots!r}")
     if not 1 <= mem_slots <= _LARGEST_SLOTS:
@@ -103,7 +103,7 @@ def checked_slots(mem_slots: int) -> int:
 
 
 def infeasible(algorithm: str, budget_bytes: int, minimum_bytes: int) -> InfeasibleError:
-    """The error to raise when `algorithm` has no schedule within a budget."""
+    """Return the error to raise when `algorithm` has no schedule within a budget."""
     return InfeasibleError(
         f"{algorithm} has no schedule of this chain within {budget_bytes} bytes; "
         f"the least budget in which it has one is {minimum_bytes} bytes",

@@ -1,4 +1,4 @@
-"""Commands of the command line, a file each, and what all of them share."""
+"""Commands of the command line, one in each file, and the parts that all of them share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _EXAMPLES = "examples:"
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Wraps descriptions, and leaves the lines of examples as they are."""
+    """Formatter that wraps descriptions, and leaves the lines of examples unchanged."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if text.startswith(_EXAMPLES):
@@ -38,7 +38,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def examples(*lines: str) -> str:
-    """Examples of a command line, for the end of its help."""
+    """Return examples of a command line, for the end of its help."""
     return "\n".join([_EXAMPLES, *[f"  rotor {line}" for line in lines]])
 
 
@@ -48,22 +48,22 @@ def say(text: str = "") -> None:
 
 
 def tell(arguments: argparse.Namespace, text: str) -> None:
-    """Write a line on progress to stderr; nothing with ``--quiet``."""
+    """Write a line on progress to stderr, unless ``--quiet`` is given."""
     if not arguments.quiet:
         sys.stderr.write(f"rotor: {text}\n")
 
 
 def number(text: str) -> float:
-    """A number of a command line."""
+    """Return a number of a command line."""
     try:
         return float(text)
     except ValueError:
-        hint = " (LOG stands before the options)" if Path(text).exists() else ""
+        hint = " (LOG comes before the options)" if Path(text).exists() else ""
         raise argparse.ArgumentTypeError(f"invalid float value: {text!r}{hint}") from None
 
 
 def columns(rows: list[list[str]]) -> str:
-    """Rows of text, left-aligned in columns."""
+    """Return rows of text, left-aligned in columns."""
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -81,7 +81,7 @@ def add_output(sub: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the results as JSON, to stdout instead of the text where no file is given",
     )
-    group.add_argument("--quiet", action="store_true", help="say nothing of progress on stderr")
+    group.add_argument("--quiet", action="store_true", help="write no progress to stderr")
     group.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
@@ -95,7 +95,7 @@ def add_trace(sub: argparse.ArgumentParser) -> None:
 
 
 def check_pages(arguments: argparse.Namespace) -> None:
-    """Raise ValueError where ``--html`` or ``--trace`` name files that end otherwise."""
+    """Raise ValueError if the file of ``--html`` or ``--trace`` has another ending."""
     page, trace = arguments.html, arguments.trace
     if page is not None and not page.lower().endswith((".html", ".htm")):
         raise ValueError(f"--html {page!r}: expected a name that ends in .html")
@@ -104,9 +104,9 @@ def check_pages(arguments: argparse.Namespace) -> None:
 
 
 def check_folders(arguments: argparse.Namespace) -> None:
-    """Raise ValueError where a file is to be written to what is no folder, or may not be written.
+    """Raise ValueError if the folder of an output is missing, or the file may not be written.
 
-    Before anything is run: that may take minutes.
+    It checks before anything runs: runs may take minutes.
     """
     files = ["json", "html", "plot", "save", "trace"]
     if getattr(arguments, "announce", False):  # elsewhere --out is a folder, which is made
@@ -118,7 +118,7 @@ def check_folders(arguments: argparse.Namespace) -> None:
         target = Path(path)
         if not target.absolute().parent.is_dir():
             raise ValueError(
-                f"--{name} {path}: there is no folder {target.parent}: make it, or name another"
+                f"--{name} {path}: no folder {target.parent}: make it, or name another"
             )
         if target.is_dir():
             raise ValueError(f"--{name} {path} is a folder, expected the name of a file")
@@ -129,7 +129,7 @@ def check_folders(arguments: argparse.Namespace) -> None:
 
 
 def write_json(data: Any, target: str) -> None:
-    """Write JSON to a file, or to stdout where `target` is "-"."""
+    """Write JSON to a file, or to stdout if `target` is "-"."""
     text = json.dumps(data, allow_nan=False, indent=1)
     if target == "-":
         say(text)
@@ -138,7 +138,7 @@ def write_json(data: Any, target: str) -> None:
 
 
 def give(arguments: argparse.Namespace, data: Any, text: str) -> None:
-    """Write results: JSON where it was asked for, and text unless stdout has the JSON."""
+    """Write results: JSON if asked for, and text unless stdout has the JSON."""
     if arguments.json is not None:
         write_json(data, arguments.json)
     if arguments.json != "-":

@@ -25,9 +25,9 @@ def add(commands: Any) -> None:
         "curve",
         help="step time against memory, before training",
         usage="%(prog)s FACTORY --input SHAPE [--limit BYTES] [--plot FILE] [options]",
-        description="Measure a model and say what a step takes under every limit, from the least "
-        "memory possible to no recomputation, with plain PyTorch's peak, a limit, and what this "
-        "machine has free.",
+        description="Measure a model and print the time of a step under every limit, from the "
+        "least memory possible to no recomputation, with plain PyTorch's peak, a limit, and this "
+        "machine's free memory.",
         epilog=examples(
             "curve resnet18 --input 32,3,224,224",
             "curve train.py:make_model --input 8,512 --dtype int64 --high 1000 --limit 2GiB",
@@ -103,7 +103,7 @@ def _at(curve: Curve, limit: int | None) -> float | None:
 
 
 def curve_text(curve: Curve, points: int) -> str:
-    """A table of a curve, at most so many of its points, with its marks among them."""
+    """Return a table of a curve, at most so many of its points, with its marks among them."""
     count = len(curve.bytes)
     most = min(points, count)
     chosen = sorted({round(k * (count - 1) / max(most - 1, 1)) for k in range(most)})
@@ -112,7 +112,7 @@ def curve_text(curve: Curve, points: int) -> str:
     lines += [(size, _at(curve, size) or 0.0, name) for name, size in curve.marks]
     rows = [["memory of a step", "time", "recomputation", ""]]
     for size, seconds, name in sorted(lines):
-        # What a plain step took is a fact; plans set more aside, for a loss that they cannot see.
+        # A plain step's peak is a fact; plans set more aside, for a loss that they cannot see.
         is_short = size < curve.minimum_bytes
         least = "nothing fits" if is_short and name != _PLAIN else ""
         slower = f"{seconds / fastest - 1:+.1%}" if fastest and not is_short else "-"

@@ -1,4 +1,4 @@
-"""What this machine has: devices, free memory, limits, versions, extras."""
+"""Facts on this machine: devices, free memory, limits, versions, extras."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ EXTRAS = {
     "transformers": "transformers",
     "lightning": "lightning",
 }
-"""Extras of the package, and a module that each of them brings."""
+"""Extras of the package, and a module of each."""
 
 
 def describe() -> dict[str, Any]:
-    """What this machine has, as plain data; bytes are ``None`` where there is no limit.
+    """Return the facts on this machine as plain data; bytes are ``None`` without a limit.
 
     Returns
     -------
     dict
         ``versions``, ``devices``, ``memory``, ``compiler``, ``storage_swap``, ``extras``,
-        ``cache``. Without PyTorch, what needs it is ``None``.
+        ``cache``. Without PyTorch, facts that need it are ``None``.
     """
     probe = {name: None if value < 0 else value for name, value in _core.probe_memory().items()}
     devices, torch_version, swap = _of_torch(probe["free_bytes"])
@@ -54,12 +54,12 @@ def describe() -> dict[str, Any]:
         "extras": {
             name: importlib.util.find_spec(module) is not None for name, module in EXTRAS.items()
         },
-        "cache": str(cache.directory() or "none, for there is no home directory"),
+        "cache": str(cache.directory() or "none, since no home directory is set"),
     }
 
 
 def _compiler() -> str | None:
-    """The C compiler that `pip install` and Inductor would use."""
+    """Return the C compiler that `pip install` and Inductor would use."""
     named = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
     for name in (named.split()[0], "cc", "gcc", "clang"):
         if (found := shutil.which(name)) is not None:

@@ -21,7 +21,7 @@ _LOG_EXPERIMENTS = ("pareto", "ablation", "banishing", "accesses", "static")
 _DESCRIBED = {
     "pareto": "seven heuristics against memory",
     "ablation": "the heuristics' parts against memory",
-    "banishing": "what a release does, against memory",
+    "banishing": "the effect of a release, against memory",
     "accesses": "how much metadata heuristics read",
     "linear": "rematerializations of the uniform linear network as it grows",
     "adversarial": "executions of the network built against a heuristic",
@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
         "experiment",
         help="run an experiment: tables, text and figures",
         description="Run an experiment: one on the simulator, or `run`, which trains models as a "
-        "configuration says. What was run before in the same directory is read back.",
+        "configuration says. Finished parts in the same directory are read back.",
         epilog=examples(
             "experiment list",
             "experiment all",
@@ -75,7 +75,7 @@ def add(commands: Any) -> None:
 
 
 def _add_options(kind: Any, names: tuple[str, ...], *, few: bool = False) -> None:
-    """Add the options of experiments; `few`: those that several of them share."""
+    """Add the options of experiments; `few`: the options that several of them share."""
     _add_out(kind)
     kind.add_argument(
         "--jobs",
@@ -97,7 +97,7 @@ def _add_options(kind: Any, names: tuple[str, ...], *, few: bool = False) -> Non
         option="--logs",
         nargs="+",
         metavar="PATH",
-        help="directories, logs, or lists of logs (default: those that come with the package)",
+        help="directories, logs, or lists of logs (default: the shipped logs)",
     )
     add(
         *_LOG_EXPERIMENTS,
@@ -106,7 +106,7 @@ def _add_options(kind: Any, names: tuple[str, ...], *, few: bool = False) -> Non
         nargs="+",
         type=number,
         metavar="R",
-        help="budgets as parts of what a log takes without one (default: 0.1 0.2 ... 1)",
+        help="budgets as fractions of a log's memory without a budget (default: 0.1 0.2 ... 1)",
     )
     add(
         *_LOG_EXPERIMENTS,
@@ -114,7 +114,7 @@ def _add_options(kind: Any, names: tuple[str, ...], *, few: bool = False) -> Non
         option="--overhead-limit",
         type=float,
         metavar="X",
-        help="give up beyond X times the time of the log (default: 2)",
+        help="stop beyond X times the time of the log (default: 2)",
     )
     add(
         *("pareto", "ablation"),
@@ -122,7 +122,7 @@ def _add_options(kind: Any, names: tuple[str, ...], *, few: bool = False) -> Non
         option="--trials",
         type=int,
         metavar="N",
-        help="of random heuristics (default: 10)",
+        help="seeds of random heuristics (default: 10)",
     )
     add(
         "static",
@@ -159,7 +159,7 @@ def _add_options(kind: Any, names: tuple[str, ...], *, few: bool = False) -> Non
         option="--heat-size",
         type=int,
         metavar="N",
-        help="of the heat map (default: 200; 0 for none)",
+        help="size of the heat map (default: 200; 0 for none)",
     )
     add(
         "adversarial",
@@ -167,7 +167,7 @@ def _add_options(kind: Any, names: tuple[str, ...], *, few: bool = False) -> Non
         nargs="+",
         type=int,
         metavar="N",
-        help="of the network (default: 32 64 128 256 512)",
+        help="nodes of the network (default: 32 64 128 256 512)",
     )
     add(
         "adversarial",
@@ -190,7 +190,7 @@ def _add_options(kind: Any, names: tuple[str, ...], *, few: bool = False) -> Non
         option="--seed",
         type=int,
         metavar="N",
-        help="of random heuristics (default: 0)",
+        help="seed of random heuristics (default: 0)",
     )
     add_output(kind)
 
@@ -209,13 +209,13 @@ def _add_formats(kind: Any) -> None:
         "--formats",
         nargs="*",
         choices=("pdf", "png", "svg"),
-        help="of figures (default: pdf where matplotlib is installed); none for no figures",
+        help="formats of figures (default: pdf if matplotlib is installed); none for no figures",
     )
 
 
 def _add_resumption(kind: Any) -> None:
     again = kind.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="read back what was run (default)")
+    again.add_argument("--resume", action="store_true", help="read back finished parts (default)")
     again.add_argument("--fresh", action="store_true", help="run everything again")
 
 
@@ -225,8 +225,8 @@ def _add_run(kinds: Any) -> None:
         help="train models as a configuration says: with and without budgets",
         usage="%(prog)s CONFIG [--out DIR] [options]",
         description="Train models with and without memory budgets, each input in a process of its "
-        "own, and replay their logs. Exits with 1 where the configuration does not report errors "
-        "and an input fails.",
+        "own, and replay their logs. Exits with 1 if an input fails and the configuration does not "
+        "report errors.",
         epilog=examples(
             "experiment run config_get_log.json --dry-run",
             "experiment run quick --out results/ --formats png",
@@ -242,12 +242,12 @@ def _add_run(kinds: Any) -> None:
     kind.add_argument(
         "--dry-run",
         action="store_true",
-        help="say what would run, and end; the device need not be there",
+        help="list the runs, and end; the device need not exist",
     )
     kind.add_argument(
         "--webhook",
         metavar="URL",
-        help="post the summary there at the very end, as JSON (default: $ROTOR_WEBHOOK)",
+        help="post the summary to this address at the end, as JSON (default: $ROTOR_WEBHOOK)",
     )
     add_output(kind)
     kind.set_defaults(command=_run, experiment="run")
@@ -261,12 +261,12 @@ def _add_copy(kinds: Any) -> None:
         "run it by its path.",
         epilog=examples("experiment copy quick", "experiment copy run_graphs mine.json"),
     )
-    kind.add_argument("name", metavar="NAME", help="as `rotor experiment list` has it")
+    kind.add_argument("name", metavar="NAME", help="a name that `rotor experiment list` lists")
     kind.add_argument(
         "file",
         nargs="?",
         metavar="FILE",
-        help="a file or a folder (default: config_NAME.json in the folder you are in)",
+        help="a file or a folder (default: config_NAME.json in the current folder)",
     )
     kind.add_argument("--force", action="store_true", help="overwrite the file")
     add_output(kind)
@@ -304,7 +304,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _formats(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return the formats that were asked for; else pdf, or none where nothing can draw."""
+    """Return the formats that were asked for; else pdf, or none without matplotlib."""
     if arguments.formats is not None:
         return tuple(arguments.formats)
     if find_spec("matplotlib") is not None:

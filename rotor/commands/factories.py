@@ -1,4 +1,4 @@
-"""Models and samples from what a command line names: callables in modules and files, shapes."""
+"""Models and samples of a command line: callables in modules and files, shapes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LONGEST = 1 << 40
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor to be drawn.
+    """Description of a tensor to be drawn.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class Input:
     dtype
         Its type; floating ones are drawn from a normal distribution.
     high
-        Whole numbers are drawn from 0 up to here, this one excluded.
+        Whole numbers are drawn from 0 up to this bound, itself excluded.
     name
         The argument of the model that it goes to; ``None``: by position.
     """
@@ -49,7 +49,7 @@ class Input:
     name: str | None = None
 
     def draw(self, device: torch.device, generator: torch.Generator) -> torch.Tensor:
-        """A tensor of random numbers."""
+        """Return a tensor of random numbers."""
         if self.dtype.is_floating_point or self.dtype.is_complex:
             drawn = torch.randn(self.shape, generator=generator)
         else:
@@ -72,7 +72,7 @@ class Made:
     model
         The model.
     sample
-        As the constructor of `rotor.Checkpointable` takes it; ``None`` where none came.
+        Sample as the constructor of `rotor.Checkpointable` takes it; ``None`` if none came.
     """
 
     model: nn.Module
@@ -80,17 +80,22 @@ class Made:
 
 
 def load(name: str) -> Callable[..., Any]:
-    """The callable that is named so.
+    """Return the callable of a name.
 
     Parameters
     ----------
     name
         ``package.module:callable``, ``path/file.py:callable``, or a name of `rotor.models`.
 
+    Returns
+    -------
+    callable
+        The callable, not called yet.
+
     Raises
     ------
     ValueError
-        There is no such file, module or callable; or importing it fails.
+        The file, module or callable does not exist; or importing it fails.
     """
     where, separator, wanted = name.rpartition(":")
     if not separator:
@@ -123,7 +128,7 @@ def _module(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise ValueError(
-                f"there is no module {name!r}: expected package.module:callable, "
+                f"no module {name!r}: expected package.module:callable, "
                 "path/file.py:callable, or a name of rotor.models"
             ) from error
         raise ValueError(f"importing {name} failed: {error}") from error
@@ -133,13 +138,13 @@ def _module(name: str) -> Any:
 
 def _file(path: Path) -> Any:
     if not path.is_file():
-        raise ValueError(f"there is no file {path}")
+        raise ValueError(f"no file {path}")
     name = f"rotor_factory_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    # What is captured looks its globals up by the module's name.
+    # A capture looks globals up by the module's name.
     sys.modules[name] = module
     folder = str(path.resolve().parent)
     if folder not in sys.path:
@@ -157,19 +162,19 @@ def make(name: str, arguments: Mapping[str, Any] | None = None) -> Made:
     Parameters
     ----------
     name
-        Of the callable, as for `load`; it gives a module, or a module and a sample.
+        Name of the callable, as for `load`; it returns a module, or a module and a sample.
     arguments
         Keyword arguments for it.
 
     Returns
     -------
     Made
-        The module, and the sample where the factory gave one.
+        The module, and the sample if the factory returned one.
 
     Raises
     ------
     ValueError
-        It cannot be found, fails, or gives something else.
+        It cannot be found, fails, or returns something else.
     """
     function = load(name)
     try:
@@ -186,7 +191,7 @@ def make(name: str, arguments: Mapping[str, Any] | None = None) -> Made:
 
 
 def parse_input(text: str) -> tuple[str | None, tuple[int, ...]]:
-    """A name and a shape from text such as ``32,3,224,224`` or ``ids=8x128``.
+    """Return a name and a shape from text such as ``32,3,224,224`` or ``ids=8x128``.
 
     Raises
     ------
@@ -208,31 +213,36 @@ def parse_input(text: str) -> tuple[str | None, tuple[int, ...]]:
 
 
 def parse_dtype(text: str) -> torch.dtype:
-    """A type of PyTorch's by its name, such as ``int64``; ValueError: there is none."""
+    """Return a type of PyTorch's by its name, such as ``int64``; ValueError if none has it."""
     found = getattr(torch, text.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"there is no dtype {text!r}, expected one such as float32 or int64")
+        raise ValueError(f"no dtype {text!r}, expected one such as float32 or int64")
     return found
 
 
 def inputs(
     shapes: Sequence[str], dtypes: Sequence[str] = (), highs: Sequence[int] = ()
 ) -> list[Input]:
-    """Inputs from what stands on a command line.
+    """Return inputs from the options of a command line.
 
     Parameters
     ----------
     shapes
         As for `parse_input`.
     dtypes
-        One for all, or one for each; float32 where none is given.
+        One for all, or one for each; float32 by default.
     highs
-        One for all, or one for each of those that are whole numbers.
+        One for all, or one for each input of whole numbers.
+
+    Returns
+    -------
+    list of Input
+        One for each shape, in their order.
 
     Raises
     ------
     ValueError
-        Something cannot be read, the numbers of them do not match, or whole numbers have no bound.
+        An option cannot be read, their numbers do not match, or whole numbers have no bound.
     """
     parsed = [parse_input(shape) for shape in shapes]
     kinds = [parse_dtype(dtype) for dtype in dtypes] or [torch.float32]
@@ -263,16 +273,21 @@ def inputs(
 
 
 def draw(given: Sequence[Input], device: torch.device, seed: int = 0) -> Any:
-    """A sample as the constructor of `rotor.Checkpointable` takes it.
+    """Return a sample as the constructor of `rotor.Checkpointable` takes it.
 
     Parameters
     ----------
     given
         Inputs as `inputs` read them.
     device
-        Where they are made.
+        Their device.
     seed
-        Of their values.
+        Seed of their values.
+
+    Returns
+    -------
+    object
+        A tensor, a tuple of tensors, or a dictionary of them.
 
     Raises
     ------
@@ -290,7 +305,7 @@ def draw(given: Sequence[Input], device: torch.device, seed: int = 0) -> Any:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """A sample with its tensors on a device."""
+    """Return a sample with its tensors on a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):
@@ -308,12 +323,12 @@ def check_forward(model: nn.Module, sample: Any, *, one: bool) -> None:
     model, sample
         The model and its sample.
     one
-        Whether the sample is one argument, whatever it is.
+        True if the sample is one argument, of any type.
 
     Raises
     ------
     ValueError
-        It fails: the sample is none of this model's.
+        The forward fails: the sample does not suit this model.
     """
     args: tuple[Any, ...] = sample if isinstance(sample, tuple) and not one else (sample,)
     kwargs: dict[str, Any] = {}
@@ -336,17 +351,17 @@ def check_forward(model: nn.Module, sample: Any, *, one: bool) -> None:
 
 
 def takes_one(model: nn.Module, engine: str) -> bool:
-    """Whether a sample is one argument, whatever it is: chains of stages take one."""
+    """Return whether a sample is one argument, of any type: chains of stages take one."""
     return engine != "graph" and is_plain_sequential(model)
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device that is named so; by default CUDA's where there is one.
+    """Return the device of a name; by default CUDA's if available.
 
     Raises
     ------
     ValueError
-        There is no such device here, or rotor knows none of its type.
+        The device does not exist here, or rotor does not support its type.
     """
     if name is None:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -378,16 +393,21 @@ def measured(
     effort: str = "",
     profile: Profile | None = None,
 ) -> Checkpointable:
-    """A model wrapped and measured on a sample, not planned yet.
+    """Return a model wrapped and measured on a sample, not planned yet.
 
     Parameters
     ----------
     model, sample, limit, engine
         As for `rotor.Checkpointable`.
     effort
-        Of planning, where the engine is that of graphs; by default its own.
+        Effort of planning with the graph engine; by default its own.
     profile
-        Of the machine to plan for, where it is not this one.
+        Profile of the machine to plan for, if it is another one.
+
+    Returns
+    -------
+    Checkpointable
+        The wrapped model.
 
     Raises
     ------
@@ -405,7 +425,7 @@ def measured(
 
 
 def profile_of(path: str, engine: str) -> Profile:
-    """The profile in a file; ValueError: it holds none, or the engine plans without one."""
+    """Return the profile in a file; ValueError: it holds none, or the engine plans without one."""
     if engine == "chain":
         raise ValueError("--profile is of operations, and --engine chain measures stages here")
     try:
@@ -415,10 +435,10 @@ def profile_of(path: str, engine: str) -> Profile:
 
 
 def no_plan(wrapper: Checkpointable) -> str:
-    """Why there is no single plan of a wrapped model."""
+    """Return why a wrapped model has no single plan."""
     if wrapper.plan.kind == "dynamic":
         return (
-            "the dynamic engine runs the model, which decides while a step runs: there is no plan "
+            "the dynamic engine runs the model, which decides while a step runs: it has no plan "
             "to be shown, and training within the limit works (rotor.Checkpointable, "
             "rotor.dtr.budget)"
         )
@@ -429,7 +449,7 @@ def no_plan(wrapper: Checkpointable) -> str:
 
 
 def planned_peak(wrapper: Checkpointable) -> int | None:
-    """Peak of a step that recomputes nothing, by the simulator; ``None`` without a single graph."""
+    """Return the simulated peak of a step without recomputation; ``None``: no single graph."""
     try:
         graph = cost_model(wrapper)
     except ValueError:
@@ -438,13 +458,13 @@ def planned_peak(wrapper: Checkpointable) -> int | None:
 
 
 def cost_model(wrapper: Checkpointable) -> Chain | Graph:
-    """What was measured of a wrapped model; ValueError: it has no single chain or graph."""
+    """Return the measures of a wrapped model; ValueError: it has no single chain or graph."""
     found: Chain | Graph = wrapper.cost_model()
     return found
 
 
 def plain_peak(model: nn.Module, sample: Any, *, one: bool) -> int | None:
-    """Peak of a plain training step, by a run; ``None`` where it is out of memory.
+    """Return the peak of a plain training step that was run; ``None`` if it is out of memory.
 
     The loss is that of `rotor.fit.batches.sum_of`. Nothing of the model is changed.
     """

@@ -19,8 +19,8 @@ def add(commands: Any) -> None:
         usage="%(prog)s FACTORY --input SHAPE [--limit BYTES] [options]",
         description="Find the largest batch whose training step fits in a limit, and the one of "
         "best throughput, beside plain PyTorch's. Sizes are planned; the answers are run. The "
-        "first size of the inputs is the batch, and what is given there is only where their other "
-        "sizes are read from.",
+        "first size of the inputs is the batch; the given batch only serves to read their other "
+        "sizes.",
         epilog=examples(
             "fit resnet18 --input 8,3,224,224 --limit 2GiB",
             "fit resnet50 --input 8,3,224,224 --limit 8GiB --untimed --points 1",
@@ -29,13 +29,15 @@ def add(commands: Any) -> None:
     )
     add_model(sub)
     sub.add_argument(
-        "--limit", metavar="BYTES", help="of a step (default: 90 %% of what the device has free)"
+        "--limit",
+        metavar="BYTES",
+        help="limit of a step (default: 90 %% of the device's free memory)",
     )
     sub.add_argument(
-        "--multiple-of", type=int, default=1, metavar="N", help="look at multiples of N only"
+        "--multiple-of", type=int, default=1, metavar="N", help="try multiples of N only"
     )
     sub.add_argument(
-        "--max-batch", type=int, default=65536, metavar="N", help="look no further (65536)"
+        "--max-batch", type=int, default=65536, metavar="N", help="try no larger batch (65536)"
     )
     sub.add_argument(
         "--points", type=int, default=5, metavar="N", help="sizes to run with rotor at most (5)"
@@ -43,10 +45,10 @@ def add(commands: Any) -> None:
     sub.add_argument(
         "--untimed",
         action="store_true",
-        help="run stages and operations once instead of timing them: faster, and what fits is the "
-        "same; best with --points 1",
+        help="run stages and operations once instead of timing them: faster, with the same answer "
+        "on memory; best with --points 1",
     )
-    sub.add_argument("--table", action="store_true", help="show every size that was looked at")
+    sub.add_argument("--table", action="store_true", help="show every size that was tried")
     add_output(sub)
     sub.set_defaults(command=_run)
 

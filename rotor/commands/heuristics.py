@@ -1,4 +1,4 @@
-"""``rotor heuristics``: what the simulator knows by name."""
+"""``rotor heuristics``: the heuristics and runtimes of the simulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rotor info``: what this machine has."""
+"""``rotor info``: facts on this machine."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def add(commands: Any) -> None:
     sub = commands.add_parser(
         "info",
         help="devices, free memory, limits, versions",
-        description="What this machine has: devices, free memory and what limits it, versions, the "
-        "compiler, the extras that are installed.",
+        description="Facts on this machine: devices, free memory and its limits, versions, the "
+        "compiler, the installed extras.",
     )
     add_output(sub)
     sub.set_defaults(command=_run)

@@ -1,8 +1,8 @@
 """The command line: ``rotor COMMAND``, which is ``python -m rotor COMMAND``.
 
-Exit codes: 0 where all went well; 1 where something failed, such as a simulation that ran out of
-memory; 2 for a wrong command line, an input that cannot be read or a limit that nothing fits in,
-with one line on stderr; 130 where it was interrupted. Only commands on models need PyTorch.
+Exit codes: 0 for success; 1 for a failure, such as a simulation that ran out of memory; 2 for
+a wrong command line, an input that cannot be read or a limit that is too small, with one line on
+stderr; 130 for an interruption. Only commands on models need PyTorch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COMMANDS = (info, measure, curve, plan, fit, report, simulate, experiment, heur
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and give its exit code.
+    """Run a command line and return its exit code.
 
     Parameters
     ----------
@@ -67,11 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return code
         except KeyboardInterrupt:
-            kept = "; what an experiment has finished is kept" if "experiment" in arguments else ""
+            kept = "; finished parts of an experiment are kept" if "experiment" in arguments else ""
             _complain(f"interrupted{kept}")
             return _INTERRUPTED
         except BrokenPipeError:
-            # Whoever read stdout has gone; what is buffered must not fail again at exit.
+            # The reader of stdout has gone; buffered text must not fail again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return _FAILED
         except (ImportError, MemoryError, OSError, TypeError, ValueError) as error:
@@ -105,7 +105,7 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 class _Lines(logging.Handler):
-    """Log records as lines on the stderr of the moment."""
+    """Handler that writes log records as lines on the current stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         _complain(record.getMessage())
@@ -113,7 +113,7 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def _announced(arguments: argparse.Namespace) -> Iterator[None]:
-    """What a command on a model does is told on stderr, unless it is to be quiet."""
+    """Write the progress of a command on a model to stderr, unless it is to be quiet."""
     if arguments.quiet or not getattr(arguments, "announce", False):
         yield
         return
@@ -129,7 +129,7 @@ def _announced(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and keeps the lines of examples."""
+    """Parser that reports an error in one line, and keeps the lines of examples."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**({"formatter_class": HelpFormatter} | settings))
@@ -143,11 +143,11 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="rotor",
-        description="Train PyTorch models in a given number of bytes: what a step keeps, drops and "
-        "computes again is planned, so that it stays within a limit. Out of memory? `curve` shows "
-        "what each limit would cost in time, `fit` which batch fits, `plan` what is done about it. "
-        "A model is named by the function that makes it, FILE.py:FUNCTION, and an input by its "
-        "shape. `rotor COMMAND --help` has the options and more examples.",
+        description="Train PyTorch models in a given number of bytes: rotor plans which results of "
+        "a step are kept, dropped and computed again, so that it stays within a limit. Out of "
+        "memory? `curve` shows the step time under each limit, `fit` the batch that fits, `plan` "
+        "the plan itself. A model is named by the function that makes it, FILE.py:FUNCTION, and an "
+        "input by its shape. `rotor COMMAND --help` has the options and more examples.",
         epilog=examples(
             "info",
             "curve resnet18 --input 8,3,224,224",

@@ -1,4 +1,4 @@
-"""``rotor measure``: what the stages or operations of a model cost."""
+"""``rotor measure``: time and bytes of a model's stages or operations."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def add(commands: Any) -> None:
     sub.add_argument(
         "--save",
         metavar="FILE",
-        help="save what was measured on this machine so far, and its speeds, to plan for it "
-        "elsewhere with --profile; of graphs",
+        help="save this machine's measurements so far, and its speeds, to plan for it elsewhere "
+        "with --profile; of graphs",
     )
     add_output(sub)
     sub.set_defaults(command=_run)
@@ -78,7 +78,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def chain_text(chain: Chain) -> str:
-    """A table of the stages of a chain."""
+    """Return a table of the stages of a chain."""
     rows = [["stage", "forward", "backward", "output", "kept by Fe", "temporary", "gradients"]]
     for i in range(len(chain)):
         rows.append(
@@ -97,7 +97,7 @@ def chain_text(chain: Chain) -> str:
 
 
 def graph_text(graph: Any, most: int) -> str:
-    """A table of the operations of a graph that take longest."""
+    """Return a table of the operations of a graph that take longest."""
     order = sorted(range(len(graph)), key=lambda k: (-graph.operations[k].cost_ns, k))
     chosen = order[:most] if most < len(graph) else range(len(graph))
     rows = [["operation", "phase", "module", "time", "makes", "workspace"]]

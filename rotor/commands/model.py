@@ -1,4 +1,4 @@
-"""What commands on a model share: how it is named, its input, its engine."""
+"""Options that commands on models share: the model's name, its input, its engine."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Subject", "add_model", "add_profile", "limit_of", "wrapped"]
 
 
 def add_model(sub: argparse.ArgumentParser) -> None:
-    """Add what names a model and its input, and the engine."""
+    """Add the options that name a model, its input, and the engine."""
     sub.add_argument(
         "factory",
         metavar="FACTORY",
-        help="what makes the model: package.module:callable, path/file.py:callable, or a name of "
-        "rotor.models, such as resnet18; the callable gives a module, or a module and a sample of "
-        "its input",
+        help="function that makes the model: package.module:callable, path/file.py:callable, or a "
+        "name of rotor.models, such as resnet18; the callable returns a module, or a module and a "
+        "sample of its input",
     )
     group = sub.add_argument_group("model")
     group.add_argument(
@@ -37,7 +37,7 @@ def add_model(sub: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TYPE",
-        help="of the inputs: one for all, or one for each (default: float32)",
+        help="type of the inputs: one for all, or one for each (default: float32)",
     )
     group.add_argument(
         "--high",
@@ -45,7 +45,7 @@ def add_model(sub: argparse.ArgumentParser) -> None:
         default=[],
         type=int,
         metavar="N",
-        help="inputs of whole numbers are drawn from 0 to N - 1",
+        help="draw inputs of whole numbers from 0 to N - 1",
     )
     group.add_argument(
         "--arg",
@@ -55,21 +55,25 @@ def add_model(sub: argparse.ArgumentParser) -> None:
         help="keyword argument for the callable, such as layers=4; once for each",
     )
     group.add_argument(
-        "--device", default=None, help="where the model goes (default: cuda where there is one)"
+        "--device", default=None, help="device of the model (default: cuda if available, else cpu)"
     )
     group.add_argument(
         "--engine",
         default="auto",
         choices=("auto", "chain", "graph"),
-        help="what plans (default: auto: chain for an nn.Sequential, else graph)",
+        help="engine (default: auto: chain for an nn.Sequential, else graph)",
     )
     group.add_argument(
         "--effort",
         choices=("fast", "default"),
-        help="of planning a graph (default: fast where many plans are made, else default)",
+        help="effort of planning a graph (default: fast for many plans, else default)",
     )
     group.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of parameters and inputs (default: 0)"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of parameters and inputs (default: 0)",
     )
     sub.set_defaults(announce=True)
 
@@ -79,13 +83,13 @@ def add_profile(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--profile",
         metavar="FILE",
-        help="plan for the machine on which `rotor measure --save FILE` recorded it: nothing is "
-        "measured here",
+        help="plan for the machine on which `rotor measure --save FILE` recorded it; measure "
+        "nothing here",
     )
 
 
 def limit_of(text: str | None) -> int | None:
-    """The limit of a command line in bytes; ValueError: it cannot be read."""
+    """Return the limit of a command line in bytes; ValueError: it cannot be read."""
     return None if text is None else parse_bytes(text, name="--limit")
 
 
@@ -97,15 +101,15 @@ class Subject:
     model, sample
         The model, and a sample as the constructor of `rotor.Checkpointable` takes it.
     device
-        Where they are.
+        Their device.
     name
-        What the command line called it.
+        The model's name on the command line.
     inputs
-        The shapes, for people; empty where the callable gave the sample.
+        The shapes, for people; empty if the callable gave the sample.
     engine
-        What plans: that of graphs where there is a profile.
+        The engine: "graph" if a profile is given.
     profile
-        Of the machine that is planned for, a `rotor.graph.Profile`; ``None``: this one.
+        The `rotor.graph.Profile` of the machine that is planned for; ``None``: this one.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -135,7 +139,7 @@ class Subject:
         self.is_one = factories.takes_one(self.model, self.engine)
 
     def check(self) -> None:
-        """Raise ValueError where the model does not run on its sample; not for other machines."""
+        """Raise ValueError if the model does not run on its sample; not for other machines."""
         from rotor.commands import factories
 
         if self.profile is not None:
@@ -143,12 +147,12 @@ class Subject:
         factories.check_forward(self.model, self.sample, one=self.is_one)
 
     def described(self) -> dict[str, Any]:
-        """As plain data, for JSON."""
+        """Return it as plain data, for JSON."""
         found = {"model": self.name, "inputs": self.inputs, "device": str(self.device)}
         return found if self.profile is None else found | {"profile": str(self.profile)}
 
     def heading(self) -> str:
-        """A line on the machine that is planned for, where it is not this one."""
+        """Return a line on the machine that is planned for, if it is another one."""
         return "" if self.profile is None else f"for {self.profile}\n"
 
 
@@ -165,7 +169,7 @@ def _argument(text: str) -> tuple[str, Any]:
 def wrapped(
     subject: Subject, arguments: argparse.Namespace, limit: int | None = None, effort: str = ""
 ) -> Checkpointable:
-    """The model in a `rotor.Checkpointable`, measured on its sample."""
+    """Return the model in a `rotor.Checkpointable`, measured on its sample."""
     from rotor.commands import factories
 
     chosen = arguments.effort or effort

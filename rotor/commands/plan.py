@@ -16,11 +16,11 @@ def add(commands: Any) -> None:
     """Add ``plan`` to the commands of a parser."""
     sub = commands.add_parser(
         "plan",
-        help="what is kept, dropped and recomputed under a limit",
+        help="kept, dropped and recomputed results under a limit",
         usage="%(prog)s FACTORY --input SHAPE [--limit BYTES] [--out FILE] [--html FILE] "
         "[--trace FILE] [options]",
         description="Measure a model and plan its training step under a limit, by default 90 % of "
-        "what the device has free.",
+        "the device's free memory.",
         epilog=examples(
             "plan resnet18 --input 8,3,224,224 --limit 400MiB",
             "plan train.py:make_model --input 8,128 --engine graph --limit 1GiB --out plan.json",
@@ -38,7 +38,9 @@ def add(commands: Any) -> None:
     sub.add_argument("--html", metavar="FILE", help="write a page, to a .html file")
     add_trace(sub)
     sub.add_argument(
-        "--table", action="store_true", help="show each stage or operation and what becomes of it"
+        "--table",
+        action="store_true",
+        help="show each stage or operation and the plan's choice for it",
     )
     add_output(sub)
     sub.set_defaults(command=_run)

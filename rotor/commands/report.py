@@ -1,4 +1,4 @@
-"""``rotor report``: what a saved plan does, as text or as a page."""
+"""``rotor report``: a saved plan as text or as a page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FORMATS = (_PROGRAM, _SEQUENCE, _GRAPH, _CHAIN, _CURVE)
 
 
 class _Files(NamedTuple):
-    """What is to be written beside the text."""
+    """Files to write beside the text."""
 
     page: str | None
     trace: str | None
@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
         "report",
         help="a saved plan as text or as a page",
         usage="%(prog)s PLAN.json [--html FILE] [--trace FILE] [options]",
-        description="Say what a file holds: a plan (`rotor plan --out`), a chain or a graph "
+        description="Show the content of a file: a plan (`rotor plan --out`), a chain or a graph "
         "(`rotor measure --out`), a curve. Nothing is run; PyTorch is not needed.",
         epilog=examples(
             "report plan.json",
@@ -46,7 +46,7 @@ def add(commands: Any) -> None:
             "report plan.json --trace trace.json",
         ),
     )
-    sub.add_argument("plan", metavar="PLAN.json", help="what another command has saved")
+    sub.add_argument("plan", metavar="PLAN.json", help="file that another command has saved")
     sub.add_argument("--html", metavar="FILE", help="write a page, to a .html file")
     add_trace(sub)
     add_output(sub)
@@ -84,7 +84,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _known(data: dict[str, Any]) -> dict[str, Any]:
-    """What `rotor plan` adds to a schedule."""
+    """Return the figures that `rotor plan` adds to a schedule."""
     known = data.pop("plan", None)
     known = known if isinstance(known, dict) else {}
     return {

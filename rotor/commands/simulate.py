@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
         "simulate",
         help="replay a log of an eager program under a budget",
         usage="%(prog)s LOG [--heuristic NAME ...] [--ratio R ... | --budget BYTES ...] [options]",
-        description="Replay a log under one or several budgets and heuristics. Exits with 1 where "
+        description="Replay a log under one or several budgets and heuristics. Exits with 1 if "
         "a run is out of memory or thrashes.",
         epilog=examples(
             "simulate unet --ratio 0.5",
@@ -41,8 +41,8 @@ def add(commands: Any) -> None:
     sub.add_argument(
         "log",
         metavar="LOG",
-        help="a log, plain or gzipped, or one that `rotor experiment list` lists, by its name; it "
-        "stands before the options",
+        help="a log, plain or gzipped, or the name of one that `rotor experiment list` lists; it "
+        "comes before the options",
     )
     sub.add_argument(
         "--heuristic",
@@ -57,7 +57,7 @@ def add(commands: Any) -> None:
         nargs="+",
         type=number,
         metavar="R",
-        help="budget as a part of what the log takes without one, such as 0.5 (default: no budget)",
+        help="budget as a fraction of the log's memory without one, such as 0.5 (default: none)",
     )
     budget.add_argument(
         "--budget", nargs="+", metavar="BYTES", help='budget, such as 700MiB or "8 GB"'
@@ -73,16 +73,16 @@ def add(commands: Any) -> None:
         type=float,
         default=2.0,
         metavar="X",
-        help="give up beyond X times the time of the log (default: 2; inf for never)",
+        help="stop beyond X times the time of the log (default: 2; inf for never)",
     )
     sub.add_argument(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="of random heuristics and of sampling (default: 0)",
+        help="seed of random heuristics and of sampling (default: 0)",
     )
-    sub.add_argument("--no-dealloc", action="store_true", help="take releases out of the log")
+    sub.add_argument("--no-dealloc", action="store_true", help="remove releases from the log")
     sub.add_argument(
         "--rebuild-classes-every",
         type=int,
@@ -91,7 +91,7 @@ def add(commands: Any) -> None:
         help="split classes of evicted storages at every N-th return to memory (default: never, as "
         "published; 1 makes them exact)",
     )
-    sub.add_argument("--sample", action="store_true", help="look at some 2 sqrt(n) candidates only")
+    sub.add_argument("--sample", action="store_true", help="try about 2 sqrt(n) candidates only")
     sub.add_argument(
         "--ignore-small", action="store_true", help="never evict below 1 %% of the mean size"
     )
@@ -99,7 +99,7 @@ def add(commands: Any) -> None:
         "--count-accesses", action="store_true", help="count accesses to metadata; slower"
     )
     sub.add_argument(
-        "--stats", action="store_true", help="show what was evicted and run most; one run only"
+        "--stats", action="store_true", help="show the most evicted and most run; one run only"
     )
     sub.add_argument(
         "--trace", metavar="FILE.csv", help="write every event to a file; one run only"
@@ -169,7 +169,7 @@ def _write_json(results: Sequence[Result], target: str) -> None:
 
 
 def _path(name: str) -> str:
-    """Return a path as it is, and that of a shipped log for its name, such as ``unet``."""
+    """Return a path unchanged, and the path of a shipped log for its name, such as ``unet``."""
     shipped = shipped_logs() / f"{name}.log.gz"
     is_name = os.path.basename(name) == name and not os.path.exists(name)
     return str(shipped) if is_name and shipped.is_file() else name

@@ -1,8 +1,8 @@
 """Dynamic rematerialization: any eager program within a memory budget.
 
 ``with rotor.dtr.budget("2GiB"):`` watches every operator that runs, evicts results that can be
-computed again when memory gets short, and computes them again when they are read. Results are those
-of the plain program, bit for bit. The method is that of Kirisame et al., "Dynamic Tensor
+computed again when memory gets short, and computes them again when they are read. The results equal
+the plain program's bit for bit. The method is that of Kirisame et al., "Dynamic Tensor
 Rematerialization", ICLR 2021.
 """
 

@@ -24,7 +24,7 @@ _current: list[Session] = []
 
 
 def current() -> Session | None:
-    """The session that the program is in, ``None`` outside."""
+    """Return the session that the program runs in, ``None`` outside."""
     return _current[-1] if _current else None
 
 
@@ -52,8 +52,8 @@ def budget(
     """Run a program with at most so much memory above the level on entry.
 
     Every operator within the context is watched. Results that can be computed again are evicted
-    when memory gets short, and computed again when they are read; values, gradients, buffers and
-    random numbers are those of the plain program, bit for bit.
+    when memory gets short, and computed again when they are read. Values, gradients, buffers and
+    random numbers equal those of the plain program bit for bit.
 
     Parameters
     ----------
@@ -61,10 +61,10 @@ def budget(
         Bytes, or text such as ``"2GiB"``, that may be allocated on the device above what was
         allocated on entry; ``None`` or infinity: no limit.
     heuristic
-        What to evict first, by the names of `rotor.simrd.heuristics`. "DTREqClass" is the published
-        default.
+        Heuristic that chooses what to evict, by its name in `rotor.simrd.heuristics`. "DTREqClass"
+        is the published default.
     seed
-        Of heuristics that draw, and of `sample`.
+        Seed of heuristics that draw random numbers, and of `sample`.
     strict
         Raise `BudgetError` before an operator that cannot be made to fit; otherwise warn, count
         (``stats.overflows``) and go on.
@@ -75,13 +75,13 @@ def budget(
     guard
         Watch reads that no operator makes, such as ``tensor.numpy()``.
     record_log
-        Where to write a log that `rotor.simrd` replays: a path (``.gz``: compressed) or a file open
-        in binary mode. Or an `Observer`, which is told of all that happens.
+        Path (``.gz``: compressed) or binary file of a log that `rotor.simrd` replays. Or an
+        `Observer`, which is called at every event.
     storage_swap
-        Whether storages exchange their bytes (PyTorch 2.13), or are resized and copied; the
-        default is what this PyTorch can do.
+        True: storages exchange their bytes (PyTorch 2.13). False: they are resized and copied. The
+        default is the best that this PyTorch supports.
     device
-        Whose memory is limited; CUDA where it is in use, else the CPU.
+        Device whose memory is limited; CUDA where it is in use, else the CPU.
     verify
         "always": compare checksums of all bits when something is computed again; "off".
 
@@ -93,11 +93,13 @@ def budget(
     Raises
     ------
     BudgetError
-        The program cannot go on in the budget; it says what would do.
+        The program cannot go on in the budget; the message has the smallest that suffices.
     RecomputationError
-        Something was computed again and came out otherwise (``verify="always"``).
+        A recomputed value differs from the first one (``verify="always"``).
+    ValueError
+        An argument is not as described.
     RuntimeError
-        There is a budget already, or a function is being compiled.
+        A budget is active already, or a function is being compiled.
 
     Warns
     -----
@@ -106,8 +108,8 @@ def budget(
 
     Notes
     -----
-    What is evicted and still in use when the context is left is brought back. Functions that were
-    compiled by ``torch.compile`` before run as they were written within the context.
+    Evicted results that are still in use when the context is left are brought back. Functions that
+    ``torch.compile`` compiled before run uncompiled within the context.
 
     References
     ----------
@@ -172,11 +174,11 @@ def _observer_of(
 
 @contextmanager
 def _eager() -> Iterator[None]:
-    """Compiled functions run as they were written: their kernels would read what is evicted."""
+    """Run compiled functions uncompiled: their kernels would read what is evicted."""
     compiling = torch.compile
 
     def leave(model: Any = None, **_: Any) -> Any:
-        """As it is written (`torch.compile`)."""
+        """Return the model uncompiled (`torch.compile`)."""
         warnings.warn(
             "torch.compile within rotor.dtr.budget: compiled kernels would read what is evicted, "
             "so the function is left as it is written, after the budget too. Compile it before, "

@@ -1,4 +1,4 @@
-"""Reads of tensors that no operator makes: what they read is brought back before.
+"""Restoration of evicted tensors before reads that bypass PyTorch's operators.
 
 Eviction takes the bytes of a storage. Operators are seen and have their inputs brought back;
 ``tensor.numpy()`` and its like read memory themselves, and would find none. The guard is a mode
@@ -25,7 +25,7 @@ from rotor.common.tensor_trees import tree_tensors
 
 
 class Guarded(Protocol):
-    """What the guard asks of a session."""
+    """Interface of a session that the guard calls."""
 
     def materialize(self, tensor: torch.Tensor) -> None:
         """Have a tensor's bytes in memory until the next operator runs."""
@@ -34,7 +34,7 @@ class Guarded(Protocol):
         """Have a tensor's bytes in memory for good."""
 
     def give_up(self, tensor: torch.Tensor) -> None:
-        """A tensor is about to be written to."""
+        """Keep a tensor in memory before something other than an operator writes to it."""
 
 
 def _functions(names: str, *owners: Any) -> list[Callable[..., Any]]:
@@ -42,10 +42,10 @@ def _functions(names: str, *owners: Any) -> list[Callable[..., Any]]:
     return [function for function in found if function is not None]
 
 
-# Finished with the bytes before they return, and run no operators that could evict them.
+# They have finished with the bytes when they return, and run no operators that could evict them.
 _READ = frozenset(_functions("__repr__ __format__ tolist", torch.Tensor))
 
-# What they return shares the bytes, or they read several tensors.
+# Their results share the bytes, or they read several tensors.
 _SHARED = frozenset(
     _functions(
         "numpy __array__ data_ptr const_data_ptr mutable_data_ptr __dlpack__ untyped_storage "
@@ -67,12 +67,12 @@ _WRITTEN = frozenset(_functions("apply_ map_ map2_", torch.Tensor))
 
 
 class Guard(TorchFunctionMode):
-    """Brings back what functions of PyTorch read without operators.
+    """Mode that brings back tensors which functions of PyTorch read without operators.
 
     Parameters
     ----------
     session
-        Whose tensors.
+        Session that owns the tensors.
     """
 
     def __init__(self, session: Guarded) -> None:

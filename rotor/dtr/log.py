@@ -1,9 +1,9 @@
-"""What a program under a budget does, written as a log that `rotor.simrd` replays.
+"""Log of a program under a budget, in the format that `rotor.simrd` replays.
 
-A line for every operation, storage by storage: views are the storages they lie on, so a log of ours
-has no aliases and no copies of names. What an operation writes to in place is a ``MUTATE``; what
-the program writes to and cannot compute again (parameters, their gradients) stays the same name,
-and the operation has an empty result. ``PIN`` stands where the runtime keeps something in memory
+Every operation is a line. Nodes are storages, and views share the node of their storage, so such a
+log has no aliases and no copies of names. A write in place is a ``MUTATE``. A node that the
+program writes to and cannot compute again (a parameter, its gradient) keeps its name, and the
+operation has an empty result. ``PIN`` marks a node that the runtime keeps in memory
 for good. The format is that of the prototype of Kirisame et al., "Dynamic Tensor
 Rematerialization", ICLR 2021 (docs/logs.md).
 """
@@ -21,14 +21,14 @@ BACKWARD = "BACKWARD"
 
 
 class ProgramLog:
-    """Writes what a session tells its observer (`Observer`) as a log.
+    """Observer that writes the events of a session as a log.
 
     Parameters
     ----------
     writer
         Takes the instructions.
     bytes_of
-        Size of a node that the log has not heard of, bytes: those that were there before it began.
+        Size in bytes of a node that existed before the log began.
     """
 
     def __init__(self, writer: LogWriter, bytes_of: Callable[[int], int]) -> None:
@@ -43,10 +43,10 @@ class ProgramLog:
         self._dead: set[int] = set()  # since the last operation
         self.is_on = True
 
-    # -- what a session tells
+    # -- events of a session
 
     def constant(self, node: int, nbytes: int) -> None:
-        """A storage was seen that no operator made."""
+        """Record a storage that no operator made."""
         self._dead.discard(node)
         if self.is_on:
             with self._lock:
@@ -62,7 +62,7 @@ class ProgramLog:
         written: list[tuple[int, int]],
         is_recorded: bool,
     ) -> None:
-        """An operator ran."""
+        """Record an operator that ran."""
         if self.is_on:
             with self._lock:
                 self._operation(name, cost_ns, inputs, outputs, written)
@@ -74,7 +74,7 @@ class ProgramLog:
         self._drain()
 
     def released(self, node: int) -> None:
-        """The program dropped a storage; at any moment, also while something else is written."""
+        """Note that the program dropped a storage, possibly while another line is being written."""
         self._dead.add(node)
         name = self._names.pop(node, None)
         if name is not None:
@@ -82,7 +82,7 @@ class ProgramLog:
             self._drain()
 
     def pinned(self, node: int) -> None:
-        """A storage stays in memory from now on."""
+        """Record that a storage stays in memory from now on."""
         if self.is_on:
             with self._lock:
                 name = self._name(node)
@@ -92,12 +92,12 @@ class ProgramLog:
             self._drain()
 
     def evicted(self, node: int) -> None:
-        """A storage lost its bytes: that is for the simulator to decide."""
+        """Ignore an eviction: the simulator makes its own decisions."""
 
-    # -- what the program tells
+    # -- notes of the program
 
     def annotate(self, text: str) -> None:
-        """A note; after "START" everything in memory is a constant."""
+        """Write a note; after "START" everything in memory is a constant."""
         with self._lock:
             self._writer.annotate(text)
             if text == START:

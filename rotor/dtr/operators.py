@@ -1,4 +1,4 @@
-"""What the runtime has to know of an operator before it runs."""
+"""Properties of operators that the runtime needs before it runs them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rotor._pytorch import dispatch
 
 aten = torch.ops.aten
 
-# Their outputs share storages with inputs, which their schemas do not say.
+# Their outputs share storages with inputs although their schemas do not say so.
 _HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias"}
 
 # Position of `training`; positions 3 and 4 are running statistics, which are written to in training
@@ -25,7 +25,7 @@ _BATCH_NORMS = {
 }
 
 # Position of the dropout, followed by that of the flag for training. Masks come from a state beside
-# the generators, so running one again would make something else.
+# the generators, so a second run would make other results.
 _OWN_STATES = {"aten::_cudnn_rnn": 11, "aten::miopen_rnn": 9}
 
 # Operators of PyTorch and its libraries repeat, unless they say that they draw random numbers.
@@ -49,7 +49,7 @@ _SIZED_BY_FLOATS = {"aten::arange", "aten::range", "aten::linspace", "aten::logs
 
 
 class Operator:
-    """What one overload does with its arguments.
+    """Properties of one overload: how it uses its arguments.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class Operator:
     is_view
         Reads no elements: every result lies on the storage of an argument.
     is_fresh
-        Its argument is a tensor that was made just now, unseen (``lift_fresh``).
+        Its argument is a tensor that was just made and that no other code holds (``lift_fresh``).
     written
         Positions and names of the arguments that it writes to.
     is_random

@@ -1,4 +1,4 @@
-"""The functions of the published prototype, on PyTorch as it is.
+"""The functions of the published prototype, on current PyTorch.
 
 There, tensors became managed one by one by ``tensor.checkpoint()`` and a budget was set for the
 device. Here `set_memory_budget` begins to watch the whole program, as `rotor.dtr.budget` does,
@@ -9,7 +9,7 @@ say what holds for single ones. They work within ``with rotor.dtr.budget(...)`` 
 The prototype is that of Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021. What it got
 wrong is not repeated: classes of neighbours count once, products of bytes and time do not overflow,
 a budget that cannot be kept is an error instead of an endless loop, shapes are read without
-computing anything, random numbers and running statistics are those of one run.
+computing anything, random numbers and running statistics equal a single run's.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
 
 
 class _Global:
-    """What the functions have set."""
+    """State that the functions share."""
 
     def __init__(self) -> None:
         self.context: AbstractContextManager[Session] | None = None
@@ -80,7 +80,7 @@ _state = _Global()
 
 
 def _watching(device: torch.device | None = None) -> Session:
-    """Return the session that holds; begin one without a limit where there is none."""
+    """Return the current session; begin one without a limit if none is active."""
     session = current()
     if session is None:
         session = _begin(None, device)
@@ -189,7 +189,7 @@ def _level(device: torch.device) -> int:
 
 
 def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether its memory is there; that of fake tensors is nowhere."""
+    """Return whether a tensor's memory is on a device; fake tensors are on none."""
     return tensor.device == device and tensor.untyped_storage().device == device
 
 
@@ -278,7 +278,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def is_checkpoint(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is managed: made under a budget, or given to `checkpoint`.
+    """Return whether a tensor is managed: made under a budget, or given to `checkpoint`.
 
     A tensor and its views share this. Without a budget none is.
     """
@@ -356,7 +356,7 @@ def decheckpoint(tensor: torch.Tensor) -> torch.Tensor:
     Returns
     -------
     torch.Tensor
-        The tensor itself; its values are there for whatever reads them, outside PyTorch too.
+        The tensor itself; its values are in memory for all readers, outside PyTorch too.
     """
     parts = _parts(tensor)
     session = current()
@@ -371,7 +371,7 @@ def decheckpoint(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def uncheckpoint(tensor: torch.Tensor) -> torch.Tensor:
-    """Do as `decheckpoint` does, for a tensor that has to be managed.
+    """Keep a managed tensor in memory, as `decheckpoint` does.
 
     Raises
     ------
@@ -391,7 +391,7 @@ def uncheckpoint(tensor: torch.Tensor) -> torch.Tensor:
 def pin(tensor: torch.Tensor) -> torch.Tensor:
     """Compute a tensor again if need be, and keep it in memory for good.
 
-    For what reads tensors unseen: other threads, extensions off PyTorch's dispatcher. Without a
+    For reads that bypass the dispatcher: other threads, extensions. Without a
     budget nothing happens.
     """
     _parts(tensor)
@@ -402,12 +402,12 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def clear_checkpointpool() -> None:
-    """Compute again whatever is evicted and in use, and keep all that is in use for good.
+    """Compute again everything that is evicted and in use, and keep all that is in use for good.
 
     Raises
     ------
     RuntimeError
-        There is no budget.
+        No budget is active.
     BudgetError
         It does not fit.
     """
@@ -473,7 +473,7 @@ def toggle_log(is_on: bool) -> None:
     Raises
     ------
     RuntimeError
-        There is no log to go on with.
+        No log is being written.
     TypeError
         It is no bool.
     """
@@ -482,7 +482,7 @@ def toggle_log(is_on: bool) -> None:
     if log is not None:
         log.is_on = is_on
     elif is_on:
-        raise RuntimeError("there is no log to go on with: call rotor.dtr.new_log(path) first")
+        raise RuntimeError("no log to go on with: call rotor.dtr.new_log(path) first")
 
 
 # -- times
@@ -513,7 +513,7 @@ def reset_profile() -> None:
     Raises
     ------
     RuntimeError
-        There is no budget.
+        No budget is active.
     """
     _session("rotor.dtr.reset_profile").reset_profile()
 
@@ -540,11 +540,11 @@ def search_time() -> int:
 
 
 def cost_time() -> int:
-    """The part of `search_time` that went into choosing, ns."""
+    """Return the part of `search_time` that went into choosing, ns."""
     return _stats().cost_ns
 
 
 def loop_time() -> int:
-    """The rest of `search_time`, ns."""
+    """Return the rest of `search_time`, ns."""
     stats = _stats()
     return stats.search_ns - stats.cost_ns

@@ -28,13 +28,13 @@ MOST_SCRAPS = 4096
 
 
 def _scraps(limit: int) -> int:
-    """Room for what no operator makes: numbers that PyTorch turns into tensors and keeps."""
+    """Return room for memory that no operator makes: tensors that PyTorch makes of numbers."""
     return min(MOST_SCRAPS, limit // 256)
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What a session has done since it began, or since `Session.reset_profile`.
+    """Counts and times of a session since it began, or since `Session.reset_profile`.
 
     Attributes
     ----------
@@ -48,9 +48,9 @@ class Stats:
     evictions, rematerializations
         Storages whose bytes were freed to make room, and operators that ran again.
     overflows
-        How often the budget was passed (``strict=False``).
+        Number of times that the budget was exceeded (``strict=False``).
     thrashes
-        How often it was found that computing the same again and again took longer than the program.
+        Number of times that repeated recomputation was found to take longer than the program.
     base_ns, remat_ns
         Time in the program's operators, and in those that ran again.
     search_ns, cost_ns
@@ -71,14 +71,14 @@ class Stats:
 
 
 class Observer(Protocol):
-    """Told of everything that happens to storages in a session, by their numbers.
+    """Listener that is called at every event of storages in a session, with their numbers.
 
     A number may be given out again after `released`. What a written storage is afterwards has a new
     number; the old one is released without a call.
     """
 
     def constant(self, node: int, nbytes: int) -> None:
-        """A storage was seen that no operator made."""
+        """Handle a storage that no operator made."""
 
     def operation(
         self,
@@ -89,7 +89,7 @@ class Observer(Protocol):
         written: list[tuple[int, int]],
         is_recorded: bool,
     ) -> None:
-        """An operator ran.
+        """Handle an operator that ran.
 
         Parameters
         ----------
@@ -108,13 +108,13 @@ class Observer(Protocol):
         """
 
     def released(self, node: int) -> None:
-        """The program dropped a storage."""
+        """Handle a storage that the program dropped."""
 
     def pinned(self, node: int) -> None:
-        """A storage stays in memory from now on."""
+        """Handle a storage that stays in memory from now on."""
 
     def evicted(self, node: int) -> None:
-        """A storage lost its bytes to make room."""
+        """Handle a storage that lost its bytes to make room."""
 
 
 class Recall:
@@ -188,7 +188,7 @@ class Recall:
 
     @property
     def observer(self) -> Observer | None:
-        """Who is told of everything that happens."""
+        """Listener to every event, or ``None``."""
         observer: Observer | None = self._handler.observer
         return observer
 
@@ -198,7 +198,7 @@ class Recall:
 
     @property
     def is_verifying(self) -> bool:
-        """Whether what is computed again is compared with what it was."""
+        """True if recomputed values are compared with the first ones."""
         return self._verifier is not None
 
     def stop_verifying(self) -> None:
@@ -340,7 +340,7 @@ class Recall:
         self._handler.catch_up(self)
 
     def _restore(self, nodes: list[int]) -> None:
-        """Bring live nodes back into memory for good; those that have died meanwhile stay away."""
+        """Bring live nodes back into memory for good, except nodes that have died meanwhile."""
         book = self._book
         # What is held cannot die, so that its number stays its own.
         held = [(node, storage) for node in nodes if (storage := book.storage(node)) is not None]
@@ -358,7 +358,7 @@ class Recall:
             self.observer.pinned(node)
 
     def bytes_of(self, node: int) -> int:
-        """Bytes of the storage of a number that an observer was told."""
+        """Return the bytes of the storage with a number that an observer received."""
         return self._book.describe(node).nbytes
 
     def set_limit(self, limit: int | None) -> None:
@@ -380,7 +380,7 @@ class Recall:
         self._book.consider(sample, ignore_small)
 
     def reference(self, tensor: torch.Tensor) -> StorageRef | None:
-        """The session's reference to the storage of a tensor, ``None`` where it has seen none."""
+        """Return the session's reference to a tensor's storage, ``None`` if it has seen none."""
         with dispatch.without_functions():
             return self._table.get(dispatch.storage_key(tensor.untyped_storage()))
 
@@ -401,7 +401,7 @@ class Recall:
         self._bring(tensor, True)
 
     def give_up(self, tensor: torch.Tensor) -> None:
-        """Before no operator writes to a tensor: it stays, and nothing is computed from it."""
+        """Keep a tensor that code outside the operators writes to; compute nothing from it."""
         self._bring(tensor, True)
         for part in core.strided_parts(tensor):
             with self._lock, dispatch.without_functions(), dispatch.without_modes():
@@ -427,7 +427,7 @@ class Recall:
                     self._pin(ref.node)
 
     def _protect(self, node: int) -> int:
-        """Before a source is written to: what was computed from it must not need it again.
+        """Prepare a write to a source: results computed from it must not need it again.
 
         Returns
         -------

@@ -1,4 +1,4 @@
-"""How to run an operation again: its operator and arguments, without any tensor."""
+"""Recipes of operations that can run again: operator and arguments, without any tensor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Spec = tuple[Any, ...]
 
 
 def spec_of(tensor: torch.Tensor, node: int) -> Spec:
-    """What to know of a tensor argument."""
+    """Return the recipe of a tensor argument."""
     conjugate, negative = tensor.is_conj(), tensor.is_neg()
     return (
         node,
@@ -38,7 +38,7 @@ def spec_of(tensor: torch.Tensor, node: int) -> Spec:
 
 
 def tensor_on(storage: torch.UntypedStorage, spec: Spec) -> torch.Tensor:
-    """The tensor again, on a storage."""
+    """Return the tensor of a recipe, on a storage."""
     _, shape, stride, offset, dtype, device, bits = spec
     tensor = torch.empty(0, dtype=dtype, device=device)
     tensor.set_(storage, offset, shape, stride)
@@ -48,7 +48,7 @@ def tensor_on(storage: torch.UntypedStorage, spec: Spec) -> torch.Tensor:
 
 
 def pattern(value: Any, nodes: dict[int, int]) -> Any:
-    """An argument with a `Spec` in the place of each tensor; nodes by the tensor's ``id``.
+    """Return an argument with a `Spec` in the place of each tensor; nodes by the tensor's ``id``.
 
     Tuples become lists: a tuple is a `Spec`.
     """
@@ -60,7 +60,7 @@ def pattern(value: Any, nodes: dict[int, int]) -> Any:
 
 
 def filled(value: Any, tensor_of: Callable[[Spec], torch.Tensor]) -> Any:
-    """The argument with tensors again."""
+    """Return the argument with tensors in the place of every `Spec`."""
     if isinstance(value, tuple):
         return tensor_of(value)
     if isinstance(value, list):
@@ -74,7 +74,7 @@ class Record:
     Attributes
     ----------
     operator
-        What ran.
+        Overload that ran.
     args, kwargs
         Its arguments, with `Spec` for tensors.
     outputs
@@ -205,7 +205,7 @@ class Record:
 
 
 def tensors_of(results: Any) -> list[torch.Tensor]:
-    """The tensors among an operator's results, in order."""
+    """Return the tensors among an operator's results, in order."""
     if isinstance(results, torch.Tensor):
         return [results]
     if isinstance(results, list | tuple):

@@ -1,8 +1,8 @@
-"""What does not repeat: operators tested by a second run, and replays proved by checksums.
+"""Tests of repeatability: second runs of operators, and replays proved by checksums.
 
-An operator that is not PyTorch's own may draw random numbers from anywhere, or depend on state that
-nobody sees. When it first runs on arguments of a layout, it runs twice from the same state of the
-generators. Where a bit differs, its results are kept; so are they where that cannot be found out.
+An operator from outside PyTorch may draw random numbers from any source, or depend on hidden state.
+When it first runs on arguments of a layout, it runs twice from the same state of the
+generators. If a bit differs, or the test is not possible, its results are kept.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def repeats(
     Parameters
     ----------
     operator, args, kwargs
-        What ran just now; it writes to nothing.
+        Operator that just ran, and its arguments; it writes to none of them.
     results
-        What it made.
+        Its results.
     states
         Generators, and their states before it ran. They end as they are now.
     """
@@ -146,7 +146,7 @@ class Verifier:
     Attributes
     ----------
     compared
-        How many values were.
+        Number of values that were compared.
     """
 
     def __init__(self, book: _core.Recorder, differed: Callable[[set[str]], object]) -> None:
@@ -183,7 +183,7 @@ class Verifier:
         place
             Of the node among its outputs.
         node
-            What it made.
+            Number of the node's storage.
         made
             Its bytes now.
         result
@@ -198,7 +198,7 @@ class Verifier:
         RecomputationError
             A bit differs.
         """
-        # A number may have been another node's, but whatever is live was evicted last.
+        # A number may have been another node's, but every live node was evicted last.
         before = self._sums.pop(node, None) if is_live else None
         if record.sums is not None and place < len(record.sums):
             before = record.sums[place]
@@ -256,7 +256,7 @@ class Verifier:
     def _is_comparable(
         self, record: Record, place: int, made: torch.UntypedStorage, result: torch.Tensor | None
     ) -> bool:
-        """Return whether the operator, and those that wrote to it before, wrote every byte."""
+        """Return whether the operator, and all that wrote to it before, wrote every byte."""
         if result is not None and result.numel() * result.element_size() < made.nbytes():
             return False
         index = record.outputs[place]

@@ -1,4 +1,4 @@
-"""The runtime: a mode that sees every operator of the program, and keeps memory in the budget."""
+"""The runtime: a mode that sees every operator and keeps the program's memory in the budget."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OperatorCall(NamedTuple):
     Attributes
     ----------
     operator, args, kwargs
-        What to repeat.
+        The operation to repeat.
     node_of
         The nodes of tensors, by their ``id``.
     nodes, recorded
@@ -69,7 +69,7 @@ class Session(Recall, dispatch.DispatchMode):
 
     @property
     def stats(self) -> Stats:
-        """What the session has done."""
+        """Counts and times of the session."""
         counters = self._book.counters()
         return Stats(
             budget_bytes=self.limit,
@@ -86,16 +86,16 @@ class Session(Recall, dispatch.DispatchMode):
         )
 
     def counters(self) -> dict[str, int]:
-        """The figures of the book: bytes, nodes, records, times; for tests and reports."""
+        """Return the figures of the book: bytes, nodes, records, times; for tests and reports."""
         return self._book.counters()
 
     @property
     def compared(self) -> int:
-        """How many values that were computed again were compared, bit for bit."""
+        """Number of recomputed values that were compared bit for bit."""
         return 0 if self._verifier is None else self._verifier.compared
 
     def reset_profile(self) -> None:
-        """Begin counts, times and the peak anew."""
+        """Reset counts, times and the peak."""
         self._book.reset()
         self._overflows = self._search_ns = self._cost_ns = 0
 
@@ -122,7 +122,7 @@ class Session(Recall, dispatch.DispatchMode):
         storage = tensor.untyped_storage()
         ref = self._table.get(dispatch.storage_key(storage))
         if ref is None:
-            # Numbers among an operator's arguments become tensors unseen.
+            # PyTorch turns numbers among an operator's arguments into tensors by itself.
             ref = self._adopt(storage, tensor.dim() > 0 or tensor.nbytes > _NUMBER_BYTES)
         return ref
 
@@ -204,7 +204,7 @@ class Session(Recall, dispatch.DispatchMode):
                 now[node] = self._protect(node)
         for node in written:
             if not torch.is_grad_enabled():
-                # What optimizers and initialisations write to lives long: a version for every step
+                # Targets of optimizers and initialisations live long: a version for every step
                 # would keep all that it was computed from.
                 self._restore([node])
             elif book.describe(node).version >= LONGEST_CHAIN:
@@ -273,7 +273,7 @@ class Session(Recall, dispatch.DispatchMode):
         return results
 
     def _has_run(self, needs: Needs, state: torch.Tensor | None) -> None:
-        """An operator has run, before its results are taken in."""
+        """Note that an operator has run, before its results are recorded."""
 
     def _states(
         self, operator: Operator, generator: torch.Generator, state: torch.Tensor
@@ -325,7 +325,7 @@ class Session(Recall, dispatch.DispatchMode):
         return False
 
     def _varying_needs(self, operator: Operator, args: Any, known: Needs) -> Needs:
-        """What an operator takes whose results depend on elements: what is known is of others."""
+        """Return the needs of an operator with data-dependent results; `known` are another's."""
         found = varying_bytes(operator, args, exactly=False)
         current = self._book.counters()["current_bytes"]
         if found is not None and self.limit is not None and current + 2 * found > self.limit:
@@ -333,7 +333,7 @@ class Session(Recall, dispatch.DispatchMode):
         made = known.made_bytes if found is None else found
         workspace = known.workspace_bytes
         if operator.name == "aten::index" and known.is_measured and made > known.made_bytes > 0:
-            # The positions that masks stand for; others take as much as their arguments.
+            # The positions of masks; other operators take as much as their arguments.
             workspace = -(-workspace * made // known.made_bytes)
         return Needs(made, workspace, known.is_measured)
 
@@ -349,7 +349,7 @@ class Session(Recall, dispatch.DispatchMode):
         self._make_room(0, 0)
 
     def _refs(self, args: Any, kwargs: Any) -> tuple[dict[int, StorageRef], dict[int, int]]:
-        """The storages of the tensors among arguments by node, and the nodes by ``id``."""
+        """Return the storages of the tensors among arguments by node, and the nodes by ``id``."""
         refs = {}
         node_of = {}
         for tensor in tensors_of((args, tuple(kwargs.values()))):
@@ -381,7 +381,7 @@ class Session(Recall, dispatch.DispatchMode):
         took: int,
         is_recording: bool,
     ) -> None:
-        """Take in results that the handler in C does not know how to."""
+        """Record results that the handler in C does not support."""
         kwargs = kwargs or {}
         refs, node_of = self._refs(args, kwargs)
         nodes = list(refs)
@@ -400,7 +400,7 @@ class Session(Recall, dispatch.DispatchMode):
         peak: int,
         random: tuple[torch.Generator | None, torch.Tensor | None, int],
     ) -> None:
-        """Take in what an operator made: new storages, new versions, and how to repeat it."""
+        """Record the results of an operator: new storages, new versions, and how to repeat it."""
         book = self._book
         operator, refs = call.operator, call.refs
         generator, state, kept_bytes = random
@@ -408,7 +408,7 @@ class Session(Recall, dispatch.DispatchMode):
         if operator.is_reshaping:
             self._see_sizes(refs)
         if any(tensor.layout is not torch.strided for tensor in tensors_of(results)):
-            # What lies in tensors of other layouts cannot be evicted or computed again.
+            # Tensors of other layouts cannot be evicted or computed again.
             is_recording = False
             for node in refs:
                 self._pin(node)
@@ -533,7 +533,7 @@ class Session(Recall, dispatch.DispatchMode):
         return torch.cuda.default_generators[self.device.index or 0]
 
     def _state_bytes(self, generator: torch.Generator) -> int:
-        """Bytes that a copy of a generator's state takes; states are tensors of the CPU."""
+        """Return the bytes that a copy of a generator's state takes; states are CPU tensors."""
         if not self._is_cpu:
             return 0
         found = self._generator_bytes.get(generator.device)
@@ -569,13 +569,13 @@ class Session(Recall, dispatch.DispatchMode):
 
 
 def ref_bytes(ref: StorageRef) -> int:
-    """Bytes of the storage of a reference, 0 where it is gone."""
+    """Return the bytes of the storage of a reference, 0 if it is gone."""
     storage = ref()
     return 0 if storage is None else storage.nbytes()
 
 
 def _refuse_opaque(values: Any) -> None:
-    """Tensors whose memory is no storage that can be seen are not for a budget."""
+    """Raise RuntimeError for tensors whose memory is not in a visible storage."""
     for tensor in tensors_of(values):
         if tensor.is_mkldnn or (tensor.is_nested and tensor.layout is torch.strided):
             what = "in mkldnn's layout" if tensor.is_mkldnn else "nested in the strided layout"

@@ -1,4 +1,4 @@
-"""What operators take beside their inputs: known once an operator has run on such arguments."""
+"""Memory and time that operators need, known once they have run on arguments of a signature."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _needs: dict[str, dict[Any, Needs]] = {}
 
 
 def known_needs(device: torch.device) -> dict[Any, Needs]:
-    """What is known in this process of the operators on a device, by signature."""
+    """Return the needs that this process knows of the operators on a device, by signature."""
     return _needs.setdefault(f"{device} {torch.get_num_threads()}", {})
 
 
 def remember(known: dict[Any, Needs], key: bytes, needs: Needs) -> None:
-    """Note the needs of a signature; what is known is forgotten where it grows without end."""
+    """Note the needs of a signature; forget all when the table grows without end."""
     if len(known) >= _MOST_KNOWN:
         known.clear()
     known[key] = needs
 
 
 def guess(operator: Operator, args: Any, kwargs: dict[str, Any], read_bytes: int) -> Needs:
-    """Needs before the first run: outputs from the operator's meta kernel where it has one.
+    """Return needs before the first run: outputs by the operator's meta kernel if it has one.
 
     The workspace is taken to be as large as all inputs and outputs.
     """
@@ -38,7 +38,7 @@ def guess(operator: Operator, args: Any, kwargs: dict[str, Any], read_bytes: int
     except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
         return Needs(read_bytes, read_bytes, False)
     made = 0
-    # What it writes to is there already.
+    # Its targets exist already.
     seen = {
         dispatch.storage_key(tensor.untyped_storage())
         for tensor in tensors_of((args, list(kwargs.values())))
@@ -54,14 +54,14 @@ def guess(operator: Operator, args: Any, kwargs: dict[str, Any], read_bytes: int
 
 
 def varies_by_elements(operator: Operator, args: Any) -> bool:
-    """Whether the sizes of these results depend on elements: those of indexing, with masks only."""
+    """Return whether the sizes of results depend on elements: indexing, with masks only."""
     return operator.name != "aten::index" or any(
         index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
     )
 
 
 def varying_bytes(operator: Operator, args: Any, *, exactly: bool) -> int | None:
-    """Bytes of results whose size depends on elements; ``None`` for an operator that is not known.
+    """Return the bytes of results whose size depends on elements; ``None`` if unknown.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ def _on_meta(value: Any) -> Any:
 
 
 def run_measured(call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, int]:
-    """Run an operator with the CPU's allocator watched: its results, and its peak in bytes."""
+    """Run an operator with the CPU's allocator watched; return its results and its peak bytes."""
     trace = profiler.AllocationTrace()
     trace.start()
     try:

@@ -1,4 +1,4 @@
-"""A session that is left and entered again: forward and backward of a model, the loss outside."""
+"""A session that is left and entered again: a model's forward and backward, without the loss."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _READY, _RAN = "ready", "ran "
 
 
 class Holding(Protocol):
-    """What keeps gradients back that could be added to others."""
+    """Collection of gradients that wait to be added to others."""
 
     added: int
 
     @property
     def is_holding(self) -> bool:
-        """Whether there are any."""
+        """True if gradients are waiting."""
 
     def add(self) -> None:
         """Add them, so that they take no memory."""
 
 
 class StepSession(Session):
-    """A session whose program pauses. What was evicted stays so, and what is known is kept.
+    """Session whose program pauses; evicted results and known needs are kept meanwhile.
 
     Parameters
     ----------
@@ -47,15 +47,15 @@ class StepSession(Session):
     device
         The device whose memory counts.
     before_write
-        Called before the bytes change of a storage that is not computed by the program; a copy
-        that it makes, it returns, so that it counts.
+        Called before the bytes of a storage change that the program does not compute. If it
+        makes a copy, it returns it, and the copy counts.
     **settings
         As for `Session`.
 
     Attributes
     ----------
     additions
-        Gradients of the running backward that wait, and go where memory is short.
+        Gradients of the running backward that wait; they are added when memory is short.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class StepSession(Session):
         self._unknown: Unknown = []
         self.additions: Holding | None = None
 
-    # -- what a session does on its own, and what is noted of it
+    # -- actions that the session takes on its own
 
     def _adopt(self, storage: torch.UntypedStorage, is_foreign: bool) -> StorageRef:
         ref = super()._adopt(storage, is_foreign)
@@ -87,7 +87,7 @@ class StepSession(Session):
             self._adopt(copied, False)
         return super()._protect(node)
 
-    # -- operators whose needs are not known, under a meter, which keeps others from measuring them
+    # -- operators with unknown needs under a meter, which keeps others from measuring them
 
     def mark_unknown(self, mark: Callable[[str], None]) -> Unknown:
         """Have a meter's parts begin before and after such operators; for `learn_needs`."""
@@ -113,28 +113,28 @@ class StepSession(Session):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Operators are watched while it lasts.
+        """Watch operators while the context lasts.
 
         Raises
         ------
         RuntimeError
-            A budget holds already: they do not nest.
+            A budget is active already: budgets do not nest.
         """
         with running(self):
             yield
 
     def aim(self, wished: int) -> None:
-        """Keep within so many bytes where that is possible, and within the limit in any case."""
+        """Keep within so many bytes if possible, and within the limit in any case."""
         self._book.limit(max(wished, 0))
 
     def leave_room(self, nbytes: int, least: int) -> None:
-        """Evict until `nbytes` are left of the limit; BudgetError: fewer than `least` are."""
+        """Evict until `nbytes` of the limit are left; BudgetError: fewer than `least` are."""
         with dispatch.without_modes():
             self._make_room(nbytes, least)
 
     @property
     def current_bytes(self) -> int:
-        """What is in memory now, above the level at the beginning."""
+        """Bytes in memory now, above the level at the beginning."""
         return int(self._book.counters()["current_bytes"])
 
     def count(self, tensor: torch.Tensor) -> None:
@@ -144,22 +144,22 @@ class StepSession(Session):
     # -- storages while the session is paused
 
     def made(self, tensor: torch.Tensor) -> bool:
-        """Whether the storage of a tensor was made in this session."""
+        """Return whether the storage of a tensor was made in this session."""
         key = dispatch.storage_key(tensor.untyped_storage())
         ref = self._table.get(key)
         return ref is not None and self._foreign.get(key) is not ref
 
     def protect(self, storage: torch.UntypedStorage) -> None:
-        """Before a storage is written to: compute what depends on it, and keep that in memory."""
+        """Prepare a write to a storage: compute what depends on it, and keep that in memory."""
         ref = self._table.get(dispatch.storage_key(storage))
         if ref is not None and self._is_open:
             with self._lock, dispatch.without_modes():
                 super()._protect(ref.node)
 
     def has_lost(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether something was evicted that was computed from these tensors, written to since.
+        """Return whether a result was evicted that depends on these tensors, written to since.
 
-        What was not evicted is kept in memory from now on.
+        Results that were not evicted are kept in memory from now on.
         """
         for tensor in tensors:
             ref = self._table.get(dispatch.storage_key(tensor.untyped_storage()))
@@ -181,14 +181,14 @@ class StepSession(Session):
 
 
 def learn_needs(unknown: Unknown, segments: Iterable[Segment]) -> None:
-    """Note what operators took while a meter ran.
+    """Record the needs of operators that a meter measured.
 
     Parameters
     ----------
     unknown
         From `StepSession.mark_unknown`.
     segments
-        The parts that were metered; others are passed over.
+        The parts that were metered; others are ignored.
     """
     for before, after in pairwise(segments):
         if before.name != _READY or not after.name.startswith(_RAN):

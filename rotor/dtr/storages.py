@@ -1,4 +1,4 @@
-"""Taking the bytes from a storage, and giving them back."""
+"""Removal of a storage's bytes, and their return."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def reference(storage: torch.UntypedStorage, gone: Callable[[StorageRef], None])
 
 
 class Bytes(Protocol):
-    """How a storage loses and regains its bytes."""
+    """Method by which a storage loses and regains its bytes."""
 
     copies: bool
-    """Whether giving bytes back takes a second copy of them for a moment."""
+    """True if giving bytes back takes a second copy of them for a moment."""
     views: bool
-    """Whether view operators work on a storage without bytes."""
+    """True if view operators work on a storage without bytes."""
 
     def take(self, storage: torch.UntypedStorage) -> None:
         """Free the bytes of a storage, which stays the same object for all its tensors."""
@@ -34,7 +34,7 @@ class Bytes(Protocol):
 
 
 class Swapping:
-    """Exchanges pointers, without copies: PyTorch 2.13."""
+    """Method that exchanges pointers, without copies: PyTorch 2.13."""
 
     copies = False
     views = True
@@ -49,7 +49,7 @@ class Swapping:
 
 
 class Resizing:
-    """Resizes to nothing and back, and copies: any PyTorch."""
+    """Method that resizes to nothing and back, and copies: any PyTorch."""
 
     copies = True
     views = False
@@ -65,7 +65,7 @@ class Resizing:
 
 
 def bytes_of(swap: bool | None) -> Bytes:
-    """How to evict: by swapping where PyTorch can, unless the caller says.
+    """Return the method of eviction: swapping where PyTorch can, unless `swap` decides.
 
     Raises
     ------

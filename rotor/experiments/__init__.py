@@ -35,17 +35,17 @@ _REGISTRY = {
 
 
 def names() -> list[str]:
-    """Names of all experiments, for `get`."""
+    """Return the names of all experiments, for `get`."""
     return list(_REGISTRY)
 
 
 def get(name: str) -> ModuleType:
-    """The module of an experiment.
+    """Return the module of an experiment.
 
     Raises
     ------
     ValueError
-        There is no experiment of that name; the message lists those there are.
+        No experiment has that name; the message lists all names.
     """
     if not isinstance(name, str) or name not in _REGISTRY:
         raise ValueError(f"no experiment is named {name!r}, expected one of {', '.join(_REGISTRY)}")
@@ -74,7 +74,7 @@ def run_all(
     Parameters
     ----------
     directory
-        Where to write.
+        Directory of the output.
     jobs
         Processes.
     formats
@@ -82,7 +82,7 @@ def run_all(
     fresh
         Run again what was run before.
     **settings
-        Of the experiments' ``Config``; each takes those that it has. ``logs`` are the shipped ones
+        Settings of the experiments' ``Config``; each takes its own. ``logs`` are the shipped ones
         by default.
 
     Yields

@@ -24,7 +24,7 @@ __all__ = ["Config", "run"]
 
 @dataclass(frozen=True)
 class Config:
-    """What the experiment runs.
+    """Settings of the experiment.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class Config:
 def adversarial_cell(
     nodes: int, paths: int, heuristic: str, runtime: str, seed: int
 ) -> dict[str, Any]:
-    """One network; gives what it cost and how long its paths became."""
+    """Run one network; return its cost and the length of its paths."""
     found = adversarial(nodes, paths, heuristic, runtime=runtime, seed=seed)
     return {
         "computations": found.computations,

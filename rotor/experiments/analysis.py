@@ -1,4 +1,4 @@
-"""What came of a configuration: statistics, slow-downs, tables, and the data of the figures.
+"""Results of a configuration: statistics, slow-downs, tables, and the data of the figures.
 
 Times are in milliseconds and memory in megabytes (10^6 bytes), as the prototype had them; budgets
 are in bytes.
@@ -47,12 +47,12 @@ _BYTES_PER_MB = 1e6
 
 @dataclass
 class Outcome:
-    """What came of a trial.
+    """Result of a trial.
 
     Attributes
     ----------
     trial
-        What was asked.
+        Trial that was run.
     budget_bytes
         The budget; None for no limit, for a baseline, and where a ratio could not be resolved.
     inputs
@@ -78,12 +78,12 @@ class Outcome:
         return sum(found.get("num_retries", 0) for found in self.inputs)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The repetitions of all inputs."""
+        """Return the repetitions of all inputs."""
         return [row for found in self.inputs for row in found.get("rows", [])]
 
 
 def summarize(values: Sequence[float]) -> dict[str, Any]:
-    """Mean, median, spread, and confidence intervals of a metric.
+    """Return mean, median, spread, and confidence intervals of a metric.
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ def _limit(outcome: Outcome) -> int | str | None:
 
 
 def _slowdown(outcome: Outcome, metric: str) -> float | None:
-    """The median of a time over that of the baseline, where that was run."""
+    """Return the median of a time over that of the baseline, where that was run."""
     inputs = outcome.baseline
     if not inputs or any(found["status"] != "ok" for found in inputs):
         return None
@@ -161,7 +161,7 @@ def _losses(inputs: Iterable[dict[str, Any]]) -> dict[Any, set[Any]]:
 
 
 def _losses_equal(outcome: Outcome) -> bool | None:
-    """Whether every loss is bit for bit that of the baseline; None where nothing is to compare."""
+    """Return whether every loss equals the baseline's bit for bit; None without a baseline."""
     own, plain = _losses(outcome.inputs), _losses(outcome.baseline or [])
     shared = own.keys() & plain.keys()
     if not shared:
@@ -170,7 +170,7 @@ def _losses_equal(outcome: Outcome) -> bool | None:
 
 
 def entry_of(outcome: Outcome) -> dict[str, Any]:
-    """A trial as the data files have it."""
+    """Return a trial as the data files have it."""
     trial = outcome.trial
     entry: dict[str, Any] = {
         "command_id": trial.command_id,
@@ -224,7 +224,7 @@ def _replayed(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def entries(outcomes: Iterable[Outcome]) -> dict[str, list[dict[str, Any]]]:
-    """Of each model, its trials as the data files have them."""
+    """Return the trials of each model as the data files have them."""
     found: dict[str, list[dict[str, Any]]] = {}
     for outcome in outcomes:
         found.setdefault(outcome.trial.model, []).append(entry_of(outcome))
@@ -242,13 +242,13 @@ def write(
     Parameters
     ----------
     config
-        What was asked.
+        Configuration that was run.
     environment
         Of `rotor.experiments.process.describe`.
     outcomes
         One for each of its trials, in their order.
     output
-        Where files go; its ``text`` becomes the summary.
+        Files of the results; its ``text`` becomes the summary.
     """
     models = entries(outcomes)
     machine = {key: value for key, value in environment.items() if key != "models"}
@@ -302,7 +302,7 @@ def _command_csv(outcome: Outcome) -> tuple[list[str], list[list[Any]]]:
 
 
 def _table_csv(models: dict[str, list[dict[str, Any]]]) -> tuple[list[str], list[list[Any]]]:
-    """A row for each command: medians."""
+    """Return a row for each command: medians."""
     columns = ["model", "command", "type", "kind", "batch_size", "ratio", "memory_budget"]
     columns += [
         "params",

@@ -42,7 +42,7 @@ class Cell:
         JSON data that tells the cell from all others: settings, and a digest of what is read from
         files. It makes the name of the cell's file.
     fields
-        What has to be in the result; a kept one that lacks any of them is not read back.
+        Fields that a result must have; a stored one that lacks any of them is not read back.
     """
 
     function: Callable[..., dict[str, Any]]
@@ -77,11 +77,11 @@ class Store:
         self.directory = directory
 
     def path(self, cell: Cell) -> Path:
-        """The file of a cell."""
+        """Return the file of a cell."""
         return self.directory / f"{cell.key}.json"
 
     def get(self, cell: Cell) -> dict[str, Any] | None:
-        """What the cell gave, or None where it has not run."""
+        """Return the result of the cell, or None if it has not run."""
         try:
             fields = check_header(read_json(self.path(cell)), FORMAT, VERSION)
         except (OSError, ValueError):
@@ -112,7 +112,7 @@ class Store:
 
 
 def usable_cpus() -> int:
-    """Processors that this process may use."""
+    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return max(1, len(os.sched_getaffinity(0)))
     return os.cpu_count() or 1
@@ -133,7 +133,7 @@ def run_cells(
     cells
         In the order of the results. Equal ones run once.
     store
-        Where finished cells are; each is kept there as soon as it is done, so that after an
+        Store of finished cells; each is saved as soon as it is done, so that after an
         interruption or an error the next call goes on with the rest.
     jobs
         Processes; 1 runs everything in this one.
@@ -145,14 +145,14 @@ def run_cells(
     Returns
     -------
     list of dict
-        What each cell gave, in the order of `cells`.
+        Result of each cell, in the order of `cells`.
 
     Raises
     ------
     ValueError
         `jobs` is below 1.
     Exception
-        What a cell raised, with a note that says which cell it was.
+        Any exception of a cell, with a note that names the cell.
     """
     if jobs < 1:
         raise ValueError(f"jobs = {jobs}, expected at least 1")
@@ -174,7 +174,7 @@ def run_cells(
 
 
 def _results(cells: list[Cell], jobs: int) -> Generator[tuple[Cell, dict[str, Any]], None, None]:
-    """Pairs of a cell and what it gave, as they are done."""
+    """Return the pairs of a cell and what it gave, as they are done."""
     if jobs <= 1:
         for cell in cells:
             yield cell, _noted(cell, functools.partial(cell.function, **cell.arguments))
@@ -210,6 +210,6 @@ def _noted(cell: Cell, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _ignore_interrupts() -> None:
-    """Ctrl-C reaches all processes of a terminal: the first one ends the others."""
+    """Ignore Ctrl-C, which reaches all processes of a terminal: the first one ends the others."""
     with contextlib.suppress(ValueError):
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -59,7 +59,7 @@ class Trial:
     options
         The rest by name, as in the configuration; every one has a value.
     path
-        Where it stands in the configuration.
+        Its place in the configuration.
     """
 
     model: str
@@ -75,7 +75,7 @@ class Trial:
 
     @property
     def workload(self) -> tuple[Any, ...]:
-        """What tells the workload from others: trials that agree in it are compared."""
+        """Key of the workload: trials with equal keys are compared."""
         return (self.model, self.batch_size, json.dumps(self.params, sort_keys=True))
 
     def samples(self, budget_bytes: int | None) -> bool:
@@ -110,7 +110,7 @@ class Configuration:
     name
         Of the files that are written: that of its file without ``config_`` and ``.json``.
     trials
-        What is to be run, in the order of ``models`` and of each model's commands.
+        Trials to run, in the order of ``models`` and of each model's commands.
     text
         The configuration as it was read, JSON.
     ignored
@@ -185,7 +185,7 @@ class _Notes:
 
 
 def shipped() -> list[str]:
-    """Names of the configurations that come with the package."""
+    """Return the names of the configurations that come with the package."""
     folder = resources.files("rotor.experiments") / "configurations"
     names = (entry.name for entry in folder.iterdir())
     return sorted(
@@ -198,7 +198,7 @@ def shipped() -> list[str]:
 def load(
     source: str | os.PathLike[str], *, models: Mapping[str, Collection[str]] | None = None
 ) -> Configuration:
-    """A configuration from a file, or one that is shipped.
+    """Return a configuration from a file, or one that is shipped.
 
     Parameters
     ----------
@@ -207,6 +207,11 @@ def load(
         file of that name goes first.
     models
         Known workloads, and the parameters of each; None to take any.
+
+    Returns
+    -------
+    Configuration
+        The trials, and all settings.
 
     Raises
     ------
@@ -256,7 +261,7 @@ def shipped_text(name: str) -> str:
 def parse(
     text: str, name: str, *, models: Mapping[str, Collection[str]] | None = None
 ) -> Configuration:
-    """A configuration from JSON text; errors as of `load`.
+    """Return a configuration from JSON text; errors as of `load`.
 
     Parameters
     ----------
@@ -266,6 +271,11 @@ def parse(
         Of the configuration.
     models
         Known workloads, and the parameters of each; None to take any.
+
+    Returns
+    -------
+    Configuration
+        The trials, and all settings.
 
     Raises
     ------
@@ -321,7 +331,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {json.dumps(key)} stands twice in one object")
+            raise ValueError(f"the key {json.dumps(key)} occurs twice in one object")
         found[key] = value
     return found
 
@@ -363,7 +373,7 @@ def _defaults(value: Any, notes: _Notes) -> dict[str, Any]:
 
 
 def unfold(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every combination of the values of the fields that are lists.
+    """Return every combination of the values of the fields that are lists.
 
     The last list varies fastest. A list in a list is a value.
 
@@ -440,7 +450,7 @@ def _kind(command: dict[str, Any], path: str, kind_of_run: str) -> str:
 def _budgets(
     command: dict[str, Any], path: str, kind_of_run: str, kind: str
 ) -> list[tuple[int | None, float | None]]:
-    """Pairs of bytes and ratio, of which one is None or (no limit) both are."""
+    """Return the pairs of bytes and ratio, of which one is None or (no limit) both are."""
     wanted = {"baseline": (), "fixed": ("memory_budget",), "ratio": ("ratio",)}.get(
         kind or kind_of_run, ("memory_budget", "ratio")
     )
@@ -484,7 +494,7 @@ def _fields(
     extra = _object(command.get("extra_params", {}), inner)
     for key in keys.COMMAND:
         if key in extra:
-            raise ValueError(f"{inner}.{key} stands in extra_params, expected {path}.{key}")
+            raise ValueError(f"{inner}.{key} is in extra_params, expected {path}.{key}")
     extra = notes.sort_out(extra, inner, extra if known is None else [*known, *OPTIONS])
     outer = {key: command[key] for key in command if key in OPTIONS}
     for base, source in ((path, outer), (inner, extra)):
@@ -493,7 +503,7 @@ def _fields(
             if key in keys.ALWAYS or key in keys.WITHOUT_MEANING:
                 continue
             if key in fields:
-                raise ValueError(f"{place} stands in {places[key]} too, expected one of them")
+                raise ValueError(f"{place} is in {places[key]} too, expected one of them")
             option = OPTIONS.get(key)
             if option is not None and kind_of_run not in option.types:
                 notes.ignored.append(f"{place} (of a {kind_of_run} command)")

@@ -50,7 +50,7 @@ _COMPUTE, _EVICT, _BANISH = (EVENT_KINDS.index(kind) for kind in ("compute", "ev
 
 @dataclass(frozen=True)
 class Config:
-    """What the experiment runs.
+    """Settings of the experiment.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class Config:
     Raises
     ------
     ValueError
-        A bound is unknown, a size is below 2, or there are none.
+        A bound is unknown, a size is below 2, or no size is given.
     """
 
     sizes: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
@@ -98,12 +98,12 @@ class Config:
 
 
 def chen_extra(n: int) -> float:
-    """Operations beyond 2 n of Chen's sqrt(n) segments: every forward operation once more."""
+    """Return the operations beyond 2 n of Chen's sqrt(n) segments: every forward once more."""
     return float(n)
 
 
 def treeverse_extra(n: int) -> float:
-    """Operations beyond 2 n of a recursive bisection in memory of log2(n).
+    """Return operations beyond 2 n of a recursive bisection in memory of log2(n).
 
     f(n) - n with f(n) = n / 2 + 2 f(n / 2) and f(1) = 2.
     """
@@ -122,7 +122,7 @@ def _network(n: int) -> Log:
 def linear_cell(
     n: int, budget: int, heuristic: str, runtime: str, most_extra: float, seed: int
 ) -> dict[str, Any]:
-    """One run; gives ``Result.to_dict()``."""
+    """Run one cell; return ``Result.to_dict()``."""
     return simulate(
         _network(n),
         heuristic,
@@ -138,7 +138,7 @@ def _budget(bound: str, n: int) -> int:
 
 
 def residency(n: int, budget: int, heuristic: str, *, seed: int = 0) -> npt.NDArray[np.bool_]:
-    """Which storages of the linear network are in memory at each moment.
+    """Return which storages of the linear network are in memory at each moment.
 
     Parameters
     ----------

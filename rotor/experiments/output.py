@@ -1,4 +1,4 @@
-"""What experiments share: the directory they write to, the logs they read, tables."""
+"""Parts that experiments share: the output directory, the input logs, tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VERSION = 1
 
 @dataclass
 class Output:
-    """Where an experiment writes: ``data/``, ``summary/``, ``graph/`` under one directory.
+    """Output of an experiment: ``data/``, ``summary/``, ``graph/`` under one directory.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class Output:
     formats
         Of figures: "pdf", "png", "svg"; none for no figures.
     files
-        What was written so far.
+        Files written so far.
     text
         The summary.
     """
@@ -55,7 +55,7 @@ class Output:
             check_formats(self.formats)
 
     def store(self, *, fresh: bool) -> Store:
-        """Where the cells of this experiment are; emptied where `fresh`."""
+        """Return the store of this experiment's cells; emptied if `fresh`."""
         found = Store(self.directory / "data" / "cells" / self.name)
         if fresh:
             found.clear()
@@ -92,7 +92,7 @@ class Output:
         self._write(Path("summary", f"{self.name}.txt"), text + "\n")
 
     def figure_stem(self, suffix: str = "") -> Path:
-        """``graph/<name><suffix>``, without the ending that names the format."""
+        """Return ``graph/<name><suffix>``, without the ending that names the format."""
         path = self.directory / "graph" / f"{self.name}{suffix}"
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -119,12 +119,12 @@ class LogFile:
 
 
 def find_logs(sources: Iterable[str | os.PathLike[str]]) -> list[LogFile]:
-    """Logs named one by one, all of a directory, or all of a list.
+    """Find logs given one by one, as a directory, or as a list.
 
-    Of a directory: the files that end in ``.log`` or ``.log.gz``, by name; with the titles of its
-    ``manifest.json`` where there is one (`rotor.experiments.simrd_manifest`). A file that ends in
-    ``.json`` is a list, whose logs are beside it or where it says. Other titles are the part of the
-    file's name before the first ``-``, where that is unique.
+    From a directory: the files that end in ``.log`` or ``.log.gz``, by name, with the titles of its
+    ``manifest.json`` if it has one (`rotor.experiments.simrd_manifest`). A file that ends in
+    ``.json`` is a list, with logs beside it or at the paths it gives. Other titles are the part of
+    the file's name before the first ``-``, if that is unique.
 
     Raises
     ------
@@ -136,7 +136,7 @@ def find_logs(sources: Iterable[str | os.PathLike[str]]) -> list[LogFile]:
     paths: list[tuple[Path, str | None]] = []
     for source in map(Path, sources):
         if not source.exists():
-            raise FileNotFoundError(f"there is no log {source}: expected a file or a directory")
+            raise FileNotFoundError(f"no log {source}: expected a file or a directory")
         if source.suffix == ".json":
             paths += _listed(source)
             continue
@@ -173,7 +173,7 @@ def _listed(path: Path) -> list[tuple[Path, str | None]]:
         places = [path.parent / str(entry["log"]), path.parent / Path(str(entry["log"])).name]
         log = next((place for place in places if place.is_file()), None)
         if log is None:
-            raise FileNotFoundError(f"there is no log {places[0]}, which {path} lists")
+            raise FileNotFoundError(f"no log {places[0]}, which {path} lists")
         found.append((log, str(entry["title"]) if "title" in entry else None))
     return found
 
@@ -185,7 +185,7 @@ def _digest(path: Path) -> str:
 
 @lru_cache(maxsize=2)
 def open_log(path: str, digest: str) -> Log:
-    """The log at a path; the last two are kept by this process.
+    """Return the log at a path; the last two are kept by this process.
 
     Parameters
     ----------
@@ -202,7 +202,7 @@ def open_log(path: str, digest: str) -> Log:
 
 
 def read_results(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
-    """The fields of a ``data/<name>.json``, without its header.
+    """Return the fields of a ``data/<name>.json``, without its header.
 
     Raises
     ------

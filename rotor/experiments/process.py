@@ -34,7 +34,7 @@ class Failure(RuntimeError):
     kind
         "Silent", "Crashed", "Timeout", or the name of the exception in the process.
     message
-        What happened.
+        Text of the error.
     traceback
         Of the exception, or what the process last wrote to stderr.
     """
@@ -52,7 +52,7 @@ class Failure(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """How long an answer may take.
+    """Time limits of an answer.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class Limits:
     max_retries
         Attempts after the first.
     retry_on_error
-        Whether an exception in the process is tried again, as silence and crashes are.
+        True if an exception in the process is tried again, like silence and crashes.
     """
 
     timeout: float
@@ -74,19 +74,19 @@ class Limits:
 
 @dataclass
 class Answer:
-    """Events of the attempt that came to its end, and the failures of those before."""
+    """Events of the last attempt, and the failures of the attempts before."""
 
     events: list[dict[str, Any]]
     retries: list[str] = field(default_factory=list)
 
 
 def describe(device: str, worker: Sequence[str]) -> dict[str, Any]:
-    """What a run on a device depends on: models, versions, the device's name.
+    """Return the facts that a run on a device depends on: models, versions, the device's name.
 
     Raises
     ------
     ValueError
-        There is no such device, or PyTorch is not installed; the message says which.
+        The device does not exist, or PyTorch is not installed; the message says which.
     """
     limits = Limits(_DESCRIBE_SECONDS, _DESCRIBE_SECONDS, 0, False)
     try:
@@ -122,12 +122,12 @@ def ask(
     Returns
     -------
     Answer
-        What the worker told, and how often it was tried again.
+        Events of the worker, and the number of repeated attempts.
 
     Raises
     ------
     Failure
-        Of the last attempt; its ``retries`` are those before.
+        Failure of the last attempt; its ``retries`` are the attempts before.
     """
     deadline = time.monotonic() + limits.timeout
     retries: list[str] = []
@@ -187,7 +187,7 @@ def _attempt(
 def _process(
     worker: Sequence[str], stderr: IO[bytes], environment: Mapping[str, str] | None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, none of which is left."""
+    """Start a process in its own group, and end the whole group on exit."""
     process = subprocess.Popen(
         worker,
         stdin=subprocess.PIPE,
@@ -208,7 +208,7 @@ def _process(
 
 
 def _lines(process: subprocess.Popen[bytes]) -> queue.Queue[bytes | None]:
-    """The lines of a process's stdout, and None at its end, read by a thread that closes it."""
+    """Return the lines of a process's stdout, then None, read by a thread that closes it."""
     found: queue.Queue[bytes | None] = queue.Queue()
     stream = process.stdout
     assert stream is not None

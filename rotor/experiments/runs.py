@@ -61,7 +61,7 @@ def run(
     config
         From `rotor.experiments.configuration.load`.
     directory
-        Where files are written; finished inputs in it are read back. Those that failed run again.
+        Directory of the files; finished inputs in it are read back, failed ones run again.
     formats
         Of figures; none for no figures.
     fresh
@@ -84,7 +84,7 @@ def run(
     Raises
     ------
     ValueError
-        A model is unknown, or there is no such device.
+        A model is unknown, or the device does not exist.
     RunError
         An input failed, and ``report_errors`` is false.
     """
@@ -116,7 +116,7 @@ def run(
 
 
 def plan_text(config: Configuration) -> str:
-    """What would run, as a table."""
+    """Return the table of runs that the configuration asks for."""
     rows = [
         ["model", "command", "type", "batch", "budget", "parameters", "inputs", "warm-up", "steps"]
     ]
@@ -154,7 +154,7 @@ class _Runner:
     saved: list[tuple[Trial, Path]] = field(default_factory=list)
 
     def outcomes(self) -> list[Outcome]:
-        """What came of every trial, in their order."""
+        """Return the results of all trials, in their order."""
         store = self.output.store(fresh=self.fresh)
         trials = self.config.trials
         baselines = self._baselines(store)
@@ -186,7 +186,7 @@ class _Runner:
         return [found[id(trial)] for trial in trials]
 
     def _baselines(self, store: Store) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
-        """Of each workload that has a baseline, or a ratio which needs one, its inputs."""
+        """Run the inputs of each workload that has a baseline, or a ratio which needs one."""
         wanted: dict[tuple[Any, ...], Trial] = {}
         for trial in self.config.trials:
             if trial.type == "baseline" or (trial.type == "dtr" and trial.ratio is not None):
@@ -202,7 +202,7 @@ class _Runner:
     def _budget(
         self, trial: Trial, baselines: dict[tuple[Any, ...], list[dict[str, Any]]]
     ) -> tuple[int | None, str | None]:
-        """Bytes (None: no limit), or why there are none."""
+        """Return bytes (None: no limit), or the reason why none are known."""
         if trial.ratio is None:
             return trial.budget_bytes, None
         failed = [found for found in baselines[trial.workload] if found["status"] != "ok"]
@@ -334,7 +334,7 @@ class _Runner:
             path = self._log_of(trial)
             if path is None or not path.is_file():
                 what = "no command of this configuration has saved one" if path is None else path
-                results.append(_failed("NoLog", f"there is no log to replay: {what}"))
+                results.append(_failed("NoLog", f"no log to replay: {what}"))
                 continue
             settings = {
                 "heuristic": trial.options["heuristic"],
@@ -373,7 +373,7 @@ class _Runner:
 
 
 def _forget_unfinished(store: Store, cell: Cell) -> None:
-    """Inputs that failed, or whose log has gone, are to run again."""
+    """Return inputs that failed, or whose log has gone, are to run again."""
     kept = store.get(cell)
     if kept is None:
         return
@@ -431,7 +431,7 @@ def input_cell(
 
 
 def replay_cell(path: str, digest: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Replay a log; gives ``Result.to_dict()``."""
+    """Replay a log; return ``Result.to_dict()``."""
     return simulate(open_log(path, digest), **settings).to_dict()
 
 
@@ -496,7 +496,7 @@ def _check_address(address: str) -> None:
 
 
 def post(address: str, text: str, *, timeout: float = _POST_SECONDS) -> bool:
-    """Post a summary as JSON, ``{"text": ..}``; whether it was taken.
+    """Post a summary as JSON, ``{"text": ..}``; return whether it was accepted.
 
     Parameters
     ----------

@@ -18,14 +18,14 @@ __all__ = ["entries", "write"]
 
 
 def write(path: Path, logs: Iterable[tuple[Trial, Path]]) -> None:
-    """Write a list of logs, where there are any.
+    """Write a list of logs, if any exist.
 
     Parameters
     ----------
     path
         Of the list.
     logs
-        What ran, and where its log is.
+        Runs, with the places of their logs.
     """
     models: dict[str, list[dict[str, Any]]] = {}
     for trial, log in logs:

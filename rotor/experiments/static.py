@@ -33,7 +33,7 @@ __all__ = ["Config", "run"]
 
 @dataclass(frozen=True)
 class Config:
-    """What the experiment runs.
+    """Settings of the experiment.
 
     Attributes
     ----------
@@ -79,13 +79,13 @@ class Config:
 
 
 def planner_cell(path: str, digest: str, planner: str) -> dict[str, Any]:
-    """All points of one planner on a log."""
+    """Return all points of one planner on a log."""
     points = plan(open_log(path, digest), [planner])
     return {"points": [dataclasses.asdict(point) for point in points]}
 
 
 def size_cell(path: str, digest: str) -> dict[str, Any]:
-    """How many operations a log has, constants aside."""
+    """Return the number of a log's operations, without constants."""
     program = Program.from_log(open_log(path, digest))
     count = sum(not program.is_constant(o) for o in range(len(program.cost_ns)))
     return {"operations": count}
@@ -94,7 +94,7 @@ def size_cell(path: str, digest: str) -> dict[str, Any]:
 def checkmate_cell(
     path: str, digest: str, ratio: float, seconds: float, most_operations: int
 ) -> dict[str, Any]:
-    """Checkmate's answer in one budget; "infeasible" and "no answer" are answers."""
+    """Return Checkmate's answer in one budget; "infeasible" and "no answer" are answers."""
     log = open_log(path, digest)
     budget = int(log.baseline.max_memory * ratio)
     try:
@@ -376,7 +376,7 @@ def _curve(
 
 
 def _frontier(points: list[dict[str, Any]]) -> list[tuple[int, float | None]]:
-    """Peaks and slow-downs of the points that no other one beats."""
+    """Return peaks and slow-downs of the points that no other one beats."""
     kept: list[tuple[int, float | None]] = []
     best = float("inf")
     for peak, slow in sorted((p["peak_bytes"], p["slowdown"]) for p in points):

@@ -85,7 +85,7 @@ GROUPS: dict[str, dict[str, tuple[Series, ...]]] = {
 
 @dataclass(frozen=True)
 class Config:
-    """What a sweep runs.
+    """Settings of a sweep.
 
     Attributes
     ----------
@@ -105,7 +105,7 @@ class Config:
     Raises
     ------
     ValueError
-        The name is unknown, there are no ratios or trials, or a ratio is not positive.
+        The name is unknown, ratios or trials are missing, or a ratio is not positive.
     """
 
     name: str
@@ -126,7 +126,7 @@ class Config:
 
 
 def check_ratios(ratios: tuple[float, ...]) -> None:
-    """Raise ValueError where there are none, or one is not positive and finite."""
+    """Raise ValueError if ratios are missing, or one is not positive and finite."""
     if not ratios:
         raise ValueError("no ratios were given, expected numbers above 0 such as 0.5")
     for ratio in ratios:
@@ -135,18 +135,18 @@ def check_ratios(ratios: tuple[float, ...]) -> None:
 
 
 def simulate_cell(path: str, digest: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """One simulation of a log in a file; gives ``Result.to_dict()``."""
+    """Run one simulation of a log in a file; return ``Result.to_dict()``."""
     return simulate(open_log(path, digest), **settings).to_dict()
 
 
 def baseline_cell(path: str, digest: str) -> dict[str, Any]:
-    """What the ratios of a log refer to, and how many of its releases were ignored."""
+    """Return the baseline of a log's ratios, and the number of its ignored releases."""
     log = open_log(path, digest)
     return dataclasses.asdict(log.baseline) | {"ignored_releases": log.ignored_releases}
 
 
 def simulation(log: LogFile, **settings: Any) -> Cell:
-    """The cell of one simulation."""
+    """Return the cell of one simulation."""
     return Cell(
         simulate_cell,
         {"path": str(log.path), "digest": log.digest, "settings": settings},
@@ -156,7 +156,7 @@ def simulation(log: LogFile, **settings: Any) -> Cell:
 
 
 def baseline_of(log: LogFile) -> Cell:
-    """The cell of a log's baseline."""
+    """Return the cell of a log's baseline."""
     return Cell(
         baseline_cell,
         {"path": str(log.path), "digest": log.digest},
@@ -181,9 +181,9 @@ def run(
     Parameters
     ----------
     config
-        What to run.
+        Sweep to run.
     directory
-        Where to write.
+        Directory of the output.
     jobs
         Processes.
     formats
@@ -199,7 +199,7 @@ def run(
     Raises
     ------
     FileNotFoundError
-        There are no logs.
+        No logs were found.
     MalformedLogError
         A log cannot be read.
     ImportError
@@ -247,7 +247,7 @@ def _seeds(config: Config, series: Series) -> list[int]:
 
 
 def _curve(series: Series, log: LogFile, group: str, results: list[Any]) -> dict[str, Any]:
-    """A series on a log: of each ratio the mean, least and most of the trials that succeeded."""
+    """Return a series on a log: mean, least and most of the successful trials of each ratio."""
     by_ratio: dict[float, list[dict[str, Any]]] = {}
     for (other, its_group, its_series, ratio), result in results:
         if (other, its_group, its_series) == (log, group, series):
@@ -284,7 +284,7 @@ def _slowdown(result: dict[str, Any]) -> float:
 
 
 def failure_line(points: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Where a curve ends: the smallest ratio at which it succeeds, and how it fails below that.
+    """Return the end of a curve: the smallest ratio that succeeds, and the failure below it.
 
     Parameters
     ----------

@@ -43,7 +43,7 @@ def main(workloads: Any = None, dtr: Any = None) -> int:
     Parameters
     ----------
     workloads, dtr
-        What serves as `rotor.models.workloads` and `rotor.dtr`; these by default.
+        Replacements of `rotor.models.workloads` and `rotor.dtr`; these by default.
 
     Returns
     -------
@@ -78,7 +78,7 @@ def main(workloads: Any = None, dtr: Any = None) -> int:
 
 
 def describe(device: str, workloads: Any) -> dict[str, Any]:
-    """What a run depends on beside its settings: models and their parameters, versions, device."""
+    """Return the facts that a run depends on: models and their parameters, versions, device."""
     chosen = _device(device)
     name = torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else "CPU"
     return {
@@ -108,7 +108,7 @@ def run(request: dict[str, Any], emit: Emit, workloads: Any, dtr: Any) -> None:
 
     Every repetition has a new model and a new batch, drawn from the input's seed, so that all of an
     input do the same. The first ``warm_ups`` of them are not counted. On the CPU, memory is metered
-    in repetitions of their own, before those whose time is taken: a meter costs time. On CUDA it
+    in repetitions of their own, before the timed ones: a meter costs time. On CUDA it
     costs none.
 
     Parameters
@@ -145,7 +145,7 @@ def run(request: dict[str, Any], emit: Emit, workloads: Any, dtr: Any) -> None:
 
 
 def _mark_start(path: Path) -> None:
-    """Begin a log, which is of one step, with START, as those of the prototype do."""
+    """Begin a log of one step with START, like the logs of the prototype."""
     writer = LogWriter()
     writer.annotate("START")
     mark, log = writer.getvalue(), path.read_bytes()
@@ -179,7 +179,7 @@ class _Runner:
         }
 
     def repetition(self, *, metered: bool = False, log: str | None = None) -> dict[str, Any]:
-        """One step of a new model; its figures, times in ms and memory in MB."""
+        """Run one step of a new model; return its figures, times in ms and memory in MB."""
         gc.collect()
         if self.request["set_seed"]:
             random.seed(self.seed)
@@ -207,7 +207,7 @@ class _Runner:
         return figures | {"total_mem": (level + meter.peak_bytes) / _MB}
 
     def _level(self, training: Any) -> int:
-        """Bytes allocated before the step."""
+        """Return bytes allocated before the step."""
         if self.device.type == "cuda":
             return int(torch.cuda.memory_allocated(self.device))
         return int(training.model_bytes) + int(training.input_bytes)

@@ -1,4 +1,4 @@
-"""Batches of any size made of one, and training steps that leave no trace."""
+"""Batches of any size made of one sample, and training steps that restore all they change."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Batch = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
 def batches_of(
     model: nn.Module, sample: Any, targets: tuple[Any, ...], has_loss: bool, engine: str
 ) -> Callable[[int], Batch]:
-    """A function that gives the batch of a size; the arguments are those of `largest_batch`."""
+    """Return a function that makes the batch of a size; arguments as for `largest_batch`."""
     if callable(sample) and not isinstance(sample, torch.Tensor | nn.Module):
         if targets:
             raise ValueError("a callable gives the targets too: leave targets= out")
@@ -84,7 +84,7 @@ def _checked_batch(found: Any) -> Batch:
 
 
 def device_of(batch: Batch) -> torch.device:
-    """Where a batch lies; ValueError: it holds no tensor."""
+    """Return the device of a batch; ValueError: it holds no tensor."""
     tensors = tree_tensors(core.tree_flatten(batch[:2])[0])
     if not tensors:
         raise ValueError("the batch holds no tensor, expected at least one")
@@ -92,7 +92,7 @@ def device_of(batch: Batch) -> torch.device:
 
 
 def sum_of(output: Any) -> torch.Tensor:
-    """The loss of an output that has one, else the sum of its tensors."""
+    """Return the loss of an output that has one, else the sum of its tensors."""
     if isinstance(output, torch.Tensor):
         return output.sum()
     if isinstance(output, Mapping):
@@ -113,7 +113,7 @@ def sum_of(output: Any) -> torch.Tensor:
 
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """The model trains inside, without gradients at first, and is as before afterwards."""
+    """Train the model inside, without gradients at first, and restore it afterwards."""
     modules = list(model.modules())
     flags = [(module, module.training) for module in modules]
     buffers = [(slots, name, slots[name]) for m in modules for slots, name in core.buffer_slots(m)]
@@ -139,14 +139,14 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def step_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """Peak of a step above the level at its start."""
+    """Return the peak of a step above the level at its start."""
     with memory.meter(device) as meter:
         step()
     return meter.peak_bytes
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is that of an allocator without memory."""
+    """Return whether an error is that of an allocator without memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "allocate memory" in str(error)
     )

@@ -1,4 +1,4 @@
-"""What `rotor.largest_batch` finds. Needs no PyTorch."""
+"""Results of `rotor.largest_batch`. Needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class BatchFit:
     batch
         Samples in a step.
     predicted_bytes
-        Peak of a step as planned; of plain PyTorch, as read from smaller batches.
+        Peak of a step as planned; for plain PyTorch, as extrapolated from smaller batches.
     measured_bytes
         Peak of a step that was run.
     seconds
-        Of a step that was run, a median; on the clock of `rotor.timing.Clock`.
+        Median time of a step that was run; on the clock of `rotor.timing.Clock`.
     """
 
     batch: int
@@ -43,7 +43,7 @@ class BatchFit:
         return self.batch / self.seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, for JSON."""
+        """Return it as plain data, for JSON."""
         return {
             "batch": self.batch,
             "predicted_bytes": self.predicted_bytes,
@@ -55,20 +55,20 @@ class BatchFit:
 
 @dataclass(frozen=True, slots=True)
 class TriedBatch:
-    """A batch size that was looked at.
+    """A batch size that was tried.
 
     Attributes
     ----------
     batch
         Samples in a step.
     runs
-        What would run it: "rotor" or "plain".
+        Runner of this size: "rotor" or "plain".
     fits
-        Whether it stays within the limit.
+        True if it stays within the limit.
     least_bytes
-        The least limit in which rotor can plan it; of plain PyTorch, the one that it needs.
+        The least limit in which rotor can plan it; for plain PyTorch, the bytes that it needs.
     measured_bytes, seconds
-        Of a step that was run, ``None`` where none was.
+        Figures of a step that was run, ``None`` if none was.
     """
 
     batch: int
@@ -79,34 +79,34 @@ class TriedBatch:
     seconds: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, for JSON."""
+        """Return it as plain data, for JSON."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """What `largest_batch` found.
+    """Result of `largest_batch`.
 
     Attributes
     ----------
     limit_bytes
         The limit.
     engine
-        What plans: "chain" or "graph".
+        The engine: "chain" or "graph".
     device
-        Where it ran.
+        Device of the runs.
     multiple_of
-        The step between the batch sizes that were looked at.
+        The step between the batch sizes that were tried.
     largest
         The largest batch that fits, as it ran.
     best
-        The batch of highest throughput among those that ran with rotor or plain.
+        The batch of highest throughput among all that ran, with rotor or plain.
     best_runs
-        What runs `best`: "rotor" or "plain".
+        Runner of `best`: "rotor" or "plain".
     plain
-        The largest batch that plain PyTorch fits, as it ran; ``None`` where the smallest does not.
+        The largest batch that plain PyTorch fits, as it ran; ``None`` if the smallest does not fit.
     table
-        Every size that was looked at, ascending; the size after `largest` is in it and does not
+        Every size that was tried, ascending; the size after `largest` is in it and does not
         fit, unless the search ended at ``max_batch``.
     """
 
@@ -122,12 +122,12 @@ class LargestBatch:
 
     @property
     def refused(self) -> TriedBatch | None:
-        """The next size up, which does not fit; ``None`` where the search ended before it."""
+        """The next size up, which does not fit; ``None`` if the search ended before it."""
         size = self.largest.batch + self.multiple_of
         return next((t for t in self.table if t.batch == size and t.runs == "rotor"), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, for JSON."""
+        """Return it as plain data, for JSON."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -142,7 +142,7 @@ class LargestBatch:
         }
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """As JSON text; also written to `path` when one is given."""
+        """Return it as JSON text; write it to `path` too if given."""
         return write_json(self.to_dict(), path)
 
     def __str__(self) -> str:
@@ -168,7 +168,7 @@ class LargestBatch:
         return f"{text}\nbatch {refused.batch} {reason}"
 
     def display(self) -> str:
-        """A table of every size that was looked at."""
+        """Return a table of every size that was tried."""
         rows = [["batch", "runs", "fits", "least", "measured", "step", "samples/s"]]
         for tried in self.table:
             ran = tried.seconds is not None

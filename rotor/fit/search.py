@@ -57,12 +57,12 @@ def largest_batch(
 ) -> LargestBatch:
     """Find the largest batch whose training step fits, and the one of best throughput.
 
-    Batch sizes are planned, not run: what the least plan of a size needs is nearly affine in the
-    size, so that few are looked at, the last ones side by side. Then the largest is run, with some
-    of the sizes below it: its measured peak is within the limit. Plain PyTorch is run in small
-    batches, from which the largest that fits is read, and then in that one.
+    Batch sizes are planned, not run: the need of a size's least plan is nearly affine in the size,
+    so that few sizes are tried, the last ones side by side. Then the largest is run, with some
+    of the sizes below it: its measured peak is within the limit. Plain PyTorch runs small batches,
+    from which the largest that fits is extrapolated, and then this largest batch.
 
-    Nothing of the model is changed: parameters, gradients, buffers, random states, training flags.
+    The model is restored afterwards: parameters, gradients, buffers, random states, training flags.
     Its own hooks run.
 
     Parameters
@@ -71,36 +71,36 @@ def largest_batch(
         Any module, on the device that it is trained on.
     sample
         One batch: a tensor, a tuple of arguments, or a dictionary of keyword arguments. Tensors as
-        long in their first dimension as the first tensor are taken to be split along it, and are
-        repeated to the sizes wanted; others stay. Or a callable that gets a batch size and gives
+        long in their first dimension as the first tensor are split along it, and are repeated to
+        the sizes wanted; others stay. Or a callable that gets a batch size and returns
         ``(args, kwargs, targets)``, a tuple, a dictionary and a tuple.
     mem_limit
-        As for `Checkpointable`: the most that a step may have allocated above the level at its
-        start. Gradients count: they do not exist when the step begins. ``None``: 90 % of what is
-        free.
+        As for `Checkpointable`: the most bytes that a step may have allocated above the level at
+        its start. Gradients count: they do not exist when the step begins. ``None``: 90 % of the
+        free memory.
     loss_fn, targets
         ``loss_fn(output, *targets)``, part of the plan; `targets` is split as `sample` is. Without
         it, the loss is the ``loss`` of an output that has one, else the sum of the outputs.
     engine
         "auto", "chain" or "graph", as for `Checkpointable`.
     multiple_of
-        Look at multiples of this size only.
+        Try multiples of this size only.
     max_batch
-        Look at no larger size.
+        Try no larger size.
     points
-        How many sizes are run with rotor at most, the largest among them, to find the best
+        Number of sizes to run with rotor at most, the largest among them, to find the best
         throughput.
     timed
-        Whether stages and operations are timed until their times are stable. False: each is run
-        once, which takes a fraction of the time, and tells what fits as well; plans are then made
+        True: stages and operations are timed until their times are stable. False: each is run once,
+        which takes a fraction of the time, and finds the same largest batch; plans are then made
         from rough times, so that steps may be a little slower. Throughput is measured either way.
     **options
-        Of `Checkpointable`. Graphs are planned with ``effort="fast"`` where nothing is given.
+        Options of `Checkpointable`. Graphs are planned with ``effort="fast"`` by default.
 
     Returns
     -------
     LargestBatch
-        The sizes and their figures; printed, a table.
+        The sizes and their figures; it prints as a table.
 
     Raises
     ------
@@ -110,7 +110,7 @@ def largest_batch(
         The limit is more than the device has free; the model runs without a plan; the sample holds
         no tensor, or targets are given without a loss; a number is not positive.
     TypeError
-        The model is no module, or the callable gives something else.
+        The model is no module, or the callable returns something else.
 
     Examples
     --------
@@ -147,7 +147,7 @@ def largest_batch(
     if limit > free:
         raise ValueError(
             f"the limit is {format_bytes(limit)} and {device} has {format_bytes(free)} free: the "
-            "answer is verified by a run, so give a limit that is there"
+            "answer is verified by a run, so give a limit that is free"
         )
     with unchanged(model, device):
         search = _Search(
@@ -158,23 +158,23 @@ def largest_batch(
 
 
 class _Line:
-    """Bytes against batch size, through the two known points that are nearest to the limit.
+    """Line of bytes against batch size, through the two known points nearest to the limit.
 
-    Where one lies below the limit and one above, these two.
+    If some points are below the limit and some above, one of each is used.
     """
 
     def __init__(self) -> None:
         self.points: dict[int, int] = {}
 
     def at(self, size: int, limit: int) -> int | None:
-        """Predicted bytes of a size; ``None`` where fewer than two points are known."""
+        """Return the predicted bytes of a size; ``None`` if fewer than two points are known."""
         if len(self.points) < 2:
             return None
         (a, low), (b, high) = self._nearest(limit)
         return round(low + (high - low) * (size - a) / (b - a))
 
     def largest_below(self, limit: int) -> int | None:
-        """The largest size predicted to need at most the limit."""
+        """Return the largest size predicted to need at most the limit."""
         if len(self.points) < 2:
             return None
         (a, low), (b, high) = self._nearest(limit)
@@ -217,7 +217,7 @@ class _Search:
     # -- batches and steps
 
     def _loss(self, size: int) -> tuple[Batch, Callable[..., torch.Tensor]]:
-        """The batch of a size, with targets in any case, so that the loss is planned."""
+        """Return the batch of a size, with targets in any case, so that the loss is planned."""
         args, kwargs, targets = self.batches(size * self.unit)
         if self.given_loss is not None and targets:
             return (args, kwargs, targets), self.given_loss
@@ -261,14 +261,14 @@ class _Search:
     # -- with rotor
 
     def _plan(self, size: int) -> bool:
-        """Whether a plan of a size fits; it is kept where it does."""
+        """Return whether a plan of a size fits; keep it if so."""
         known = self.rows.get(("rotor", size * self.unit))
         if known is not None and (not known.fits or size in self.plans):
             return known.fits
         least: int | None = None
         try:
             with warnings.catch_warnings():
-                # Why a model is planned in parts is said once.
+                # The reason why a model is planned in parts is logged once.
                 warnings.simplefilter("ignore" if self.warned else "default", MemoryLimitWarning)
                 model, least, fits = self._planned(size)
             self.warned = True
@@ -315,7 +315,7 @@ class _Search:
         return model, least, False
 
     def _largest(self, highest: int) -> int:
-        """The largest size below `highest` with a plan that fits; 0: none has."""
+        """Return the largest size below `highest` with a plan that fits; 0: none has."""
         low, high = 0, highest
         for tried in self.rows.values():
             size = tried.batch // self.unit
@@ -336,7 +336,7 @@ class _Search:
         return low
 
     def _verified(self, size: int) -> BatchFit | None:
-        """A size as it ran within the limit; ``None`` where it did not stay there."""
+        """Return a size as it ran within the limit; ``None`` if its peak exceeded it."""
         if not self._plan(size):
             return None
         model = self.plans[size]
@@ -365,10 +365,10 @@ class _Search:
             return None
         return BatchFit(size * self.unit, predicted, measured, seconds)
 
-    # -- without
+    # -- with plain PyTorch
 
     def _plain(self, largest: int) -> BatchFit | None:
-        """The largest size that plain PyTorch runs within the limit."""
+        """Return the largest size that plain PyTorch runs within the limit."""
         line, low, size = _Line(), 0, min(_FIRST, self.most)
         high = min(2 * largest, self.most) + 1
         found: BatchFit | None = None
@@ -401,7 +401,7 @@ class _Search:
                 if over is not None and low + 1 < high:
                     self._note("plain", low + 1, False, over)
                 break
-            # Whatever does not grow with the batch, in proportion it fits.
+            # Parts that do not grow with the batch only help: in proportion it fits.
             safe = int(low * self.limit / line.points[low]) if low else 0
             size = max(low + 1, min(safe, high - 1, high if guess is None else guess))
         if found is None:
@@ -418,7 +418,7 @@ class _Search:
         )
         return BatchFit(found.batch, found.predicted_bytes, found.measured_bytes, seconds)
 
-    # -- all of it
+    # -- the whole search
 
     def run(self, points: int) -> LargestBatch:
         highest = self.most + 1
@@ -458,7 +458,7 @@ class _Search:
         )
 
     def _others(self, largest: int, plain: BatchFit | None, count: int) -> list[int]:
-        """Sizes to run beside the largest: from the largest plain one up, evenly in ratio."""
+        """Return sizes to run beside the largest: from the largest plain one up, in even ratios."""
         start = max(largest // 2, 1) if plain is None else plain.batch // self.unit
         start = min(start, largest)
         sizes = {

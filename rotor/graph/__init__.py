@@ -1,7 +1,7 @@
 """Graphs of operations, programs that run them, and the planner.
 
-``plan(graph, budget_bytes)`` gives a `Program` or raises `InfeasibleError`; ``curve(graph)`` what
-can be done in every budget. Planning and simulating need no PyTorch.
+``plan(graph, budget_bytes)`` returns a `Program` or raises `InfeasibleError`; ``curve(graph)``
+returns programs for many budgets. Planning and simulating need no PyTorch.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """One choice for several captured parts of a step, under one limit.
 
 A model that cannot be captured whole runs as *pieces*: captured children, each with its own forward
-and backward, and eager code between them. Each piece offers several ways to run; here one is chosen
-for each, so that the whole step is fastest and never passes the limit.
+and backward, and eager code between them. Each piece offers several ways to run. This module
+chooses one for each, so that the whole step is fastest and never passes the limit.
 
 Forwards run in order, backwards in the reverse order. While piece ``i`` runs, forward or backward,
-there are what the eager code keeps, what the pieces before ``i`` keep, and the piece's own bytes;
-between pieces ``i - 1`` and ``i`` only the first two. `simulate` adds that up, nobody else does.
+three parts are in memory: what the eager code keeps, what the pieces before ``i`` keep, and the
+piece's own bytes. Between pieces ``i - 1`` and ``i`` only the first two are. Only `simulate` adds
+them up.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ class Option:
     Attributes
     ----------
     kept_bytes
-        What lies between its forward and its backward, its inputs not counted.
+        Bytes between its forward and its backward, its inputs not counted.
     forward_bytes, backward_bytes
-        The most that is live while it runs, above what was there; for the backward, what was kept
-        is counted.
+        The most that is live while it runs, above the level before it. The backward includes the
+        kept bytes.
     time_ns
         Forward and backward, recomputation included.
     """
@@ -48,7 +49,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Bases:
-    """Bytes that are there whatever is chosen, above the level at which the step begins.
+    """Bytes that are resident under every choice, above the level at which the step begins.
 
     Attributes
     ----------
@@ -90,12 +91,12 @@ class Simulation:
 
     @property
     def peak_bytes(self) -> int:
-        """The most at any moment."""
+        """The most bytes at any moment."""
         return int(max(part.max(initial=0) for part in (self.forward, self.backward, self.between)))
 
 
 def undominated(options: Sequence[Option]) -> list[Option]:
-    """The options that no other equals or beats in everything, fastest first."""
+    """Return the options that no other equals or beats in everything, fastest first."""
     kept: list[Option] = []
     for option in sorted(
         set(options), key=lambda o: (o.time_ns, o.kept_bytes, o.backward_bytes, o.forward_bytes)
@@ -111,14 +112,14 @@ def undominated(options: Sequence[Option]) -> list[Option]:
 
 
 def simulate(pieces: Sequence[Sequence[Option]], bases: Bases, choice: Sequence[int]) -> Simulation:
-    """Peaks and time of a choice.
+    """Return peaks and time of a choice.
 
     Parameters
     ----------
     pieces
         The options of each piece, in the order of the forward.
     bases
-        What is there whatever is chosen.
+        Bytes that are resident under every choice.
     choice
         The number of an option for each piece.
     """
@@ -137,7 +138,7 @@ def simulate(pieces: Sequence[Sequence[Option]], bases: Bases, choice: Sequence[
 
 
 def choose(pieces: Sequence[Sequence[Option]], bases: Bases, limit_bytes: int) -> list[int]:
-    """The fastest choice that never passes the limit.
+    """Return the fastest choice that never passes the limit.
 
     What later pieces can do depends on the past only through the sum of what is kept, and less is
     never worse: states are the Pareto frontier of kept bytes and time.
@@ -147,7 +148,7 @@ def choose(pieces: Sequence[Sequence[Option]], bases: Bases, limit_bytes: int) -
     pieces, bases
         As for `simulate`.
     limit_bytes
-        The most that may be there at any moment.
+        The most bytes that may be live at any moment.
 
     Returns
     -------
@@ -157,7 +158,7 @@ def choose(pieces: Sequence[Sequence[Option]], bases: Bases, limit_bytes: int) -
     Raises
     ------
     InfeasibleError
-        There is none; ``minimum_bytes`` is the least limit for which there is one.
+        No choice fits; ``minimum_bytes`` is the least limit that has one.
     """
     kept = np.zeros(1, dtype=np.int64)
     time = np.zeros(1, dtype=np.int64)
@@ -206,7 +207,7 @@ def choose(pieces: Sequence[Sequence[Option]], bases: Bases, limit_bytes: int) -
 
 
 def _frontier(kept: npt.NDArray[np.int64], time: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Positions of the states that no other beats, by ascending bytes and descending time."""
+    """Return the positions of states that no other beats, by rising bytes and falling time."""
     order = np.lexsort((time, kept))
     sorted_time = time[order]
     earlier = np.minimum.accumulate(sorted_time)
@@ -219,10 +220,10 @@ def _frontier(kept: npt.NDArray[np.int64], time: npt.NDArray[np.int64]) -> npt.N
 
 
 def least_bytes(pieces: Sequence[Sequence[Option]], bases: Bases) -> int:
-    """The least limit for which `choose` finds something."""
+    """Return the least limit for which `choose` finds a choice."""
 
     def fits(limit: int) -> bool:
-        # The least that earlier pieces can keep leaves every later piece the most room.
+        # If earlier pieces keep the least they can, every later piece has the most room.
         kept = 0
         for i, options in enumerate(pieces):
             possible = [

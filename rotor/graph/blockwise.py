@@ -1,8 +1,8 @@
 """Programs that keep or repeat whole blocks: the chain's algorithm on a captured graph.
 
-The forward is cut where a single storage passes from what was before to what comes after. Between
-two cuts is a block, and the blocks are a chain: `rotor.algorithms.Persistent` schedules it, and the
-simulator prices what that makes of the graph's operations.
+The forward is cut where a single storage leads from the operations before to the operations after.
+The operations between two cuts are a block, and the blocks are a chain:
+`rotor.algorithms.Persistent` schedules it, and the simulator prices the operations of the result.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _readers(graph: Graph) -> list[list[int]]:
 
 
 def cut(graph: Graph) -> Blocks:
-    """Cut the forward of a graph at the storages that all of the rest passes through.
+    """Cut the forward of a graph at the storages that all later operations depend on.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def cut(graph: Graph) -> Blocks:
     Returns
     -------
     Blocks
-        One block where there is no such storage.
+        One block if no such storage exists.
 
     Raises
     ------
@@ -73,7 +73,7 @@ def cut(graph: Graph) -> Blocks:
     forward = [k for k, op in enumerate(ops) if op.phase == "forward"]
     losses = [k for k, op in enumerate(ops) if op.phase == "loss"]
     if not (forward and losses):
-        raise ValueError("the graph has no forward and no loss: there are no blocks to cut")
+        raise ValueError("the graph has no forward and no loss, so it has no blocks to cut")
     readers = _readers(graph)
     last = [max((k for k in reads if ops[k].phase == "forward"), default=-1) for reads in readers]
     groups: list[list[int]] = [[]]
@@ -113,7 +113,7 @@ def _peak(graph: Graph, ops: Iterable[int], kept: set[int], level: int = 0) -> i
 
 
 def _chain(graph: Graph, blocks: Blocks) -> Chain:
-    """Return the blocks' cost model; what it leaves out, the simulator counts afterwards."""
+    """Return the blocks' cost model; the simulator counts later what it leaves out."""
     ops, storages = graph.operations, graph.storages
 
     def size(found: Iterable[int]) -> int:
@@ -199,7 +199,7 @@ def plan_blocks(graph: Graph, budget_bytes: int | str) -> Program:
     Raises
     ------
     InfeasibleError
-        None fits; ``minimum_bytes`` is what the smallest one tried needs.
+        None fits; ``minimum_bytes`` is the need of the smallest one tried.
     ValueError
         The graph has no loss, or nothing before it.
     """

@@ -1,4 +1,4 @@
-"""Smaller graphs from large ones: operations that follow one another, merged."""
+"""Smaller graphs from large ones: consecutive operations, merged."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _CHEAP = 10
 
 
 def block_of(module: str) -> str:
-    """The block that a module belongs to, by its path.
+    """Return the block that a module belongs to, by its path.
 
-    It ends with the first number in the path, as members of lists and sequences have one
-    ("layers.3" for "layers.3.attention.query"); where there is none, with the second last name.
+    The result ends with the first number in the path, as members of lists and sequences have one
+    ("layers.3" for "layers.3.attention.query"); without a number, with the second last name.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ def block_of(module: str) -> str:
 
 
 def _runs(graph: Graph, joins: Callable[[Sequence[int], int], bool]) -> list[list[int]]:
-    """Operations in consecutive groups; an operation of another phase always begins one."""
+    """Return operations in consecutive groups; an operation of another phase always begins one."""
     groups: list[list[int]] = []
     for index, op in enumerate(graph.operations):
         group = groups[-1] if groups else []
@@ -43,10 +43,10 @@ def _runs(graph: Graph, joins: Callable[[Sequence[int], int], bool]) -> list[lis
 
 
 def places(graph: Graph) -> list[str]:
-    """The module that each operation is shown in.
+    """Return the module that each operation is shown in.
 
-    Those of none, such as sums of gradients, stand in what the modules before and after them have
-    in common.
+    An operation without a module, such as a sum of gradients, is shown in the common part of the
+    modules before and after it.
     """
     after = ["" for _ in graph.operations]
     following, phase = "", ""
@@ -65,16 +65,16 @@ def places(graph: Graph) -> list[str]:
 
 
 def blocks(graph: Graph) -> list[list[int]]:
-    """The operations in consecutive groups, each of one block and one phase.
+    """Return the operations in consecutive groups, each of one block and one phase.
 
-    Operations without a module join the group before them where it goes on after them.
+    Operations without a module join the group before them if it goes on after them.
     """
     names = [block_of(place) for place in places(graph)]
     return _runs(graph, lambda group, index: names[group[-1]] == names[index])
 
 
 def followers(graph: Graph) -> list[list[int]]:
-    """The operations in consecutive groups: one and the cheap ones that go on with what it made.
+    """Return groups of consecutive operations: one and the cheap ones that use its results.
 
     They belong to the same module and phase, read what the group made, cost at most a tenth of it,
     and neither draw random numbers nor have to run once.
@@ -98,25 +98,25 @@ def followers(graph: Graph) -> list[list[int]]:
 def contract(
     graph: Graph, groups: Sequence[Sequence[int]], names: Iterable[str] | None = None
 ) -> Graph:
-    """The graph in which each group is one operation.
+    """Return the graph in which each group is one operation.
 
-    What is made and used up inside of a group is part of its workspace, so that programs of the
-    smaller graph never need less than what they stand for.
+    Storages that are made and used up inside a group are part of its workspace, so that programs
+    of the smaller graph never need less than the programs of the larger graph they represent.
 
     Parameters
     ----------
     graph
-        What to make smaller.
+        The graph to make smaller.
     groups
         All operations in order, cut into groups of one phase each.
     names
-        Of the groups; by default of the first operation, with the number of those merged with it.
+        Names of the groups; by default of the first operation, with the number of merged ones.
 
     Returns
     -------
     Graph
-        Operations have the numbers of what they stand for in ``extra["operations"]``, storages
-        theirs in ``extra["storage"]``.
+        Operations have the numbers of the operations they represent in ``extra["operations"]``,
+        storages their old number in ``extra["storage"]``.
 
     Raises
     ------
@@ -145,7 +145,7 @@ def contract(
 
 
 def _unread(graph: Graph, exported: set[int], ends: Iterable[int]) -> set[int]:
-    """What the last operation of a group makes for nobody: it stays an output, as it was."""
+    """Return the unread outputs of a group's last operation, which stay outputs."""
     read = {s for op in graph.operations for s in op.inputs}
     return {s for end in ends for s in graph.operations[end].outputs if s not in read | exported}
 
@@ -180,7 +180,7 @@ def _merged(
 
 
 def _workspace(graph: Graph, members: Sequence[Operation], exported: set[int]) -> int:
-    """The most that is live at any moment while they run, less what they leave."""
+    """Return the most bytes live at any moment of a group, less its results."""
     last = {s: k for k, op in enumerate(members) for s in (*op.outputs, *op.inputs)}
     inner: set[int] = set()
     live = peak = left = 0
@@ -197,7 +197,7 @@ def _workspace(graph: Graph, members: Sequence[Operation], exported: set[int]) -
 
 
 def _common(paths: Iterable[str]) -> str:
-    """What the paths of some modules begin with."""
+    """Return the common beginning of the paths of some modules."""
     same: list[str] = []
     for names in zip(*(path.split(".") for path in paths), strict=False):
         if len(set(names)) > 1:
@@ -207,12 +207,12 @@ def _common(paths: Iterable[str]) -> str:
 
 
 def forward_part(graph: Graph) -> Graph:
-    """The operations of the forward, and what they make.
+    """Return the operations of the forward, and their storages.
 
     Raises
     ------
     ValueError
-        There are none.
+        The graph has no forward.
     """
     chosen = [op for op in graph.operations if op.phase == "forward"]
     kept = sorted(s for op in chosen for s in op.outputs)

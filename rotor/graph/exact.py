@@ -1,7 +1,7 @@
 """The exact planner for small graphs: Checkmate's integer program, solved by HiGHS.
 
 P. Jain et al., Checkmate: Breaking the memory wall with optimal tensor rematerialization (MLSys
-2020), sections 4.2 to 4.7: stage t computes operation t for the first time, and before it whatever
+2020), sections 4.2 to 4.7: stage t computes operation t for the first time, and before it all that
 is computed again; memory is followed operation by operation. It is exact among the programs whose
 first runs are in the order of the graph and that run nothing twice within a stage.
 """
@@ -26,7 +26,7 @@ _MOST_OPERATIONS = 200
 
 @dataclass(frozen=True)
 class Proof:
-    """A program and how good it is proven to be.
+    """A program and a proof of its quality.
 
     Attributes
     ----------
@@ -35,7 +35,7 @@ class Proof:
     bound_seconds
         No program of the class that `checkmate` searches is faster than this.
     gap
-        (time of the program - bound) / time of the program; 0 where it is proven to be the best.
+        (time of the program - bound) / time of the program; 0 if it is proven to be the best.
     """
 
     program: Program
@@ -171,16 +171,16 @@ def checkmate(
     time_limit: float | None = None,
     gap: float = 0.0,
 ) -> Proof:
-    """The fastest program within a budget, with a proof, for graphs of 20 to 40 operations.
+    """Return the fastest program within a budget, with a proof, for graphs of 20 to 40 operations.
 
     Parameters
     ----------
     graph
-        What to run; at most 200 operations.
+        The graph to run; at most 200 operations.
     budget_bytes
         The most bytes that may be live at any moment, or text such as "700MiB".
     time_limit
-        Seconds after which the best so far is the answer.
+        Seconds after which the best program so far is returned.
     gap
         Relative gap at which the search may stop.
 
@@ -192,7 +192,7 @@ def checkmate(
     Raises
     ------
     InfeasibleError
-        There is no program of the class (see the module). ``minimum_bytes`` is a bound from below:
+        No program of the class (see the module) exists. ``minimum_bytes`` is a lower bound:
         no program fits in less.
     TimeoutError
         The time limit passed before any program was found.

@@ -1,4 +1,4 @@
-"""Graphs of operations on storages: what programs run and the planner plans. Needs no PyTorch."""
+"""Graphs of operations on storages, for programs and the planner. Needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Operation:
     Parameters
     ----------
     name
-        For people.
+        Name for people.
     cost_ns
         Time of one run, nanoseconds.
     inputs, outputs
         Numbers of the storages that it reads and makes.
     workspace_bytes
-        What it needs beside them while it runs.
+        Bytes that it needs beside them while it runs.
     phase
         "forward", "loss" or "backward".
     random
@@ -68,7 +68,7 @@ class Storage:
     bytes
         Its size.
     pinned
-        Whether it stays once it is made: outputs, gradients of parameters.
+        True if it stays once it is made: outputs, gradients of parameters.
     extra
         Further fields, kept in JSON.
     """
@@ -90,19 +90,19 @@ def _whole(where: str, value: Any, largest: int = _LARGEST) -> int:
 class Graph:
     """Operations on storages, in an order in which every input is made before it is read.
 
-    Each storage is made by one operation. What exists before and after the step (parameters,
-    buffers, the input batch) is no storage; views share the storage of what they view.
+    Each storage is made by one operation. Tensors that exist before and after the step (parameters,
+    buffers, the input batch) are no storages; views share the storage of their base.
 
     Parameters
     ----------
     storages
         Sizes in bytes, or `Storage` objects.
     pinned
-        Which of them stay once they are made; ``None`` where `storages` are objects, or for none.
+        Flags of the storages that stay once they are made; ``None`` for none, or for objects.
     operations
-        In order.
+        The operations in order.
     name
-        For people.
+        Name for people.
     extra
         Further fields, kept in JSON.
 
@@ -112,7 +112,7 @@ class Graph:
         No operations; a number out of range; a storage read before it is made, made twice or
         never; an unknown phase. The message names the operation or storage.
     TypeError
-        Something is not of the expected type.
+        A value is not of the expected type.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Graph:
         )
 
     def __len__(self) -> int:
-        """Number of operations."""
+        """Return the number of operations."""
         return len(self.operations)
 
     @property
@@ -216,7 +216,7 @@ class Graph:
         return (Graph.from_dict, (self.to_dict(),))
 
     def to_dict(self) -> dict[str, Any]:
-        """The graph as plain data, for JSON."""
+        """Return the graph as plain data, for JSON."""
         data: dict[str, Any] = {
             **self.extra,
             "format": FORMAT,
@@ -244,7 +244,7 @@ class Graph:
 
     @classmethod
     def from_dict(cls, data: Any) -> Graph:
-        """The graph that `to_dict` wrote; unknown fields are kept.
+        """Return the graph that `to_dict` wrote; unknown fields are kept.
 
         Raises
         ------
@@ -267,7 +267,7 @@ class Graph:
             raise ValueError(f"malformed graph: {error}") from error
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The graph as JSON text; also written to `path` when one is given."""
+        """Return the graph as JSON text; also written to `path` when one is given."""
         return write_json(self.to_dict(), path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -276,7 +276,7 @@ class Graph:
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> Graph:
-        """A graph from JSON text, or from the file at a path.
+        """Return a graph from JSON text, or from the file at a path.
 
         Raises
         ------
@@ -287,7 +287,7 @@ class Graph:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Graph:
-        """A graph from a file: JSON, or the text format ``.g``.
+        """Return a graph from a file: JSON, or the text format ``.g``.
 
         The format ``.g``: ``n_ops n_storages``; a line ``bytes pinned`` per storage; a line
         ``cost_ns workspace_bytes is_backward n_in in... n_out out...`` per operation. Costs are
@@ -344,7 +344,7 @@ class Graph:
         return cls(storages, None, operations, name=name)
 
     def to_g(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The graph in the format ``.g``; also written to `path` when one is given.
+        """Return the graph in the format ``.g``; also written to `path` when one is given.
 
         Names, flags and the loss phase are not part of it: the loss becomes a forward operation.
         """

@@ -1,4 +1,4 @@
-"""From a graph and a budget to a program: greedy walks and a local search, judged exactly."""
+"""The planner: greedy walks and a local search for a program within a budget, judged exactly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rotor.graph.graph import Graph
 from rotor.graph.program import Program
 from rotor.units import parse_bytes
 
-# (random greedy runs, moves of the local search) of the efforts that have names.
+# (random greedy runs, moves of the local search) of the named efforts.
 _EFFORTS = {"fast": (0, 12_000), "default": (100, 300_000)}
 _CURVE_EFFORTS = {"fast": (0, 1_500), "default": (4, 12_000)}
 _UNIT = (10, 10_000)
@@ -36,7 +36,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_effort(effort: str | int) -> None:
-    """Raise TypeError or ValueError where `plan` takes no such effort."""
+    """Raise TypeError or ValueError for an effort that `plan` does not take."""
     _effort(effort, _EFFORTS)
 
 
@@ -79,22 +79,22 @@ def plan(
     seed: int = 0,
     progress: ProgressCallback | None = None,
 ) -> Program:
-    """The fastest program found whose peak is within a budget.
+    """Return the fastest program found whose peak is within a budget.
 
     Parameters
     ----------
     graph
-        What to run.
+        The graph to run.
     budget_bytes
         The most bytes that may be live at any moment, or text such as "700MiB".
     effort
         "default": quality first, a few seconds for 1,000 operations. "fast": under half a second
         for them. A whole number: that many units of 10 greedy runs and 10,000 moves.
     time_limit
-        Seconds after which the best so far is the answer; it makes the answer depend on the
+        Seconds after which the best program so far is returned; the result then depends on the
         machine.
     seed
-        One seed gives one answer.
+        Seed of the search; equal seeds give equal programs.
     progress
         Called with ``(done, total)`` about every 0.05 s.
 
@@ -106,8 +106,8 @@ def plan(
     Raises
     ------
     InfeasibleError
-        No program was found; ``minimum_bytes`` is the least peak that was reached, which is not
-        proven to be the least there is.
+        No program was found; ``minimum_bytes`` is the least peak that was reached, which need not
+        be the least possible.
     ValueError, TypeError
         An argument is not as described.
     """
@@ -127,7 +127,7 @@ def plan(
 
 
 class PlanCurve(Curve):
-    """What the planner found in every budget: a `Curve` with its programs.
+    """Programs that the planner found for all budgets: a `Curve` with its programs.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ class PlanCurve(Curve):
     Attributes
     ----------
     programs
-        One per point of the curve, in its order.
+        One for each point of the curve, in its order.
     """
 
     def __init__(self, programs: Sequence[Program]) -> None:
@@ -149,7 +149,7 @@ class PlanCurve(Curve):
 
     @classmethod
     def of(cls, programs: Iterable[Program]) -> PlanCurve:
-        """The curve of those programs that no other beats in both peak and time."""
+        """Return the curve of the programs that no other beats in both peak and time."""
         kept: list[Program] = []
         for program in sorted(programs, key=lambda p: (p.peak_bytes, p.time_ns)):
             if not kept or program.time_ns < kept[-1].time_ns:
@@ -166,12 +166,12 @@ def curve(
     seed: int = 0,
     progress: ProgressCallback | None = None,
 ) -> PlanCurve:
-    """What can be done in every budget: plans for many budgets, each begun from its neighbours.
+    """Return plans for many budgets, each begun from its neighbours.
 
     Parameters
     ----------
     graph
-        What to run.
+        The graph to run.
     points
         Budgets to plan for, in equal steps from the least peak that is reached to the peak without
         recomputation.
@@ -181,7 +181,7 @@ def curve(
     time_limit
         Seconds after which no further budget is planned for; low ones are then missing.
     seed
-        One seed gives one answer.
+        Seed of the search; equal seeds give equal programs.
     progress
         Called with ``(done, total)`` about every 0.05 s.
 
@@ -205,7 +205,7 @@ def curve(
 
 
 def lower_bound(graph: Graph) -> int:
-    """Bytes below which no program of the graph can stay.
+    """Return bytes below which no program of the graph can stay.
 
     The largest, over operations, of what must be live while one runs (its inputs, its outputs, its
     workspace, and what earlier phases pin), and of everything that is pinned.

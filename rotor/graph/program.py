@@ -26,9 +26,9 @@ class Timeline:
     Attributes
     ----------
     before_bytes
-        What is live when each operation begins, int64 [length].
+        Bytes that are live when each operation begins, int64 [length].
     peak_bytes
-        The most that is live while it runs, its outputs and workspace counted, int64 [length].
+        The most bytes live while it runs, its outputs and workspace counted, int64 [length].
     """
 
     before_bytes: npt.NDArray[np.int64]
@@ -39,13 +39,13 @@ class Program:
     """A program, checked and priced by the simulator.
 
     A storage is live from its making to the last use before it is made again; a pinned one stays
-    from its first making on. While an operation runs there are everything live before it, all its
-    outputs, and its workspace.
+    from its first making on. While an operation runs, everything live before it, all its outputs,
+    and its workspace are in memory.
 
     Parameters
     ----------
     graph
-        What it runs.
+        The graph of its operations.
     ops
         Numbers of operations in the order in which they run, with repeats.
 
@@ -59,8 +59,8 @@ class Program:
     Raises
     ------
     InvalidSequenceError
-        An input is not there, a phase begins before another ends, an operation runs too often or
-        never; ``position`` says where.
+        An input is not in memory, a phase begins before another ends, an operation runs too
+        often or never; ``position`` says where.
     """
 
     def __init__(self, graph: Graph, ops: Iterable[int] | npt.NDArray[np.int32]) -> None:
@@ -91,21 +91,21 @@ class Program:
 
     @property
     def slowdown(self) -> float:
-        """Time against that of every operation once; 1 where nothing takes any time."""
+        """Time against the time of every operation once; 1 if nothing takes any time."""
         total = sum(op.cost_ns for op in self.graph.operations)
         return self._time_ns / total if total else 1.0
 
     @property
     def runs(self) -> npt.NDArray[np.int64]:
-        """How many times each operation runs, int64 [operations]."""
+        """Return the number of times that each operation runs, int64 [operations]."""
         return np.bincount(self.ops, minlength=len(self.graph))
 
     def timeline(self) -> Timeline:
-        """Live bytes along the program."""
+        """Return the live bytes along the program."""
         return self._timeline
 
     def __len__(self) -> int:
-        """Number of runs."""
+        """Return the number of runs."""
         return len(self.ops)
 
     def __eq__(self, other: object) -> bool:
@@ -123,7 +123,7 @@ class Program:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The program with its graph as plain data, for JSON."""
+        """Return the program with its graph as plain data, for JSON."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -133,7 +133,7 @@ class Program:
 
     @classmethod
     def from_dict(cls, data: Any) -> Program:
-        """The program that `to_dict` wrote.
+        """Return the program that `to_dict` wrote.
 
         Raises
         ------
@@ -151,12 +151,12 @@ class Program:
         return cls(Graph.from_dict(fields["graph"]), numbers)
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The program with its graph as JSON text; also written to `path` when one is given."""
+        """Return the program with its graph as JSON text; write it to `path` too if given."""
         return write_json(self.to_dict(), path)
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> Program:
-        """A program from JSON text, or from the file at a path.
+        """Return a program from JSON text, or from the file at a path.
 
         Raises
         ------
@@ -183,14 +183,14 @@ def simulate(graph: Graph, ops: Iterable[int] | npt.NDArray[np.int32]) -> Progra
     Parameters
     ----------
     graph
-        What it runs.
+        The graph of its operations.
     ops
         Numbers of operations in the order in which they run, with repeats.
 
     Returns
     -------
     Program
-        With its time, its peak and its timeline.
+        The program with its time, its peak and its timeline.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What a program does with each storage: kept for the backward, dropped, or made again."""
+"""A program's treatment of each storage: kept for the backward, dropped, or made again."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from rotor.graph.program import Program
 __all__ = ["FATES", "Again", "StorageSummary", "Summary", "summarise"]
 
 FATES = ("kept", "dropped", "recomputed", "backward")
-"""What becomes of a storage.
+"""Treatments of a storage.
 
-"kept": made in the forward, and there when the forward ends. "dropped": made in the forward, gone
-when it ends, and never needed again. "recomputed": dropped, made again, and read again.
+"kept": made in the forward, and in memory when the forward ends. "dropped": made in the forward,
+freed before it ends, and never needed again. "recomputed": dropped, made again, and read again.
 "backward": made by the loss or the backward.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class StorageSummary:
-    """What a program does with one storage.
+    """A program's treatment of one storage.
 
     Attributes
     ----------
@@ -28,7 +28,7 @@ class StorageSummary:
     fate
         One of `FATES`.
     makings
-        How many times it is made.
+        Number of times that it is made.
     maker
         The operation that makes it.
     """
@@ -48,7 +48,7 @@ class Again:
     operation
         Its number.
     runs
-        How many times it runs.
+        Number of times that it runs.
     extra_ns
         Nanoseconds of all runs but the first.
     """
@@ -60,19 +60,19 @@ class Again:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a program does with the storages of its graph.
+    """A program's treatment of all storages of its graph.
 
     Attributes
     ----------
     storages
         One entry for each storage.
     again
-        The operations that run more than once, those that cost most first.
+        The operations that run more than once, by descending cost.
     operations
-        What each operation stands for: "recomputed" where it runs more than once, else "kept" or
-        "dropped" by what becomes of its outputs, or "loss" or "backward".
+        Treatment of each operation: "recomputed" if it runs more than once, else "kept" or
+        "dropped" by the treatment of its outputs, or "loss" or "backward".
     boundary
-        How many runs there are before the loss (or the backward, where there is no loss).
+        Number of runs before the loss (or before the backward, without a loss).
     """
 
     storages: tuple[StorageSummary, ...]
@@ -81,7 +81,7 @@ class Summary:
     boundary: int
 
     def bytes_of(self, fate: str) -> int:
-        """Bytes of all storages of one fate, each once.
+        """Return the bytes of all storages of one fate, each once.
 
         Raises
         ------
@@ -94,17 +94,17 @@ class Summary:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of what is kept from the forward for the backward."""
+        """Bytes of storages that are kept from the forward for the backward."""
         return self.bytes_of("kept")
 
     @property
     def dropped_bytes(self) -> int:
-        """Bytes of what the forward makes, drops and never needs again."""
+        """Bytes of storages that the forward makes, drops and never needs again."""
         return self.bytes_of("dropped")
 
     @property
     def recomputed_bytes(self) -> int:
-        """Bytes of what is dropped and made again."""
+        """Bytes of storages that are dropped and made again."""
         return self.bytes_of("recomputed")
 
     @property
@@ -114,7 +114,7 @@ class Summary:
 
 
 def summarise(program: Program) -> Summary:
-    """What a program keeps, drops and recomputes, storage by storage.
+    """Return which storages a program keeps, drops and recomputes.
 
     Parameters
     ----------

@@ -20,7 +20,7 @@ _SHARDING = {"FSDPStrategy", "XLAFSDPStrategy", "DeepSpeedStrategy", "ModelParal
 
 
 def _callback() -> Any:
-    """The class of callbacks: of the package that is in use already, else of one that is there."""
+    """Return the base class of callbacks: of the package in use, else of an installed one."""
     for name in sorted(_NAMES, key=lambda name: name not in sys.modules):
         try:
             return importlib.import_module(name).Callback
@@ -39,27 +39,27 @@ else:
 
 
 class RotorCallback(Limited, Callback):
-    """Trains the model inside of a ``LightningModule`` in a given number of bytes.
+    """Callback that trains the model inside of a ``LightningModule`` in a given number of bytes.
 
-    ``Trainer(..., callbacks=[RotorCallback(mem_limit="8GiB")])`` is all: while ``fit`` lasts, the
+    ``Trainer(..., callbacks=[RotorCallback(mem_limit="8GiB")])`` is enough: during ``fit``, the
     forward of one module in the ``LightningModule`` is planned. Module, names and checkpoints stay
-    what they are; validation runs the plain module.
+    the same; validation runs the plain module.
 
     Parameters
     ----------
     mem_limit
-        The most that one forward, loss and backward may have allocated on the model's device above
-        the level at which the module's forward began: bytes, or text such as "8GiB". ``None``:
-        90 % of what is free when the first step begins.
+        The most bytes that one forward, loss and backward may have allocated on the model's device
+        above the level at which the module's forward began: bytes, or text such as "8GiB".
+        ``None``: 90 % of the memory that is free when the first step begins.
     module
         The dotted name of the module in the ``LightningModule``; "" is the ``LightningModule``'s
         own ``forward``. By default the only child that has parameters.
     all_gradients
-        Whether the loss is computed from what the module returns, as usual. False: the module
+        True: the loss is computed from the module's output, as usual. False: the module
         computes the loss, and returns it as ``loss``, or first in a tuple; then it is part of the
         plan, and the limit holds from the first step, else from the second.
     **options
-        Of `rotor.Checkpointable`, such as ``engine`` or ``effort``.
+        Options of `rotor.Checkpointable`, such as ``engine`` or ``effort``.
 
     Attributes
     ----------
@@ -69,13 +69,13 @@ class RotorCallback(Limited, Callback):
     Raises
     ------
     TypeError, ValueError
-        Those of `rotor.Checkpointable`; when ``fit`` begins, also where there is no such module,
-        several children have parameters and none is named, or the strategy shards the model.
+        Errors of `rotor.Checkpointable`; when ``fit`` begins, also if the named module does not
+        exist, several children have parameters and none is named, or the strategy shards the model.
 
     Warns
     -----
     MemoryLimitWarning
-        At the end, where ``training_step`` never called the module.
+        At the end, if ``training_step`` never called the module.
     """
 
     _begin = "call fit"
@@ -93,13 +93,13 @@ class RotorCallback(Limited, Callback):
         self._all_gradients = all_gradients
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Called when ``fit`` begins."""
+        """Install the plan when ``fit`` begins."""
         _check(trainer.strategy)
         found = _found(pl_module, self._name)
         self._plan(found, None if self._all_gradients else _always).install()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Called when ``fit`` ends: the plain module again."""
+        """Restore the plain module when ``fit`` ends."""
         self._remove()
         if self._planned is not None and not self._planned.ran and trainer.global_step:
             warnings.warn(
@@ -110,7 +110,7 @@ class RotorCallback(Limited, Callback):
             )
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Called when ``fit`` fails or is interrupted: the plain module again."""
+        """Restore the plain module when ``fit`` fails or is interrupted."""
         self._remove()
 
     def _shown(self, pl_module: nn.Module) -> str:
@@ -120,7 +120,7 @@ class RotorCallback(Limited, Callback):
 
 
 def _check(strategy: Any) -> None:
-    """Refuse a strategy that shards the model, or one that is made of such."""
+    """Raise ValueError for a strategy that shards the model, or that is built on such a one."""
     if _SHARDING.isdisjoint(kind.__name__ for kind in type(strategy).__mro__):
         return
     raise ValueError(
@@ -134,7 +134,7 @@ def _always(_: Any) -> bool:
 
 
 def _found(pl_module: nn.Module, name: str | None) -> nn.Module:
-    """The module to plan."""
+    """Return the module to plan."""
     if name is not None:
         try:
             return pl_module.get_submodule(name)

@@ -1,4 +1,4 @@
-"""What the callbacks of all frameworks share: the model that they plan, and its report."""
+"""Parts that the callbacks of all frameworks share: the planned model, and its report."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["Limited"]
 
 
 class Limited:
-    """Part of a callback: at most one module is planned, and tells about it.
+    """Base of a callback: plans at most one module, and reports on it.
 
     Parameters
     ----------
     mem_limit
-        Of `rotor.Checkpointable`.
+        Limit of `rotor.Checkpointable`.
     options
-        The other arguments of it.
+        Its other arguments.
 
     Attributes
     ----------
     model
-        The `rotor.Checkpointable` that plans; ``None`` before there is one.
+        The `rotor.Checkpointable` that plans; ``None`` before it is made.
     """
 
     _begin = "train"
-    """What starts the training, for messages."""
+    """Call that starts the training, for messages."""
 
     def __init__(self, mem_limit: int | str | None, options: Mapping[str, Any]) -> None:
         self.model: Checkpointable | None = None
@@ -39,12 +39,12 @@ class Limited:
         self._settings = {"mem_limit": mem_limit, **options}
 
     def report(self, path: str | os.PathLike[str] | None = None, *, snapshot: bool = False) -> str:
-        """Limit, predicted and measured peak, and time: `rotor.Checkpointable.report`.
+        """Return limit, predicted and measured peak, and time: `rotor.Checkpointable.report`.
 
         Raises
         ------
         ValueError
-            No step was trained yet; those of `rotor.Checkpointable.report`.
+            No step was trained yet; also errors of `rotor.Checkpointable.report`.
         """
         if self.model is None:
             raise ValueError(
@@ -55,7 +55,7 @@ class Limited:
     def _plan(
         self, module: nn.Module, has_loss: Callable[[Mapping[str, Any]], bool] | None
     ) -> PlannedForward:
-        """Plans the forward of a module, and no other's; it is not installed yet."""
+        """Plan the forward of a module, and no other's; it is not installed yet."""
         if self._planned is None or self.model is None or self.model.module is not module:
             self._remove()
             self._planned = PlannedForward(module, has_loss=has_loss, **self._settings)

@@ -1,8 +1,8 @@
-"""A module whose training forward runs under a limit, and that stays the module it is.
+"""A module that keeps its identity, and whose training forward runs under a limit.
 
 Frameworks hold a model in many places: an optimizer, a saver, an evaluation loop, wrappers of
-their own. So nothing is wrapped here. While training lasts, the module has a ``forward`` of its
-own, which calls `rotor.Checkpointable`; class, keys, attributes and methods stay.
+their own. So the model is not wrapped. While training lasts, the module has its own ``forward``,
+which calls `rotor.Checkpointable`; class, keys, attributes and methods stay.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ _MANY_SHAPES = 8
 
 
 class PlannedForward:
-    """Has the training forward of a module run by `rotor.Checkpointable`.
+    """Replacement of a module's training forward by `rotor.Checkpointable`.
 
     Parameters
     ----------
     module
-        Any module; it must not have a ``forward`` of its own instance already.
+        Any module; its instance must not have its own ``forward`` already.
     has_loss
-        Tells from the keyword arguments of a call whether the output holds the loss: as ``loss``,
-        or first in a tuple. Then only the loss has a gradient, it is part of the plan, and the
-        limit holds from the first step; a backward from another output is an error. Without it,
-        the loss is outside of the module.
+        Function of a call's keyword arguments: True if the output holds the loss, as ``loss`` or
+        first in a tuple. Then only the loss has a gradient, it is part of the plan, and the limit
+        holds from the first step; a backward from another output is an error. Without it, the
+        loss is outside of the module.
     **settings
-        Of `rotor.Checkpointable`, such as ``mem_limit``.
+        Arguments of `rotor.Checkpointable`, such as ``mem_limit``.
 
     Attributes
     ----------
     active
-        Whether calls are planned; the plain module runs otherwise.
+        True if calls are planned; otherwise the plain module runs.
     ran
-        Whether a call was planned.
+        True if a call was planned.
 
     Raises
     ------
     TypeError, ValueError
-        Those of `rotor.Checkpointable`.
+        Errors of `rotor.Checkpointable`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PlannedForward:
         self._model = self.model
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is made before the copy of its module is whole; it wraps that when it first runs.
+        # A copy is made before the copy of its module is complete; it wraps that at its first run.
         return self.__dict__ | {"_model": None}
 
     @property
@@ -87,7 +87,7 @@ class PlannedForward:
         Raises
         ------
         RuntimeError
-            Something else has replaced the forward of this instance.
+            Another function has replaced the forward of this instance.
         """
         slots = self._module.__dict__
         if slots.get(_SLOT) is not self:
@@ -107,12 +107,12 @@ class PlannedForward:
         self.active = False
         slots = self._module.__dict__
         function = getattr(slots.get("forward"), "__func__", None)
-        # What others have put around our forward stays, and finds it inactive.
+        # Functions that others have put around our forward stay, and find it inactive.
         if slots.get(_SLOT) is self and getattr(function, "_is_of_rotor", False):
             del slots["forward"], slots[_SLOT]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output, planned where it trains."""
+        """Return the module's output, planned if it trains."""
         module = self._module
         forward = module.__dict__.pop("forward")
         try:
@@ -138,7 +138,7 @@ class PlannedForward:
 
 
 def _forward_like(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A function in the place of a module's ``forward``, with its signature."""
+    """Return a function in the place of a module's ``forward``, with its signature."""
 
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ def _forward_like(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _loss_alone(output: Any, *_: Any) -> Any:
-    """An output in which the loss alone has a gradient."""
+    """Return an output in which the loss alone has a gradient."""
     if isinstance(output, Mapping):
         made: Any = type(output)
         return made(**{k: v if k == "loss" else _detached(v) for k, v in output.items()})
@@ -167,7 +167,7 @@ def _detached(value: Any) -> Any:
 
 
 def _guarded(output: Any) -> Any:
-    """The same output; a backward from anything in it but the loss is an error."""
+    """Return the same output; a backward from anything in it but the loss is an error."""
     token = torch.empty(0, requires_grad=True)
 
     def guarded(value: Any) -> Any:
@@ -186,7 +186,7 @@ def _guarded(output: Any) -> Any:
 
 
 class _NoGradient(Function):
-    """Gives a tensor on; a backward through it says that its gradient was not planned."""
+    """Identity on a tensor; a backward through it raises that its gradient was not planned."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

@@ -25,24 +25,24 @@ __all__ = ["RotorCallback"]
 
 
 class RotorCallback(Limited, TrainerCallback):
-    """Trains the model of a ``Trainer`` in a given number of bytes.
+    """Callback that trains the model of a ``Trainer`` in a given number of bytes.
 
-    ``Trainer(..., callbacks=[RotorCallback(mem_limit="8GiB")])`` is all. The model stays the model
-    it is: it is saved, loaded, evaluated and generated with as before. Where batches have labels,
+    ``Trainer(..., callbacks=[RotorCallback(mem_limit="8GiB")])`` is enough. The model stays the
+    same: it is saved, loaded, evaluated and used for generation as before. If batches have labels,
     the model's own loss is part of the plan, and the limit holds from the first step.
 
     Parameters
     ----------
     mem_limit
-        The most that one forward and backward may have allocated on the model's device above the
-        level at which the forward began: bytes, or text such as "8GiB". ``None``: 90 % of what is
-        free when the first step begins.
+        The most bytes that one forward and backward may have allocated on the model's device above
+        the level at which the forward began: bytes, or text such as "8GiB". ``None``: 90 % of the
+        memory that is free when the first step begins.
     all_gradients
-        Whether a loss of yours is computed from outputs of the model other than ``loss``, though
-        batches have labels. Then every output has a gradient; memory for it, and for a loss of
-        which nothing is known, is set aside.
+        True: your own loss is computed from outputs of the model other than ``loss``, though
+        batches have labels. Then every output has a gradient; memory for it, and for an unknown
+        loss, is set aside.
     **options
-        Of `rotor.Checkpointable`, such as ``engine`` or ``effort``.
+        Options of `rotor.Checkpointable`, such as ``engine`` or ``effort``.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class RotorCallback(Limited, TrainerCallback):
     Raises
     ------
     TypeError, ValueError
-        Those of `rotor.Checkpointable`; when the ``Trainer`` is made, also where an argument of it
+        Errors of `rotor.Checkpointable`; when the ``Trainer`` is made, also if one of its arguments
         does not go with a limit: gradient checkpointing, ``torch_compile``, FSDP, DeepSpeed,
         several GPUs in one process, a model cut over devices.
     """
@@ -70,19 +70,19 @@ class RotorCallback(Limited, TrainerCallback):
     def on_init_end(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
     ) -> None:
-        """Called when the ``Trainer`` has been made."""
+        """Check the arguments and wrap the model when the ``Trainer`` has been made."""
         if model is not None:
             self._install(args, model)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
     ) -> None:
-        """Called before the first step."""
+        """Install the plan before the first step."""
         if model is not None:
             self._install(args, model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Called after the last step: the plain model again."""
+        """Restore the plain model after the last step."""
         if self._planned is None:
             return
         self._planned.remove()
@@ -106,7 +106,7 @@ class RotorCallback(Limited, TrainerCallback):
 
 
 def _has_labels(arguments: Mapping[str, Any]) -> bool:
-    """Whether a model that is called so computes its loss."""
+    """Return whether a model that is called with these arguments computes its loss."""
     return any(
         value is not None and ("label" in name or name in ("start_positions", "end_positions"))
         for name, value in arguments.items()
@@ -136,11 +136,11 @@ def _check(args: Any, model: nn.Module) -> None:
 
 
 def _launched(plugin: str) -> bool:
-    """Whether Accelerate has a plugin, which its launcher sets without telling the arguments."""
+    """Return whether Accelerate has a plugin, which its launcher sets without the arguments."""
     state = sys.modules.get("accelerate.state")
     shared = {} if state is None else state.AcceleratorState._shared_state
     found = shared.get(plugin)
-    # There is always one for dynamo; it may do nothing.
+    # A plugin for dynamo always exists; it may do nothing.
     return found is not None and str(getattr(found, "backend", "")).rpartition(".")[2] != "NO"
 
 

@@ -1,1 +1,1 @@
-"""What a plan does, for people to read."""
+"""Plans as text, figures, pages and traces."""

@@ -21,7 +21,7 @@ COLORS = {
 """Fill and outline for each kind of node."""
 
 _LARGE = 150
-"""More boxes than this are laid out with less care; sizes on arrows are then in tooltips only."""
+"""Number of boxes above which the layout is quicker, and sizes on arrows are in tooltips only."""
 
 _PHASE_TITLES = {"forward": "forward", "loss": "loss", "backward": "backward"}
 
@@ -37,9 +37,9 @@ class DotNode:
     kind
         One of `COLORS`.
     phase, path
-        The groups it stands in: its phase, then the names of the path of its module.
+        The groups that contain it: its phase, then the names of the path of its module.
     tooltip
-        What is shown where the pointer stands on it.
+        Text that is shown under the pointer.
     colors
         Fill and outline instead of those of its kind.
     shape
@@ -70,7 +70,7 @@ class DotEdge:
     upward
         The target is laid out above the source.
     sideways
-        It has no say in which box is above the other.
+        True: it does not affect which box is above the other.
     """
 
     source: int
@@ -116,16 +116,16 @@ def dot_source(
     legend: bool = False,
     rows: Sequence[Sequence[int]] = (),
 ) -> str:
-    """A graph in the DOT language, boxes grouped by phase and module.
+    """Return a graph in the DOT language, boxes grouped by phase and module.
 
     Parameters
     ----------
     nodes, edges
-        What to draw.
+        The boxes and arrows to draw.
     title
-        Stands above it.
+        Text above the graph.
     legend
-        Whether to explain the colours of what is kept, dropped and recomputed.
+        True: explain the colours of kept, dropped and recomputed values.
     rows
         Boxes, by their numbers, that are laid out beside each other.
     """

@@ -1,4 +1,4 @@
-"""Graphs, and what programs do with them, as pictures and pages. Needs no PyTorch."""
+"""Graphs, and programs on them, as pictures and pages. Needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "LEVELS", "render", "to_dot", "write_plan", "write_source"]
 
 FORMATS = ("svg", "pdf", "png", "html", "dot")
-"""What `render` writes."""
+"""Formats that `render` writes."""
 
 LEVELS = ("operations", "modules")
 _MOST_OPERATIONS = 400
@@ -43,18 +43,18 @@ def render(
     Parameters
     ----------
     graph
-        What to draw.
+        The graph to draw.
     path
         The file to write.
     program
         A program of this graph; without one, colours tell phases.
     format
-        One of `FORMATS`, by default the ending of `path`. "html" is one page that needs nothing
-        else: it zooms, folds groups, and has the timeline of live bytes. "svg", "pdf" and "png" are
-        drawn by Graphviz; "dot" is what it is given.
+        One of `FORMATS`, by default the ending of `path`. "html" is one page that needs no other
+        file: it zooms, folds groups, and has the timeline of live bytes. Graphviz draws "svg",
+        "pdf" and "png"; "dot" is Graphviz's input.
     level
-        "operations", or "modules": one box for what a module's block does at a stretch. By default
-        operations up to 400 of them, or where modules are not known. A page has both.
+        "operations", or "modules": one box for consecutive operations of a module's block. By
+        default operations up to 400 of them, or if modules are not known. A page has both.
     limit_bytes
         A line in the timeline of a page.
     measured_bytes
@@ -89,7 +89,7 @@ def render(
 
 
 def write_source(source: str, path: Path, kind: str) -> Path:
-    """Write what Graphviz draws of a text in its language; for "dot" the text itself."""
+    """Write Graphviz's drawing of a text in its language; for "dot" the text itself."""
     if kind == "dot":
         path.write_text(source, encoding="utf-8")
     else:
@@ -98,7 +98,7 @@ def write_source(source: str, path: Path, kind: str) -> Path:
 
 
 def write_plan(plan: GraphPlan, path: str | os.PathLike[str]) -> Path:
-    """Write a page on the plan of a captured model; gives the path."""
+    """Write a page on the plan of a captured model; return the path."""
     path = Path(path)
     text = plan_page(plan, places(plan.graph), summarise(plan.program))
     path.write_text(text, encoding="utf-8")
@@ -106,7 +106,7 @@ def write_plan(plan: GraphPlan, path: str | os.PathLike[str]) -> Path:
 
 
 def to_dot(graph: Graph, *, program: Program | None = None, level: str | None = None) -> str:
-    """The graph in Graphviz's language; the arguments are those of `render`."""
+    """Return the graph in Graphviz's language; the arguments are those of `render`."""
     _check_program(graph, program)
     if level is None:
         is_large = len(graph) > _MOST_OPERATIONS and any(op.module for op in graph.operations)
@@ -221,5 +221,5 @@ def _drawn(source: str, format: str) -> bytes:
         ) from error
     except graphviz.CalledProcessError as error:
         raise RuntimeError(f"Graphviz failed: {error}") from error
-    # The same graph gives the same bytes at any time; the length stays, and with it the offsets.
+    # The same graph always gives the same bytes; the length stays, and with it the offsets.
     return re.sub(rb"/CreationDate \(D:\d{14}", b"/CreationDate (D:19700101000000", drawn)

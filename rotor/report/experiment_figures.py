@@ -1,6 +1,6 @@
 """Figures of experiments that train models, from plain data. Needs matplotlib to draw.
 
-The data is that of `rotor.experiments.analysis.entries`: of each model, a list of commands.
+The data has the form of `rotor.experiments.analysis.entries`: a list of commands for each model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 PARTS = ("base", "rematerialization", "eviction loop", "cost compute", "unprofiled")
-"""Of the time of a step, from the bottom of a bar."""
+"""Parts of the time of a step, from the bottom of a bar."""
 
 _PART_COLORS = dict(zip(PARTS, (*COLORS[:4], "0.75"), strict=True)) | {"baseline": "0.45"}
 _SETTINGS = (
@@ -45,11 +45,11 @@ Models = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def profile(entry: Mapping[str, Any], clock: str = "gpu_time") -> dict[str, float] | None:
-    """Medians in ms of the parts of a step; None where it failed or has no time.
+    """Return medians in ms of the parts of a step; None if it failed or has no time.
 
-    A baseline has one part, "baseline". Those of others add up to the median of the clock, unless
-    what is profiled is more than that: then nothing is left that is unprofiled. The profile is in
-    wall time; of another clock each part has the same share. The search for what to evict contains
+    A baseline has one part, "baseline". The parts of other commands add up to the median of the
+    clock; if more than that is profiled, no time is left as unprofiled. The profile is in wall
+    time; each part has the same share of another clock. The search for a storage to evict contains
     the computation of costs.
     """
     summary = entry["summary"]
@@ -81,7 +81,7 @@ def _slowdown(entry: Mapping[str, Any], clock: str) -> float | None:
 
 
 def _own(entry: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The parameters of the model."""
+    """Return the parameters of the model."""
     params = entry["specific_params"]
     return tuple((key, value) for key, value in params.items() if key not in _SETTINGS)
 
@@ -91,7 +91,7 @@ def _workload(entry: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _workloads(listed: Sequence[Mapping[str, Any]], kind: str) -> list[tuple[Any, ...]]:
-    """Of the commands of a kind, each once."""
+    """Return the workloads of the commands of a kind, each once."""
     return list(dict.fromkeys(_workload(entry) for entry in listed if entry["kind"] == kind))
 
 
@@ -117,14 +117,14 @@ def _key(budget: Any) -> float:
 
 
 def budget_panels(models: Models, clock: str = "gpu_time") -> list[dict[str, Any]]:
-    """What `budget_grid` draws: the commands of kind "fixed", a panel for each workload.
+    """Return the data of `budget_grid`: the commands of kind "fixed", a panel for each workload.
 
     Parameters
     ----------
     models
-        Of each model, its commands.
+        The commands of each model.
     clock
-        The metric that slow-downs are of: "gpu_time", or "cpu_time".
+        The metric of the slow-downs: "gpu_time", or "cpu_time".
     """
     panels = []
     for model, listed in models.items():
@@ -164,14 +164,14 @@ def _panels(count: int, height: float) -> tuple[Any, list[Any]]:
 def budget_grid(
     panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
 ) -> list[Path]:
-    """Slow-down against the budget, as bars of what the time went into.
+    """Draw slow-down against the budget, as bars of the parts of a step's time.
 
     Parameters
     ----------
     panels
         Each with "title", "is_relative" (heights are multiples of the baseline's time, else ms) and
         "bars": "label", "parts" (heights by the names of `PARTS`, None where the command failed),
-        "simulated" (what the simulator says of the same budget, or None).
+        "simulated" (the simulator's result in the same budget, or None).
     stem
         The file without the ending of its format.
     formats
@@ -218,7 +218,7 @@ def _stack(ax: Any, bars: Sequence[Mapping[str, Any]]) -> None:
 
 
 def ratio_panels(models: Models, clock: str = "gpu_time") -> list[dict[str, Any]]:
-    """What `ratio_grid` draws: a panel for each model that has commands of kind "ratio".
+    """Return the data of `ratio_grid`: a panel for each model that has commands of kind "ratio".
 
     Parameters as of `budget_panels`.
     """
@@ -266,13 +266,13 @@ def _ratio_curves(same: list[Any], kind: str, label: str, clock: str) -> list[di
 def ratio_grid(
     panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
 ) -> list[Path]:
-    """Slow-down against the memory ratio: what can be had for how much.
+    """Draw slow-down against the memory ratio.
 
     Parameters
     ----------
     panels
-        Each with "title" and "curves": "label", "ratios" ascending, "values" (None where there is
-        none), "failed" (marked by a cross below), "is_simulated" (drawn dashed).
+        Each with "title" and "curves": "label", "ratios" ascending, "values" (None if missing),
+        "failed" (marked by a cross below), "is_simulated" (drawn dashed).
     stem, formats
         As for `budget_grid`.
     """
@@ -297,7 +297,7 @@ def ratio_grid(
 
 
 def sweep_panels(models: Models) -> list[dict[str, Any]]:
-    """What `throughput_grid` and `breakdown_grid` draw: models with commands "param_sweep"."""
+    """Return the data of `throughput_grid` and `breakdown_grid`: models with "param_sweep"."""
     panels = []
     for model, listed in models.items():
         workloads = _workloads(listed, "param_sweep")
@@ -331,7 +331,7 @@ def _named(workload: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _varying(workloads: Sequence[tuple[Any, ...]]) -> list[str]:
-    """Names of the parameters in which the workloads differ."""
+    """Return the names of the parameters in which the workloads differ."""
     named = [_named(workload) for workload in workloads]
     names = dict.fromkeys(name for one in named for name in one)
     varying = [name for name in names if len({repr(one.get(name)) for one in named}) > 1]
@@ -347,7 +347,7 @@ def _variant(workload: tuple[Any, ...], names: Sequence[str]) -> str:
 def throughput_grid(
     panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
 ) -> list[Path]:
-    """Examples in a second, beside one another for the budgets, against what is swept.
+    """Draw examples per second against the swept parameters, the budgets side by side.
 
     Parameters
     ----------
@@ -381,7 +381,7 @@ def throughput_grid(
 def breakdown_grid(
     panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
 ) -> list[Path]:
-    """What the time of a step went into, for everything that is swept, in ms.
+    """Draw the parts of a step's time, in ms, for all swept parameters.
 
     Parameters
     ----------

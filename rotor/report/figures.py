@@ -1,4 +1,4 @@
-"""What figures share: formats, style, files without dates. Needs matplotlib.
+"""Parts that figures share: formats, style, files without dates. Needs matplotlib.
 
 The same data gives the same bytes.
 """
@@ -74,7 +74,7 @@ def check_formats(formats: Iterable[str]) -> None:
 
 
 def styled(draw: Callable[P, list[Path]]) -> Callable[P, list[Path]]:
-    """Draw with our settings of matplotlib, whatever those of the user are."""
+    """Wrap a function to draw with our settings of matplotlib instead of the user's."""
 
     @functools.wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> list[Path]:
@@ -89,7 +89,7 @@ def styled(draw: Callable[P, list[Path]]) -> Callable[P, list[Path]]:
 
 
 def save(figure: Any, stem: Path, formats: Sequence[str]) -> list[Path]:
-    """Write a figure in each format, as a whole or not at all; the files."""
+    """Write a figure in each format, completely or not at all; return the files."""
     written = []
     for name in formats:
         path = stem.with_name(f"{stem.name}.{name}")
@@ -106,7 +106,7 @@ def save(figure: Any, stem: Path, formats: Sequence[str]) -> list[Path]:
 def panel_grid(
     count: int, *, width: float = 3.2, height: float = 2.6, most_columns: int = _COLUMNS
 ) -> tuple[Any, list[Any]]:
-    """A figure of `count` panels, of these inches each, and their axes."""
+    """Return a figure of `count` panels, of these inches each, and their axes."""
     from matplotlib.figure import Figure
 
     columns = min(count, most_columns)
@@ -119,22 +119,22 @@ def panel_grid(
 
 
 def curve_style(index: int) -> dict[str, Any]:
-    """Colour, mark and width of a curve by its number; later ones are drawn thinner."""
+    """Return colour, mark and width of a curve by its number; later ones are drawn thinner."""
     return {
         "color": COLORS[index % len(COLORS)],
         "marker": _MARKERS[index % len(_MARKERS)],
         "markersize": max(2.5, 5.5 - 0.5 * index),
-        "linewidth": max(0.8, 2.4 - 0.25 * index),  # what lies below shows
+        "linewidth": max(0.8, 2.4 - 0.25 * index),  # keeps curves below visible
     }
 
 
 def gaps(values: Iterable[float | None]) -> list[float]:
-    """Values with NaN, at which curves break, for None."""
+    """Return values with NaN, at which curves break, for None."""
     return [math.nan if value is None else value for value in values]
 
 
 def shared_legend(figure: Any, axes: Sequence[Any]) -> None:
-    """One legend below all panels, each label once."""
+    """Add one legend below all panels, each label once."""
     entries: dict[str, Any] = {}
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):

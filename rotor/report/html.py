@@ -1,4 +1,4 @@
-"""Graphs, programs and plans as pages that need nothing else: no network, no other files."""
+"""Graphs, programs and plans as self-contained pages: no network, no other files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def graph_page(
     limit_bytes: int | None = None,
     measured_bytes: int | Sequence[int] | None = None,
 ) -> str:
-    """A page on a graph, and on a program of it.
+    """Return a page on a graph, and on a program of it.
 
     Parameters
     ----------
@@ -47,9 +47,9 @@ def graph_page(
     program, summary
         A program of it and its summary, or neither.
     limit_bytes
-        A line in the timeline.
+        The limit, drawn as a line in the timeline.
     measured_bytes
-        A measured peak, or a level for each run of the program.
+        The measured peak, or a level for each run of the program.
     """
     _check_levels(program, measured_bytes)
     rows = [
@@ -68,7 +68,7 @@ def graph_page(
 
 
 def plan_page(plan: GraphPlan, places: Sequence[str], summary: Summary) -> str:
-    """A page on the plan of a captured model: limit, predicted and measured, timeline, operations.
+    """Return a page on the plan of a captured model: limit, peaks, timeline, operations.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ def plan_page(plan: GraphPlan, places: Sequence[str], summary: Summary) -> str:
     places
         The module that each operation is shown in.
     summary
-        Of its program.
+        The summary of its program.
     """
     graph, program = plan.graph, plan.program
     measured = plan.measured_bytes
@@ -98,7 +98,7 @@ def plan_page(plan: GraphPlan, places: Sequence[str], summary: Summary) -> str:
 
 
 def chain_page(plan: Plan, stages: Sequence[Sequence[str]]) -> str:
-    """A page on the plan of a chain: figures, timeline, the operations of its schedule, stages.
+    """Return a page on the plan of a chain: figures, timeline, operations, stages.
 
     Parameters
     ----------
@@ -127,14 +127,14 @@ def chain_page(plan: Plan, stages: Sequence[Sequence[str]]) -> str:
 def measured_page(
     plan: Any, figures: Sequence[Sequence[str]], table: tuple[str, Sequence[Sequence[str]]]
 ) -> str:
-    """A page on a model that runs without a single plan: figures, its last metered step, a table.
+    """Return a page on a model without a single plan: figures, last metered step, a table.
 
     Parameters
     ----------
     plan
-        A plan of parts, or what is known of steps whose memory is decided while they run.
+        A plan of parts, or the record of steps whose memory is decided while they run.
     figures
-        What is known of it, by name.
+        Its figures, by name.
     table
         A title, and a table, its head first.
     """
@@ -145,7 +145,7 @@ def measured_page(
     if timeline is not None:
         moments = (timeline.seconds * 1e9).round().astype(int).tolist()
         levels = timeline.live_bytes.tolist()
-        # What a first step does before it allocates would take most of the picture.
+        # The time before the first allocation of a first step would take most of the picture.
         first = next((k for k, level in enumerate(levels) if level > max(levels) / 100), 0)
         begin = moments[first]
         known = zip(moments[first:], levels[first:], strict=True)
@@ -161,18 +161,18 @@ def sequence_page(
     stages: Sequence[Sequence[str]],
     limit_bytes: int | None = None,
 ) -> str:
-    """A page on a schedule of a chain: figures, timeline, operations, stages.
+    """Return a page on a schedule of a chain: figures, timeline, operations, stages.
 
     Parameters
     ----------
     sequence
         The schedule, with its chain.
     figures
-        What is known of it, by name.
+        Its figures, by name.
     stages
         A table of the stages, its head first.
     limit_bytes
-        A line in the timeline.
+        The limit, drawn as a line in the timeline.
     """
     assert sequence.chain is not None
     names = sequence.chain.names or [str(i) for i in range(len(sequence.chain))]
@@ -191,7 +191,7 @@ def _chain_data(plan: Plan) -> dict[str, Any]:
 def _sequence_data(
     sequence: Schedule, chain: Chain, names: Sequence[str], loss_ns: int
 ) -> dict[str, Any]:
-    """Operations of a sequence as those of a graph: each is shown once, with how often it runs."""
+    """Return operations of a sequence as operations of a graph, each once with its count."""
     resident = chain.x_bytes[0]
     ops = list(sequence)
     order = {"L": 1, "B": 2}
@@ -235,7 +235,7 @@ def _sequence_data(
 
 
 def _run_kinds(ops: Sequence[Operation]) -> list[str]:
-    """What each run of a schedule is for: the first forward of a stage keeps or drops."""
+    """Return the purpose of each run of a schedule: the first forward of a stage keeps or drops."""
     seen: set[int] = set()
     kinds = []
     for op in ops:
@@ -250,7 +250,7 @@ def _run_kinds(ops: Sequence[Operation]) -> list[str]:
 def _traced(
     measured: Timeline | None, predicted: PredictedTimeline
 ) -> list[tuple[int, int]] | None:
-    """(Nanoseconds on the clock of the prediction, bytes) of a metered step."""
+    """Return (nanoseconds on the clock of the prediction, bytes) of a metered step."""
     if measured is None:
         return None
     moments = (measured.on_clock_of(predicted) * 1e9).round().astype(int)
@@ -301,7 +301,7 @@ def _plain(measured: int | Sequence[int] | None) -> int | list[int] | None:
 def _data(
     graph: Graph, places: Sequence[str], program: Program | None, summary: Summary | None
 ) -> dict[str, Any]:
-    """What the script draws; rows instead of objects keep large pages small."""
+    """Return the data of the script; rows instead of objects keep large pages small."""
     runs = [1] * len(graph) if program is None else program.runs.tolist()
     kinds = [op.phase for op in graph.operations] if summary is None else summary.operations
     fates = [""] * len(graph.storages)

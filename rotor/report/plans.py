@@ -56,7 +56,7 @@ _VIEWS = {
     "parts": _View(pieces_report, pieces_table, _write_parts),
     "dynamic": _View(dynamic_report, dynamic_table, _write_steps),
 }
-"""By `rotor.meter.step_meter.Metered.kind`."""
+"""Functions by `rotor.meter.step_meter.Metered.kind`."""
 
 
 def describe(plan: Any) -> Text:
@@ -65,7 +65,7 @@ def describe(plan: Any) -> Text:
 
 
 def tabulate(plan: Any) -> Text:
-    """Return a table of the parts of the model, and what a plan does with them."""
+    """Return a table of the parts of the model, and the plan's choice for each."""
     return _VIEWS[plan.kind].table(plan)
 
 

@@ -35,7 +35,7 @@ def plot_timeline(plan: Any, ax: Any = None) -> Any:
     predicted = getattr(plan, "predicted_timeline", None)
     measured = plan.measured_timeline
     if predicted is None and measured is None:
-        raise ValueError("there is no timeline: nothing is predicted, and no step was metered yet")
+        raise ValueError("no timeline to draw: nothing is predicted, and no step was metered yet")
     if ax is None:
         try:
             from matplotlib.figure import Figure

@@ -1,6 +1,6 @@
 """Figures of experiments on the simulator, from plain data. Needs matplotlib.
 
-Files have no dates in them: the same data gives the same bytes.
+Files contain no dates: the same data gives the same bytes.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def _failure(ax: Any, curve: Mapping[str, Any], color: str) -> None:
 def overhead_grid(
     panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
 ) -> list[Path]:
-    """Slow-down against memory, a panel for each log.
+    """Draw slow-down against memory, a panel for each log.
 
-    A curve has a gap where a run failed. At its smallest successful ratio stands a vertical line
-    where it failed below that: dotted for out of memory, dashed for thrashing. What constants take
-    is black, what the largest operation takes beside them grey.
+    A curve has a gap where a run failed. A vertical line marks its smallest successful ratio if it
+    failed below that: dotted for out of memory, dashed for thrashing. The black area is the memory
+    of constants, the grey one the additional memory of the largest operation.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ def overhead_grid(
 def access_grid(
     panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
 ) -> list[Path]:
-    """Accesses to metadata against memory, on a logarithmic scale; see `overhead_grid`."""
+    """Draw accesses to metadata against memory, on a logarithmic scale; see `overhead_grid`."""
     figure, axes = panel_grid(len(panels))
     for ax, panel in zip(axes, panels, strict=True):
         for index, curve in enumerate(panel["curves"]):
@@ -121,7 +121,7 @@ def access_grid(
 def static_grid(
     panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
 ) -> list[Path]:
-    """Static plans and heuristics, a panel for each log.
+    """Draw static plans and heuristics, a panel for each log.
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ def line_figure(
     x_label: str,
     y_label: str,
 ) -> list[Path]:
-    """Curves on logarithmic scales, a panel for each setting.
+    """Draw curves on logarithmic scales, a panel for each setting.
 
     Parameters
     ----------
@@ -171,7 +171,7 @@ def line_figure(
     stem, formats
         As for `overhead_grid`.
     x_label, y_label
-        Of the axes.
+        Labels of the axes.
     """
     figure, axes = panel_grid(len(panels))
     for ax, panel in zip(axes, panels, strict=True):
@@ -206,16 +206,16 @@ def heat_map(
     x_label: str,
     y_label: str,
 ) -> list[Path]:
-    """Which storages are in memory as time goes on: dark where they are.
+    """Draw which storages are in memory over time, as dark points.
 
     Parameters
     ----------
     resident
-        Of each storage, of each moment.
+        Rows of storages, columns of moments; True: in memory.
     stem, formats
         As for `overhead_grid`.
     title, x_label, y_label
-        Of the figure.
+        Texts of the figure.
     """
     figure, axes = panel_grid(1)
     figure.set_size_inches(7.0, 3.6)

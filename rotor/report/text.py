@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Text(str):
-    """Text that a prompt or a notebook shows as it is, line by line."""
+    """Text that a prompt or a notebook shows unquoted, line by line."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
 def table(rows: Sequence[Sequence[str]]) -> Text:
-    """Rows of text in columns; the first row is the head, the first column left-aligned."""
+    """Return rows of text in columns; the first row is the head, the first column left-aligned."""
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     lines = [
         "  ".join(
@@ -38,12 +38,12 @@ def table(rows: Sequence[Sequence[str]]) -> Text:
 
 
 def stage_table(plan: Plan) -> Text:
-    """One line for each stage: time, sizes, how often it runs, whether plain autograd runs it."""
+    """Return a line for each stage: time, sizes, number of runs, whether plain autograd runs it."""
     return table(stage_rows(plan))
 
 
 def stage_rows(plan: Plan) -> list[list[str]]:
-    """The table of the stages, its head first."""
+    """Return the table of the stages, its head first."""
     forwards = plan.sequence.count_forwards()
     rows = [["stage", "forward", "backward", "output", "kept by Fe", "runs", "how"]]
     for i, measure in enumerate(plan.inspection.measures):
@@ -66,7 +66,7 @@ def stage_rows(plan: Plan) -> list[list[str]]:
 
 
 def plan_report(plan: Plan) -> Text:
-    """The figures of a plan: limit, peak predicted and measured, time, and what it costs."""
+    """Return the figures of a plan: limit, peak predicted and measured, time, and what it costs."""
     ideal = plan.chain.ideal_time
     measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
     recomputed = len(plan.schedule.recomputed)
@@ -90,7 +90,7 @@ def plan_report(plan: Plan) -> Text:
 
 
 def operation_table(plan: GraphPlan) -> Text:
-    """One line for each operation: phase, module, time, what it makes, how often it runs."""
+    """Return a line for each operation: phase, module, time, its result, number of runs."""
     rows = [["operation", "phase", "module", "time", "makes", "workspace", "runs"]]
     graph = plan.graph
     for operation, runs in zip(graph.operations, plan.program.runs, strict=True):
@@ -109,7 +109,7 @@ def operation_table(plan: GraphPlan) -> Text:
 
 
 def graph_report(plan: GraphPlan) -> Text:
-    """The figures of a graph's plan: limit, peak predicted and measured, time, what it costs."""
+    """Return the figures of a graph's plan: limit, peaks predicted and measured, time, cost."""
     measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
     lines = [
         ["limit", format_bytes(plan.limit_bytes)],
@@ -127,7 +127,7 @@ def graph_report(plan: GraphPlan) -> Text:
 
 
 def seen_rows(plan: Metered) -> list[list[str]]:
-    """Return a row on what steps needed, where that differs by more than rounding."""
+    """Return a row on the range of measured peaks, if it is wider than rounding."""
     least, most = plan.least_bytes_seen, plan.most_bytes_seen
     if not least or format_bytes(least) == format_bytes(most):
         return []
@@ -135,14 +135,14 @@ def seen_rows(plan: Metered) -> list[list[str]]:
 
 
 def loss_rows(plan: Metered) -> list[list[str]]:
-    """Return a row on the loss where less is set aside for it than it is assumed to need."""
+    """Return a row on the loss if less is set aside for it than it is assumed to need."""
     if not plan.short_bytes or plan.measured_bytes is not None:
         return []
     return [["assumed for the loss, not set aside", format_bytes(plan.short_bytes)]]
 
 
 def attempt_table(attempts: Sequence[Attempt], backend: str) -> Text:
-    """What runs the plan, and every program that Inductor compiled for this limit, in bytes."""
+    """Return the backend of the plan, and every program that Inductor compiled for this limit."""
     rows = [[f"runs by {backend}", "planned for", "predicted", "measured", "kept apart"]]
     for number, attempt in enumerate(attempts, start=1):
         rows.append(
@@ -158,12 +158,12 @@ def attempt_table(attempts: Sequence[Attempt], backend: str) -> Text:
 
 
 def dynamic_report(plan: DynamicPlan) -> Text:
-    """The figures of a model whose memory is decided while it runs, and of its last step."""
+    """Return the figures of a model whose memory is decided while it runs, and of its last step."""
     return table([["no plan: decided while it runs", ""], *dynamic_figures(plan)])
 
 
 def dynamic_figures(plan: DynamicPlan) -> list[list[str]]:
-    """The figures of that report, by name."""
+    """Return the figures of that report, by name."""
     measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
     lines = [
         ["limit", format_bytes(plan.limit_bytes)],
@@ -193,12 +193,12 @@ def dynamic_figures(plan: DynamicPlan) -> list[list[str]]:
 
 
 def dynamic_table(plan: DynamicPlan) -> Text:
-    """One line for each of the last steps."""
+    """Return a line for each of the last steps."""
     return table(step_rows(plan))
 
 
 def step_rows(plan: DynamicPlan) -> list[list[str]]:
-    """The table of the last steps, its head first."""
+    """Return the table of the last steps, its head first."""
     rows = [["step", "peak", "operations", "evictions", "run again", "base", "again", "choosing"]]
     first = plan.steps - len(plan.latest)
     for number, step in enumerate(plan.latest, start=first + 1):
@@ -219,12 +219,12 @@ def step_rows(plan: DynamicPlan) -> list[list[str]]:
 
 
 def pieces_report(plan: PiecesPlan) -> Text:
-    """The figures of a model whose captured parts are planned together."""
+    """Return the figures of a model whose captured parts are planned together."""
     return table([["plan", ""], *pieces_figures(plan)])
 
 
 def pieces_figures(plan: PiecesPlan) -> list[list[str]]:
-    """The figures of that report, by name."""
+    """Return the figures of that report, by name."""
     measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
     known = "measured" if plan.pieces.is_measured else "estimated"
     ideal = plan.unplanned_time
@@ -244,12 +244,12 @@ def pieces_figures(plan: PiecesPlan) -> list[list[str]]:
 
 
 def pieces_table(plan: PiecesPlan) -> Text:
-    """One line for each captured part: what it keeps, its peaks, its time."""
+    """Return a line for each captured part: kept bytes, peaks, time."""
     return table(part_rows(plan))
 
 
 def part_rows(plan: PiecesPlan) -> list[list[str]]:
-    """The table of the captured parts, its head first."""
+    """Return the table of the captured parts, its head first."""
     rows = [["part", "kept", "kept unplanned", "peak, forward", "peak, backward", "time", "slower"]]
     parts = zip(plan.part_names, plan.pieces.options(), plan.choice, strict=True)
     for k, (name, options, number) in enumerate(parts):

@@ -36,10 +36,10 @@ __all__ = [
 FORMAT = "rotor.trace"
 VERSION = 1
 SUFFIXES = (".json", ".json.gz")
-"""How the name of a trace ends."""
+"""Endings of a trace's file name."""
 
 PLAN, MEASURED = 1, 2
-"""The processes in a trace: what is predicted, and what a meter saw."""
+"""Processes of a trace: the prediction, and the measurement."""
 
 _PHASES = ("forward", "loss", "backward")
 _THREAD = 1
@@ -58,7 +58,7 @@ Event = dict[str, Any]
 
 
 def write_trace(trace: dict[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write a trace as JSON, compressed where the name ends in ``.gz``; gives the path."""
+    """Write a trace as JSON, compressed if the name ends in ``.gz``; return the path."""
     path = Path(path)
     data = (json.dumps(trace, separators=(",", ":")) + "\n").encode()
     path.write_bytes(gzip.compress(data, mtime=0) if path.suffix.lower() == ".gz" else data)
@@ -66,14 +66,14 @@ def write_trace(trace: dict[str, Any], path: str | os.PathLike[str]) -> Path:
 
 
 def chain_trace(plan: Plan) -> dict[str, Any]:
-    """The trace of a chain's plan and of its last metered step."""
+    """Return the trace of a chain's plan and of its last metered step."""
     names = [measure.name for measure in plan.inspection.measures]
     runs = _sequence_runs(plan.sequence, names, plan.inspection.loss_ns or 0)
     return _of_plan(plan, runs)
 
 
 def graph_trace(plan: GraphPlan, places: Sequence[str], summary: Summary) -> dict[str, Any]:
-    """The trace of a captured model's plan and of its last metered step.
+    """Return the trace of a captured model's plan and of its last metered step.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def graph_trace(plan: GraphPlan, places: Sequence[str], summary: Summary) -> dic
 
 
 def measured_trace(plan: Any) -> dict[str, Any]:
-    """The trace of the last metered step, for plans that predict no single run.
+    """Return the trace of the last metered step, for plans that predict no single run.
 
     Raises
     ------
@@ -95,7 +95,7 @@ def measured_trace(plan: Any) -> dict[str, Any]:
     """
     if plan.measured_timeline is None:
         raise ValueError(
-            "there is nothing to trace: no run is predicted, and no step was metered over time; "
+            "nothing to trace: no run is predicted, and no step was metered over time; "
             "train a step on the CPU first"
         )
     return _trace(_measured_events(plan.measured_timeline, plan.limit_bytes), _figures(plan))
@@ -104,13 +104,13 @@ def measured_trace(plan: Any) -> dict[str, Any]:
 def program_trace(
     program: Program, places: Sequence[str], summary: Summary, limit_bytes: int | None = None
 ) -> dict[str, Any]:
-    """The trace of a program of a graph; the other arguments are those of `graph_trace`."""
+    """Return the trace of a program of a graph; the other arguments are those of `graph_trace`."""
     events = _plan_events(_program_runs(program, places, summary), 0, limit_bytes)
     return _trace(events, {"limit_bytes": limit_bytes, "predicted_bytes": program.peak_bytes})
 
 
 def sequence_trace(sequence: Schedule, limit_bytes: int | None = None) -> dict[str, Any]:
-    """The trace of a schedule of a chain, which it has; the chain's input is not counted."""
+    """Return the trace of a chain's schedule; the chain's input is not counted."""
     assert sequence.chain is not None
     names = sequence.chain.names or [str(i) for i in range(len(sequence.chain))]
     events = _plan_events(_sequence_runs(sequence, names, 0), 0, limit_bytes)
@@ -226,7 +226,7 @@ def _plan_events(runs: Iterable[_Run], executor_bytes: int, limit_bytes: int | N
             group = "phase" if not opened else "module"
             opened.append(_slice(name, group, now, 0, PLAN))
             events.append(opened[-1])
-        # What takes no time is shown for a nanosecond: its bytes would be hidden by the next.
+        # Entries without duration are shown for a nanosecond: the next would hide their bytes.
         length = max(run.cost_ns, 1)
         level = run.peak_bytes + executor_bytes
         known = {"live_before_bytes": run.before_bytes + executor_bytes, "live_bytes": level}
@@ -243,7 +243,7 @@ def _plan_events(runs: Iterable[_Run], executor_bytes: int, limit_bytes: int | N
 
 
 def _compared_events(measured: Timeline, predicted: PredictedTimeline) -> list[Event]:
-    """What was measured, on the clock of the prediction."""
+    """Return the measured events, on the clock of the prediction."""
     moments = (measured.on_clock_of(predicted) * 1e9).round().astype(int).tolist()
     levels = measured.live_bytes.tolist()
     return [
@@ -253,7 +253,7 @@ def _compared_events(measured: Timeline, predicted: PredictedTimeline) -> list[E
 
 
 def _measured_events(measured: Timeline, limit_bytes: int) -> list[Event]:
-    """What was measured, on its own clock."""
+    """Return the measured events, on their own clock."""
     events = _named(MEASURED, "measured step", "phases")
     moments = (measured.seconds * 1e9).round().astype(int).tolist()
     marks = {name: round(seconds * 1e9) for name, seconds in measured.marks}
@@ -300,7 +300,7 @@ def _counter(name: str, series: str, at_ns: int, level: int, process: int) -> Ev
 
 
 def _trace(events: list[Event], figures: dict[str, Any]) -> dict[str, Any]:
-    """The file: first what has no time, then all in the order of time, what encloses first."""
+    """Return the file: entries without a time first, then all by time, outer ones first."""
     known = {name: value for name, value in figures.items() if value is not None}
     return {
         "format": FORMAT,

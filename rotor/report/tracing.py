@@ -1,4 +1,4 @@
-"""Plans as traces: `rotor.report.trace` with what it needs of graphs."""
+"""Plans as traces: `rotor.report.trace` applied to plans of every engine."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["is_trace", "write_plan_trace", "write_program_trace", "write_sequenc
 
 
 def is_trace(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is named as traces are."""
+    """Return whether a file name has the ending of a trace."""
     return os.fspath(path).lower().endswith(trace.SUFFIXES)
 
 
 def write_plan_trace(plan: Any, path: str | os.PathLike[str]) -> Path:
-    """Write the trace of a plan of any engine, and of its last metered step; gives the path.
+    """Write the trace of a plan of any engine, and of its last metered step; return the path.
 
-    The process "plan" has what is predicted: each run of an operation, within its phase and module,
-    and counters of the live bytes, of the limit, and of what was measured, brought to the clock of
-    the prediction. The process "measured step" has the latter on its own clock. A plan that
-    predicts no single run has only this one.
+    The process "plan" has the prediction: each run of an operation, within its phase and module,
+    and counters of the live bytes, of the limit, and of the measurement, brought to the clock of
+    the prediction. The process "measured step" has the measurement on its own clock. A plan that
+    predicts no single run has only the second process.
 
     Raises
     ------
@@ -45,7 +45,7 @@ def write_plan_trace(plan: Any, path: str | os.PathLike[str]) -> Path:
 def write_program_trace(
     program: Program, path: str | os.PathLike[str], limit_bytes: int | None = None
 ) -> Path:
-    """Write the trace of a program of a graph; gives the path."""
+    """Write the trace of a program of a graph; return the path."""
     made = trace.program_trace(program, places(program.graph), summarise(program), limit_bytes)
     return trace.write_trace(made, path)
 

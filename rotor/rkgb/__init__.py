@@ -1,6 +1,6 @@
 """rk-GB's published names: graphs of a captured step, from raw to simplified, cut into blocks.
 
-``make_all_graphs(model, sample)`` captures; ``print_all_graphs(result)`` draws what it gave.
+``make_all_graphs(model, sample)`` captures; ``print_all_graphs(result)`` draws the result.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Result:
     list_ano_S
         The text without names of the first block of each class.
     block_names
-        For each block what the paths of its modules begin with.
+        For each block the common beginning of the paths of its modules.
     raw
         `D_graph` as a `Graph`: every node of the forward as it was captured, views and single
         outputs included, which make a storage of 0 bytes each.
@@ -140,7 +140,7 @@ class Result:
         return self.partitioned
 
     def summary(self) -> str:
-        """Return what was found, as text: graphs, classes of blocks, sizes and times."""
+        """Return the result as text: graphs, classes of blocks, sizes and times."""
         return "\n".join(_summary(self)) + "\n"
 
 
@@ -223,7 +223,7 @@ def make_all_graphs(
     model_kwargs
         Further keyword arguments.
     verbose
-        Write what was found to standard output.
+        Write a summary to standard output.
     impose_device, check_device_is_gpu
         Accepted as published: the step is captured on the device of the model and its input.
     bool_bg, bool_dg, bool_sg, bool_kg, bool_list_sg, bool_list_kg
@@ -237,7 +237,7 @@ def make_all_graphs(
     Raises
     ------
     CaptureError
-        There is no single graph of it; the message has the reason and the line of code.
+        The model has no single graph; the message has the reason and the line of code.
     TypeError
         The model cannot be called so.
     """
@@ -300,7 +300,7 @@ def _partitioned(
 
 
 def test_rkgb(model: nn.Module, model_inputs: Any, **kwargs: Any) -> Result:
-    """Build the graphs of a module, and write what was found to standard output, as published.
+    """Build the graphs of a module, and write a summary to standard output, as published.
 
     Parameters
     ----------
@@ -310,7 +310,7 @@ def test_rkgb(model: nn.Module, model_inputs: Any, **kwargs: Any) -> Result:
     Returns
     -------
     Result
-        The graphs; `Result.summary` is what was written.
+        The graphs; `Result.summary` is the text that was written.
     """
     return make_all_graphs(model, model_inputs, **{**kwargs, "verbose": True})
 
@@ -348,7 +348,7 @@ def _summary(result: Result) -> list[str]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Numbers as text; steps of one are written as ranges."""
+    """Return numbers as text; consecutive ones are written as ranges."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][1] + 1:

@@ -23,12 +23,12 @@ _NS = 1e9
 
 @dataclass(eq=False)
 class K_C_node:
-    """One computation: what an S node does in the forward, or in the backward, or the loss.
+    """One computation: an S node's work in the forward, or in the backward, or the loss.
 
     Attributes
     ----------
     name
-        "fwd_" or "bwd_" and the main target; "loss".
+        ``"fwd_"`` or ``"bwd_"`` and the main target; "loss".
     main_target
         The main target of its S node.
     is_fwd
@@ -39,7 +39,7 @@ class K_C_node:
         In the forward as of `S_node`, where a repetition leaves `inplace_code` out; in the
         backward everything is main code, and the loss, which is not known, has none.
     all_targets
-        Names that its statements assign; for the loss those of the gradients it hands over.
+        Names that its statements assign; for the loss the names of its gradients.
     tensor_targets, container_targets, inplace_targets
         As of `S_node`.
     deps_real
@@ -53,7 +53,7 @@ class K_C_node:
     time
         Seconds of one run, measured.
     overhead
-        Bytes that it needs beside what it reads and makes, while it runs.
+        Bytes that it needs beside its inputs and results, while it runs.
     operations
         Numbers of its operations in the graph of the step, in order.
     number
@@ -112,8 +112,8 @@ class K_D_node:
     Attributes
     ----------
     kdn_type
-        "data": results of the forward that the forward or the caller reads. "phantoms": what else
-        is kept for the backward, or until buffers are written. "grad": the gradient of
+        "data": results of the forward that the forward or the caller reads. "phantoms": other data
+        that is kept for the backward, or until buffers are written. "grad": the gradient of
         the data. "pgrad", which is not among the published types: gradients of parameters.
     main_target
         The main target of the S node that it belongs to.
@@ -176,10 +176,10 @@ class K_graph:
     dict_kn
         Both, by name.
     loss_kcn
-        The loss; in the graph of a block, the backward of what follows it.
+        The loss; in the graph of a block, the backward of the blocks after it.
     input_kdn_data, input_kdn_grad
         Data that exists before the first node (constants; inputs take no bytes), and the gradients
-        of inputs; ``None`` where no input needs one.
+        of inputs; ``None`` if no input needs one.
     output_kdn_data, output_kdn_grad
         Data of the last output, and its gradient.
     init_code
@@ -223,7 +223,7 @@ class K_graph:
     def simulate(self, nodes: Iterable[K_C_node] | None = None) -> Program:
         """Check and price computations in some order, operation by operation.
 
-        What runs once, such as the update of a buffer, is left out where a computation is repeated.
+        Operations that run once, such as the update of a buffer, are left out of repetitions.
 
         Parameters
         ----------
@@ -233,7 +233,7 @@ class K_graph:
         Returns
         -------
         Program
-            The program of `step` that they are: its time and peak are the engine's own.
+            The equivalent program of `step`: its time and peak are the engine's own.
 
         Raises
         ------
@@ -260,7 +260,7 @@ def build_k(
     trace, step
         The captured step and its cost model.
     grouped, units
-        What `group` and `units_of` gave.
+        Results of `group` and `units_of`.
     sg
         The simplified forward.
     """
@@ -404,7 +404,7 @@ class _Builder:
                     kcns[reader].deps_real.add(kdn)
 
     def _gradient_storages(self) -> dict[int, bool]:
-        """Storages of gradients that the step gives, and whether they belong to a parameter."""
+        """Return the storages of a step's gradients, and whether each belongs to a parameter."""
         lowered = self.trace.lowered
         found: dict[int, bool] = {}
         for primal, gradient in zip(lowered.primals, lowered.gradients, strict=True):
@@ -443,7 +443,7 @@ class _Builder:
         return self.sg.output_node
 
     def _hop(self, s_node: S_node, reader: S_node) -> S_node:
-        """Return the node, among those that a node reads, whose gradient `reader` goes on with."""
+        """Return the node, among a node's inputs, whose gradient `reader` continues."""
         if reader is s_node or reader in s_node.deps:
             return reader
         backs = {self.node(unit.owner) for unit in self.units if unit.phase == "backward"}

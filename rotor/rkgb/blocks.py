@@ -47,7 +47,7 @@ def cut(sg: S_graph) -> list[list[int]]:
 
 
 def block_names(sg: S_graph, blocks: Sequence[Sequence[int]]) -> list[str]:
-    """Return a name for each block: what the paths of its modules begin with."""
+    """Return a name for each block: the common beginning of the paths of its modules."""
     names = []
     for block in blocks:
         paths = [sg.nodes[k].module.split(".") for k in block if sg.nodes[k].module]
@@ -61,7 +61,7 @@ def block_names(sg: S_graph, blocks: Sequence[Sequence[int]]) -> list[str]:
 
 
 class _Anonymous:
-    """Texts in which names count only by the order in which they come."""
+    """Texts in which only the order of the names' first uses counts."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -250,7 +250,7 @@ def unit_of(step: Graph, kcn: K_C_node) -> Unit:
 
 
 def _copied_data(copies: Mapping[K_C_node, K_C_node], part: Part) -> dict[str, K_D_node]:
-    """Copy the data that computations read and make, to stand between their copies; by name."""
+    """Return copies, by name, of the data that computations read and make, between their copies."""
     data: dict[str, K_D_node] = {}
 
     def copied(kdn: K_D_node) -> K_D_node:

@@ -50,13 +50,13 @@ def print_all_graphs(
     Parameters
     ----------
     result
-        What `make_all_graphs` gave.
+        Result of `make_all_graphs`.
     name
-        What the names of the files begin with, a folder included; it is made where missing.
+        Beginning of the files' names, a folder included; it is made if missing.
     open
         Show the files in the browser as well.
     render_format
-        "pdf", "svg" or "png", which need Graphviz; "html" or "dot", which need nothing.
+        "pdf", "svg" or "png", which need Graphviz; "html" or "dot", which need no other program.
 
     Returns
     -------
@@ -97,7 +97,21 @@ def print_graph(
     open: bool = False,
     render_format: str = "svg",
 ) -> Path:
-    """Draw one graph to a file; the arguments are those of `print_all_graphs`.
+    """Draw one graph to a file.
+
+    Parameters
+    ----------
+    g
+        The graph.
+    name
+        Name of the file without its ending, a folder included; it is made if missing.
+    open, render_format
+        As for `print_all_graphs`.
+
+    Returns
+    -------
+    Path
+        The file.
 
     Raises
     ------
@@ -121,7 +135,21 @@ def print_graph_list(
     open: bool = False,
     render_format: str = "svg",
 ) -> Path:
-    """Draw the blocks of a model in one file; the arguments are those of `print_all_graphs`.
+    """Draw the blocks of a model in one file.
+
+    Parameters
+    ----------
+    gl
+        Graphs of the blocks.
+    name
+        Name of the file without its ending, a folder included; it is made if missing.
+    open, render_format
+        As for `print_all_graphs`.
+
+    Returns
+    -------
+    Path
+        The file.
 
     Raises
     ------

@@ -104,7 +104,7 @@ class B_graph:
     nodes
         Inputs, then operations.
     outputs
-        Names of what the forward returns.
+        Names of the forward's results.
     dict_constants
         Values of the names ``_cst_0_`` and so on that statements read.
     dict_rand
@@ -154,7 +154,7 @@ class D_graph:
     inputs
         Names of the inputs.
     outputs
-        Names of what the forward returns.
+        Names of the forward's results.
     output_node
         The node of the last of them.
     dict_info

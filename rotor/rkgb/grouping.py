@@ -5,7 +5,7 @@ Each operation that is more than a view or a cheap step begins a group:
 - Views and single results of an operation belong to the operation that made their storage.
 - Element-wise operations and copies with one user belong to that user, within a module; so do
   views of parameters and inputs, and constants.
-- What several nodes read and depends on nothing belongs to the node of the inputs.
+- Values that several nodes read and that depend on nothing belong to the node of the inputs.
 - New values of buffers, and of inputs that are changed in place, belong to the operation that they
   are computed from.
 """
@@ -31,7 +31,7 @@ _LARGEST_CONSTANT = 1 << 20
 
 @dataclass
 class Grouped:
-    """Nodes of a capture in the groups that S nodes stand for.
+    """Nodes of a capture in groups, one for each S node.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ class _Grouping:
         self.step = step
         self.within = set(trace.forward)
         self.needed = trace.ancestors(trace.outputs)
-        # What only the backward reads is no more an effect than what the outputs need.
+        # Values that only the backward reads are no more an effect than the outputs' inputs.
         late = [read for node in trace.backward for read in node.all_input_nodes]
         self.needed |= trace.ancestors(node for node in late if node in self.within)
         self.returned = set(trace.outputs)

@@ -1,4 +1,4 @@
-"""The simplified forward (S): its nodes, their statements and what they read."""
+"""The simplified forward (S): its nodes, their statements and the values that they read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOURCES = "__sources__"
 
 @dataclass(eq=False)
 class S_node:
-    """One operation of the simplified forward, with all that was merged into it.
+    """One operation of the simplified forward, with all operations merged into it.
 
     Attributes
     ----------
@@ -33,7 +33,7 @@ class S_node:
     main_fct
         Text of the function that computes it.
     main_code
-        Statements up to the one of the result: what was merged into the operation comes first.
+        Statements up to the one of the result: operations merged into it come first.
     body_code
         Statements of views and further results.
     inplace_code
@@ -41,8 +41,8 @@ class S_node:
     all_targets
         Every name that its statements assign.
     tensor_targets, container_targets, inplace_targets
-        Names of tensors other than temporaries, of tuples of results, and of new values of what
-        is changed in place.
+        Names of tensors other than temporaries, of tuples of results, and of new values of tensors
+        that are changed in place.
     deps, users
         Nodes that it reads or that read it, each with the names that are read.
     is_artefact
@@ -117,7 +117,7 @@ class S_graph:
     hidden_inputs
         Nodes that make what a block reads: the main targets of earlier nodes, or `SOURCES`.
     direct_outputs
-        Names of what the forward returns, or what later blocks read.
+        Names of the forward's results, or of values that later blocks read.
     hidden_output
         The main target of `output_node`.
     dict_info
@@ -147,7 +147,7 @@ class S_graph:
 
     @property
     def outputs(self) -> list[str]:
-        """Names of what the forward returns, or what later blocks read."""
+        """Names of the forward's results, or of values that later blocks read."""
         return self.direct_outputs
 
     @property
@@ -158,7 +158,7 @@ class S_graph:
     def get_code(self) -> str:
         """Return the statements of the whole graph, in order.
 
-        They run as they are, without gradients, where ``torch``, ``self`` (the module), the
+        They run unchanged, without gradients, if ``torch``, ``self`` (the module), the
         constants and the arguments of the forward are defined.
         """
         parts = [self.init_node.get_code(), *(node.get_code() for node in self.nodes)]
@@ -173,7 +173,7 @@ def build_s(trace: Trace, step: Graph, grouped: Grouped) -> S_graph:
     trace, step
         The captured step and its cost model.
     grouped
-        What `group` gave.
+        Result of `group`.
     """
     infos = value_infos(trace, step)
     given = input_nodes(trace)
@@ -301,7 +301,7 @@ def _layer(root: fx.Node | None) -> str:
 
 
 def _mutate(trace: Trace, grouped: Grouped, nodes: Sequence[S_node]) -> list[str]:
-    """Give each change in place to its node; return those that have to wait for the end."""
+    """Give each change in place to its node; return the changes that have to wait for the end."""
     end = []
     for primal, value in trace.mutations:
         number = grouped.home.get(value, -1)

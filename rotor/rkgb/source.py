@@ -221,14 +221,14 @@ class Trace:
         """Return the text of the function that a node calls."""
         if node.target is operator.getitem:
             return "getitem"
-        # Strides of a run may differ from those of the capture; a view may then need a copy.
+        # Strides of a run may differ from the capture's; a view may then need a copy.
         target = node.target
         if target is torch.ops.aten.view.default:
             target = torch.ops.aten.reshape.default
         return f"torch.ops.{target}" if core.is_operator(target) else self.constant(target)
 
     def expression(self, node: fx.Node, name: Namer | None = None) -> str:
-        """Return the text that computes a node from what it reads."""
+        """Return the text that computes a node from its inputs."""
         name = name or self.name
         if node.target is operator.getitem:
             return f"{self._text(node.args[0], name)}[{self._text(node.args[1], name)}]"

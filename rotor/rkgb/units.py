@@ -58,8 +58,8 @@ def units_of(trace: Trace, grouped: Grouped) -> list[Unit]:
 def _owners(trace: Trace, grouped: Grouped) -> dict[int, int]:
     """Return, for each operation of the backward, the S node that it is the backward of.
 
-    Autograd numbers the operations of the forward, and what it runs for each in the backward has
-    its number. Sums of gradients have none of their own: they come out of order.
+    Autograd numbers the operations of the forward, and the operations that it runs for each in the
+    backward have its number. Sums of gradients have no number: they come out of order.
     """
     first: dict[int, int] = {}
     for node in trace.forward:
@@ -155,7 +155,7 @@ def contracted(
     labels
         Names of the groups.
     modules
-        Their modules; by default what the modules of their operations have in common.
+        Their modules; by default the common part of the modules of their operations.
     """
     flat = [unit for some in units for unit in some]
     order = [index for unit in flat for index in unit.operations]
@@ -175,7 +175,7 @@ def contracted(
 
 
 def is_repeatable(step: Graph, members: Sequence[int]) -> bool:
-    """Return True if operations can run again, without those of them that run once.
+    """Return True if operations can run again, except the ones that run once.
 
     Parameters
     ----------
@@ -199,7 +199,7 @@ class Part:
     graph
         The part.
     operations, storages
-        Their numbers in it, by those in the whole.
+        Their numbers in it, by their numbers in the whole.
     """
 
     graph: Graph
@@ -208,7 +208,7 @@ class Part:
 
 
 def part_of(graph: Graph, chosen: Iterable[int], *, loss: bool) -> Part:
-    """Return some operations of a graph; what others made before them exists from the start.
+    """Return some operations of a graph; the results of all others exist from the start.
 
     Parameters
     ----------
@@ -217,8 +217,8 @@ def part_of(graph: Graph, chosen: Iterable[int], *, loss: bool) -> Part:
     chosen
         Numbers of operations, the loss not among them.
     loss
-        Put an operation in the place of what runs between forward and backward: it makes, at no
-        cost, what these operations read of it.
+        Replace the operations between forward and backward by one that makes, at no cost, the
+        values that these operations read.
     """
     picked = sorted(chosen)
     operations = [graph.operations[k] for k in picked]

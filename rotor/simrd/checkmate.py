@@ -42,7 +42,7 @@ _NOISE = 1e-7
 
 @dataclass(frozen=True, eq=False)
 class Checkmate:
-    """What the solver found.
+    """Answer of the solver.
 
     Attributes
     ----------
@@ -51,13 +51,13 @@ class Checkmate:
     steps
         The schedule, as in `rotor.simrd.program`.
     price
-        What it takes, priced as every schedule is.
+        Memory and time of the schedule, priced as every schedule is.
     budget_bytes
-        What it had to fit in.
+        Budget that the schedule had to fit in.
     bound_ns
         No schedule of this form takes less, in nanoseconds.
     gap
-        How far above that the schedule is, relative to it: 0.0 is proven optimal.
+        Distance of the schedule above that bound, relative to it: 0.0 is proven optimal.
     """
 
     status: str
@@ -76,7 +76,7 @@ def checkmate(
     gap: float = 0.0,
     most_operations: int = MOST_OPERATIONS,
 ) -> Checkmate:
-    """The fastest schedule of a small program within a budget.
+    """Return the fastest schedule of a small program within a budget.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def checkmate(
         No schedule fits; `minimum_bytes` is the least in which its largest operation could run,
         a lower bound.
     RuntimeError
-        The time limit passed without a schedule and without a proof that there is none.
+        The time limit passed without a schedule and without a proof that none exists.
 
     Notes
     -----
@@ -231,7 +231,7 @@ class _Model:
         self._number()
 
     def _owners(self, place: dict[int, int]) -> dict[int, int]:
-        """Of each storage that is not constant, the place of the operation that allocates it."""
+        """Return the place of the operation that allocates each storage that is not constant."""
         program = self.program
         return {
             program.storage[t]: place[program.operation[t]]
@@ -275,7 +275,7 @@ class _Model:
             for i in range(t + 1):
                 for j in self.reads[i]:
                     rows.add([(run[t, i], 1.0), (run[t, j], -1.0), *self._kept(t, j)], -1.0, 0.0)
-                # What the next stage keeps was kept by this one, or is executed in it.
+                # The tensors that the next stage keeps were kept by this one, or computed in it.
                 rows.add([(keep[t + 1, i], 1.0), (run[t, i], -1.0), *self._kept(t, i)], -1.0, 0.0)
                 for source in self.carrier[i]:
                     rows.add([(keep[t + 1, i], 1.0), (keep[t + 1, source], -1.0)], -1.0, 0.0)
@@ -290,7 +290,7 @@ class _Model:
         return [(self.keep[t, i], -1.0)] if (t, i) in self.keep else []
 
     def _memory(self, rows: _Rows, t: int) -> None:
-        """used[t, k] counts what is there when k runs, its outputs included."""
+        """Constrain used[t, k] to the bytes in memory when k runs, its outputs included."""
         kept = [(self.keep[t, i], -float(self.sizes[i])) for i in range(t)]
         first = (self.run[t, 0], -float(self.sizes[0]))
         rows.add([(self.used[t, 0], 1.0), first, *kept], 0.0, 0.0)
@@ -308,7 +308,7 @@ class _Model:
             rows.add(terms, 0.0, 0.0)
 
     def _drops(self, rows: _Rows, t: int, i: int) -> None:
-        """drop[t, i, k]: k runs, i is not carried on, and nothing behind k reads i in stage t."""
+        """Constrain drop[t, i, k]: k runs, i is not kept, nothing after k reads i in stage t."""
         readers = sorted(k for k in self.readers[i] if k <= t)
         for index, k in enumerate(readers):
             hazards = [(self.run[t, k], -1.0), (self.keep[t + 1, i], 1.0)]
@@ -320,7 +320,7 @@ class _Model:
     def solve(
         self, time_limit: float, gap: float
     ) -> tuple[dict[tuple[int, int], bool] | None, float, str]:
-        """run[t, i], a lower bound in nanoseconds, and a word about how it ended."""
+        """Return run[t, i], a lower bound in nanoseconds, and a word about how the search ended."""
         try:
             from scipy.optimize import Bounds, LinearConstraint, milp
             from scipy.sparse import csr_array
@@ -367,7 +367,7 @@ class _Model:
         return {key: bool(result.x[c] > 0.5) for key, c in self.run.items()}, bound, word
 
     def steps(self, run: dict[tuple[int, int], bool]) -> list[int]:
-        """The schedule of a solution: stage by stage, constants and pins where the log has them."""
+        """Return the schedule of a solution stage by stage, constants and pins as in the log."""
         program = self.program
         first = {operation: t for t, operation in enumerate(self.nodes)}
         steps: list[int] = []

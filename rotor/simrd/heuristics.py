@@ -55,9 +55,9 @@ class Heuristic:
     name
         Such as "DTREqClass".
     needs
-        What a runtime has to keep for it: "classes", "regions", or neither.
+        Structure that a runtime keeps for it: "classes", "regions", or neither.
     is_random
-        Whether it draws, so that the seed matters.
+        True if it draws random numbers, so that the seed matters.
     description
         Its cost, as a formula.
     """
@@ -101,17 +101,17 @@ def resolve(heuristic: HeuristicLike) -> HeuristicLike:
 
 
 def names() -> list[str]:
-    """Names of all heuristics: the published ones, then those of the ablation."""
+    """Return the names of all heuristics: the published ones, then the ablation's."""
     return list(_registry())
 
 
 def get(name: str) -> Heuristic:
-    """The heuristic of a name.
+    """Return the heuristic of a name.
 
     Raises
     ------
     ValueError
-        There is no heuristic of that name; the message lists those there are.
+        No heuristic has that name; the message lists all names.
     """
     found = _registry().get(name) if isinstance(name, str) else None
     if found is None:
@@ -120,21 +120,26 @@ def get(name: str) -> Heuristic:
 
 
 def check(heuristic: HeuristicLike, serves: frozenset[str], runtime: str) -> str:
-    """The name of a heuristic, once a runtime is known to serve it.
+    """Return the name of a heuristic, once a runtime is known to serve it.
 
     Parameters
     ----------
     heuristic
         A name, or a function.
     serves
-        What the runtime keeps: "classes", "regions".
+        Structures that the runtime keeps: "classes", "regions".
     runtime
         Its name, for the message.
+
+    Returns
+    -------
+    str
+        The name.
 
     Raises
     ------
     ValueError
-        There is no heuristic of that name, or the runtime cannot serve it.
+        No heuristic has that name, or the runtime cannot serve it.
     TypeError
         `heuristic` is neither a name nor callable.
     """

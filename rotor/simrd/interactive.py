@@ -89,14 +89,14 @@ class Interactive:
         cost_ns: int,
         aliases: Sequence[int] | None = None,
     ) -> list[str]:
-        """Runs a new operation and gives the names of its outputs.
+        """Run a new operation and gives the names of its outputs.
 
         Parameters
         ----------
         name
             Of the operation.
         inputs
-            Names of tensors; those that were evicted are rematerialized.
+            Names of tensors; evicted ones are rematerialized.
         bytes
             Size of each output.
         cost_ns
@@ -115,7 +115,7 @@ class Interactive:
         RuntimeError
             The run has failed already.
         KeyError
-            There is no tensor of an input's name.
+            No tensor has an input's name.
         ValueError
             A size or time is out of range, an alias has no input, lengths differ.
         """
@@ -138,18 +138,18 @@ class Interactive:
         return outputs
 
     def constant(self, name: str, bytes: int) -> str:
-        """Brings a constant into memory, for good, and gives its name.
+        """Bring a constant into memory, for good, and gives its name.
 
         Raises
         ------
         RuntimeError
             The run has failed already.
         ValueError
-            There is a tensor of this name, or the size is out of range.
+            A tensor of this name exists already, or the size is out of range.
         """
         self._check()
         if name in self._names:
-            raise ValueError(f"there is a tensor named {name!r} already")
+            raise ValueError(f"a tensor named {name!r} exists already")
         size = check_count(bytes, "bytes", 0, _LARGEST)
         self._writer.constant(name)
         self._writer.memory(name, size)
@@ -158,14 +158,14 @@ class Interactive:
         return name
 
     def release(self, name: str) -> None:
-        """Drops the program's reference to a tensor.
+        """Drop the program's reference to a tensor.
 
         Raises
         ------
         RuntimeError
             The run has failed already.
         KeyError
-            There is no tensor of this name.
+            No tensor has this name.
         ValueError
             The program has no reference to it any more.
         """
@@ -176,12 +176,12 @@ class Interactive:
         self._run()
 
     def is_defined(self, name: str) -> bool:
-        """Whether a tensor is in memory.
+        """Return whether a tensor is in memory.
 
         Raises
         ------
         KeyError
-            There is no tensor of this name.
+            No tensor has this name.
         """
         return self._replay.is_defined(self._tensor(name))
 
@@ -197,7 +197,7 @@ class Interactive:
 
     @property
     def locked(self) -> LockedSet:
-        """What cannot be evicted now."""
+        """Storages that cannot be evicted now."""
         return locked_set(self._log, self._replay)
 
     @property

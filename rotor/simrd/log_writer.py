@@ -63,7 +63,7 @@ class LogWriter:
             self._file = file
 
     def constant(self, name: str, bytes: int) -> None:
-        """A constant and its size in bytes.
+        """Return a constant and its size in bytes.
 
         Raises
         ------
@@ -86,7 +86,7 @@ class LogWriter:
         bytes: Sequence[int],
         aliases: Sequence[int],
     ) -> None:
-        """An operation with new results.
+        """Return an operation with new results.
 
         Parameters
         ----------
@@ -125,7 +125,7 @@ class LogWriter:
         self._written()
 
     def mutate(self, name: str, args: Sequence[str], mutated: Sequence[int], time_ns: int) -> None:
-        """An operation that writes to some of its arguments.
+        """Return an operation that writes to some of its arguments.
 
         Parameters
         ----------
@@ -134,7 +134,7 @@ class LogWriter:
         args
             Names of tensors that it reads.
         mutated
-            Indices in `args` of those that it writes to.
+            Indices in `args` of the tensors that it writes to.
         time_ns
             Its time, ns.
         """
@@ -142,27 +142,27 @@ class LogWriter:
         self._written()
 
     def copy(self, dst: str, src: str) -> None:
-        """A name more for a tensor."""
+        """Return a name more for a tensor."""
         self._core.copy(dst, src)
         self._written()
 
     def copy_from(self, dst: str, src: str) -> None:
-        """A name leaves its tensor for that of another name."""
+        """Return a name leaves its tensor for that of another name."""
         self._core.copy_from(dst, src)
         self._written()
 
     def release(self, name: str) -> None:
-        """A tensor has a reference less."""
+        """Return a tensor has a reference less."""
         self._core.release(name)
         self._written()
 
     def pin(self, name: str) -> None:
-        """A tensor is brought into memory and kept."""
+        """Return a tensor is brought into memory and kept."""
         self._core.pin(name)
         self._written()
 
     def annotate(self, text: str) -> None:
-        """A note: "START" and "BACKWARD" mean something to `parse`."""
+        """Return a note: "START" and "BACKWARD" mean something to `parse`."""
         self._core.annotate(text)
         self._written()
 
@@ -182,7 +182,7 @@ class LogWriter:
         self._file.write(self._core.take())
 
     def getvalue(self) -> bytes:
-        """The text of a writer to memory.
+        """Return the text of a writer to memory.
 
         Raises
         ------

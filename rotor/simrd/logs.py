@@ -30,7 +30,7 @@ from rotor.simrd.settings import Baseline, compute_baseline
 __all__ = ["OUTPUT_CONDITIONS", "CommandKind", "Log", "LogSource", "LogWriter", "parse"]
 
 OUTPUT_CONDITIONS = ("rematerialize", "preallocate", "leave")
-"""What `parse` may do with tensors that still have a name at the end."""
+"""Choices of `parse` for tensors that still have a name at the end."""
 
 _PIECE_BYTES = 1 << 20
 _GZIP = b"\x1f\x8b"
@@ -57,11 +57,11 @@ class Readable(Protocol):
     """A file that is open in binary mode."""
 
     def read(self, size: int, /) -> bytes:
-        """At most `size` bytes, none at the end."""
+        """Return at most `size` bytes, none at the end."""
 
 
 LogSource = str | os.PathLike[str] | bytes | bytearray | memoryview | Readable
-"""What `parse` reads: a path, the text of a log, a file that is open in binary mode."""
+"""Sources of `parse`: a path, the text of a log, a file that is open in binary mode."""
 
 
 class CommandKind(enum.IntEnum):
@@ -124,7 +124,7 @@ class Log:
 
     @property
     def cut_at_start(self) -> bool:
-        """Whether START annotations dropped what came before them."""
+        """True if START annotations dropped what came before them."""
         return self._cut_at_start
 
     @property
@@ -134,17 +134,17 @@ class Log:
 
     @property
     def core(self) -> _core.Log:
-        """What the core replays."""
+        """Object that the core replays."""
         return self._core
 
     @property
     def path(self) -> Path | None:
-        """Where it was read from; None where that was no path."""
+        """Path that it was read from; None for other sources."""
         return self._origin if isinstance(self._origin, Path) else None
 
     @property
     def line_count(self) -> int:
-        """Lines of the file, empty ones and those before START included."""
+        """Number of lines of the file, including empty ones and the ones before START."""
         return self._core.line_count
 
     @property
@@ -208,7 +208,7 @@ class Log:
 
     @cached_property
     def inputs(self) -> NDArray[np.int64]:
-        """Tensors that operations read, those of one operation together and in order; read-only."""
+        """Tensors that operations read, grouped by operation and in order; read-only."""
         return _frozen(np.array(memoryview(self._core.inputs()).cast("q"), dtype=np.int64))
 
     @cached_property
@@ -228,36 +228,36 @@ class Log:
         return _frozen(pairs.view(_COMMAND))
 
     def operation_name(self, operation: int) -> str:
-        """The name of an operation; "constant" of constants.
+        """Return the name of an operation; "constant" of constants.
 
         Raises
         ------
         IndexError
-            There is no such operation.
+            No operation has this number.
         """
         return self._core.operation_name(operation)
 
     def tensor_name(self, tensor: int) -> str:
-        """The name under which a tensor was made; with "$" after it where MUTATE made it.
+        """Return the name under which a tensor was made; with "$" after it where MUTATE made it.
 
         Raises
         ------
         IndexError
-            There is no such tensor.
+            No tensor has this number.
         """
         return self._core.tensor_name(tensor)
 
     def lookup(self, name: str) -> int:
-        """The tensor that a name stands for at the end, or -1."""
+        """Return the tensor that has a name at the end, or -1."""
         return self._core.lookup(name)
 
     def references(self, tensor: int) -> int:
-        """How many references a tensor holds from names at the end.
+        """Return the number of references that a tensor holds from names at the end.
 
         Raises
         ------
         IndexError
-            There is no such tensor.
+            No tensor has this number.
         """
         return self._core.references(tensor)
 
@@ -312,9 +312,9 @@ def parse(
         A path, the text of a log as bytes, or a file that is open in binary mode. Text that is
         compressed with gzip is recognized by its first bytes. Files are read in pieces.
     cut_at_start
-        Whether START annotations drop what comes before them, as in the published experiments.
+        True: START annotations drop everything before them, as in the published experiments.
     output_condition
-        What becomes of tensors that still have a name at the end: "rematerialize" brings them back
+        Treatment of tensors that still have a name at the end: "rematerialize" brings them back
         into memory and keeps them (the published default), "preallocate" sums up their bytes in
         `Log.output_bytes`, "leave" does nothing.
 
@@ -326,8 +326,8 @@ def parse(
     Raises
     ------
     MalformedLogError
-        A line is not what the format expects, the log or its compression ends early, or there is
-        nothing in it; ``.line`` is the number of the line, ``.source`` the file.
+        A line is not in the expected format, the log or its compression ends early, or the log is
+        empty; ``.line`` is the number of the line, ``.source`` the file.
     OSError
         The file cannot be read.
     TypeError, ValueError
@@ -432,7 +432,7 @@ class _Raw:
         return piece
 
     def _fill(self, size: int) -> bytes:
-        """`size` bytes of the file, fewer only at its end: a file may give as few as it likes."""
+        """Read `size` bytes of the file, fewer only at its end: a file may give fewer at a time."""
         pieces: list[bytes] = []
         while size > 0:
             piece = self._file.read(size)
@@ -448,7 +448,7 @@ class _Raw:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def is_gzip(self) -> bool:
-        """Whether the text is compressed; nothing is taken from it."""
+        """Return whether the text is compressed; nothing is taken from it."""
         self._ahead = self.read(len(_GZIP))
         return self._ahead == _GZIP
 

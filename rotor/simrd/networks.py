@@ -33,12 +33,17 @@ def _call(
 
 
 def linear_text(n: int) -> bytes:
-    """The text of the log of `linear`.
+    """Return the text of the log of `linear`.
 
     Parameters
     ----------
     n
         Operations in each direction, at least 1.
+
+    Returns
+    -------
+    bytes
+        The log.
 
     Raises
     ------
@@ -63,7 +68,7 @@ def linear_text(n: int) -> bytes:
 
 
 def linear(n: int) -> Log:
-    """The uniform linear network: `n` operations forward, `n` backward, each of 1 ns and 1 byte.
+    """Return the uniform linear network: `n` operations forward, `n` backward, 1 ns, 1 byte each.
 
     Forward operation i reads the output of operation i - 1. Backward operation i reads the gradient
     of operation i + 1 and the output of forward operation i - 1; the first one to run, n - 1, reads
@@ -90,7 +95,7 @@ def linear(n: int) -> Log:
 
 @dataclass(frozen=True)
 class Adversarial:
-    """What an adversary made of a heuristic.
+    """Network that an adversary built against a heuristic.
 
     Attributes
     ----------
@@ -140,7 +145,7 @@ def adversarial(
     runtime: str = "V2EagerOptimized",
     seed: int = 0,
 ) -> Adversarial:
-    """The network that makes a heuristic recompute whole paths, over and over.
+    """Return the network that makes a heuristic recompute whole paths, over and over.
 
     `paths` paths leave one root, a constant. Memory holds `paths` storages, the root's among them,
     so that at any moment some path has nothing in memory: the adversary makes that path one node
@@ -151,11 +156,16 @@ def adversarial(
     Parameters
     ----------
     nodes
-        How many nodes the paths have together, at least 1.
+        Number of nodes of all paths together, at least 1.
     paths
-        How many paths there are, at least 3.
+        Number of paths, at least 3.
     heuristic, runtime, seed
-        What it is built against, as in `rotor.simrd.simulate`.
+        Simulated program that it is built against, as in `rotor.simrd.simulate`.
+
+    Returns
+    -------
+    Adversarial
+        The program, and its cost for the heuristic.
 
     Raises
     ------
@@ -250,7 +260,7 @@ def random_program(
     pool: int = 64,
     path: str | os.PathLike[str] | None = None,
 ) -> Log:
-    """Training steps of a small random network, as many as a number of commands needs.
+    """Return training steps of a small random network, enough for a number of commands.
 
     Every layer reads the one before it, its weight, and at times an earlier layer; its backward
     reads what it read and makes two gradients. Activations are released by the backward, so that
@@ -268,6 +278,11 @@ def random_program(
     path
         A file to write the log to, from which it is read then; without one, its text (some 170
         bytes a command) stays in memory with it.
+
+    Returns
+    -------
+    Log
+        The program.
 
     Raises
     ------
@@ -295,7 +310,7 @@ def random_program(
 
 
 def _training_step(rng: random.Random, layers: int) -> tuple[bytes, int]:
-    """The text of a step, with the marker of its number, and how many commands it has."""
+    """Return the text of a step, with the marker of its number, and how many commands it has."""
     mark = _STEP.decode()
     writer = LogWriter()
     count = 0

@@ -46,9 +46,9 @@ class Program:
     storage_bytes
         Of each storage.
     steps
-        What the log does: operations, and pins as ``~tensor``.
+        Actions of the log: operations, and pins as ``~tensor``.
     forward_steps
-        How many of them stand before the BACKWARD annotation; all, where there is none.
+        Number of steps before the BACKWARD annotation; all steps if the log has none.
     """
 
     cost_ns: tuple[int, ...]
@@ -63,7 +63,7 @@ class Program:
 
     @classmethod
     def from_log(cls, log: Log) -> Program:
-        """The program of a log. Releases are left out: a static plan knows what is read again."""
+        """Return the program of a log without its releases: a static plan knows the later reads."""
         operations, tensors, storages = log.operations, log.tensors, log.storages
         flat = log.inputs.tolist()
         first, count = operations["first_input"].tolist(), operations["input_count"].tolist()
@@ -100,11 +100,11 @@ class Program:
         )
 
     def is_constant(self, operation: int) -> bool:
-        """Whether an operation reads nothing and costs nothing."""
+        """Return whether an operation reads nothing and costs nothing."""
         return not self.inputs[operation] and self.cost_ns[operation] == 0
 
     def new_bytes(self, operation: int) -> int:
-        """Bytes that an execution of it allocates: of all its outputs that are no views."""
+        """Return bytes that an execution of it allocates: of all its outputs that are no views."""
         return sum(
             self.storage_bytes[self.storage[t]]
             for t in self.outputs[operation]
@@ -113,7 +113,7 @@ class Program:
 
     @property
     def base_compute_ns(self) -> int:
-        """What all operations take, each executed once."""
+        """Time of all operations, each executed once."""
         return sum(self.cost_ns)
 
     @property
@@ -124,7 +124,7 @@ class Program:
 
 @dataclass(frozen=True, eq=False)
 class Price:
-    """What a schedule takes.
+    """Memory and time of a schedule.
 
     Attributes
     ----------
@@ -149,10 +149,10 @@ class Price:
 
 
 def price(program: Program, steps: Sequence[int]) -> Price:
-    """Memory and time of a schedule, counted as the replay of a log counts them.
+    """Return memory and time of a schedule, counted as the replay of a log counts them.
 
-    An execution allocates all its outputs beside everything that is in memory, its inputs among
-    that; those that are there already are freed again after it. A pinned storage is never dropped.
+    An execution allocates all its outputs beside everything that is in memory, including its
+    inputs; outputs that exist already are freed again after it. A pinned storage is never dropped.
     The difference from a replay is that no budget is enforced and nothing is chosen: what is
     dropped follows from the steps, so that a storage that is still referred to by the program but
     not read again takes no memory, as in Checkmate's model.
@@ -160,9 +160,14 @@ def price(program: Program, steps: Sequence[int]) -> Price:
     Parameters
     ----------
     program
-        What is scheduled.
+        Program that is scheduled.
     steps
         Operations and pins, as in `rotor.simrd.program`.
+
+    Returns
+    -------
+    Price
+        Peak bytes and time.
 
     Raises
     ------
@@ -210,7 +215,7 @@ def _check_complete(program: Program, steps: Iterable[int]) -> None:
 
 
 def _lifetimes(program: Program, steps: Sequence[int]) -> list[list[int]]:
-    """Of each storage, the positions after which it is dropped, the latest first."""
+    """Return the positions after which each storage is dropped, the latest first."""
     begun = [-1] * len(program.storage)
     last = [-1] * len(program.storage)
     spans: list[list[tuple[int, int]]] = [[] for _ in program.storage_bytes]

@@ -1,4 +1,4 @@
-"""What a simulation answers: figures, failures, telemetry."""
+"""Results of a simulation: figures, failures, telemetry."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ class LockedSet:
     Attributes
     ----------
     execution
-        How many executions of operations had been done.
+        Number of executions of operations before it.
     clock
         The clock, ns.
     command
-        How many commands of the log had been done.
+        Number of commands of the log before it.
     bytes
         Their size in all.
     count
-        How many there were.
+        Number of storages.
     storages
         They, largest first.
     """
@@ -87,7 +87,7 @@ class LockedSet:
     storages: tuple[LockedStorage, ...]
 
     def describe(self) -> str:
-        """The set as text, its largest storages one by one."""
+        """Return the set as text, its largest storages one by one."""
         lines = [
             f"{self.count} storage{'' if self.count == 1 else 's'} of {format_bytes(self.bytes)} "
             f"in all could not be evicted (locked or pinned), after {self.execution} executions"
@@ -101,7 +101,7 @@ class LockedSet:
 
 @dataclass(frozen=True)
 class Failure:
-    """Where and why a simulation ended early.
+    """Place and reason of a simulation that ended early.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ class Failure:
     needed_bytes
         Size of its outputs.
     memory_bytes
-        What was in memory.
+        Bytes that were in memory.
     locked
         The moment, and what could not be evicted then.
     """
@@ -138,7 +138,7 @@ class Failure:
         return self.locked.clock
 
     def describe(self) -> str:
-        """The failure as text."""
+        """Return the failure as text."""
         where = f"at command {self.command}, clock {self.clock} ns"
         if self.kind == "oom":
             first = (
@@ -173,8 +173,8 @@ class Result:
     base_compute
         Time of the log without rematerialization, ns.
     status
-        "ok", "oom" (out of memory) or "thrash" (`overhead_limit` was passed). The figures of a run
-        that failed are those at its end.
+        "ok", "oom" (out of memory) or "thrash" (`overhead_limit` was exceeded). A failed run has
+        the figures at its end.
     clock
         Time at the end, ns; it began at 1.
     model_compute, remat_compute
@@ -195,7 +195,7 @@ class Result:
     max_locked_bytes, max_locked_execution
         The most bytes that could not be evicted, and after how many executions that was so first.
     memory_bytes
-        What the simulation itself took.
+        Memory of the simulation itself.
     failure
         None where the run is ok.
     storages
@@ -255,7 +255,7 @@ class Result:
         return _quotient(self.clock, self.base_compute)
 
     def largest_locked(self) -> LockedSet:
-        """What could not be evicted when that was most: the least memory that this run needs.
+        """Largest set of storages that could not be evicted: the least memory that this run needs.
 
         Runs the simulation again up to that moment.
 
@@ -272,7 +272,7 @@ class Result:
         return self.rerun()
 
     def timeline(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(clock, memory): ns and bytes at every moment at which memory changes.
+        """Return (clock, memory): ns and bytes at every moment at which memory changes.
 
         Raises
         ------
@@ -292,7 +292,7 @@ class Result:
         return clock, memory
 
     def describe(self) -> str:
-        """The result as text."""
+        """Return the result as text."""
         budget = "no budget" if self.budget is None else f"budget {format_bytes(self.budget)}"
         if self.ratio is not None:
             budget += f" ({self.ratio:g} of the baseline)"
@@ -314,7 +314,7 @@ class Result:
         return {**self.__dict__, "rerun": None}
 
     def to_dict(self) -> dict[str, Any]:
-        """The result for JSON, without telemetry; of locked storages the largest 32."""
+        """Return the result for JSON, without telemetry; of locked storages the largest 32."""
         data: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         for name in _FIELDS:
             data[name] = getattr(self, name)
@@ -328,7 +328,7 @@ class Result:
 
     @classmethod
     def from_dict(cls, data: Any) -> Result:
-        """The result that `to_dict` wrote, without telemetry.
+        """Return the result that `to_dict` wrote, without telemetry.
 
         Raises
         ------
@@ -352,12 +352,12 @@ class Result:
         return cls(**fields)
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The result as JSON text; also written to `path` when one is given."""
+        """Return the result as JSON text; also written to `path` when one is given."""
         return write_json(self.to_dict(), path)
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> Result:
-        """A result from JSON text, or from the file at a path.
+        """Return a result from JSON text, or from the file at a path.
 
         Raises
         ------
@@ -443,7 +443,7 @@ _COLUMNS = [name for name in _FIELDS if name != "failure"]
 
 
 def results_to_csv(results: Iterable[Result], path: str | os.PathLike[str]) -> None:
-    """Writes results as a table, one row each.
+    """Write results as a table, one row each.
 
     Columns are the fields of `Result` (empty for None, failures left out), then ``slowdown`` and
     ``overhead``. The file is written as a whole or not at all.

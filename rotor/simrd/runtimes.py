@@ -18,11 +18,11 @@ class Runtime:
     code
         Its number in the C core.
     ignores_releases
-        Whether releases are taken out of the log before it is replayed.
+        True if releases are removed from the log before it is replayed.
     serves
-        What it keeps for heuristics: "classes" and "regions", or neither.
+        Structures that it keeps for heuristics: "classes" and "regions", or neither.
     description
-        What a release does, for people.
+        Sentence on the effect of a release.
     """
 
     name: str
@@ -57,23 +57,28 @@ _ALIASES = {"NoDealloc": "no_dealloc"}
 
 
 def names() -> list[str]:
-    """Names of all runtimes, for `get`."""
+    """Return the names of all runtimes, for `get`."""
     return list(_RUNTIMES)
 
 
 def get(name: str) -> Runtime:
-    """The runtime of a name.
+    """Return the runtime of a name.
 
     Parameters
     ----------
     name
-        One of `names`; the published prefix ``Runtime`` may stand before it, and "NoDealloc" is
+        One of `names`; the published prefix ``Runtime`` is allowed before it, and "NoDealloc" is
         "no_dealloc".
+
+    Returns
+    -------
+    Runtime
+        The runtime.
 
     Raises
     ------
     ValueError
-        There is no runtime of that name; the message lists those there are.
+        No runtime has that name; the message lists all names.
 
     Notes
     -----

@@ -75,7 +75,7 @@ class Settings:
     stop_at_execution: int = -1
 
     def replay(self, core: _core.Log) -> _core.Replay:
-        """A replay of a log at its beginning."""
+        """Return a replay of a log at its beginning."""
         return _core.Replay(
             core,
             self.runtime.code,
@@ -96,7 +96,7 @@ class Settings:
 
 
 def check_count(value: object, name: str, lowest: int, largest: int = (1 << 62)) -> int:
-    """A whole number within bounds, or an error that says which."""
+    """Return a whole number within bounds, or an error that says which."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
     number = int(value)
@@ -106,7 +106,7 @@ def check_count(value: object, name: str, lowest: int, largest: int = (1 << 62))
 
 
 def check_flag(value: object, name: str) -> bool:
-    """A bool, or an error that says which."""
+    """Return a bool, or an error that says which."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, got {value!r}")
     return bool(value)
@@ -128,7 +128,7 @@ def make_settings(
     trace: bool = False,
     max_events: int = MAX_EVENTS,
 ) -> tuple[str, Settings]:
-    """The name of the heuristic and the setting, all but the budget and the limit checked here.
+    """Return the name of the heuristic and the setting; check all but the budget and the limit.
 
     Raises
     ------
@@ -170,7 +170,7 @@ _BASELINE = Settings(
 
 
 def compute_baseline(core: _core.Log) -> Baseline:
-    """The baseline of a log that was read to its end."""
+    """Return the baseline of a log that was read to its end."""
     replay = _BASELINE.replay(core)
     replay.run()
     return Baseline(

@@ -85,12 +85,17 @@ def _finished(log: Log | LogSource) -> Log:
 
 
 def baseline(log: Log | LogSource) -> Baseline:
-    """The log run by V1 without a budget, as published.
+    """Return the figures of a log run by V1 without a budget, as published.
 
     Parameters
     ----------
     log
         A log, or what `rotor.simrd.parse` takes. ``log.baseline`` keeps the answer.
+
+    Returns
+    -------
+    Baseline
+        Times and bytes that ratios refer to.
 
     Raises
     ------
@@ -121,7 +126,7 @@ def simulate(
     max_events: int = MAX_EVENTS,
     progress: bool | Callable[[int, int], object] = False,
 ) -> Result:
-    """Replays a log under a budget, evicting and rematerializing storages.
+    """Replay a log under a budget, evicting and rematerializing storages.
 
     Parameters
     ----------
@@ -143,8 +148,8 @@ def simulate(
         The run is given up as "thrash" once rematerializations took (`overhead_limit` - 1) times
         the time of the log; ``math.inf`` for never.
     seed
-        Of heuristics that draw, and of `sample`. The draws are not those of the published
-        simulator.
+        Seed of heuristics that draw random numbers, and of `sample`. The draws differ from those of
+        the published simulator.
     no_dealloc
         Takes releases out of the log.
     rebuild_classes_every
@@ -185,7 +190,7 @@ def simulate(
 
     Notes
     -----
-    The semantics are those of Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021,
+    The semantics follow Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021,
     section 2 and appendix C: eviction costs nothing, memory does not fragment, the clock counts
     executions only. A log read with ``output_condition="preallocate"`` leaves its outputs
     (``log.output_bytes``) to the caller: take them off the budget where they should count.
@@ -270,7 +275,7 @@ def _array(data: bytearray | None, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]
 
 
 def locked_set(core: _core.Log, replay: _core.Replay) -> LockedSet:
-    """What a replay cannot evict now."""
+    """Return the storages that a replay cannot evict now."""
     sizes = np.frombuffer(core.storages()[0], dtype=np.int64)
     roots = np.frombuffer(core.storages()[1], dtype=np.int64)
     found = np.frombuffer(replay.locked(), dtype=np.int64)
@@ -288,7 +293,7 @@ def locked_set(core: _core.Log, replay: _core.Replay) -> LockedSet:
 
 
 def failure_of(core: _core.Log, replay: _core.Replay) -> Failure:
-    """Why a replay whose outcome is not ok ended."""
+    """Return the reason why a replay whose outcome is not ok ended."""
     operation = replay.failed_operation
     tensor = int(np.frombuffer(core.operations()[4], dtype=np.int64)[operation])
     return Failure(

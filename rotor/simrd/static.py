@@ -1,13 +1,13 @@
 """Static planners on the graphs of logs: what can be had when the program is known beforehand.
 
-A planner chooses, from the operations before the BACKWARD annotation, what is kept; what the
-backward pass reads and is not there is computed again. Each schedule is priced once, exactly
+A planner chooses the results to keep among the operations before the BACKWARD annotation; the
+backward pass computes the others again. Each schedule is priced once, exactly
 (`rotor.simrd.program.price`), and is a point (peak bytes, slow-down).
 
 Cuts. A position in the order of the forward operations, with everything that was made before it and
 is read by a forward operation behind it: its crossing. Keeping the crossings of some cuts makes
 every segment between two cuts computable by itself, once [1]_, when the backward pass first reads
-from it; the last segment is kept as a whole. A position that one storage crosses at most is an
+from it; the last segment is kept as a whole. A position that at most one storage crosses is an
 articulation: there the network is a chain [2]_.
 
 References
@@ -52,13 +52,13 @@ class StaticPoint:
     planner
         Its name in `PLANNERS`.
     parameter
-        What was swept: cuts, bytes of a segment, checkpoints; 0 where nothing is.
+        Value that was swept: cuts, bytes of a segment, checkpoints; 0 if nothing is.
     peak_bytes
         Most in memory, constants included.
     compute_ns
         Nanoseconds of all executions.
     slowdown
-        `compute_ns` over those of the program without a recomputation.
+        `compute_ns` over the time of the program without any recomputation.
     n_remat
         Executions beyond the first of each operation.
     """
@@ -72,7 +72,7 @@ class StaticPoint:
 
 
 class Cuts:
-    """Where the forward pass of a program can be cut, and what crosses each cut.
+    """Positions where the forward pass of a program can be cut, and the storages across each.
 
     Parameters
     ----------
@@ -99,11 +99,11 @@ class Cuts:
         self.read = {s: k for s, k in read.items() if s in self.made}
 
     def crossing(self, position: int) -> set[int]:
-        """Storages made before forward operation `position` and read by it or behind it."""
+        """Return storages made before forward operation `position` and read by it or behind it."""
         return {s for s, k in self.read.items() if self.made[s] < position <= k}
 
     def articulations(self) -> list[int]:
-        """Positions, 1 to n - 1, that one storage crosses at most."""
+        """Return the positions, 1 to n - 1, that at most one storage crosses."""
         change = [0] * (len(self.forward) + 1)
         for storage, last in self.read.items():
             change[self.made[storage] + 1] += 1
@@ -118,7 +118,7 @@ class Cuts:
 
 
 class _Builder:
-    """Writes a schedule: knows which tensors are there, and computes again what is not."""
+    """Writer of a schedule: knows which tensors exist, and computes missing ones again."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -151,21 +151,21 @@ class _Builder:
             self._execute(operation)
 
     def forget(self, storages: Iterable[int], tensors_of: dict[int, list[int]]) -> None:
-        """What belongs to these storages is not counted on any more."""
+        """Count the tensors of these storages as gone."""
         for storage in storages:
             self.available.difference_update(tensors_of.get(storage, ()))
 
 
 def segments(cuts: Cuts, positions: Sequence[int]) -> list[int]:
-    """The schedule that keeps what crosses some cuts, and computes each segment once more.
+    """Return the schedule that keeps what crosses some cuts, and computes each segment once more.
 
     Parameters
     ----------
     cuts
         Of the program.
     positions
-        Where it is cut: ascending, between 1 and the number of forward operations less 1. Without
-        any, everything is kept.
+        Positions of the cuts: ascending, between 1 and the number of forward operations less 1.
+        Without any, everything is kept.
 
     Returns
     -------
@@ -216,9 +216,9 @@ def _read_by(program: Program, steps: Iterable[int]) -> set[int]:
 
 
 def stage_chain(cuts: Cuts) -> tuple[Chain, list[int]]:
-    """The chain between the articulations, and where its stages begin.
+    """Return the chain between the articulations, and where its stages begin.
 
-    Its sizes are those of the storages, its temporaries what a forward makes beyond what is kept;
+    Its sizes are the bytes of storages, its temporaries the bytes that a forward makes and drops;
     algorithms plan on it, the schedule is priced on the program.
 
     Returns
@@ -256,7 +256,7 @@ def stage_chain(cuts: Cuts) -> tuple[Chain, list[int]]:
 
 
 def chain_schedule(cuts: Cuts, bounds: Sequence[int], sequence: ChainSequence) -> list[int]:
-    """The steps of a program that a sequence on its chain of stages stands for.
+    """Return the steps of a program for a sequence on its chain of stages.
 
     "Fn" and "Fck" compute the output of a stage and count on nothing else of it; "Fe" computes all
     that the backward pass reads of it; "B" runs the backward pass as far as it reads from this
@@ -268,6 +268,11 @@ def chain_schedule(cuts: Cuts, bounds: Sequence[int], sequence: ChainSequence) -
         From `stage_chain`.
     sequence
         Any sequence on its chain.
+
+    Returns
+    -------
+    list of int
+        The steps, as `rotor.simrd.program.price` takes them.
     """
     program = cuts.program
     builder = _Builder(program)
@@ -313,7 +318,7 @@ def chain_schedule(cuts: Cuts, bounds: Sequence[int], sequence: ChainSequence) -
 
 
 def _forward_parts(program: Program, stage: dict[int, int], count: int) -> list[list[int]]:
-    """The forward steps of each stage; constants and pins go with the operation before them."""
+    """Return the forward steps of each stage; constants and pins follow the operation before."""
     parts: list[list[int]] = [[] for _ in range(count)]
     at = 0
     for step in program.steps[: program.forward_steps]:
@@ -342,7 +347,7 @@ def _checkpoint_all(cuts: Cuts) -> Schedules:
 
 
 def _every(cuts: Cuts, candidates: list[int]) -> Schedules:
-    """Every k-th candidate, k from the published floor(sqrt) to one cut and to all of them."""
+    """Return every k-th candidate, k from the published floor(sqrt) to one cut and to all."""
     n = len(candidates)
     if n == 0:
         return
@@ -361,7 +366,7 @@ def _chen_sqrt_ap(cuts: Cuts) -> Schedules:
 
 
 def _greedy(cuts: Cuts, candidates: list[int]) -> Schedules:
-    """A cut at the first candidate after every so many bytes, swept over the scales there are."""
+    """Return cuts at the first candidate after every so many bytes, swept over the scales."""
     program = cuts.program
     sizes = [program.new_bytes(operation) for operation in cuts.forward]
     total, largest = sum(sizes), max(sizes, default=0)
@@ -436,7 +441,7 @@ their number; "chen_greedy" cuts after every so many bytes; with "_ap", articula
 
 
 def plan(log: Log | Program, planners: Iterable[str] | None = None) -> list[StaticPoint]:
-    """All points of some planners on a log.
+    """Return all points of some planners on a log.
 
     Parameters
     ----------
@@ -454,7 +459,7 @@ def plan(log: Log | Program, planners: Iterable[str] | None = None) -> list[Stat
     Raises
     ------
     ValueError
-        A planner is unknown; the message lists those there are.
+        A planner is unknown; the message lists all names.
     """
     names = list(PLANNERS) if planners is None else list(planners)
     for name in names:
@@ -481,6 +486,6 @@ def _point(planner: str, parameter: int, priced: Price) -> StaticPoint:
 
 
 def solve(points: Iterable[StaticPoint], budget_bytes: int) -> StaticPoint | None:
-    """The fastest point within a budget, of equals the smallest; None where none fits."""
+    """Return the fastest point within a budget, of equals the smallest; None where none fits."""
     fitting = [point for point in points if point.peak_bytes <= budget_bytes]
     return min(fitting, key=lambda point: (point.slowdown, point.peak_bytes), default=None)

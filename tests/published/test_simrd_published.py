@@ -120,7 +120,7 @@ def test_lists_of_logs_are_read(folder):
         (log,) = find_logs([folder / "sim_conf.json"])
         assert (log.path, log.title) == (copied, "A title")
     (folder / "sim_conf.json").write_text(json.dumps({"models": [{**entry, "log": "two.log"}]}))
-    with pytest.raises(FileNotFoundError, match=r"there is no log .*two\.log, which .* lists"):
+    with pytest.raises(FileNotFoundError, match=r"no log .*two\.log, which .* lists"):
         find_logs([folder / "sim_conf.json"])
     for data in ({"treelstm": 3}, [], {"models": [{"title": "A"}]}):
         (folder / "sim_conf.json").write_text(json.dumps(data))
