@@ -17,6 +17,7 @@ import torch
 
 from rotor import _core
 from rotor._pytorch import core as _torch
+from rotor.common.accounting import has_room_for_proofs
 from rotor.errors import RecomputationError
 
 __all__ = [
@@ -307,7 +308,7 @@ def has_room(device: torch.device, values: int, limit_bytes: int) -> bool:
     limit_bytes
         The limit of the step.
     """
-    return proof_bytes(device, values) * 50 <= limit_bytes
+    return has_room_for_proofs(proof_bytes(device, values), limit_bytes)
 
 
 @dataclass

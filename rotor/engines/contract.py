@@ -22,7 +22,6 @@ from rotor.meter.step_meter import StepBytes, StepWatch, Verdict
 
 __all__ = [
     "DEFAULT_SLOTS",
-    "METERED_STEPS",
     "Call",
     "CannotPlan",
     "Context",
@@ -38,9 +37,6 @@ __all__ = [
     "Unsuited",
     "Verdict",
 ]
-
-METERED_STEPS = 3
-"""Steps of a plan that are metered at most before its reserve is final."""
 
 
 class NothingToPlan(Exception):

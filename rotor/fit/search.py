@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rotor.common.accounting import METERED_STEPS, default_limit
 from rotor.common.model_state import refuse_sharded
-from rotor.engines.contract import METERED_STEPS
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.fit.batches import (
     Batch,
@@ -143,7 +143,7 @@ def largest_batch(
     batches = batches_of(model, sample, tuple(targets), loss_fn is not None, engine)
     device = device_of(batches(multiple_of))
     free = allocator.free_bytes(device)
-    limit = free * 9 // 10 if mem_limit is None else parse_bytes(mem_limit)
+    limit = default_limit(free) if mem_limit is None else parse_bytes(mem_limit)
     if limit > free:
         raise ValueError(
             f"the limit is {format_bytes(limit)} and {device} has {format_bytes(free)} free: the "

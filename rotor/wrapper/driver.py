@@ -18,11 +18,11 @@ from torch import nn
 
 from rotor._pytorch import core, fsdp
 from rotor.algorithms.curve import Curve
+from rotor.common.accounting import METERED_STEPS, default_limit
 from rotor.common.model_state import ModelState
 from rotor.common.ranks import Ranks, sharers
 from rotor.common.verbosity import logging_at
 from rotor.engines.contract import (
-    METERED_STEPS,
     Call,
     CannotPlan,
     Context,
@@ -161,7 +161,7 @@ class Driver:
         """Return the limit; 90 % of what is free now where none was given, shared with others."""
         if self.settings.mem_limit is None:
             count = sharers(device)
-            limit = allocator.free_bytes(device) * 9 // 10 // count
+            limit = default_limit(allocator.free_bytes(device), count)
             self.settings.mem_limit = limit
             logger.info(
                 "no limit was given: 90 %% of free memory%s, %s",

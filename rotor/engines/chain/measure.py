@@ -18,6 +18,7 @@ import torch
 from rotor import timing
 from rotor.algorithms.sequence import Operation
 from rotor.chain import Chain
+from rotor.common.accounting import GENERATOR_BYTES
 from rotor.common.generators import autocast_off
 from rotor.common.places import Saved
 from rotor.common.tensor_trees import (
@@ -37,8 +38,6 @@ from rotor.meter.step_meter import check_idle
 __all__ = ["Chain", "Inspection", "Measuring", "StageMeasure", "measure", "merge_stages"]
 
 Progress = Callable[[int, int], object]
-RNG_BYTES = 5056
-"""The state of PyTorch's generator on the CPU."""
 
 _MIN_REPEATS, _MAX_REPEATS = 5, 25
 _TOLERANCE = 0.03
@@ -184,7 +183,7 @@ class Inspection:
             Bytes of the gradients that each stage leaves, where they are not those of `missing`.
         """
         measures = self.measures
-        state = RNG_BYTES if rng and self.device.type == "cpu" else 0
+        state = GENERATOR_BYTES if rng and self.device.type == "cpu" else 0
         grads = [*(m.grad_bytes for m in measures), self.output_grad_bytes]
         return Chain(
             [m.forward_ns / 1e9 for m in measures],

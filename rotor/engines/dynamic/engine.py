@@ -11,11 +11,11 @@ import torch
 
 from rotor import dtr
 from rotor.algorithms.curve import Curve
+from rotor.common.accounting import METERED_STEPS, SCRAPS_BYTES
 from rotor.common.generators import generators_kept
 from rotor.common.model_state import refuse_sharded
 from rotor.common.tensor_trees import tensors_of, tensors_within
-from rotor.dtr.recall import MOST_SCRAPS
-from rotor.engines.contract import METERED_STEPS, Call, Context, Engine, IsPending, Key, StartMeter
+from rotor.engines.contract import Call, Context, Engine, IsPending, Key, StartMeter
 from rotor.engines.dynamic.plan import DynamicPlan, check_options
 from rotor.engines.dynamic.step import NestedStep
 from rotor.engines.graph.repeating import attributes_kept
@@ -237,7 +237,7 @@ class DynamicEngine(Engine):
                 f"the limit of {plan.limit_bytes} bytes could not be kept: the step needed "
                 f"{step.peak_bytes} bytes, {plan.loss_bytes} of them at most for the loss"
                 f"{unknown}. The next steps are run with as much less, and are refused where that "
-                f"is too little; a limit of {step.peak_bytes + 2 * MOST_SCRAPS} bytes would do, "
+                f"is too little; a limit of {step.peak_bytes + 2 * SCRAPS_BYTES} bytes would do, "
                 "and loss_fn= makes the loss part of what is managed",
                 MemoryLimitWarning,
                 stacklevel=2,

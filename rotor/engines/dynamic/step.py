@@ -21,11 +21,11 @@ from torch import nn
 from torch.autograd.function import Function, once_differentiable
 
 from rotor._pytorch import core, dispatch
+from rotor.common.accounting import AHEAD, ESTIMATE_MARGIN, LOSS_GRADIENTS, SCRAPS_BYTES
 from rotor.common.generators import SPLIT_BACKWARD
 from rotor.common.hook_values import hook_places
 from rotor.common.places import tensors_in
 from rotor.common.tensor_trees import tensors_of
-from rotor.dtr.recall import MOST_SCRAPS
 from rotor.dtr.stepping import StepSession
 from rotor.engines.dynamic.additions import Additions, Arrivals
 from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning, RecomputationError
@@ -34,12 +34,6 @@ from rotor.meter import allocator
 __all__ = ["NestedStep"]
 
 _OWN_NAMES = frozenset(vars(nn.Module()))
-_AHEAD = {"forward": 4, "loss": 1, "backward": 2}
-_OF_A_LOSS = 3
-"""Times the gradient of the output: what a loss holds and computes, such as a cross-entropy."""
-
-_MARGIN = 16
-"""The part of an estimate that is added to it."""
 
 _paused: weakref.WeakSet[NestedStep] = weakref.WeakSet()
 
@@ -382,14 +376,14 @@ class NestedStep:
         session = self.session
         to_come = self._gradient_bytes()
         # Its backward reads what it made and read, makes gradients of both, and the loss is held.
-        minimum = error.minimum_bytes + to_come + _AHEAD[self._phase] * error.needed_bytes
+        minimum = error.minimum_bytes + to_come + AHEAD[self._phase] * error.needed_bytes
         if self._phase != "backward":
-            return minimum + minimum // _MARGIN
+            return minimum + minimum // ESTIMATE_MARGIN
         # What was in use without any eviction only gets less from now on, but for gradients.
-        held = session.counters()["held_peak_bytes"] + MOST_SCRAPS + session.outside_bytes
+        held = session.counters()["held_peak_bytes"] + SCRAPS_BYTES + session.outside_bytes
         minimum = min(minimum, held + to_come + error.needed_bytes)
-        minimum = max(minimum, self._least_bytes + _OF_A_LOSS * self.gradient_bytes)
-        return minimum + minimum // _MARGIN
+        minimum = max(minimum, self._least_bytes + LOSS_GRADIENTS * self.gradient_bytes)
+        return minimum + minimum // ESTIMATE_MARGIN
 
     def _failed(self, error: BudgetError) -> InfeasibleError:
         # What the frames of the failed program hold would be brought back.

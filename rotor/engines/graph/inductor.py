@@ -20,6 +20,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from rotor._pytorch import core, inductor
+from rotor.common.accounting import INDUCTOR_MARGIN
 from rotor.engines.graph.early import EarlyCode
 from rotor.engines.graph.emit import StepCode, check_versions, deaths, saved_primals
 from rotor.engines.graph.lowering import Lowered, Task, Value
@@ -32,10 +33,6 @@ logger = logging.getLogger("rotor")
 MOST_ATTEMPTS = 3
 """Programs that are compiled and measured for one limit before FX takes over."""
 
-MOST_SEGMENTS = 16
-"""A compiled backward ends a graph when it holds this part of the bytes of existing gradients."""
-
-_MARGIN = 0.98
 _AS_PLANNED = {"layout_optimization": False, "realize_reads_threshold": 0}
 """Strides as captured; what several kernels read is made once, as the plan has it."""
 
@@ -564,5 +561,5 @@ class Inductor:
             # The bytes of one program may well fit when nothing is run early.
             self.apart = _NEVER
             return last.target_bytes
-        scaled = last.predicted_bytes * limit_bytes / last.measured_bytes * _MARGIN
+        scaled = last.predicted_bytes * limit_bytes / last.measured_bytes * INDUCTOR_MARGIN
         return min(int(scaled), last.target_bytes - 1)

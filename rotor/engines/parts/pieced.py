@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rotor.algorithms.curve import Curve
+from rotor.common.accounting import CODE_FACTOR
 from rotor.common.forward_patch import Replaced
 from rotor.engines.graph.emit import StepCode
 from rotor.engines.graph.proving import Tally
@@ -33,9 +34,6 @@ __all__ = [
     "measured_bases",
     "pieces_curve",
 ]
-
-_MADE_BESIDE = 2
-"""What eager code makes beside what it keeps, in such units: what it is made from, gradients."""
 
 
 @dataclass
@@ -430,7 +428,7 @@ def learn_levels(plan: PiecesPlan, more: dict[str, int]) -> tuple[int, int]:
     for k in range(len(pieces.sites) + 1):
         end = f"forward {k}" if k < len(pieces.sites) else "loss"
         kept = more.get(end, 0) - more.get(f"after {k - 1}", 0)
-        found["between", k] = found.get(("between", k), 0) + _MADE_BESIDE * max(kept, 0)
+        found["between", k] = found.get(("between", k), 0) + CODE_FACTOR * max(kept, 0)
     expected = _most(pieces.bases, replace(pieces.bases, between=raised("between")))
     options = pieces.options()
     peaks = [simulate(options, bases, plan.choice).peak_bytes for bases in (pieces.bases, expected)]

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core
+from rotor.common.accounting import CODE_FACTOR, assumed_loss_bytes
 from rotor.common.forward_patch import Replaced
 from rotor.common.tensor_trees import tensors_of, tensors_within
 from rotor.engines.graph.lowering import Lowered
@@ -43,7 +44,6 @@ _SMALLEST_SHARE = 500
 
 _MOST_SEARCHES = 4
 _MOST_NAMES = 12
-_LOSS_FACTOR = 4
 
 
 @dataclass(eq=False)
@@ -291,8 +291,8 @@ class _Search:
             largest[phase] = max(largest[phase], self.sizes[identity])
         kept = list(accumulate(starting))
         later = self._gradients()
-        transient = [2 * largest[2 * k] + later[k] for k in range(count + 1)]
-        transient[count] = max(transient[count], _LOSS_FACTOR * output_bytes)
+        transient = [CODE_FACTOR * largest[2 * k] + later[k] for k in range(count + 1)]
+        transient[count] = max(transient[count], assumed_loss_bytes(output_bytes))
         return Bases(
             tuple(kept[2 * k + 1] for k in range(count)),
             tuple(kept[2 * k + 1] + later[k + 1] for k in range(count)),
