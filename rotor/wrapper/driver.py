@@ -18,9 +18,9 @@ from torch import nn
 
 from rotor._pytorch import core, fsdp
 from rotor.algorithms.curve import Curve
-from rotor.common.accounting import METERED_STEPS, default_limit
+from rotor.common.accounting import METERED_STEPS
 from rotor.common.model_state import ModelState
-from rotor.common.ranks import Ranks, sharers
+from rotor.common.ranks import Ranks
 from rotor.common.verbosity import logging_at
 from rotor.engines.contract import (
     Call,
@@ -39,6 +39,7 @@ from rotor.engines.contract import (
 from rotor.engines.peers import Alone, Peers, SharingRanks
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.meter import allocator
+from rotor.meter.limit import free_limit
 from rotor.meter.step_meter import StepBytes, StepMeter, StepWatch, cancel_running
 from rotor.meter.watch import PeakWatch, is_due, meter_again
 from rotor.units import format_bytes
@@ -158,16 +159,9 @@ class Driver:
             warnings.warn(text, MemoryLimitWarning, stacklevel=7)
 
     def limit_on(self, device: torch.device) -> int:
-        """Return the limit; 90 % of what is free now where none was given, shared with others."""
+        """Return the limit; that of what is free now, kept from now on, where none was given."""
         if self.settings.mem_limit is None:
-            count = sharers(device)
-            limit = default_limit(allocator.free_bytes(device), count)
-            self.settings.mem_limit = limit
-            logger.info(
-                "no limit was given: 90 %% of free memory%s, %s",
-                f", shared by {count} processes" if count > 1 else "",
-                format_bytes(limit),
-            )
+            self.settings.mem_limit = free_limit(device)
         return self.settings.mem_limit
 
     # -- engines of a kind of step
