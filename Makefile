@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 C_WARNINGS := -Wall -Wextra -Wconversion -Wsign-conversion -Wshadow -Wmissing-prototypes \
 	-Wstrict-prototypes -Wcast-qual -Wpointer-arith -Wundef -Wvla -Werror
-C_FLAGS := -std=c11 -g -O1 -D_GNU_SOURCE -DROTOR_TESTING -Icsrc/rotor -Itests/c $(C_WARNINGS) \
+C_FLAGS := -std=c11 -g -O1 -D_GNU_SOURCE -DROTOR_TESTING -DROTOR_CHECKS -Icsrc/rotor -Itests/c $(C_WARNINGS) \
 	-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 C_SOURCES := $(wildcard csrc/rotor/*.c)
 C_HEADERS := $(wildcard csrc/rotor/*.h csrc/python/*.h tests/c/*.h)

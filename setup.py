@@ -1,7 +1,8 @@
 """Builds the extension rotor._core and states the license; everything else is in pyproject.toml.
 
-Environment: ROTOR_DEBUG=1 builds without optimisation and with assertions, ROTOR_SANITIZE=1 with
-the address and undefined-behaviour sanitizers, ROTOR_WERROR=1 turns warnings into errors.
+Environment: ROTOR_DEBUG=1 builds without optimisation, with assertions and with the checks of
+invariants (csrc/rotor/eviction_check.h, recorder_check.h), ROTOR_SANITIZE=1 with the address and
+undefined-behaviour sanitizers, ROTOR_WERROR=1 turns warnings into errors.
 """
 
 import os
@@ -37,6 +38,7 @@ if os.environ.get("ROTOR_WERROR") == "1":
     compile_args.append("-Werror")
 if os.environ.get("ROTOR_DEBUG") == "1":
     compile_args += ["-O0", "-g", "-UNDEBUG"]
+    macros.append(("ROTOR_CHECKS", None))
 else:
     compile_args += ["-O3", "-g0"]
 if os.environ.get("ROTOR_SANITIZE") == "1":

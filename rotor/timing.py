@@ -7,11 +7,9 @@ wall clock says little. On CUDA it is a pair of events in the current stream.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from statistics import median
 from typing import Any
 
 import torch
@@ -21,7 +19,8 @@ from rotor import _core
 __all__ = ["Clock", "is_single", "measure_ns", "single_runs", "stable_median"]
 
 _NS_PER_MS = 1_000_000
-_FEWEST = 3
+_NS_PER_SECOND = 1_000_000_000
+_LONGEST_SECONDS = 1e9
 _single: ContextVar[bool] = ContextVar("single", default=False)
 
 
@@ -128,16 +127,7 @@ def stable_median(samples: Sequence[int], rel_tolerance: float) -> tuple[int, bo
     about one standard error from it; half of what lies between them is taken. From five samples on
     a single slow one, as a busy machine makes them, does not count.
     """
-    if not samples:
-        raise ValueError("a median needs at least one sample, got none")
-    ordered = sorted(samples)
-    n = len(ordered)
-    middle = median(ordered)
-    if n < _FEWEST:
-        return round(middle), False
-    rank = max(math.ceil((n - 2 - math.sqrt(n)) / 2), 0)
-    spread = ordered[n - 1 - rank] - ordered[rank]
-    return round(middle), spread / 2 <= rel_tolerance * middle
+    return _core.stable_median(samples, rel_tolerance)
 
 
 def measure_ns(
@@ -179,16 +169,22 @@ def measure_ns(
         clock.start()
         call()
         return clock.stop()
-    deadline = time.monotonic() + max_seconds
+    start_ns = _core.clock_ns()
     call()
     samples: list[int] = []
     while True:
         clock.start()
         call()
         samples.append(clock.stop())
-        count = len(samples)
-        middle, stable = stable_median(samples, rel_tolerance)
-        if count >= max_repeats or (stable and count >= min_repeats):
-            return middle
-        if time.monotonic() >= deadline:
+        middle, is_stable = stable_median(samples, rel_tolerance)
+        spent_ns = _core.clock_ns() - start_ns
+        if _core.repeats_are_enough(
+            len(samples),
+            is_stable,
+            spent_ns,
+            min_repeats,
+            max_repeats,
+            math.ceil(min(max_seconds, _LONGEST_SECONDS) * _NS_PER_SECOND),
+            min_comes_first=False,
+        ):
             return middle

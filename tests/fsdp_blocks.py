@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import rotor
-from rotor import memory
+from rotor.meter import allocator
 
 
 class Network(nn.Module):
@@ -258,12 +258,12 @@ def ranks_that_differ() -> list[str]:
 def shared_memory() -> list[str]:
     """Without a limit, the processes of one machine share what is free."""
     planned = rotor.Checkpointable(shard(Network()))
-    kept, memory.free_bytes = memory.free_bytes, lambda _: 1_000_000_000
+    kept, allocator.free_bytes = allocator.free_bytes, lambda _: 1_000_000_000
     os.environ["LOCAL_WORLD_SIZE"] = str(PROCESSES)
     try:
         planned(batch(0)).sum().backward()
     finally:
-        memory.free_bytes = kept
+        allocator.free_bytes = kept
         del os.environ["LOCAL_WORLD_SIZE"]
     return [] if planned.mem_limit == 450_000_000 else [f"limit {planned.mem_limit}"]
 

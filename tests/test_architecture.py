@@ -56,26 +56,50 @@ WITHOUT_TORCH = (
 """Folders that need no PyTorch, but for these modules."""
 WITH_TORCH = ("rotor.experiments.worker",)
 
-# The same for the headers of the C core.
-C_LAYERS = [
-    ["core"],
-    ["vector", "chain", "probe", "bits", "checksum_blocks", "classes", "heuristics"],
-    ["sequence", "graph", "dataflow", "checksum", "log_json", "log_names", "log_writer"],
-    ["program"],
-    ["envelope", "log", "log_reader", "log_fields", "log_instructions"],
-    ["frontier", "persistent", "persistent_kernel", "floating", "revolve"],
-    ["eviction", "regions", "neighbourhoods"],
-    ["replay", "replay_tensors", "recorder", "recorder_keeping", "recorder_queries"],
-    [
-        "planner",
-        "planner_private",
-        "planner_greedy",
-        "planner_order",
-        "planner_sequence",
-        "planner_search",
-        "planner_curve",
+# The units of C: a unit is a source and the header of its name. Each uses units of the levels below
+# only, by what it includes and by the functions that it calls, or of its own without a circle.
+C_LEVELS = {
+    "csrc/rotor": [
+        ["core"],
+        ["bits", "chain", "checksum_blocks", "dataflow", "heuristics"],
+        ["probe", "probe_cuda", "timing", "vector", "envelope"],
+        [
+            "checksum",
+            "classes",
+            "graph",
+            "log_json",
+            "log_names",
+            "log_writer",
+            "program",
+            "sequence",
+        ],
+        ["floating", "persistent", "persistent_kernel", "frontier", "revolve"],
+        ["log_commands", "log_reader", "log_fields", "log_instructions", "log"],
+        ["eviction_private", "eviction_check", "neighbourhoods", "regions", "eviction"],
+        ["replay_private", "replay_tensors", "replay"],
+        ["recorder_private", "recorder_check", "recorder_keeping", "recorder_nodes", "recorder"],
+        ["recorder_queries"],
+        ["planner_random", "planner_stop", "planner_order", "planner_sequence"],
+        ["planner_sequence_check"],
+        ["planner_greedy", "planner_search", "planner_pool", "planner", "planner_curve"],
     ],
-]
+    "csrc/python": [
+        ["support"],
+        ["bind_candidate", "bind_chain", "bind_checksum", "bind_log", "bind_log_writer"],
+        [
+            "bind_planner",
+            "bind_probe",
+            "bind_timing",
+            "bind_solvers",
+            "bind_classic",
+            "bind_replay",
+        ],
+        ["bind_dtr_book", "bind_dtr_types", "bind_dtr_nodes", "bind_dtr_repeat", "bind_dtr"],
+        ["bind_dtr_private", "bind_dtr_made", "bind_dtr_reading", "bind_dtr_replay"],
+        ["bind_dtr_handler", "bind_dtr_session"],
+        ["module"],
+    ],
+}
 C_SYSTEM_HEADERS = re.compile(
     r"(assert|ctype|dlfcn|errno|fcntl|float|inttypes|limits|mach/mach|malloc|malloc/malloc|math|"
     r"stdbool|stddef|stdint|stdio|stdlib|string|sys/\w+|time|unistd|x86intrin|immintrin)\.h"
@@ -333,14 +357,76 @@ def test_the_binding_has_the_only_python_h():
             assert "Python.h" not in path.read_text(encoding="utf-8"), relative(path)
 
 
-@pytest.mark.parametrize("path", c_files("csrc/rotor"), ids=lambda path: path.name)
-def test_c_arrows_point_down(path):
-    levels = {name: level for level, names in enumerate(C_LAYERS) for name in names}
-    stem = "probe" if path.stem.startswith("probe") else path.stem
-    assert stem in levels, f"{path.name} has no layer: give it one in C_LAYERS of {__file__}"
-    own, _ = includes(path)
-    upward = [name for name in own if levels[name.removesuffix(".h")] > levels[stem]]
-    assert upward == []
+def c_functions(path: Path) -> dict[str, bool]:
+    """The functions that a C file defines, and whether each is static."""
+    pattern = r"^(?!\s|else\b)([\w\s*()\",]*?[\s*])(\w+)\(([^;{}]*)\) \{$"
+    found = re.findall(pattern, c_code(path), flags=re.MULTILINE)
+    return {name: "static" in before for before, name, _ in found if name != "KERNEL"}
+
+
+@cache
+def c_uses(folder: str) -> dict[str, set[str]]:
+    """The units of a folder, and the units of the same folder that each uses."""
+    files = c_files(folder)
+    headers = {path.name: path.stem for path in files}
+    owners = {
+        name: path.stem
+        for path in files
+        for name, is_static in c_functions(path).items()
+        if not is_static
+    }
+    uses: dict[str, set[str]] = {path.stem: set() for path in files}
+    for path in files:
+        uses[path.stem] |= {headers[name] for name in includes(path)[0] if name in headers}
+        if path.suffix == ".c":
+            words = re.findall(r"\w+", c_code(path))
+            uses[path.stem] |= {owners[word] for word in words if word in owners}
+    return {unit: used - {unit} for unit, used in uses.items()}
+
+
+@pytest.mark.parametrize("folder", sorted(C_LEVELS))
+def test_c_units_use_units_below_without_circles(folder):
+    levels = {unit: level for level, units in enumerate(C_LEVELS[folder]) for unit in units}
+    uses = c_uses(folder)
+    assert sum(map(len, uses.values())) > len(uses)
+    assert set(uses) == set(levels), f"give units a level in C_LEVELS of {__file__}"
+    upward = {
+        f"{unit} uses {used}" for unit in uses for used in uses[unit] if levels[used] > levels[unit]
+    }
+    assert upward == set()
+    assert len(list(TopologicalSorter(uses).static_order())) == len(uses)
+
+
+@pytest.mark.parametrize("folder", sorted(C_LEVELS))
+def test_c_functions_have_names_of_their_own(folder):
+    prefix = "rotor_" if folder == "csrc/rotor" else "py_"
+    places: dict[str, list[str]] = {}
+    for path in c_files(folder):
+        for name, is_static in c_functions(path).items():
+            assert is_static or name.startswith(prefix) or name == "PyInit__core", name
+            places.setdefault(name, []).append(path.name)
+    assert len(places) > 200
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_c_types_have_names_of_their_own():
+    places: dict[str, set[str]] = {}
+    for path in [*c_files("csrc/rotor"), *c_files("csrc/python")]:
+        named = re.findall(r"^(?:\} |typedef [^;{}]*?)(\w+_t);", c_code(path), flags=re.MULTILINE)
+        for name in named:
+            places.setdefault(name, set()).add(path.name)
+    assert len(places) > 80
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_functions_that_python_calls_begin_with_py():
+    entry = r"\{\s*\"\w+\",\s*(?:\(PyCFunction\)\(void \(\*\)\(void\)\)|\w+\()?(\w+)\)?,"
+    called = set()
+    for path in c_files("csrc/python"):
+        called |= set(re.findall(entry, path.read_text(encoding="utf-8")))
+    functions = {name for path in c_files("csrc/python") for name in c_functions(path)}
+    assert len(called & functions) > 60
+    assert {name for name in called & functions if not name.startswith("py_")} == set()
 
 
 def test_the_core_allocates_in_one_place():
@@ -351,6 +437,12 @@ def test_the_core_allocates_in_one_place():
         if path.name != "core.c":
             found = calls.findall(c_code(path))
             assert found == [], f"{relative(path)}: allocate with rotor_malloc, return a status"
+
+
+@pytest.mark.parametrize("path", c_files("csrc/rotor"), ids=lambda path: path.name)
+def test_what_a_c_function_holds_is_freed_at_its_end(path):
+    early = re.compile(r"^ {8,}\w*(?:_free|dlclose)\([^\n]*\n\s+return\b", flags=re.MULTILINE)
+    assert early.findall(c_code(path)) == [], "goto out, and free there (docs/c-core.md)"
 
 
 def test_no_cpp():

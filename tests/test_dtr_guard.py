@@ -40,7 +40,7 @@ def make():
 def is_evicted(session, tensor):
     with dispatch.without_functions():
         ref = session._table[dispatch.storage_key(tensor.untyped_storage())]
-    return not session._book.describe(ref.node)[1]
+    return not session._book.describe(ref.node).is_material
 
 
 def address(tensor):

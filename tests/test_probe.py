@@ -187,6 +187,7 @@ def test_missing_libraries_leave_all_unknown():
     assert set(memory) == GPU_KEYS
     assert memory == {**dict.fromkeys(GPU_KEYS, -1), "name": ""}
     assert _core.cuda_memory(-1) == memory
+    assert _core.cuda_memory(0, "", "") == memory
 
 
 def test_this_machines_gpu_is_unknown_or_plausible():
@@ -283,6 +284,8 @@ def test_the_driver_and_nvml_are_asked_for_the_same_device(fakes, monkeypatch):
         "name": "device 71",
     }
     assert _core.cuda_memory(1, fakes, fakes)["name"] == "device 70"
+    driver = _core.cuda_memory(0, fakes, "")
+    assert (driver["free_bytes"], driver["nvml_free_bytes"]) == (1000, -1)
     assert held.fake_balance() == 0
 
 

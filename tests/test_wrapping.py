@@ -215,7 +215,7 @@ def test_dropout_from_a_state_of_cudnn_is_refused(monkeypatch):
     model = nn.Sequential(nn.LSTM(8, 8, num_layers=2, dropout=0.5), Second())
     chk = rotor.Checkpointable(model, mem_limit="10MB")
     chk(torch.randn(5, 2, 8)).sum().backward()
-    monkeypatch.setattr("rotor.engines.chain.stages._draws_in_cudnn", lambda _: True)
+    monkeypatch.setattr("rotor.common.model_state._draws_in_cudnn", lambda _: True)
     model.zero_grad()
     with pytest.raises(RuntimeError, match=r"the dropout of LSTM\(\.\.\., dropout=0\.5\) is drawn"):
         chk(torch.randn(5, 2, 8))

@@ -1,8 +1,8 @@
-#include "bind_replay.h"
+#include "bind_candidate.h"
 
 #include <math.h>
 
-/* What a Python heuristic is called with: `engine` is NULL outside the call. */
+/* The argument of a Python heuristic: `engine` is NULL outside the call. */
 
 typedef struct {
     PyObject_HEAD
@@ -10,7 +10,7 @@ typedef struct {
     int64_t now;
     int32_t storage;
     bool has_classes;
-} rotor_candidate_object_t;
+} py_candidate_t;
 
 enum candidate_field {
     CANDIDATE_STORAGE,
@@ -29,8 +29,8 @@ static const enum candidate_field candidate_fields[] = {
     CANDIDATE_STALENESS, CANDIDATE_AFTER, CANDIDATE_BEFORE,  CANDIDATE_CLASSES,
 };
 
-static PyObject *candidate_get(PyObject *object, void *closure) {
-    rotor_candidate_object_t *self = (rotor_candidate_object_t *)object;
+static PyObject *py_candidate_get(PyObject *object, void *closure) {
+    py_candidate_t *self = (py_candidate_t *)object;
     rotor_eviction_t *engine = self->engine;
     int64_t value = 0;
 
@@ -78,8 +78,8 @@ static PyObject *candidate_get(PyObject *object, void *closure) {
     return PyLong_FromLongLong(value);
 }
 
-#define CANDIDATE_GETTER(name, field, doc) \
-    {name, candidate_get, NULL, doc, (void *)&candidate_fields[field]}
+#define CANDIDATE_GETTER(name, field, doc)                                                         \
+    {name, py_candidate_get, NULL, doc, (void *)&candidate_fields[field]}
 
 static PyGetSetDef candidate_getset[] = {
     CANDIDATE_GETTER("storage", CANDIDATE_STORAGE, "Number of the storage in the log."),
@@ -98,7 +98,7 @@ static PyGetSetDef candidate_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static void candidate_dealloc(PyObject *object) {
+static void py_candidate_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     type->tp_free(object);
     Py_DECREF(type);
@@ -108,7 +108,7 @@ PyDoc_STRVAR(candidate_doc,
              "A storage that may be evicted, as a Python heuristic sees it during its call.");
 
 static PyType_Slot candidate_slots[] = {
-    {Py_tp_dealloc, candidate_dealloc},
+    {Py_tp_dealloc, py_candidate_dealloc},
     {Py_tp_getset, candidate_getset},
     {Py_tp_doc, (void *)candidate_doc},
     {0, NULL},
@@ -116,9 +116,8 @@ static PyType_Slot candidate_slots[] = {
 
 static PyType_Spec candidate_spec = {
     .name = "rotor._core.Candidate",
-    .basicsize = sizeof(rotor_candidate_object_t),
-    .flags =
-        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .basicsize = sizeof(py_candidate_t),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = candidate_slots,
 };
 
@@ -149,13 +148,13 @@ static int read_cost(PyObject *name, PyObject *answer, double *cost) {
     return 0;
 }
 
-int rotor_call_heuristic(const rotor_call_t *call, rotor_eviction_t *engine, int32_t storage,
-                         double *cost) {
-    PyTypeObject *type = rotor_state(call->module)->candidate_type;
+int py_call_heuristic(const py_heuristic_t *call, rotor_eviction_t *engine, int32_t storage,
+                      double *cost) {
+    PyTypeObject *type = py_state(call->module)->candidate_type;
     PyObject *answer = NULL;
     int ret = ROTOR_ERR_INTERRUPTED;
 
-    rotor_candidate_object_t *candidate = (rotor_candidate_object_t *)type->tp_alloc(type, 0);
+    py_candidate_t *candidate = (py_candidate_t *)type->tp_alloc(type, 0);
     if (candidate == NULL || PyErr_CheckSignals() != 0) {
         goto out;
     }
@@ -174,11 +173,12 @@ out:
     return ret;
 }
 
-PyDoc_STRVAR(heuristics_doc,
-             "heuristics()\n--\n\n"
-             "(name, needs) of every heuristic; needs has \"classes\", \"regions\", \"chance\".");
+PyDoc_STRVAR(
+    heuristics_doc,
+    "heuristics()\n--\n\n"
+    "Return (name, needs) of every heuristic; needs has \"classes\", \"regions\", \"chance\".");
 
-static PyObject *heuristics(PyObject *module, PyObject *unused) {
+static PyObject *py_heuristics(PyObject *module, PyObject *unused) {
     PyObject *list = PyList_New(0);
     const rotor_heuristic_t *heuristic;
 
@@ -201,16 +201,16 @@ static PyObject *heuristics(PyObject *module, PyObject *unused) {
 }
 
 static PyMethodDef candidate_functions[] = {
-    {"heuristics", heuristics, METH_NOARGS, heuristics_doc},
+    {"heuristics", py_heuristics, METH_NOARGS, heuristics_doc},
     {NULL, NULL, 0, NULL},
 };
 
-int rotor_add_candidate(PyObject *module) {
+int py_add_candidate(PyObject *module) {
     PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &candidate_spec, NULL);
     if (type == NULL) {
         return -1;
     }
-    rotor_state(module)->candidate_type = type;
+    py_state(module)->candidate_type = type;
     return PyModule_AddType(module, type) == 0 ? PyModule_AddFunctions(module, candidate_functions)
                                                : -1;
 }

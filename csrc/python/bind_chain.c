@@ -1,4 +1,4 @@
-#include "binding.h"
+#include "support.h"
 
 #include <string.h>
 
@@ -9,20 +9,20 @@ enum { ARRAYS = 10 };
 
 static PyObject *raise_chain(PyObject *module, int status, int64_t bad) {
     if (bad < 0) {
-        return rotor_raise_status(module, status);
+        return py_raise_status(module, status);
     }
     return PyErr_Format(PyExc_ValueError, "%s (entry %lld)", rotor_strerror(status),
                         (long long)bad);
 }
 
-static PyObject *chain_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *module = PyType_GetModuleByDef(type, &rotor_module_def);
+static PyObject *py_chain_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *module = PyType_GetModule(type);
     PyObject *arrays[ARRAYS];
     Py_buffer views[ARRAYS];
     int count = 0;
     int hold_output;
     long long loss_tmp;
-    rotor_chain_object_t *self = NULL;
+    py_chain_t *self = NULL;
 
     if (module == NULL || (kwargs != NULL && PyDict_GET_SIZE(kwargs) != 0)) {
         return PyErr_Format(PyExc_TypeError, "Chain takes positional arguments only");
@@ -35,13 +35,13 @@ static PyObject *chain_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     Py_ssize_t n = -1;
     for (; count < ARRAYS; count++) {
         bool longer = count == 2 || count == 7;
-        if (rotor_get_int64(arrays[count], array_names[count], n + (n >= 0 && longer),
-                            &views[count]) != 0) {
+        if (py_get_int64(arrays[count], array_names[count], n + (n >= 0 && longer),
+                         &views[count]) != 0) {
             goto out;
         }
         n = count == 0 ? views[0].shape[0] : n;
     }
-    self = (rotor_chain_object_t *)type->tp_alloc(type, 0);
+    self = (py_chain_t *)type->tp_alloc(type, 0);
     if (self != NULL) {
         int64_t bad;
         rotor_chain_t source;
@@ -72,9 +72,9 @@ out:
     return (PyObject *)self;
 }
 
-static void chain_dealloc(PyObject *object) {
+static void py_chain_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
-    rotor_chain_free(&((rotor_chain_object_t *)object)->chain);
+    rotor_chain_free(&((py_chain_t *)object)->chain);
     type->tp_free(object);
     Py_DECREF(type);
 }
@@ -83,10 +83,10 @@ PyDoc_STRVAR(simulate_doc,
              "simulate(ops, /)\n--\n\n"
              "Price a sequence: (time_ns, peak_bytes, peaks, lives), the last two int64 bytearrays.");
 
-static PyObject *chain_simulate(PyObject *object, PyTypeObject *cls, PyObject *const *args,
-                                Py_ssize_t nargs, PyObject *names) {
+static PyObject *py_chain_simulate(PyObject *object, PyTypeObject *cls, PyObject *const *args,
+                                   Py_ssize_t nargs, PyObject *names) {
     PyObject *module = PyType_GetModule(cls);
-    rotor_chain_object_t *self = (rotor_chain_object_t *)object;
+    py_chain_t *self = (py_chain_t *)object;
     PyObject *peaks = NULL;
     PyObject *lives = NULL;
     PyObject *answer = NULL;
@@ -119,14 +119,14 @@ static PyObject *chain_simulate(PyObject *object, PyTypeObject *cls, PyObject *c
         answer = Py_BuildValue("LLOO", (long long)result.time_ns, (long long)result.peak, peaks,
                                lives);
     } else if (result.failed_at >= 0) {
-        PyObject *error = PyObject_CallFunction(rotor_state(module)->invalid_sequence_error, "sL",
+        PyObject *error = PyObject_CallFunction(py_state(module)->invalid_sequence_error, "sL",
                                                 rotor_strerror(ret), (long long)result.failed_at);
         if (error != NULL) {
-            PyErr_SetObject(rotor_state(module)->invalid_sequence_error, error);
+            PyErr_SetObject(py_state(module)->invalid_sequence_error, error);
             Py_DECREF(error);
         }
     } else {
-        rotor_raise_status(module, ret);
+        py_raise_status(module, ret);
     }
 out:
     PyBuffer_Release(&view);
@@ -135,45 +135,41 @@ out:
     return answer;
 }
 
-static PyObject *chain_ideal(PyObject *object, void *closure) {
+static PyObject *py_chain_ideal(PyObject *object, void *closure) {
     (void)closure;
-    return PyLong_FromLongLong(rotor_chain_ideal_ns(&((rotor_chain_object_t *)object)->chain));
+    return PyLong_FromLongLong(rotor_chain_ideal_ns(&((py_chain_t *)object)->chain));
 }
 
 static PyMethodDef chain_methods[] = {
-    {"simulate", (PyCFunction)(void (*)(void))chain_simulate,
+    {"simulate", (PyCFunction)(void (*)(void))py_chain_simulate,
      METH_METHOD | METH_FASTCALL | METH_KEYWORDS, simulate_doc},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef chain_getset[] = {
-    {"ideal_ns", chain_ideal, NULL, "Time without recomputation, ns.", NULL},
+    {"ideal_ns", py_chain_ideal, NULL, "Time without recomputation, ns.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 PyDoc_STRVAR(chain_doc, "The cost model of a chain, from int64 arrays (see rotor.chain.Chain).");
 
 static PyType_Slot chain_slots[] = {
-    {Py_tp_new, chain_new},
-    {Py_tp_dealloc, chain_dealloc},
-    {Py_tp_methods, chain_methods},
-    {Py_tp_getset, chain_getset},
-    {Py_tp_doc, (void *)chain_doc},
-    {0, NULL},
+    {Py_tp_new, py_chain_new},    {Py_tp_dealloc, py_chain_dealloc}, {Py_tp_methods, chain_methods},
+    {Py_tp_getset, chain_getset}, {Py_tp_doc, (void *)chain_doc},    {0, NULL},
 };
 
 static PyType_Spec chain_spec = {
     .name = "rotor._core.Chain",
-    .basicsize = sizeof(rotor_chain_object_t),
+    .basicsize = sizeof(py_chain_t),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = chain_slots,
 };
 
-int rotor_add_chain(PyObject *module) {
+int py_add_chain(PyObject *module) {
     PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &chain_spec, NULL);
     if (type == NULL) {
         return -1;
     }
-    rotor_state(module)->chain_type = type;
+    py_state(module)->chain_type = type;
     return PyModule_AddType(module, type);
 }

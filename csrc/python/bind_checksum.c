@@ -1,8 +1,10 @@
-#include "binding.h"
+#include "support.h"
+
+#include <string.h>
 
 #include "checksum.h"
 
-/* The numbers of a tuple; -1 with an exception set where there are too many, or no numbers. */
+/* The numbers of a tuple; -1 with an exception for too many, or for other objects. */
 static int get_numbers(PyObject *tuple, int64_t *numbers) {
     if (!PyTuple_Check(tuple)) {
         PyErr_SetString(PyExc_TypeError, "sizes and strides must be tuples of int");
@@ -26,11 +28,11 @@ static int get_numbers(PyObject *tuple, int64_t *numbers) {
 // checksum(address, item_bytes, sizes, strides, /) -> int
 PyDoc_STRVAR(checksum_doc,
              "checksum(address, item_bytes, sizes, strides, /)\n--\n\n"
-             "A checksum of 64 bits, as a signed number, of a strided array in memory.\n"
+             "Return a checksum of 64 bits, as a signed number, of a strided array in memory.\n"
              "\n"
              "`address` is that of the first element, `strides` are in elements.");
 
-static PyObject *checksum(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+static PyObject *py_checksum(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     int64_t sizes[ROTOR_CHECKSUM_MAX_RANK];
     int64_t strides[ROTOR_CHECKSUM_MAX_RANK];
     uint64_t sum = 0;
@@ -58,16 +60,39 @@ static PyObject *checksum(PyObject *module, PyObject *const *args, Py_ssize_t na
     }
     Py_BEGIN_ALLOW_THREADS
     ret = rotor_checksum(data, item_bytes, rank, sizes, strides, &sum);
-    Py_END_ALLOW_THREADS
-    if (ret != ROTOR_OK) {
-        return rotor_raise_status(module, ret);
-    }
+    Py_END_ALLOW_THREADS if (ret != ROTOR_OK) { return py_raise_status(module, ret); }
     return PyLong_FromLongLong((long long)(int64_t)sum);
 }
 
+PyDoc_STRVAR(same_bytes_doc, "same_bytes(a, b, /)\n--\n\n"
+                             "Return whether two buffers hold the same bytes.");
+
+static PyObject *py_same_bytes(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    Py_buffer a;
+    Py_buffer b;
+    bool same;
+
+    (void)module;
+    if (nargs != 2) {
+        return PyErr_Format(PyExc_TypeError, "same_bytes takes two buffers");
+    }
+    if (PyObject_GetBuffer(args[0], &a, PyBUF_SIMPLE) != 0) {
+        return NULL;
+    }
+    if (PyObject_GetBuffer(args[1], &b, PyBUF_SIMPLE) != 0) {
+        PyBuffer_Release(&a);
+        return NULL;
+    }
+    same = a.len == b.len && memcmp(a.buf, b.buf, (size_t)a.len) == 0;
+    PyBuffer_Release(&a);
+    PyBuffer_Release(&b);
+    return PyBool_FromLong(same);
+}
+
 static PyMethodDef functions[] = {
-    {"checksum", (PyCFunction)(void (*)(void))checksum, METH_FASTCALL, checksum_doc},
+    {"same_bytes", PY_FASTCALL(py_same_bytes), same_bytes_doc},
+    {"checksum", PY_FASTCALL(py_checksum), checksum_doc},
     {NULL, NULL, 0, NULL},
 };
 
-int rotor_add_checksum(PyObject *module) { return PyModule_AddFunctions(module, functions); }
+int py_add_checksum(PyObject *module) { return PyModule_AddFunctions(module, functions); }

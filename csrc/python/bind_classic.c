@@ -1,4 +1,4 @@
-#include "binding.h"
+#include "support.h"
 
 #include "floating.h"
 #include "revolve.h"
@@ -6,7 +6,7 @@
 /* The solvers around the main ones: floating checkpoints, and Griewank's two. */
 
 typedef struct {
-    rotor_chain_object_t *chain;
+    py_chain_t *chain;
     long long budget;
     long long slots;
     long long max_table_bytes;
@@ -14,33 +14,34 @@ typedef struct {
 } floating_args_t;
 
 /* Solves and returns true, or sets the exception. */
-static bool solve_floating(PyObject *module, PyObject *args, floating_args_t *a,
-                           rotor_watch_t *watch, rotor_floating_t *table) {
+static bool solve_floating(PyObject *module, PyObject *args, floating_args_t *a, py_watch_t *watch,
+                           rotor_floating_t *table) {
     int64_t minimum = 0;
 
-    if (!PyArg_ParseTuple(args, "O!LLLO", rotor_state(module)->chain_type, &a->chain, &a->budget,
+    if (!PyArg_ParseTuple(args, "O!LLLO", py_state(module)->chain_type, &a->chain, &a->budget,
                           &a->slots, &a->max_table_bytes, &a->progress)) {
         return false;
     }
-    rotor_watch_begin(watch, a->progress);
+    py_watch_begin(watch, a->progress);
     int ret = rotor_floating_solve(table, &a->chain->chain, a->budget, a->slots,
                                    a->max_table_bytes, &watch->callback, &minimum);
-    rotor_watch_end(watch);
+    py_watch_end(watch);
     if (ret == ROTOR_ERR_INFEASIBLE) {
-        rotor_raise_infeasible(module, a->budget, minimum);
+        py_raise_infeasible(module, a->budget, minimum);
     } else if (ret != ROTOR_OK) {
-        rotor_raise_status(module, ret);
+        py_raise_status(module, ret);
     }
     return ret == ROTOR_OK;
 }
 
-PyDoc_STRVAR(floating_doc,
-             "floating(chain, budget, slots, max_table_bytes, progress, /)\n--\n\n"
-             "The best floating schedule within a budget in bytes, as int32 pairs (kind, stage).");
+PyDoc_STRVAR(
+    floating_doc,
+    "floating(chain, budget, slots, max_table_bytes, progress, /)\n--\n\n"
+    "Return the best floating schedule within a budget in bytes, as int32 pairs (kind, stage).");
 
-static PyObject *floating(PyObject *module, PyObject *args) {
+static PyObject *py_floating(PyObject *module, PyObject *args) {
     floating_args_t a;
-    rotor_watch_t watch;
+    py_watch_t watch;
     rotor_floating_t table;
     rotor_sequence_t sequence;
     PyObject *answer = NULL;
@@ -49,22 +50,23 @@ static PyObject *floating(PyObject *module, PyObject *args) {
         return NULL;
     }
     rotor_sequence_init(&sequence);
-    rotor_watch_begin(&watch, a.progress);
+    py_watch_begin(&watch, a.progress);
     int ret = rotor_floating_sequence(&table, &sequence);
     rotor_floating_free(&table);
-    rotor_watch_end(&watch);
-    answer = ret == ROTOR_OK ? rotor_ops_bytes(&sequence) : rotor_raise_status(module, ret);
+    py_watch_end(&watch);
+    answer = ret == ROTOR_OK ? py_ops_bytes(&sequence) : py_raise_status(module, ret);
     rotor_sequence_free(&sequence);
     return answer;
 }
 
-PyDoc_STRVAR(floating_curve_doc,
-             "floating_curve(chain, budget, slots, max_table_bytes, progress, /)\n--\n\n"
-             "(bytes, nanoseconds), int64: simulated schedules of one table, up to a budget.");
+PyDoc_STRVAR(
+    floating_curve_doc,
+    "floating_curve(chain, budget, slots, max_table_bytes, progress, /)\n--\n\n"
+    "Return (bytes, nanoseconds), int64: simulated schedules of one table, up to a budget.");
 
-static PyObject *floating_curve(PyObject *module, PyObject *args) {
+static PyObject *py_floating_curve(PyObject *module, PyObject *args) {
     floating_args_t a;
-    rotor_watch_t watch;
+    py_watch_t watch;
     rotor_floating_t table;
     PyObject *answer = NULL;
     int64_t count = 0;
@@ -74,15 +76,15 @@ static PyObject *floating_curve(PyObject *module, PyObject *args) {
     if (!solve_floating(module, args, &a, &watch, &table)) {
         return NULL;
     }
-    rotor_watch_begin(&watch, a.progress);
+    py_watch_begin(&watch, a.progress);
     int ret = rotor_floating_curve(&table, &watch.callback, &count, &bytes, &ns);
     rotor_floating_free(&table);
-    rotor_watch_end(&watch);
+    py_watch_end(&watch);
     if (ret != ROTOR_OK) {
-        return rotor_raise_status(module, ret);
+        return py_raise_status(module, ret);
     }
-    PyObject *first = rotor_int64_bytes(bytes, count);
-    PyObject *second = rotor_int64_bytes(ns, count);
+    PyObject *first = py_int64_bytes(bytes, count);
+    PyObject *second = py_int64_bytes(ns, count);
     answer = first == NULL || second == NULL ? NULL : PyTuple_Pack(2, first, second);
     Py_XDECREF(first);
     Py_XDECREF(second);
@@ -91,11 +93,12 @@ static PyObject *floating_curve(PyObject *module, PyObject *args) {
     return answer;
 }
 
-PyDoc_STRVAR(revolve_doc,
-             "revolve(stages, checkpoints, /)\n--\n\n"
-             "Revolve's schedule with a number of checkpoints, as int32 pairs (kind, stage).");
+PyDoc_STRVAR(
+    revolve_doc,
+    "revolve(stages, checkpoints, /)\n--\n\n"
+    "Return Revolve's schedule with a number of checkpoints, as int32 pairs (kind, stage).");
 
-static PyObject *revolve(PyObject *module, PyObject *args) {
+static PyObject *py_revolve(PyObject *module, PyObject *args) {
     long long stages;
     long long checkpoints;
     rotor_sequence_t sequence;
@@ -108,8 +111,7 @@ static PyObject *revolve(PyObject *module, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS;
     ret = rotor_revolve_schedule(stages, checkpoints, &sequence);
     Py_END_ALLOW_THREADS;
-    PyObject *answer =
-        ret == ROTOR_OK ? rotor_ops_bytes(&sequence) : rotor_raise_status(module, ret);
+    PyObject *answer = ret == ROTOR_OK ? py_ops_bytes(&sequence) : py_raise_status(module, ret);
     rotor_sequence_free(&sequence);
     return answer;
 }
@@ -133,7 +135,7 @@ static int heterogeneous_curve(const void *table, int64_t *count, const int64_t 
     return ROTOR_OK;
 }
 
-static const rotor_table_ops_t heterogeneous_ops = {
+static const py_table_ops_t heterogeneous_ops = {
     .release = heterogeneous_release,
     .sequence = heterogeneous_sequence,
     .curve = heterogeneous_curve,
@@ -141,39 +143,39 @@ static const rotor_table_ops_t heterogeneous_ops = {
 
 PyDoc_STRVAR(heterogeneous_doc,
              "griewank_heterogeneous(chain, max_table_bytes, progress, /)\n--\n\n"
-             "The solved table of the heterogeneous adjoint schedules, for every budget.");
+             "Return the solved table of the heterogeneous adjoint schedules, for every budget.");
 
-static PyObject *griewank_heterogeneous(PyObject *module, PyObject *args) {
+static PyObject *py_griewank_heterogeneous(PyObject *module, PyObject *args) {
     PyObject *object;
     long long max_table_bytes;
     PyObject *progress;
-    rotor_watch_t watch;
+    py_watch_t watch;
 
-    if (!PyArg_ParseTuple(args, "O!LO", rotor_state(module)->chain_type, &object, &max_table_bytes,
+    if (!PyArg_ParseTuple(args, "O!LO", py_state(module)->chain_type, &object, &max_table_bytes,
                           &progress)) {
         return NULL;
     }
     rotor_revolve_t *table = rotor_malloc(sizeof(*table));
     if (table == NULL) {
-        return rotor_raise_status(module, ROTOR_ERR_NO_MEMORY);
+        return py_raise_status(module, ROTOR_ERR_NO_MEMORY);
     }
-    rotor_watch_begin(&watch, progress);
-    int ret = rotor_revolve_solve(table, &((rotor_chain_object_t *)object)->chain,
-                                  max_table_bytes, &watch.callback);
-    rotor_watch_end(&watch);
+    py_watch_begin(&watch, progress);
+    int ret = rotor_revolve_solve(table, &((py_chain_t *)object)->chain, max_table_bytes,
+                                  &watch.callback);
+    py_watch_end(&watch);
     if (ret != ROTOR_OK) {
         rotor_free(table);
-        return rotor_raise_status(module, ret);
+        return py_raise_status(module, ret);
     }
-    return rotor_table_new(module, object, table, &heterogeneous_ops);
+    return py_table_new(module, object, table, &heterogeneous_ops);
 }
 
 static PyMethodDef functions[] = {
-    {"floating", floating, METH_VARARGS, floating_doc},
-    {"floating_curve", floating_curve, METH_VARARGS, floating_curve_doc},
-    {"griewank_heterogeneous", griewank_heterogeneous, METH_VARARGS, heterogeneous_doc},
-    {"revolve", revolve, METH_VARARGS, revolve_doc},
+    {"floating", py_floating, METH_VARARGS, floating_doc},
+    {"floating_curve", py_floating_curve, METH_VARARGS, floating_curve_doc},
+    {"griewank_heterogeneous", py_griewank_heterogeneous, METH_VARARGS, heterogeneous_doc},
+    {"revolve", py_revolve, METH_VARARGS, revolve_doc},
     {NULL, NULL, 0, NULL},
 };
 
-int rotor_add_classic(PyObject *module) { return PyModule_AddFunctions(module, functions); }
+int py_add_classic(PyObject *module) { return PyModule_AddFunctions(module, functions); }

@@ -1,194 +1,33 @@
-#include "bind_dtr.h"
-
-static int grow(PyObject ***items, int64_t *capacity, int64_t needed) {
-    int64_t before = *capacity;
-    if (needed <= before) {
-        return 0;
-    }
-    PyObject **moved =
-        PyMem_Realloc(*items, (size_t)rotor_max(needed, 2 * before + 64) * sizeof(*moved));
-    if (moved == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    *items = moved;
-    *capacity = rotor_max(needed, 2 * before + 64);
-    for (int64_t k = before; k < *capacity; k++) {
-        moved[k] = NULL;
-    }
-    return 0;
-}
-
-int rotor_recorder_discard(recorder_object_t *self, PyObject **slot) {
-    if (*slot == NULL) {
-        return 0;
-    }
-    if (grow(&self->garbage, &self->garbage_capacity, self->garbage_count + 1) != 0) {
-        return -1;
-    }
-    self->garbage[self->garbage_count++] = *slot;
-    *slot = NULL;
-    return 0;
-}
-
-void rotor_recorder_let_go(recorder_object_t *self) {
-    while (self->garbage_count > 0) {
-        PyObject *object = self->garbage[--self->garbage_count];
-        self->garbage[self->garbage_count] = NULL;
-        Py_DECREF(object);
-    }
-}
-
-/* The storage of a node, a new reference; NULL without an exception where it is gone. */
-PyObject *rotor_recorder_storage_of(recorder_object_t *self, int64_t node) {
-    PyObject *place = node < self->place_capacity ? self->places[node] : NULL;
-    if (place != NULL && PyWeakref_Check(place)) {
-        place = PyWeakref_GetObject(place);
-        place = place == Py_None ? NULL : place;
-    }
-    return Py_XNewRef(place);
-}
-
-int rotor_recorder_keep(recorder_object_t *self, PyObject *storage) {
-    if (grow(&self->guards, &self->guard_capacity, self->guard_count + 1) != 0) {
-        Py_DECREF(storage);
-        return -1;
-    }
-    self->guards[self->guard_count++] = storage;
-    return 0;
-}
-
-/* Follows what the book says that it forgot, needs, locked. */
-int rotor_recorder_settle(recorder_object_t *self) {
-    rotor_recorder_t *book = &self->book;
-    int ret = 0;
-
-    for (int64_t k = 0; k < book->event_count && ret == 0; k++) {
-        int32_t number = book->events[k].number;
-        PyObject *storage;
-        switch (book->events[k].kind) {
-        case ROTOR_FORGOT_OPERATION:
-            ret = rotor_recorder_discard(self, &self->records[number]);
-            break;
-        case ROTOR_FORGOT_NODE:
-            ret = rotor_recorder_discard(self, &self->places[number]);
-            if (ret == 0) {
-                ret = rotor_recorder_discard(self, &self->held[number]);
-            }
-            break;
-        case ROTOR_NEEDED:
-            if (self->held[number] == NULL) {
-                self->held[number] = rotor_recorder_storage_of(self, number);
-            }
-            break;
-        case ROTOR_UNNEEDED:
-            ret = rotor_recorder_discard(self, &self->held[number]);
-            break;
-        case ROTOR_LOCKED:
-            /* A temporary has to go when the book says so; its place holds it until then. */
-            storage = self->places[number] != NULL && PyWeakref_Check(self->places[number])
-                          ? rotor_recorder_storage_of(self, number)
-                          : NULL;
-            if (storage != NULL) {
-                ret = rotor_recorder_keep(self, storage);
-            }
-            break;
-        case ROTOR_DROPPED:
-            ret = rotor_recorder_discard(self, &self->places[number]);
-            break;
-        }
-    }
-    book->event_count = 0;
-    return ret;
-}
-
-int rotor_recorder_release_guards(recorder_object_t *self) {
-    int ret = 0;
-    while (self->guard_count > 0 && ret == 0) {
-        ret = rotor_recorder_discard(self, &self->guards[--self->guard_count]);
-    }
-    return ret;
-}
-
-/* Ends every call: NULL with an exception on failure. */
-PyObject *rotor_recorder_answer(recorder_object_t *self, PyTypeObject *type, int status,
-                                PyObject *result) {
-    if (rotor_recorder_settle(self) != 0 || status != ROTOR_OK || result == NULL) {
-        Py_CLEAR(result);
-        if (status != ROTOR_OK) {
-            (void)rotor_raise_status(PyType_GetModule(type), status);
-        }
-    }
-    rotor_recorder_let_go(self);
-    return result;
-}
-
-/* Room for the objects of one more node and one more operation. */
-int rotor_recorder_reserve(recorder_object_t *self, int64_t more) {
-    int64_t nodes = self->book.node_count + more;
-    return grow(&self->places, &self->place_capacity, nodes) == 0 &&
-                   grow(&self->held, &self->held_capacity, nodes) == 0 &&
-                   grow(&self->records, &self->record_capacity, self->book.record_count + 1) == 0
-               ? 0
-               : -1;
-}
-
-int rotor_recorder_read_int64(PyObject *object, int64_t *value) {
-    *value = PyLong_AsLongLong(object);
-    return *value == -1 && PyErr_Occurred() ? -1 : 0;
-}
-
-int rotor_recorder_read_node(recorder_object_t *self, PyObject *object, int32_t *node) {
-    int64_t value;
-    if (rotor_recorder_read_int64(object, &value) != 0) {
-        return -1;
-    }
-    if (value < 0 || value >= self->book.node_count || self->book.nodes[value].state == 0) {
-        PyErr_Format(PyExc_ValueError, "there is no node %lld", (long long)value);
-        return -1;
-    }
-    *node = (int32_t)value;
-    return 0;
-}
-
-int rotor_recorder_expect(const char *name, Py_ssize_t count, Py_ssize_t wanted, PyObject *names) {
-    if (count == wanted && (names == NULL || PyTuple_GET_SIZE(names) == 0)) {
-        return 0;
-    }
-    PyErr_Format(PyExc_TypeError, "%s() takes %zd positional arguments", name, wanted);
-    return -1;
-}
+#include "bind_dtr_book.h"
 
 PyDoc_STRVAR(source_doc, "source($self, nbytes, is_foreign, place, /)\n--\n\n"
-                         "A storage that nothing recorded makes; its number.");
+                         "Add a storage that nothing recorded makes; return its number.");
 
-static PyObject *recorder_source(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_source(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int64_t bytes;
     int32_t node = -1;
-    if (rotor_recorder_expect("source", count, 3, names) != 0 ||
-        rotor_recorder_read_int64(args[0], &bytes) != 0 || rotor_recorder_forget_gone(self) != 0 ||
-        rotor_recorder_reserve(self, 1) != 0) {
+    if (py_book_expect("source", count, 3, names) != 0 ||
+        py_book_read_int64(args[0], &bytes) != 0 || py_book_forget_gone(self) != 0 ||
+        py_book_reserve(self, 1) != 0) {
         return NULL;
     }
     int status = rotor_recorder_source(&self->book, bytes, args[1] == Py_True, &node);
     if (status == ROTOR_OK) {
         self->places[node] = Py_NewRef(args[2]);
     }
-    return rotor_recorder_answer(self, type, status,
-                                 status == ROTOR_OK ? PyLong_FromLong(node) : NULL);
+    return py_book_answer(self, type, status, status == ROTOR_OK ? PyLong_FromLong(node) : NULL);
 }
 
 PyDoc_STRVAR(begin_doc, "begin($self, nodes, /)\n--\n\n"
-                        "A new operation with these distinct inputs, which are locked.");
+                        "Begin an operation with these distinct inputs, which are locked.");
 
-static PyObject *recorder_begin(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_begin(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int32_t few[64];
     int32_t *nodes = few;
     PyObject *result = NULL;
-    if (rotor_recorder_expect("begin", count, 1, names) != 0 ||
-        rotor_recorder_forget_gone(self) != 0) {
+    if (py_book_expect("begin", count, 1, names) != 0 || py_book_forget_gone(self) != 0) {
         return NULL;
     }
     if (self->book.frame_count > 0) {
@@ -207,12 +46,12 @@ static PyObject *recorder_begin(METHOD_ARGUMENTS) {
         goto out;
     }
     for (Py_ssize_t k = 0; k < length; k++) {
-        if (rotor_recorder_read_node(self, PySequence_Fast_GET_ITEM(list, k), &nodes[k]) != 0) {
+        if (py_book_read_node(self, PySequence_Fast_GET_ITEM(list, k), &nodes[k]) != 0) {
             goto out;
         }
     }
     int status = rotor_recorder_begin(&self->book, nodes, length);
-    result = rotor_recorder_answer(self, type, status, Py_NewRef(Py_None));
+    result = py_book_answer(self, type, status, Py_NewRef(Py_None));
 out:
     if (nodes != few) {
         PyMem_Free(nodes);
@@ -221,79 +60,54 @@ out:
     return result;
 }
 
-PyDoc_STRVAR(make_room_doc,
-             "make_room($self, nbytes, /)\n--\n\n"
-             "None where so many bytes fit; False where they do not and nothing can go; else "
-             "(storage, node) to evict now, and ask again.");
+PyDoc_STRVAR(
+    make_room_doc,
+    "make_room($self, nbytes, /)\n--\n\n"
+    "Return None where so many bytes fit; False where they do not and nothing can go; else "
+    "(storage, node) to evict now, and ask again.");
 
-static PyObject *recorder_make_room(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_make_room(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int64_t bytes;
     int32_t node = 0;
-    if (rotor_recorder_expect("make_room", count, 1, names) != 0 ||
-        rotor_recorder_read_int64(args[0], &bytes) != 0) {
+    if (py_book_expect("make_room", count, 1, names) != 0 ||
+        py_book_read_int64(args[0], &bytes) != 0) {
         return NULL;
     }
     for (;;) {
-        if (rotor_recorder_forget_gone(self) != 0) {
+        if (py_book_forget_gone(self) != 0) {
             return NULL;
         }
         int status = rotor_recorder_make_room(&self->book, bytes, &node);
         if (status != ROTOR_OK) {
-            return rotor_recorder_answer(self, type, status, NULL);
+            return py_book_answer(self, type, status, NULL);
         }
         if (node < 0) {
-            return rotor_recorder_answer(self, type, status,
-                                         Py_NewRef(node == -1 ? Py_None : Py_False));
+            return py_book_answer(self, type, status, Py_NewRef(node == -1 ? Py_None : Py_False));
         }
         PyObject *place = node < self->place_capacity ? self->places[node] : NULL;
         if (place != NULL && PyWeakref_Check(place)) {
-            PyObject *storage = rotor_recorder_storage_of(self, node);
+            PyObject *storage = py_book_storage_of(self, node);
             PyObject *result = storage == NULL ? NULL : Py_BuildValue("Ni", storage, (int)node);
             if (result == NULL && !PyErr_Occurred()) {
                 PyErr_SetString(PyExc_RuntimeError, "the storage of a live node is gone");
             }
-            return rotor_recorder_answer(self, type, status, result);
+            return py_book_answer(self, type, status, result);
         }
-        if (rotor_recorder_settle(self) != 0) {
+        if (py_book_settle(self) != 0) {
             return NULL;
         }
-        rotor_recorder_let_go(self);
+        py_book_let_go(self);
     }
-}
-
-int rotor_recorder_complete(recorder_object_t *self, const rotor_completion_t *done) {
-    int32_t op = -1;
-    int status = rotor_recorder_finish(&self->book, done->recorded, done->bytes, done->origins,
-                                       done->count, done->cost_ns, done->workspace_bytes,
-                                       done->kept_bytes, done->nodes, &op);
-    if (status != ROTOR_OK || rotor_recorder_release_guards(self) != 0 ||
-        rotor_recorder_settle(self) != 0) {
-        return status;
-    }
-    for (int64_t k = 0; k < done->count; k++) {
-        /* An origin's storage is the new version's. */
-        if (done->origins[k] >= 0 &&
-            rotor_recorder_discard(self, &self->places[done->origins[k]]) != 0) {
-            return status;
-        }
-    }
-    for (int64_t k = 0; k < done->count; k++) {
-        self->places[done->nodes[k]] = Py_NewRef(done->places[k]);
-    }
-    if (op >= 0) {
-        self->records[op] = Py_NewRef(done->record);
-    }
-    return status;
 }
 
 PyDoc_STRVAR(finish_doc,
              "finish($self, recorded, nbytes, origins, cost_ns, workspace_bytes, kept_bytes, "
              "places, record, /)\n--\n\n"
-             "The new operation ran; the numbers of its outputs. See recorder.h.");
+             "Record the new operation, which ran; return the numbers of its outputs.");
 
-static PyObject *recorder_finish(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_finish(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int64_t recorded, cost, workspace, kept;
     int64_t bytes[64];
     int32_t origins[64];
@@ -303,11 +117,9 @@ static PyObject *recorder_finish(METHOD_ARGUMENTS) {
     int32_t *all_nodes = nodes;
     PyObject *result = NULL;
 
-    if (rotor_recorder_expect("finish", count, 8, names) != 0 ||
-        rotor_recorder_read_int64(args[0], &recorded) != 0 ||
-        rotor_recorder_read_int64(args[3], &cost) != 0 ||
-        rotor_recorder_read_int64(args[4], &workspace) != 0 ||
-        rotor_recorder_read_int64(args[5], &kept) != 0) {
+    if (py_book_expect("finish", count, 8, names) != 0 ||
+        py_book_read_int64(args[0], &recorded) != 0 || py_book_read_int64(args[3], &cost) != 0 ||
+        py_book_read_int64(args[4], &workspace) != 0 || py_book_read_int64(args[5], &kept) != 0) {
         return NULL;
     }
     if (!PyList_Check(args[1]) || !PyList_Check(args[2]) || !PyList_Check(args[6]) ||
@@ -317,7 +129,7 @@ static PyObject *recorder_finish(METHOD_ARGUMENTS) {
         return NULL;
     }
     Py_ssize_t length = PyList_GET_SIZE(args[1]);
-    if (rotor_recorder_reserve(self, length) != 0) {
+    if (py_book_reserve(self, length) != 0) {
         return NULL;
     }
     if (self->book.frame_count != 1 || recorded > self->book.input_count) {
@@ -335,28 +147,28 @@ static PyObject *recorder_finish(METHOD_ARGUMENTS) {
     }
     for (Py_ssize_t k = 0; k < length; k++) {
         int64_t origin;
-        if (rotor_recorder_read_int64(PyList_GET_ITEM(args[1], k), &all_bytes[k]) != 0 ||
-            rotor_recorder_read_int64(PyList_GET_ITEM(args[2], k), &origin) != 0) {
+        if (py_book_read_int64(PyList_GET_ITEM(args[1], k), &all_bytes[k]) != 0 ||
+            py_book_read_int64(PyList_GET_ITEM(args[2], k), &origin) != 0) {
             goto out;
         }
         all_origins[k] = (int32_t)origin;
     }
-    int status = rotor_recorder_complete(self, &(rotor_completion_t){
-                                                   .recorded = recorded,
-                                                   .bytes = all_bytes,
-                                                   .origins = all_origins,
-                                                   .places = PySequence_Fast_ITEMS(args[6]),
-                                                   .count = length,
-                                                   .cost_ns = cost,
-                                                   .workspace_bytes = workspace,
-                                                   .kept_bytes = kept,
-                                                   .record = args[7],
-                                                   .nodes = all_nodes,
-                                               });
+    int status = py_book_complete(self, &(py_completion_t){
+                                            .recorded = recorded,
+                                            .bytes = all_bytes,
+                                            .origins = all_origins,
+                                            .places = PySequence_Fast_ITEMS(args[6]),
+                                            .count = length,
+                                            .cost_ns = cost,
+                                            .workspace_bytes = workspace,
+                                            .kept_bytes = kept,
+                                            .record = args[7],
+                                            .nodes = all_nodes,
+                                        });
     if (status == ROTOR_OK && !PyErr_Occurred()) {
-        result = rotor_recorder_node_list(all_nodes, length);
+        result = py_book_node_list(all_nodes, length);
     }
-    result = rotor_recorder_answer(self, type, status, result);
+    result = py_book_answer(self, type, status, result);
 out:
     if (all_bytes != bytes) {
         PyMem_Free(all_bytes);
@@ -366,19 +178,19 @@ out:
     return result;
 }
 
-PyDoc_STRVAR(abort_doc, "abort($self, /)\n--\n\nThe operation that has begun will not run.");
+PyDoc_STRVAR(abort_doc, "abort($self, /)\n--\n\nGive up the operation that has begun.");
 
-static PyObject *recorder_abort(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_abort(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     (void)args;
-    if (rotor_recorder_expect("abort", count, 0, names) != 0) {
+    if (py_book_expect("abort", count, 0, names) != 0) {
         return NULL;
     }
     self->is_borrowed = false;
     int status = rotor_recorder_abort(&self->book);
-    return rotor_recorder_release_guards(self) != 0
+    return py_book_release_guards(self) != 0
                ? NULL
-               : rotor_recorder_answer(self, type, status, Py_NewRef(Py_None));
+               : py_book_answer(self, type, status, Py_NewRef(Py_None));
 }
 
 static PyMethodDef recorder_methods[] = {
@@ -386,7 +198,7 @@ static PyMethodDef recorder_methods[] = {
     RECORDER_METHOD(finish), RECORDER_METHOD(abort), {NULL, NULL, 0, NULL},
 };
 
-static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *py_recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {
         "heuristic",         "budget",     "seed", "sample", "ignore_small", "rebuild_every",
         "mixes_temporaries", "never_keep", NULL};
@@ -422,7 +234,7 @@ static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         PyErr_Format(PyExc_ValueError, "unknown heuristic '%s'", heuristic);
         return NULL;
     }
-    recorder_object_t *self = (recorder_object_t *)type->tp_alloc(type, 0);
+    py_recorder_t *self = (py_recorder_t *)type->tp_alloc(type, 0);
     if (self != NULL) {
         rotor_recorder_init(&self->book, &options);
         self->observer = Py_NewRef(Py_None);
@@ -430,8 +242,8 @@ static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     return (PyObject *)self;
 }
 
-static int recorder_traverse(PyObject *object, visitproc visit, void *arg) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static int py_recorder_traverse(PyObject *object, visitproc visit, void *arg) {
+    py_recorder_t *self = py_as_recorder(object);
     Py_VISIT(Py_TYPE(object));
     for (int64_t k = 0; k < self->record_capacity; k++) {
         Py_VISIT(self->records[k]);
@@ -445,15 +257,15 @@ static int recorder_traverse(PyObject *object, visitproc visit, void *arg) {
     for (int64_t k = 0; k < self->guard_count; k++) {
         Py_VISIT(self->guards[k]);
     }
-    for (rotor_ref_object_t *ref = self->first_gone; ref != NULL; ref = ref->next_gone) {
+    for (py_ref_t *ref = self->first_gone; ref != NULL; ref = ref->next_gone) {
         Py_VISIT((PyObject *)ref);
     }
     Py_VISIT(self->observer);
     return 0;
 }
 
-static int recorder_clear(PyObject *object) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static int py_recorder_clear(PyObject *object) {
+    py_recorder_t *self = py_as_recorder(object);
     for (int64_t k = 0; k < self->record_capacity; k++) {
         Py_CLEAR(self->records[k]);
     }
@@ -466,17 +278,17 @@ static int recorder_clear(PyObject *object) {
     while (self->guard_count > 0) {
         Py_CLEAR(self->guards[--self->guard_count]);
     }
-    rotor_recorder_clear_gone(self);
+    py_book_clear_gone(self);
     Py_CLEAR(self->observer);
-    rotor_recorder_let_go(self);
+    py_book_let_go(self);
     return 0;
 }
 
-static void recorder_dealloc(PyObject *object) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static void py_recorder_dealloc(PyObject *object) {
+    py_recorder_t *self = py_as_recorder(object);
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
-    (void)recorder_clear(object);
+    (void)py_recorder_clear(object);
     rotor_recorder_free(&self->book);
     PyMem_Free(self->records);
     PyMem_Free(self->places);
@@ -490,13 +302,13 @@ static void recorder_dealloc(PyObject *object) {
 PyDoc_STRVAR(recorder_doc,
              "Recorder(heuristic, budget, seed=0, sample=False, ignore_small=False, "
              "rebuild_every=16, mixes_temporaries=False, never_keep=False)\n--\n\n"
-             "The book of a program that runs under a budget (csrc/rotor/recorder.h).");
+             "The recorder of a program that runs under a budget (csrc/rotor/recorder.h).");
 
 static PyType_Slot recorder_slots[] = {
-    {Py_tp_new, recorder_new},
-    {Py_tp_dealloc, recorder_dealloc},
-    {Py_tp_traverse, recorder_traverse},
-    {Py_tp_clear, recorder_clear},
+    {Py_tp_new, py_recorder_new},
+    {Py_tp_dealloc, py_recorder_dealloc},
+    {Py_tp_traverse, py_recorder_traverse},
+    {Py_tp_clear, py_recorder_clear},
     {Py_tp_methods, recorder_methods},
     {Py_tp_doc, (void *)recorder_doc},
     {0, NULL},
@@ -504,18 +316,19 @@ static PyType_Slot recorder_slots[] = {
 
 static PyType_Spec recorder_spec = {
     .name = "rotor._core.Recorder",
-    .basicsize = sizeof(recorder_object_t),
+    .basicsize = sizeof(py_recorder_t),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = recorder_slots,
 };
 
-int rotor_add_dtr(PyObject *module) {
+int py_add_recorder(PyObject *module) {
     PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &recorder_spec, NULL);
     if (type == NULL) {
         return -1;
     }
+    py_state(module)->recorder_type = type;
     int ret = PyModule_AddType(module, type);
-    PyMethodDef *tables[] = {rotor_recorder_queries, rotor_recorder_repeats};
+    PyMethodDef *tables[] = {py_book_queries, py_book_repeats};
     for (int k = 0; k < 2; k++) {
         for (PyMethodDef *method = tables[k]; ret == 0 && method->ml_name != NULL; method++) {
             PyObject *made = PyDescr_NewMethod(type, method);
@@ -524,12 +337,5 @@ int rotor_add_dtr(PyObject *module) {
         }
     }
     PyType_Modified(type);
-    if (ret == 0 && PyModule_AddIntConstant(module, "OFTEN", ROTOR_OFTEN) == 0 &&
-        rotor_add_dtr_types(module) == 0) {
-        ret = rotor_add_dtr_handler(module, type);
-    } else {
-        ret = -1;
-    }
-    Py_DECREF(type);
-    return ret;
+    return ret == 0 ? PyModule_AddIntConstant(module, "OFTEN", ROTOR_OFTEN) : -1;
 }

@@ -1,4 +1,4 @@
-#include "bind_dtr_handler.h"
+#include "bind_dtr_private.h"
 
 #include <string.h>
 
@@ -7,10 +7,10 @@
 
 typedef struct {
     PyObject *session;
-    const rotor_kernel_t *kernel;
+    const py_kernel_t *kernel;
     PyObject *args;
     PyObject *kwargs; /* NULL for none */
-    const rotor_needs_object_t *needs;
+    const py_needs_t *needs;
     bool is_recording;
     bool grad_enabled;
 } run_t;
@@ -22,11 +22,11 @@ static int call_is_true(PyObject *function) {
     return is_true;
 }
 
-/* Whether the results are what the handler can take in: strided, on the device that counts. */
-static enum rotor_reading are_plain(rotor_handler_t *self, PyObject *value) {
+/* READ_OK if the handler can take the results in: strided, on the device that counts. */
+static enum py_reading are_plain(py_handler_t *self, PyObject *value) {
     if (PyList_Check(value) || PyTuple_Check(value)) {
         for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(value); k++) {
-            enum rotor_reading found = are_plain(self, PySequence_Fast_GET_ITEM(value, k));
+            enum py_reading found = are_plain(self, PySequence_Fast_GET_ITEM(value, k));
             if (found != READ_OK) {
                 return found;
             }
@@ -36,10 +36,10 @@ static enum rotor_reading are_plain(rotor_handler_t *self, PyObject *value) {
     if (!PyObject_TypeCheck(value, (PyTypeObject *)self->parts[PART_TENSOR_TYPE])) {
         return READ_OK;
     }
-    return rotor_handler_is_plain(self, value);
+    return py_operator_is_plain(self, value);
 }
 
-static int take_storage(rotor_handler_t *self, PyObject *tensor, int32_t index, rotor_made_t *made) {
+static int take_storage(py_handler_t *self, PyObject *tensor, int32_t index, py_made_t *made) {
     PyObject *storage = PyObject_CallMethodNoArgs(tensor, self->names[NAME_untyped_storage]);
     PyObject *key = storage == NULL ? NULL : PyObject_GetAttr(storage, self->parts[PART_KEY_NAME]);
     PyObject *nbytes = NULL, *ref = NULL;
@@ -53,7 +53,7 @@ static int take_storage(rotor_handler_t *self, PyObject *tensor, int32_t index, 
     }
     if (PyErr_Occurred() ||
         (nbytes = PyObject_CallMethodNoArgs(storage, self->names[NAME_nbytes])) == NULL ||
-        (ref = rotor_ref_new(self->ref_type, storage, self->gone, key)) == NULL) {
+        (ref = py_ref_make(self->ref_type, storage, self->gone, key)) == NULL) {
         goto out;
     }
     int64_t bytes = PyLong_AsLongLong(nbytes);
@@ -61,7 +61,7 @@ static int take_storage(rotor_handler_t *self, PyObject *tensor, int32_t index, 
         goto out;
     }
     bytes = (bytes + self->block_bytes - 1) / self->block_bytes * self->block_bytes;
-    ret = rotor_made_add(made, ref, bytes, index, -1);
+    ret = py_made_add(made, ref, bytes, index, -1);
 out:
     Py_XDECREF(storage);
     Py_XDECREF(key);
@@ -70,7 +70,7 @@ out:
     return ret;
 }
 
-static int take_storages(rotor_handler_t *self, PyObject *value, int32_t *index, rotor_made_t *made) {
+static int take_storages(py_handler_t *self, PyObject *value, int32_t *index, py_made_t *made) {
     if (PyList_Check(value) || PyTuple_Check(value)) {
         for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(value); k++) {
             if (take_storages(self, PySequence_Fast_GET_ITEM(value, k), index, made) != 0) {
@@ -86,13 +86,13 @@ static int take_storages(rotor_handler_t *self, PyObject *value, int32_t *index,
 }
 
 /* The written inputs: READ_SLOW where that takes more than a new version. */
-static enum rotor_reading look_at_written(rotor_handler_t *self, run_t *run) {
+static enum py_reading look_at_written(py_handler_t *self, run_t *run) {
     const rotor_recorder_t *book = &self->recorder->book;
     for (int64_t k = 0; k < self->input_count; k++) {
         if (!self->inputs[k].is_written) {
             continue;
         }
-        const rotor_node_t *node = &book->nodes[((rotor_ref_object_t *)self->inputs[k].ref)->node];
+        const rotor_node_t *node = &book->nodes[((py_ref_t *)self->inputs[k].ref)->node];
         if ((node->state & ROTOR_NODE_SOURCE) != 0) {
             if (node->needed > 0 || self->watches_writes) {
                 return READ_SLOW;
@@ -106,11 +106,11 @@ static enum rotor_reading look_at_written(rotor_handler_t *self, run_t *run) {
 }
 
 /* A new version of each input that is written to and not a source. */
-static int take_written(rotor_handler_t *self, rotor_made_t *made) {
+static int take_written(py_handler_t *self, py_made_t *made) {
     const rotor_recorder_t *book = &self->recorder->book;
     int64_t first = made->count;
     for (int64_t k = 0; k < self->input_count; k++) {
-        rotor_ref_object_t *ref = (rotor_ref_object_t *)self->inputs[k].ref;
+        py_ref_t *ref = (py_ref_t *)self->inputs[k].ref;
         if (!self->inputs[k].is_written ||
             (book->nodes[ref->node].state & ROTOR_NODE_SOURCE) != 0) {
             continue;
@@ -119,66 +119,24 @@ static int take_written(rotor_handler_t *self, rotor_made_t *made) {
         for (int64_t i = first; i < made->count; i++) {
             is_known |= made->origins[i] == ref->node;
         }
-        if (!is_known && rotor_made_add(made, (PyObject *)ref, book->nodes[ref->node].bytes, -1,
-                                  (int32_t)ref->node) != 0) {
+        if (!is_known && py_made_add(made, (PyObject *)ref, book->nodes[ref->node].bytes, -1,
+                                     (int32_t)ref->node) != 0) {
             return -1;
         }
     }
     return 0;
 }
 
-PyObject *rotor_handler_flags(rotor_handler_t *self) {
-    PyObject *readers = self->parts[PART_FLAGS];
-    Py_ssize_t count = PyTuple_GET_SIZE(readers);
-    Py_ssize_t watched = self->flags != NULL && self->is_cpu ? self->cpu_flags : count;
-    PyObject *flags = NULL;
-    for (Py_ssize_t k = 0; k < watched; k++) {
-        PyObject *value = PyObject_CallNoArgs(PyTuple_GET_ITEM(readers, k));
-        int is_same = value == NULL ? -1 : 0;
-        if (is_same == 0 && flags == NULL && self->flags != NULL) {
-            PyObject *last = PyTuple_GET_ITEM(self->flags, k);
-            is_same = last == value ? 1 : PyObject_RichCompareBool(last, value, Py_EQ);
-        }
-        if (is_same < 0) {
-            Py_XDECREF(value);
-            Py_XDECREF(flags);
-            return NULL;
-        }
-        if (is_same == 1) {
-            Py_DECREF(value);
-            continue;
-        }
-        if (flags == NULL) {
-            flags = PyTuple_New(count);
-            for (Py_ssize_t i = 0; flags != NULL && i < k; i++) {
-                PyTuple_SET_ITEM(flags, i, Py_NewRef(PyTuple_GET_ITEM(self->flags, i)));
-            }
-            if (flags == NULL) {
-                Py_DECREF(value);
-                return NULL;
-            }
-        }
-        PyTuple_SET_ITEM(flags, k, value);
-    }
-    if (flags != NULL) {
-        for (Py_ssize_t k = watched; k < count; k++) {
-            PyTuple_SET_ITEM(flags, k, Py_NewRef(PyTuple_GET_ITEM(self->flags, k)));
-        }
-        Py_XSETREF(self->flags, flags);
-    }
-    return Py_NewRef(self->flags);
-}
-
-/* What Python makes a `Record` of when the operation has to run again. */
-static PyObject *record_of(rotor_handler_t *self, const run_t *run, const rotor_made_t *made) {
+/* The tuple from which Python makes a `Record` when the operation has to run again. */
+static PyObject *record_of(py_handler_t *self, const run_t *run, const py_made_t *made) {
     int64_t at = 0;
-    PyObject *flags = rotor_handler_flags(self);
-    PyObject *args = flags == NULL ? NULL : rotor_handler_pattern(self, run->args, &at);
+    PyObject *flags = py_operator_flags(self);
+    PyObject *args = flags == NULL ? NULL : py_operator_pattern(self, run->args, &at);
     PyObject *kwargs = run->kwargs == NULL ? Py_NewRef(Py_None) : PyDict_New();
     PyObject *counted =
         PyLong_FromLongLong(run->needs->is_measured ? run->needs->workspace_bytes : 0);
-    PyObject *indices = rotor_numbers_of(made->indices, made->count);
-    PyObject *origins = rotor_numbers_of(made->origins, made->count);
+    PyObject *indices = py_numbers_of(made->indices, made->count);
+    PyObject *origins = py_numbers_of(made->origins, made->count);
     PyObject *record = NULL;
     if (args == NULL || kwargs == NULL || counted == NULL || indices == NULL || origins == NULL) {
         goto out;
@@ -187,7 +145,7 @@ static PyObject *record_of(rotor_handler_t *self, const run_t *run, const rotor_
         Py_ssize_t position = 0;
         PyObject *name, *value;
         while (PyDict_Next(run->kwargs, &position, &name, &value)) {
-            PyObject *item = rotor_handler_pattern(self, value, &at);
+            PyObject *item = py_operator_pattern(self, value, &at);
             int ret = item == NULL ? -1 : PyDict_SetItem(kwargs, name, item);
             Py_XDECREF(item);
             if (ret != 0) {
@@ -208,69 +166,50 @@ out:
     return record;
 }
 
-static int raise_status(rotor_handler_t *self, int status) {
+static int raise_status(py_handler_t *self, int status) {
     if (status != ROTOR_OK) {
-        (void)rotor_raise_status(PyType_GetModule(Py_TYPE(self)), status);
+        (void)py_raise_status(PyType_GetModule(Py_TYPE(self)), status);
     }
     return PyErr_Occurred() ? -1 : 0;
 }
 
 /* Whatever happened to it, the operation that began has ended. Keeps the exception. */
-static void abort_operation(rotor_handler_t *self) {
+static void abort_operation(py_handler_t *self) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     self->recorder->is_borrowed = false;
     (void)rotor_recorder_abort(&self->recorder->book);
-    (void)rotor_recorder_release_guards(self->recorder);
-    (void)rotor_recorder_settle(self->recorder);
-    rotor_recorder_let_go(self->recorder);
+    (void)py_book_release_guards(self->recorder);
+    (void)py_book_settle(self->recorder);
+    py_book_let_go(self->recorder);
     if (type != NULL) {
         PyErr_Restore(type, value, traceback);
     }
 }
 
-int rotor_handler_make_room(rotor_handler_t *self, PyObject *session, int64_t bytes,
-                            int64_t least) {
-    const rotor_recorder_t *book = &self->recorder->book;
-    if (book->options.budget == ROTOR_UNLIMITED ||
-        book->current_bytes <= book->options.budget - bytes) {
-        return 0;
-    }
-    PyObject *wished = PyLong_FromLongLong(bytes);
-    PyObject *needed = PyLong_FromLongLong(least);
-    PyObject *done = wished == NULL || needed == NULL
-                         ? NULL
-                         : PyObject_CallMethodObjArgs(session, self->names[NAME__make_room],
-                                                      wished, needed, NULL);
-    Py_XDECREF(wished);
-    Py_XDECREF(needed);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
-}
-
 /* Has the inputs in memory and room for the rest. */
-static int prepare(rotor_handler_t *self, const run_t *run) {
+static int prepare(py_handler_t *self, const run_t *run) {
     rotor_recorder_t *book = &self->recorder->book;
     int status = rotor_recorder_begin(book, self->nodes, self->node_count);
-    if (raise_status(self, status) != 0 || rotor_recorder_settle(self->recorder) != 0) {
+    if (raise_status(self, status) != 0 || py_book_settle(self->recorder) != 0) {
         return -1;
     }
-    if (book->pending_count > 0 && rotor_handler_catch_up(self, run->session) != 0) {
+    if (book->pending_count > 0 && py_operator_catch_up(self, run->session) != 0) {
         return -1;
     }
-    const rotor_needs_object_t *needs = run->needs;
+    const py_needs_t *needs = run->needs;
     int64_t bytes = needs->made_bytes + needs->workspace_bytes;
-    return rotor_handler_make_room(self, run->session, bytes,
-                                   needs->is_measured ? bytes : needs->made_bytes);
+    return py_operator_make_room(self, run->session, bytes,
+                                 needs->is_measured ? bytes : needs->made_bytes);
 }
 
-static int complete(rotor_handler_t *self, const run_t *run, PyObject *results, int64_t took) {
-    rotor_made_t made;
+static int complete(py_handler_t *self, const run_t *run, PyObject *results, int64_t took) {
+    py_made_t made;
     int32_t index = 0;
     int ret = -1;
     PyObject *record = NULL;
 
-    rotor_made_init(&made);
+    py_made_init(&made);
     if (take_storages(self, results, &index, &made) != 0 || take_written(self, &made) != 0) {
         goto out;
     }
@@ -278,12 +217,12 @@ static int complete(rotor_handler_t *self, const run_t *run, PyObject *results, 
     if (is_recorded && (record = record_of(self, run, &made)) == NULL) {
         goto out;
     }
-    if (rotor_recorder_reserve(self->recorder, made.count) != 0) {
+    if (py_book_reserve(self->recorder, made.count) != 0) {
         goto out;
     }
-    int status = rotor_recorder_complete(
+    int status = py_book_complete(
         self->recorder,
-        &(rotor_completion_t){
+        &(py_completion_t){
             .recorded = is_recorded ? self->node_count : -1,
             .bytes = made.bytes,
             .origins = made.origins,
@@ -294,22 +233,22 @@ static int complete(rotor_handler_t *self, const run_t *run, PyObject *results, 
             .record = record,
             .nodes = made.nodes,
         });
-    if (raise_status(self, status) != 0 || rotor_recorder_settle(self->recorder) != 0) {
+    if (raise_status(self, status) != 0 || py_book_settle(self->recorder) != 0) {
         goto out;
     }
     for (int64_t k = 0; k < made.count; k++) {
-        ((rotor_ref_object_t *)made.places[k])->node = made.nodes[k];
+        ((py_ref_t *)made.places[k])->node = made.nodes[k];
     }
     ret = 0;
 out:
     Py_XDECREF(record);
-    rotor_made_free(&made);
+    py_made_free(&made);
     return ret;
 }
 
 /* Results that Python has to take in; it reads the arguments again. */
-static int complete_odd(rotor_handler_t *self, const run_t *run, PyObject *made, int64_t took) {
-    rotor_handler_clear(self);
+static int complete_odd(py_handler_t *self, const run_t *run, PyObject *made, int64_t took) {
+    py_operator_clear(self);
     self->is_busy = false;
     PyObject *done =
         PyObject_CallMethod(run->session, "_complete_odd", "OOOOLO", run->kernel->operator_,
@@ -323,10 +262,10 @@ static int complete_odd(rotor_handler_t *self, const run_t *run, PyObject *made,
 /* Smaller sums are not worth the question. */
 #define LEAST_IN_PLACE_BYTES 4096
 
-/* Whether this is a sum of autograd's engine whose first term nobody else holds: without a mode the
+/* 1 if this is a sum of autograd's engine whose first term nothing else holds: without a mode the
  * engine adds to it in place. -1 with an exception. */
-static int is_accumulating(rotor_handler_t *self, const run_t *run) {
-    const rotor_input_t *terms = self->inputs;
+static int is_accumulating(py_handler_t *self, const run_t *run) {
+    const py_input_t *terms = self->inputs;
     if (run->kernel->in_place == Py_None || run->kwargs != NULL || self->input_count != 2 ||
         PyTuple_GET_SIZE(run->args) != 2 || terms[0].dims != terms[1].dims ||
         Py_REFCNT(terms[0].tensor) != self->sole_references) {
@@ -334,8 +273,7 @@ static int is_accumulating(rotor_handler_t *self, const run_t *run) {
     }
     /* Data type, device, sizes and strides stand together in the key. */
     size_t words = (size_t)(1 + 2 * terms[0].dims);
-    const rotor_node_t *node =
-        &self->recorder->book.nodes[((rotor_ref_object_t *)terms[0].ref)->node];
+    const rotor_node_t *node = &self->recorder->book.nodes[((py_ref_t *)terms[0].ref)->node];
     if (memcmp(self->key + terms[0].first - 1, self->key + terms[1].first - 1,
                words * sizeof(*self->key)) != 0 ||
         (node->state & ROTOR_NODE_SOURCE) == 0 || (node->state & ROTOR_NODE_FOREIGN) != 0 ||
@@ -349,11 +287,11 @@ static int is_accumulating(rotor_handler_t *self, const run_t *run) {
 }
 
 /* Runs an operator whose needs are known; *results is set where it has run. */
-static enum rotor_reading run_known(rotor_handler_t *self, run_t *run, PyObject **results) {
-    static const rotor_needs_object_t nothing = {.is_measured = true};
+static enum py_reading run_known(py_handler_t *self, run_t *run, PyObject **results) {
+    static const py_needs_t nothing = {.is_measured = true};
     PyObject *call = run->kernel->call;
     int in_backward = 0;
-    enum rotor_reading found;
+    enum py_reading found;
     int is_enabled = call_is_true(self->parts[PART_GRAD_ENABLED]);
     if (is_enabled < 0) {
         return READ_ERROR;
@@ -368,7 +306,7 @@ static enum rotor_reading run_known(rotor_handler_t *self, run_t *run, PyObject 
         }
         run->is_recording = !in_backward;
     }
-    if ((found = rotor_handler_find(self, run->session)) != READ_OK ||
+    if ((found = py_operator_find(self, run->session)) != READ_OK ||
         (found = look_at_written(self, run)) != READ_OK) {
         return found;
     }
@@ -408,8 +346,8 @@ fail:
     return READ_ERROR;
 }
 
-static enum rotor_reading run_operator(rotor_handler_t *self, run_t *run, PyObject **results) {
-    enum rotor_reading found = rotor_handler_read(self, run->kernel, run->args, run->kwargs);
+static enum py_reading run_operator(py_handler_t *self, run_t *run, PyObject **results) {
+    enum py_reading found = py_operator_read(self, run->kernel, run->args, run->kwargs);
     if (found != READ_OK) {
         return found;
     }
@@ -423,15 +361,15 @@ static enum rotor_reading run_operator(rotor_handler_t *self, run_t *run, PyObje
     }
     found = READ_SLOW;
     if (Py_TYPE(needs) == self->needs_type &&
-        (!self->is_cpu || ((rotor_needs_object_t *)needs)->is_measured)) {
-        run->needs = (rotor_needs_object_t *)needs;
+        (!self->is_cpu || ((py_needs_t *)needs)->is_measured)) {
+        run->needs = (py_needs_t *)needs;
         found = run_known(self, run, results);
     }
     Py_DECREF(needs);
     return found;
 }
 
-static bool are_known_types(rotor_handler_t *self, PyObject *types) {
+static bool are_known_types(py_handler_t *self, PyObject *types) {
     PyObject *plain = self->parts[PART_PLAIN_TYPES];
     if (!PyTuple_Check(types) && !PyList_Check(types)) {
         return false;
@@ -448,16 +386,16 @@ static bool are_known_types(rotor_handler_t *self, PyObject *types) {
     return true;
 }
 
-static PyObject *run(rotor_handler_t *self, PyObject *const *args, PyObject *kernel) {
+static PyObject *run(py_handler_t *self, PyObject *const *args, PyObject *kernel) {
     PyObject *kwargs = args[4] == Py_None || PyDict_GET_SIZE(args[4]) == 0 ? NULL : args[4];
     PyObject *results = NULL;
-    enum rotor_reading found = READ_SLOW;
+    enum py_reading found = READ_SLOW;
     run_t of = {
-        .session = args[0], .kernel = (rotor_kernel_t *)kernel, .args = args[3], .kwargs = kwargs};
+        .session = args[0], .kernel = (py_kernel_t *)kernel, .args = args[3], .kwargs = kwargs};
     if (of.kernel->is_view && self->has_views) {
         return PyObject_Call(of.kernel->call, of.args, kwargs);
     }
-    if (rotor_recorder_forget_gone(self->recorder) != 0) {
+    if (py_book_forget_gone(self->recorder) != 0) {
         return NULL;
     }
     int is_capturing =
@@ -468,9 +406,9 @@ static PyObject *run(rotor_handler_t *self, PyObject *const *args, PyObject *ker
     if (of.kernel->is_simple && self->recorder->observer == Py_None && !self->is_busy && !is_capturing) {
         self->is_busy = true;
         found = run_operator(self, &of, &results);
-        rotor_handler_clear(self);
+        py_operator_clear(self);
         self->is_busy = false;
-        rotor_recorder_let_go(self->recorder);
+        py_book_let_go(self->recorder);
     }
     return found != READ_SLOW
                ? results
@@ -479,7 +417,7 @@ static PyObject *run(rotor_handler_t *self, PyObject *const *args, PyObject *ker
 }
 
 /* The same where no mode sees the functions of PyTorch that the handler uses. */
-static PyObject *run_without_functions(rotor_handler_t *self, PyObject *const *args,
+static PyObject *run_without_functions(py_handler_t *self, PyObject *const *args,
                                        PyObject *kernel) {
     PyObject *context = PyObject_CallNoArgs(self->parts[PART_WITHOUT_FUNCTIONS]);
     PyObject *entered =
@@ -507,7 +445,7 @@ static PyObject *run_without_functions(rotor_handler_t *self, PyObject *const *a
     return results;
 }
 
-PyObject *rotor_handler_run(rotor_handler_t *self, PyObject *const *args) {
+PyObject *py_operator_run(py_handler_t *self, PyObject *const *args) {
     PyObject *kernel = PyDict_GetItemWithError(self->kernels, args[1]);
     if (kernel == NULL && PyErr_Occurred()) {
         return NULL;

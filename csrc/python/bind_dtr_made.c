@@ -1,8 +1,8 @@
-#include "bind_dtr_handler.h"
+#include "bind_dtr_private.h"
 
 #include <string.h>
 
-void rotor_made_init(rotor_made_t *made) {
+void py_made_init(py_made_t *made) {
     made->places = made->few_places;
     made->bytes = made->few_bytes;
     made->origins = made->few_numbers;
@@ -13,7 +13,7 @@ void rotor_made_init(rotor_made_t *made) {
     made->blocks[0] = made->blocks[1] = made->blocks[2] = NULL;
 }
 
-void rotor_made_free(rotor_made_t *made) {
+void py_made_free(py_made_t *made) {
     for (int64_t k = 0; k < made->count; k++) {
         Py_DECREF(made->places[k]);
     }
@@ -22,7 +22,7 @@ void rotor_made_free(rotor_made_t *made) {
     }
 }
 
-static int grow_made(rotor_made_t *made) {
+static int grow_made(py_made_t *made) {
     size_t count = (size_t)made->count;
     size_t capacity = 4 * count;
     void *blocks[3] = {PyMem_Calloc(capacity, sizeof(*made->places)),
@@ -53,7 +53,7 @@ static int grow_made(rotor_made_t *made) {
     return 0;
 }
 
-int rotor_made_add(rotor_made_t *made, PyObject *ref, int64_t bytes, int32_t index, int32_t origin) {
+int py_made_add(py_made_t *made, PyObject *ref, int64_t bytes, int32_t index, int32_t origin) {
     if (made->count == made->capacity && grow_made(made) != 0) {
         return -1;
     }
@@ -65,7 +65,7 @@ int rotor_made_add(rotor_made_t *made, PyObject *ref, int64_t bytes, int32_t ind
     return 0;
 }
 
-PyObject *rotor_numbers_of(const int32_t *numbers, int64_t count) {
+PyObject *py_numbers_of(const int32_t *numbers, int64_t count) {
     PyObject *tuple = PyTuple_New((Py_ssize_t)count);
     for (int64_t k = 0; tuple != NULL && k < count; k++) {
         PyObject *number = PyLong_FromLong(numbers[k]);

@@ -1,62 +1,49 @@
-#include "bind_dtr.h"
+#include "bind_dtr_book.h"
 
-PyObject *rotor_recorder_node_list(const int32_t *nodes, int64_t count) {
-    PyObject *list = PyList_New((Py_ssize_t)count);
-    for (int64_t k = 0; list != NULL && k < count; k++) {
-        PyObject *item = PyLong_FromLong(nodes[k]);
-        if (item == NULL) {
-            Py_CLEAR(list);
-        } else {
-            PyList_SET_ITEM(list, (Py_ssize_t)k, item);
-        }
-    }
-    return list;
-}
-
-#define NODE_METHOD(name, status_of)                                                              \
-    static PyObject *recorder_##name(METHOD_ARGUMENTS) {                                          \
-        recorder_object_t *self = rotor_as_recorder(object);                                      \
-        int32_t node;                                                                             \
-        if (rotor_recorder_expect(#name, count, 1, names) != 0 ||                                 \
-            rotor_recorder_read_node(self, args[0], &node) != 0) {                                \
-            return NULL;                                                                          \
-        }                                                                                         \
-        return rotor_recorder_answer(self, type, status_of(&self->book, node),                    \
-                                     Py_NewRef(Py_None));                                         \
+#define NODE_METHOD(name, status_of)                                                               \
+    static PyObject *py_recorder_##name(METHOD_ARGUMENTS) {                                        \
+        py_recorder_t *self = py_as_recorder(object);                                              \
+        int32_t node;                                                                              \
+        if (py_book_expect(#name, count, 1, names) != 0 ||                                         \
+            py_book_read_node(self, args[0], &node) != 0) {                                        \
+            return NULL;                                                                           \
+        }                                                                                          \
+        return py_book_answer(self, type, status_of(&self->book, node), Py_NewRef(Py_None));       \
     }
 
-PyDoc_STRVAR(dead_doc, "dead($self, node, /)\n--\n\nThe program dropped a live node's storage.");
+PyDoc_STRVAR(dead_doc,
+             "dead($self, node, /)\n--\n\nNote that the program dropped a live node's storage.");
 NODE_METHOD(dead, rotor_recorder_dead)
-PyDoc_STRVAR(pin_doc, "pin($self, node, /)\n--\n\nA node in memory becomes a source.");
+PyDoc_STRVAR(pin_doc, "pin($self, node, /)\n--\n\nMake a node in memory a source.");
 NODE_METHOD(pin, rotor_recorder_pin)
 
-PyDoc_STRVAR(hold_doc, "hold($self, node, place, /)\n--\n\nWhere a node's bytes are from now on.");
+PyDoc_STRVAR(hold_doc, "hold($self, node, place, /)\n--\n\nSet the place of a node's bytes.");
 
-static PyObject *recorder_hold(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_hold(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int32_t node;
-    if (rotor_recorder_expect("hold", count, 2, names) != 0 ||
-        rotor_recorder_read_node(self, args[0], &node) != 0) {
+    if (py_book_expect("hold", count, 2, names) != 0 ||
+        py_book_read_node(self, args[0], &node) != 0) {
         return NULL;
     }
-    if (rotor_recorder_discard(self, &self->places[node]) != 0) {
+    if (py_book_discard(self, &self->places[node]) != 0) {
         return NULL;
     }
     self->places[node] = args[1] == Py_None ? NULL : Py_NewRef(args[1]);
-    return rotor_recorder_answer(self, type, ROTOR_OK, Py_NewRef(Py_None));
+    return py_book_answer(self, type, ROTOR_OK, Py_NewRef(Py_None));
 }
 
-PyDoc_STRVAR(copied_doc, "copied($self, node, copy, /)\n--\n\n"
-                         "A live source that is needed was copied: its new number. The old one is "
-                         "the copy's.");
+PyDoc_STRVAR(copied_doc,
+             "copied($self, node, copy, /)\n--\n\n"
+             "Note that a live source that is needed was copied; return its new number. "
+             "The old one is the copy's.");
 
-static PyObject *recorder_copied(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_copied(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int32_t source;
     int32_t node = -1;
-    if (rotor_recorder_expect("copied", count, 2, names) != 0 ||
-        rotor_recorder_read_node(self, args[0], &source) != 0 ||
-        rotor_recorder_reserve(self, 1) != 0) {
+    if (py_book_expect("copied", count, 2, names) != 0 ||
+        py_book_read_node(self, args[0], &source) != 0 || py_book_reserve(self, 1) != 0) {
         return NULL;
     }
     const rotor_node_t *found = &self->book.nodes[source];
@@ -68,123 +55,170 @@ static PyObject *recorder_copied(METHOD_ARGUMENTS) {
     }
     int status = rotor_recorder_copied(&self->book, source, &node);
     if (status == ROTOR_OK) {
-        if (rotor_recorder_discard(self, &self->held[source]) != 0) {
+        if (py_book_discard(self, &self->held[source]) != 0) {
             return NULL;
         }
         self->places[node] = self->places[source];
         self->places[source] = Py_NewRef(args[1]);
     }
-    return rotor_recorder_answer(self, type, status,
-                                 status == ROTOR_OK ? PyLong_FromLong(node) : NULL);
+    return py_book_answer(self, type, status, status == ROTOR_OK ? PyLong_FromLong(node) : NULL);
 }
 
-PyDoc_STRVAR(storage_doc, "storage($self, node, /)\n--\n\nA node's storage, or None.");
+PyDoc_STRVAR(storage_doc, "storage($self, node, /)\n--\n\nReturn a node's storage, or None.");
 
-static PyObject *recorder_storage(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_storage(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int32_t node;
     (void)type;
-    if (rotor_recorder_expect("storage", count, 1, names) != 0 ||
-        rotor_recorder_read_node(self, args[0], &node) != 0) {
+    if (py_book_expect("storage", count, 1, names) != 0 ||
+        py_book_read_node(self, args[0], &node) != 0) {
         return NULL;
     }
-    PyObject *storage = rotor_recorder_storage_of(self, node);
+    PyObject *storage = py_book_storage_of(self, node);
     return storage == NULL ? Py_NewRef(Py_None) : storage;
 }
 
-PyDoc_STRVAR(resized_doc, "resized($self, node, nbytes, /)\n--\n\nA source's size changed.");
+PyDoc_STRVAR(resized_doc,
+             "resized($self, node, nbytes, /)\n--\n\nNote that a source's size changed.");
 
-static PyObject *recorder_resized(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_resized(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int32_t node;
     int64_t bytes;
-    if (rotor_recorder_expect("resized", count, 2, names) != 0 ||
-        rotor_recorder_read_node(self, args[0], &node) != 0 ||
-        rotor_recorder_read_int64(args[1], &bytes) != 0) {
+    if (py_book_expect("resized", count, 2, names) != 0 ||
+        py_book_read_node(self, args[0], &node) != 0 || py_book_read_int64(args[1], &bytes) != 0) {
         return NULL;
     }
     rotor_recorder_resized(&self->book, node, bytes);
-    return rotor_recorder_answer(self, type, ROTOR_OK, Py_NewRef(Py_None));
+    return py_book_answer(self, type, ROTOR_OK, Py_NewRef(Py_None));
 }
 
-PyDoc_STRVAR(reach_doc, "reach($self, nbytes, /)\n--\n\nBytes in use for a moment.");
+PyDoc_STRVAR(reach_doc, "reach($self, nbytes, /)\n--\n\nCount bytes that are in use for a moment.");
 
-static PyObject *recorder_reach(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_reach(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int64_t bytes;
-    if (rotor_recorder_expect("reach", count, 1, names) != 0 ||
-        rotor_recorder_read_int64(args[0], &bytes) != 0) {
+    if (py_book_expect("reach", count, 1, names) != 0 || py_book_read_int64(args[0], &bytes) != 0) {
         return NULL;
     }
     rotor_recorder_reach(&self->book, bytes);
-    return rotor_recorder_answer(self, type, ROTOR_OK, Py_NewRef(Py_None));
+    return py_book_answer(self, type, ROTOR_OK, Py_NewRef(Py_None));
 }
 
 PyDoc_STRVAR(dependents_doc, "dependents($self, node, /)\n--\n\n"
-                             "The live nodes that were computed from this one.");
+                             "Return the live nodes that were computed from this one.");
 
-static PyObject *recorder_dependents(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_dependents(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int32_t node;
-    if (rotor_recorder_expect("dependents", count, 1, names) != 0 ||
-        rotor_recorder_forget_gone(self) != 0 ||
-        rotor_recorder_read_node(self, args[0], &node) != 0) {
+    if (py_book_expect("dependents", count, 1, names) != 0 || py_book_forget_gone(self) != 0 ||
+        py_book_read_node(self, args[0], &node) != 0) {
         return NULL;
     }
     int status = rotor_recorder_dependents(&self->book, node);
     PyObject *list =
-        rotor_recorder_node_list(self->book.work, status == ROTOR_OK ? self->book.work_count : 0);
-    return rotor_recorder_answer(self, type, status, list);
+        py_book_node_list(self->book.work, status == ROTOR_OK ? self->book.work_count : 0);
+    return py_book_answer(self, type, status, list);
 }
 
-PyDoc_STRVAR(evicted_doc, "evicted($self, /)\n--\n\nThe live nodes that are not in memory.");
+PyDoc_STRVAR(evicted_doc, "evicted($self, /)\n--\n\nReturn the live nodes that are not in memory.");
 
-static PyObject *recorder_evicted(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_evicted(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     (void)args;
-    if (rotor_recorder_expect("evicted", count, 0, names) != 0 ||
-        rotor_recorder_forget_gone(self) != 0) {
+    if (py_book_expect("evicted", count, 0, names) != 0 || py_book_forget_gone(self) != 0) {
         return NULL;
     }
     int status = rotor_recorder_evicted(&self->book);
     PyObject *list =
-        rotor_recorder_node_list(self->book.work, status == ROTOR_OK ? self->book.work_count : 0);
-    return rotor_recorder_answer(self, type, status, list);
+        py_book_node_list(self->book.work, status == ROTOR_OK ? self->book.work_count : 0);
+    return py_book_answer(self, type, status, list);
 }
 
-PyDoc_STRVAR(describe_doc,
-             "describe($self, node, /)\n--\n\n"
-             "(nbytes, is_material, is_source, is_live, locks, needed, version, record) of a "
-             "node; record is None for a source.");
+enum {
+    NODE_NBYTES,
+    NODE_IS_MATERIAL,
+    NODE_IS_SOURCE,
+    NODE_IS_LIVE,
+    NODE_LOCKS,
+    NODE_NEEDED,
+    NODE_VERSION,
+    NODE_RECORD,
+    NODE_FIELDS
+};
 
-static PyObject *recorder_describe(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyStructSequence_Field node_fields[NODE_FIELDS + 1] = {
+    [NODE_NBYTES] = {"nbytes", "Bytes of its storage."},
+    [NODE_IS_MATERIAL] = {"is_material", "It is in memory."},
+    [NODE_IS_SOURCE] = {"is_source", "No record makes it: it stays in memory."},
+    [NODE_IS_LIVE] = {"is_live", "The program holds its storage."},
+    [NODE_LOCKS] = {"locks", "Uses that keep it in memory now."},
+    [NODE_NEEDED] = {"needed", "Records that read it."},
+    [NODE_VERSION] = {"version", "How often its storage was written to before."},
+    [NODE_RECORD] = {"record", "The record that makes it; None for a source."},
+};
+
+static PyStructSequence_Desc node_description = {
+    .name = "rotor._core.NodeState",
+    .doc = "The state of a node of a Recorder (csrc/rotor/recorder.h).",
+    .fields = node_fields,
+    .n_in_sequence = NODE_FIELDS,
+};
+
+int py_add_node_state(PyObject *module) {
+    PyTypeObject *type = PyStructSequence_NewType(&node_description);
+    if (type == NULL) {
+        return -1;
+    }
+    type->tp_flags |= Py_TPFLAGS_IMMUTABLETYPE;
+    py_state(module)->node_type = type;
+    return PyModule_AddType(module, type);
+}
+
+PyDoc_STRVAR(describe_doc, "describe($self, node, /)\n--\n\nReturn the state of a node.");
+
+static PyObject *py_recorder_describe(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     rotor_recorder_t *book = &self->book;
     int32_t node;
-    (void)type;
-    if (rotor_recorder_expect("describe", count, 1, names) != 0 ||
-        rotor_recorder_read_node(self, args[0], &node) != 0) {
+    if (py_book_expect("describe", count, 1, names) != 0 ||
+        py_book_read_node(self, args[0], &node) != 0) {
         return NULL;
     }
     const rotor_node_t *found = &book->nodes[node];
-    PyObject *record =
-        found->op >= 0 && self->records[found->op] != NULL ? self->records[found->op] : Py_None;
-    return Py_BuildValue("LNNNiiiO", (long long)found->bytes,
-                         PyBool_FromLong(rotor_recorder_is_material(book, node)),
-                         PyBool_FromLong((found->state & ROTOR_NODE_SOURCE) != 0),
-                         PyBool_FromLong((found->state & ROTOR_NODE_LIVE) != 0),
-                         (int)book->eviction.candidates[node].locks, (int)found->needed,
-                         (int)found->version, record);
+    PyObject *record = found->op >= 0 ? self->records[found->op] : NULL;
+    PyObject *values[NODE_FIELDS] = {
+        [NODE_NBYTES] = PyLong_FromLongLong(found->bytes),
+        [NODE_IS_MATERIAL] = PyBool_FromLong(rotor_recorder_is_material(book, node)),
+        [NODE_IS_SOURCE] = PyBool_FromLong((found->state & ROTOR_NODE_SOURCE) != 0),
+        [NODE_IS_LIVE] = PyBool_FromLong((found->state & ROTOR_NODE_LIVE) != 0),
+        [NODE_LOCKS] = PyLong_FromLong(book->eviction.candidates[node].locks),
+        [NODE_NEEDED] = PyLong_FromLong(found->needed),
+        [NODE_VERSION] = PyLong_FromLong(found->version),
+        [NODE_RECORD] = Py_NewRef(record == NULL ? Py_None : record),
+    };
+    PyObject *state = PyStructSequence_New(py_state(PyType_GetModule(type))->node_type);
+    for (int k = 0; k < NODE_FIELDS; k++) {
+        if (state != NULL) {
+            PyStructSequence_SetItem(state, k, values[k]);
+        } else {
+            Py_XDECREF(values[k]);
+        }
+    }
+    if (PyErr_Occurred()) {
+        Py_CLEAR(state);
+    }
+    return state;
 }
 
-PyDoc_STRVAR(nodes_doc, "nodes($self, /)\n--\n\nThe numbers of all nodes.");
+PyDoc_STRVAR(nodes_doc, "nodes($self, /)\n--\n\nReturn the numbers of all nodes.");
 
-static PyObject *recorder_nodes(METHOD_ARGUMENTS) {
-    rotor_recorder_t *book = &rotor_as_recorder(object)->book;
+static PyObject *py_recorder_nodes(METHOD_ARGUMENTS) {
+    rotor_recorder_t *book = &py_as_recorder(object)->book;
     (void)args;
     (void)type;
-    if (rotor_recorder_expect("nodes", count, 0, names) != 0 ||
-        rotor_recorder_forget_gone(rotor_as_recorder(object)) != 0) {
+    if (py_book_expect("nodes", count, 0, names) != 0 ||
+        py_book_forget_gone(py_as_recorder(object)) != 0) {
         return NULL;
     }
     PyObject *list = PyList_New(0);
@@ -200,14 +234,15 @@ static PyObject *recorder_nodes(METHOD_ARGUMENTS) {
     return list;
 }
 
-PyDoc_STRVAR(counters_doc, "counters($self, /)\n--\n\nFigures by name; bytes and nanoseconds.");
+PyDoc_STRVAR(counters_doc,
+             "counters($self, /)\n--\n\nReturn figures by name; bytes and nanoseconds.");
 
-static PyObject *recorder_counters(METHOD_ARGUMENTS) {
-    const rotor_recorder_t *book = &rotor_as_recorder(object)->book;
+static PyObject *py_recorder_counters(METHOD_ARGUMENTS) {
+    const rotor_recorder_t *book = &py_as_recorder(object)->book;
     (void)args;
     (void)type;
-    if (rotor_recorder_expect("counters", count, 0, names) != 0 ||
-        rotor_recorder_forget_gone(rotor_as_recorder(object)) != 0) {
+    if (py_book_expect("counters", count, 0, names) != 0 ||
+        py_book_forget_gone(py_as_recorder(object)) != 0) {
         return NULL;
     }
     return Py_BuildValue(
@@ -226,57 +261,53 @@ static PyObject *recorder_counters(METHOD_ARGUMENTS) {
         "worst_repeat_ns", (long long)book->worst.repeat_ns);
 }
 
-PyDoc_STRVAR(reset_doc, "reset($self, /)\n--\n\nCounts and times begin at zero again.");
+PyDoc_STRVAR(reset_doc, "reset($self, /)\n--\n\nBegin counts and times at zero again.");
 
-static PyObject *recorder_reset(METHOD_ARGUMENTS) {
-    rotor_recorder_t *book = &rotor_as_recorder(object)->book;
+static PyObject *py_recorder_reset(METHOD_ARGUMENTS) {
+    rotor_recorder_t *book = &py_as_recorder(object)->book;
     (void)args;
     (void)type;
-    if (rotor_recorder_expect("reset", count, 0, names) != 0 ||
-        rotor_recorder_forget_gone(rotor_as_recorder(object)) != 0) {
+    if (py_book_expect("reset", count, 0, names) != 0 ||
+        py_book_forget_gone(py_as_recorder(object)) != 0) {
         return NULL;
     }
-    book->operations = book->evictions = book->replays = 0;
-    book->base_ns = book->replay_ns = 0;
-    book->peak_bytes = book->current_bytes;
-    book->held_peak_bytes = book->held_bytes;
+    rotor_recorder_reset(book);
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(limit_doc, "limit($self, budget, /)\n--\n\nA new budget, bytes; -1 for none.");
+PyDoc_STRVAR(limit_doc, "limit($self, budget, /)\n--\n\nSet the budget, bytes; -1 for none.");
 
-static PyObject *recorder_limit(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_limit(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int64_t budget;
     (void)type;
-    if (rotor_recorder_expect("limit", count, 1, names) != 0 ||
-        rotor_recorder_read_int64(args[0], &budget) != 0) {
+    if (py_book_expect("limit", count, 1, names) != 0 ||
+        py_book_read_int64(args[0], &budget) != 0) {
         return NULL;
     }
-    self->book.options.budget = budget < 0 ? ROTOR_UNLIMITED : budget;
+    rotor_recorder_limit(&self->book, budget < 0 ? ROTOR_UNLIMITED : budget);
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(consider_doc,
-             "consider($self, sample, ignore_small, /)\n--\n\n"
-             "Other candidates from the next choice on; small storages that are passed over stay so "
-             "until they are used again.");
+PyDoc_STRVAR(
+    consider_doc,
+    "consider($self, sample, ignore_small, /)\n--\n\n"
+    "Set which candidates the next choice looks at; small storages that are passed over stay so "
+    "until they are used again.");
 
-static PyObject *recorder_consider(METHOD_ARGUMENTS) {
-    rotor_eviction_options_t *options = &rotor_as_recorder(object)->book.eviction.options;
+static PyObject *py_recorder_consider(METHOD_ARGUMENTS) {
     int sample;
     int ignore_small;
     (void)type;
-    if (rotor_recorder_expect("consider", count, 2, names) != 0 ||
+    if (py_book_expect("consider", count, 2, names) != 0 ||
         (sample = PyObject_IsTrue(args[0])) < 0 || (ignore_small = PyObject_IsTrue(args[1])) < 0) {
         return NULL;
     }
-    options->sample = sample != 0;
-    options->ignore_small = ignore_small != 0;
+    rotor_recorder_consider(&py_as_recorder(object)->book, sample != 0, ignore_small != 0);
     Py_RETURN_NONE;
 }
 
-PyMethodDef rotor_recorder_queries[] = {
+PyMethodDef py_book_queries[] = {
     RECORDER_METHOD(dead),       RECORDER_METHOD(pin),      RECORDER_METHOD(hold),
     RECORDER_METHOD(storage),    RECORDER_METHOD(resized),  RECORDER_METHOD(reach),
     RECORDER_METHOD(dependents), RECORDER_METHOD(evicted),  RECORDER_METHOD(describe),

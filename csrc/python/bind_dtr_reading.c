@@ -1,4 +1,4 @@
-#include "bind_dtr_handler.h"
+#include "bind_dtr_private.h"
 
 #include <string.h>
 
@@ -6,15 +6,15 @@
 
 enum { TAG_TENSOR = 1, TAG_LIST, TAG_INT, TAG_FLOAT, TAG_VALUE, TAG_NAME };
 
-static inline PyObject *get(rotor_handler_t *self, PyObject *object, int name) {
+static inline PyObject *get(py_handler_t *self, PyObject *object, int name) {
     return PyObject_GetAttr(object, self->names[name]);
 }
 
-static inline PyObject *ask(rotor_handler_t *self, PyObject *object, int name) {
+static inline PyObject *ask(py_handler_t *self, PyObject *object, int name) {
     return PyObject_CallMethodNoArgs(object, self->names[name]);
 }
 
-static int append(rotor_handler_t *self, int64_t value) {
+static int append(py_handler_t *self, int64_t value) {
     if (ROTOR_RESERVE(self->key, self->key_count, self->key_capacity, 1) != ROTOR_OK) {
         PyErr_NoMemory();
         return -1;
@@ -23,7 +23,7 @@ static int append(rotor_handler_t *self, int64_t value) {
     return 0;
 }
 
-static int append_all(rotor_handler_t *self, const int64_t *values, int64_t count) {
+static int append_all(py_handler_t *self, const int64_t *values, int64_t count) {
     if (ROTOR_RESERVE(self->key, self->key_count, self->key_capacity, count) != ROTOR_OK) {
         PyErr_NoMemory();
         return -1;
@@ -34,7 +34,7 @@ static int append_all(rotor_handler_t *self, const int64_t *values, int64_t coun
     return 0;
 }
 
-static int append_sizes(rotor_handler_t *self, PyObject *sizes) {
+static int append_sizes(py_handler_t *self, PyObject *sizes) {
     if (sizes == NULL || !PyTuple_Check(sizes)) {
         if (sizes != NULL) {
             PyErr_SetString(PyExc_TypeError, "the sizes of a tensor must be a tuple");
@@ -50,7 +50,7 @@ static int append_sizes(rotor_handler_t *self, PyObject *sizes) {
     return 0;
 }
 
-static enum rotor_reading is_strided(rotor_handler_t *self, PyObject *tensor) {
+static enum py_reading is_strided(py_handler_t *self, PyObject *tensor) {
     PyObject *layout = get(self, tensor, NAME_layout);
     if (layout == NULL) {
         return READ_ERROR;
@@ -61,8 +61,8 @@ static enum rotor_reading is_strided(rotor_handler_t *self, PyObject *tensor) {
 }
 
 /* Without DLPack, or where it has no word for the tensor. */
-static enum rotor_reading read_attributes(rotor_handler_t *self, rotor_input_t *input) {
-    enum rotor_reading found = is_strided(self, input->tensor);
+static enum py_reading read_attributes(py_handler_t *self, py_input_t *input) {
+    enum py_reading found = is_strided(self, input->tensor);
     if (found != READ_OK) {
         return found;
     }
@@ -95,14 +95,14 @@ static enum rotor_reading read_attributes(rotor_handler_t *self, rotor_input_t *
     return found;
 }
 
-static enum rotor_reading read_tensor(rotor_handler_t *self, PyObject *tensor, bool is_written) {
-    rotor_dl_tensor_t view;
+static enum py_reading read_tensor(py_handler_t *self, PyObject *tensor, bool is_written) {
+    py_dl_tensor_t view;
     if (ROTOR_RESERVE(self->inputs, self->input_count, self->input_capacity, 1) != ROTOR_OK) {
         PyErr_NoMemory();
         return READ_ERROR;
     }
-    rotor_input_t *input = &self->inputs[self->input_count++];
-    *input = (rotor_input_t){.tensor = tensor, .is_written = is_written};
+    py_input_t *input = &self->inputs[self->input_count++];
+    *input = (py_input_t){.tensor = tensor, .is_written = is_written};
     if (self->exchange == NULL) {
         return read_attributes(self, input);
     }
@@ -129,8 +129,8 @@ static enum rotor_reading read_tensor(rotor_handler_t *self, PyObject *tensor, b
                : READ_ERROR;
 }
 
-enum rotor_reading rotor_handler_is_plain(rotor_handler_t *self, PyObject *tensor) {
-    rotor_dl_tensor_t view;
+enum py_reading py_operator_is_plain(py_handler_t *self, PyObject *tensor) {
+    py_dl_tensor_t view;
     if (self->exchange != NULL && self->device_type != 0) {
         if (self->exchange->view(tensor, &view) == 0) {
             return view.device_type == self->device_type &&
@@ -140,7 +140,7 @@ enum rotor_reading rotor_handler_is_plain(rotor_handler_t *self, PyObject *tenso
         }
         PyErr_Clear();
     }
-    enum rotor_reading found = is_strided(self, tensor);
+    enum py_reading found = is_strided(self, tensor);
     if (found != READ_OK) {
         return found;
     }
@@ -152,12 +152,12 @@ enum rotor_reading rotor_handler_is_plain(rotor_handler_t *self, PyObject *tenso
     return is_here < 0 ? READ_ERROR : is_here ? READ_OK : READ_SLOW;
 }
 
-static bool is_tensor(rotor_handler_t *self, PyObject *value) {
+static bool is_tensor(py_handler_t *self, PyObject *value) {
     PyTypeObject *tensor_type = (PyTypeObject *)self->parts[PART_TENSOR_TYPE];
     return Py_TYPE(value) == tensor_type || PyType_IsSubtype(Py_TYPE(value), tensor_type);
 }
 
-static bool is_setting(rotor_handler_t *self, const PyTypeObject *type) {
+static bool is_setting(py_handler_t *self, const PyTypeObject *type) {
     PyObject *types = self->parts[PART_SETTING_TYPES];
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(types); k++) {
         if (PyTuple_GET_ITEM(types, k) == (const PyObject *)type) {
@@ -167,8 +167,8 @@ static bool is_setting(rotor_handler_t *self, const PyTypeObject *type) {
     return false;
 }
 
-static enum rotor_reading read_value(rotor_handler_t *self, const rotor_kernel_t *kernel,
-                                     PyObject *value, bool is_written) {
+static enum py_reading read_value(py_handler_t *self, const py_kernel_t *kernel, PyObject *value,
+                                  bool is_written) {
     PyTypeObject *type = Py_TYPE(value);
     int status;
 
@@ -195,7 +195,7 @@ static enum rotor_reading read_value(rotor_handler_t *self, const rotor_kernel_t
             return READ_ERROR;
         }
         for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(value); k++) {
-            enum rotor_reading found =
+            enum py_reading found =
                 read_value(self, kernel, PySequence_Fast_GET_ITEM(value, k), is_written);
             if (found != READ_OK) {
                 return found;
@@ -216,7 +216,7 @@ static enum rotor_reading read_value(rotor_handler_t *self, const rotor_kernel_t
     return status == 0 ? READ_OK : READ_ERROR;
 }
 
-static bool writes_to(const rotor_kernel_t *kernel, Py_ssize_t position) {
+static bool writes_to(const py_kernel_t *kernel, Py_ssize_t position) {
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(kernel->written); k++) {
         if (PyLong_AsSsize_t(PyTuple_GET_ITEM(kernel->written, k)) == position) {
             return true;
@@ -225,9 +225,9 @@ static bool writes_to(const rotor_kernel_t *kernel, Py_ssize_t position) {
     return false;
 }
 
-enum rotor_reading rotor_handler_read(rotor_handler_t *self, const rotor_kernel_t *kernel,
-                                      PyObject *args, PyObject *kwargs) {
-    enum rotor_reading found = READ_OK;
+enum py_reading py_operator_read(py_handler_t *self, const py_kernel_t *kernel, PyObject *args,
+                                 PyObject *kwargs) {
+    enum py_reading found = READ_OK;
 
     if (append(self, (int64_t)(intptr_t)kernel->call) != 0) {
         return READ_ERROR;
@@ -248,23 +248,23 @@ enum rotor_reading rotor_handler_read(rotor_handler_t *self, const rotor_kernel_
     return found;
 }
 
-void rotor_handler_clear(rotor_handler_t *self) {
+void py_operator_clear(py_handler_t *self) {
     while (self->input_count > 0) {
-        rotor_input_t *input = &self->inputs[--self->input_count];
+        py_input_t *input = &self->inputs[--self->input_count];
         Py_XDECREF(input->ref);
     }
     self->key_count = self->node_count = 0;
 }
 
 /* A number of the program that became a tensor just now: it counts from now on. */
-static PyObject *adopt(rotor_handler_t *self, PyObject *storage, PyObject *key) {
-    recorder_object_t *recorder = self->recorder;
+static PyObject *adopt(py_handler_t *self, PyObject *storage, PyObject *key) {
+    py_recorder_t *recorder = self->recorder;
     int32_t node;
     PyObject *nbytes = ask(self, storage, NAME_nbytes);
     int64_t bytes = nbytes == NULL ? -1 : PyLong_AsLongLong(nbytes);
     Py_XDECREF(nbytes);
-    PyObject *ref = bytes < 0 ? NULL : rotor_ref_new(self->ref_type, storage, self->gone, key);
-    if (ref == NULL || rotor_recorder_reserve(recorder, 1) != 0 ||
+    PyObject *ref = bytes < 0 ? NULL : py_ref_make(self->ref_type, storage, self->gone, key);
+    if (ref == NULL || py_book_reserve(recorder, 1) != 0 ||
         PyDict_SetItem(self->table, key, ref) != 0) {
         Py_XDECREF(ref);
         return NULL;
@@ -275,14 +275,14 @@ static PyObject *adopt(rotor_handler_t *self, PyObject *storage, PyObject *key) 
         return PyErr_NoMemory();
     }
     recorder->places[node] = Py_NewRef(ref);
-    ((rotor_ref_object_t *)ref)->node = node;
-    if (rotor_recorder_settle(recorder) != 0) {
+    ((py_ref_t *)ref)->node = node;
+    if (py_book_settle(recorder) != 0) {
         Py_CLEAR(ref);
     }
     return ref;
 }
 
-static PyObject *ref_of(rotor_handler_t *self, PyObject *session, const rotor_input_t *input) {
+static PyObject *ref_of(py_handler_t *self, PyObject *session, const py_input_t *input) {
     PyObject *storage = ask(self, input->tensor, NAME_untyped_storage);
     PyObject *key = storage == NULL ? NULL : PyObject_GetAttr(storage, self->parts[PART_KEY_NAME]);
     PyObject *ref = key == NULL ? NULL : PyDict_GetItemWithError(self->table, key);
@@ -304,7 +304,7 @@ static PyObject *ref_of(rotor_handler_t *self, PyObject *session, const rotor_in
     return ref;
 }
 
-enum rotor_reading rotor_handler_find(rotor_handler_t *self, PyObject *session) {
+enum py_reading py_operator_find(py_handler_t *self, PyObject *session) {
     const rotor_recorder_t *book = &self->recorder->book;
     int64_t round = ++self->round;
 
@@ -318,7 +318,7 @@ enum rotor_reading rotor_handler_find(rotor_handler_t *self, PyObject *session) 
             return READ_ERROR;
         }
         self->inputs[k].ref = ref;
-        int64_t node = ((rotor_ref_object_t *)ref)->node;
+        int64_t node = ((py_ref_t *)ref)->node;
         if (node < 0 || node >= book->node_count) {
             PyErr_SetString(PyExc_RuntimeError, "a storage has no number");
             return READ_ERROR;
@@ -340,7 +340,7 @@ enum rotor_reading rotor_handler_find(rotor_handler_t *self, PyObject *session) 
     return READ_OK;
 }
 
-static PyObject *bits_of(rotor_handler_t *self, const rotor_input_t *input) {
+static PyObject *bits_of(py_handler_t *self, const py_input_t *input) {
     PyObject *conjugate =
         input->is_complex ? ask(self, input->tensor, NAME_is_conj) : Py_NewRef(Py_False);
     PyObject *negative = conjugate == NULL ? NULL : ask(self, input->tensor, NAME_is_neg);
@@ -368,10 +368,10 @@ static PyObject *sizes_of(const int64_t *values, int64_t count) {
     return sizes;
 }
 
-PyObject *rotor_handler_spec(rotor_handler_t *self, const rotor_input_t *input) {
+PyObject *py_operator_spec(py_handler_t *self, const py_input_t *input) {
     const int64_t *sizes = self->key + input->first;
     PyObject *items[7] = {
-        PyLong_FromLongLong(((rotor_ref_object_t *)input->ref)->node),
+        PyLong_FromLongLong(((py_ref_t *)input->ref)->node),
         sizes_of(sizes, input->dims),
         sizes_of(sizes + input->dims, input->dims),
         ask(self, input->tensor, NAME_storage_offset),
@@ -397,16 +397,16 @@ PyObject *rotor_handler_spec(rotor_handler_t *self, const rotor_input_t *input) 
     return spec;
 }
 
-PyObject *rotor_handler_pattern(rotor_handler_t *self, PyObject *value, int64_t *at) {
+PyObject *py_operator_pattern(py_handler_t *self, PyObject *value, int64_t *at) {
     if (is_tensor(self, value)) {
-        return rotor_handler_spec(self, &self->inputs[(*at)++]);
+        return py_operator_spec(self, &self->inputs[(*at)++]);
     }
     if (!PyList_Check(value) && !PyTuple_Check(value)) {
         return Py_NewRef(value);
     }
     PyObject *list = PyList_New(PySequence_Fast_GET_SIZE(value));
     for (Py_ssize_t k = 0; list != NULL && k < PyList_GET_SIZE(list); k++) {
-        PyObject *item = rotor_handler_pattern(self, PySequence_Fast_GET_ITEM(value, k), at);
+        PyObject *item = py_operator_pattern(self, PySequence_Fast_GET_ITEM(value, k), at);
         if (item == NULL) {
             Py_CLEAR(list);
         } else {

@@ -1,30 +1,31 @@
 /* The operation that has to run again, as Recall._replay asks for it. */
-#include "bind_dtr.h"
+#include "bind_dtr_book.h"
 
-PyDoc_STRVAR(next_doc, "next($self, /)\n--\n\n"
-                       "The record of the operation to run again now, or None: the inputs are "
-                       "in memory.");
+PyDoc_STRVAR(next_doc,
+             "next($self, /)\n--\n\n"
+             "Return the record of the operation to run again now, or None: the inputs are "
+             "in memory.");
 
-static PyObject *recorder_next(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_next(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int32_t op = ROTOR_NEW_OPERATION;
     (void)args;
-    if (rotor_recorder_expect("next", count, 0, names) != 0) {
+    if (py_book_expect("next", count, 0, names) != 0) {
         return NULL;
     }
     if (self->book.frame_count == 0) {
         PyErr_SetString(PyExc_RuntimeError, "no operation has begun");
         return NULL;
     }
-    if (rotor_recorder_forget_gone(self) != 0) {
+    if (py_book_forget_gone(self) != 0) {
         return NULL;
     }
     int status = rotor_recorder_next(&self->book, &op);
     PyObject *record = op >= 0 ? self->records[op] : Py_None;
-    return rotor_recorder_answer(self, type, status, Py_XNewRef(record));
+    return py_book_answer(self, type, status, Py_XNewRef(record));
 }
 
-static int32_t replaying(recorder_object_t *self) {
+static int32_t replaying(py_recorder_t *self) {
     int32_t op = self->book.frame_count > 0 ? self->book.frames[self->book.frame_count - 1].op
                                             : ROTOR_NEW_OPERATION;
     if (op < 0) {
@@ -33,26 +34,27 @@ static int32_t replaying(recorder_object_t *self) {
     return op;
 }
 
-PyDoc_STRVAR(wanted_doc, "wanted($self, /)\n--\n\n"
-                         "(index, node, storage, may_reuse) of the outputs of the operation that "
-                         "next() gave that are not in memory; storage is None for what the "
-                         "program has dropped. Until replayed() or abort() nothing is forgotten.");
+PyDoc_STRVAR(wanted_doc,
+             "wanted($self, /)\n--\n\n"
+             "Return (index, node, storage, may_reuse) of the outputs of the operation that "
+             "next() gave that are not in memory; storage is None for what the "
+             "program has dropped. Until replayed() or abort() nothing is forgotten.");
 
-static PyObject *recorder_wanted(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_wanted(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     rotor_recorder_t *book = &self->book;
     int32_t op;
     (void)args;
     (void)type;
-    if (rotor_recorder_expect("wanted", count, 0, names) != 0 || (op = replaying(self)) < 0 ||
-        rotor_recorder_forget_gone(self) != 0) {
+    if (py_book_expect("wanted", count, 0, names) != 0 || (op = replaying(self)) < 0 ||
+        py_book_forget_gone(self) != 0) {
         return NULL;
     }
     const rotor_record_t *record = &book->records[op];
     const int32_t *outputs = record->items + record->input_count;
     const int32_t *origins = outputs + record->output_count;
     self->is_borrowed = true;
-    PyObject *list = rotor_recorder_guard_outputs(self, op) == 0 ? PyList_New(0) : NULL;
+    PyObject *list = py_book_guard_outputs(self, op) == 0 ? PyList_New(0) : NULL;
     for (int32_t k = 0; list != NULL && k < record->output_count; k++) {
         int32_t node = outputs[k];
         if (node < 0 || rotor_recorder_is_material(book, node)) {
@@ -60,7 +62,7 @@ static PyObject *recorder_wanted(METHOD_ARGUMENTS) {
         }
         bool may_reuse = origins[k] >= 0 && rotor_recorder_may_reuse(book, origins[k]);
         bool is_live = (book->nodes[node].state & ROTOR_NODE_LIVE) != 0;
-        PyObject *storage = is_live ? rotor_recorder_storage_of(self, node) : Py_NewRef(Py_None);
+        PyObject *storage = is_live ? py_book_storage_of(self, node) : Py_NewRef(Py_None);
         PyObject *item = Py_BuildValue("iiNN", (int)k, (int)node, storage,
                                        PyBool_FromLong(may_reuse));
         if (item == NULL || PyList_Append(list, item) != 0) {
@@ -71,16 +73,16 @@ static PyObject *recorder_wanted(METHOD_ARGUMENTS) {
     return list;
 }
 
-PyDoc_STRVAR(replay_bytes_doc, "replay_bytes($self, /)\n--\n\n"
-                               "Bytes that running the operation that next() gave takes.");
+PyDoc_STRVAR(replay_bytes_doc,
+             "replay_bytes($self, /)\n--\n\n"
+             "Return the bytes that running the operation that next() gave takes.");
 
-static PyObject *recorder_replay_bytes(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_replay_bytes(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int32_t op;
     (void)args;
     (void)type;
-    if (rotor_recorder_expect("replay_bytes", count, 0, names) != 0 ||
-        (op = replaying(self)) < 0) {
+    if (py_book_expect("replay_bytes", count, 0, names) != 0 || (op = replaying(self)) < 0) {
         return NULL;
     }
     return PyLong_FromLongLong(rotor_recorder_replay_bytes(&self->book, op));
@@ -88,25 +90,22 @@ static PyObject *recorder_replay_bytes(METHOD_ARGUMENTS) {
 
 PyDoc_STRVAR(replayed_doc,
              "replayed($self, cost_ns, /)\n--\n\n"
-             "The operation that next() gave has run, and its outputs are placed; how "
-             "often thrashing was found until now.");
+             "Note that the operation that next() gave has run and its outputs are placed; "
+             "return how often thrashing was found until now.");
 
-static PyObject *recorder_replayed(METHOD_ARGUMENTS) {
-    recorder_object_t *self = rotor_as_recorder(object);
+static PyObject *py_recorder_replayed(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
     int64_t cost;
-    if (rotor_recorder_expect("replayed", count, 1, names) != 0 ||
-        rotor_recorder_read_int64(args[0], &cost) != 0 || replaying(self) < 0) {
+    if (py_book_expect("replayed", count, 1, names) != 0 ||
+        py_book_read_int64(args[0], &cost) != 0 || replaying(self) < 0) {
         return NULL;
     }
     self->is_borrowed = false;
     int status = rotor_recorder_replayed(&self->book, cost);
-    return rotor_recorder_answer(self, type, status, PyLong_FromLongLong(self->book.thrashes));
+    return py_book_answer(self, type, status, PyLong_FromLongLong(self->book.thrashes));
 }
 
-PyMethodDef rotor_recorder_repeats[] = {
-    RECORDER_METHOD(next),
-    RECORDER_METHOD(wanted),
-    RECORDER_METHOD(replay_bytes),
-    RECORDER_METHOD(replayed),
-    {NULL, NULL, 0, NULL},
+PyMethodDef py_book_repeats[] = {
+    RECORDER_METHOD(next),     RECORDER_METHOD(wanted), RECORDER_METHOD(replay_bytes),
+    RECORDER_METHOD(replayed), {NULL, NULL, 0, NULL},
 };

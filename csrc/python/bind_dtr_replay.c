@@ -1,9 +1,9 @@
-/* Running operations again: what Recall._replay does, for what the handler recorded on the CPU. */
-#include "bind_dtr_handler.h"
+/* Running operations again, as Recall._replay does, where the handler recorded them on the CPU. */
+#include "bind_dtr_private.h"
 
 #include "probe.h"
 
-/* A record, as rotor_handler_run makes it (rotor.dtr.records.Record). */
+/* A record, as py_operator_run makes it (rotor.dtr.records.Record). */
 enum {
     RECORD_OPERATOR,
     RECORD_ARGS,
@@ -19,12 +19,72 @@ enum {
     RECORD_COUNT
 };
 
-/* A tensor argument, as rotor_handler_spec makes it. */
+/* A tensor argument, as py_operator_spec makes it. */
 enum { SPEC_NODE, SPEC_SHAPE, SPEC_STRIDE, SPEC_OFFSET, SPEC_DTYPE, SPEC_DEVICE, SPEC_BITS };
 
-static PyObject *tensor_of(rotor_handler_t *self, PyObject *spec) {
+PyObject *py_operator_flags(py_handler_t *self) {
+    PyObject *readers = self->parts[PART_FLAGS];
+    Py_ssize_t count = PyTuple_GET_SIZE(readers);
+    Py_ssize_t watched = self->flags != NULL && self->is_cpu ? self->cpu_flags : count;
+    PyObject *flags = NULL;
+    for (Py_ssize_t k = 0; k < watched; k++) {
+        PyObject *value = PyObject_CallNoArgs(PyTuple_GET_ITEM(readers, k));
+        int is_same = value == NULL ? -1 : 0;
+        if (is_same == 0 && flags == NULL && self->flags != NULL) {
+            PyObject *last = PyTuple_GET_ITEM(self->flags, k);
+            is_same = last == value ? 1 : PyObject_RichCompareBool(last, value, Py_EQ);
+        }
+        if (is_same < 0) {
+            Py_XDECREF(value);
+            Py_XDECREF(flags);
+            return NULL;
+        }
+        if (is_same == 1) {
+            Py_DECREF(value);
+            continue;
+        }
+        if (flags == NULL) {
+            flags = PyTuple_New(count);
+            for (Py_ssize_t i = 0; flags != NULL && i < k; i++) {
+                PyTuple_SET_ITEM(flags, i, Py_NewRef(PyTuple_GET_ITEM(self->flags, i)));
+            }
+            if (flags == NULL) {
+                Py_DECREF(value);
+                return NULL;
+            }
+        }
+        PyTuple_SET_ITEM(flags, k, value);
+    }
+    if (flags != NULL) {
+        for (Py_ssize_t k = watched; k < count; k++) {
+            PyTuple_SET_ITEM(flags, k, Py_NewRef(PyTuple_GET_ITEM(self->flags, k)));
+        }
+        Py_XSETREF(self->flags, flags);
+    }
+    return Py_NewRef(self->flags);
+}
+
+int py_operator_make_room(py_handler_t *self, PyObject *session, int64_t bytes, int64_t least) {
+    const rotor_recorder_t *book = &self->recorder->book;
+    if (book->options.budget == ROTOR_UNLIMITED ||
+        book->current_bytes <= book->options.budget - bytes) {
+        return 0;
+    }
+    PyObject *wished = PyLong_FromLongLong(bytes);
+    PyObject *needed = PyLong_FromLongLong(least);
+    PyObject *done = wished == NULL || needed == NULL
+                         ? NULL
+                         : PyObject_CallMethodObjArgs(session, self->names[NAME__make_room], wished,
+                                                      needed, NULL);
+    Py_XDECREF(wished);
+    Py_XDECREF(needed);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+static PyObject *tensor_of(py_handler_t *self, PyObject *spec) {
     int64_t node = PyLong_AsLongLong(PyTuple_GET_ITEM(spec, SPEC_NODE));
-    PyObject *storage = rotor_recorder_storage_of(self->recorder, node);
+    PyObject *storage = py_book_storage_of(self->recorder, node);
     if (storage == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "the storage of an argument is gone");
         return NULL;
@@ -53,7 +113,7 @@ static PyObject *tensor_of(rotor_handler_t *self, PyObject *spec) {
 }
 
 /* An argument with tensors again. */
-static PyObject *filled(rotor_handler_t *self, PyObject *value) {
+static PyObject *filled(py_handler_t *self, PyObject *value) {
     if (PyTuple_Check(value)) {
         return tensor_of(self, value);
     }
@@ -72,7 +132,7 @@ static PyObject *filled(rotor_handler_t *self, PyObject *value) {
     return list;
 }
 
-static int fill(rotor_handler_t *self, PyObject *record, PyObject **args, PyObject **kwargs) {
+static int fill(py_handler_t *self, PyObject *record, PyObject **args, PyObject **kwargs) {
     PyObject *list = PyTuple_GET_ITEM(record, RECORD_ARGS);
     PyObject *names = PyTuple_GET_ITEM(record, RECORD_KWARGS);
     PyObject *name, *value;
@@ -101,8 +161,8 @@ static int fill(rotor_handler_t *self, PyObject *record, PyObject **args, PyObje
     return *kwargs == NULL ? -1 : 0;
 }
 
-/* The tensor of this number among the results, borrowed; NULL where there is none. */
-static PyObject *result_at(rotor_handler_t *self, PyObject *results, int64_t *index) {
+/* The tensor of this number among the results, borrowed; NULL for none. */
+static PyObject *result_at(py_handler_t *self, PyObject *results, int64_t *index) {
     if (PyList_Check(results) || PyTuple_Check(results)) {
         PyObject *found = NULL;
         for (Py_ssize_t k = 0; found == NULL && k < PySequence_Fast_GET_SIZE(results); k++) {
@@ -116,7 +176,7 @@ static PyObject *result_at(rotor_handler_t *self, PyObject *results, int64_t *in
     return (*index)-- == 0 ? results : NULL;
 }
 
-static int64_t bytes_of(rotor_handler_t *self, PyObject *storage) {
+static int64_t bytes_of(py_handler_t *self, PyObject *storage) {
     PyObject *nbytes = PyObject_CallMethodNoArgs(storage, self->names[NAME_nbytes]);
     int64_t bytes = nbytes == NULL ? -1 : PyLong_AsLongLong(nbytes);
     Py_XDECREF(nbytes);
@@ -124,8 +184,8 @@ static int64_t bytes_of(rotor_handler_t *self, PyObject *storage) {
 }
 
 /* Gives a storage of the program its bytes again. */
-static int refill(rotor_handler_t *self, PyObject *record, int32_t node, PyObject *made) {
-    PyObject *storage = rotor_recorder_storage_of(self->recorder, node);
+static int refill(py_handler_t *self, PyObject *record, int32_t node, PyObject *made) {
+    PyObject *storage = py_book_storage_of(self->recorder, node);
     PyObject *swapped = NULL;
     if (storage == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "the storage of a live node is gone");
@@ -152,9 +212,9 @@ static int refill(rotor_handler_t *self, PyObject *record, int32_t node, PyObjec
 }
 
 /* Puts one result where its node's bytes belong. */
-static int place_one(rotor_handler_t *self, PyObject *record, int32_t node, PyObject *results,
+static int place_one(py_handler_t *self, PyObject *record, int32_t node, PyObject *results,
                      int64_t index) {
-    recorder_object_t *recorder = self->recorder;
+    py_recorder_t *recorder = self->recorder;
     PyObject *result = result_at(self, results, &index);
     PyObject *made = result == NULL ? NULL
                                     : PyObject_CallMethodNoArgs(
@@ -166,20 +226,20 @@ static int place_one(rotor_handler_t *self, PyObject *record, int32_t node, PyOb
         }
     } else if ((recorder->book.nodes[node].state & ROTOR_NODE_LIVE) != 0) {
         ret = refill(self, record, node, made);
-    } else if ((ret = rotor_recorder_discard(recorder, &recorder->places[node])) == 0) {
+    } else if ((ret = py_book_discard(recorder, &recorder->places[node])) == 0) {
         recorder->places[node] = Py_NewRef(made);
     }
     Py_XDECREF(made);
     return ret;
 }
 
-static int place(rotor_handler_t *self, PyObject *record, int32_t op, PyObject *results) {
-    recorder_object_t *recorder = self->recorder;
+static int place(py_handler_t *self, PyObject *record, int32_t op, PyObject *results) {
+    py_recorder_t *recorder = self->recorder;
     const rotor_recorder_t *book = &recorder->book;
     PyObject *indices = PyTuple_GET_ITEM(record, RECORD_INDICES);
-    int ret = rotor_recorder_forget_gone(recorder);
+    int ret = py_book_forget_gone(recorder);
     if (ret == 0) {
-        ret = rotor_recorder_guard_outputs(recorder, op);
+        ret = py_book_guard_outputs(recorder, op);
     }
     recorder->is_borrowed = true;
     for (int32_t k = 0; ret == 0 && k < book->records[op].output_count; k++) {
@@ -193,15 +253,14 @@ static int place(rotor_handler_t *self, PyObject *record, int32_t op, PyObject *
     return ret;
 }
 
-static int set_grad_enabled(rotor_handler_t *self, PyObject *is_enabled) {
+static int set_grad_enabled(py_handler_t *self, PyObject *is_enabled) {
     PyObject *done = PyObject_CallOneArg(self->parts[PART_SET_GRAD_ENABLED], is_enabled);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
 
 /* Runs the operator of a record, below autograd and autocast, with its grad mode. */
-static PyObject *run_again(rotor_handler_t *self, PyObject *record, PyObject *call,
-                           int64_t *took) {
+static PyObject *run_again(py_handler_t *self, PyObject *record, PyObject *call, int64_t *took) {
     PyObject *guards = PyObject_CallNoArgs(self->parts[PART_BELOW_AUTOGRAD]);
     PyObject *now = guards == NULL ? NULL : PyObject_CallNoArgs(self->parts[PART_GRAD_ENABLED]);
     PyObject *then = PyTuple_GET_ITEM(record, RECORD_GRAD_ENABLED);
@@ -234,8 +293,8 @@ out:
     return results;
 }
 
-/* Whether this file runs a record; -1 with an exception. */
-static int is_ours(rotor_handler_t *self, PyObject *record) {
+/* 1 if this file runs a record, else 0; -1 with an exception. */
+static int is_ours(py_handler_t *self, PyObject *record) {
     if (!PyTuple_CheckExact(record) || !self->is_cpu || !self->has_views ||
         self->is_verifying || PyTuple_GET_ITEM(record, RECORD_STATE) != Py_None) {
         return 0;
@@ -246,7 +305,7 @@ static int is_ours(rotor_handler_t *self, PyObject *record) {
             return 0;
         }
     }
-    PyObject *flags = rotor_handler_flags(self);
+    PyObject *flags = py_operator_flags(self);
     if (flags == NULL) {
         return -1;
     }
@@ -256,18 +315,17 @@ static int is_ours(rotor_handler_t *self, PyObject *record) {
     return is_same;
 }
 
-static int replay(rotor_handler_t *self, PyObject *session, int32_t op, PyObject *record) {
+static int replay(py_handler_t *self, PyObject *session, int32_t op, PyObject *record) {
     rotor_recorder_t *book = &self->recorder->book;
-    const rotor_needs_object_t *needs =
-        (rotor_needs_object_t *)PyTuple_GET_ITEM(record, RECORD_NEEDS);
+    const py_needs_t *needs = (py_needs_t *)PyTuple_GET_ITEM(record, RECORD_NEEDS);
     int64_t bytes = rotor_recorder_replay_bytes(book, op);
     int64_t unknown =
         needs->workspace_bytes - PyLong_AsLongLong(PyTuple_GET_ITEM(record, RECORD_COUNTED));
     int64_t took = 0;
     int64_t thrashes = book->thrashes;
 
-    if (rotor_handler_make_room(self, session, bytes + unknown,
-                                bytes + (needs->is_measured ? unknown : 0)) != 0) {
+    if (py_operator_make_room(self, session, bytes + unknown,
+                              bytes + (needs->is_measured ? unknown : 0)) != 0) {
         return -1;
     }
     PyObject *kernel =
@@ -277,7 +335,7 @@ static int replay(rotor_handler_t *self, PyObject *session, int32_t op, PyObject
         PyErr_SetString(PyExc_TypeError, "an operator's kernel must be a Kernel");
         return -1;
     }
-    PyObject *results = run_again(self, record, ((rotor_kernel_t *)kernel)->call, &took);
+    PyObject *results = run_again(self, record, ((py_kernel_t *)kernel)->call, &took);
     Py_DECREF(kernel);
     if (results == NULL) {
         return -1;
@@ -289,40 +347,40 @@ static int replay(rotor_handler_t *self, PyObject *session, int32_t op, PyObject
     }
     int status = rotor_recorder_replayed(book, took);
     if (status != ROTOR_OK) {
-        (void)rotor_raise_status(PyType_GetModule(Py_TYPE(self)), status);
+        (void)py_raise_status(PyType_GetModule(Py_TYPE(self)), status);
         return -1;
     }
-    if (rotor_recorder_settle(self->recorder) != 0) {
+    if (py_book_settle(self->recorder) != 0) {
         return -1;
     }
-    rotor_recorder_let_go(self->recorder);
+    py_book_let_go(self->recorder);
     if (book->thrashes > thrashes) {
-        PyObject *told = PyObject_CallMethodNoArgs(session, self->names[NAME__see_thrashing]);
-        Py_XDECREF(told);
-        ret = told == NULL ? -1 : 0;
+        PyObject *seen = PyObject_CallMethodNoArgs(session, self->names[NAME__see_thrashing]);
+        Py_XDECREF(seen);
+        ret = seen == NULL ? -1 : 0;
     }
     return ret;
 }
 
-int rotor_handler_catch_up(rotor_handler_t *self, PyObject *session) {
-    recorder_object_t *recorder = self->recorder;
+int py_operator_catch_up(py_handler_t *self, PyObject *session) {
+    py_recorder_t *recorder = self->recorder;
     for (;;) {
         int32_t op = ROTOR_NEW_OPERATION;
         if (recorder->book.frame_count == 0) {
             PyErr_SetString(PyExc_RuntimeError, "no operation has begun");
             return -1;
         }
-        if (rotor_recorder_forget_gone(recorder) != 0) {
+        if (py_book_forget_gone(recorder) != 0) {
             return -1;
         }
         int status = rotor_recorder_next(&recorder->book, &op);
-        if (rotor_recorder_settle(recorder) != 0 || status != ROTOR_OK) {
+        if (py_book_settle(recorder) != 0 || status != ROTOR_OK) {
             if (status != ROTOR_OK) {
-                (void)rotor_raise_status(PyType_GetModule(Py_TYPE(self)), status);
+                (void)py_raise_status(PyType_GetModule(Py_TYPE(self)), status);
             }
             return -1;
         }
-        rotor_recorder_let_go(recorder);
+        py_book_let_go(recorder);
         if (op < 0) {
             return 0;
         }

@@ -1,5 +1,5 @@
-/* The types Handler and Kernel: what Python sees of bind_dtr_handler.c. */
-#include "bind_dtr_handler.h"
+/* The types Handler and Kernel, by which Python uses bind_dtr_handler.c. */
+#include "bind_dtr_private.h"
 
 #include <structmember.h>
 
@@ -7,7 +7,7 @@
 
 /* Kernel */
 
-static PyObject *kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *py_kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"operator", "call",      "in_place",       "written",
                             "is_view",  "is_simple", "sizes_by_value", NULL};
     PyObject *operator_, *call, *in_place, *written;
@@ -17,7 +17,7 @@ static PyObject *kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
                                      &sizes_by_value)) {
         return NULL;
     }
-    rotor_kernel_t *self = (rotor_kernel_t *)type->tp_alloc(type, 0);
+    py_kernel_t *self = (py_kernel_t *)type->tp_alloc(type, 0);
     if (self != NULL) {
         self->operator_ = Py_NewRef(operator_);
         self->call = Py_NewRef(call);
@@ -31,12 +31,12 @@ static PyObject *kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 }
 
 static PyMemberDef kernel_members[] = {
-    {"operator", T_OBJECT, offsetof(rotor_kernel_t, operator_), READONLY, "What Python knows."},
+    {"operator", T_OBJECT, offsetof(py_kernel_t, operator_), READONLY, "What Python knows."},
     {NULL, 0, 0, 0, NULL},
 };
 
-static int kernel_traverse(PyObject *object, visitproc visit, void *arg) {
-    rotor_kernel_t *self = (rotor_kernel_t *)object;
+static int py_kernel_traverse(PyObject *object, visitproc visit, void *arg) {
+    py_kernel_t *self = (py_kernel_t *)object;
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->operator_);
     Py_VISIT(self->call);
@@ -45,8 +45,8 @@ static int kernel_traverse(PyObject *object, visitproc visit, void *arg) {
     return 0;
 }
 
-static int kernel_clear(PyObject *object) {
-    rotor_kernel_t *self = (rotor_kernel_t *)object;
+static int py_kernel_clear(PyObject *object) {
+    py_kernel_t *self = (py_kernel_t *)object;
     Py_CLEAR(self->operator_);
     Py_CLEAR(self->call);
     Py_CLEAR(self->in_place);
@@ -54,24 +54,23 @@ static int kernel_clear(PyObject *object) {
     return 0;
 }
 
-static void kernel_dealloc(PyObject *object) {
+static void py_kernel_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
-    (void)kernel_clear(object);
+    (void)py_kernel_clear(object);
     type->tp_free(object);
     Py_DECREF(type);
 }
 
-PyDoc_STRVAR(
-    kernel_doc,
-    "Kernel(operator, call, in_place, written, is_view, is_simple, sizes_by_value)\n--\n\n"
-    "What an operator does, as far as a Handler runs it.");
+PyDoc_STRVAR(kernel_doc,
+             "Kernel(operator, call, in_place, written, is_view, is_simple, sizes_by_value)\n--\n\n"
+             "The facts of an operator that a Handler needs.");
 
 static PyType_Slot kernel_slots[] = {
-    {Py_tp_new, kernel_new},
-    {Py_tp_dealloc, kernel_dealloc},
-    {Py_tp_traverse, kernel_traverse},
-    {Py_tp_clear, kernel_clear},
+    {Py_tp_new, py_kernel_new},
+    {Py_tp_dealloc, py_kernel_dealloc},
+    {Py_tp_traverse, py_kernel_traverse},
+    {Py_tp_clear, py_kernel_clear},
     {Py_tp_members, kernel_members},
     {Py_tp_doc, (void *)kernel_doc},
     {0, NULL},
@@ -79,7 +78,7 @@ static PyType_Slot kernel_slots[] = {
 
 static PyType_Spec kernel_spec = {
     .name = "rotor._core.Kernel",
-    .basicsize = sizeof(rotor_kernel_t),
+    .basicsize = sizeof(py_kernel_t),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = kernel_slots,
 };
@@ -89,26 +88,26 @@ static PyType_Spec kernel_spec = {
 PyDoc_STRVAR(run_doc, "run($self, session, func, types, args, kwargs, /)\n--\n\n"
                       "Run one operator of the program; what is unusual goes to session._handle.");
 
-static PyObject *handler_run(METHOD_ARGUMENTS) {
+static PyObject *py_handler_run(METHOD_ARGUMENTS) {
     (void)type;
-    if (rotor_recorder_expect("run", count, 5, names) != 0) {
+    if (py_book_expect("run", count, 5, names) != 0) {
         return NULL;
     }
     if (!PyTuple_Check(args[3]) || (args[4] != Py_None && !PyDict_Check(args[4]))) {
         PyErr_SetString(PyExc_TypeError, "args must be a tuple, kwargs a dictionary or None");
         return NULL;
     }
-    return rotor_handler_run((rotor_handler_t *)object, args);
+    return py_operator_run((py_handler_t *)object, args);
 }
 
 PyDoc_STRVAR(signature_doc, "signature($self, kernel, args, kwargs, /)\n--\n\n"
-                            "The key of an operator on arguments of one layout, or None where "
-                            "there is none; floating-point numbers are not part of it.");
+                            "Return the key of an operator on arguments of one layout, or None "
+                            "where it has none; floating-point numbers are not part of it.");
 
-static PyObject *handler_signature(METHOD_ARGUMENTS) {
-    rotor_handler_t *self = (rotor_handler_t *)object;
+static PyObject *py_handler_signature(METHOD_ARGUMENTS) {
+    py_handler_t *self = (py_handler_t *)object;
     (void)type;
-    if (rotor_recorder_expect("signature", count, 3, names) != 0) {
+    if (py_book_expect("signature", count, 3, names) != 0) {
         return NULL;
     }
     if (self->is_busy || Py_TYPE(args[0]) != self->kernel_type || !PyTuple_Check(args[1]) ||
@@ -117,15 +116,14 @@ static PyObject *handler_signature(METHOD_ARGUMENTS) {
         return NULL;
     }
     self->is_busy = true;
-    enum rotor_reading found =
-        rotor_handler_read(self, (rotor_kernel_t *)args[0], args[1], args[2]);
+    enum py_reading found = py_operator_read(self, (py_kernel_t *)args[0], args[1], args[2]);
     PyObject *key = NULL;
     if (found == READ_OK) {
         key = PyBytes_FromStringAndSize((const char *)self->key, (Py_ssize_t)self->key_count * 8);
     } else if (found == READ_SLOW) {
         key = Py_NewRef(Py_None);
     }
-    rotor_handler_clear(self);
+    py_operator_clear(self);
     self->is_busy = false;
     return key;
 }
@@ -134,10 +132,10 @@ PyDoc_STRVAR(catch_up_doc, "catch_up($self, session, /)\n--\n\n"
                            "Run again what the operation that has begun needs; what is unusual "
                            "goes to session._replay.");
 
-static PyObject *handler_catch_up(METHOD_ARGUMENTS) {
+static PyObject *py_handler_catch_up(METHOD_ARGUMENTS) {
     (void)type;
-    if (rotor_recorder_expect("catch_up", count, 1, names) != 0 ||
-        rotor_handler_catch_up((rotor_handler_t *)object, args[0]) != 0) {
+    if (py_book_expect("catch_up", count, 1, names) != 0 ||
+        py_operator_catch_up((py_handler_t *)object, args[0]) != 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -145,13 +143,13 @@ static PyObject *handler_catch_up(METHOD_ARGUMENTS) {
 
 PyDoc_STRVAR(gone_doc, "gone($self, ref, /)\n--\n\nNote that a storage died.");
 
-static PyObject *handler_gone(PyObject *object, PyObject *const *args, Py_ssize_t count) {
-    rotor_handler_t *self = (rotor_handler_t *)object;
+static PyObject *py_handler_gone(PyObject *object, PyObject *const *args, Py_ssize_t count) {
+    py_handler_t *self = (py_handler_t *)object;
     if (count != 1 || Py_TYPE(args[0]) != self->ref_type) {
         PyErr_SetString(PyExc_TypeError, "gone() takes a StorageRef");
         return NULL;
     }
-    rotor_ref_object_t *ref = (rotor_ref_object_t *)args[0];
+    py_ref_t *ref = (py_ref_t *)args[0];
     if (PyDict_GetItemWithError(self->table, ref->key) == (PyObject *)ref) {
         Py_INCREF(ref);
         int ret = PyDict_DelItem(self->table, ref->key);
@@ -161,20 +159,20 @@ static PyObject *handler_gone(PyObject *object, PyObject *const *args, Py_ssize_
         }
     }
     if (self->is_open) {
-        rotor_recorder_note_gone(self->recorder, ref);
+        py_book_note_gone(self->recorder, ref);
     }
     Py_RETURN_NONE;
 }
 
-static PyObject *handler_observer(PyObject *object, void *closure) {
+static PyObject *py_handler_observer(PyObject *object, void *closure) {
     (void)closure;
-    return Py_NewRef(((rotor_handler_t *)object)->recorder->observer);
+    return Py_NewRef(((py_handler_t *)object)->recorder->observer);
 }
 
-static int handler_observe(PyObject *object, PyObject *value, void *closure) {
-    recorder_object_t *recorder = ((rotor_handler_t *)object)->recorder;
+static int py_handler_observe(PyObject *object, PyObject *value, void *closure) {
+    py_recorder_t *recorder = ((py_handler_t *)object)->recorder;
     (void)closure;
-    if (rotor_recorder_forget_gone(recorder) != 0) {
+    if (py_book_forget_gone(recorder) != 0) {
         return -1;
     }
     Py_XSETREF(recorder->observer, Py_NewRef(value == NULL ? Py_None : value));
@@ -182,37 +180,37 @@ static int handler_observe(PyObject *object, PyObject *value, void *closure) {
 }
 
 static PyGetSetDef handler_getset[] = {
-    {"observer", handler_observer, handler_observe,
+    {"observer", py_handler_observer, py_handler_observe,
      "Hears of everything; Python handles all operators then.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMethodDef handler_methods[] = {
-    {"run", (PyCFunction)(void (*)(void))handler_run, METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
-     run_doc},
-    {"signature", (PyCFunction)(void (*)(void))handler_signature,
+    {"run", (PyCFunction)(void (*)(void))py_handler_run,
+     METH_METHOD | METH_FASTCALL | METH_KEYWORDS, run_doc},
+    {"signature", (PyCFunction)(void (*)(void))py_handler_signature,
      METH_METHOD | METH_FASTCALL | METH_KEYWORDS, signature_doc},
-    {"catch_up", (PyCFunction)(void (*)(void))handler_catch_up,
+    {"catch_up", (PyCFunction)(void (*)(void))py_handler_catch_up,
      METH_METHOD | METH_FASTCALL | METH_KEYWORDS, catch_up_doc},
-    {"gone", (PyCFunction)(void (*)(void))handler_gone, METH_FASTCALL, gone_doc},
+    {"gone", (PyCFunction)(void (*)(void))py_handler_gone, METH_FASTCALL, gone_doc},
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef handler_members[] = {
-    {"is_open", T_BOOL, offsetof(rotor_handler_t, is_open), 0, "Whether deaths count."},
-    {"is_verifying", T_BOOL, offsetof(rotor_handler_t, is_verifying), 0,
+    {"is_open", T_BOOL, offsetof(py_handler_t, is_open), 0, "Whether deaths count."},
+    {"is_verifying", T_BOOL, offsetof(py_handler_t, is_verifying), 0,
      "Whether Python runs operators again."},
-    {"watches_writes", T_BOOL, offsetof(rotor_handler_t, watches_writes), 0,
+    {"watches_writes", T_BOOL, offsetof(py_handler_t, watches_writes), 0,
      "Whether Python handles what writes to sources."},
-    {"kernels", T_OBJECT, offsetof(rotor_handler_t, kernels), READONLY, "By operator."},
+    {"kernels", T_OBJECT, offsetof(py_handler_t, kernels), READONLY, "By operator."},
     {NULL, 0, 0, 0, NULL},
 };
 
 /* DLPack's view of tensors, and its name of the device. */
-static int find_device(rotor_handler_t *self) {
+static int find_device(py_handler_t *self) {
     PyObject *capsule = self->parts[PART_EXCHANGE];
     if (capsule != Py_None) {
-        const rotor_dl_exchange_t *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+        const py_dl_exchange_t *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
         if (exchange == NULL) {
             return -1;
         }
@@ -234,14 +232,14 @@ static int find_device(rotor_handler_t *self) {
     return PyErr_Occurred() ? -1 : 0;
 }
 
-static PyObject *handler_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *py_handler_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *keywords[] = {"recorder",  "parts",       "table",       "needs",
                                "device",    "block_bytes", "small_bytes", "longest_chain",
                                "has_views", NULL};
 #define AS_TEXT(name) #name,
     static const char *const texts[] = {HANDLER_NAMES(AS_TEXT)};
 #undef AS_TEXT
-    rotor_state_t *state = rotor_state(PyType_GetModule(type));
+    py_state_t *state = py_state(PyType_GetModule(type));
     PyObject *recorder, *parts, *table, *needs, *device;
     long long block_bytes, small_bytes;
     int longest_chain, has_views;
@@ -256,11 +254,11 @@ static PyObject *handler_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
                      PART_COUNT);
         return NULL;
     }
-    rotor_handler_t *self = (rotor_handler_t *)type->tp_alloc(type, 0);
+    py_handler_t *self = (py_handler_t *)type->tp_alloc(type, 0);
     if (self == NULL) {
         return NULL;
     }
-    self->recorder = (recorder_object_t *)Py_NewRef(recorder);
+    self->recorder = (py_recorder_t *)Py_NewRef(recorder);
     self->ref_type = (PyTypeObject *)Py_NewRef(state->ref_type);
     self->needs_type = (PyTypeObject *)Py_NewRef(state->needs_type);
     self->kernel_type = (PyTypeObject *)Py_NewRef(state->kernel_type);
@@ -294,8 +292,8 @@ static PyObject *handler_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     return (PyObject *)self;
 }
 
-static int handler_traverse(PyObject *object, visitproc visit, void *arg) {
-    rotor_handler_t *self = (rotor_handler_t *)object;
+static int py_handler_traverse(PyObject *object, visitproc visit, void *arg) {
+    py_handler_t *self = (py_handler_t *)object;
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->recorder);
     Py_VISIT(self->ref_type);
@@ -313,8 +311,8 @@ static int handler_traverse(PyObject *object, visitproc visit, void *arg) {
     return 0;
 }
 
-static int handler_clear(PyObject *object) {
-    rotor_handler_t *self = (rotor_handler_t *)object;
+static int py_handler_clear(PyObject *object) {
+    py_handler_t *self = (py_handler_t *)object;
     self->is_open = false;
     /* The table and the book stay: callbacks of storages may come until the end. */
     Py_CLEAR(self->kernels);
@@ -323,12 +321,12 @@ static int handler_clear(PyObject *object) {
     return 0;
 }
 
-static void handler_dealloc(PyObject *object) {
-    rotor_handler_t *self = (rotor_handler_t *)object;
+static void py_handler_dealloc(PyObject *object) {
+    py_handler_t *self = (py_handler_t *)object;
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
-    (void)handler_clear(object);
-    rotor_handler_clear(self);
+    (void)py_handler_clear(object);
+    py_operator_clear(self);
     Py_CLEAR(self->table);
     Py_CLEAR(self->recorder);
     Py_CLEAR(self->ref_type);
@@ -357,23 +355,26 @@ PyDoc_STRVAR(handler_doc, "Handler(recorder, parts, table, needs, device, block_
                           "Runs the operators of a program under a budget.");
 
 static PyType_Slot handler_slots[] = {
-    {Py_tp_new, handler_new},           {Py_tp_dealloc, handler_dealloc},
-    {Py_tp_traverse, handler_traverse}, {Py_tp_clear, handler_clear},
-    {Py_tp_methods, handler_methods},   {Py_tp_members, handler_members},
-    {Py_tp_getset, handler_getset},     {Py_tp_doc, (void *)handler_doc},
+    {Py_tp_new, py_handler_new},
+    {Py_tp_dealloc, py_handler_dealloc},
+    {Py_tp_traverse, py_handler_traverse},
+    {Py_tp_clear, py_handler_clear},
+    {Py_tp_methods, handler_methods},
+    {Py_tp_members, handler_members},
+    {Py_tp_getset, handler_getset},
+    {Py_tp_doc, (void *)handler_doc},
     {0, NULL},
 };
 
 static PyType_Spec handler_spec = {
     .name = "rotor._core.Handler",
-    .basicsize = sizeof(rotor_handler_t),
+    .basicsize = sizeof(py_handler_t),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = handler_slots,
 };
 
-int rotor_add_dtr_handler(PyObject *module, PyTypeObject *recorder) {
-    rotor_state_t *state = rotor_state(module);
-    state->recorder_type = (PyTypeObject *)Py_NewRef(recorder);
+int py_add_handler(PyObject *module) {
+    py_state_t *state = py_state(module);
     state->kernel_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &kernel_spec, NULL);
     PyObject *handler = PyType_FromModuleAndSpec(module, &handler_spec, NULL);
     int ret = state->kernel_type == NULL || handler == NULL ||

@@ -1,15 +1,15 @@
-#include "bind_dtr.h"
+#include "bind_dtr_book.h"
 
 #include <structmember.h>
 
 /* StorageRef */
 
-PyObject *rotor_ref_new(PyTypeObject *type, PyObject *storage, PyObject *gone, PyObject *key) {
+PyObject *py_ref_make(PyTypeObject *type, PyObject *storage, PyObject *gone, PyObject *key) {
     PyObject *args = PyTuple_Pack(2, storage, gone);
     PyObject *object = args == NULL ? NULL : _PyWeakref_RefType.tp_new(type, args, NULL);
     Py_XDECREF(args);
     if (object != NULL) {
-        rotor_ref_object_t *ref = (rotor_ref_object_t *)object;
+        py_ref_t *ref = (py_ref_t *)object;
         ref->key = Py_NewRef(key);
         ref->node = -1;
         ref->next_gone = NULL;
@@ -18,7 +18,7 @@ PyObject *rotor_ref_new(PyTypeObject *type, PyObject *storage, PyObject *gone, P
     return object;
 }
 
-static PyObject *ref_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *py_ref_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *storage, *gone, *key;
     if ((kwargs != NULL && PyDict_GET_SIZE(kwargs) > 0) ||
         !PyArg_ParseTuple(args, "OOO!", &storage, &gone, &PyLong_Type, &key)) {
@@ -27,31 +27,31 @@ static PyObject *ref_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
         }
         return NULL;
     }
-    return rotor_ref_new(type, storage, gone, key);
+    return py_ref_make(type, storage, gone, key);
 }
 
-static int ref_init(PyObject *object, PyObject *args, PyObject *kwargs) {
+static int py_ref_init(PyObject *object, PyObject *args, PyObject *kwargs) {
     (void)object;
     (void)args;
     (void)kwargs;
     return 0;
 }
 
-static int ref_traverse(PyObject *object, visitproc visit, void *arg) {
+static int py_ref_traverse(PyObject *object, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE(object));
     return _PyWeakref_RefType.tp_traverse(object, visit, arg);
 }
 
-static void ref_dealloc(PyObject *object) {
+static void py_ref_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
-    Py_CLEAR(((rotor_ref_object_t *)object)->key);
+    Py_CLEAR(((py_ref_t *)object)->key);
     _PyWeakref_RefType.tp_dealloc(object);
     Py_DECREF(type);
 }
 
 static PyMemberDef ref_members[] = {
-    {"key", T_OBJECT, offsetof(rotor_ref_object_t, key), READONLY, "In the table of storages."},
-    {"node", T_LONGLONG, offsetof(rotor_ref_object_t, node), 0, "In the book, -1 for none."},
+    {"key", T_OBJECT, offsetof(py_ref_t, key), READONLY, "In the table of storages."},
+    {"node", T_LONGLONG, offsetof(py_ref_t, node), 0, "In the book, -1 for none."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -61,10 +61,10 @@ PyDoc_STRVAR(ref_doc,
              "numbers; `gone` is called with it when the storage dies.");
 
 static PyType_Slot ref_slots[] = {
-    {Py_tp_new, ref_new},
-    {Py_tp_init, ref_init},
-    {Py_tp_dealloc, ref_dealloc},
-    {Py_tp_traverse, ref_traverse},
+    {Py_tp_new, py_ref_new},
+    {Py_tp_init, py_ref_init},
+    {Py_tp_dealloc, py_ref_dealloc},
+    {Py_tp_traverse, py_ref_traverse},
     {Py_tp_members, ref_members},
     {Py_tp_doc, (void *)ref_doc},
     {0, NULL},
@@ -72,14 +72,14 @@ static PyType_Slot ref_slots[] = {
 
 static PyType_Spec ref_spec = {
     .name = "rotor._core.StorageRef",
-    .basicsize = sizeof(rotor_ref_object_t),
+    .basicsize = sizeof(py_ref_t),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = ref_slots,
 };
 
 /* Needs */
 
-static PyObject *needs_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *py_needs_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"made_bytes", "workspace_bytes", "is_measured", NULL};
     long long made, workspace;
     int is_measured;
@@ -87,7 +87,7 @@ static PyObject *needs_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                      &is_measured)) {
         return NULL;
     }
-    rotor_needs_object_t *self = (rotor_needs_object_t *)type->tp_alloc(type, 0);
+    py_needs_t *self = (py_needs_t *)type->tp_alloc(type, 0);
     if (self != NULL) {
         self->made_bytes = made;
         self->workspace_bytes = workspace;
@@ -96,28 +96,26 @@ static PyObject *needs_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-static void needs_dealloc(PyObject *object) {
+static void py_needs_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     type->tp_free(object);
     Py_DECREF(type);
 }
 
 static PyMemberDef needs_members[] = {
-    {"made_bytes", T_LONGLONG, offsetof(rotor_needs_object_t, made_bytes), 0,
-     "The storages that it makes."},
-    {"workspace_bytes", T_LONGLONG, offsetof(rotor_needs_object_t, workspace_bytes), 0,
+    {"made_bytes", T_LONGLONG, offsetof(py_needs_t, made_bytes), 0, "The storages that it makes."},
+    {"workspace_bytes", T_LONGLONG, offsetof(py_needs_t, workspace_bytes), 0,
      "The most that it has in use beside them."},
-    {"is_measured", T_BOOL, offsetof(rotor_needs_object_t, is_measured), 0,
-     "False while these are guesses."},
+    {"is_measured", T_BOOL, offsetof(py_needs_t, is_measured), 0, "False while these are guesses."},
     {NULL, 0, 0, 0, NULL},
 };
 
 PyDoc_STRVAR(needs_doc, "Needs(made_bytes, workspace_bytes, is_measured)\n--\n\n"
-                        "What an operator takes on arguments of one layout.");
+                        "The memory that an operator takes on arguments of one layout.");
 
 static PyType_Slot needs_slots[] = {
-    {Py_tp_new, needs_new},
-    {Py_tp_dealloc, needs_dealloc},
+    {Py_tp_new, py_needs_new},
+    {Py_tp_dealloc, py_needs_dealloc},
     {Py_tp_members, needs_members},
     {Py_tp_doc, (void *)needs_doc},
     {0, NULL},
@@ -125,13 +123,13 @@ static PyType_Slot needs_slots[] = {
 
 static PyType_Spec needs_spec = {
     .name = "rotor._core.Needs",
-    .basicsize = sizeof(rotor_needs_object_t),
+    .basicsize = sizeof(py_needs_t),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = needs_slots,
 };
 
-int rotor_add_dtr_types(PyObject *module) {
-    rotor_state_t *state = rotor_state(module);
+int py_add_dtr_types(PyObject *module) {
+    py_state_t *state = py_state(module);
     state->needs_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &needs_spec, NULL);
     if (state->needs_type == NULL || PyModule_AddType(module, state->needs_type) != 0) {
         return -1;

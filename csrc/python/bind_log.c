@@ -1,11 +1,9 @@
-#include "binding.h"
+#include "support.h"
 
 #include <string.h>
 
-#include "bind_log.h"
-
 static PyObject *raise_malformed(PyObject *module, const rotor_log_error_t *error) {
-    PyObject *type = rotor_state(module)->malformed_log_error;
+    PyObject *type = py_state(module)->malformed_log_error;
     PyObject *raised = PyObject_CallFunction(
         type, "NL",
         PyUnicode_DecodeUTF8(error->message, (Py_ssize_t)strlen(error->message), "replace"),
@@ -17,41 +15,10 @@ static PyObject *raise_malformed(PyObject *module, const rotor_log_error_t *erro
     return NULL;
 }
 
-bool rotor_are_counted(const char *method, Py_ssize_t nargs, Py_ssize_t least, Py_ssize_t most) {
-    if (nargs >= least && nargs <= most) {
-        return true;
-    }
-    PyErr_Format(PyExc_TypeError, "%s takes %zd to %zd positional arguments, got %zd", method,
-                 least, most, nargs);
-    return false;
-}
+static rotor_log_t *log_of(PyObject *object) { return &((py_log_t *)object)->log; }
 
-bool rotor_get_integer(PyObject *object, const char *what, int64_t least, int64_t most,
-                        int64_t *integer) {
-    PyObject *number = PyBool_Check(object) ? NULL : PyNumber_Index(object);
-    int overflow;
-
-    if (number == NULL) {
-        if (!PyErr_Occurred()) {
-            PyErr_Format(PyExc_TypeError, "%s must be an integer, got %R", what, object);
-        }
-        return false;
-    }
-    *integer = PyLong_AsLongLongAndOverflow(number, &overflow);
-    if (overflow != 0 || *integer < least || *integer > most) {
-        PyErr_Format(PyExc_ValueError, "%s is %S, expected an integer from %lld to %lld", what,
-                     number, (long long)least, (long long)most);
-        Py_DECREF(number);
-        return false;
-    }
-    Py_DECREF(number);
-    return true;
-}
-
-static rotor_log_t *log_of(PyObject *object) { return &((rotor_log_object_t *)object)->log; }
-
-static PyObject *log_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *module = PyType_GetModuleByDef(type, &rotor_module_def);
+static PyObject *py_log_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *module = PyType_GetModule(type);
     int cut_at_start;
 
     if (module == NULL || (kwargs != NULL && PyDict_GET_SIZE(kwargs) != 0)) {
@@ -64,23 +31,23 @@ static PyObject *log_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     if (self != NULL) {
         int ret = rotor_log_init(log_of(self), cut_at_start != 0);
         if (ret != ROTOR_OK) {
-            rotor_raise_status(module, ret);
+            py_raise_status(module, ret);
             Py_CLEAR(self);
         }
     }
     return self;
 }
 
-static void log_dealloc(PyObject *object) {
+static void py_log_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     rotor_log_free(log_of(object));
     type->tp_free(object);
     Py_DECREF(type);
 }
 
-/* Whether no thread changes the log now. */
+/* True if no thread changes the log now. */
 static bool may_read(PyObject *object) {
-    if (((rotor_log_object_t *)object)->is_feeding) {
+    if (((py_log_t *)object)->is_feeding) {
         PyErr_SetString(PyExc_RuntimeError, "the log is being fed; wait until feed has returned");
         return false;
     }
@@ -88,7 +55,7 @@ static bool may_read(PyObject *object) {
 }
 
 static bool may_change(PyObject *object) {
-    if (((rotor_log_object_t *)object)->readers > 0) {
+    if (((py_log_t *)object)->readers > 0) {
         PyErr_SetString(PyExc_RuntimeError,
                         "the log is being replayed; feed it when no replay runs");
         return false;
@@ -102,15 +69,15 @@ PyDoc_STRVAR(log_feed_doc, "feed(data, progress=None, /)\n--\n\n"
                            "\n"
                            "``progress(done, total)`` is called now and then, in bytes of `data`.");
 
-static PyObject *log_feed(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
+static PyObject *py_log_feed(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
     PyObject *module = PyType_GetModule(Py_TYPE(object));
-    rotor_log_object_t *self = (rotor_log_object_t *)object;
+    py_log_t *self = (py_log_t *)object;
     PyObject *progress = nargs > 1 && args[1] != Py_None ? args[1] : NULL;
     rotor_log_error_t error;
-    rotor_watch_t watch;
+    py_watch_t watch;
     Py_buffer view;
 
-    if (!rotor_are_counted("feed", nargs, 1, 2)) {
+    if (!py_are_counted("feed", nargs, 1, 2)) {
         return NULL;
     }
     if (progress != NULL && !PyCallable_Check(progress)) {
@@ -125,16 +92,16 @@ static PyObject *log_feed(PyObject *object, PyObject *const *args, Py_ssize_t na
         return NULL;
     }
     self->is_feeding = true;
-    rotor_watch_begin(&watch, progress);
+    py_watch_begin(&watch, progress);
     int ret = rotor_log_feed(&self->log, view.buf, view.len, &watch.callback, &error);
-    rotor_watch_end(&watch);
+    py_watch_end(&watch);
     self->is_feeding = false;
     PyBuffer_Release(&view);
     if (ret == ROTOR_ERR_FORMAT) {
         return raise_malformed(module, &error);
     }
     if (ret != ROTOR_OK) {
-        return rotor_raise_status(module, ret);
+        return py_raise_status(module, ret);
     }
     Py_RETURN_NONE;
 }
@@ -144,12 +111,12 @@ PyDoc_STRVAR(log_finish_doc, "finish(condition, /)\n--\n\n"
                              "End the log: 0 pins what is referenced, 1 sums its bytes up, 2\n"
                              "leaves it.");
 
-static PyObject *log_finish(PyObject *object, PyObject *argument) {
+static PyObject *py_log_finish(PyObject *object, PyObject *argument) {
     PyObject *module = PyType_GetModule(Py_TYPE(object));
     rotor_log_error_t error;
     int64_t condition;
 
-    if (!rotor_get_integer(argument, "condition", ROTOR_REMATERIALIZE, ROTOR_LEAVE, &condition) ||
+    if (!py_get_integer(argument, "condition", ROTOR_REMATERIALIZE, ROTOR_LEAVE, &condition) ||
         !may_change(object)) {
         return NULL;
     }
@@ -159,16 +126,16 @@ static PyObject *log_finish(PyObject *object, PyObject *argument) {
         return raise_malformed(module, &error);
     }
     if (ret != ROTOR_OK) {
-        return rotor_raise_status(module, ret);
+        return py_raise_status(module, ret);
     }
     Py_RETURN_NONE;
 }
 
 // Log.lookup(name) -> int
 PyDoc_STRVAR(log_lookup_doc, "lookup(name, /)\n--\n\n"
-                             "The tensor that a name stands for now, or -1.");
+                             "Return the tensor that a name is bound to now, or -1.");
 
-static PyObject *log_lookup(PyObject *object, PyObject *argument) {
+static PyObject *py_log_lookup(PyObject *object, PyObject *argument) {
     Py_ssize_t length;
 
     if (!PyUnicode_Check(argument)) {
@@ -198,9 +165,9 @@ static bool get_index(PyObject *object, PyObject *argument, const char *what,
 
 // Log.references(tensor) -> int
 PyDoc_STRVAR(log_references_doc, "references(tensor, /)\n--\n\n"
-                                 "References that a tensor holds from names by now.");
+                                 "Return the references that a tensor holds from names by now.");
 
-static PyObject *log_references(PyObject *object, PyObject *argument) {
+static PyObject *py_log_references(PyObject *object, PyObject *argument) {
     int64_t tensor;
     if (!get_index(object, argument, "tensor", &log_of(object)->graph.tensor_count, &tensor)) {
         return NULL;
@@ -215,9 +182,9 @@ static PyObject *name_at(const rotor_graph_t *graph, int32_t at) {
 
 // Log.operation_name(operation) -> str
 PyDoc_STRVAR(log_operation_name_doc, "operation_name(operation, /)\n--\n\n"
-                                     "The name of an operation; \"constant\" of constants.");
+                                     "Return the name of an operation; \"constant\" of constants.");
 
-static PyObject *log_operation_name(PyObject *object, PyObject *argument) {
+static PyObject *py_log_operation_name(PyObject *object, PyObject *argument) {
     const rotor_graph_t *graph = &log_of(object)->graph;
     int64_t index;
     if (!get_index(object, argument, "operation", &graph->operation_count, &index)) {
@@ -228,9 +195,9 @@ static PyObject *log_operation_name(PyObject *object, PyObject *argument) {
 
 // Log.tensor_name(tensor) -> str
 PyDoc_STRVAR(log_tensor_name_doc, "tensor_name(tensor, /)\n--\n\n"
-                                  "The name under which a tensor was made.");
+                                  "Return the name under which a tensor was made.");
 
-static PyObject *log_tensor_name(PyObject *object, PyObject *argument) {
+static PyObject *py_log_tensor_name(PyObject *object, PyObject *argument) {
     const rotor_graph_t *graph = &log_of(object)->graph;
     int64_t index;
     if (!get_index(object, argument, "tensor", &graph->tensor_count, &index)) {
@@ -245,7 +212,7 @@ enum { MOST_COLUMNS = 6 };
 static PyObject *make_columns(int width, int64_t count, int64_t *columns[MOST_COLUMNS]) {
     PyObject *answer = PyTuple_New(width);
     for (int k = 0; answer != NULL && k < width; k++) {
-        PyObject *column = rotor_int64_bytes(NULL, count);
+        PyObject *column = py_int64_bytes(NULL, count);
         if (column == NULL) {
             Py_CLEAR(answer);
             break;
@@ -257,11 +224,12 @@ static PyObject *make_columns(int width, int64_t count, int64_t *columns[MOST_CO
 }
 
 // Log.operations() -> tuple of int64 arrays
-PyDoc_STRVAR(log_operations_doc, "operations()\n--\n\n"
-                                 "Columns of int64: cost_ns, bytes, first_input, input_count,\n"
-                                 "first_output, output_count.");
+PyDoc_STRVAR(log_operations_doc,
+             "operations()\n--\n\n"
+             "Return columns of int64: cost_ns, bytes, first_input, input_count,\n"
+             "first_output, output_count.");
 
-static PyObject *log_operations(PyObject *object, PyObject *unused) {
+static PyObject *py_log_operations(PyObject *object, PyObject *unused) {
     const rotor_graph_t *graph = &log_of(object)->graph;
     int64_t *columns[MOST_COLUMNS];
     PyObject *answer = NULL;
@@ -283,16 +251,17 @@ static PyObject *log_operations(PyObject *object, PyObject *unused) {
 }
 
 // Log.inputs() -> int64 array
-PyDoc_STRVAR(log_inputs_doc, "inputs()\n--\n\n"
-                             "Tensors that operations read, as int64; see `operations`.");
+PyDoc_STRVAR(log_inputs_doc,
+             "inputs()\n--\n\n"
+             "Return the tensors that operations read, as int64; see `operations`.");
 
-static PyObject *log_inputs(PyObject *object, PyObject *unused) {
+static PyObject *py_log_inputs(PyObject *object, PyObject *unused) {
     const rotor_graph_t *graph = &log_of(object)->graph;
     PyObject *answer = NULL;
 
     (void)unused;
     if (may_read(object)) {
-        answer = rotor_int64_bytes(NULL, graph->input_count);
+        answer = py_int64_bytes(NULL, graph->input_count);
     }
     if (answer != NULL) {
         int64_t *to = (int64_t *)(void *)PyByteArray_AS_STRING(answer);
@@ -305,9 +274,9 @@ static PyObject *log_inputs(PyObject *object, PyObject *unused) {
 
 // Log.tensors() -> tuple of int64 arrays
 PyDoc_STRVAR(log_tensors_doc, "tensors()\n--\n\n"
-                              "Columns of int64: storage, operation, is_alias.");
+                              "Return columns of int64: storage, operation, is_alias.");
 
-static PyObject *log_tensors(PyObject *object, PyObject *unused) {
+static PyObject *py_log_tensors(PyObject *object, PyObject *unused) {
     const rotor_graph_t *graph = &log_of(object)->graph;
     int64_t *columns[MOST_COLUMNS];
     PyObject *answer = NULL;
@@ -326,9 +295,9 @@ static PyObject *log_tensors(PyObject *object, PyObject *unused) {
 
 // Log.storages() -> tuple of int64 arrays
 PyDoc_STRVAR(log_storages_doc, "storages()\n--\n\n"
-                               "Columns of int64: bytes, root.");
+                               "Return columns of int64: bytes, root.");
 
-static PyObject *log_storages(PyObject *object, PyObject *unused) {
+static PyObject *py_log_storages(PyObject *object, PyObject *unused) {
     const rotor_graph_t *graph = &log_of(object)->graph;
     int64_t *columns[MOST_COLUMNS];
     PyObject *answer = NULL;
@@ -345,17 +314,18 @@ static PyObject *log_storages(PyObject *object, PyObject *unused) {
 }
 
 // Log.commands() -> int64 array
-PyDoc_STRVAR(log_commands_doc, "commands()\n--\n\n"
-                               "Pairs of int64: kind (0 compute, 1 get, 2 pin, 3 release), and the\n"
-                               "index of an operation or a tensor.");
+PyDoc_STRVAR(log_commands_doc,
+             "commands()\n--\n\n"
+             "Return pairs of int64: kind (0 compute, 1 get, 2 pin, 3 release), and the\n"
+             "index of an operation or a tensor.");
 
-static PyObject *log_commands(PyObject *object, PyObject *unused) {
+static PyObject *py_log_commands(PyObject *object, PyObject *unused) {
     const rotor_log_t *log = log_of(object);
     PyObject *answer = NULL;
 
     (void)unused;
     if (may_read(object)) {
-        answer = rotor_int64_bytes(NULL, 2 * log->command_count);
+        answer = py_int64_bytes(NULL, 2 * log->command_count);
     }
     if (answer != NULL) {
         int64_t *to = (int64_t *)(void *)PyByteArray_AS_STRING(answer);
@@ -368,7 +338,7 @@ static PyObject *log_commands(PyObject *object, PyObject *unused) {
 }
 
 /* An int64 of the log; `closure` is its offset. */
-static PyObject *log_count(PyObject *object, void *closure) {
+static PyObject *py_log_count(PyObject *object, void *closure) {
     if (!may_read(object)) {
         return NULL;
     }
@@ -377,33 +347,33 @@ static PyObject *log_count(PyObject *object, void *closure) {
     return PyLong_FromLongLong(value);
 }
 
-static PyObject *log_is_finished(PyObject *object, void *closure) {
+static PyObject *py_log_is_finished(PyObject *object, void *closure) {
     (void)closure;
     return may_read(object) ? PyBool_FromLong(log_of(object)->is_finished) : NULL;
 }
 
-static PyObject *log_footprint(PyObject *object, void *closure) {
+static PyObject *py_log_footprint(PyObject *object, void *closure) {
     (void)closure;
     return may_read(object) ? PyLong_FromLongLong(rotor_log_footprint(log_of(object))) : NULL;
 }
 
 static PyMethodDef log_methods[] = {
-    {"feed", ROTOR_FASTCALL(log_feed), log_feed_doc},
-    {"finish", log_finish, METH_O, log_finish_doc},
-    {"lookup", log_lookup, METH_O, log_lookup_doc},
-    {"references", log_references, METH_O, log_references_doc},
-    {"operation_name", log_operation_name, METH_O, log_operation_name_doc},
-    {"tensor_name", log_tensor_name, METH_O, log_tensor_name_doc},
-    {"operations", log_operations, METH_NOARGS, log_operations_doc},
-    {"inputs", log_inputs, METH_NOARGS, log_inputs_doc},
-    {"tensors", log_tensors, METH_NOARGS, log_tensors_doc},
-    {"storages", log_storages, METH_NOARGS, log_storages_doc},
-    {"commands", log_commands, METH_NOARGS, log_commands_doc},
+    {"feed", PY_FASTCALL(py_log_feed), log_feed_doc},
+    {"finish", py_log_finish, METH_O, log_finish_doc},
+    {"lookup", py_log_lookup, METH_O, log_lookup_doc},
+    {"references", py_log_references, METH_O, log_references_doc},
+    {"operation_name", py_log_operation_name, METH_O, log_operation_name_doc},
+    {"tensor_name", py_log_tensor_name, METH_O, log_tensor_name_doc},
+    {"operations", py_log_operations, METH_NOARGS, log_operations_doc},
+    {"inputs", py_log_inputs, METH_NOARGS, log_inputs_doc},
+    {"tensors", py_log_tensors, METH_NOARGS, log_tensors_doc},
+    {"storages", py_log_storages, METH_NOARGS, log_storages_doc},
+    {"commands", py_log_commands, METH_NOARGS, log_commands_doc},
     {NULL, NULL, 0, NULL},
 };
 
-#define COUNT(name, field, text) \
-    {name, log_count, NULL, text, (void *)(uintptr_t)offsetof(rotor_log_t, field)}
+#define COUNT(name, field, text)                                                                   \
+    {name, py_log_count, NULL, text, (void *)(uintptr_t)offsetof(rotor_log_t, field)}
 
 static PyGetSetDef log_getset[] = {
     COUNT("line_count", line_count, "Lines read, empty ones included."),
@@ -415,34 +385,30 @@ static PyGetSetDef log_getset[] = {
     COUNT("operation_count", graph.operation_count, "Operations."),
     COUNT("tensor_count", graph.tensor_count, "Tensors."),
     COUNT("storage_count", graph.storage_count, "Storages."),
-    {"is_finished", log_is_finished, NULL, "Whether the log has ended.", NULL},
-    {"footprint_bytes", log_footprint, NULL, "Bytes that the log takes in memory.", NULL},
+    {"is_finished", py_log_is_finished, NULL, "Whether the log has ended.", NULL},
+    {"footprint_bytes", py_log_footprint, NULL, "Bytes that the log takes in memory.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 PyDoc_STRVAR(log_doc, "Reads a log piece by piece (see rotor.simrd.parse).");
 
 static PyType_Slot log_slots[] = {
-    {Py_tp_new, log_new},
-    {Py_tp_dealloc, log_dealloc},
-    {Py_tp_methods, log_methods},
-    {Py_tp_getset, log_getset},
-    {Py_tp_doc, (void *)log_doc},
-    {0, NULL},
+    {Py_tp_new, py_log_new},    {Py_tp_dealloc, py_log_dealloc}, {Py_tp_methods, log_methods},
+    {Py_tp_getset, log_getset}, {Py_tp_doc, (void *)log_doc},    {0, NULL},
 };
 
 static PyType_Spec log_spec = {
     .name = "rotor._core.Log",
-    .basicsize = sizeof(rotor_log_object_t),
+    .basicsize = sizeof(py_log_t),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = log_slots,
 };
 
-int rotor_add_log(PyObject *module) {
+int py_add_log(PyObject *module) {
     PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &log_spec, NULL);
     if (type == NULL) {
         return -1;
     }
-    rotor_state(module)->log_type = type;
-    return PyModule_AddType(module, type) != 0 ? -1 : rotor_add_log_writer(module);
+    py_state(module)->log_type = type;
+    return PyModule_AddType(module, type);
 }

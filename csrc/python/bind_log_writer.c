@@ -1,4 +1,4 @@
-#include "bind_log.h"
+#include "support.h"
 
 #include <string.h>
 
@@ -7,13 +7,11 @@
 typedef struct {
     PyObject_HEAD
     rotor_log_writer_t writer;
-} writer_object_t;
+} py_writer_t;
 
-static rotor_log_writer_t *writer_of(PyObject *object) {
-    return &((writer_object_t *)object)->writer;
-}
+static rotor_log_writer_t *writer_of(PyObject *object) { return &((py_writer_t *)object)->writer; }
 
-static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *py_writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     if (PyTuple_GET_SIZE(args) != 0 || (kwargs != NULL && PyDict_GET_SIZE(kwargs) != 0)) {
         return PyErr_Format(PyExc_TypeError, "LogWriter takes no arguments");
     }
@@ -24,7 +22,7 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     return self;
 }
 
-static void writer_dealloc(PyObject *object) {
+static void py_writer_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     rotor_log_writer_free(writer_of(object));
     type->tp_free(object);
@@ -33,7 +31,7 @@ static void writer_dealloc(PyObject *object) {
 
 static PyObject *written(PyObject *object, int status) {
     if (status != ROTOR_OK) {
-        return rotor_raise_status(PyType_GetModule(Py_TYPE(object)), status);
+        return py_raise_status(PyType_GetModule(Py_TYPE(object)), status);
     }
     Py_RETURN_NONE;
 }
@@ -92,7 +90,7 @@ static rotor_name_t *get_names(PyObject *object, const char *what, PyObject **tu
 PyDoc_STRVAR(writer_call_doc, "call(name, args, results, time_ns, /)\n--\n\n"
                               "Write CALL; memory and alias of every result have to follow.");
 
-static PyObject *writer_call(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
+static PyObject *py_writer_call(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
     PyObject *tuples[2] = {NULL, NULL};
     rotor_name_t *inputs = NULL;
     rotor_name_t *results = NULL;
@@ -100,10 +98,10 @@ static PyObject *writer_call(PyObject *object, PyObject *const *args, Py_ssize_t
     int64_t time_ns;
     PyObject *answer = NULL;
 
-    if (!rotor_are_counted("call", nargs, 4, 4) || !get_name(args[0], "name", &name) ||
+    if (!py_are_counted("call", nargs, 4, 4) || !get_name(args[0], "name", &name) ||
         (inputs = get_names(args[1], "args", &tuples[0])) == NULL ||
         (results = get_names(args[2], "results", &tuples[1])) == NULL ||
-        !rotor_get_integer(args[3], "time_ns", 0, ROTOR_MAX_VALUE, &time_ns)) {
+        !py_get_integer(args[3], "time_ns", 0, ROTOR_MAX_VALUE, &time_ns)) {
         goto out;
     }
     if (PyTuple_GET_SIZE(tuples[1]) == 0) {
@@ -125,7 +123,7 @@ out:
 PyDoc_STRVAR(writer_mutate_doc, "mutate(name, args, mutated, time_ns, /)\n--\n\n"
                                 "Write MUTATE; `mutated` are indices of `args`.");
 
-static PyObject *writer_mutate(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
+static PyObject *py_writer_mutate(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
     PyObject *tuples[2] = {NULL, NULL};
     rotor_name_t *inputs = NULL;
     int64_t *mutated = NULL;
@@ -133,10 +131,10 @@ static PyObject *writer_mutate(PyObject *object, PyObject *const *args, Py_ssize
     int64_t time_ns;
     PyObject *answer = NULL;
 
-    if (!rotor_are_counted("mutate", nargs, 4, 4) || !get_name(args[0], "name", &name) ||
+    if (!py_are_counted("mutate", nargs, 4, 4) || !get_name(args[0], "name", &name) ||
         (inputs = get_names(args[1], "args", &tuples[0])) == NULL ||
         (tuples[1] = get_tuple(args[2], "mutated")) == NULL ||
-        !rotor_get_integer(args[3], "time_ns", 0, ROTOR_MAX_VALUE, &time_ns)) {
+        !py_get_integer(args[3], "time_ns", 0, ROTOR_MAX_VALUE, &time_ns)) {
         goto out;
     }
     Py_ssize_t count = PyTuple_GET_SIZE(tuples[1]);
@@ -150,8 +148,8 @@ static PyObject *writer_mutate(PyObject *object, PyObject *const *args, Py_ssize
         goto out;
     }
     for (Py_ssize_t k = 0; k < count; k++) {
-        if (!rotor_get_integer(PyTuple_GET_ITEM(tuples[1], k), "an entry of mutated", 0,
-                         PyTuple_GET_SIZE(tuples[0]) - 1, &mutated[k])) {
+        if (!py_get_integer(PyTuple_GET_ITEM(tuples[1], k), "an entry of mutated", 0,
+                            PyTuple_GET_SIZE(tuples[0]) - 1, &mutated[k])) {
             goto out;
         }
     }
@@ -177,21 +175,21 @@ static PyObject *write_name(PyObject *object, PyObject *argument, const char *wh
 PyDoc_STRVAR(writer_constant_doc, "constant(name, /)\n--\n\n"
                                   "Write CONSTANT; its memory has to follow.");
 
-static PyObject *writer_constant(PyObject *object, PyObject *argument) {
+static PyObject *py_writer_constant(PyObject *object, PyObject *argument) {
     return write_name(object, argument, "name", rotor_log_write_constant);
 }
 
 // LogWriter.release(name) -> None
 PyDoc_STRVAR(writer_release_doc, "release(name, /)\n--\n\nWrite RELEASE.");
 
-static PyObject *writer_release(PyObject *object, PyObject *argument) {
+static PyObject *py_writer_release(PyObject *object, PyObject *argument) {
     return write_name(object, argument, "name", rotor_log_write_release);
 }
 
 // LogWriter.pin(name) -> None
 PyDoc_STRVAR(writer_pin_doc, "pin(name, /)\n--\n\nWrite PIN.");
 
-static PyObject *writer_pin(PyObject *object, PyObject *argument) {
+static PyObject *py_writer_pin(PyObject *object, PyObject *argument) {
     return write_name(object, argument, "name", rotor_log_write_pin);
 }
 
@@ -199,7 +197,7 @@ static PyObject *writer_pin(PyObject *object, PyObject *argument) {
 PyDoc_STRVAR(writer_annotate_doc, "annotate(text, /)\n--\n\n"
                                   "Write ANNOTATE, such as START or BACKWARD.");
 
-static PyObject *writer_annotate(PyObject *object, PyObject *argument) {
+static PyObject *py_writer_annotate(PyObject *object, PyObject *argument) {
     return write_name(object, argument, "text", rotor_log_write_annotate);
 }
 
@@ -208,8 +206,8 @@ static PyObject *write_number(PyObject *object, PyObject *const *args, Py_ssize_
                               int (*write)(rotor_log_writer_t *, rotor_name_t, int64_t)) {
     rotor_name_t name;
     int64_t number;
-    if (!rotor_are_counted(what, nargs, 2, 2) || !get_name(args[0], "name", &name) ||
-        !rotor_get_integer(args[1], what, least, most, &number)) {
+    if (!py_are_counted(what, nargs, 2, 2) || !get_name(args[0], "name", &name) ||
+        !py_get_integer(args[1], what, least, most, &number)) {
         return NULL;
     }
     return written(object, write(writer_of(object), name, number));
@@ -218,7 +216,7 @@ static PyObject *write_number(PyObject *object, PyObject *const *args, Py_ssize_
 // LogWriter.memory(name, bytes) -> None
 PyDoc_STRVAR(writer_memory_doc, "memory(name, bytes, /)\n--\n\nWrite MEMORY.");
 
-static PyObject *writer_memory(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
+static PyObject *py_writer_memory(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
     return write_number(object, args, nargs, "memory", 0, ROTOR_MAX_VALUE,
                         rotor_log_write_memory);
 }
@@ -227,7 +225,7 @@ static PyObject *writer_memory(PyObject *object, PyObject *const *args, Py_ssize
 PyDoc_STRVAR(writer_alias_doc, "alias(name, alias, /)\n--\n\n"
                                "Write ALIAS: -1, or an index of the arguments of the call.");
 
-static PyObject *writer_alias(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
+static PyObject *py_writer_alias(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
     return write_number(object, args, nargs, "alias", -1, INT32_MAX, rotor_log_write_alias);
 }
 
@@ -235,7 +233,7 @@ static PyObject *write_copy(PyObject *object, PyObject *const *args, Py_ssize_t 
                             const char *method, bool rebinds) {
     rotor_name_t destination;
     rotor_name_t source;
-    if (!rotor_are_counted(method, nargs, 2, 2) || !get_name(args[0], "dst", &destination) ||
+    if (!py_are_counted(method, nargs, 2, 2) || !get_name(args[0], "dst", &destination) ||
         !get_name(args[1], "src", &source)) {
         return NULL;
     }
@@ -246,7 +244,7 @@ static PyObject *write_copy(PyObject *object, PyObject *const *args, Py_ssize_t 
 PyDoc_STRVAR(writer_copy_doc, "copy(dst, src, /)\n--\n\n"
                               "Write COPY: `dst` is a name more for the tensor of `src`.");
 
-static PyObject *writer_copy(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
+static PyObject *py_writer_copy(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
     return write_copy(object, args, nargs, "copy", false);
 }
 
@@ -254,15 +252,15 @@ static PyObject *writer_copy(PyObject *object, PyObject *const *args, Py_ssize_t
 PyDoc_STRVAR(writer_copy_from_doc, "copy_from(dst, src, /)\n--\n\n"
                                    "Write COPY_FROM: `dst` leaves its tensor for that of `src`.");
 
-static PyObject *writer_copy_from(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
+static PyObject *py_writer_copy_from(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
     return write_copy(object, args, nargs, "copy_from", true);
 }
 
 // LogWriter.take() -> bytes
 PyDoc_STRVAR(writer_take_doc, "take()\n--\n\n"
-                              "What was written since the last take, as UTF-8.");
+                              "Return the text written since the last take, as UTF-8.");
 
-static PyObject *writer_take(PyObject *object, PyObject *unused) {
+static PyObject *py_writer_take(PyObject *object, PyObject *unused) {
     rotor_log_writer_t *writer = writer_of(object);
     (void)unused;
     PyObject *text = PyBytes_FromStringAndSize(writer->text, (Py_ssize_t)writer->length);
@@ -273,25 +271,25 @@ static PyObject *writer_take(PyObject *object, PyObject *unused) {
 }
 
 static PyMethodDef writer_methods[] = {
-    {"constant", writer_constant, METH_O, writer_constant_doc},
-    {"memory", ROTOR_FASTCALL(writer_memory), writer_memory_doc},
-    {"alias", ROTOR_FASTCALL(writer_alias), writer_alias_doc},
-    {"call", ROTOR_FASTCALL(writer_call), writer_call_doc},
-    {"mutate", ROTOR_FASTCALL(writer_mutate), writer_mutate_doc},
-    {"copy", ROTOR_FASTCALL(writer_copy), writer_copy_doc},
-    {"copy_from", ROTOR_FASTCALL(writer_copy_from), writer_copy_from_doc},
-    {"release", writer_release, METH_O, writer_release_doc},
-    {"pin", writer_pin, METH_O, writer_pin_doc},
-    {"annotate", writer_annotate, METH_O, writer_annotate_doc},
-    {"take", writer_take, METH_NOARGS, writer_take_doc},
+    {"constant", py_writer_constant, METH_O, writer_constant_doc},
+    {"memory", PY_FASTCALL(py_writer_memory), writer_memory_doc},
+    {"alias", PY_FASTCALL(py_writer_alias), writer_alias_doc},
+    {"call", PY_FASTCALL(py_writer_call), writer_call_doc},
+    {"mutate", PY_FASTCALL(py_writer_mutate), writer_mutate_doc},
+    {"copy", PY_FASTCALL(py_writer_copy), writer_copy_doc},
+    {"copy_from", PY_FASTCALL(py_writer_copy_from), writer_copy_from_doc},
+    {"release", py_writer_release, METH_O, writer_release_doc},
+    {"pin", py_writer_pin, METH_O, writer_pin_doc},
+    {"annotate", py_writer_annotate, METH_O, writer_annotate_doc},
+    {"take", py_writer_take, METH_NOARGS, writer_take_doc},
     {NULL, NULL, 0, NULL},
 };
 
 PyDoc_STRVAR(writer_doc, "Writes a log, instruction by instruction (see rotor.simrd.LogWriter).");
 
 static PyType_Slot writer_slots[] = {
-    {Py_tp_new, writer_new},
-    {Py_tp_dealloc, writer_dealloc},
+    {Py_tp_new, py_writer_new},
+    {Py_tp_dealloc, py_writer_dealloc},
     {Py_tp_methods, writer_methods},
     {Py_tp_doc, (void *)writer_doc},
     {0, NULL},
@@ -299,12 +297,12 @@ static PyType_Slot writer_slots[] = {
 
 static PyType_Spec writer_spec = {
     .name = "rotor._core.LogWriter",
-    .basicsize = sizeof(writer_object_t),
+    .basicsize = sizeof(py_writer_t),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = writer_slots,
 };
 
-int rotor_add_log_writer(PyObject *module) {
+int py_add_log_writer(PyObject *module) {
     PyObject *type = PyType_FromModuleAndSpec(module, &writer_spec, NULL);
     if (type == NULL) {
         return -1;

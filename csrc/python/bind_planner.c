@@ -1,4 +1,4 @@
-#include "binding.h"
+#include "support.h"
 
 #include <string.h>
 
@@ -7,7 +7,7 @@
 typedef struct {
     PyObject_HEAD
     rotor_dataflow_t graph;
-} rotor_dataflow_object_t;
+} py_dataflow_t;
 
 static const char *const array_names[] = {
     "cost_ns", "workspace_bytes", "phase", "flags", "input_start", "inputs",
@@ -40,12 +40,12 @@ static int check_lengths(const Py_buffer *views) {
     return 0;
 }
 
-static PyObject *dataflow_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *module = PyType_GetModuleByDef(type, &rotor_module_def);
+static PyObject *py_dataflow_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *module = PyType_GetModule(type);
     PyObject *arrays[ARRAYS];
     Py_buffer views[ARRAYS];
     int count = 0;
-    rotor_dataflow_object_t *self = NULL;
+    py_dataflow_t *self = NULL;
 
     if (module == NULL || (kwargs != NULL && PyDict_GET_SIZE(kwargs) != 0)) {
         return PyErr_Format(PyExc_TypeError, "Dataflow takes positional arguments only");
@@ -56,14 +56,14 @@ static PyObject *dataflow_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         return NULL;
     }
     for (; count < ARRAYS; count++) {
-        if (rotor_get_int64(arrays[count], array_names[count], -1, &views[count]) != 0) {
+        if (py_get_int64(arrays[count], array_names[count], -1, &views[count]) != 0) {
             goto out;
         }
     }
     if (check_lengths(views) != 0) {
         goto out;
     }
-    self = (rotor_dataflow_object_t *)type->tp_alloc(type, 0);
+    self = (py_dataflow_t *)type->tp_alloc(type, 0);
     if (self != NULL) {
         rotor_dataflow_arrays_t source = {
             .operation_count = views[0].shape[0],
@@ -85,7 +85,7 @@ static PyObject *dataflow_new(PyTypeObject *type, PyObject *args, PyObject *kwar
                                               "and lists that begin where the last one ended");
             Py_CLEAR(self);
         } else if (ret != ROTOR_OK) {
-            rotor_raise_status(module, ret);
+            py_raise_status(module, ret);
             Py_CLEAR(self);
         }
     }
@@ -96,9 +96,9 @@ out:
     return (PyObject *)self;
 }
 
-static void dataflow_dealloc(PyObject *object) {
+static void py_dataflow_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
-    rotor_dataflow_free(&((rotor_dataflow_object_t *)object)->graph);
+    rotor_dataflow_free(&((py_dataflow_t *)object)->graph);
     type->tp_free(object);
     Py_DECREF(type);
 }
@@ -125,9 +125,9 @@ static const char *fault_text(enum rotor_fault kind) {
 
 static PyObject *raise_fault(PyObject *module, int status, const rotor_fault_t *fault) {
     if (fault->kind == ROTOR_FAULT_NONE) {
-        return rotor_raise_status(module, status);
+        return py_raise_status(module, status);
     }
-    PyObject *type = rotor_state(module)->invalid_sequence_error;
+    PyObject *type = py_state(module)->invalid_sequence_error;
     PyObject *message =
         fault->storage >= 0
             ? PyUnicode_FromFormat("%s: storage %d of operation %d", fault_text(fault->kind),
@@ -151,10 +151,10 @@ PyDoc_STRVAR(simulate_doc,
              "Check and price a program of int32: (time_ns, peak_bytes, before, peaks), the last "
              "two int64 bytearrays.");
 
-static PyObject *dataflow_simulate(PyObject *object, PyTypeObject *cls, PyObject *const *args,
-                                   Py_ssize_t nargs, PyObject *names) {
+static PyObject *py_dataflow_simulate(PyObject *object, PyTypeObject *cls, PyObject *const *args,
+                                      Py_ssize_t nargs, PyObject *names) {
     PyObject *module = PyType_GetModule(cls);
-    rotor_dataflow_object_t *self = (rotor_dataflow_object_t *)object;
+    py_dataflow_t *self = (py_dataflow_t *)object;
     PyObject *before = NULL;
     PyObject *peaks = NULL;
     PyObject *answer = NULL;
@@ -199,14 +199,14 @@ out:
 }
 
 PyDoc_STRVAR(lower_bound_doc, "lower_bound()\n--\n\n"
-                              "Bytes below which the peak of no program lies.");
+                              "Return the bytes below which the peak of no program lies.");
 
-static PyObject *dataflow_lower_bound(PyObject *object, PyObject *unused) {
+static PyObject *py_dataflow_lower_bound(PyObject *object, PyObject *unused) {
     int64_t bytes = 0;
     (void)unused;
-    int ret = rotor_dataflow_lower_bound(&((rotor_dataflow_object_t *)object)->graph, &bytes);
+    int ret = rotor_dataflow_lower_bound(&((py_dataflow_t *)object)->graph, &bytes);
     return ret == ROTOR_OK ? PyLong_FromLongLong(bytes)
-                           : rotor_raise_status(PyType_GetModule(Py_TYPE(object)), ret);
+                           : py_raise_status(PyType_GetModule(Py_TYPE(object)), ret);
 }
 
 static PyObject *program_bytes(const rotor_program_t *program) {
@@ -215,18 +215,19 @@ static PyObject *program_bytes(const rotor_program_t *program) {
         (Py_ssize_t)program->length * (Py_ssize_t)sizeof(*program->ops));
 }
 
-PyDoc_STRVAR(plan_doc,
-             "plan(budget, random_runs, moves, seed, time_limit_ns, progress, /)\n--\n\n"
-             "(program, minimum): the best program found within a budget in bytes, as int32; None "
-             "where none was found, and the least peak that was reached.");
+PyDoc_STRVAR(
+    plan_doc,
+    "plan(budget, random_runs, moves, seed, time_limit_ns, progress, /)\n--\n\n"
+    "Return (program, minimum): the best program found within a budget in bytes, as int32; None "
+    "where none was found, and the least peak that was reached.");
 
-static PyObject *dataflow_plan(PyObject *object, PyObject *args) {
+static PyObject *py_dataflow_plan(PyObject *object, PyObject *args) {
     PyObject *module = PyType_GetModule(Py_TYPE(object));
-    rotor_dataflow_object_t *self = (rotor_dataflow_object_t *)object;
+    py_dataflow_t *self = (py_dataflow_t *)object;
     rotor_planner_options_t options;
     rotor_program_t program;
     rotor_cost_t price;
-    rotor_watch_t watch;
+    py_watch_t watch;
     PyObject *progress;
     PyObject *answer = NULL;
     long long budget;
@@ -245,16 +246,16 @@ static PyObject *dataflow_plan(PyObject *object, PyObject *args) {
     options.seed = seed;
     options.time_limit_ns = time_limit;
     rotor_program_init(&program);
-    rotor_watch_begin(&watch, progress);
+    py_watch_begin(&watch, progress);
     int ret = rotor_planner_plan(&self->graph, budget, &options, &watch.callback, &program, &price,
                                  &minimum);
-    rotor_watch_end(&watch);
+    py_watch_end(&watch);
     if (ret == ROTOR_OK) {
         answer = Py_BuildValue("NL", program_bytes(&program), (long long)price.peak_bytes);
     } else if (ret == ROTOR_ERR_INFEASIBLE) {
         answer = Py_BuildValue("OL", Py_None, (long long)minimum);
     } else {
-        rotor_raise_status(module, ret);
+        py_raise_status(module, ret);
     }
     rotor_program_free(&program);
     return answer;
@@ -262,7 +263,7 @@ static PyObject *dataflow_plan(PyObject *object, PyObject *args) {
 
 PyDoc_STRVAR(curve_doc,
              "curve(points, random_runs, moves, seed, time_limit_ns, progress, /)\n--\n\n"
-             "The programs found for budgets in equal steps, ascending, as int32 each.");
+             "Return the programs found for budgets in equal steps, ascending, as int32 each.");
 
 static PyObject *program_list(const rotor_program_t *programs, int64_t count) {
     PyObject *list = PyList_New((Py_ssize_t)count);
@@ -277,13 +278,13 @@ static PyObject *program_list(const rotor_program_t *programs, int64_t count) {
     return list;
 }
 
-static PyObject *dataflow_curve(PyObject *object, PyObject *args) {
+static PyObject *py_dataflow_curve(PyObject *object, PyObject *args) {
     PyObject *module = PyType_GetModule(Py_TYPE(object));
-    rotor_dataflow_object_t *self = (rotor_dataflow_object_t *)object;
+    py_dataflow_t *self = (py_dataflow_t *)object;
     rotor_planner_options_t options;
     rotor_program_t *programs = NULL;
     rotor_cost_t *costs = NULL;
-    rotor_watch_t watch;
+    py_watch_t watch;
     PyObject *progress;
     PyObject *answer = NULL;
     long long points;
@@ -310,11 +311,11 @@ static PyObject *dataflow_curve(PyObject *object, PyObject *args) {
         PyErr_NoMemory();
         goto out;
     }
-    rotor_watch_begin(&watch, progress);
+    py_watch_begin(&watch, progress);
     int ret = rotor_planner_curve(&self->graph, points, &options, &watch.callback, programs, costs,
                                   &count);
-    rotor_watch_end(&watch);
-    answer = ret == ROTOR_OK ? program_list(programs, count) : rotor_raise_status(module, ret);
+    py_watch_end(&watch);
+    answer = ret == ROTOR_OK ? program_list(programs, count) : py_raise_status(module, ret);
 out:
     for (int64_t k = 0; programs != NULL && k < points; k++) {
         rotor_program_free(&programs[k]);
@@ -325,11 +326,11 @@ out:
 }
 
 static PyMethodDef dataflow_methods[] = {
-    {"simulate", (PyCFunction)(void (*)(void))dataflow_simulate,
+    {"simulate", (PyCFunction)(void (*)(void))py_dataflow_simulate,
      METH_METHOD | METH_FASTCALL | METH_KEYWORDS, simulate_doc},
-    {"lower_bound", dataflow_lower_bound, METH_NOARGS, lower_bound_doc},
-    {"plan", dataflow_plan, METH_VARARGS, plan_doc},
-    {"curve", dataflow_curve, METH_VARARGS, curve_doc},
+    {"lower_bound", py_dataflow_lower_bound, METH_NOARGS, lower_bound_doc},
+    {"plan", py_dataflow_plan, METH_VARARGS, plan_doc},
+    {"curve", py_dataflow_curve, METH_VARARGS, curve_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -339,8 +340,8 @@ PyDoc_STRVAR(dataflow_doc,
              "A graph of operations on storages, for programs and the planner.");
 
 static PyType_Slot dataflow_slots[] = {
-    {Py_tp_new, dataflow_new},
-    {Py_tp_dealloc, dataflow_dealloc},
+    {Py_tp_new, py_dataflow_new},
+    {Py_tp_dealloc, py_dataflow_dealloc},
     {Py_tp_methods, dataflow_methods},
     {Py_tp_doc, (void *)dataflow_doc},
     {0, NULL},
@@ -348,12 +349,12 @@ static PyType_Slot dataflow_slots[] = {
 
 static PyType_Spec dataflow_spec = {
     .name = "rotor._core.Dataflow",
-    .basicsize = sizeof(rotor_dataflow_object_t),
+    .basicsize = sizeof(py_dataflow_t),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = dataflow_slots,
 };
 
-int rotor_add_planner(PyObject *module) {
+int py_add_planner(PyObject *module) {
     PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &dataflow_spec, NULL);
     if (type == NULL) {
         return -1;

@@ -1,4 +1,4 @@
-#include "binding.h"
+#include "support.h"
 
 #include "probe.h"
 
@@ -6,9 +6,9 @@
 
 // clock_ns() -> int
 PyDoc_STRVAR(clock_ns_doc, "clock_ns()\n--\n\n"
-                           "Nanoseconds of a clock that never goes back.");
+                           "Return nanoseconds of a clock that never goes back.");
 
-static PyObject *clock_ns(PyObject *module, PyObject *unused) {
+static PyObject *py_clock_ns(PyObject *module, PyObject *unused) {
     (void)module;
     (void)unused;
     return PyLong_FromLongLong(rotor_clock_ns());
@@ -16,19 +16,20 @@ static PyObject *clock_ns(PyObject *module, PyObject *unused) {
 
 // thread_cpu_ns() -> int
 PyDoc_STRVAR(thread_cpu_ns_doc, "thread_cpu_ns()\n--\n\n"
-                                "CPU time of the calling thread, in nanoseconds.");
+                                "Return the CPU time of the calling thread, in nanoseconds.");
 
-static PyObject *thread_cpu_ns(PyObject *module, PyObject *unused) {
+static PyObject *py_thread_cpu_ns(PyObject *module, PyObject *unused) {
     (void)module;
     (void)unused;
     return PyLong_FromLongLong(rotor_thread_cpu_ns());
 }
 
 // process_cpu_ns() -> int
-PyDoc_STRVAR(process_cpu_ns_doc, "process_cpu_ns()\n--\n\n"
-                                 "CPU time of all threads of this process, in nanoseconds.");
+PyDoc_STRVAR(process_cpu_ns_doc,
+             "process_cpu_ns()\n--\n\n"
+             "Return the CPU time of all threads of this process, in nanoseconds.");
 
-static PyObject *process_cpu_ns(PyObject *module, PyObject *unused) {
+static PyObject *py_process_cpu_ns(PyObject *module, PyObject *unused) {
     (void)module;
     (void)unused;
     return PyLong_FromLongLong(rotor_process_cpu_ns());
@@ -45,15 +46,16 @@ static PyObject *get_root(PyObject *args, PyObject *kwargs, const char *format) 
 }
 
 // probe_memory(root="/") -> dict
-PyDoc_STRVAR(probe_memory_doc,
-             "probe_memory(root='/')\n--\n\n"
-             "Memory of this process, the machine, control groups, limits, and the C library's\n"
-             "heap: a dict of bytes, -1 where a figure is unknown or a limit is not set.\n"
-             "\n"
-             "`root` is the folder that holds proc and sys. ``free_bytes`` is what this process\n"
-             "may still allocate.");
+PyDoc_STRVAR(
+    probe_memory_doc,
+    "probe_memory(root='/')\n--\n\n"
+    "Return the memory of this process, the machine, control groups, limits, and the C library's\n"
+    "heap: a dict of bytes, -1 where a figure is unknown or a limit is not set.\n"
+    "\n"
+    "`root` is the folder that holds proc and sys. ``free_bytes`` is what this process\n"
+    "may still allocate.");
 
-static PyObject *probe_memory(PyObject *module, PyObject *args, PyObject *kwargs) {
+static PyObject *py_probe_memory(PyObject *module, PyObject *args, PyObject *kwargs) {
     rotor_host_memory_t memory;
     rotor_heap_t heap;
     int ret;
@@ -67,7 +69,7 @@ static PyObject *probe_memory(PyObject *module, PyObject *args, PyObject *kwargs
     Py_END_ALLOW_THREADS
     Py_DECREF(root);
     if (ret != ROTOR_OK) {
-        return rotor_raise_status(module, ret);
+        return py_raise_status(module, ret);
     }
     return Py_BuildValue(
         "{sL sL sL sL sL sL sL sL sL sL sL sL sL sL}", "resident_bytes",
@@ -85,12 +87,12 @@ static PyObject *probe_memory(PyObject *module, PyObject *args, PyObject *kwargs
 }
 
 // heap_bytes() -> int
-PyDoc_STRVAR(heap_bytes_doc,
-             "heap_bytes()\n--\n\n"
-             "Bytes that the C library's heap has given out, mapped ones included; -1 where that\n"
-             "is unknown. It takes less than a microsecond.");
+PyDoc_STRVAR(heap_bytes_doc, "heap_bytes()\n--\n\n"
+                             "Return the bytes that the C library's heap has given out, mapped "
+                             "ones included; -1 where that\n"
+                             "is unknown. It takes less than a microsecond.");
 
-static PyObject *heap_bytes(PyObject *module, PyObject *args) {
+static PyObject *py_heap_bytes(PyObject *module, PyObject *args) {
     rotor_heap_t heap;
     (void)module;
     (void)args;
@@ -105,7 +107,7 @@ PyDoc_STRVAR(reset_peak_rss_doc,
              "\n"
              "False where this machine does not offer it.");
 
-static PyObject *reset_peak_rss(PyObject *module, PyObject *args, PyObject *kwargs) {
+static PyObject *py_reset_peak_rss(PyObject *module, PyObject *args, PyObject *kwargs) {
     int ret;
     PyObject *root = get_root(args, kwargs, "|O&:reset_peak_rss");
     if (root == NULL) {
@@ -116,7 +118,7 @@ static PyObject *reset_peak_rss(PyObject *module, PyObject *args, PyObject *kwar
     Py_END_ALLOW_THREADS
     Py_DECREF(root);
     if (ret != ROTOR_OK && ret != ROTOR_ERR_UNAVAILABLE) {
-        return rotor_raise_status(module, ret);
+        return py_raise_status(module, ret);
     }
     return PyBool_FromLong(ret == ROTOR_OK);
 }
@@ -124,13 +126,15 @@ static PyObject *reset_peak_rss(PyObject *module, PyObject *args, PyObject *kwar
 // cuda_memory(device, cuda_library=None, nvml_library=None) -> dict
 PyDoc_STRVAR(cuda_memory_doc,
              "cuda_memory(device, cuda_library=None, nvml_library=None)\n--\n\n"
-             "Memory of a CUDA device: a dict of bytes, -1 where a figure is unknown, and a name,\n"
+             "Return the memory of a CUDA device: a dict of bytes, -1 where a figure is unknown, "
+             "and a name,\n"
              "\"\" where it is.\n"
              "\n"
              "``free_bytes`` and ``total_bytes`` are the driver's, where the device's context is\n"
-             "active; ``nvml_*`` count all processes. The libraries are opened when they exist.");
+             "active; ``nvml_*`` count all processes. The libraries are opened when they exist;\n"
+             "an empty name opens none.");
 
-static PyObject *cuda_memory(PyObject *module, PyObject *args, PyObject *kwargs) {
+static PyObject *py_cuda_memory(PyObject *module, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"device", "cuda_library", "nvml_library", NULL};
     int device;
     const char *cuda_library = NULL;
@@ -155,14 +159,14 @@ static PyObject *cuda_memory(PyObject *module, PyObject *args, PyObject *kwargs)
 #define WITH_KEYWORDS(function) (PyCFunction)(void (*)(void)) function, METH_VARARGS | METH_KEYWORDS
 
 static PyMethodDef functions[] = {
-    {"clock_ns", clock_ns, METH_NOARGS, clock_ns_doc},
-    {"thread_cpu_ns", thread_cpu_ns, METH_NOARGS, thread_cpu_ns_doc},
-    {"process_cpu_ns", process_cpu_ns, METH_NOARGS, process_cpu_ns_doc},
-    {"probe_memory", WITH_KEYWORDS(probe_memory), probe_memory_doc},
-    {"heap_bytes", heap_bytes, METH_NOARGS, heap_bytes_doc},
-    {"reset_peak_rss", WITH_KEYWORDS(reset_peak_rss), reset_peak_rss_doc},
-    {"cuda_memory", WITH_KEYWORDS(cuda_memory), cuda_memory_doc},
+    {"clock_ns", py_clock_ns, METH_NOARGS, clock_ns_doc},
+    {"thread_cpu_ns", py_thread_cpu_ns, METH_NOARGS, thread_cpu_ns_doc},
+    {"process_cpu_ns", py_process_cpu_ns, METH_NOARGS, process_cpu_ns_doc},
+    {"probe_memory", WITH_KEYWORDS(py_probe_memory), probe_memory_doc},
+    {"heap_bytes", py_heap_bytes, METH_NOARGS, heap_bytes_doc},
+    {"reset_peak_rss", WITH_KEYWORDS(py_reset_peak_rss), reset_peak_rss_doc},
+    {"cuda_memory", WITH_KEYWORDS(py_cuda_memory), cuda_memory_doc},
     {NULL, NULL, 0, NULL},
 };
 
-int rotor_add_probe(PyObject *module) { return PyModule_AddFunctions(module, functions); }
+int py_add_probe(PyObject *module) { return PyModule_AddFunctions(module, functions); }

@@ -1,11 +1,11 @@
-#include "bind_replay.h"
+#include "bind_candidate.h"
 
 #include <math.h>
 #include <string.h>
 
 typedef struct {
     PyObject_HEAD
-    rotor_log_object_t *log;
+    py_log_t *log;
     PyObject *callable; /* NULL: a published heuristic */
     PyObject *name;
     PyObject *progress; /* borrowed, of a run that holds the GIL */
@@ -13,32 +13,30 @@ typedef struct {
     rotor_replay_t replay;
     bool is_running; /* read and changed with the GIL held */
     bool has_ended;  /* with an exception, or an outcome other than ok */
-} rotor_replay_object_t;
+} py_replay_t;
 
-static PyObject *module_of(PyObject *object) {
-    return PyType_GetModuleByDef(Py_TYPE(object), &rotor_module_def);
-}
+static PyObject *module_of(PyObject *object) { return PyType_GetModule(Py_TYPE(object)); }
 
 static int call_heuristic(void *context, rotor_eviction_t *engine, int32_t storage, double *cost) {
-    const rotor_replay_object_t *self = context;
+    const py_replay_t *self = context;
 
     if (self->callable == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "the heuristic has been collected");
         return ROTOR_ERR_INTERRUPTED;
     }
-    rotor_call_t call = {
+    py_heuristic_t call = {
         .module = module_of((PyObject *)context),
         .callable = self->callable,
         .name = self->name,
         .now = self->replay.clock,
         .has_classes = self->replay.options.runtime != ROTOR_V1,
     };
-    return rotor_call_heuristic(&call, engine, storage, cost);
+    return py_call_heuristic(&call, engine, storage, cost);
 }
 
 /* The callback of a run that holds the GIL. */
-static bool keep_going(void *context, int64_t done, int64_t total) {
-    const rotor_replay_object_t *self = context;
+static bool replay_goes_on(void *context, int64_t done, int64_t total) {
+    const py_replay_t *self = context;
     PyObject *answer;
 
     if (PyErr_CheckSignals() != 0) {
@@ -54,7 +52,7 @@ static bool keep_going(void *context, int64_t done, int64_t total) {
 
 /* The Replay type. */
 
-static int check_log_is_still(const rotor_log_object_t *log) {
+static int check_log_is_still(const py_log_t *log) {
     if (log->is_feeding) {
         PyErr_SetString(PyExc_RuntimeError,
                         "the log is being fed by another thread, wait until it is done");
@@ -63,7 +61,7 @@ static int check_log_is_still(const rotor_log_object_t *log) {
     return 0;
 }
 
-static int check_is_still(const rotor_replay_object_t *self) {
+static int check_is_still(const py_replay_t *self) {
     if (self->is_running) {
         PyErr_SetString(PyExc_RuntimeError, "this Replay is being run, wait until it is done");
         return -1;
@@ -72,7 +70,7 @@ static int check_is_still(const rotor_replay_object_t *self) {
 }
 
 /* Fills in the heuristic of `self`; -1 with an exception. */
-static int set_heuristic(rotor_replay_object_t *self, PyObject *heuristic,
+static int set_heuristic(py_replay_t *self, PyObject *heuristic,
                          rotor_eviction_options_t *options) {
     if (PyUnicode_Check(heuristic)) {
         const char *name = PyUnicode_AsUTF8(heuristic);
@@ -108,9 +106,9 @@ static int set_heuristic(rotor_replay_object_t *self, PyObject *heuristic,
     return 0;
 }
 
-static PyObject *replay_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *module = PyType_GetModuleByDef(type, &rotor_module_def);
-    rotor_log_object_t *log;
+static PyObject *py_replay_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *module = PyType_GetModule(type);
+    py_log_t *log;
     PyObject *heuristic;
     PyObject *seed;
     int runtime;
@@ -130,9 +128,9 @@ static PyObject *replay_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (module == NULL || (kwargs != NULL && PyDict_GET_SIZE(kwargs) != 0)) {
         return PyErr_Format(PyExc_TypeError, "Replay takes positional arguments only");
     }
-    if (!PyArg_ParseTuple(args, "O!ipLdOO!LpppppLL:Replay", rotor_state(module)->log_type, &log,
-                          &runtime, &ignores_releases, &budget, &options.remat_limit_ns,
-                          &heuristic, &PyLong_Type, &seed, &rebuild_every, &sample, &ignore_small,
+    if (!PyArg_ParseTuple(args, "O!ipLdOO!LpppppLL:Replay", py_state(module)->log_type, &log,
+                          &runtime, &ignores_releases, &budget, &options.remat_limit_ns, &heuristic,
+                          &PyLong_Type, &seed, &rebuild_every, &sample, &ignore_small,
                           &count_accesses, &stats, &trace, &max_events, &stop_at_execution)) {
         return NULL;
     }
@@ -157,11 +155,11 @@ static PyObject *replay_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (check_log_is_still(log) != 0) {
         return NULL;
     }
-    rotor_replay_object_t *self = (rotor_replay_object_t *)type->tp_alloc(type, 0);
+    py_replay_t *self = (py_replay_t *)type->tp_alloc(type, 0);
     if (self == NULL) {
         return NULL;
     }
-    self->log = (rotor_log_object_t *)Py_NewRef(log);
+    self->log = (py_log_t *)Py_NewRef(log);
     options.runtime = (enum rotor_runtime)runtime;
     options.ignores_releases = ignores_releases != 0;
     options.budget_bytes = budget;
@@ -181,7 +179,7 @@ static PyObject *replay_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (ret == ROTOR_ERR_BAD_HEURISTIC) {
         PyErr_Format(PyExc_ValueError, "%s: %R", rotor_strerror(ret), self->name);
     } else if (ret != ROTOR_OK) {
-        rotor_raise_status(module, ret);
+        py_raise_status(module, ret);
     }
     if (ret != ROTOR_OK) {
         Py_DECREF(self);
@@ -190,21 +188,21 @@ static PyObject *replay_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     return (PyObject *)self;
 }
 
-static int replay_traverse(PyObject *object, visitproc visit, void *arg) {
-    rotor_replay_object_t *self = (rotor_replay_object_t *)object;
+static int py_replay_traverse(PyObject *object, visitproc visit, void *arg) {
+    py_replay_t *self = (py_replay_t *)object;
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->log);
     Py_VISIT(self->callable);
     return 0;
 }
 
-static int replay_clear(PyObject *object) {
-    Py_CLEAR(((rotor_replay_object_t *)object)->callable);
+static int py_replay_clear(PyObject *object) {
+    Py_CLEAR(((py_replay_t *)object)->callable);
     return 0;
 }
 
-static void replay_dealloc(PyObject *object) {
-    rotor_replay_object_t *self = (rotor_replay_object_t *)object;
+static void py_replay_dealloc(PyObject *object) {
+    py_replay_t *self = (py_replay_t *)object;
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     rotor_replay_free(&self->replay);
@@ -215,7 +213,7 @@ static void replay_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-static PyObject *raise_run(rotor_replay_object_t *self, int status) {
+static PyObject *raise_run(py_replay_t *self, int status) {
     const rotor_replay_t *replay = &self->replay;
 
     if (PyErr_Occurred()) {
@@ -237,7 +235,7 @@ static PyObject *raise_run(rotor_replay_object_t *self, int status) {
         return PyErr_Format(PyExc_ValueError, "%s: command %lld, of %s", rotor_strerror(status),
                             (long long)replay->next_command, graph->names + name);
     }
-    return rotor_raise_status(module_of((PyObject *)self), status);
+    return py_raise_status(module_of((PyObject *)self), status);
 }
 
 PyDoc_STRVAR(run_doc,
@@ -245,8 +243,8 @@ PyDoc_STRVAR(run_doc,
              "Run the commands of the log that were not run yet; `progress` is called with "
              "(commands done, all).");
 
-static PyObject *replay_run(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
-    rotor_replay_object_t *self = (rotor_replay_object_t *)object;
+static PyObject *py_replay_run(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
+    py_replay_t *self = (py_replay_t *)object;
     PyObject *progress = nargs == 1 && args[0] != Py_None ? args[0] : NULL;
     int ret;
 
@@ -263,15 +261,15 @@ static PyObject *replay_run(PyObject *object, PyObject *const *args, Py_ssize_t 
     self->is_running = true;
     self->log->readers++;
     if (self->replay.options.eviction.heuristic == &self->heuristic) {
-        rotor_callback_t callback = {keep_going, self};
+        rotor_callback_t callback = {replay_goes_on, self};
         self->progress = progress;
         ret = rotor_replay_run(&self->replay, &callback);
         self->progress = NULL;
     } else {
-        rotor_watch_t watch;
-        rotor_watch_begin(&watch, progress);
+        py_watch_t watch;
+        py_watch_begin(&watch, progress);
         ret = rotor_replay_run(&self->replay, &watch.callback);
-        rotor_watch_end(&watch);
+        py_watch_end(&watch);
     }
     self->log->readers--;
     self->is_running = false;
@@ -282,10 +280,10 @@ static PyObject *replay_run(PyObject *object, PyObject *const *args, Py_ssize_t 
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(is_defined_doc, "is_defined(tensor, /)\n--\n\nWhether a tensor is in memory.");
+PyDoc_STRVAR(is_defined_doc, "is_defined(tensor, /)\n--\n\nReturn whether a tensor is in memory.");
 
-static PyObject *replay_is_defined(PyObject *object, PyObject *tensor) {
-    rotor_replay_object_t *self = (rotor_replay_object_t *)object;
+static PyObject *py_replay_is_defined(PyObject *object, PyObject *tensor) {
+    py_replay_t *self = (py_replay_t *)object;
     long long index = PyLong_AsLongLong(tensor);
 
     if ((index == -1 && PyErr_Occurred()) || check_is_still(self) != 0) {
@@ -295,12 +293,11 @@ static PyObject *replay_is_defined(PyObject *object, PyObject *tensor) {
     return PyBool_FromLong(exists && rotor_replay_is_defined(&self->replay, (int32_t)index));
 }
 
-PyDoc_STRVAR(locked_doc,
-             "locked()\n--\n\n"
-             "The storages that are in memory and locked or pinned, int64.");
+PyDoc_STRVAR(locked_doc, "locked()\n--\n\n"
+                         "Return the storages that are in memory and locked or pinned, int64.");
 
-static PyObject *replay_locked(PyObject *object, PyObject *unused) {
-    rotor_replay_object_t *self = (rotor_replay_object_t *)object;
+static PyObject *py_replay_locked(PyObject *object, PyObject *unused) {
+    py_replay_t *self = (py_replay_t *)object;
     PyObject *answer = NULL;
 
     (void)unused;
@@ -317,14 +314,14 @@ static PyObject *replay_locked(PyObject *object, PyObject *unused) {
         for (int64_t i = 0; i < count; i++) {
             wide[i] = storages[i];
         }
-        answer = rotor_int64_bytes(wide, count);
+        answer = py_int64_bytes(wide, count);
     }
     rotor_free(storages);
     rotor_free(wide);
     return answer;
 }
 
-static PyObject *array_or_none(const rotor_replay_object_t *self, bool exists, const void *array,
+static PyObject *array_or_none(const py_replay_t *self, bool exists, const void *array,
                                int64_t count, size_t size) {
     if (check_is_still(self) != 0) {
         return NULL;
@@ -335,13 +332,14 @@ static PyObject *array_or_none(const rotor_replay_object_t *self, bool exists, c
     return PyByteArray_FromStringAndSize(array, (Py_ssize_t)count * (Py_ssize_t)size);
 }
 
-PyDoc_STRVAR(events_doc,
-             "events()\n--\n\n"
-             "The trace, as records of int64 clock, bytes, memory and int32 kind, index; None "
-             "without one.");
+PyDoc_STRVAR(
+    events_doc,
+    "events()\n--\n\n"
+    "Return the trace, as records of int64 clock, bytes, memory and int32 kind, index; None "
+    "without one.");
 
-static PyObject *replay_events(PyObject *object, PyObject *unused) {
-    rotor_replay_object_t *self = (rotor_replay_object_t *)object;
+static PyObject *py_replay_events(PyObject *object, PyObject *unused) {
+    py_replay_t *self = (py_replay_t *)object;
     const rotor_replay_t *replay = &self->replay;
     (void)unused;
     return array_or_none(self, replay->options.trace, replay->events, replay->event_count,
@@ -350,24 +348,25 @@ static PyObject *replay_events(PyObject *object, PyObject *unused) {
 
 PyDoc_STRVAR(storage_stats_doc,
              "storage_stats()\n--\n\n"
-             "Of every storage made: int64 materialized, evicted, first_clock, last_clock, "
+             "Return of every storage made: int64 materialized, evicted, first_clock, last_clock, "
              "resident_ns; None where they were not asked for.");
 
-static PyObject *replay_storage_stats(PyObject *object, PyObject *unused) {
-    rotor_replay_object_t *self = (rotor_replay_object_t *)object;
+static PyObject *py_replay_storage_stats(PyObject *object, PyObject *unused) {
+    py_replay_t *self = (py_replay_t *)object;
     const rotor_replay_t *replay = &self->replay;
     (void)unused;
     return array_or_none(self, replay->options.stats, replay->storage_stats,
                          replay->eviction.count, sizeof(*replay->storage_stats));
 }
 
-PyDoc_STRVAR(operation_stats_doc,
-             "operation_stats()\n--\n\n"
-             "Of every operation made: int64 executions, executions_by_model; None where they were "
-             "not asked for.");
+PyDoc_STRVAR(
+    operation_stats_doc,
+    "operation_stats()\n--\n\n"
+    "Return of every operation made: int64 executions, executions_by_model; None where they were "
+    "not asked for.");
 
-static PyObject *replay_operation_stats(PyObject *object, PyObject *unused) {
-    rotor_replay_object_t *self = (rotor_replay_object_t *)object;
+static PyObject *py_replay_operation_stats(PyObject *object, PyObject *unused) {
+    py_replay_t *self = (py_replay_t *)object;
     const rotor_replay_t *replay = &self->replay;
     (void)unused;
     return array_or_none(self, replay->options.stats, replay->operation_stats,
@@ -408,8 +407,8 @@ static const result_t results[RESULT_COUNT] = {
     RESULT(eviction.count),
 };
 
-static PyObject *replay_get(PyObject *object, void *closure) {
-    rotor_replay_object_t *self = (rotor_replay_object_t *)object;
+static PyObject *py_replay_get(PyObject *object, void *closure) {
+    py_replay_t *self = (py_replay_t *)object;
     const result_t *result = closure;
     const char *field = (const char *)&self->replay + result->offset;
     int64_t wide;
@@ -426,15 +425,15 @@ static PyObject *replay_get(PyObject *object, void *closure) {
     return PyLong_FromLongLong(wide);
 }
 
-static PyObject *replay_footprint(PyObject *object, void *closure) {
-    rotor_replay_object_t *self = (rotor_replay_object_t *)object;
+static PyObject *py_replay_footprint(PyObject *object, void *closure) {
+    py_replay_t *self = (py_replay_t *)object;
     (void)closure;
     return check_is_still(self) != 0
                ? NULL
                : PyLong_FromLongLong(rotor_replay_footprint(&self->replay));
 }
 
-#define RESULT_GETTER(name, index, doc) {name, replay_get, NULL, doc, (void *)&results[index]}
+#define RESULT_GETTER(name, index, doc) {name, py_replay_get, NULL, doc, (void *)&results[index]}
 
 static PyGetSetDef replay_getset[] = {
     RESULT_GETTER("outcome", 0, "0 ok, 1 out of memory, 2 thrash, 3 stopped."),
@@ -459,46 +458,42 @@ static PyGetSetDef replay_getset[] = {
     RESULT_GETTER("locked_bytes", 19, "Bytes that are locked or pinned."),
     RESULT_GETTER("pool_count", 20, "Storages that could be evicted."),
     RESULT_GETTER("storage_count", 21, "Storages made."),
-    {"footprint_bytes", replay_footprint, NULL, "Bytes that the replay itself takes.", NULL},
+    {"footprint_bytes", py_replay_footprint, NULL, "Bytes that the replay itself takes.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMethodDef replay_methods[] = {
-    {"run", (PyCFunction)(void (*)(void))replay_run, METH_FASTCALL, run_doc},
-    {"is_defined", replay_is_defined, METH_O, is_defined_doc},
-    {"locked", replay_locked, METH_NOARGS, locked_doc},
-    {"events", replay_events, METH_NOARGS, events_doc},
-    {"storage_stats", replay_storage_stats, METH_NOARGS, storage_stats_doc},
-    {"operation_stats", replay_operation_stats, METH_NOARGS, operation_stats_doc},
+    {"run", (PyCFunction)(void (*)(void))py_replay_run, METH_FASTCALL, run_doc},
+    {"is_defined", py_replay_is_defined, METH_O, is_defined_doc},
+    {"locked", py_replay_locked, METH_NOARGS, locked_doc},
+    {"events", py_replay_events, METH_NOARGS, events_doc},
+    {"storage_stats", py_replay_storage_stats, METH_NOARGS, storage_stats_doc},
+    {"operation_stats", py_replay_operation_stats, METH_NOARGS, operation_stats_doc},
     {NULL, NULL, 0, NULL},
 };
 
 PyDoc_STRVAR(replay_doc, "A log replayed under a budget (see rotor.simrd.simulate).");
 
 static PyType_Slot replay_slots[] = {
-    {Py_tp_new, replay_new},
-    {Py_tp_dealloc, replay_dealloc},
-    {Py_tp_traverse, replay_traverse},
-    {Py_tp_clear, replay_clear},
-    {Py_tp_methods, replay_methods},
-    {Py_tp_getset, replay_getset},
-    {Py_tp_doc, (void *)replay_doc},
-    {0, NULL},
+    {Py_tp_new, py_replay_new},           {Py_tp_dealloc, py_replay_dealloc},
+    {Py_tp_traverse, py_replay_traverse}, {Py_tp_clear, py_replay_clear},
+    {Py_tp_methods, replay_methods},      {Py_tp_getset, replay_getset},
+    {Py_tp_doc, (void *)replay_doc},      {0, NULL},
 };
 
 static PyType_Spec replay_spec = {
     .name = "rotor._core.Replay",
-    .basicsize = sizeof(rotor_replay_object_t),
+    .basicsize = sizeof(py_replay_t),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = replay_slots,
 };
 
-int rotor_add_replay(PyObject *module) {
+int py_add_replay(PyObject *module) {
     PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &replay_spec, NULL);
     if (type == NULL) {
         return -1;
     }
     int added = PyModule_AddType(module, type);
     Py_DECREF(type);
-    return added == 0 ? rotor_add_candidate(module) : -1;
+    return added;
 }

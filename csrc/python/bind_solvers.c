@@ -1,4 +1,4 @@
-#include "binding.h"
+#include "support.h"
 
 #include "frontier.h"
 #include "persistent.h"
@@ -9,13 +9,12 @@ typedef struct {
     PyObject_HEAD
     PyObject *chain;
     void *table;
-    const rotor_table_ops_t *ops;
-} rotor_table_object_t;
+    const py_table_ops_t *ops;
+} py_table_t;
 
-PyObject *rotor_table_new(PyObject *module, PyObject *chain, void *table,
-                          const rotor_table_ops_t *ops) {
-    PyTypeObject *type = rotor_state(module)->table_type;
-    rotor_table_object_t *self = (rotor_table_object_t *)type->tp_alloc(type, 0);
+PyObject *py_table_new(PyObject *module, PyObject *chain, void *table, const py_table_ops_t *ops) {
+    PyTypeObject *type = py_state(module)->table_type;
+    py_table_t *self = (py_table_t *)type->tp_alloc(type, 0);
     if (self == NULL) {
         ops->release(table);
         return NULL;
@@ -26,8 +25,8 @@ PyObject *rotor_table_new(PyObject *module, PyObject *chain, void *table,
     return (PyObject *)self;
 }
 
-static void table_dealloc(PyObject *object) {
-    rotor_table_object_t *self = (rotor_table_object_t *)object;
+static void py_table_dealloc(PyObject *object) {
+    py_table_t *self = (py_table_t *)object;
     PyTypeObject *type = Py_TYPE(object);
     if (self->ops != NULL) {
         self->ops->release(self->table);
@@ -39,12 +38,12 @@ static void table_dealloc(PyObject *object) {
 
 PyDoc_STRVAR(table_sequence_doc,
              "sequence(budget, /)\n--\n\n"
-             "The best schedule within a budget in bytes, as int32 pairs (kind, stage).");
+             "Return the best schedule within a budget in bytes, as int32 pairs (kind, stage).");
 
-static PyObject *table_sequence(PyObject *object, PyTypeObject *cls, PyObject *const *args,
-                                Py_ssize_t nargs, PyObject *names) {
+static PyObject *py_table_sequence(PyObject *object, PyTypeObject *cls, PyObject *const *args,
+                                   Py_ssize_t nargs, PyObject *names) {
     PyObject *module = PyType_GetModule(cls);
-    rotor_table_object_t *self = (rotor_table_object_t *)object;
+    py_table_t *self = (py_table_t *)object;
     PyObject *answer = NULL;
     rotor_sequence_t sequence;
     int64_t minimum = 0;
@@ -59,23 +58,24 @@ static PyObject *table_sequence(PyObject *object, PyTypeObject *cls, PyObject *c
     rotor_sequence_init(&sequence);
     int ret = self->ops->sequence(self->table, budget, &sequence, &minimum);
     if (ret == ROTOR_OK) {
-        answer = rotor_ops_bytes(&sequence);
+        answer = py_ops_bytes(&sequence);
     } else if (ret == ROTOR_ERR_INFEASIBLE) {
-        rotor_raise_infeasible(module, budget, minimum);
+        py_raise_infeasible(module, budget, minimum);
     } else {
-        rotor_raise_status(module, ret);
+        py_raise_status(module, ret);
     }
     rotor_sequence_free(&sequence);
     return answer;
 }
 
-PyDoc_STRVAR(table_curve_doc,
-             "curve()\n--\n\n"
-             "(bytes, nanoseconds) of the points of the curve as int64; None where the solver "
-             "answers one budget only.");
+PyDoc_STRVAR(
+    table_curve_doc,
+    "curve()\n--\n\n"
+    "Return (bytes, nanoseconds) of the points of the curve as int64; None where the solver "
+    "answers one budget only.");
 
-static PyObject *table_curve(PyObject *object, PyObject *unused) {
-    rotor_table_object_t *self = (rotor_table_object_t *)object;
+static PyObject *py_table_curve(PyObject *object, PyObject *unused) {
+    py_table_t *self = (py_table_t *)object;
     const int64_t *bytes = NULL;
     const int64_t *ns = NULL;
     int64_t count = 0;
@@ -86,10 +86,10 @@ static PyObject *table_curve(PyObject *object, PyObject *unused) {
     }
     int ret = self->ops->curve(self->table, &count, &bytes, &ns);
     if (ret != ROTOR_OK) {
-        return rotor_raise_status(PyType_GetModule(Py_TYPE(object)), ret);
+        return py_raise_status(PyType_GetModule(Py_TYPE(object)), ret);
     }
-    PyObject *first = rotor_int64_bytes(bytes, count);
-    PyObject *second = rotor_int64_bytes(ns, count);
+    PyObject *first = py_int64_bytes(bytes, count);
+    PyObject *second = py_int64_bytes(ns, count);
     PyObject *answer = first == NULL || second == NULL ? NULL : PyTuple_Pack(2, first, second);
     Py_XDECREF(first);
     Py_XDECREF(second);
@@ -97,16 +97,16 @@ static PyObject *table_curve(PyObject *object, PyObject *unused) {
 }
 
 static PyMethodDef table_methods[] = {
-    {"sequence", (PyCFunction)(void (*)(void))table_sequence,
+    {"sequence", (PyCFunction)(void (*)(void))py_table_sequence,
      METH_METHOD | METH_FASTCALL | METH_KEYWORDS, table_sequence_doc},
-    {"curve", table_curve, METH_NOARGS, table_curve_doc},
+    {"curve", py_table_curve, METH_NOARGS, table_curve_doc},
     {NULL, NULL, 0, NULL},
 };
 
 PyDoc_STRVAR(table_doc, "The solved table of a solver: answers budgets without solving again.");
 
 static PyType_Slot table_slots[] = {
-    {Py_tp_dealloc, table_dealloc},
+    {Py_tp_dealloc, py_table_dealloc},
     {Py_tp_methods, table_methods},
     {Py_tp_doc, (void *)table_doc},
     {0, NULL},
@@ -114,9 +114,8 @@ static PyType_Slot table_slots[] = {
 
 static PyType_Spec table_spec = {
     .name = "rotor._core.Table",
-    .basicsize = sizeof(rotor_table_object_t),
-    .flags =
-        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .basicsize = sizeof(py_table_t),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = table_slots,
 };
 
@@ -141,20 +140,19 @@ static int frontier_curve(const void *table, int64_t *count, const int64_t **byt
     return ROTOR_OK;
 }
 
-static const rotor_table_ops_t frontier_ops = {
+static const py_table_ops_t frontier_ops = {
     .release = frontier_release, .sequence = frontier_sequence, .curve = frontier_curve};
 
-PyDoc_STRVAR(frontier_doc,
-             "frontier(chain, max_table_bytes, progress, /)\n--\n\n"
-             "The table of all optimal persistent schedules.");
+PyDoc_STRVAR(frontier_doc, "frontier(chain, max_table_bytes, progress, /)\n--\n\n"
+                           "Return the table of all optimal persistent schedules.");
 
-static PyObject *frontier(PyObject *module, PyObject *args) {
-    rotor_chain_object_t *chain;
+static PyObject *py_frontier(PyObject *module, PyObject *args) {
+    py_chain_t *chain;
     long long max_table_bytes;
     PyObject *progress;
-    rotor_watch_t watch;
+    py_watch_t watch;
 
-    if (!PyArg_ParseTuple(args, "O!LO:frontier", rotor_state(module)->chain_type, &chain,
+    if (!PyArg_ParseTuple(args, "O!LO:frontier", py_state(module)->chain_type, &chain,
                           &max_table_bytes, &progress)) {
         return NULL;
     }
@@ -162,101 +160,103 @@ static PyObject *frontier(PyObject *module, PyObject *args) {
     if (table == NULL) {
         return PyErr_NoMemory();
     }
-    rotor_watch_begin(&watch, progress);
+    py_watch_begin(&watch, progress);
     int ret = rotor_frontier_solve(table, &chain->chain, max_table_bytes, &watch.callback);
-    rotor_watch_end(&watch);
+    py_watch_end(&watch);
     if (ret != ROTOR_OK) {
         rotor_free(table);
-        return rotor_raise_status(module, ret);
+        return py_raise_status(module, ret);
     }
-    return rotor_table_new(module, (PyObject *)chain, table, &frontier_ops);
+    return py_table_new(module, (PyObject *)chain, table, &frontier_ops);
 }
 
 /* Memory slots, and the least memory. */
 
-PyDoc_STRVAR(persistent_doc,
-             "persistent(chain, budget, slots, max_table_bytes, progress, /)\n--\n\n"
-             "The best persistent schedule on memory slots within a budget in bytes, as int32 pairs "
-             "(kind, stage); None where none fits on these slots.");
+PyDoc_STRVAR(
+    persistent_doc,
+    "persistent(chain, budget, slots, max_table_bytes, progress, /)\n--\n\n"
+    "Return the best persistent schedule on memory slots within a budget in bytes, as int32 pairs "
+    "(kind, stage); None where none fits on these slots.");
 
-static PyObject *persistent(PyObject *module, PyObject *args) {
-    rotor_chain_object_t *chain;
+static PyObject *py_persistent(PyObject *module, PyObject *args) {
+    py_chain_t *chain;
     long long budget;
     long long slots;
     long long max_table_bytes;
     PyObject *progress;
     PyObject *answer = NULL;
     rotor_sequence_t sequence;
-    rotor_watch_t watch;
+    py_watch_t watch;
 
-    if (!PyArg_ParseTuple(args, "O!LLLO:persistent", rotor_state(module)->chain_type, &chain,
-                          &budget, &slots, &max_table_bytes, &progress)) {
+    if (!PyArg_ParseTuple(args, "O!LLLO:persistent", py_state(module)->chain_type, &chain, &budget,
+                          &slots, &max_table_bytes, &progress)) {
         return NULL;
     }
     rotor_sequence_init(&sequence);
-    rotor_watch_begin(&watch, progress);
+    py_watch_begin(&watch, progress);
     int ret = rotor_persistent_solve(&chain->chain, budget, slots, ROTOR_PRECISION_AUTO,
                                      max_table_bytes, &watch.callback, &sequence);
-    rotor_watch_end(&watch);
+    py_watch_end(&watch);
     if (ret == ROTOR_OK) {
-        answer = rotor_ops_bytes(&sequence);
+        answer = py_ops_bytes(&sequence);
     } else if (ret == ROTOR_ERR_INFEASIBLE) {
         answer = Py_NewRef(Py_None);
     } else {
-        rotor_raise_status(module, ret);
+        py_raise_status(module, ret);
     }
     rotor_sequence_free(&sequence);
     return answer;
 }
 
-PyDoc_STRVAR(persistent_minimum_doc,
-             "persistent_minimum(chain, budget, max_table_bytes, progress, /)\n--\n\n"
-             "(minimum, schedule): the least budget in bytes of any persistent schedule, and a "
-             "schedule within `budget`, None where that is below it.");
+PyDoc_STRVAR(
+    persistent_minimum_doc,
+    "persistent_minimum(chain, budget, max_table_bytes, progress, /)\n--\n\n"
+    "Return (minimum, schedule): the least budget in bytes of any persistent schedule, and a "
+    "schedule within `budget`, None where that is below it.");
 
-static PyObject *persistent_minimum(PyObject *module, PyObject *args) {
-    rotor_chain_object_t *chain;
+static PyObject *py_persistent_minimum(PyObject *module, PyObject *args) {
+    py_chain_t *chain;
     long long budget;
     long long max_table_bytes;
     PyObject *progress;
     PyObject *schedule = NULL;
     rotor_sequence_t sequence;
-    rotor_watch_t watch;
+    py_watch_t watch;
     int64_t minimum = 0;
 
-    if (!PyArg_ParseTuple(args, "O!LLO:persistent_minimum", rotor_state(module)->chain_type,
-                          &chain, &budget, &max_table_bytes, &progress)) {
+    if (!PyArg_ParseTuple(args, "O!LLO:persistent_minimum", py_state(module)->chain_type, &chain,
+                          &budget, &max_table_bytes, &progress)) {
         return NULL;
     }
     rotor_sequence_init(&sequence);
-    rotor_watch_begin(&watch, progress);
+    py_watch_begin(&watch, progress);
     int ret = rotor_persistent_minimum(&chain->chain, max_table_bytes, &watch.callback, &minimum,
                                        budget, &sequence);
-    rotor_watch_end(&watch);
+    py_watch_end(&watch);
     if (ret == ROTOR_OK) {
-        schedule = rotor_ops_bytes(&sequence);
+        schedule = py_ops_bytes(&sequence);
     } else if (ret == ROTOR_ERR_INFEASIBLE) {
         schedule = Py_NewRef(Py_None);
     } else {
-        rotor_raise_status(module, ret);
+        py_raise_status(module, ret);
     }
     rotor_sequence_free(&sequence);
     return schedule == NULL ? NULL : Py_BuildValue("LN", (long long)minimum, schedule);
 }
 
 static PyMethodDef solver_functions[] = {
-    {"frontier", frontier, METH_VARARGS, frontier_doc},
-    {"persistent", persistent, METH_VARARGS, persistent_doc},
-    {"persistent_minimum", persistent_minimum, METH_VARARGS, persistent_minimum_doc},
+    {"frontier", py_frontier, METH_VARARGS, frontier_doc},
+    {"persistent", py_persistent, METH_VARARGS, persistent_doc},
+    {"persistent_minimum", py_persistent_minimum, METH_VARARGS, persistent_minimum_doc},
     {NULL, NULL, 0, NULL},
 };
 
-int rotor_add_solvers(PyObject *module) {
+int py_add_solvers(PyObject *module) {
     PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &table_spec, NULL);
     if (type == NULL) {
         return -1;
     }
-    rotor_state(module)->table_type = type;
+    py_state(module)->table_type = type;
     return PyModule_AddType(module, type) == 0 ? PyModule_AddFunctions(module, solver_functions)
                                                : -1;
 }

@@ -8,6 +8,7 @@
 #include "core.h"
 
 typedef struct {
+    /* state */
     uint64_t *words;
     int32_t first; /* word 0 of `words` holds the elements from 64 * first on */
     int32_t count; /* of words */
@@ -42,7 +43,7 @@ static inline int rotor_bits_add(rotor_bits_t *self, int32_t element) {
     return ROTOR_OK;
 }
 
-/* Becomes the set of the elements first * 64 .. (first + count) * 64 - 1 whose bit is set in `words`
+/* Makes it the set of the elements first * 64 .. (first + count) * 64 - 1 whose bit is set in `words`
  * (word 0 holds element 0 on). */
 int rotor_bits_assign(rotor_bits_t *self, const uint64_t *words, int32_t first, int32_t count);
 

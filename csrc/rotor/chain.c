@@ -12,7 +12,7 @@ static int check_values(const int64_t *values, int64_t count, int negative, int6
     return ROTOR_OK;
 }
 
-static int check(const rotor_chain_t *c, int64_t *bad) {
+static int chain_check(const rotor_chain_t *c, int64_t *bad) {
     int ret;
 
     *bad = -1;
@@ -50,7 +50,7 @@ static int check(const rotor_chain_t *c, int64_t *bad) {
     return ROTOR_OK;
 }
 
-static int64_t *place(int64_t **cursor, const int64_t *source, int64_t count) {
+static int64_t *chain_place(int64_t **cursor, const int64_t *source, int64_t count) {
     int64_t *array = *cursor;
     if (source != NULL) {
         memcpy(array, source, (size_t)count * sizeof(*array));
@@ -65,7 +65,7 @@ int rotor_chain_init(rotor_chain_t *self, const rotor_chain_t *source, int64_t *
     int64_t *cursor;
 
     memset(self, 0, sizeof(*self));
-    ret = check(source, bad);
+    ret = chain_check(source, bad);
     if (ret != ROTOR_OK) {
         goto out;
     }
@@ -78,21 +78,21 @@ int rotor_chain_init(rotor_chain_t *self, const rotor_chain_t *source, int64_t *
     self->n = n;
     self->loss_tmp = source->loss_tmp;
     self->hold_output = source->hold_output;
-    self->forward_ns = place(&cursor, source->forward_ns, n);
-    self->backward_ns = place(&cursor, source->backward_ns, n);
-    self->x = place(&cursor, source->x, n + 1);
-    self->xbar = place(&cursor, source->xbar, n);
-    self->fe_tmp = place(&cursor, source->fe_tmp, n);
-    self->fn_tmp = place(&cursor, source->fn_tmp, n);
-    self->b_tmp = place(&cursor, source->b_tmp, n);
-    self->grad = place(&cursor, source->grad, n + 1);
-    self->pgrad = place(&cursor, source->pgrad, n);
-    self->once = place(&cursor, source->once, n);
+    self->forward_ns = chain_place(&cursor, source->forward_ns, n);
+    self->backward_ns = chain_place(&cursor, source->backward_ns, n);
+    self->x = chain_place(&cursor, source->x, n + 1);
+    self->xbar = chain_place(&cursor, source->xbar, n);
+    self->fe_tmp = chain_place(&cursor, source->fe_tmp, n);
+    self->fn_tmp = chain_place(&cursor, source->fn_tmp, n);
+    self->b_tmp = chain_place(&cursor, source->b_tmp, n);
+    self->grad = chain_place(&cursor, source->grad, n + 1);
+    self->pgrad = chain_place(&cursor, source->pgrad, n);
+    self->once = chain_place(&cursor, source->once, n);
     if (source->once == NULL) {
         memset(self->once, 0, (size_t)n * sizeof(*self->once));
     }
-    self->forward_sum = place(&cursor, NULL, n + 1);
-    self->pgrad_after = place(&cursor, NULL, n + 1);
+    self->forward_sum = chain_place(&cursor, NULL, n + 1);
+    self->pgrad_after = chain_place(&cursor, NULL, n + 1);
     self->forward_sum[0] = 0;
     for (int64_t i = 0; i < n; i++) {
         self->forward_sum[i + 1] = self->forward_sum[i] + self->forward_ns[i];
@@ -118,6 +118,11 @@ int64_t rotor_chain_ideal_ns(const rotor_chain_t *self) {
     return total;
 }
 
+bool rotor_chain_times_fit(const rotor_chain_t *self) {
+    int64_t longest = rotor_chain_ideal_ns(self);
+    return self->forward_sum[self->n] <= (ROTOR_NEVER - longest) / (4 * (self->n + 2));
+}
+
 int64_t rotor_chain_held(const rotor_chain_t *self, int64_t l) {
     if (l == self->n) {
         return 0;
@@ -138,7 +143,7 @@ int64_t rotor_chain_need_fn(const rotor_chain_t *self, int64_t i, int64_t l, int
 }
 
 int64_t rotor_chain_need_b(const rotor_chain_t *self, int64_t i, int64_t l) {
-    /* The first Fe(n-1) holds the output inside its xbar; any other time the output stands apart. */
+    /* The first Fe(n-1) holds the output inside its xbar; any other time the output is a storage of its own. */
     bool inside = i == self->n - 1 && l == self->n;
     int64_t output = self->hold_output && !inside ? self->x[self->n] : 0;
     return self->grad[i + 1] + self->xbar[i] + self->grad[i] + self->b_tmp[i] +

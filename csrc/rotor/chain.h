@@ -5,7 +5,8 @@
  * "stage" n. Fe(i) keeps xbar[i], its output x[i+1] included; B(i) turns the gradient of x[i+1]
  * into the gradient of x[i] and makes pgrad[i] bytes of parameter gradients that stay to the end.
  *
- * rotor_chain_conditions() states what each operation needs in a dynamic program over intervals:
+ * The functions rotor_chain_need_*() state what each operation needs in a dynamic program over
+ * intervals:
  * state (i, l), 0 <= i <= l <= n, is the processing of stages i..l (l = n: with the loss) from x[i]
  * held to the gradient of x[i] made. Its memory m excludes x[i] and everything held by the states
  * around it, and includes the gradient of x[l+1] that arrives (none for l = n), the parameter
@@ -15,6 +16,9 @@
 #define ROTOR_CHAIN_H
 
 #include "core.h"
+
+/* More bytes or ns than any schedule may have: the price of what must not or cannot be done. */
+#define ROTOR_NEVER (INT64_MAX / 4)
 
 typedef struct {
     /* input */
@@ -48,11 +52,12 @@ void rotor_chain_free(rotor_chain_t *self);
 /* Time of the schedule without recomputation, ns: a lower bound for every schedule. */
 int64_t rotor_chain_ideal_ns(const rotor_chain_t *self);
 
-/* Bytes held in state (i, l) whatever is done there: arriving gradient, parameter gradients, output. */
-int64_t rotor_chain_held(const rotor_chain_t *self, int64_t l);
+/* True if the times of all schedules stay below ROTOR_NEVER: between two backwards no stage runs
+ * twice. */
+bool rotor_chain_times_fit(const rotor_chain_t *self);
 
-/* More than any schedule may have: what a forward needs that must not be done. */
-#define ROTOR_NEVER (INT64_MAX / 4)
+/* Bytes held throughout state (i, l): arriving gradient, parameter gradients, output. */
+int64_t rotor_chain_held(const rotor_chain_t *self, int64_t l);
 
 /* m that Fe(i) needs in state (i, l), 0 <= i <= l, i < n. */
 int64_t rotor_chain_need_fe(const rotor_chain_t *self, int64_t i, int64_t l);

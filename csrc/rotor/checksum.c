@@ -30,7 +30,7 @@ static uint64_t mixed(uint64_t x) {
     return x ^ (x >> 33);
 }
 
-static void begin(checksum_t *self) {
+static void checksum_begin(checksum_t *self) {
     memset(self, 0, offsetof(checksum_t, buffer));
     for (int k = 0; k < LANES; k++) {
         self->lanes.keys[k] = mixed(golden * (uint64_t)(k + 1));
@@ -38,7 +38,7 @@ static void begin(checksum_t *self) {
     self->add_blocks = rotor_checksum_fastest();
 }
 
-static void add(checksum_t *self, const unsigned char *data, size_t bytes) {
+static void checksum_add(checksum_t *self, const unsigned char *data, size_t bytes) {
     self->length += bytes;
     if (self->waiting == 0 && bytes >= BUFFER) {
         size_t count = bytes / BLOCK;
@@ -74,7 +74,7 @@ static uint64_t finish(checksum_t *self) {
 static void add_dimensions(checksum_t *self, const unsigned char *data, size_t run_bytes,
                            const dimension_t *dimensions, int rank) {
     if (rank == 0) {
-        add(self, data, run_bytes);
+        checksum_add(self, data, run_bytes);
         return;
     }
     for (int64_t i = 0; i < dimensions[0].size; i++) {
@@ -119,7 +119,7 @@ int rotor_checksum(const void *data, int64_t item_bytes, int rank, const int64_t
             return ROTOR_ERR_NEGATIVE_SIZE;
         }
     }
-    begin(&state);
+    checksum_begin(&state);
     int count = arrange(item_bytes, rank, sizes, strides, dimensions);
     if (count >= 0 && data == NULL) {
         return ROTOR_ERR_UNAVAILABLE;

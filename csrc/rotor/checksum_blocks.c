@@ -11,7 +11,7 @@
 
 enum { LANES = ROTOR_CHECKSUM_LANES, BLOCK = ROTOR_CHECKSUM_BLOCK };
 
-/* What the key of lane k grows by from block to block. */
+/* The growth of the key of lane k from block to block. */
 static uint64_t step_of(int k) {
     return UINT64_C(0x9e3779b97f4a7c15) + ((uint64_t)k << 33) + ((uint64_t)k << 1);
 }

@@ -9,6 +9,7 @@
 enum { ROTOR_CHECKSUM_LANES = 8, ROTOR_CHECKSUM_BLOCK = ROTOR_CHECKSUM_LANES * 8 };
 
 typedef struct {
+    /* state */
     uint64_t first[ROTOR_CHECKSUM_LANES];
     uint64_t second[ROTOR_CHECKSUM_LANES];
     uint64_t keys[ROTOR_CHECKSUM_LANES];
@@ -21,7 +22,7 @@ typedef struct {
 typedef void (*rotor_checksum_blocks_t)(rotor_checksum_lanes_t *lanes, const unsigned char *data,
                                         size_t count);
 
-/* Which instructions a version needs: any processor's, AVX2's, those of AVX-512. */
+/* The instructions that a version needs: any processor's, AVX2's, AVX-512's. */
 typedef enum {
     ROTOR_CHECKSUM_PORTABLE,
     ROTOR_CHECKSUM_AVX2,

@@ -9,12 +9,14 @@
 #include "core.h"
 
 typedef struct {
+    /* state */
     int64_t sum_ns; /* of a root's class */
     int32_t parent; /* itself for a root */
     uint32_t seen;  /* for walks: the mark of the last that came by */
 } rotor_class_node_t;
 
 typedef struct {
+    /* state */
     rotor_class_node_t *nodes;
     int64_t count;
     int64_t capacity;

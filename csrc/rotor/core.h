@@ -50,7 +50,7 @@ enum rotor_status {
 /* A sentence for any status; never NULL. */
 const char *rotor_strerror(int status);
 
-/* malloc and friends, which never ask for zero bytes. NULL when there is no memory. */
+/* malloc and friends, which never ask for zero bytes. NULL when memory is short. */
 void *rotor_malloc(size_t size);
 void *rotor_calloc(size_t count, size_t size);
 void *rotor_realloc(void *block, size_t size);
@@ -59,7 +59,7 @@ void rotor_free(void *block);
 /* The bytes of count elements of `size` each, or ROTOR_ERR_OVERFLOW. */
 int rotor_array_bytes(int64_t count, size_t size, size_t *bytes);
 
-/* malloc of count elements of `size` bytes; NULL when there is no memory or the product overflows. */
+/* malloc of count elements of `size` bytes; NULL when memory is short or the product overflows. */
 void *rotor_malloc_array(int64_t count, size_t size);
 
 #ifdef ROTOR_TESTING
@@ -69,12 +69,19 @@ void rotor_testing_fail_after(int64_t n);
 int64_t rotor_testing_live(void);
 #endif
 
+/* In builds with checks: stops the process where `fault`, a sentence, is not NULL. */
+#ifdef ROTOR_CHECKS
+#include <assert.h>
+#define ROTOR_ASSERT_HOLDS(fault) assert((fault) == NULL)
+#endif
+
 /*
  * Asked once per row of a long computation; returns false to stop it (ROTOR_ERR_INTERRUPTED).
  * `done` of `total` units of work are done. A NULL callback pointer, or a NULL keep_going, never
  * stops.
  */
 typedef struct {
+    /* input */
     bool (*keep_going)(void *context, int64_t done, int64_t total);
     void *context;
 } rotor_callback_t;

@@ -60,7 +60,7 @@ static int check_operation(const rotor_dataflow_arrays_t *a, int64_t k) {
     return ROTOR_OK;
 }
 
-static int check(const rotor_dataflow_arrays_t *a) {
+static int dataflow_check(const rotor_dataflow_arrays_t *a) {
     int ret = ROTOR_OK;
     int64_t bytes = 0;
     int64_t workspace = 0;
@@ -101,7 +101,7 @@ static int check(const rotor_dataflow_arrays_t *a) {
     return ROTOR_OK;
 }
 
-static int allocate(rotor_dataflow_t *g, const rotor_dataflow_arrays_t *a) {
+static int dataflow_allocate(rotor_dataflow_t *g, const rotor_dataflow_arrays_t *a) {
     int64_t n = a->operation_count;
     int64_t m = a->storage_count;
     g->operation_count = (int32_t)n;
@@ -186,12 +186,12 @@ int rotor_dataflow_build(rotor_dataflow_t *self, const rotor_dataflow_arrays_t *
     rotor_dataflow_t g;
     int32_t *scratch = NULL;
     int64_t workspace = 0;
-    int ret = check(arrays);
+    int ret = dataflow_check(arrays);
     if (ret != ROTOR_OK) {
         return ret;
     }
     rotor_dataflow_init(&g);
-    if ((ret = allocate(&g, arrays)) != ROTOR_OK) {
+    if ((ret = dataflow_allocate(&g, arrays)) != ROTOR_OK) {
         goto out;
     }
     scratch = rotor_malloc_array(g.storage_count, sizeof(*scratch));

@@ -1,5 +1,5 @@
 /*
- * A graph of operations at the level of storages: what programs run and the planner plans.
+ * A graph of operations at the level of storages, which programs run and the planner plans.
  *
  * Every storage is made by one operation; what exists before and after the step (parameters,
  * inputs) is no storage. An operation reads storages, makes storages, and needs a workspace while it
@@ -18,8 +18,9 @@ enum rotor_operation_flag {
     ROTOR_RANDOM = 2 /* it may run again, with its own random state */
 };
 
-/* What a graph is built from; `*_start` have one element more than there are operations. */
+/* The arrays that a graph is built from; each `*_start` has operation_count + 1 elements. */
 typedef struct {
+    /* input */
     int64_t operation_count;
     int64_t storage_count;
     const int64_t *cost_ns;
@@ -35,6 +36,7 @@ typedef struct {
 } rotor_dataflow_arrays_t;
 
 typedef struct {
+    /* state, from the arrays; read only */
     int32_t operation_count;
     int32_t storage_count;
     int64_t *cost_ns;
@@ -69,7 +71,7 @@ void rotor_dataflow_free(rotor_dataflow_t *self);
 int rotor_dataflow_build(rotor_dataflow_t *self, const rotor_dataflow_arrays_t *arrays);
 
 /*
- * Bytes below which no program can stay whatever its order: the largest, over operations, of what is
+ * Bytes below which no program can stay, in any order: the largest, over operations, of what is
  * live while it runs at least (its inputs, its outputs, its workspace), of what is pinned in all,
  * and of what an operation has beside pinned storages that are made before it in every order.
  */

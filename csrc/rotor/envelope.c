@@ -3,7 +3,7 @@
 #include <string.h>
 
 /* base + a(m - shift) + b(m) from m = start on. */
-typedef struct rotor_candidate {
+typedef struct rotor_envelope_candidate {
     const rotor_point_t *a;
     const rotor_point_t *b;
     int64_t shift;
@@ -12,7 +12,7 @@ typedef struct rotor_candidate {
 } candidate_t;
 
 /* A candidate within a range [low, high): its points from max(low, start) to just below high. */
-typedef struct rotor_entry {
+typedef struct rotor_envelope_entry {
     const candidate_t *candidate;
     int64_t a_low;
     int64_t a_high;
@@ -21,7 +21,7 @@ typedef struct rotor_entry {
 } entry_t;
 
 /* A range whose envelope is still to be computed; `count` entries, on the stack of entries. */
-typedef struct rotor_range {
+typedef struct rotor_envelope_range {
     int64_t low;
     int64_t best; /* the least value at low */
     int64_t count;
@@ -126,7 +126,7 @@ void rotor_envelope_add(rotor_envelope_t *self, const rotor_points_t *a, int64_t
         .b_high = rotor_last_within(b->points, 0, b->count - 1, limit)};
 }
 
-static inline int64_t value_at(const candidate_t *c, int64_t ka, int64_t kb) {
+static inline int64_t envelope_value(const candidate_t *c, int64_t ka, int64_t kb) {
     return c->base + c->a[ka].excess + c->b[kb].excess;
 }
 
@@ -138,11 +138,11 @@ static inline int64_t next_bytes(const entry_t *e) {
 }
 
 /* Moves an entry to its next point, which is at m. */
-static inline int64_t advance(entry_t *e, int64_t m) {
+static inline int64_t envelope_advance(entry_t *e, int64_t m) {
     const candidate_t *c = e->candidate;
     e->a_low += e->a_low < e->a_high && c->a[e->a_low + 1].bytes + c->shift == m;
     e->b_low += e->b_low < e->b_high && c->b[e->b_low + 1].bytes == m;
-    return value_at(c, e->a_low, e->b_low);
+    return envelope_value(c, e->a_low, e->b_low);
 }
 
 /* Room for it must have been reserved. */
@@ -159,16 +159,16 @@ static inline void emit(rotor_envelope_t *self, int64_t m, int64_t value) {
 static void emit_alone(rotor_envelope_t *self, entry_t *e, int64_t low) {
     const candidate_t *c = e->candidate;
     if (c->start > low) {
-        emit(self, c->start, value_at(c, e->a_low, e->b_low));
+        emit(self, c->start, envelope_value(c, e->a_low, e->b_low));
     }
     for (int64_t m = next_bytes(e); m != INT64_MAX; m = next_bytes(e)) {
-        int64_t value = advance(e, m);
+        int64_t value = envelope_advance(e, m);
         emit(self, m, value);
     }
 }
 
 /* The points of all entries of a range in the order of their bytes. */
-static void sweep(rotor_envelope_t *self, entry_t *entries, int64_t count, int64_t low) {
+static void envelope_sweep(rotor_envelope_t *self, entry_t *entries, int64_t count, int64_t low) {
     int64_t *next = self->next;
     for (int64_t k = 0; k < count; k++) {
         int64_t start = entries[k].candidate->start;
@@ -184,8 +184,8 @@ static void sweep(rotor_envelope_t *self, entry_t *entries, int64_t count, int64
             break;
         }
         entry_t *e = &entries[least];
-        int64_t value = m == e->candidate->start ? value_at(e->candidate, e->a_low, e->b_low)
-                                                 : advance(e, m);
+        int64_t value = m == e->candidate->start ? envelope_value(e->candidate, e->a_low, e->b_low)
+                                                 : envelope_advance(e, m);
         emit(self, m, value);
         next[least] = next_bytes(e);
     }
@@ -214,15 +214,15 @@ static int divide(rotor_envelope_t *self, int64_t m) {
             *part = e;
             part->a_high = ka - (ka > e.a_low && c->a[ka].bytes + c->shift == m);
             part->b_high = kb - (kb > e.b_low && c->b[kb].bytes == m);
-            left += value_at(c, part->a_high, part->b_high) < range->best;
+            left += envelope_value(c, part->a_high, part->b_high) < range->best;
             e.a_low = ka;
             e.b_low = kb;
         }
         if (c->start <= m) {
-            best = rotor_min(best, value_at(c, e.a_low, e.b_low));
+            best = rotor_min(best, envelope_value(c, e.a_low, e.b_low));
         }
         entries[right] = e;
-        right += value_at(c, e.a_high, e.b_high) < best;
+        right += envelope_value(c, e.a_high, e.b_high) < best;
     }
     self->entry_count += right - count;
     int ret = reserve_entries(self, left);
@@ -236,7 +236,7 @@ static int divide(rotor_envelope_t *self, int64_t m) {
     return push_range(self, half);
 }
 
-/* Where to divide a range: at the middle point of its longest list, where that has two or more. */
+/* The bytes at which a range is divided: at the middle point of its longest list, where that has two or more. */
 static int64_t middle(const entry_t *entries, int64_t count, int64_t *points, int64_t *longest) {
     int64_t m = 0;
     *points = 0;
@@ -266,7 +266,7 @@ int rotor_envelope_solve(rotor_envelope_t *self) {
     for (int64_t k = 0; k < self->candidate_count; k++) {
         const entry_t *e = &self->entries[k];
         if (e->candidate->start == low) {
-            best = rotor_min(best, value_at(e->candidate, e->a_low, e->b_low));
+            best = rotor_min(best, envelope_value(e->candidate, e->a_low, e->b_low));
         }
     }
     self->count = 0;
@@ -290,7 +290,7 @@ int rotor_envelope_solve(rotor_envelope_t *self) {
         for (int64_t k = 0; k < range->count; k++) {
             entry_t e = entries[k];
             entries[kept] = e;
-            kept += value_at(e.candidate, e.a_high, e.b_high) < range->best;
+            kept += envelope_value(e.candidate, e.a_high, e.b_high) < range->best;
         }
         self->entry_count += kept - range->count;
         range->count = kept;
@@ -311,7 +311,7 @@ int rotor_envelope_solve(rotor_envelope_t *self) {
         if (kept == 1) {
             emit_alone(self, entries, range->low);
         } else if (kept > 1) {
-            sweep(self, entries, kept, range->low);
+            envelope_sweep(self, entries, kept, range->low);
         }
         self->entry_count -= kept;
         self->range_count--;

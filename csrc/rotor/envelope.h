@@ -32,20 +32,20 @@ static inline int64_t rotor_last_within(const rotor_point_t *points, int64_t low
     return base - points;
 }
 
-typedef struct rotor_candidate rotor_candidate_t;
-typedef struct rotor_entry rotor_entry_t;
-typedef struct rotor_range rotor_range_t;
+typedef struct rotor_envelope_candidate rotor_envelope_candidate_t;
+typedef struct rotor_envelope_entry rotor_envelope_entry_t;
+typedef struct rotor_envelope_range rotor_envelope_range_t;
 
 typedef struct {
     /* state: the candidates, and what envelope.c works with */
-    rotor_candidate_t *candidates; /* [most] */
+    rotor_envelope_candidate_t *candidates; /* [most] */
     int64_t candidate_count;
-    rotor_entry_t *entries; /* a stack: those of the top range are the last ones */
+    rotor_envelope_entry_t *entries; /* a stack: those of the top range are the last ones */
     int64_t entry_count;
     int64_t entry_capacity;
-    rotor_entry_t *scratch; /* [most] */
+    rotor_envelope_entry_t *scratch; /* [most] */
     int64_t *next;          /* [most] */
-    rotor_range_t *ranges;  /* a stack */
+    rotor_envelope_range_t *ranges; /* a stack */
     int64_t range_count;
     int64_t range_capacity;
     /* output */
@@ -63,7 +63,7 @@ void rotor_envelope_clear(rotor_envelope_t *self);
 
 /*
  * One candidate: base + a(m - shift) + b(m) for need <= m <= limit; b(m) is 0 where b is NULL. It
- * borrows the points of a and b until the envelope is solved. Left out where there is no such m.
+ * borrows the points of a and b until the envelope is solved. Left out where no m fits.
  */
 void rotor_envelope_add(rotor_envelope_t *self, const rotor_points_t *a, int64_t shift,
                         const rotor_points_t *b, int64_t base, int64_t need, int64_t limit);

@@ -2,6 +2,7 @@
 
 #include <string.h>
 
+#include "eviction_check.h"
 #include "neighbourhoods.h"
 #include "regions.h"
 #include "vector.h"
@@ -114,7 +115,7 @@ int rotor_eviction_add(rotor_eviction_t *self, int64_t bytes, int32_t *storage) 
     self->states[number] =
         bytes < self->bytes_added / self->added_count / 100 ? (uint8_t)ROTOR_SMALL : 0;
     *storage = number;
-    return ROTOR_OK;
+    return rotor_eviction_settled(self, ROTOR_OK);
 }
 
 /* Appends to a list, which moves to the end of all lists when it is full. */
@@ -161,7 +162,7 @@ int rotor_eviction_depend(rotor_eviction_t *self, int32_t child, int32_t parent)
     if (needs_regions(self) && rotor_eviction_is(self, child, ROTOR_COMPUTED)) {
         rotor_regions_linked(self, child, parent);
     }
-    return append_neighbour(self, children, child);
+    return rotor_eviction_settled(self, append_neighbour(self, children, child));
 }
 
 int rotor_eviction_compute(rotor_eviction_t *self, int32_t storage, int64_t ns) {
@@ -176,7 +177,7 @@ int rotor_eviction_compute(rotor_eviction_t *self, int32_t storage, int64_t ns) 
         self->states[storage] |= ROTOR_GROWN;
         self->changes++;
     }
-    return ROTOR_OK;
+    return rotor_eviction_settled(self, ROTOR_OK);
 }
 
 /* The pool. */
@@ -235,6 +236,7 @@ void rotor_eviction_lock(rotor_eviction_t *self, int32_t storage) {
             self->locked_bytes += candidate->bytes;
         }
     }
+    (void)rotor_eviction_settled(self, ROTOR_OK);
 }
 
 int rotor_eviction_unlock(rotor_eviction_t *self, int32_t storage) {
@@ -242,7 +244,7 @@ int rotor_eviction_unlock(rotor_eviction_t *self, int32_t storage) {
     if (--candidate->locks == 0 && may_go(self, storage)) {
         self->locked_bytes -= candidate->bytes;
     }
-    return join_pool(self, storage);
+    return rotor_eviction_settled(self, join_pool(self, storage));
 }
 
 void rotor_eviction_pin(rotor_eviction_t *self, int32_t storage) {
@@ -252,6 +254,7 @@ void rotor_eviction_pin(rotor_eviction_t *self, int32_t storage) {
         self->locked_bytes += candidate->bytes;
     }
     self->states[storage] |= ROTOR_PINNED;
+    (void)rotor_eviction_settled(self, ROTOR_OK);
 }
 
 void rotor_eviction_touch(rotor_eviction_t *self, int32_t storage, int64_t now) {
@@ -279,7 +282,7 @@ int rotor_eviction_materialize(rotor_eviction_t *self, const int32_t *storages, 
     }
     if (needs_regions(self) &&
         (ret = rotor_regions_materialized(self, storages, count)) != ROTOR_OK) {
-        return ret;
+        goto out;
     }
     for (int64_t k = 0; k < count; k++) {
         self->states[storages[k]] |= ROTOR_COMPUTED;
@@ -288,10 +291,11 @@ int rotor_eviction_materialize(rotor_eviction_t *self, const int32_t *storages, 
             self->grown--;
         }
         if ((ret = join_pool(self, storages[k])) != ROTOR_OK) {
-            return ret;
+            break;
         }
     }
-    return ROTOR_OK;
+out:
+    return rotor_eviction_settled(self, ret);
 }
 
 int rotor_eviction_evict(rotor_eviction_t *self, int32_t storage) {
@@ -303,10 +307,10 @@ int rotor_eviction_evict(rotor_eviction_t *self, int32_t storage) {
     }
     candidate->locks = 0;
     self->states[storage] &= (uint8_t)~ROTOR_MATERIAL;
-    if (needs_regions(self)) {
-        return rotor_regions_evicted(self, storage);
-    }
-    return needs_classes(self) ? rotor_neighbourhood_evicted(self, storage) : ROTOR_OK;
+    return rotor_eviction_settled(self, needs_regions(self) ? rotor_regions_evicted(self, storage)
+                                        : needs_classes(self)
+                                            ? rotor_neighbourhood_evicted(self, storage)
+                                            : ROTOR_OK);
 }
 
 /* Removing. */
@@ -356,7 +360,7 @@ int rotor_eviction_remove(rotor_eviction_t *self, int32_t storage) {
     bool is_material = rotor_eviction_is(self, storage, ROTOR_MATERIAL);
     int ret = ROTOR_OK;
 
-    /* What may fail comes first. */
+    /* Steps that may fail come first. */
     if (self->neighbour_lost > 2 * (self->neighbour_count - self->neighbour_lost) + LEAST_LOST &&
         (ret = compact_neighbours(self)) != ROTOR_OK) {
         return ret;
@@ -387,10 +391,30 @@ int rotor_eviction_remove(rotor_eviction_t *self, int32_t storage) {
     self->unused = storage;
     self->removed_count++;
     if (needs_regions(self)) {
-        return rotor_regions_removed(self, storage);
+        ret = rotor_regions_removed(self, storage);
+    } else if (self->classes.count > 4 * self->count + LEAST_LOST) {
+        ret = rotor_neighbourhood_rebuild(self);
     }
-    return self->classes.count > 4 * self->count + LEAST_LOST ? rotor_neighbourhood_rebuild(self)
-                                                              : ROTOR_OK;
+    return rotor_eviction_settled(self, ret);
+}
+
+int rotor_eviction_forget_edges(rotor_eviction_t *self, int32_t storage) {
+    rotor_candidate_t before = self->candidates[storage];
+    bool is_pinned = rotor_eviction_is(self, storage, ROTOR_PINNED);
+    bool is_material = rotor_eviction_is(self, storage, ROTOR_MATERIAL);
+    int ret;
+
+    /* The number that was removed last is given out first. */
+    if ((ret = rotor_eviction_remove(self, storage)) != ROTOR_OK ||
+        (ret = rotor_eviction_add(self, before.bytes, &storage)) != ROTOR_OK) {
+        return ret;
+    }
+    self->candidates[storage].locks = before.locks;
+    self->candidates[storage].last_access = before.last_access;
+    if (is_pinned) {
+        rotor_eviction_pin(self, storage);
+    }
+    return is_material ? rotor_eviction_materialize(self, &storage, 1) : ROTOR_OK;
 }
 
 void rotor_eviction_detach(rotor_eviction_t *self, int32_t storage) {
@@ -399,10 +423,10 @@ void rotor_eviction_detach(rotor_eviction_t *self, int32_t storage) {
 
 /* Choosing. */
 
-/* The sum of what is evicted on one side, each storage once. Those that an earlier walk with the
- * same mark saw are left out. */
-static int64_t walk(rotor_eviction_t *self, int32_t storage, enum rotor_direction way,
-                    uint32_t seen, int64_t *last_access) {
+/* The sum of what is evicted on one side, each storage once; storages with the mark `seen`, of an
+ * earlier walk, are left out. */
+static int64_t eviction_walk(rotor_eviction_t *self, int32_t storage, enum rotor_direction way,
+                             uint32_t seen, int64_t *last_access) {
     int64_t depth = 0;
     int64_t sum = 0;
     uint32_t mark = rotor_eviction_mark(self);
@@ -436,11 +460,11 @@ static int64_t walk(rotor_eviction_t *self, int32_t storage, enum rotor_directio
 int64_t rotor_eviction_around(rotor_eviction_t *self, int32_t storage,
                               enum rotor_direction direction) {
     int64_t last = 0;
-    return walk(self, storage, direction, rotor_eviction_mark(self), &last);
+    return eviction_walk(self, storage, direction, rotor_eviction_mark(self), &last);
 }
 
-static int cost_of(rotor_eviction_t *self, int32_t storage, int64_t now,
-                   rotor_eviction_cost_t *cost) {
+static int eviction_cost(rotor_eviction_t *self, int32_t storage, int64_t now,
+                         rotor_eviction_cost_t *cost) {
     const rotor_heuristic_t *heuristic = self->options.heuristic;
     rotor_candidate_t *candidate = &self->candidates[storage];
     int64_t numerator = candidate->compute_ns;
@@ -459,8 +483,9 @@ static int cost_of(rotor_eviction_t *self, int32_t storage, int64_t now,
         numerator += candidate->around_ns[ROTOR_PARENTS];
         break;
     case ROTOR_UNION:
-        numerator += walk(self, storage, ROTOR_CHILDREN, rotor_eviction_mark(self), &since);
-        numerator += walk(self, storage, ROTOR_PARENTS, self->mark, &since);
+        numerator +=
+            eviction_walk(self, storage, ROTOR_CHILDREN, rotor_eviction_mark(self), &since);
+        numerator += eviction_walk(self, storage, ROTOR_PARENTS, self->mark, &since);
         break;
     case ROTOR_LAST_ACCESS:
         numerator = candidate->last_access;
@@ -477,8 +502,8 @@ static int cost_of(rotor_eviction_t *self, int32_t storage, int64_t now,
         numerator = 1;
         break;
     }
-    *cost = rotor_cost(numerator, heuristic->by_bytes ? candidate->bytes : 1,
-                       heuristic->staleness == ROTOR_NO_STALENESS ? 1 : now - since);
+    *cost = rotor_eviction_cost(numerator, heuristic->by_bytes ? candidate->bytes : 1,
+                                heuristic->staleness == ROTOR_NO_STALENESS ? 1 : now - since);
     return ROTOR_OK;
 }
 
@@ -498,11 +523,11 @@ static int scan(rotor_eviction_t *self, int64_t now, int64_t stride, int32_t *st
         }
         self->evaluations++;
         self->accesses++;
-        if ((ret = cost_of(self, self->pool[k], now, &cost)) != ROTOR_OK) {
+        if ((ret = eviction_cost(self, self->pool[k], now, &cost)) != ROTOR_OK) {
             return ret;
         }
-        if (*storage < 0 ||
-            (is_callback ? cost.estimate <= best.estimate : rotor_cost_at_most(&cost, &best))) {
+        if (*storage < 0 || (is_callback ? cost.estimate <= best.estimate
+                                         : rotor_eviction_cost_at_most(&cost, &best))) {
             best = cost;
             *storage = self->pool[k];
         }

@@ -2,14 +2,13 @@
 
 #include <string.h>
 
-#define INFINITE (INT64_MAX / 4)
 
 enum { CHUNK_VALUES = 1 << 17 };
 
-typedef struct chunk {
-    struct chunk *next;
+typedef struct floating_chunk {
+    struct floating_chunk *next;
     int64_t values[];
-} chunk_t;
+} floating_chunk_t;
 
 typedef rotor_floating_t table_t;
 typedef rotor_floating_row_t row_t;
@@ -20,15 +19,15 @@ static row_t *row_of(const table_t *t, int64_t b, int64_t s, int64_t l) {
     return t->rows + before + b * (l + 1) - b * (b - 1) / 2 + (s - b);
 }
 
-static int64_t value_at(const row_t *row, int64_t m) {
+static int64_t floating_value(const row_t *row, int64_t m) {
     if (row->count == 0 || m < row->low) {
-        return INFINITE;
+        return ROTOR_NEVER;
     }
     return row->values[rotor_min(m - row->low, row->count - 1)];
 }
 
 /* Anything that no row has room for is top + 1. */
-static int64_t to_slots(const table_t *t, int64_t bytes) {
+static int64_t floating_to_slots(const table_t *t, int64_t bytes) {
     if (bytes / t->room > t->top / t->slots) {
         return t->top + 1;
     }
@@ -47,7 +46,7 @@ static int64_t need_tape(const rotor_chain_t *c, int64_t b, int64_t l) {
 
 /*
  * A choice in state (b, s, l): `right` is the state that comes first, on m - shift slots; `left`,
- * where there is one, the state that comes then, on m. Bytes likewise.
+ * if any, the state that comes then, on m. Bytes likewise.
  */
 typedef struct {
     const row_t *right;
@@ -57,12 +56,12 @@ typedef struct {
     int64_t add;
     int64_t right_s;
     int64_t t;
-} choice_t;
+} floating_choice_t;
 
 /* Fe(b), or the checkpoint that moves on. */
-static choice_t choice_single(const table_t *k, int64_t b, int64_t s, int64_t l) {
+static floating_choice_t choice_single(const table_t *k, int64_t b, int64_t s, int64_t l) {
     const rotor_chain_t *c = k->chain;
-    choice_t choice = {.right = NULL, .left = NULL, .t = -1};
+    floating_choice_t choice = {.right = NULL, .left = NULL, .t = -1};
 
     if (b == s) {
         choice.right = b == l ? NULL : row_of(k, b + 1, b + 1, l);
@@ -80,9 +79,10 @@ static choice_t choice_single(const table_t *k, int64_t b, int64_t s, int64_t l)
     return choice;
 }
 
-static choice_t choice_split(const table_t *k, int64_t b, int64_t s, int64_t l, int64_t t) {
+static floating_choice_t choice_split(const table_t *k, int64_t b, int64_t s, int64_t l,
+                                      int64_t t) {
     const rotor_chain_t *c = k->chain;
-    choice_t choice = {.right = row_of(k, b + 1, t + 1, l), .left = row_of(k, b, s, t)};
+    floating_choice_t choice = {.right = row_of(k, b + 1, t + 1, l), .left = row_of(k, b, s, t)};
 
     if (b < s) {
         choice.shift = k->x[b];
@@ -98,15 +98,15 @@ static choice_t choice_split(const table_t *k, int64_t b, int64_t s, int64_t l, 
     return choice;
 }
 
-static int64_t choice_least(const choice_t *choice) {
+static int64_t choice_least(const floating_choice_t *choice) {
     int64_t least = choice->right == NULL ? 0 : choice->right->least + choice->shift_bytes;
     return choice->left == NULL ? least : rotor_max(least, choice->left->least);
 }
 
-static int64_t choice_value(const choice_t *choice, int64_t m) {
-    int64_t right = choice->right == NULL ? 0 : value_at(choice->right, m - choice->shift);
-    int64_t left = choice->left == NULL ? 0 : value_at(choice->left, m);
-    return right == INFINITE || left == INFINITE ? INFINITE : choice->add + right + left;
+static int64_t choice_value(const floating_choice_t *choice, int64_t m) {
+    int64_t right = choice->right == NULL ? 0 : floating_value(choice->right, m - choice->shift);
+    int64_t left = choice->left == NULL ? 0 : floating_value(choice->left, m);
+    return right == ROTOR_NEVER || left == ROTOR_NEVER ? ROTOR_NEVER : choice->add + right + left;
 }
 
 static int64_t need_single(const rotor_chain_t *c, int64_t b, int64_t s, int64_t l) {
@@ -123,7 +123,7 @@ static int64_t least_of(const table_t *k, int64_t b, int64_t s, int64_t l) {
     if (b == c->n) {
         return least;
     }
-    choice_t choice = choice_single(k, b, s, l);
+    floating_choice_t choice = choice_single(k, b, s, l);
     least = rotor_max(least, choice_least(&choice));
     if (s < l) {
         int64_t forward = need_forward(c, b, s, l);
@@ -136,7 +136,8 @@ static int64_t least_of(const table_t *k, int64_t b, int64_t s, int64_t l) {
 }
 
 /* current[m] = min(current[m], choice at m), for from <= m <= top. */
-static void fold(const table_t *k, int64_t *current, int64_t from, const choice_t *choice) {
+static void floating_fold(const table_t *k, int64_t *current, int64_t from,
+                          const floating_choice_t *choice) {
     static const int64_t zero = 0;
     const row_t none = {.values = &zero, .low = 0, .count = 1};
     const row_t *right = choice->right == NULL ? &none : choice->right;
@@ -175,27 +176,27 @@ static void fold(const table_t *k, int64_t *current, int64_t from, const choice_
 
 static void fill_scratch(const table_t *k, int64_t b, int64_t s, int64_t l) {
     const rotor_chain_t *c = k->chain;
-    int64_t single = to_slots(k, need_single(c, b, s, l));
-    choice_t choice = {.right = NULL, .left = NULL};
+    int64_t single = floating_to_slots(k, need_single(c, b, s, l));
+    floating_choice_t choice = {.right = NULL, .left = NULL};
 
     for (int64_t m = 0; m <= k->top; m++) {
-        k->scratch[m] = INFINITE;
+        k->scratch[m] = ROTOR_NEVER;
     }
     if (b < c->n) {
         choice = choice_single(k, b, s, l);
     }
-    fold(k, k->scratch, single, &choice);
+    floating_fold(k, k->scratch, single, &choice);
     if (s < l) {
-        int64_t forward = to_slots(k, need_forward(c, b, s, l));
+        int64_t forward = floating_to_slots(k, need_forward(c, b, s, l));
         for (int64_t t = s; t < l; t++) {
             choice = choice_split(k, b, s, l, t);
-            fold(k, k->scratch, forward, &choice);
+            floating_fold(k, k->scratch, forward, &choice);
         }
     }
 }
 
 /* All memory of the table comes from here. */
-static int reserve(table_t *k, int64_t count, size_t size, void **block) {
+static int floating_reserve(table_t *k, int64_t count, size_t size, void **block) {
     size_t bytes;
     int ret = rotor_array_bytes(count, size, &bytes);
     if (ret != ROTOR_OK || bytes > (size_t)INT64_MAX ||
@@ -214,15 +215,15 @@ static int store_row(table_t *k, row_t *row) {
     const int64_t *scratch = k->scratch;
     int64_t low = 0;
     int64_t high = k->top;
-    chunk_t *chunk = k->chunks;
+    floating_chunk_t *chunk = k->chunks;
 
     row->values = NULL;
     row->low = 0;
     row->count = 0;
-    if (scratch[high] >= INFINITE) {
+    if (scratch[high] >= ROTOR_NEVER) {
         return ROTOR_OK;
     }
-    while (scratch[low] >= INFINITE) {
+    while (scratch[low] >= ROTOR_NEVER) {
         low++;
     }
     while (high > low && scratch[high - 1] == scratch[high]) {
@@ -235,7 +236,7 @@ static int store_row(table_t *k, row_t *row) {
         int64_t budget = (k->max_table_bytes - k->table_bytes - (int64_t)sizeof(*chunk)) /
                          (int64_t)sizeof(*scratch);
         values = rotor_max(count, rotor_min(values, budget));
-        int ret = reserve(k, values + 1, sizeof(*scratch), &block);
+        int ret = floating_reserve(k, values + 1, sizeof(*scratch), &block);
         if (ret != ROTOR_OK) {
             return ret;
         }
@@ -253,7 +254,7 @@ static int store_row(table_t *k, row_t *row) {
     return ROTOR_OK;
 }
 
-/* States in an order in which each finds those that it needs. x[0] never moves: b = 0 < s is unused. */
+/* States in an order in which each comes after the states that it needs. x[0] never moves: b = 0 < s is unused. */
 static int fill(table_t *k, bool least, const rotor_callback_t *callback) {
     int64_t n = k->chain->n;
     int64_t total = (n + 1) * (n + 2) * (n + 3) / 6;
@@ -283,19 +284,12 @@ static int fill(table_t *k, bool least, const rotor_callback_t *callback) {
     return ret;
 }
 
-/* Between two backwards no stage runs twice, so that no schedule of the class takes longer. */
-static bool times_fit(const rotor_chain_t *c) {
-    int64_t longest = rotor_chain_ideal_ns(c);
-    int64_t forward = c->forward_sum[c->n];
-    return forward <= (INFINITE - longest) / (4 * (c->n + 2));
-}
-
 void rotor_floating_init(rotor_floating_t *self) { memset(self, 0, sizeof(*self)); }
 
 void rotor_floating_free(rotor_floating_t *self) {
-    chunk_t *chunk = self->chunks;
+    floating_chunk_t *chunk = self->chunks;
     while (chunk != NULL) {
-        chunk_t *next = chunk->next;
+        floating_chunk_t *next = chunk->next;
         rotor_free(chunk);
         chunk = next;
     }
@@ -306,36 +300,36 @@ void rotor_floating_free(rotor_floating_t *self) {
     memset(self, 0, sizeof(*self));
 }
 
-static int prepare(table_t *k) {
+static int floating_prepare(table_t *k) {
     const rotor_chain_t *c = k->chain;
     int64_t states = (c->n + 1) * (c->n + 2) * (c->n + 3) / 6;
     void *rows = NULL;
     void *x = NULL;
     void *xbar = NULL;
     void *scratch = NULL;
-    int ret = reserve(k, states, sizeof(*k->rows), &rows);
+    int ret = floating_reserve(k, states, sizeof(*k->rows), &rows);
 
     k->rows = rows;
     if (ret == ROTOR_OK) {
-        ret = reserve(k, c->n + 1, sizeof(*k->x), &x);
+        ret = floating_reserve(k, c->n + 1, sizeof(*k->x), &x);
         k->x = x;
     }
     if (ret == ROTOR_OK) {
-        ret = reserve(k, c->n, sizeof(*k->xbar), &xbar);
+        ret = floating_reserve(k, c->n, sizeof(*k->xbar), &xbar);
         k->xbar = xbar;
     }
     if (ret == ROTOR_OK) {
-        ret = reserve(k, k->top + 1, sizeof(*k->scratch), &scratch);
+        ret = floating_reserve(k, k->top + 1, sizeof(*k->scratch), &scratch);
         k->scratch = scratch;
     }
     if (ret != ROTOR_OK) {
         return ret;
     }
     for (int64_t i = 0; i <= c->n; i++) {
-        k->x[i] = to_slots(k, c->x[i]);
+        k->x[i] = floating_to_slots(k, c->x[i]);
     }
     for (int64_t i = 0; i < c->n; i++) {
-        k->xbar[i] = to_slots(k, c->xbar[i]);
+        k->xbar[i] = floating_to_slots(k, c->xbar[i]);
     }
     return ROTOR_OK;
 }
@@ -352,7 +346,7 @@ int rotor_floating_solve(rotor_floating_t *self, const rotor_chain_t *chain, int
     if (budget < 1 || budget > INT64_MAX / 4) {
         return ROTOR_ERR_BAD_BUDGET;
     }
-    if (!times_fit(chain)) {
+    if (!rotor_chain_times_fit(chain)) {
         return ROTOR_ERR_OVERFLOW;
     }
     self->chain = chain;
@@ -362,7 +356,7 @@ int rotor_floating_solve(rotor_floating_t *self, const rotor_chain_t *chain, int
     self->within = budget > chain->x[0] ? slots : 0;
     self->top = self->within + chain->n + 2;
     self->max_table_bytes = max_table_bytes;
-    ret = prepare(self);
+    ret = floating_prepare(self);
     if (ret != ROTOR_OK) {
         goto out;
     }
@@ -383,33 +377,34 @@ out:
     return ret;
 }
 
-/* What remains to be emitted: state (b, s, l), or B(b) where s < 0. `m` is slots, or bytes. */
+/* A part that remains to be emitted: state (b, s, l), or B(b) where s < 0. `m` is slots, or bytes. */
 typedef struct {
     int64_t b, s, l, m;
-} task_t;
+} floating_task_t;
 
 typedef struct {
     const table_t *table;
     bool least; /* any schedule of m bytes, not the fastest on m slots */
     rotor_sequence_t *sequence;
-    task_t *tasks;
+    floating_task_t *tasks;
     int64_t count;
 } trace_t;
 
-static bool takes(const trace_t *trace, const choice_t *choice, int64_t need, const task_t *task) {
+static bool takes(const trace_t *trace, const floating_choice_t *choice, int64_t need,
+                  const floating_task_t *task) {
     const table_t *k = trace->table;
     if (trace->least) {
         return rotor_max(need, choice_least(choice)) <= task->m;
     }
-    int64_t value = value_at(row_of(k, task->b, task->s, task->l), task->m);
-    return task->m >= to_slots(k, need) && choice_value(choice, task->m) == value;
+    int64_t value = floating_value(row_of(k, task->b, task->s, task->l), task->m);
+    return task->m >= floating_to_slots(k, need) && choice_value(choice, task->m) == value;
 }
 
-static void push(trace_t *trace, int64_t b, int64_t s, int64_t l, int64_t m) {
-    trace->tasks[trace->count++] = (task_t){.b = b, .s = s, .l = l, .m = m};
+static void floating_push(trace_t *trace, int64_t b, int64_t s, int64_t l, int64_t m) {
+    trace->tasks[trace->count++] = (floating_task_t){.b = b, .s = s, .l = l, .m = m};
 }
 
-static int expand(trace_t *trace, const task_t *task) {
+static int expand(trace_t *trace, const floating_task_t *task) {
     const table_t *k = trace->table;
     const rotor_chain_t *c = k->chain;
     int64_t b = task->b;
@@ -424,11 +419,11 @@ static int expand(trace_t *trace, const task_t *task) {
     if (b == c->n) {
         return rotor_sequence_append(trace->sequence, ROTOR_LOSS, b);
     }
-    choice_t choice = choice_single(k, b, s, l);
+    floating_choice_t choice = choice_single(k, b, s, l);
     if (takes(trace, &choice, need_single(c, b, s, l), task)) {
         kind = b == s ? ROTOR_FE : ROTOR_FN;
         if (b == s) {
-            push(trace, b, -1, b, 0);
+            floating_push(trace, b, -1, b, 0);
         }
     } else {
         kind = ROTOR_FCK;
@@ -439,11 +434,11 @@ static int expand(trace_t *trace, const task_t *task) {
                 break;
             }
         }
-        push(trace, b, s, choice.t, task->m);
+        floating_push(trace, b, s, choice.t, task->m);
     }
     if (choice.right != NULL) {
         int64_t shift = trace->least ? choice.shift_bytes : choice.shift;
-        push(trace, b + 1, choice.right_s, l, task->m - shift);
+        floating_push(trace, b + 1, choice.right_s, l, task->m - shift);
     }
     return rotor_sequence_append(trace->sequence, kind, b);
 }
@@ -460,9 +455,9 @@ static int trace_schedule(const table_t *k, bool least, int64_t m, rotor_sequenc
     if (trace.tasks == NULL) {
         return ROTOR_ERR_NO_MEMORY;
     }
-    push(&trace, 0, 0, n, m);
+    floating_push(&trace, 0, 0, n, m);
     while (trace.count > 0 && ret == ROTOR_OK) {
-        task_t task = trace.tasks[--trace.count];
+        floating_task_t task = trace.tasks[--trace.count];
         ret = expand(&trace, &task);
     }
     rotor_free(trace.tasks);
@@ -483,14 +478,14 @@ static int trace_slots(const table_t *k, rotor_sequence_t *sequence, bool *found
                        int64_t *time_ns) {
     const row_t *root = row_of(k, 0, 0, k->chain->n);
     int64_t first = sequence->length;
-    int64_t lowest = root->count == 0 ? INFINITE : rotor_max(k->within, root->low);
+    int64_t lowest = root->count == 0 ? ROTOR_NEVER : rotor_max(k->within, root->low);
     rotor_result_t result;
     int ret = ROTOR_OK;
 
     *found = false;
     for (int64_t m = k->top; m >= lowest && ret == ROTOR_OK && !*found; m--) {
         /* Of equal times, the fewest slots. */
-        if (m > lowest && value_at(root, m - 1) == value_at(root, m)) {
+        if (m > lowest && floating_value(root, m - 1) == floating_value(root, m)) {
             continue;
         }
         sequence->length = first;
@@ -545,7 +540,7 @@ static int add_point(const table_t *k, const rotor_sequence_t *sequence, int64_t
     if (ret != ROTOR_OK || (kept > 0 && ns[kept - 1] <= result.time_ns)) {
         return ret;
     }
-    /* Points come by descending time: those that need as much or more go. */
+    /* Points come by descending time: points that need as much or more go. */
     while (kept > 0 && bytes[kept - 1] >= result.peak) {
         kept--;
     }
@@ -585,15 +580,16 @@ int rotor_floating_curve(const rotor_floating_t *self, const rotor_callback_t *c
             ret = rotor_ask(callback, m, root->count);
         }
     }
-out:
-    rotor_sequence_free(&sequence);
     if (ret != ROTOR_OK) {
-        rotor_free(found_bytes);
-        rotor_free(found_ns);
-        return ret;
+        goto out;
     }
     *count = found;
     *bytes = found_bytes;
     *ns = found_ns;
-    return ROTOR_OK;
+    found_bytes = found_ns = NULL;
+out:
+    rotor_sequence_free(&sequence);
+    rotor_free(found_bytes);
+    rotor_free(found_ns);
+    return ret;
 }

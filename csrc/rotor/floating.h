@@ -37,6 +37,7 @@
 
 /* Excess time of one state by slots: infeasible below `low`, values[count-1] from low+count-1 on. */
 typedef struct {
+    /* state */
     const int64_t *values;
     int32_t low;
     int32_t count;
@@ -79,8 +80,8 @@ int rotor_floating_solve(rotor_floating_t *self, const rotor_chain_t *chain, int
 /*
  * Appends a schedule whose simulated peak is within the solved budget: the fastest of the optimum
  * on `slots` slots, of those optima on up to n + 2 more that simulation shows to fit all the same
- * (every size was rounded up), and of a schedule of least memory in bytes, which is there where
- * slots are too coarse for any. ROTOR_ERR_NO_MEMORY leaves the sequence as it was.
+ * (every size was rounded up), and of a schedule of least memory in bytes, which exists where
+ * slots are too coarse for any other. ROTOR_ERR_NO_MEMORY leaves the sequence as it was.
  */
 int rotor_floating_sequence(const rotor_floating_t *self, rotor_sequence_t *sequence);
 

@@ -8,34 +8,34 @@
 
 enum { CHUNK_POINTS = 1 << 15 };
 
-typedef struct chunk {
-    struct chunk *next;
+typedef struct frontier_chunk {
+    struct frontier_chunk *next;
     int64_t used;
     int64_t capacity;
     rotor_point_t points[];
-} chunk_t;
+} frontier_chunk_t;
 
-static rotor_point_t *take(rotor_frontier_t *self, int64_t count) {
-    chunk_t *chunk = self->chunks;
+static rotor_point_t *frontier_take(rotor_frontier_t *self, int64_t count) {
+    frontier_chunk_t *chunk = self->chunks;
     rotor_point_t *taken = chunk->points + chunk->used;
     chunk->used += count;
     return taken;
 }
 
 /* Makes room for `count` points in the newest chunk. */
-static int reserve(rotor_frontier_t *self, int64_t count) {
-    chunk_t *chunk = self->chunks;
+static int frontier_reserve(rotor_frontier_t *self, int64_t count) {
+    frontier_chunk_t *chunk = self->chunks;
     if (chunk != NULL && chunk->capacity - chunk->used >= count) {
         return ROTOR_OK;
     }
-    int64_t left = self->max_table_bytes - self->table_bytes - (int64_t)sizeof(chunk_t);
+    int64_t left = self->max_table_bytes - self->table_bytes - (int64_t)sizeof(frontier_chunk_t);
     int64_t capacity = rotor_min(CHUNK_POINTS, left / (int64_t)sizeof(rotor_point_t));
     capacity = rotor_max(capacity, count);
     int64_t bytes = capacity * (int64_t)sizeof(rotor_point_t);
     if (bytes > left) {
         return ROTOR_ERR_TABLE_TOO_LARGE;
     }
-    chunk = rotor_malloc(sizeof(chunk_t) + (size_t)bytes);
+    chunk = rotor_malloc(sizeof(frontier_chunk_t) + (size_t)bytes);
     if (chunk == NULL) {
         return ROTOR_ERR_NO_MEMORY;
     }
@@ -43,7 +43,7 @@ static int reserve(rotor_frontier_t *self, int64_t count) {
     chunk->used = 0;
     chunk->capacity = capacity;
     self->chunks = chunk;
-    self->table_bytes += (int64_t)sizeof(chunk_t) + bytes;
+    self->table_bytes += (int64_t)sizeof(frontier_chunk_t) + bytes;
     return ROTOR_OK;
 }
 
@@ -158,11 +158,11 @@ static int fill_limits(rotor_frontier_t *self, const rotor_callback_t *callback,
 
 static int leaf(rotor_frontier_t *self, int64_t i, rotor_points_t *points) {
     const rotor_chain_t *c = self->chain;
-    int ret = reserve(self, 1);
+    int ret = frontier_reserve(self, 1);
     if (ret != ROTOR_OK) {
         return ret;
     }
-    rotor_point_t *taken = take(self, 1);
+    rotor_point_t *taken = frontier_take(self, 1);
     taken->bytes = i == c->n ? rotor_chain_need_loss(c)
                              : rotor_max(rotor_chain_need_fe(c, i, i), rotor_chain_need_b(c, i, i));
     taken->excess = 0;
@@ -186,7 +186,7 @@ static int interval(rotor_frontier_t *self, rotor_envelope_t *work, int64_t i, i
     }
     int ret = rotor_envelope_solve(work);
     if (ret == ROTOR_OK) {
-        ret = reserve(self, work->count);
+        ret = frontier_reserve(self, work->count);
     }
     if (ret != ROTOR_OK) {
         return ret;
@@ -195,7 +195,7 @@ static int interval(rotor_frontier_t *self, rotor_envelope_t *work, int64_t i, i
         *points = (rotor_points_t){.points = NULL, .count = 0};
         return ROTOR_OK;
     }
-    rotor_point_t *taken = take(self, work->count);
+    rotor_point_t *taken = frontier_take(self, work->count);
     memcpy(taken, work->points, (size_t)work->count * sizeof(*taken));
     *points = (rotor_points_t){.points = taken, .count = work->count};
     return ROTOR_OK;
@@ -294,9 +294,9 @@ out:
 }
 
 void rotor_frontier_free(rotor_frontier_t *self) {
-    chunk_t *chunk = self->chunks;
+    frontier_chunk_t *chunk = self->chunks;
     while (chunk != NULL) {
-        chunk_t *next = chunk->next;
+        frontier_chunk_t *next = chunk->next;
         rotor_free(chunk);
         chunk = next;
     }
@@ -318,7 +318,7 @@ static int64_t excess_at(const rotor_points_t *points, int64_t m, int64_t *bytes
     return points->points[k].excess;
 }
 
-static rotor_choice_t choose(const void *solver, int64_t i, int64_t l, int64_t m) {
+static rotor_choice_t frontier_choose(const void *solver, int64_t i, int64_t l, int64_t m) {
     const rotor_frontier_t *s = solver;
     const rotor_chain_t *c = s->chain;
     int64_t unused;
@@ -350,5 +350,6 @@ int rotor_frontier_sequence(const rotor_frontier_t *self, int64_t budget,
         *minimum = self->curve_bytes[0];
         return ROTOR_ERR_INFEASIBLE;
     }
-    return rotor_persistent_walk(self->chain, self, choose, budget - self->chain->x[0], sequence);
+    return rotor_persistent_walk(self->chain, self, frontier_choose, budget - self->chain->x[0],
+                                 sequence);
 }

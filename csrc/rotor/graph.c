@@ -15,8 +15,8 @@ void rotor_graph_free(rotor_graph_t *self) {
     rotor_graph_init(self);
 }
 
-static int check(const rotor_graph_t *self, int64_t cost_ns, const int32_t *inputs,
-                 int64_t input_count, const rotor_output_t *outputs, int64_t output_count) {
+static int graph_check(const rotor_graph_t *self, int64_t cost_ns, const int32_t *inputs,
+                       int64_t input_count, const rotor_output_t *outputs, int64_t output_count) {
     if (cost_ns < 0) {
         return ROTOR_ERR_NEGATIVE_TIME;
     }
@@ -56,7 +56,7 @@ int rotor_graph_append(rotor_graph_t *self, const char *name, int64_t name_lengt
                        int64_t cost_ns, const int32_t *inputs, int64_t input_count,
                        const rotor_output_t *outputs, int64_t output_count) {
     int64_t characters = name_length + 1;
-    int ret = check(self, cost_ns, inputs, input_count, outputs, output_count);
+    int ret = graph_check(self, cost_ns, inputs, input_count, outputs, output_count);
     if (ret != ROTOR_OK) {
         return ret;
     }

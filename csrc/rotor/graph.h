@@ -1,6 +1,5 @@
 /*
- * A graph of operations on tensors: what the simulator replays, the planner plans and the runtime
- * records.
+ * A graph of operations on tensors, which the reader of logs makes and the simulator replays.
  *
  *   storage   bytes of memory; born with its root tensor
  *   tensor    a view of one storage, made by one operation; the first tensor of a storage is its
@@ -38,6 +37,7 @@ typedef struct {
 } rotor_storage_t;
 
 typedef struct {
+    /* state; read only */
     rotor_operation_t *operations;
     int64_t operation_count;
     int64_t operation_capacity;
@@ -58,6 +58,7 @@ typedef struct {
 /* An output of a new operation: a fresh storage of `bytes` where alias is -1, else a view of the
  * storage of input number `alias` (bytes are then ignored). */
 typedef struct {
+    /* input */
     const char *name;
     int64_t name_length;
     int64_t bytes;

@@ -47,7 +47,7 @@ const rotor_heuristic_t *rotor_find_heuristic(const char *name) {
     return NULL;
 }
 
-double rotor_cost_quotient(const rotor_eviction_cost_t *cost) {
+double rotor_eviction_cost_quotient(const rotor_eviction_cost_t *cost) {
     if (cost->bytes <= 0 || cost->staleness <= 0) {
         return HUGE_VAL;
     }
@@ -74,7 +74,7 @@ double rotor_cost_quotient(const rotor_eviction_cost_t *cost) {
     return is_negative ? -magnitude : magnitude;
 }
 
-bool rotor_cost_at_most(const rotor_eviction_cost_t *a, const rotor_eviction_cost_t *b) {
+bool rotor_eviction_cost_at_most(const rotor_eviction_cost_t *a, const rotor_eviction_cost_t *b) {
     double margin = fabs(b->estimate) * 0x1p-49;
 
     if (a->estimate < b->estimate - margin) {
@@ -92,5 +92,5 @@ bool rotor_cost_at_most(const rotor_eviction_cost_t *a, const rotor_eviction_cos
     if (a->bytes == 1 && a->staleness == 1 && b->bytes == 1 && b->staleness == 1) {
         return a->numerator <= b->numerator;
     }
-    return rotor_cost_quotient(a) <= rotor_cost_quotient(b);
+    return rotor_eviction_cost_quotient(a) <= rotor_eviction_cost_quotient(b);
 }

@@ -1,6 +1,6 @@
 /*
- * The published heuristics as data: what a cost is made of. And costs, which are compared as the
- * correctly rounded quotients of exact integers.
+ * The published heuristics as data, and their costs, which are compared as the correctly rounded
+ * quotients of exact integers.
  *
  * A heuristic's cost is numerator / (bytes) / (staleness), each divisor where it has one.
  */
@@ -11,7 +11,7 @@
 
 #include "core.h"
 
-/* What stands above the line of a cost. c: nanoseconds of the storage's own computation. */
+/* The numerator of a cost. c: nanoseconds of the storage's own computation. */
 enum rotor_numerator {
     ROTOR_ONE,         /* 1 */
     ROTOR_OWN,         /* c */
@@ -21,10 +21,10 @@ enum rotor_numerator {
     ROTOR_UNION,       /* c and what is evicted after or before it, each storage once */
     ROTOR_LAST_ACCESS, /* the time of its last access */
     ROTOR_CHANCE,      /* nothing: one is drawn */
-    ROTOR_CALLBACK     /* what the caller's function says */
+    ROTOR_CALLBACK     /* a cost from the caller's function */
 };
 
-/* What the time since the last access is measured from. */
+/* The access from which staleness is measured. */
 enum rotor_staleness {
     ROTOR_NO_STALENESS,
     ROTOR_LAST_USE,         /* its last access */
@@ -32,6 +32,7 @@ enum rotor_staleness {
 };
 
 typedef struct {
+    /* input */
     const char *name;
     enum rotor_numerator numerator;
     bool by_bytes;
@@ -50,7 +51,8 @@ typedef struct {
     double estimate;   /* of the quotient */
 } rotor_eviction_cost_t;
 
-static inline rotor_eviction_cost_t rotor_cost(int64_t numerator, int64_t bytes, int64_t staleness) {
+static inline rotor_eviction_cost_t rotor_eviction_cost(int64_t numerator, int64_t bytes,
+                                                        int64_t staleness) {
     double denominator = (double)bytes * (double)staleness;
     return (rotor_eviction_cost_t){
         .numerator = numerator,
@@ -62,9 +64,9 @@ static inline rotor_eviction_cost_t rotor_cost(int64_t numerator, int64_t bytes,
 }
 
 /* The quotient, correctly rounded to a double. */
-double rotor_cost_quotient(const rotor_eviction_cost_t *cost);
+double rotor_eviction_cost_quotient(const rotor_eviction_cost_t *cost);
 
-/* Whether the rounded quotient of `a` is at most that of `b`. */
-bool rotor_cost_at_most(const rotor_eviction_cost_t *a, const rotor_eviction_cost_t *b);
+/* True if the rounded quotient of `a` is at most that of `b`. */
+bool rotor_eviction_cost_at_most(const rotor_eviction_cost_t *a, const rotor_eviction_cost_t *b);
 
 #endif

@@ -98,7 +98,7 @@ static int read_line(rotor_log_t *self, const char *text, int64_t length) {
     return ret;
 }
 
-static int keep(rotor_log_reader_t *reader, const char *text, int64_t length) {
+static int log_keep(rotor_log_reader_t *reader, const char *text, int64_t length) {
     if (reader->rest_length + length > ROTOR_LINE_BYTES + 4) {
         return rotor_log_fail(reader, "the line is too long; expected at most 64 MiB");
     }
@@ -130,7 +130,7 @@ int rotor_log_feed(rotor_log_t *self, const char *text, int64_t length,
         const char *end = memchr(text + at, '\n', (size_t)(length - at));
         int64_t taken = end == NULL ? length - at : end - (text + at);
         if (end == NULL || reader->rest_length > 0) {
-            ret = keep(reader, text + at, taken);
+            ret = log_keep(reader, text + at, taken);
             if (ret == ROTOR_OK && end != NULL) {
                 ret = read_rest(self);
             }

@@ -21,49 +21,13 @@
 #ifndef ROTOR_LOG_H
 #define ROTOR_LOG_H
 
-#include "graph.h"
-
-enum rotor_command_kind {
-    ROTOR_COMPUTE = 0, /* an operation */
-    ROTOR_GET = 1,     /* a tensor gains a reference */
-    ROTOR_PIN = 2,     /* a tensor is rematerialized if need be, and pinned */
-    ROTOR_RELEASE = 3  /* a tensor loses a reference */
-};
-
-typedef struct {
-    int32_t kind;
-    int32_t index; /* of the operation or the tensor */
-} rotor_command_t;
+#include "log_commands.h"
 
 enum rotor_output_condition {
     ROTOR_REMATERIALIZE = 0,
     ROTOR_PREALLOCATE = 1,
     ROTOR_LEAVE = 2 /* nothing is scheduled or summed */
 };
-
-typedef struct rotor_log_reader rotor_log_reader_t;
-
-typedef struct {
-    /* state; read only */
-    rotor_graph_t graph;
-    rotor_command_t *commands;
-    int64_t command_count;
-    int64_t command_capacity;
-    int64_t line_count;        /* lines read, empty ones included */
-    int64_t start_count;       /* START annotations */
-    int64_t backward_command;  /* commands before the first BACKWARD annotation; without one before
-                                * the first operation with "backward" in its name, -1 for none */
-    int64_t ignored_releases;  /* RELEASE of names that are not defined */
-    int64_t output_bytes;      /* preallocate: of the storages that are referenced at the end */
-    bool is_finished;
-    rotor_log_reader_t *reader; /* private */
-} rotor_log_t;
-
-/* What was wrong with a log, for people. */
-typedef struct {
-    int64_t line;      /* from 1 */
-    char message[320]; /* what was found, what was expected */
-} rotor_log_error_t;
 
 /* cut_at_start: whether START drops what came before it. */
 int rotor_log_init(rotor_log_t *self, bool cut_at_start);
@@ -82,7 +46,7 @@ int rotor_log_feed(rotor_log_t *self, const char *text, int64_t length,
 int rotor_log_finish(rotor_log_t *self, enum rotor_output_condition condition,
                      rotor_log_error_t *error);
 
-/* The tensor that a name stands for now, or -1. */
+/* The tensor that a name is bound to now, or -1. */
 int32_t rotor_log_lookup(const rotor_log_t *self, const char *name, int64_t length);
 
 /* References that a tensor holds from names after the commands read so far. */

@@ -2,24 +2,21 @@
 
 #include <string.h>
 
-typedef rotor_log_reader_t reader_t;
-typedef rotor_json_value_t value_t;
-
-int rotor_log_fail(reader_t *reader, const char *words) {
+int rotor_log_fail(rotor_log_reader_t *reader, const char *words) {
     reader->error.message[0] = '\0';
     rotor_message_add(reader->error.message, words);
     return ROTOR_ERR_FORMAT;
 }
 
-int rotor_log_fail_about(reader_t *reader, const char *before, const char *text, int64_t length,
-                         const char *after) {
+int rotor_log_fail_about(rotor_log_reader_t *reader, const char *before, const char *text,
+                         int64_t length, const char *after) {
     (void)rotor_log_fail(reader, before);
     rotor_message_quote(reader->error.message, text, length);
     rotor_message_add(reader->error.message, after);
     return ROTOR_ERR_FORMAT;
 }
 
-int rotor_log_fail_undefined(reader_t *reader, const value_t *name) {
+int rotor_log_fail_undefined(rotor_log_reader_t *reader, const rotor_json_value_t *name) {
     (void)rotor_log_fail_about(reader, "the name ", name->text, name->length, " in ");
     rotor_message_add(reader->error.message, reader->instruction);
     rotor_message_add(reader->error.message,
@@ -31,7 +28,8 @@ static const char *const field_names[ROTOR_FIELDS] = {
     "ALIAS", "ANNOTATION", "ARGS", "DST", "INSTRUCTION", "MEMORY",
     "MUTATE", "NAME", "RESULT", "SRC", "TIME"};
 
-const value_t *rotor_log_get_field(reader_t *reader, enum rotor_log_field field) {
+const rotor_json_value_t *rotor_log_get_field(rotor_log_reader_t *reader,
+                                              enum rotor_log_field field) {
     if (rotor_log_line_has(&reader->line, field)) {
         return &reader->line.fields[field];
     }
@@ -42,8 +40,8 @@ const value_t *rotor_log_get_field(reader_t *reader, enum rotor_log_field field)
     return NULL;
 }
 
-int rotor_log_fail_kind(reader_t *reader, enum rotor_log_field field, const value_t *value,
-                        const char *expected) {
+int rotor_log_fail_kind(rotor_log_reader_t *reader, enum rotor_log_field field,
+                        const rotor_json_value_t *value, const char *expected) {
     (void)rotor_log_fail(reader, field_names[field]);
     rotor_message_add(reader->error.message, " in ");
     rotor_message_add(reader->error.message, reader->instruction);
@@ -58,8 +56,9 @@ int rotor_log_fail_kind(reader_t *reader, enum rotor_log_field field, const valu
     return ROTOR_ERR_FORMAT;
 }
 
-const value_t *rotor_log_get_string(reader_t *reader, enum rotor_log_field field) {
-    const value_t *value = rotor_log_get_field(reader, field);
+const rotor_json_value_t *rotor_log_get_string(rotor_log_reader_t *reader,
+                                               enum rotor_log_field field) {
+    const rotor_json_value_t *value = rotor_log_get_field(reader, field);
     if (value != NULL && value->kind != ROTOR_JSON_STRING) {
         (void)rotor_log_fail_kind(reader, field, value, "a string");
         return NULL;
@@ -67,8 +66,9 @@ const value_t *rotor_log_get_string(reader_t *reader, enum rotor_log_field field
     return value;
 }
 
-const value_t *rotor_log_get_array(reader_t *reader, enum rotor_log_field field, int64_t least) {
-    const value_t *value = rotor_log_get_field(reader, field);
+const rotor_json_value_t *rotor_log_get_array(rotor_log_reader_t *reader,
+                                              enum rotor_log_field field, int64_t least) {
+    const rotor_json_value_t *value = rotor_log_get_field(reader, field);
     if (value != NULL && value->kind != ROTOR_JSON_ARRAY) {
         (void)rotor_log_fail_kind(reader, field, value, "an array");
         return NULL;
@@ -83,8 +83,9 @@ const value_t *rotor_log_get_array(reader_t *reader, enum rotor_log_field field,
     return value;
 }
 
-int rotor_log_to_integer(reader_t *reader, enum rotor_log_field field, const value_t *value,
-                         int64_t least, int64_t most, int64_t *integer) {
+int rotor_log_to_integer(rotor_log_reader_t *reader, enum rotor_log_field field,
+                         const rotor_json_value_t *value, int64_t least, int64_t most,
+                         int64_t *integer) {
     bool is_text = value->kind == ROTOR_JSON_STRING || value->kind == ROTOR_JSON_INTEGER;
     bool is_negative = is_text && value->length > 0 && value->text[0] == '-';
     int64_t number = 0;
@@ -118,9 +119,8 @@ int rotor_log_to_integer(reader_t *reader, enum rotor_log_field field, const val
     return ROTOR_ERR_FORMAT;
 }
 
-int rotor_log_get_amount(reader_t *reader, enum rotor_log_field field, int64_t *amount) {
-    const value_t *value = rotor_log_get_field(reader, field);
+int rotor_log_get_amount(rotor_log_reader_t *reader, enum rotor_log_field field, int64_t *amount) {
+    const rotor_json_value_t *value = rotor_log_get_field(reader, field);
     return value == NULL ? ROTOR_ERR_FORMAT
                          : rotor_log_to_integer(reader, field, value, 0, ROTOR_MAX_VALUE, amount);
 }
-

@@ -4,14 +4,12 @@
 
 #include "vector.h"
 
-/* Sums of a whole log stay below this, so that nobody who replays it has to fear for int64. */
+/* Sums of a whole log stay below this, so that a replay cannot overflow int64. */
 static const int64_t most_in_all = INT64_C(1) << 61;
 
-typedef struct rotor_log_reader reader_t;
-typedef rotor_json_value_t value_t;
 
-/* The entry of a name that stands for a tensor. */
-static int get_entry(reader_t *reader, const value_t *name, int32_t *entry) {
+/* The entry of a name that is bound to a tensor. */
+static int get_entry(rotor_log_reader_t *reader, const rotor_json_value_t *name, int32_t *entry) {
     *entry = rotor_log_names_find(&reader->names, name->text, name->length);
     return *entry < 0 ? rotor_log_fail_undefined(reader, name) : ROTOR_OK;
 }
@@ -20,15 +18,15 @@ static int reserve_commands(rotor_log_t *self, int64_t count) {
     return ROTOR_RESERVE(self->commands, self->command_count, self->command_capacity, count);
 }
 
-static void append(rotor_log_t *self, enum rotor_command_kind kind, int32_t index) {
+static void log_append(rotor_log_t *self, enum rotor_command_kind kind, int32_t index) {
     self->commands[self->command_count++] =
         (rotor_command_t){.kind = (int32_t)kind, .index = index};
 }
 
-/* Appends an operation and its COMPUTE; there is room for `more` commands after it. */
+/* Appends an operation and its COMPUTE; leaves room for `more` commands after it. */
 static int append_operation(rotor_log_t *self, const char *name, int64_t name_length,
                             int64_t output_count, int64_t more) {
-    reader_t *reader = self->reader;
+    rotor_log_reader_t *reader = self->reader;
     rotor_graph_t *graph = &self->graph;
     int64_t total_bytes = reader->total_bytes;
     int ret;
@@ -61,13 +59,13 @@ static int append_operation(rotor_log_t *self, const char *name, int64_t name_le
     if (self->backward_command < 0 && strstr(graph->names + operation->name, "backward") != NULL) {
         self->backward_command = self->command_count;
     }
-    append(self, ROTOR_COMPUTE, (int32_t)(graph->operation_count - 1));
+    log_append(self, ROTOR_COMPUTE, (int32_t)(graph->operation_count - 1));
     return ROTOR_OK;
 }
 
 /* A CONSTANT or CALL whose followers are complete. */
 static int complete(rotor_log_t *self) {
-    reader_t *reader = self->reader;
+    rotor_log_reader_t *reader = self->reader;
     bool is_constant = reader->pending == ROTOR_PENDING_CONSTANT;
     for (int64_t k = 0; k < reader->result_count; k++) {
         int32_t entry = reader->results[k];
@@ -84,13 +82,13 @@ static int complete(rotor_log_t *self) {
         reader->names.entries[reader->results[k]].tensor = first + (int32_t)k;
     }
     if (is_constant) {
-        append(self, ROTOR_PIN, first);
+        log_append(self, ROTOR_PIN, first);
     }
     reader->pending = ROTOR_PENDING_NONE;
     return ROTOR_OK;
 }
 
-static int keep_text(reader_t *reader, const char *text, int64_t length) {
+static int keep_text(rotor_log_reader_t *reader, const char *text, int64_t length) {
     int ret = ROTOR_RESERVE(reader->text, 0, reader->text_capacity, length + 1);
     if (ret == ROTOR_OK) {
         memcpy(reader->text, text, (size_t)length);
@@ -100,7 +98,7 @@ static int keep_text(reader_t *reader, const char *text, int64_t length) {
 }
 
 /* Makes the entry of a name that the pending operation will define. */
-static int expect_result(reader_t *reader, const value_t *name) {
+static int expect_result(rotor_log_reader_t *reader, const rotor_json_value_t *name) {
     int64_t known = reader->names.count;
     int32_t entry;
     int ret;
@@ -126,15 +124,15 @@ static int expect_result(reader_t *reader, const value_t *name) {
     return ROTOR_OK;
 }
 
-static void expect_followers(reader_t *reader, enum rotor_log_pending pending) {
+static void expect_followers(rotor_log_reader_t *reader, enum rotor_log_pending pending) {
     reader->pending = pending;
     reader->expects_alias = false;
     reader->next_result = 0;
 }
 
 static int read_constant(rotor_log_t *self) {
-    reader_t *reader = self->reader;
-    const value_t *name = rotor_log_get_string(reader, ROTOR_FIELD_NAME);
+    rotor_log_reader_t *reader = self->reader;
+    const rotor_json_value_t *name = rotor_log_get_string(reader, ROTOR_FIELD_NAME);
     int ret;
 
     if (name == NULL) {
@@ -151,8 +149,8 @@ static int read_constant(rotor_log_t *self) {
 }
 
 /* Name, time and arguments, as CALL and MUTATE have them. */
-static int read_operation(reader_t *reader, int64_t least_args, const value_t **name,
-                          const value_t **args) {
+static int read_operation(rotor_log_reader_t *reader, int64_t least_args,
+                          const rotor_json_value_t **name, const rotor_json_value_t **args) {
     int32_t entry;
     int ret;
 
@@ -167,7 +165,7 @@ static int read_operation(reader_t *reader, int64_t least_args, const value_t **
     }
     reader->input_count = (*args)->length;
     for (int32_t k = 0; k < (*args)->length; k++) {
-        const value_t *arg = &reader->line.items[(*args)->first + k];
+        const rotor_json_value_t *arg = &reader->line.items[(*args)->first + k];
         if (arg->kind != ROTOR_JSON_STRING) {
             return rotor_log_fail_kind(reader, ROTOR_FIELD_ARGS, arg, "strings");
         }
@@ -180,10 +178,10 @@ static int read_operation(reader_t *reader, int64_t least_args, const value_t **
 }
 
 static int read_call(rotor_log_t *self) {
-    reader_t *reader = self->reader;
-    const value_t *name;
-    const value_t *args;
-    const value_t *results;
+    rotor_log_reader_t *reader = self->reader;
+    const rotor_json_value_t *name;
+    const rotor_json_value_t *args;
+    const rotor_json_value_t *results;
     int ret = read_operation(reader, 0, &name, &args);
 
     if (ret != ROTOR_OK) {
@@ -205,7 +203,7 @@ static int read_call(rotor_log_t *self) {
     return ROTOR_OK;
 }
 
-void rotor_log_describe_pending(reader_t *reader) {
+void rotor_log_describe_pending(rotor_log_reader_t *reader) {
     char *message = reader->error.message;
     int32_t entry = reader->results[reader->next_result];
     rotor_message_add(message, "expected ");
@@ -224,9 +222,9 @@ void rotor_log_describe_pending(reader_t *reader) {
     rotor_message_quote(message, reader->text, reader->text_length);
 }
 
-/* Whether MEMORY or ALIAS is what has to come, of the right name. */
-static int check_follower(reader_t *reader, bool is_alias) {
-    const value_t *name = rotor_log_get_string(reader, ROTOR_FIELD_NAME);
+/* True if MEMORY or ALIAS is what has to come, of the right name. */
+static int check_follower(rotor_log_reader_t *reader, bool is_alias) {
+    const rotor_json_value_t *name = rotor_log_get_string(reader, ROTOR_FIELD_NAME);
     if (name == NULL) {
         return ROTOR_ERR_FORMAT;
     }
@@ -256,7 +254,7 @@ static int check_follower(reader_t *reader, bool is_alias) {
 }
 
 static int read_memory(rotor_log_t *self) {
-    reader_t *reader = self->reader;
+    rotor_log_reader_t *reader = self->reader;
     int64_t bytes = 0;
     int ret = check_follower(reader, false);
 
@@ -273,8 +271,8 @@ static int read_memory(rotor_log_t *self) {
 }
 
 static int read_alias(rotor_log_t *self) {
-    reader_t *reader = self->reader;
-    const value_t *value;
+    rotor_log_reader_t *reader = self->reader;
+    const rotor_json_value_t *value;
     int ret = check_follower(reader, true);
 
     if (ret != ROTOR_OK) {
@@ -297,14 +295,15 @@ static int read_alias(rotor_log_t *self) {
 static void rebind(rotor_log_t *self, int32_t entry, int32_t tensor) {
     int32_t *bound = &self->reader->names.entries[entry].tensor;
     self->reader->references[*bound]--;
-    append(self, ROTOR_RELEASE, *bound);
+    log_append(self, ROTOR_RELEASE, *bound);
     *bound = tensor;
 }
 
 /* Checks the indices of a MUTATE and prepares its outputs: copies of the arguments' storages. */
-static int prepare_mutated(rotor_log_t *self, const value_t *args, const value_t *mutated) {
-    reader_t *reader = self->reader;
-    const value_t *items = reader->line.items;
+static int prepare_mutated(rotor_log_t *self, const rotor_json_value_t *args,
+                           const rotor_json_value_t *mutated) {
+    rotor_log_reader_t *reader = self->reader;
+    const rotor_json_value_t *items = reader->line.items;
     int64_t length = args->length;
     int ret;
 
@@ -322,7 +321,7 @@ static int prepare_mutated(rotor_log_t *self, const value_t *args, const value_t
     memset(reader->text, 0, (size_t)args->length);
     char *to = reader->text + args->length;
     for (int32_t k = 0; k < mutated->length; k++) {
-        const value_t *item = &items[mutated->first + k];
+        const rotor_json_value_t *item = &items[mutated->first + k];
         int64_t index;
         if ((ret = rotor_log_to_integer(reader, ROTOR_FIELD_MUTATE, item, 0,
                                         (int64_t)args->length - 1, &index)) != ROTOR_OK) {
@@ -334,7 +333,7 @@ static int prepare_mutated(rotor_log_t *self, const value_t *args, const value_t
                                         " stands twice in MUTATE; expected every index once");
         }
         reader->text[index] = 1;
-        const value_t *arg = &items[args->first + index];
+        const rotor_json_value_t *arg = &items[args->first + index];
         memcpy(to, arg->text, (size_t)arg->length);
         to[arg->length] = '$';
         int32_t storage = self->graph.tensors[reader->inputs[index]].storage;
@@ -349,10 +348,10 @@ static int prepare_mutated(rotor_log_t *self, const value_t *args, const value_t
 }
 
 static int read_mutate(rotor_log_t *self) {
-    reader_t *reader = self->reader;
-    const value_t *name;
-    const value_t *args;
-    const value_t *mutated;
+    rotor_log_reader_t *reader = self->reader;
+    const rotor_json_value_t *name;
+    const rotor_json_value_t *args;
+    const rotor_json_value_t *mutated;
     int ret = read_operation(reader, 1, &name, &args);
 
     if (ret != ROTOR_OK) {
@@ -374,9 +373,9 @@ static int read_mutate(rotor_log_t *self) {
 }
 
 static int read_copy(rotor_log_t *self, bool rebinds) {
-    reader_t *reader = self->reader;
-    const value_t *destination = rotor_log_get_string(reader, ROTOR_FIELD_DST);
-    const value_t *source = rotor_log_get_string(reader, ROTOR_FIELD_SRC);
+    rotor_log_reader_t *reader = self->reader;
+    const rotor_json_value_t *destination = rotor_log_get_string(reader, ROTOR_FIELD_DST);
+    const rotor_json_value_t *source = rotor_log_get_string(reader, ROTOR_FIELD_SRC);
     int32_t from;
     int32_t to;
     int ret;
@@ -397,13 +396,13 @@ static int read_copy(rotor_log_t *self, bool rebinds) {
     }
     reader->names.entries[to].tensor = tensor;
     reader->references[tensor]++;
-    append(self, ROTOR_GET, tensor);
+    log_append(self, ROTOR_GET, tensor);
     return ROTOR_OK;
 }
 
 static int read_release(rotor_log_t *self) {
-    reader_t *reader = self->reader;
-    const value_t *name = rotor_log_get_string(reader, ROTOR_FIELD_NAME);
+    rotor_log_reader_t *reader = self->reader;
+    const rotor_json_value_t *name = rotor_log_get_string(reader, ROTOR_FIELD_NAME);
     int ret;
 
     if (name == NULL) {
@@ -422,8 +421,8 @@ static int read_release(rotor_log_t *self) {
 }
 
 static int read_pin(rotor_log_t *self) {
-    reader_t *reader = self->reader;
-    const value_t *name = rotor_log_get_string(reader, ROTOR_FIELD_NAME);
+    rotor_log_reader_t *reader = self->reader;
+    const rotor_json_value_t *name = rotor_log_get_string(reader, ROTOR_FIELD_NAME);
     int32_t entry;
     int ret;
 
@@ -434,11 +433,11 @@ static int read_pin(rotor_log_t *self) {
         (ret = get_entry(reader, name, &entry)) != ROTOR_OK) {
         return ret;
     }
-    append(self, ROTOR_PIN, reader->names.entries[entry].tensor);
+    log_append(self, ROTOR_PIN, reader->names.entries[entry].tensor);
     return ROTOR_OK;
 }
 
-static bool is_text(const value_t *value, const char *text) {
+static bool is_text(const rotor_json_value_t *value, const char *text) {
     size_t length = strlen(text);
     return (size_t)value->length == length && memcmp(value->text, text, length) == 0;
 }
@@ -455,7 +454,8 @@ static void forget(rotor_log_t *self) {
 }
 
 static int read_annotate(rotor_log_t *self) {
-    const value_t *annotation = rotor_log_get_string(self->reader, ROTOR_FIELD_ANNOTATION);
+    const rotor_json_value_t *annotation =
+        rotor_log_get_string(self->reader, ROTOR_FIELD_ANNOTATION);
     if (annotation == NULL) {
         return ROTOR_ERR_FORMAT;
     }
@@ -476,11 +476,11 @@ int rotor_log_read_instruction(rotor_log_t *self) {
     static const char *const names[ALL] = {"CALL",     "MEMORY", "ALIAS",     "RELEASE",  "COPY",
                                            "CONSTANT", "MUTATE", "COPY_FROM", "ANNOTATE", "PIN"};
     static const uint8_t lengths[ALL] = {4, 6, 5, 7, 4, 8, 6, 9, 8, 3};
-    reader_t *reader = self->reader;
+    rotor_log_reader_t *reader = self->reader;
     int kind = 0;
 
     reader->instruction = "every line";
-    const value_t *value = rotor_log_get_string(reader, ROTOR_FIELD_INSTRUCTION);
+    const rotor_json_value_t *value = rotor_log_get_string(reader, ROTOR_FIELD_INSTRUCTION);
     if (value == NULL) {
         return ROTOR_ERR_FORMAT;
     }

@@ -25,7 +25,7 @@ const char *rotor_json_kind_name(int32_t kind) {
     return names[kind];
 }
 
-static void add(char *message, const char *text, size_t length) {
+static void line_add(char *message, const char *text, size_t length) {
     size_t used = strlen(message);
     size_t room = (size_t)ROTOR_MESSAGE_BYTES - 1 - used;
     length = length < room ? length : room;
@@ -33,14 +33,16 @@ static void add(char *message, const char *text, size_t length) {
     message[used + length] = '\0';
 }
 
-void rotor_message_add(char *message, const char *words) { add(message, words, strlen(words)); }
+void rotor_message_add(char *message, const char *words) {
+    line_add(message, words, strlen(words));
+}
 
 void rotor_message_quote(char *message, const char *text, int64_t length) {
     int64_t shown = rotor_min(length, QUOTED_BYTES);
     while (shown < length && shown > 0 && ((uint8_t)text[shown] & 0xc0) == 0x80) {
         shown--;
     }
-    add(message, "\"", 1);
+    line_add(message, "\"", 1);
     for (int64_t k = 0; k < shown; k++) {
         uint8_t c = (uint8_t)text[k];
         if (c < 0x20 || c == 0x7f) {
@@ -48,7 +50,7 @@ void rotor_message_quote(char *message, const char *text, int64_t length) {
             snprintf(code, sizeof(code), "\\x%02x", (unsigned)c);
             rotor_message_add(message, code);
         } else {
-            add(message, text + k, 1);
+            line_add(message, text + k, 1);
         }
     }
     rotor_message_add(message, shown < length ? "...\"" : "\"");
@@ -60,7 +62,7 @@ void rotor_message_number(char *message, int64_t number) {
     rotor_message_add(message, digits);
 }
 
-static int fail(const rotor_log_line_t *self, const char *expected) {
+static int line_fail(const rotor_log_line_t *self, const char *expected) {
     self->message[0] = '\0';
     rotor_message_add(self->message, "expected ");
     rotor_message_add(self->message, expected);
@@ -142,7 +144,7 @@ static int32_t hexadecimal(const char *text) {
     return code;
 }
 
-/* What a backslash at self->at begins; moves behind it. */
+/* Reads the escape that a backslash at self->at begins; moves behind it. */
 static int scan_escape(rotor_log_line_t *self, char **to) {
     static const char *const plain = "\"\"\\\\//b\bf\fn\nr\rt\t";
     char c = self->at[1];
@@ -155,17 +157,17 @@ static int scan_escape(rotor_log_line_t *self, char **to) {
     }
     int32_t code = c == 'u' ? hexadecimal(self->at + 2) : -1;
     if (code < 0) {
-        return fail(self, "an escape of JSON");
+        return line_fail(self, "an escape of JSON");
     }
     if (code == 0) {
-        return fail(self, "no null character in a string");
+        return line_fail(self, "no null character in a string");
     }
     int taken = 6;
     if (code >= 0xd800 && code <= 0xdfff) {
         bool pair = code <= 0xdbff && self->at[6] == '\\' && self->at[7] == 'u';
         int32_t low = pair ? hexadecimal(self->at + 8) : -1;
         if (low < 0xdc00 || low > 0xdfff) {
-            return fail(self, "both halves of a surrogate pair");
+            return line_fail(self, "both halves of a surrogate pair");
         }
         code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
         taken = 12;
@@ -198,12 +200,12 @@ static int scan_rich_string(rotor_log_line_t *self, const char *start, rotor_jso
             continue;
         }
         if (c < 0x20) {
-            return fail(self, self->at >= self->end ? "a closing quote"
-                                                    : "control characters to be escaped");
+            return line_fail(self, self->at >= self->end ? "a closing quote"
+                                                         : "control characters to be escaped");
         }
         int length = utf8_length(self->at);
         if (length == 0) {
-            return fail(self, "UTF-8");
+            return line_fail(self, "UTF-8");
         }
         memcpy(to, self->at, (size_t)length);
         to += length;
@@ -244,7 +246,7 @@ static inline int scan_string(rotor_log_line_t *self, rotor_json_value_t *value)
 
 static int scan_digits(rotor_log_line_t *self) {
     if (!is_digit(*self->at)) {
-        return fail(self, "a digit");
+        return line_fail(self, "a digit");
     }
     while (is_digit(*self->at)) {
         self->at++;
@@ -259,7 +261,7 @@ static int scan_number(rotor_log_line_t *self, rotor_json_value_t *value) {
     value->kind = ROTOR_JSON_INTEGER;
     self->at += *self->at == '-';
     if (*self->at == '0' && is_digit(self->at[1])) {
-        return fail(self, "a number without leading zeros");
+        return line_fail(self, "a number without leading zeros");
     }
     if ((ret = scan_digits(self)) != ROTOR_OK) {
         return ret;
@@ -302,7 +304,7 @@ static int scan_scalar(rotor_log_line_t *self, rotor_json_value_t *value) {
             return ROTOR_OK;
         }
     }
-    return fail(self, "a string, a number or a flat array of them");
+    return line_fail(self, "a string, a number or a flat array of them");
 }
 
 static int scan_array(rotor_log_line_t *self, rotor_json_value_t *value) {
@@ -316,7 +318,7 @@ static int scan_array(rotor_log_line_t *self, rotor_json_value_t *value) {
     } else {
         for (bool more = true; more;) {
             if (self->item_count >= ROTOR_LINE_ITEMS) {
-                return fail(self, "at most 1048576 entries in the arrays of a line");
+                return line_fail(self, "at most 1048576 entries in the arrays of a line");
             }
             if ((ret = ROTOR_RESERVE(self->items, self->item_count, self->item_capacity, 1)) !=
                     ROTOR_OK ||
@@ -327,7 +329,7 @@ static int scan_array(rotor_log_line_t *self, rotor_json_value_t *value) {
             skip_blanks(self);
             more = *self->at == ',';
             if (!more && *self->at != ']') {
-                return fail(self, "a comma or ] in an array");
+                return line_fail(self, "a comma or ] in an array");
             }
             self->at++;
             skip_blanks(self);
@@ -398,7 +400,7 @@ static int scan_member(rotor_log_line_t *self) {
     int ret;
 
     if (*self->at != '"') {
-        return fail(self, "a key in double quotes");
+        return line_fail(self, "a key in double quotes");
     }
     if ((ret = scan_string(self, &key)) != ROTOR_OK) {
         return ret;
@@ -416,7 +418,7 @@ static int scan_member(rotor_log_line_t *self) {
     }
     skip_blanks(self);
     if (*self->at != ':') {
-        return fail(self, "a colon after the key");
+        return line_fail(self, "a colon after the key");
     }
     self->at++;
     skip_blanks(self);
@@ -440,7 +442,7 @@ int rotor_log_line_scan(rotor_log_line_t *self, const char *text, int64_t length
     self->message = message;
     skip_blanks(self);
     if (*self->at != '{') {
-        return fail(self, "a JSON object");
+        return line_fail(self, "a JSON object");
     }
     self->at++;
     skip_blanks(self);
@@ -454,7 +456,7 @@ int rotor_log_line_scan(rotor_log_line_t *self, const char *text, int64_t length
             skip_blanks(self);
             more = *self->at == ',';
             if (!more && *self->at != '}') {
-                return fail(self, "a comma or }");
+                return line_fail(self, "a comma or }");
             }
             self->at++;
             if (more) {
@@ -463,5 +465,6 @@ int rotor_log_line_scan(rotor_log_line_t *self, const char *text, int64_t length
         }
     }
     skip_blanks(self);
-    return self->at == self->end ? ROTOR_OK : fail(self, "the end of the line after the object");
+    return self->at == self->end ? ROTOR_OK
+                                 : line_fail(self, "the end of the line after the object");
 }

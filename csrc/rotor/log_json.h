@@ -1,5 +1,5 @@
 /*
- * One line of a log: a flat JSON object, scanned where it stands. Strict JSON, and stricter: values
+ * One line of a log: a flat JSON object, scanned in place. Strict JSON, and stricter: values
  * are strings, numbers, true, false, null or arrays of these; keys do not repeat; strings are valid
  * UTF-8 without null characters. What the scanner finds points into the line, or into a buffer of
  * its own where a string had escapes; both are valid until the next line.
@@ -49,13 +49,13 @@ enum {
 };
 
 typedef struct {
-    /* what was found; read only */
+    /* output */
     rotor_json_value_t fields[ROTOR_FIELDS];
-    uint32_t seen; /* bit f: the field f is there */
+    uint32_t seen; /* bit f: field f was found */
     rotor_json_value_t *items;
     int64_t item_count;
     int64_t item_capacity;
-    /* private */
+    /* state */
     rotor_json_value_t keys[ROTOR_LINE_KEYS];
     int32_t key_count;
     char *unescaped;

@@ -20,6 +20,7 @@ typedef struct {
 } rotor_log_slot_t;
 
 typedef struct {
+    /* state */
     rotor_log_name_t *entries; /* in the order of their making */
     int64_t count;
     int64_t capacity;
@@ -36,7 +37,7 @@ void rotor_log_names_free(rotor_log_names_t *self);
 /* The entry of a name, or -1. */
 int32_t rotor_log_names_find(const rotor_log_names_t *self, const char *name, int64_t length);
 
-/* The entry of a name, which is made (with tensor -1) where there is none. */
+/* The entry of a name, made (with tensor -1) where it does not exist. */
 int rotor_log_names_intern(rotor_log_names_t *self, const char *name, int64_t length,
                            int32_t *entry);
 

@@ -5,13 +5,14 @@
 #ifndef ROTOR_LOG_READER_H
 #define ROTOR_LOG_READER_H
 
-#include "log.h"
+#include "log_commands.h"
 #include "log_json.h"
 #include "log_names.h"
 
 enum rotor_log_pending { ROTOR_PENDING_NONE, ROTOR_PENDING_CONSTANT, ROTOR_PENDING_CALL };
 
 struct rotor_log_reader {
+    /* state */
     rotor_log_line_t line;
     rotor_log_names_t names;
     int32_t *references; /* of tensors */

@@ -14,8 +14,8 @@ void rotor_log_writer_free(rotor_log_writer_t *self) {
 /* Writes at most this many bytes: `length` characters as a JSON string, quotes included. */
 static inline int64_t most_quoted(int64_t length) { return 6 * length + 2; }
 
-/* `room` is what all parts of a line may take; there is room for it. */
-static int begin(rotor_log_writer_t *self, int64_t room) {
+/* `room` is what all parts of a line may take; it was reserved. */
+static int writer_begin(rotor_log_writer_t *self, int64_t room) {
     enum { KEYS = 128 }; /* the keys, braces and numbers of any line, and its end */
     if (room > INT32_MAX - KEYS) {
         return ROTOR_ERR_OVERFLOW;
@@ -23,7 +23,7 @@ static int begin(rotor_log_writer_t *self, int64_t room) {
     return ROTOR_RESERVE(self->text, self->length, self->capacity, room + KEYS);
 }
 
-static void put(rotor_log_writer_t *self, const char *text) {
+static void writer_put(rotor_log_writer_t *self, const char *text) {
     size_t length = strlen(text);
     memcpy(self->text + self->length, text, length);
     self->length += (int64_t)length;
@@ -72,18 +72,18 @@ static void put_integer(rotor_log_writer_t *self, int64_t number) {
     if (number < 0) {
         *--first = '-';
     }
-    put(self, first);
+    writer_put(self, first);
 }
 
 static void put_names(rotor_log_writer_t *self, const rotor_name_t *names, int64_t count) {
-    put(self, "[");
+    writer_put(self, "[");
     for (int64_t k = 0; k < count; k++) {
         if (k > 0) {
-            put(self, ",");
+            writer_put(self, ",");
         }
         put_string(self, names[k]);
     }
-    put(self, "]");
+    writer_put(self, "]");
 }
 
 /* Of all names, quoted and separated; sums of that many characters stay within int64. */
@@ -96,11 +96,11 @@ static int64_t most_of_names(const rotor_name_t *names, int64_t count) {
 }
 
 static int write_one(rotor_log_writer_t *self, const char *before, rotor_name_t name) {
-    int ret = begin(self, most_quoted(name.length));
+    int ret = writer_begin(self, most_quoted(name.length));
     if (ret == ROTOR_OK) {
-        put(self, before);
+        writer_put(self, before);
         put_string(self, name);
-        put(self, "}\n");
+        writer_put(self, "}\n");
     }
     return ret;
 }
@@ -119,13 +119,13 @@ int rotor_log_write_pin(rotor_log_writer_t *self, rotor_name_t name) {
 
 static int write_number(rotor_log_writer_t *self, const char *before, int64_t number,
                         const char *between, rotor_name_t name) {
-    int ret = begin(self, most_quoted(name.length));
+    int ret = writer_begin(self, most_quoted(name.length));
     if (ret == ROTOR_OK) {
-        put(self, before);
+        writer_put(self, before);
         put_integer(self, number);
-        put(self, between);
+        writer_put(self, between);
         put_string(self, name);
-        put(self, "}\n");
+        writer_put(self, "}\n");
     }
     return ret;
 }
@@ -141,25 +141,25 @@ int rotor_log_write_alias(rotor_log_writer_t *self, rotor_name_t name, int64_t a
 }
 
 int rotor_log_write_annotate(rotor_log_writer_t *self, rotor_name_t annotation) {
-    int ret = begin(self, most_quoted(annotation.length));
+    int ret = writer_begin(self, most_quoted(annotation.length));
     if (ret == ROTOR_OK) {
-        put(self, "{\"ANNOTATION\":");
+        writer_put(self, "{\"ANNOTATION\":");
         put_string(self, annotation);
-        put(self, ",\"INSTRUCTION\":\"ANNOTATE\"}\n");
+        writer_put(self, ",\"INSTRUCTION\":\"ANNOTATE\"}\n");
     }
     return ret;
 }
 
 int rotor_log_write_copy(rotor_log_writer_t *self, rotor_name_t destination, rotor_name_t source,
                          bool rebinds) {
-    int ret = begin(self, most_quoted(destination.length) + most_quoted(source.length));
+    int ret = writer_begin(self, most_quoted(destination.length) + most_quoted(source.length));
     if (ret == ROTOR_OK) {
-        put(self, "{\"DST\":");
+        writer_put(self, "{\"DST\":");
         put_string(self, destination);
-        put(self, rebinds ? ",\"INSTRUCTION\":\"COPY_FROM\",\"SRC\":"
-                          : ",\"INSTRUCTION\":\"COPY\",\"SRC\":");
+        writer_put(self, rebinds ? ",\"INSTRUCTION\":\"COPY_FROM\",\"SRC\":"
+                                 : ",\"INSTRUCTION\":\"COPY\",\"SRC\":");
         put_string(self, source);
-        put(self, "}\n");
+        writer_put(self, "}\n");
     }
     return ret;
 }
@@ -167,18 +167,18 @@ int rotor_log_write_copy(rotor_log_writer_t *self, rotor_name_t destination, rot
 int rotor_log_write_call(rotor_log_writer_t *self, rotor_name_t name, const rotor_name_t *args,
                          int64_t arg_count, const rotor_name_t *results, int64_t result_count,
                          int64_t time_ns) {
-    int ret = begin(self, most_quoted(name.length) + most_of_names(args, arg_count) +
-                              most_of_names(results, result_count));
+    int ret = writer_begin(self, most_quoted(name.length) + most_of_names(args, arg_count) +
+                                     most_of_names(results, result_count));
     if (ret == ROTOR_OK) {
-        put(self, "{\"ARGS\":");
+        writer_put(self, "{\"ARGS\":");
         put_names(self, args, arg_count);
-        put(self, ",\"INSTRUCTION\":\"CALL\",\"NAME\":");
+        writer_put(self, ",\"INSTRUCTION\":\"CALL\",\"NAME\":");
         put_string(self, name);
-        put(self, ",\"RESULT\":");
+        writer_put(self, ",\"RESULT\":");
         put_names(self, results, result_count);
-        put(self, ",\"TIME\":\"");
+        writer_put(self, ",\"TIME\":\"");
         put_integer(self, time_ns);
-        put(self, "\"}\n");
+        writer_put(self, "\"}\n");
     }
     return ret;
 }
@@ -187,21 +187,21 @@ int rotor_log_write_mutate(rotor_log_writer_t *self, rotor_name_t name, const ro
                            int64_t arg_count, const int64_t *mutated, int64_t mutated_count,
                            int64_t time_ns) {
     enum { MOST_DIGITS = 21 };
-    int ret = begin(self, most_quoted(name.length) + most_of_names(args, arg_count) +
-                              mutated_count * MOST_DIGITS);
+    int ret = writer_begin(self, most_quoted(name.length) + most_of_names(args, arg_count) +
+                                     mutated_count * MOST_DIGITS);
     if (ret == ROTOR_OK) {
-        put(self, "{\"ARGS\":");
+        writer_put(self, "{\"ARGS\":");
         put_names(self, args, arg_count);
-        put(self, ",\"INSTRUCTION\":\"MUTATE\",\"MUTATE\":[");
+        writer_put(self, ",\"INSTRUCTION\":\"MUTATE\",\"MUTATE\":[");
         for (int64_t k = 0; k < mutated_count; k++) {
-            put(self, k > 0 ? "," : "");
+            writer_put(self, k > 0 ? "," : "");
             put_integer(self, mutated[k]);
         }
-        put(self, "],\"NAME\":");
+        writer_put(self, "],\"NAME\":");
         put_string(self, name);
-        put(self, ",\"TIME\":\"");
+        writer_put(self, ",\"TIME\":\"");
         put_integer(self, time_ns);
-        put(self, "\"}\n");
+        writer_put(self, "\"}\n");
     }
     return ret;
 }

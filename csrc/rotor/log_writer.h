@@ -1,6 +1,6 @@
 /*
  * Writes logs in the format that log.h reads: one function per instruction, each appends one line
- * to a buffer that the caller takes away when it likes. Keys are in alphabetical order and numbers
+ * to a buffer that the caller empties when it likes. Keys are in alphabetical order and numbers
  * are strings, as in the published logs; names are written as JSON strings (UTF-8 in, quotes,
  * backslashes and control characters escaped).
  */
@@ -10,12 +10,14 @@
 #include "core.h"
 
 typedef struct {
+    /* state; `text` and `length` are the caller's to read and to empty */
     char *text;
     int64_t length;
     int64_t capacity;
 } rotor_log_writer_t;
 
 typedef struct {
+    /* input */
     const char *text;
     int64_t length;
 } rotor_name_t;

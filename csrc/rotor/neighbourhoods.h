@@ -5,7 +5,7 @@
 #ifndef ROTOR_NEIGHBOURHOODS_H
 #define ROTOR_NEIGHBOURHOODS_H
 
-#include "eviction.h"
+#include "eviction_private.h"
 
 /* After a storage went out of memory. */
 int rotor_neighbourhood_evicted(rotor_eviction_t *self, int32_t storage);
@@ -15,7 +15,7 @@ void rotor_neighbourhood_materialized(rotor_eviction_t *self, int32_t storage);
 void rotor_neighbourhood_removing(rotor_eviction_t *self, int32_t storage);
 /* Nanoseconds of the distinct classes of its evicted neighbours. */
 int64_t rotor_neighbourhood_sum(rotor_eviction_t *self, int32_t storage);
-/* Makes all classes anew from what is evicted, without phantom connections. */
+/* Rebuilds all classes from what is evicted, without phantom connections. */
 int rotor_neighbourhood_rebuild(rotor_eviction_t *self);
 
 #endif

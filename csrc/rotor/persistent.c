@@ -11,18 +11,18 @@ enum { CHUNK = 32 };
 
 /* -- what a state needs, in slots; slots + 1 for all that does not fit */
 
-static int32_t to_slots(const rotor_persistent_t *s, int64_t bytes) {
+static int32_t persistent_to_slots(const rotor_persistent_t *s, int64_t bytes) {
     int64_t rounded = bytes > s->budget ? s->slots + 1
                                         : rotor_discretise(bytes, s->budget, s->slots);
     return (int32_t)rotor_min(rounded, s->slots + 1);
 }
 
 static int64_t step_need(const rotor_persistent_t *s, int64_t i, int64_t l) {
-    return to_slots(s, rotor_max(rotor_chain_need_fe(s->chain, i, l),
-                                 rotor_chain_need_b(s->chain, i, l)));
+    return persistent_to_slots(
+        s, rotor_max(rotor_chain_need_fe(s->chain, i, l), rotor_chain_need_b(s->chain, i, l)));
 }
 
-/* What is remembered from one split of an interval to the next, as j grows. */
+/* Facts kept from one split of an interval to the next, as j grows. */
 typedef struct {
     int64_t forward_need; /* bytes, which seldom change */
     int64_t need;         /* slots for them */
@@ -39,7 +39,7 @@ static int64_t split_need(const rotor_persistent_t *s, track_t *track, int64_t i
     int64_t forward_need = s->forward_need[rotor_cell(s->chain->n, i, j)];
     if (forward_need != track->forward_need) {
         track->forward_need = forward_need;
-        track->need = to_slots(s, rotor_chain_held(s->chain, l) + forward_need);
+        track->need = persistent_to_slots(s, rotor_chain_held(s->chain, l) + forward_need);
     }
     return track->need;
 }
@@ -83,7 +83,7 @@ static int fill_bounds(rotor_persistent_t *s, const rotor_callback_t *callback, 
             int64_t lo;
             int64_t hi;
             if (i == l) {
-                lo = i == n ? to_slots(s, rotor_chain_need_loss(c)) : step_need(s, i, i);
+                lo = i == n ? persistent_to_slots(s, rotor_chain_need_loss(c)) : step_need(s, i, i);
                 hi = lo;
             } else {
                 int64_t from = rotor_cell(n, i + 1, l);
@@ -115,7 +115,7 @@ static int fill_bounds(rotor_persistent_t *s, const rotor_callback_t *callback, 
     return ROTOR_OK;
 }
 
-static int allocate(rotor_persistent_t *s) {
+static int persistent_allocate(rotor_persistent_t *s) {
     int64_t cells = rotor_cells(s->chain->n);
     s->lo = rotor_malloc_array(cells, sizeof(*s->lo));
     s->hi = rotor_malloc_array(cells, sizeof(*s->hi));
@@ -167,15 +167,15 @@ int rotor_persistent_fill(rotor_persistent_t *self, const rotor_chain_t *chain, 
     self->chain = chain;
     self->budget = budget - chain->x[0];
     self->slots = slots;
-    ret = allocate(self);
+    ret = persistent_allocate(self);
     if (ret != ROTOR_OK) {
         goto out;
     }
     for (int64_t i = 0; i <= chain->n; i++) {
-        self->x[i] = to_slots(self, chain->x[i]);
+        self->x[i] = persistent_to_slots(self, chain->x[i]);
     }
     for (int64_t i = 0; i < chain->n; i++) {
-        self->xbar[i] = to_slots(self, chain->xbar[i]);
+        self->xbar[i] = persistent_to_slots(self, chain->xbar[i]);
     }
     fill_forward_need(chain, self->forward_need);
     ret = fill_bounds(self, callback, &count);
@@ -213,7 +213,7 @@ double rotor_persistent_excess(const rotor_persistent_t *self, int64_t i, int64_
 
 /* -- from a table to a schedule */
 
-static rotor_choice_t choose(const void *solver, int64_t i, int64_t l, int64_t m) {
+static rotor_choice_t persistent_choose(const void *solver, int64_t i, int64_t l, int64_t m) {
     const rotor_persistent_t *s = solver;
     int64_t n = s->chain->n;
     rotor_choice_t best = {.j = i, .first = m - s->xbar[i], .second = 0};
@@ -294,7 +294,7 @@ int rotor_persistent_trace(const rotor_persistent_t *self, rotor_sequence_t *seq
     if (self->lo[rotor_cell(self->chain->n, 0, self->chain->n)] > self->slots) {
         return ROTOR_ERR_INFEASIBLE;
     }
-    return rotor_persistent_walk(self->chain, self, choose, self->slots, sequence);
+    return rotor_persistent_walk(self->chain, self, persistent_choose, self->slots, sequence);
 }
 
 /* Fills a table and appends its schedule; *exact is false where rounding has added up in it. */
@@ -325,21 +325,24 @@ int rotor_persistent_solve(const rotor_chain_t *chain, int64_t budget, int64_t s
                            const rotor_callback_t *callback, rotor_sequence_t *sequence) {
     rotor_sequence_t again;
     bool exact = true;
-    int ret = solve_in(chain, budget, slots, precision, max_table_bytes, callback, sequence,
-                       &exact);
-    if (ret != ROTOR_OK || exact) {
-        return ret;
-    }
+    int ret;
+
     rotor_sequence_init(&again);
+    ret = solve_in(chain, budget, slots, precision, max_table_bytes, callback, sequence, &exact);
+    if (ret != ROTOR_OK || exact) {
+        goto out;
+    }
     ret = solve_in(chain, budget, slots, ROTOR_PRECISION_DOUBLE, max_table_bytes, callback, &again,
                    &exact);
     if (ret == ROTOR_OK) {
         rotor_sequence_free(sequence);
         *sequence = again;
-        return ROTOR_OK;
+        rotor_sequence_init(&again);
     }
+    ret = ret == ROTOR_ERR_TABLE_TOO_LARGE ? ROTOR_OK : ret;
+out:
     rotor_sequence_free(&again);
-    return ret == ROTOR_ERR_TABLE_TOO_LARGE ? ROTOR_OK : ret;
+    return ret;
 }
 
 /* -- the least memory */

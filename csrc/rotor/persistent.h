@@ -21,7 +21,7 @@ static inline int64_t rotor_cell(int64_t n, int64_t i, int64_t l) {
     return i * (n + 1) - i * (i - 1) / 2 + (l - i);
 }
 
-/* What a solver does in a state (i, l), i < l, with memory m in its own unit. */
+/* The choice of a solver in a state (i, l), i < l, with memory m in its own unit. */
 typedef struct {
     int64_t j;      /* i: Fe(i) first, then state (i + 1, l); else the split */
     int64_t first;  /* memory of state (i + 1, l) or (j, l) */
@@ -52,7 +52,7 @@ typedef struct {
     int64_t table_bytes; /* of values */
 } rotor_persistent_t;
 
-/* How the excess times are stored. */
+/* The type in which excess times are stored. */
 enum rotor_precision {
     ROTOR_PRECISION_AUTO = 0, /* double where that table has at most ROTOR_DOUBLE_BYTES */
     ROTOR_PRECISION_SINGLE = 1,
@@ -63,7 +63,7 @@ enum { ROTOR_DOUBLE_BYTES = 1 << 26, ROTOR_MAX_SLOTS = 1 << 28 };
 
 /*
  * Fills the table for a budget in bytes that includes x[0]. Double is exact for excess times below
- * 2^53 ns. Single rounds; at most n splits, of two additions each, stand behind a value: its
+ * 2^53 ns. Single rounds; at most n splits, of two additions each, are behind a value: its
  * schedule's excess is at most (4 n + 2) 2^-24 of itself above the optimum on these slots.
  *
  * ROTOR_ERR_BAD_SLOTS (not in 1 .. ROTOR_MAX_SLOTS), _BAD_BUDGET (nothing left beside x[0]),
@@ -84,9 +84,9 @@ double rotor_persistent_excess(const rotor_persistent_t *self, int64_t i, int64_
 int rotor_persistent_trace(const rotor_persistent_t *self, rotor_sequence_t *sequence);
 
 /*
- * Fill and trace, into an empty sequence. Where the table is single and the simulator finds its schedule's excess above the
- * table's by more than 2^-21 of itself, rounding adds up: the table is filled again in double,
- * unless that would pass max_table_bytes.
+ * Fill and trace, into an empty sequence. Where the table is single and the simulator finds its
+ * schedule's excess above the table's by more than 2^-21 of itself, rounding adds up: the table is
+ * filled again in double, unless that would pass max_table_bytes.
  */
 int rotor_persistent_solve(const rotor_chain_t *chain, int64_t budget, int64_t slots,
                            enum rotor_precision precision, int64_t max_table_bytes,

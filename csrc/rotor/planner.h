@@ -14,6 +14,7 @@
 #include "program.h"
 
 typedef struct {
+    /* input */
     int64_t random_runs; /* greedy runs with random settings, beside the fixed ones */
     int64_t moves;       /* of the local search, per budget */
     uint64_t seed;

@@ -1,6 +1,8 @@
+#include "planner.h"
+
 #include <string.h>
 
-#include "planner_private.h"
+#include "planner_pool.h"
 
 typedef struct {
     rotor_planner_t planner;
@@ -9,7 +11,7 @@ typedef struct {
     int64_t top;
     int64_t moves;
     int64_t random_runs;
-    rotor_candidate_program_t *found; /* by budget, ascending; empty where there is none */
+    rotor_candidate_program_t *found; /* by budget, ascending; empty where none was found */
 } curve_t;
 
 static int64_t budget_of(const curve_t *c, int64_t k) {
@@ -21,7 +23,7 @@ static int64_t budget_of(const curve_t *c, int64_t k) {
                               : c->bottom + (int64_t)(share * (double)(c->top - c->bottom));
 }
 
-/* Takes over the best of the pool where it is better than what there is. */
+/* Takes over the best of the pool where it is better than the program so far. */
 static int take_best(curve_t *c, int64_t k) {
     rotor_candidate_program_t *found = &c->found[k];
     const rotor_candidate_program_t *best = &c->planner.pool[0];
@@ -57,7 +59,7 @@ static int find_ends(curve_t *c) {
     return ret;
 }
 
-/* Point k, begun from what there is at point `from` and, downwards, from walks. */
+/* Point k, begun from the program at point `from` and, downwards, from walks. */
 static int point(curve_t *c, int64_t k, int64_t from, bool is_down) {
     rotor_planner_t *planner = &c->planner;
     int ret = ROTOR_OK;
@@ -77,7 +79,7 @@ static int point(curve_t *c, int64_t k, int64_t from, bool is_down) {
     return ret == ROTOR_OK ? take_best(c, k) : ret;
 }
 
-static int sweep(curve_t *c) {
+static int curve_sweep(curve_t *c) {
     int ret = find_ends(c);
     int64_t last = c->points - 1;
     for (int64_t k = last - 1; k >= 0 && ret == ROTOR_OK && !c->planner.stop.is_over; k--) {
@@ -102,13 +104,14 @@ int rotor_planner_curve(const rotor_dataflow_t *graph, int64_t points,
     c.points = points;
     c.moves = options->moves;
     c.random_runs = options->random_runs;
-    int ret = rotor_planner_begin(&c.planner, graph, options, callback);
+    int ret =
+        rotor_planner_begin(&c.planner, graph, options->seed, options->time_limit_ns, callback);
     c.planner.stop.total = 2 * points;
     c.found = rotor_calloc((size_t)points, sizeof(*c.found));
     if (c.found == NULL) {
         ret = ROTOR_ERR_NO_MEMORY;
     }
-    if (ret != ROTOR_OK || (ret = sweep(&c)) != ROTOR_OK) {
+    if (ret != ROTOR_OK || (ret = curve_sweep(&c)) != ROTOR_OK) {
         goto out;
     }
     *count = 0;

@@ -1,7 +1,7 @@
+#include "planner_greedy.h"
+
 #include <math.h>
 #include <string.h>
-
-#include "planner_private.h"
 
 bool rotor_setting_fixed(int32_t k, rotor_setting_t *setting) {
     static const double powers[][3] = {
@@ -61,7 +61,7 @@ void rotor_greedy_free(rotor_greedy_t *self) {
     rotor_greedy_init(self);
 }
 
-static int allocate(rotor_greedy_t *g) {
+static int greedy_allocate(rotor_greedy_t *g) {
     int64_t n = g->graph->operation_count;
     int64_t m = g->graph->storage_count;
     g->positions = rotor_malloc_array(n, sizeof(*g->positions));
@@ -109,20 +109,24 @@ static void sort_uses(rotor_greedy_t *g) {
 
 int rotor_greedy_prepare(rotor_greedy_t *self, const rotor_dataflow_t *graph,
                          const int32_t *order) {
+    int ret = ROTOR_OK;
+
     self->order = order;
     if (self->graph == NULL) {
         self->graph = graph;
-        int ret = allocate(self);
-        if (ret != ROTOR_OK) {
-            rotor_greedy_free(self);
-            return ret;
+        if ((ret = greedy_allocate(self)) != ROTOR_OK) {
+            goto out;
         }
         for (int32_t d = 0; d < graph->operation_count + 2; d++) {
             self->log_table[d] = (float)log((double)d + 1.0);
         }
     }
     sort_uses(self);
-    return ROTOR_OK;
+out:
+    if (ret != ROTOR_OK) {
+        rotor_greedy_free(self);
+    }
+    return ret;
 }
 
 /* Everything that reads s through evicted storages has another recompute cost now. */
@@ -150,7 +154,7 @@ static void invalidate(rotor_greedy_t *g, int32_t s) {
 }
 
 /* The logarithm of the time to remake s with the evicted storages that it needs. */
-static float cost_of(rotor_greedy_t *g, int32_t s) {
+static float greedy_cost(rotor_greedy_t *g, int32_t s) {
     const rotor_dataflow_t *graph = g->graph;
     int32_t left = g->setting->neighbourhood;
     int32_t depth = 0;
@@ -192,7 +196,7 @@ static void leave_candidates(rotor_greedy_t *g, int32_t s) {
 }
 
 /* From now on s cannot be remade. */
-static void keep(rotor_greedy_t *g, int32_t s) {
+static void greedy_keep(rotor_greedy_t *g, int32_t s) {
     g->is_kept[s] = 1;
     leave_candidates(g, s);
 }
@@ -232,7 +236,7 @@ static int32_t next_use(rotor_greedy_t *g, int32_t s) {
 }
 
 /* Evicts until `bytes` more fit in the limit, or nothing is left to evict. */
-static void make_room(rotor_greedy_t *g, int64_t bytes) {
+static void greedy_make_room(rotor_greedy_t *g, int64_t bytes) {
     while (g->live_bytes + bytes > g->limit) {
         float best_score = 0.0F;
         int32_t best = -1;
@@ -243,7 +247,7 @@ static void make_room(rotor_greedy_t *g, int64_t bytes) {
                 continue;
             }
             if (!g->is_clean[s]) {
-                g->cost_log[s] = cost_of(g, s);
+                g->cost_log[s] = greedy_cost(g, s);
             }
             float score =
                 g->size_score[s] + g->distance_log[next_use(g, s) - g->now] - g->cost_log[s];
@@ -260,7 +264,7 @@ static void make_room(rotor_greedy_t *g, int64_t bytes) {
 }
 
 /*
- * Whether nothing that can still be read needs s, which cannot be remade, again; what was made from it
+ * True if nothing that can still be read needs s, which cannot be remade, again; what was made from it
  * and is live cannot be remade then either.
  */
 static bool let_go(rotor_greedy_t *g, int32_t s) {
@@ -292,14 +296,14 @@ static bool let_go(rotor_greedy_t *g, int32_t s) {
     for (int32_t k = 0; is_free && k < seen; k++) {
         int32_t op = g->visited[k];
         for (int32_t i = graph->output_start[op]; i < graph->output_start[op + 1]; i++) {
-            keep(g, graph->outputs[i]);
+            greedy_keep(g, graph->outputs[i]);
         }
     }
     return is_free;
 }
 
 /* Drops a storage that nothing will read. */
-static void release(rotor_greedy_t *g, int32_t s) {
+static void greedy_release(rotor_greedy_t *g, int32_t s) {
     if (!g->is_live[s] || g->locks[s] > 0 || g->graph->pinned[s] || g->graph->bytes[s] == 0 ||
         next_use(g, s) < g->graph->operation_count) {
         return;
@@ -314,10 +318,10 @@ static void run(rotor_greedy_t *g, int32_t op, bool is_planned) {
     int64_t needed = graph->workspace_bytes[op];
     for (int32_t j = graph->output_start[op]; j < graph->output_start[op + 1]; j++) {
         int32_t s = graph->outputs[j];
-        /* An output that is there already is made anew: its old copy goes first. */
+        /* An output that is live already is made again: its old copy goes first. */
         needed += g->is_live[s] && !graph->pinned[s] ? 0 : graph->bytes[s];
     }
-    make_room(g, needed);
+    greedy_make_room(g, needed);
     if (is_planned) {
         g->now++;
     }
@@ -328,15 +332,15 @@ static void run(rotor_greedy_t *g, int32_t op, bool is_planned) {
     }
     for (int32_t j = graph->input_start[op]; j < graph->input_start[op + 1]; j++) {
         g->locks[graph->inputs[j]]--;
-        release(g, graph->inputs[j]);
+        greedy_release(g, graph->inputs[j]);
     }
     for (int32_t j = graph->output_start[op]; j < graph->output_start[op + 1]; j++) {
-        release(g, graph->outputs[j]);
+        greedy_release(g, graph->outputs[j]);
     }
 }
 
-/* Locks the inputs of the frame's operation that it has not locked yet: all, or those that are there
- * because they were remade for it. */
+/* Locks the inputs of the frame's operation that it has not locked yet: all, or the live ones that
+ * were remade for it. */
 static void lock_inputs(rotor_greedy_t *g, int32_t depth, uint64_t which) {
     const rotor_dataflow_t *graph = g->graph;
     int32_t op = g->frames[depth];
@@ -350,7 +354,7 @@ static void lock_inputs(rotor_greedy_t *g, int32_t depth, uint64_t which) {
     g->frame_locks[depth] |= which;
 }
 
-static void push_frame(rotor_greedy_t *g, int32_t depth, int32_t op) {
+static void greedy_push_frame(rotor_greedy_t *g, int32_t depth, int32_t op) {
     const rotor_dataflow_t *graph = g->graph;
     bool locks_all = !g->setting->is_loose ||
                      graph->input_start[op + 1] - graph->input_start[op] > 64;
@@ -389,8 +393,8 @@ static int append_run(rotor_greedy_t *g, int32_t op, bool is_planned, int64_t lo
     return rotor_stop_look(stop, g->work);
 }
 
-static void begin(rotor_greedy_t *g, int64_t budget, const rotor_setting_t *setting,
-                  rotor_random_t *random) {
+static void greedy_begin(rotor_greedy_t *g, int64_t budget, const rotor_setting_t *setting,
+                         rotor_random_t *random) {
     const rotor_dataflow_t *graph = g->graph;
     int32_t n = graph->operation_count;
     double limit = (double)budget * setting->slack;
@@ -420,18 +424,19 @@ static void begin(rotor_greedy_t *g, int64_t budget, const rotor_setting_t *sett
 int rotor_greedy_walk(rotor_greedy_t *self, int64_t budget, const rotor_setting_t *setting,
                       rotor_random_t *random, int64_t longest, rotor_stop_t *stop,
                       rotor_program_t *program) {
-    begin(self, budget, setting, random);
+    greedy_begin(self, budget, setting, random);
     program->length = 0;
     for (int32_t k = 0; k < self->graph->operation_count; k++) {
         int32_t depth = 0;
-        push_frame(self, 0, self->order[k]);
+        greedy_push_frame(self, 0, self->order[k]);
         while (depth >= 0) {
             int32_t op = self->frames[depth];
             int32_t missing = missing_input(self, op);
             if (missing >= 0) {
                 int32_t bit = missing - self->graph->input_start[op];
-                lock_inputs(self, depth, UINT64_C(1) << (bit & 63)); /* once it is there */
-                push_frame(self, ++depth, self->graph->producer[self->graph->inputs[missing]]);
+                lock_inputs(self, depth, UINT64_C(1) << (bit & 63)); /* once it is live */
+                greedy_push_frame(self, ++depth,
+                                  self->graph->producer[self->graph->inputs[missing]]);
                 continue;
             }
             lock_inputs(self, depth, UINT64_MAX);

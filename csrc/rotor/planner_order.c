@@ -1,4 +1,4 @@
-#include "planner_private.h"
+#include "planner_order.h"
 
 static bool may_wait(const rotor_dataflow_t *g, int32_t op) {
     int64_t read = 0;

@@ -4,10 +4,11 @@
  * another run of its producer as late in the gap as can be, with inputs that are kept or remade in
  * turn; where the gap begins with the making and nothing else is read in it, the run moves.
  */
+#include "planner_search.h"
+
 #include <math.h>
 #include <string.h>
 
-#include "planner_private.h"
 #include "vector.h"
 
 #define MOST_SCANNED 192  /* storages that one choice looks at */
@@ -84,18 +85,8 @@ static int load(rotor_search_t *q, const rotor_dataflow_t *graph, const rotor_pr
     return ret == ROTOR_OK ? build_regions(q) : ret;
 }
 
-static int push(int32_t **items, int64_t *count, int64_t *capacity, int32_t value) {
-    int ret = *count < *capacity
-                  ? ROTOR_OK
-                  : rotor_grow((void **)items, capacity, *count + 1, sizeof(**items));
-    if (ret == ROTOR_OK) {
-        (*items)[(*count)++] = value;
-    }
-    return ret;
-}
-
 static int suspect(rotor_search_t *q, int32_t slot) {
-    return push(&q->suspects, &q->suspect_count, &q->suspect_capacity, slot);
+    return rotor_push(&q->suspects, &q->suspect_count, &q->suspect_capacity, slot);
 }
 
 /* Removes a run; the makings of its inputs may be useless now. */
@@ -141,12 +132,12 @@ static int add_run(rotor_search_t *q, int32_t slot, int32_t op) {
             break;
         }
     }
-    return ret == ROTOR_OK ? push(&q->pending, &q->pending_count, &q->pending_capacity, slot)
+    return ret == ROTOR_OK ? rotor_push(&q->pending, &q->pending_count, &q->pending_capacity, slot)
                            : ret;
 }
 
-/* Input s of the run at `slot`, which would have to be kept for it over slot w or where there is no
- * room: remakes it where that is better. */
+/* Input s of the run at `slot`, which would have to be kept for it over slot w or without room:
+ * remakes it where that is better. */
 static int settle_input(rotor_search_t *q, int32_t slot, int32_t s, int32_t w, int32_t size) {
     rotor_slots_t *p = &q->slots;
     const rotor_dataflow_t *g = p->graph;
@@ -174,8 +165,8 @@ static int settle_input(rotor_search_t *q, int32_t slot, int32_t s, int32_t w, i
     return add_run(q, target, op);
 }
 
-/* Adds a run of op at an empty slot and whatever it needs, to relieve slot w. */
-static int place(rotor_search_t *q, int32_t slot, int32_t op, int32_t w, int32_t size) {
+/* Adds a run of op at an empty slot, and the runs that it needs, to relieve slot w. */
+static int search_place(rotor_search_t *q, int32_t slot, int32_t op, int32_t w, int32_t size) {
     rotor_slots_t *p = &q->slots;
     const rotor_dataflow_t *g = p->graph;
     int32_t most_added = q->added + MOST_ADDED;
@@ -199,9 +190,9 @@ typedef struct {
     int32_t storage;
     int32_t ceiling; /* the run of its producer goes below it, above w */
     double score;    /* cost per byte that it frees */
-} choice_t;
+} search_choice_t;
 
-/* Whether the run that made s at `made` could move beyond w: nothing that it makes is read up to w. */
+/* True if the run that made s at `made` could move beyond w: nothing that it makes is read up to w. */
 static bool may_move(const rotor_slots_t *p, int32_t s, int32_t made, int32_t w, int32_t *ceiling,
                      int64_t *freed) {
     const rotor_dataflow_t *g = p->graph;
@@ -233,7 +224,8 @@ static bool may_move(const rotor_slots_t *p, int32_t s, int32_t made, int32_t w,
     return *ceiling > w + 1;
 }
 
-/* What a run of op between w and `ceiling` costs beside its own time, and keeps live over w. */
+/* The costs of a run of op between w and `ceiling` beside its own time, and the bytes that it keeps
+ * live over w. */
 static void inputs_of(const rotor_slots_t *p, int32_t op, int32_t w, int32_t ceiling,
                       int64_t *cost, int64_t *kept) {
     const rotor_dataflow_t *g = p->graph;
@@ -250,9 +242,9 @@ static void inputs_of(const rotor_slots_t *p, int32_t op, int32_t w, int32_t cei
     }
 }
 
-/* Whether evicting s relieves w, at what price. */
+/* True if evicting s relieves w; *choice has its price. */
 static bool judge(const rotor_search_t *q, int32_t s, int32_t w, int32_t overflow,
-                  choice_t *choice) {
+                  search_choice_t *choice) {
     const rotor_slots_t *p = &q->slots;
     const rotor_dataflow_t *g = p->graph;
     const rotor_events_t *events = &p->events[s];
@@ -276,9 +268,8 @@ static bool judge(const rotor_search_t *q, int32_t s, int32_t w, int32_t overflo
         inputs_of(p, op, w, ceiling, &remakes, &kept);
         if (freed > kept) {
             double useful = (double)rotor_min(freed - kept, overflow);
-            *choice = (choice_t){.storage = s,
-                                 .ceiling = ceiling,
-                                 .score = 0.02 * (double)g->cost_ns[op] / useful};
+            *choice = (search_choice_t){
+                .storage = s, .ceiling = ceiling, .score = 0.02 * (double)g->cost_ns[op] / useful};
             return true;
         }
     }
@@ -287,14 +278,15 @@ static bool judge(const rotor_search_t *q, int32_t s, int32_t w, int32_t overflo
     }
     cost = g->cost_ns[op];
     inputs_of(p, op, w, events->slots[at], &cost, &kept);
-    *choice = (choice_t){.storage = s,
-                         .ceiling = events->slots[at],
-                         .score = (double)(cost + 1) / (double)rotor_min(p->size[s], overflow)};
+    *choice =
+        (search_choice_t){.storage = s,
+                          .ceiling = events->slots[at],
+                          .score = (double)(cost + 1) / (double)rotor_min(p->size[s], overflow)};
     return true;
 }
 
-/* The storage to evict over w. False where there is none. */
-static bool choose(rotor_search_t *q, int32_t w, int32_t overflow, choice_t *best) {
+/* The storage to evict over w; false for none. */
+static bool search_choose(rotor_search_t *q, int32_t w, int32_t overflow, search_choice_t *best) {
     rotor_slots_t *p = &q->slots;
     int32_t region = w / q->region_width;
     const int32_t *items = q->region_items + q->region_start[region];
@@ -304,7 +296,7 @@ static bool choose(rotor_search_t *q, int32_t w, int32_t overflow, choice_t *bes
     bool found = false;
     p->work += looked * 20;
     for (int32_t k = 0; k < looked; k++) {
-        choice_t choice;
+        search_choice_t choice;
         int32_t s = items[at];
         at = at + 1 == count ? 0 : at + 1;
         if (judge(q, s, w, overflow, &choice)) {
@@ -318,7 +310,7 @@ static bool choose(rotor_search_t *q, int32_t w, int32_t overflow, choice_t *bes
     return found;
 }
 
-static int evict(rotor_search_t *q, const choice_t *choice, int32_t w) {
+static int evict(rotor_search_t *q, const search_choice_t *choice, int32_t w) {
     rotor_slots_t *p = &q->slots;
     const rotor_dataflow_t *g = p->graph;
     int32_t s = choice->storage;
@@ -335,15 +327,15 @@ static int evict(rotor_search_t *q, const choice_t *choice, int32_t w) {
         q->crowded++;
         return ROTOR_ERR_INFEASIBLE;
     }
-    return place(q, slot, g->producer[s], w, p->size[s]);
+    return search_place(q, slot, g->producer[s], w, p->size[s]);
 }
 
 /* Evicts until the budget is kept. ROTOR_ERR_INFEASIBLE: not within the time that the move may take,
  * or not at all. */
-static int repair(rotor_search_t *q, int32_t most_repairs) {
+static int search_repair(rotor_search_t *q, int32_t most_repairs) {
     rotor_slots_t *p = &q->slots;
     for (int32_t k = 0; k < most_repairs; k++) {
-        choice_t choice;
+        search_choice_t choice;
         int32_t w = 0;
         int32_t most = rotor_slots_most(p, &w);
         p->work += p->block_count / 4;
@@ -353,7 +345,7 @@ static int repair(rotor_search_t *q, int32_t most_repairs) {
         if (most <= q->budget) {
             return ROTOR_OK;
         }
-        if (!choose(q, w, most - q->budget, &choice)) {
+        if (!search_choose(q, w, most - q->budget, &choice)) {
             return ROTOR_ERR_INFEASIBLE;
         }
         int ret = evict(q, &choice, w);
@@ -407,21 +399,21 @@ static int move_delete(rotor_search_t *q) {
     for (int32_t k = 0; k < count && ret == ROTOR_OK; k++) {
         slot = repeated_run(q, k == 0 ? -1 : slot);
         if (slot < 0) {
-            return k == 0 ? ROTOR_ERR_INFEASIBLE : repair(q, MOST_REPAIRS);
+            return k == 0 ? ROTOR_ERR_INFEASIBLE : search_repair(q, MOST_REPAIRS);
         }
         ret = delete_run(q, slot);
     }
-    return ret == ROTOR_OK ? repair(q, MOST_REPAIRS) : ret;
+    return ret == ROTOR_OK ? search_repair(q, MOST_REPAIRS) : ret;
 }
 
-/* Evicts something somewhere, then removes runs for which there is room. */
+/* Evicts something somewhere, then removes runs while the budget is kept. */
 static int move_evict(rotor_search_t *q) {
     rotor_slots_t *p = &q->slots;
-    choice_t choice;
+    search_choice_t choice;
     int32_t w = rotor_random_below(&q->random, p->slot_count);
     int64_t limit = q->longest_ns;
     int ret = ROTOR_OK;
-    if (!choose(q, w, q->budget / 8 + 1, &choice)) {
+    if (!search_choose(q, w, q->budget / 8 + 1, &choice)) {
         return ROTOR_ERR_INFEASIBLE;
     }
     if ((ret = evict(q, &choice, w)) != ROTOR_OK) {
@@ -443,7 +435,7 @@ static int move_evict(rotor_search_t *q) {
         p->work += p->block_count / 4;
     }
     q->longest_ns = limit;
-    return repair(q, MOST_REPAIRS);
+    return search_repair(q, MOST_REPAIRS);
 }
 
 static int try_move(rotor_search_t *q) {
@@ -475,7 +467,7 @@ static int repair_all(rotor_search_t *q, rotor_stop_t *stop) {
         q->added = 0;
         q->suspect_count = 0;
         q->noise = k % 2 == 0 ? 0.2 : 0.9;
-        ret = repair(q, 2 * p->graph->operation_count);
+        ret = search_repair(q, 2 * p->graph->operation_count);
         int seen = rotor_stop_look(stop, p->work - before);
         ret = seen == ROTOR_OK ? ret : seen;
     }

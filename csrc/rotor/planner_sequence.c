@@ -170,7 +170,7 @@ int32_t rotor_slots_most_within(const rotor_slots_t *self, int32_t first, int32_
     return most;
 }
 
-/* There is room: see prepare(). */
+/* slots_prepare() has made room. */
 static void insert_event(rotor_events_t *events, int32_t at, int32_t slot) {
     memmove(events->slots + at + 1, events->slots + at,
             (size_t)(events->count - at) * sizeof(*events->slots));
@@ -184,7 +184,7 @@ static void delete_event(rotor_events_t *events, int32_t at) {
             (size_t)(events->count - at) * sizeof(*events->slots));
 }
 
-/* What the level changes by when event `at` of s, a reading or a making, is there; times `sign`. */
+/* The change of the level by event `at` of s, a reading or a making; times `sign`. */
 static void apply_use(rotor_slots_t *p, int32_t s, int32_t at, int32_t sign) {
     const rotor_events_t *events = &p->events[s];
     bool is_inside = at + 1 < events->count && !rotor_slots_makes(p, s, at + 1);
@@ -228,7 +228,7 @@ static void count_runs(rotor_slots_t *p, int32_t op, int32_t change) {
 }
 
 /* Makes sure that adding a run of op cannot fail half-way. */
-static int prepare(rotor_slots_t *p, int32_t op) {
+static int slots_prepare(rotor_slots_t *p, int32_t op) {
     const rotor_dataflow_t *g = p->graph;
     for (int32_t pass = 0; pass < 2; pass++) {
         const int32_t *start = pass == 0 ? g->input_start : g->output_start;
@@ -247,7 +247,7 @@ static int prepare(rotor_slots_t *p, int32_t op) {
     return ROTOR_OK;
 }
 
-static void put(rotor_slots_t *p, int32_t slot, int32_t op) {
+static void slots_put(rotor_slots_t *p, int32_t slot, int32_t op) {
     const rotor_dataflow_t *g = p->graph;
     p->op_at[slot] = op;
     count_runs(p, op, 1);
@@ -266,7 +266,7 @@ static void put(rotor_slots_t *p, int32_t slot, int32_t op) {
     }
 }
 
-static void take(rotor_slots_t *p, int32_t slot) {
+static void slots_take(rotor_slots_t *p, int32_t slot) {
     const rotor_dataflow_t *g = p->graph;
     int32_t op = p->op_at[slot];
     for (int32_t j = g->output_start[op]; j < g->output_start[op + 1]; j++) {
@@ -288,10 +288,10 @@ static void take(rotor_slots_t *p, int32_t slot) {
 
 int rotor_slots_add(rotor_slots_t *self, int32_t slot, int32_t operation) {
     int ret = ROTOR_RESERVE(self->changes, self->change_count, self->change_capacity, 1);
-    if (ret == ROTOR_OK && (ret = prepare(self, operation)) == ROTOR_OK) {
+    if (ret == ROTOR_OK && (ret = slots_prepare(self, operation)) == ROTOR_OK) {
         self->changes[self->change_count++] =
             (rotor_change_t){.slot = slot, .operation = operation};
-        put(self, slot, operation);
+        slots_put(self, slot, operation);
     }
     return ret;
 }
@@ -301,7 +301,7 @@ int rotor_slots_remove(rotor_slots_t *self, int32_t slot) {
     if (ret == ROTOR_OK) {
         self->changes[self->change_count++] =
             (rotor_change_t){.slot = slot, .operation = -1 - self->op_at[slot]};
-        take(self, slot);
+        slots_take(self, slot);
     }
     return ret;
 }
@@ -310,9 +310,9 @@ void rotor_slots_undo(rotor_slots_t *self, int64_t count) {
     while (self->change_count > count) {
         rotor_change_t change = self->changes[--self->change_count];
         if (change.operation >= 0) {
-            take(self, change.slot);
+            slots_take(self, change.slot);
         } else {
-            put(self, change.slot, -1 - change.operation);
+            slots_put(self, change.slot, -1 - change.operation);
         }
     }
 }
@@ -414,10 +414,10 @@ int rotor_slots_load(rotor_slots_t *self, const rotor_dataflow_t *graph, const i
         self->repeated_at[op] = -1;
     }
     for (int64_t k = 0; k < length; k++) {
-        if ((ret = prepare(self, ops[k])) != ROTOR_OK) {
+        if ((ret = slots_prepare(self, ops[k])) != ROTOR_OK) {
             goto fail;
         }
-        put(self, (int32_t)k * SPACING + SPACING - 1, ops[k]);
+        slots_put(self, (int32_t)k * SPACING + SPACING - 1, ops[k]);
     }
     return ROTOR_OK;
 fail:

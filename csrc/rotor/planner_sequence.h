@@ -13,18 +13,22 @@
 #include "program.h"
 
 typedef struct {
+    /* state */
     int32_t *slots;
     int32_t count;
     int32_t capacity;
 } rotor_events_t;
 
 typedef struct {
+    /* state */
     int32_t slot;
     int32_t operation; /* -1 - operation where the run was removed */
 } rotor_change_t;
 
 typedef struct {
+    /* input */
     const rotor_dataflow_t *graph;
+    /* state */
     int64_t unit;
     int32_t *size;      /* of storages, units */
     int32_t *workspace; /* of operations, units */
@@ -63,11 +67,11 @@ int rotor_slots_remove(rotor_slots_t *self, int32_t slot);
 /* Takes back all changes beyond the first `count`. Cannot fail. */
 void rotor_slots_undo(rotor_slots_t *self, int64_t count);
 
-/* Whether the program stays valid without the run. */
+/* True if the program stays valid without the run. */
 bool rotor_slots_removable(const rotor_slots_t *self, int32_t slot);
-/* Whether it is removable and nothing reads what it makes. */
+/* True if it is removable and nothing reads what it makes. */
 bool rotor_slots_useless(const rotor_slots_t *self, int32_t slot);
-/* The empty slot next below `slot`, above `floor`; -1 where there is none. */
+/* The empty slot next below `slot`, above `floor`; -1 for none. */
 int32_t rotor_slots_empty_below(const rotor_slots_t *self, int32_t slot, int32_t floor);
 int32_t rotor_slots_empty_above(const rotor_slots_t *self, int32_t slot, int32_t ceiling);
 
@@ -92,7 +96,7 @@ static inline int32_t rotor_events_below(const rotor_events_t *self, int32_t slo
     return low;
 }
 
-/* Whether event k of storage s is a making. */
+/* True if event k of storage s is a making. */
 static inline bool rotor_slots_makes(const rotor_slots_t *self, int32_t s, int32_t k) {
     return self->op_at[self->events[s].slots[k]] == self->graph->producer[s];
 }

@@ -40,7 +40,7 @@ int64_t rotor_thread_cpu_ns(void) { return read_clock(CLOCK_THREAD_CPUTIME_ID); 
 
 int64_t rotor_process_cpu_ns(void) { return read_clock(CLOCK_PROCESS_CPUTIME_ID); }
 
-/* The head of a file as text, at most size - 1 characters; false when there is no such file. */
+/* The head of a file as text, at most size - 1 characters; false when the file does not exist. */
 static bool read_text(const char *path, char *text, size_t size) {
     int file = open(path, O_RDONLY | O_CLOEXEC);
     size_t length = 0;
@@ -76,7 +76,7 @@ static bool join(char *path, size_t size, const char *root, const char *name) {
     return true;
 }
 
-/* A whole number, not negative, times `unit`; unknown when there is none or it is too large. */
+/* A whole number, not negative, times `unit`; unknown where none is found or it is too large. */
 static int64_t parse_count(const char *text, int64_t unit) {
     char *end;
     errno = 0;
@@ -169,7 +169,7 @@ static void probe_group(const char *folder, const group_files_t *files,
     }
 }
 
-/* Whether a path leads up: a group outside the namespace that this process can see. */
+/* True if a path leads up: a group outside the namespace that this process can see. */
 static bool leads_up(const char *path) {
     for (const char *dots = strstr(path, ".."); dots != NULL; dots = strstr(dots + 2, "..")) {
         bool begins = dots == path || dots[-1] == '/';
@@ -200,7 +200,7 @@ static void probe_groups(const char *root, const char *mount, const char *name,
     probe_group(top, files, memory);
 }
 
-/* Whether the comma-separated list [list, end) has the controller "memory". */
+/* True if the comma-separated list [list, end) has the controller "memory". */
 static bool has_memory(const char *list, const char *end) {
     while (list < end) {
         const char *comma = memchr(list, ',', (size_t)(end - list));

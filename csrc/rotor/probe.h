@@ -1,5 +1,5 @@
 /*
- * What this machine says about time and memory.
+ * Clocks, and the memory of the process, the machine, its control groups and CUDA devices.
  *
  * A figure that cannot be known is -1: a missing file or library is not an error. Functions that
  * read files take a `root`, "/" in earnest, a folder with proc/ and sys/ in tests.
@@ -18,6 +18,7 @@ int64_t rotor_thread_cpu_ns(void);
 int64_t rotor_process_cpu_ns(void);
 
 typedef struct {
+    /* output */
     /* this process (proc/self/status) */
     int64_t resident_bytes;
     int64_t peak_resident_bytes; /* since the start, or since rotor_probe_reset_peak() */
@@ -34,7 +35,7 @@ typedef struct {
     int64_t cgroup_limit_bytes;
     int64_t cgroup_usage_bytes;
     int64_t cgroup_free_bytes;
-    /* Soft limits on address space and on data; unknown where there is none. */
+    /* Soft limits on address space and on data; unknown where none is set. */
     int64_t address_space_limit_bytes;
     int64_t data_limit_bytes;
     /*
@@ -55,6 +56,7 @@ int rotor_probe_reset_peak(const char *root);
 
 /* The C library's heap: bytes that are allocated (mapped ones included), and free ones it keeps. */
 typedef struct {
+    /* output */
     int64_t used_bytes;
     int64_t kept_bytes;
 } rotor_heap_t;
@@ -64,6 +66,7 @@ void rotor_probe_heap(rotor_heap_t *heap);
 enum { ROTOR_GPU_NAME_SIZE = 96 };
 
 typedef struct {
+    /* output */
     /* cuMemGetInfo: only where the device's primary context is active, none is made */
     int64_t free_bytes;
     int64_t total_bytes;
@@ -76,7 +79,7 @@ typedef struct {
 
 /*
  * The memory of a CUDA device by its ordinal in this process. The libraries are opened with dlopen:
- * NULL for the usual names. This never initialises CUDA; where it is not initialised, NVML is asked
+ * NULL for the usual names, "" for none. This never initialises CUDA; where it is not initialised, NVML is asked
  * for its device of the same index, unless CUDA_VISIBLE_DEVICES makes the indices differ.
  */
 void rotor_probe_cuda(int device, const char *cuda_library, const char *nvml_library,

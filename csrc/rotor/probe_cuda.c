@@ -37,6 +37,9 @@ static bool find(void *library, const char *name, void *function) {
 }
 
 static void *open_first(const char *given, const char *const *usual) {
+    if (given != NULL && given[0] == '\0') {
+        return NULL;
+    }
     if (given != NULL) {
         return dlopen(given, RTLD_LAZY | RTLD_LOCAL);
     }
@@ -117,8 +120,7 @@ static void probe_nvml(const char *name, int ordinal, const char *bus_id,
     }
     if (!find(library, "nvmlInit_v2", &init) || !find(library, "nvmlShutdown", &stop) ||
         !find(library, "nvmlDeviceGetMemoryInfo", &get_memory) || init() != 0) {
-        dlclose(library);
-        return;
+        goto out;
     }
     bool same_indices = getenv("CUDA_VISIBLE_DEVICES") == NULL;
     bool known =
@@ -138,6 +140,7 @@ static void probe_nvml(const char *name, int ordinal, const char *bus_id,
     }
     memory->name[ROTOR_GPU_NAME_SIZE - 1] = '\0';
     stop();
+out:
     dlclose(library);
 }
 

@@ -41,9 +41,11 @@ void rotor_pricer_free(rotor_pricer_t *self) {
     rotor_pricer_init(self);
 }
 
-static int reserve(rotor_pricer_t *self, const rotor_dataflow_t *graph, int64_t length) {
+static int program_reserve(rotor_pricer_t *self, const rotor_dataflow_t *graph, int64_t length) {
     int64_t m = graph->storage_count;
     int64_t n = graph->operation_count;
+    int ret = ROTOR_OK;
+
     if (self->made == NULL) {
         self->made = rotor_malloc_array(m, sizeof(*self->made));
         self->last = rotor_malloc_array(m, sizeof(*self->last));
@@ -52,11 +54,16 @@ static int reserve(rotor_pricer_t *self, const rotor_dataflow_t *graph, int64_t 
         self->next = rotor_malloc_array(n, sizeof(*self->next));
         if (self->made == NULL || self->last == NULL || self->needed == NULL ||
             self->runs == NULL || self->next == NULL) {
-            rotor_pricer_free(self);
-            return ROTOR_ERR_NO_MEMORY;
+            ret = ROTOR_ERR_NO_MEMORY;
+            goto out;
         }
     }
-    return rotor_grow((void **)&self->ended, &self->capacity, length + 1, sizeof(*self->ended));
+    ret = rotor_grow((void **)&self->ended, &self->capacity, length + 1, sizeof(*self->ended));
+out:
+    if (ret == ROTOR_ERR_NO_MEMORY) {
+        rotor_pricer_free(self);
+    }
+    return ret;
 }
 
 static void end(rotor_pricer_t *self, const rotor_dataflow_t *graph, int32_t s) {
@@ -122,7 +129,7 @@ static int finish_trace(rotor_pricer_t *self, const rotor_dataflow_t *graph, con
 
 int rotor_pricer_price(rotor_pricer_t *self, const rotor_dataflow_t *graph, const int32_t *ops,
                        int64_t length, rotor_cost_t *price) {
-    int ret = reserve(self, graph, length);
+    int ret = program_reserve(self, graph, length);
     if (ret != ROTOR_OK) {
         return ret;
     }
@@ -159,7 +166,7 @@ int rotor_program_simulate(const rotor_dataflow_t *graph, const int32_t *ops, in
     int32_t flagged = -1;
     rotor_pricer_init(&pricer);
     report(fault, ROTOR_FAULT_NONE, -1, -1, -1);
-    int ret = reserve(&pricer, graph, length);
+    int ret = program_reserve(&pricer, graph, length);
     if (ret != ROTOR_OK) {
         goto out;
     }
@@ -211,7 +218,7 @@ out:
     return ret;
 }
 
-/* Where the first runs of each phase end: no operation of it may begin later. */
+/* The ends of the first runs of each phase: no operation of it may begin later. */
 static void phase_ends(rotor_pricer_t *self, const rotor_dataflow_t *graph, const int32_t *ops,
                        int64_t length, int64_t ends[3]) {
     int32_t phase = ROTOR_PHASE_FORWARD;
@@ -227,7 +234,7 @@ static void phase_ends(rotor_pricer_t *self, const rotor_dataflow_t *graph, cons
     }
 }
 
-/* Whether the run of op at k makes something that a kept run reads. Pinned storages are there from
+/* True if the run of op at k makes something that a kept run reads. Pinned storages are live from
  * the first run on. */
 static bool is_read(const rotor_pricer_t *self, const rotor_dataflow_t *graph, int32_t op,
                     bool is_first) {
@@ -254,7 +261,7 @@ int rotor_pricer_prune(rotor_pricer_t *self, const rotor_dataflow_t *graph,
     int32_t *ops = program->ops;
     int64_t ends[3];
     int64_t kept = program->length;
-    int ret = reserve(self, graph, program->length);
+    int ret = program_reserve(self, graph, program->length);
     if (ret != ROTOR_OK) {
         return ret;
     }

@@ -1,10 +1,10 @@
 /*
  * Programs: operations of a graph in the order in which they run, with repeats.
  *
- * What is live follows from the sequence. A storage is live from its making to the last use before it
+ * The sequence determines which storages are live. A storage is live from its making to the last use before it
  * is made again; one that is not used goes right after its making; a pinned one stays from its first
  * making to the end, and what a later run makes of it goes right after that run. While an operation
- * runs there are: everything live before it, all its outputs, its workspace.
+ * runs, everything live before it, all its outputs and its workspace are in memory.
  *
  * A program is valid when
  *   - every operation runs at least once, those with ROTOR_ONCE exactly once;
@@ -18,6 +18,7 @@
 #include "dataflow.h"
 
 typedef struct {
+    /* state; read only */
     int32_t *ops;
     int64_t length;
     int64_t capacity;
@@ -30,7 +31,7 @@ int rotor_program_assign(rotor_program_t *self, const int32_t *ops, int64_t leng
 
 enum rotor_fault {
     ROTOR_FAULT_NONE,
-    ROTOR_FAULT_OPERATION, /* there is no such operation: ROTOR_ERR_BAD_OPERATION */
+    ROTOR_FAULT_OPERATION, /* the operation does not exist: ROTOR_ERR_BAD_OPERATION */
     ROTOR_FAULT_INPUT,     /* an input was not made yet: ROTOR_ERR_NO_INPUT */
     ROTOR_FAULT_PHASE,     /* first run after one of a later phase: ROTOR_ERR_BAD_OPERATION */
     ROTOR_FAULT_ORDER,     /* first run out of the order of flagged ones: ROTOR_ERR_BAD_OPERATION */
@@ -39,13 +40,15 @@ enum rotor_fault {
 };
 
 typedef struct {
+    /* output */
     enum rotor_fault kind;
     int64_t position; /* in the program; its length where an operation is missing */
     int32_t operation;
-    int32_t storage; /* the input that is not there, else -1 */
+    int32_t storage; /* the input that is missing, else -1 */
 } rotor_fault_t;
 
 typedef struct {
+    /* output */
     int64_t time_ns;
     int64_t peak_bytes;
 } rotor_cost_t;
@@ -61,6 +64,7 @@ int rotor_program_simulate(const rotor_dataflow_t *graph, const int32_t *ops, in
 
 /* Memory that repeated pricing needs. */
 typedef struct {
+    /* state */
     int32_t *made;   /* per storage: where it was made last, -1 */
     int32_t *last;   /* per storage: its last use since */
     int64_t *ended;  /* per position: bytes that go after it */

@@ -1,4 +1,4 @@
-#include "recorder.h"
+#include "recorder_keeping.h"
 
 /* A stretch ends after so many operations of the program, or so many that ran again. */
 #define STRETCH_OPERATIONS 128
@@ -90,28 +90,4 @@ int32_t rotor_recorder_give_up(rotor_recorder_t *self) {
         self->most_kept_bytes = self->node_bytes_kept - self->nodes[found].bytes;
     }
     return found;
-}
-
-/* Copies of sources. */
-
-int rotor_recorder_copied(rotor_recorder_t *self, int32_t source, int32_t *node) {
-    int64_t bytes = self->nodes[source].bytes;
-    bool is_foreign = (self->nodes[source].state & ROTOR_NODE_FOREIGN) != 0;
-    int64_t held_before = self->held_bytes;
-    int64_t peak_before = self->held_peak_bytes;
-    int ret = rotor_recorder_source(self, bytes, is_foreign, node);
-    if (ret != ROTOR_OK) {
-        return ret;
-    }
-    /* Without a limit nothing would have been copied. */
-    self->held_bytes = held_before;
-    self->held_peak_bytes = peak_before;
-    if (is_foreign) {
-        self->current_bytes += bytes;
-        rotor_recorder_reach(self, 0);
-    }
-    self->copied_bytes += bytes;
-    self->nodes[source].state &= (uint8_t)~(ROTOR_NODE_LIVE | ROTOR_NODE_FOREIGN);
-    self->nodes[source].state |= ROTOR_NODE_COPY;
-    return ROTOR_OK;
 }

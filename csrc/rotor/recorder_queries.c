@@ -1,14 +1,6 @@
-/* What the book can tell: walks over nodes and records that change nothing. */
+/* Walks over nodes and records; their answers are in `work`, and nothing else changes but marks. */
 #include "recorder.h"
 #include "vector.h"
-
-static int append(rotor_recorder_t *self, int64_t *count, int32_t node) {
-    int ret = ROTOR_RESERVE(self->work, *count, self->work_capacity, 1);
-    if (ret == ROTOR_OK) {
-        self->work[(*count)++] = node;
-    }
-    return ret;
-}
 
 static bool is_live(const rotor_recorder_t *self, int32_t node) {
     return (self->nodes[node].state & ROTOR_NODE_LIVE) != 0;
@@ -39,7 +31,7 @@ int rotor_recorder_dependents(rotor_recorder_t *self, int32_t node) {
                 marks[output] = mark;
                 is_changed = true;
                 if (is_live(self, output)) {
-                    int ret = append(self, &found, output);
+                    int ret = rotor_push(&self->work, &found, &self->work_capacity, output);
                     if (ret != ROTOR_OK) {
                         return ret;
                     }
@@ -55,7 +47,7 @@ int rotor_recorder_evicted(rotor_recorder_t *self) {
     self->work_count = 0;
     for (int64_t k = 0; k < self->node_count; k++) {
         if (is_live(self, (int32_t)k) && !rotor_recorder_is_material(self, (int32_t)k)) {
-            int ret = append(self, &self->work_count, (int32_t)k);
+            int ret = rotor_push(&self->work, &self->work_count, &self->work_capacity, (int32_t)k);
             if (ret != ROTOR_OK) {
                 return ret;
             }

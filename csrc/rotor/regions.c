@@ -105,7 +105,7 @@ void rotor_regions_linked(rotor_eviction_t *engine, int32_t child, int32_t paren
 
 static bool is_empty(const rotor_bits_t *set) { return rotor_bits_next(set, 0) < 0; }
 
-/* Whether `edge`, which is in memory, lies on one side of `storage` by way of its interior. */
+/* True if `edge`, which is in memory, lies on one side of `storage` by way of its interior. */
 static bool is_next_to(const rotor_eviction_t *engine, int32_t edge, int32_t storage,
                        enum rotor_direction way) {
     const rotor_bits_t *interior = &engine->regions[storage].interior[way];

@@ -7,15 +7,15 @@
  * adds to the graph is seen when a region is rebuilt. Pinned storages, which are never chosen, are
  * left out of frontiers unless accesses are counted.
  *
- * A storage that comes into memory when all before it is there, as after an execution, only moves
- * from the interiors to the frontiers of those after it: their regions are not walked anew where a
- * walk would find what is known. `epoch` tells; it is lost when an operation makes an alias, which
+ * A storage that comes into memory when all before it is in memory, as after an execution, only
+ * moves from the interiors to the frontiers of the storages after it: their regions are not walked
+ * again where a walk would find what is known. `epoch` tells; it is lost when an operation makes an alias, which
  * links storages that were computed before.
  */
 #ifndef ROTOR_REGIONS_H
 #define ROTOR_REGIONS_H
 
-#include "eviction.h"
+#include "eviction_private.h"
 
 /* Room for the regions of all storages. */
 int rotor_regions_reserve(rotor_eviction_t *engine);
@@ -25,12 +25,12 @@ void rotor_regions_free(rotor_eviction_t *engine);
 void rotor_regions_linked(rotor_eviction_t *engine, int32_t child, int32_t parent);
 /* After the storage went out: those around it absorb its region and itself. */
 int rotor_regions_evicted(rotor_eviction_t *engine, int32_t storage);
-/* After the storages came in (before they are marked as computed): their regions are made anew, and of the storages around them the
- * sides that look at them. */
+/* After the storages came in (before they are marked as computed): rebuilds their regions, and the
+ * sides that look at them of the regions around them. */
 int rotor_regions_materialized(rotor_eviction_t *engine, const int32_t *storages, int64_t count);
 
 /* Around the removal of a storage: before, the storages in memory that look at it or through it are
- * noted; after, when its edges are gone, their regions are made anew. */
+ * noted; after, when its edges are gone, their regions are rebuilt. */
 int rotor_regions_removing(rotor_eviction_t *engine, int32_t storage);
 int rotor_regions_removed(rotor_eviction_t *engine, int32_t storage);
 

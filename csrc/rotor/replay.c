@@ -9,7 +9,7 @@
 #define WORK_PER_QUESTION 65536
 
 /* An execution that waits for its inputs. */
-struct rotor_frame {
+struct rotor_replay_frame {
     int32_t operation;
     int32_t tensor;        /* wanted; -1 for an operation without outputs */
     int32_t first_missing; /* in `missing`, where this frame's part ends the array */
@@ -64,15 +64,16 @@ static int ask(rotor_replay_t *self) {
     return rotor_ask(self->callback, self->next_command, self->log->command_count);
 }
 
-static void fail(rotor_replay_t *self, enum rotor_outcome outcome, const rotor_frame_t *frame) {
+static void replay_fail(rotor_replay_t *self, enum rotor_outcome outcome,
+                        const rotor_replay_frame_t *frame) {
     self->outcome = outcome;
     self->failed_operation = frame->operation;
     self->failed_bytes = rotor_replay_graph(self)->operations[frame->operation].bytes;
 }
 
 /* Evicts until the outputs of an operation fit. */
-static int make_room(rotor_replay_t *self, const rotor_frame_t *frame,
-                     const rotor_operation_t *operation) {
+static int replay_make_room(rotor_replay_t *self, const rotor_replay_frame_t *frame,
+                            const rotor_operation_t *operation) {
     int64_t budget = self->options.budget_bytes;
     int ret = ROTOR_OK;
 
@@ -88,7 +89,7 @@ static int make_room(rotor_replay_t *self, const rotor_frame_t *frame,
             break;
         }
         if (storage < 0) {
-            fail(self, ROTOR_RUN_OOM, frame);
+            replay_fail(self, ROTOR_RUN_OOM, frame);
             break;
         }
         ret = rotor_replay_evict(self, storage);
@@ -99,8 +100,8 @@ static int make_room(rotor_replay_t *self, const rotor_frame_t *frame,
     return ret;
 }
 
-/* Marks the outputs as there: those that came into memory join the pool, siblings first. */
-static int define_outputs(rotor_replay_t *self, const rotor_frame_t *frame,
+/* Marks the outputs as in memory: storages that came join the pool, siblings first. */
+static int define_outputs(rotor_replay_t *self, const rotor_replay_frame_t *frame,
                           const rotor_operation_t *operation) {
     const rotor_graph_t *graph = rotor_replay_graph(self);
     int64_t repeated = 0;
@@ -138,7 +139,7 @@ static int define_outputs(rotor_replay_t *self, const rotor_frame_t *frame,
     return rotor_eviction_materialize(&self->eviction, self->fresh, count);
 }
 
-static void count_execution(rotor_replay_t *self, const rotor_frame_t *frame,
+static void count_execution(rotor_replay_t *self, const rotor_replay_frame_t *frame,
                             const rotor_operation_t *operation) {
     self->executions++;
     if (frame->is_model) {
@@ -169,7 +170,7 @@ static void count_bottleneck(rotor_replay_t *self, const rotor_operation_t *oper
 }
 
 /* The inputs are there and locked. */
-static int execute(rotor_replay_t *self, const rotor_frame_t *frame) {
+static int execute(rotor_replay_t *self, const rotor_replay_frame_t *frame) {
     const rotor_operation_t *operation = &rotor_replay_graph(self)->operations[frame->operation];
     const int32_t *inputs = rotor_replay_graph(self)->inputs + operation->first_input;
     int ret;
@@ -179,10 +180,11 @@ static int execute(rotor_replay_t *self, const rotor_frame_t *frame) {
         self->max_locked_execution = self->executions;
     }
     if (self->executions == self->options.stop_at_execution) {
-        fail(self, ROTOR_RUN_STOPPED, frame);
+        replay_fail(self, ROTOR_RUN_STOPPED, frame);
         return ROTOR_OK;
     }
-    if ((ret = make_room(self, frame, operation)) != ROTOR_OK || self->outcome != ROTOR_RUN_OK) {
+    if ((ret = replay_make_room(self, frame, operation)) != ROTOR_OK ||
+        self->outcome != ROTOR_RUN_OK) {
         return ret;
     }
     if (__builtin_add_overflow(self->clock, operation->cost_ns, &self->clock) ||
@@ -202,15 +204,15 @@ static int execute(rotor_replay_t *self, const rotor_frame_t *frame) {
         }
     }
     if ((double)self->remat_compute_ns > self->options.remat_limit_ns) {
-        fail(self, ROTOR_RUN_THRASH, frame);
+        replay_fail(self, ROTOR_RUN_THRASH, frame);
     } else {
         count_bottleneck(self, operation);
     }
     return ROTOR_OK;
 }
 
-/* Begins an execution: touches all inputs, locks those that are there, notes the others. */
-static int push(rotor_replay_t *self, int32_t index, int32_t tensor, bool is_model) {
+/* Begins an execution: touches all inputs, locks the ones in memory, notes the others. */
+static int replay_push(rotor_replay_t *self, int32_t index, int32_t tensor, bool is_model) {
     const rotor_operation_t *operation = &rotor_replay_graph(self)->operations[index];
     const int32_t *inputs = rotor_replay_graph(self)->inputs + operation->first_input;
     int ret = ROTOR_RESERVE(self->frames, self->frame_count, self->frame_capacity, 1);
@@ -225,7 +227,7 @@ static int push(rotor_replay_t *self, int32_t index, int32_t tensor, bool is_mod
     if (ret != ROTOR_OK) {
         return ret;
     }
-    self->frames[self->frame_count++] = (rotor_frame_t){
+    self->frames[self->frame_count++] = (rotor_replay_frame_t){
         .operation = index,
         .tensor = tensor,
         .first_missing = (int32_t)self->missing_count,
@@ -255,18 +257,18 @@ static int push(rotor_replay_t *self, int32_t index, int32_t tensor, bool is_mod
 
 /* Executes an operation, and before it all that its inputs need. */
 static int materialize(rotor_replay_t *self, int32_t index, int32_t tensor, bool is_model) {
-    int ret = push(self, index, tensor, is_model);
+    int ret = replay_push(self, index, tensor, is_model);
 
     while (ret == ROTOR_OK && self->frame_count > 0 && self->outcome == ROTOR_RUN_OK) {
-        rotor_frame_t *frame = &self->frames[self->frame_count - 1];
+        rotor_replay_frame_t *frame = &self->frames[self->frame_count - 1];
         if (frame->next_missing < self->missing_count) {
             int32_t wanted = self->missing[frame->next_missing];
             if (rotor_replay_has(self, wanted)) {
                 frame->next_missing++;
                 ret = rotor_replay_lock(self, wanted);
             } else {
-                ret =
-                    push(self, rotor_replay_graph(self)->tensors[wanted].operation, wanted, false);
+                ret = replay_push(self, rotor_replay_graph(self)->tensors[wanted].operation, wanted,
+                                  false);
             }
             continue;
         }
@@ -315,7 +317,7 @@ static int pin_tensor(rotor_replay_t *self, int32_t tensor) {
                : ret;
 }
 
-static int release(rotor_replay_t *self, int32_t tensor) {
+static int replay_release(rotor_replay_t *self, int32_t tensor) {
     int32_t storage = rotor_replay_storage(self, tensor);
 
     if (self->options.ignores_releases || --self->storages[storage].references != 0) {
@@ -352,7 +354,7 @@ int rotor_replay_run(rotor_replay_t *self, const rotor_callback_t *callback) {
             ret = pin_tensor(self, command.index);
             break;
         case ROTOR_RELEASE:
-            ret = release(self, command.index);
+            ret = replay_release(self, command.index);
             break;
         }
         self->next_command += ret == ROTOR_OK && self->outcome == ROTOR_RUN_OK;

@@ -148,7 +148,7 @@ int rotor_replay_unlock(rotor_replay_t *self, int32_t tensor) {
 
 /* Making operations. */
 
-static int reserve(rotor_replay_t *self, const rotor_operation_t *operation) {
+static int replay_reserve(rotor_replay_t *self, const rotor_operation_t *operation) {
     int64_t tensors = operation->output_count;
     int ret = ROTOR_RESERVE(self->tensors, self->tensor_count, self->tensor_capacity, tensors);
 
@@ -206,7 +206,7 @@ static int make_tensor(rotor_replay_t *self, const rotor_operation_t *operation,
 
 int rotor_replay_make(rotor_replay_t *self, int32_t index) {
     const rotor_operation_t *operation = &rotor_replay_graph(self)->operations[index];
-    int ret = reserve(self, operation);
+    int ret = replay_reserve(self, operation);
 
     for (int32_t k = 0; k < operation->output_count && ret == ROTOR_OK; k++) {
         ret = make_tensor(self, operation, operation->first_output + k);

@@ -1,11 +1,11 @@
 /*
- * The tensors of a replay (replay.h): made, locked, pinned, evicted, banished; and what is noted of
+ * The tensors of a replay (replay.h): made, locked, pinned, evicted, banished; and the notes of
  * it. Private to the replay.
  */
 #ifndef ROTOR_REPLAY_TENSORS_H
 #define ROTOR_REPLAY_TENSORS_H
 
-#include "replay.h"
+#include "replay_private.h"
 
 /* Flags of tensors. */
 enum { ROTOR_TENSOR_DEFINED = 1, ROTOR_TENSOR_COUNTED = 2 /* among the evicted dependents */ };
@@ -28,7 +28,7 @@ static inline bool rotor_replay_has(const rotor_replay_t *self, int32_t tensor) 
     return (self->tensors[tensor].flags & ROTOR_TENSOR_DEFINED) != 0;
 }
 
-/* Adds an event to the trace, if there is one. */
+/* Adds an event to the trace, if one is kept. */
 int rotor_replay_note(rotor_replay_t *self, enum rotor_event_kind kind, int32_t index,
                       int64_t bytes);
 /* A storage comes into memory: counts it where statistics are kept. */

@@ -2,7 +2,6 @@
 
 #include <string.h>
 
-#define INFINITE (INT64_MAX / 4)
 
 typedef rotor_revolve_point_t point_t;
 typedef rotor_revolve_frontier_t frontier_t;
@@ -44,8 +43,8 @@ int64_t rotor_revolve_forwards(int64_t stages, int64_t checkpoints) {
     return r * stages - binomial(s + 1, r - 1, INT64_MAX / (4 * stages + 4));
 }
 
-/* How far the next checkpoint of Revolve stands from the start of an interval of `stages` >= 2. */
-static int64_t advance(int64_t stages, int64_t checkpoints) {
+/* The distance of the next checkpoint of Revolve from the start of an interval of `stages` >= 2. */
+static int64_t revolve_advance(int64_t stages, int64_t checkpoints) {
     int64_t s = rotor_min(checkpoints, stages - 1) + 1;
     int64_t r = repetitions(stages, s);
     int64_t least = rotor_max(binomial(s, r - 2, stages), stages - binomial(s - 1, r, stages));
@@ -92,7 +91,7 @@ int rotor_revolve_schedule(int64_t n, int64_t checkpoints, rotor_sequence_t *seq
         }
         int64_t step = now.l - now.i;
         if (now.checkpoints > 0) {
-            step = advance(now.l - now.i + 1, now.checkpoints);
+            step = revolve_advance(now.l - now.i + 1, now.checkpoints);
         }
         int64_t j = now.i + step;
         stack[count++] =
@@ -121,7 +120,7 @@ static frontier_t *frontier_of(const rotor_revolve_t *t, int64_t i, int64_t l) {
     return t->frontiers + l * (l + 1) / 2 + i;
 }
 
-static int reserve(rotor_revolve_t *t, int64_t count, size_t size, void **block) {
+static int revolve_reserve(rotor_revolve_t *t, int64_t count, size_t size, void **block) {
     size_t bytes;
     int ret = rotor_array_bytes(count, size, &bytes);
     if (ret != ROTOR_OK || bytes > (size_t)INT64_MAX ||
@@ -146,7 +145,7 @@ static int list_reserve(rotor_revolve_t *t, list_t *list, int64_t capacity) {
     rotor_free(list->points);
     t->table_bytes -= list->capacity * (int64_t)sizeof(point_t);
     *list = (list_t){.points = NULL, .count = 0, .capacity = 0};
-    int ret = reserve(t, 2 * capacity, sizeof(point_t), &block);
+    int ret = revolve_reserve(t, 2 * capacity, sizeof(point_t), &block);
     if (ret == ROTOR_OK) {
         *list = (list_t){.points = block, .count = 0, .capacity = 2 * capacity};
     }
@@ -164,7 +163,7 @@ static void list_add(list_t *list, int64_t bytes, int64_t ns) {
     list->points[list->count++] = (point_t){.bytes = bytes, .ns = ns};
 }
 
-/* How many points take at most `bytes`, given that at least `low` do. */
+/* The number of points that take at most `bytes`, given that at least `low` do. */
 static int64_t count_within(const point_t *points, int64_t count, int64_t low, int64_t bytes) {
     int64_t step = 1;
     while (low + step <= count && points[low + step - 1].bytes <= bytes) {
@@ -183,18 +182,18 @@ static int64_t count_within(const point_t *points, int64_t count, int64_t low, i
     return low;
 }
 
-static int64_t value_at(const point_t *points, int64_t count, int64_t bytes) {
+static int64_t revolve_value(const point_t *points, int64_t count, int64_t bytes) {
     int64_t within = count_within(points, count, 0, bytes);
-    return within == 0 ? INFINITE : points[within - 1].ns;
+    return within == 0 ? ROTOR_NEVER : points[within - 1].ns;
 }
 
-/* The leaf of (i, l): what it needs, or INFINITE where (i, l) has none. */
+/* The leaf of (i, l): what it needs, or ROTOR_NEVER where (i, l) has none. */
 static int64_t need_leaf(const rotor_chain_t *c, int64_t i, int64_t l) {
     if (i == c->n) {
         return rotor_chain_need_loss(c);
     }
     if (i < l && !(i == c->n - 1 && l == c->n)) {
-        return INFINITE;
+        return ROTOR_NEVER;
     }
     int64_t need = rotor_max(rotor_chain_need_fe(c, i, l), rotor_chain_need_b(c, i, l));
     return i == l ? need : rotor_max(need, c->xbar[i] + rotor_chain_need_loss(c));
@@ -226,7 +225,7 @@ static int64_t first_gain(const list_t *current, const split_t *split) {
 
     for (;;) {
         k = count_within(current->points, current->count, k, m);
-        int64_t value = k == 0 ? INFINITE : current->points[k - 1].ns;
+        int64_t value = k == 0 ? ROTOR_NEVER : current->points[k - 1].ns;
         int64_t next = INT64_MAX;
         if (split->floor >= value) {
             return -1;
@@ -255,7 +254,7 @@ static int64_t first_gain(const list_t *current, const split_t *split) {
 }
 
 /* out = the better of current and the split, which gains nothing below m. */
-static void fold(const list_t *current, const split_t *split, int64_t m, list_t *out) {
+static void revolve_fold(const list_t *current, const split_t *split, int64_t m, list_t *out) {
     const frontier_t *right = split->right;
     const frontier_t *left = split->left;
     int64_t p = count_within(right->points, right->count, 1, m - split->shift);
@@ -292,7 +291,7 @@ static int solve_interval(rotor_revolve_t *t, int64_t i, int64_t l, list_t *curr
     void *block = NULL;
     int ret = list_reserve(t, current, 1);
 
-    if (ret == ROTOR_OK && leaf < INFINITE) {
+    if (ret == ROTOR_OK && leaf < ROTOR_NEVER) {
         list_add(current, leaf, 0);
     }
     for (int64_t j = i + 1; j <= l && ret == ROTOR_OK; j++) {
@@ -314,14 +313,14 @@ static int solve_interval(rotor_revolve_t *t, int64_t i, int64_t l, list_t *curr
         }
         ret = list_reserve(t, next, current->count + right->count + left->count);
         if (ret == ROTOR_OK) {
-            fold(current, &split, gain, next);
+            revolve_fold(current, &split, gain, next);
             list_t swapped = *current;
             *current = *next;
             *next = swapped;
         }
     }
     if (ret == ROTOR_OK) {
-        ret = reserve(t, current->count, sizeof(point_t), &block);
+        ret = revolve_reserve(t, current->count, sizeof(point_t), &block);
     }
     if (ret == ROTOR_OK) {
         memcpy(block, current->points, (size_t)current->count * sizeof(point_t));
@@ -336,11 +335,11 @@ static int make_curve(rotor_revolve_t *t) {
     int64_t ideal = rotor_chain_ideal_ns(t->chain);
     void *bytes = NULL;
     void *ns = NULL;
-    int ret = reserve(t, root->count, sizeof(int64_t), &bytes);
+    int ret = revolve_reserve(t, root->count, sizeof(int64_t), &bytes);
 
     t->curve_bytes = bytes;
     if (ret == ROTOR_OK) {
-        ret = reserve(t, root->count, sizeof(int64_t), &ns);
+        ret = revolve_reserve(t, root->count, sizeof(int64_t), &ns);
         t->curve_ns = ns;
     }
     if (ret == ROTOR_OK) {
@@ -351,12 +350,6 @@ static int make_curve(rotor_revolve_t *t) {
         }
     }
     return ret;
-}
-
-/* Between two backwards no stage runs twice, so that no schedule of the class takes longer. */
-static bool times_fit(const rotor_chain_t *c) {
-    int64_t longest = rotor_chain_ideal_ns(c);
-    return c->forward_sum[c->n] <= (INFINITE - longest) / (4 * (c->n + 2));
 }
 
 void rotor_revolve_init(rotor_revolve_t *self) { memset(self, 0, sizeof(*self)); }
@@ -389,12 +382,12 @@ int rotor_revolve_solve(rotor_revolve_t *self, const rotor_chain_t *chain, int64
             return ROTOR_ERR_ONCE;
         }
     }
-    if (!times_fit(chain)) {
+    if (!rotor_chain_times_fit(chain)) {
         return ROTOR_ERR_OVERFLOW;
     }
     self->chain = chain;
     self->max_table_bytes = max_table_bytes;
-    ret = reserve(self, intervals, sizeof(*self->frontiers), &block);
+    ret = revolve_reserve(self, intervals, sizeof(*self->frontiers), &block);
     if (ret != ROTOR_OK) {
         goto out;
     }
@@ -423,13 +416,13 @@ out:
 
 typedef struct {
     int64_t i, l, m;
-} task_t;
+} revolve_task_t;
 
-/* Where (i, l) on m bytes is split; i where it is a leaf. */
-static int64_t find_split(const rotor_revolve_t *t, const task_t *task) {
+/* The split of (i, l) on m bytes; i for a leaf. */
+static int64_t find_split(const rotor_revolve_t *t, const revolve_task_t *task) {
     const rotor_chain_t *c = t->chain;
     const frontier_t *frontier = frontier_of(t, task->i, task->l);
-    int64_t value = value_at(frontier->points, frontier->count, task->m);
+    int64_t value = revolve_value(frontier->points, frontier->count, task->m);
     int64_t need = 0;
     int64_t j = task->i;
 
@@ -441,10 +434,9 @@ static int64_t find_split(const rotor_revolve_t *t, const task_t *task) {
         const frontier_t *left = frontier_of(t, task->i, j - 1);
         need = rotor_max(need, rotor_chain_need_fn(c, task->i, task->l, j - 1));
         int64_t add = c->forward_sum[j] - c->forward_sum[task->i];
-        if (need <= task->m &&
-            add + value_at(right->points, right->count, task->m - c->x[j]) +
-                    value_at(left->points, left->count, task->m) ==
-                value) {
+        if (need <= task->m && add + revolve_value(right->points, right->count, task->m - c->x[j]) +
+                                       revolve_value(left->points, left->count, task->m) ==
+                                   value) {
             break;
         }
     }
@@ -463,17 +455,17 @@ int rotor_revolve_sequence(const rotor_revolve_t *self, int64_t budget, rotor_se
     if (budget < *minimum) {
         return ROTOR_ERR_INFEASIBLE;
     }
-    task_t *stack = rotor_malloc_array(n + 2, sizeof(*stack));
+    revolve_task_t *stack = rotor_malloc_array(n + 2, sizeof(*stack));
     if (stack == NULL) {
         return ROTOR_ERR_NO_MEMORY;
     }
-    stack[count++] = (task_t){.i = 0, .l = n, .m = budget - c->x[0]};
+    stack[count++] = (revolve_task_t){.i = 0, .l = n, .m = budget - c->x[0]};
     while (count > 0 && ret == ROTOR_OK) {
-        task_t task = stack[--count];
+        revolve_task_t task = stack[--count];
         int64_t j = find_split(self, &task);
         if (j > task.i) {
-            stack[count++] = (task_t){.i = task.i, .l = j - 1, .m = task.m};
-            stack[count++] = (task_t){.i = j, .l = task.l, .m = task.m - c->x[j]};
+            stack[count++] = (revolve_task_t){.i = task.i, .l = j - 1, .m = task.m};
+            stack[count++] = (revolve_task_t){.i = j, .l = task.l, .m = task.m - c->x[j]};
             ret = rotor_sequence_append_forward(sequence, task.i, j);
         } else if (task.i == n) {
             ret = rotor_sequence_append(sequence, ROTOR_LOSS, n);

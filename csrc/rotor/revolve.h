@@ -49,6 +49,7 @@ typedef struct {
 } rotor_revolve_point_t;
 
 typedef struct {
+    /* state */
     rotor_revolve_point_t *points; /* ascending bytes, strictly descending ns */
     int64_t count;
 } rotor_revolve_frontier_t;
@@ -78,7 +79,7 @@ int rotor_revolve_solve(rotor_revolve_t *self, const rotor_chain_t *chain, int64
 
 /*
  * Appends the fastest schedule of the class within budget (bytes, x[0] included).
- * ROTOR_ERR_INFEASIBLE where there is none; *minimum is the least budget, then and on ROTOR_OK.
+ * ROTOR_ERR_INFEASIBLE where none fits; *minimum is the least budget, then and on ROTOR_OK.
  */
 int rotor_revolve_sequence(const rotor_revolve_t *self, int64_t budget, rotor_sequence_t *sequence,
                            int64_t *minimum);

@@ -1,5 +1,5 @@
 /*
- * Sequences of operations on a chain, and the one place that says what each operation needs, makes
+ * Sequences of operations on a chain, and the one function that says what each operation needs, makes
  * and frees: rotor_step(). Every figure reported for a schedule comes from rotor_simulate().
  *
  *   Fn(i)   forward without a tape; its input is freed (x[0], an input inside xbar[i-1], and one
@@ -10,7 +10,7 @@
  *   B(i)    backward: needs xbar[i], x[i] and the gradient of x[i+1], frees all three (x[i] where it
  *           is not part of xbar[i-1]), makes the gradient of x[i] and pgrad[i]
  *
- * An operation that makes an x that is there already replaces it when it is done. x[0] is held from
+ * An operation that makes an x that is in memory already replaces it when it is done. x[0] is held from
  * the beginning to the end and counted. With hold_output the output is counted once from the moment
  * it exists to the end, also while the xbar[n-1] of the first pass contains it.
  */
@@ -27,6 +27,7 @@ typedef struct {
 } rotor_op_t;
 
 typedef struct {
+    /* state; read only */
     rotor_op_t *ops;
     int64_t length;
     int64_t capacity;
@@ -40,13 +41,13 @@ int rotor_sequence_append(rotor_sequence_t *self, enum rotor_kind kind, int64_t 
 /* Fck(i) Fn(i+1) .. Fn(j-1); nothing when j <= i. */
 int rotor_sequence_append_forward(rotor_sequence_t *self, int64_t i, int64_t j);
 
-/* What is in memory between two operations. */
+/* The contents of memory between two operations. */
 typedef struct {
     /* input */
     const rotor_chain_t *chain;
     /* state */
     int64_t live;      /* bytes */
-    int64_t gradient;  /* the index whose gradient is there, n+1 before the loss */
+    int64_t gradient;  /* the index whose gradient is in memory, n+1 before the loss */
     int output;        /* which copy of x[n] is the model's output */
     uint8_t *has_x;    /* [n + 1] there as a plain activation */
     uint8_t *has_xbar; /* [n] */
@@ -58,6 +59,7 @@ void rotor_memory_free(rotor_memory_t *self);
 
 /* Price of one operation. */
 typedef struct {
+    /* output */
     int64_t time_ns;
     int64_t peak; /* bytes live at its worst moment */
     int64_t live; /* bytes live after it */
@@ -70,6 +72,7 @@ typedef struct {
 int rotor_step(rotor_memory_t *self, rotor_op_t op, rotor_price_t *price);
 
 typedef struct {
+    /* output */
     int64_t time_ns;
     int64_t peak;     /* bytes, x[0] included */
     int64_t failed_at; /* index of the operation that was refused; length when it is incomplete; or -1 */

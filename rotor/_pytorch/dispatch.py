@@ -360,7 +360,7 @@ def is_engines(tensor: torch.Tensor) -> bool:
 
 
 def handler_parts(device: torch.device) -> tuple[Any, ...]:
-    """What PyTorch is to `rotor._core.Handler` (csrc/python/bind_dtr_handler.h)."""
+    """What PyTorch is to `rotor._core.Handler` (csrc/python/bind_dtr_private.h)."""
     return (
         torch.Tensor,
         (torch.Tensor, torch.nn.Parameter),

@@ -232,9 +232,11 @@ class Recall:
         self._overflows += 1
 
     def _no_room(self, current: int, nbytes: int, wished: int) -> BudgetError:
-        described = [(self._book.describe(node), node) for node in self._book.nodes()]
+        described = [self._book.describe(node) for node in self._book.nodes()]
         kept = sorted(
-            (entry[0], entry[2], entry[4]) for entry, _ in described if entry[1] and entry[0]
+            (node.nbytes, node.is_source, node.locks)
+            for node in described
+            if node.is_material and node.nbytes
         )
         named = ", ".join(
             f"{size} bytes ({'in use now' if locks else 'an input, parameter, gradient or pinned'})"
@@ -344,7 +346,7 @@ class Recall:
 
     def bytes_of(self, node: int) -> int:
         """Bytes of the storage of a number that an observer was told."""
-        return self._book.describe(node)[0]
+        return self._book.describe(node).nbytes
 
     def set_limit(self, limit: int | None) -> None:
         """Keep another limit from the next operator on, bytes above the level on entry."""
@@ -419,8 +421,9 @@ class Recall:
         int
             The number of the source, a new one where the old one is a copy's from now on.
         """
-        nbytes, _, _, is_live, _, needed, _, _ = self._book.describe(node)
-        if needed == 0:
+        source = self._book.describe(node)
+        nbytes = source.nbytes
+        if source.needed == 0:
             return node
         if self.limit is None:  # All is in memory.
             self._restore(self._book.dependents(node))
@@ -428,9 +431,9 @@ class Recall:
         copied = self._book.counters()["copied_bytes"]
         dependents = self._book.dependents(node)
         described = [self._book.describe(dependent) for dependent in dependents]
-        if is_live and 0 < nbytes + copied < sum(found[0] for found in described):
+        if source.is_live and 0 < nbytes + copied < sum(found.nbytes for found in described):
             self._make_room(nbytes, 0)
-            if self._book.describe(node)[5] == 0:
+            if self._book.describe(node).needed == 0:
                 return node
             if self._fits(nbytes):
                 return self._copy(node)
@@ -446,8 +449,8 @@ class Recall:
         """Free the copies of sources: nothing will run again."""
         if self._book.counters()["copied_bytes"] > 0:
             for node in self._book.nodes():
-                _, is_material, is_source, is_live, *_ = self._book.describe(node)
-                if is_material and is_source and not is_live:
+                found = self._book.describe(node)
+                if found.is_material and found.is_source and not found.is_live:
                     self._book.hold(node, None)
 
     def _copy(self, node: int) -> int:
@@ -460,7 +463,7 @@ class Recall:
         ref = self._table[dispatch.storage_key(storage)]
         again = ref.node = self._book.copied(node, copy)
         if self.observer is not None:
-            size = self._book.describe(again)[0]
+            size = self._book.describe(again).nbytes
             self.observer.operation("rotor::copy", took, [node], [(again, size)], [], False)
             self.observer.pinned(again)
             self.observer.released(node)

@@ -191,8 +191,9 @@ class Verifier:
         waiting = list(record.nodes())
         seen = set(waiting)
         while waiting:
-            _, _, _, is_live, _, _, _, made = self._book.describe(waiting.pop())
-            if is_live or made is None:
+            node = self._book.describe(waiting.pop())
+            made = node.record
+            if node.is_live or made is None:
                 continue
             maker = Record(*made) if isinstance(made, tuple) else made
             if not maker.operator.is_custom:
@@ -210,7 +211,7 @@ class Verifier:
             return False
         index = record.outputs[place]
         while index < 0:
-            earlier = self._book.describe(record.origins[place])[7]
+            earlier = self._book.describe(record.origins[place]).record
             if len(record.outputs) != 1 or earlier is None:
                 return earlier is None
             record = Record(*earlier) if isinstance(earlier, tuple) else earlier

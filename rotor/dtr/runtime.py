@@ -207,9 +207,9 @@ class Session(Recall, dispatch.DispatchMode):
                 # What optimizers and initialisations write to lives long: a version for every step
                 # would keep all that it was computed from.
                 self._restore([node])
-            elif book.describe(node)[6] >= LONGEST_CHAIN:
+            elif book.describe(node).version >= LONGEST_CHAIN:
                 self._end_chain(node)
-            if book.describe(node)[2]:
+            if book.describe(node).is_source:
                 is_recording = False
                 now[node] = self._protect(node)
         if any(node != again for node, again in now.items()):
@@ -414,9 +414,9 @@ class Session(Recall, dispatch.DispatchMode):
             is_recording = False
         sizes = [self._size(storage) for storage in made]
         origins = [-1] * len(made)
-        sources = [node for node in call.written if not book.describe(node)[2]]
+        sources = [node for node in call.written if not book.describe(node).is_source]
         for node in sources:
-            sizes.append(book.describe(node)[0])
+            sizes.append(book.describe(node).nbytes)
             indices.append(-1)
             origins.append(node)
             places.append(refs[node])

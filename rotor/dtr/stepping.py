@@ -166,7 +166,7 @@ class StepSession(Session):
             if ref is None:
                 continue
             nodes = self._book.dependents(ref.node)
-            if not all(self._book.describe(node)[1] for node in nodes):
+            if not all(self._book.describe(node).is_material for node in nodes):
                 return True
             with dispatch.without_modes():
                 self._restore(nodes)

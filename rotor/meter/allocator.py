@@ -75,7 +75,11 @@ def free_bytes(device: torch.device | str) -> int:
     if device.type == "cpu":
         free = _core.probe_memory()["free_bytes"]
         return free if free >= 0 else int(psutil.virtual_memory().available)
-    free, total = torch.cuda.mem_get_info(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found = _core.cuda_memory(index, None, "")
+    free, total = found["free_bytes"], found["total_bytes"]
+    if free < 0:  # No driver by its usual name, or no context yet.
+        free, total = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     free += torch.cuda.memory_reserved(device) - allocated
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - allocated

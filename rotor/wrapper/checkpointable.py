@@ -209,6 +209,10 @@ class Checkpointable(TransparentModule):
         if "forward" in cls.__dict__:
             cls.forward = core.untraced(cls.forward, _NOT_COMPILED)  # type: ignore[method-assign]
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._driver.check_portable()
+        return super().__getstate__()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._driver.attach(self)

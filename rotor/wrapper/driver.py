@@ -120,19 +120,22 @@ class Driver:
         self._group_peers = SharingRanks(ranks)
         self._discover()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def check_portable(self) -> None:
+        """Raise TypeError where the model is sharded, and cannot be copied or pickled."""
         if self.context.peers is not self._group_peers:
             raise TypeError(
                 "a model sharded by fully_shard cannot be pickled or copied: save its state_dict() "
                 "with torch.distributed.checkpoint, and shard and wrap a new model"
             )
+
+    def __getstate__(self) -> dict[str, Any]:
         engine, context = self.engines[0], self.context
         kept = (engine, dict(context.plans), context.latest, context.latest_key)
         learned = dict(context.learned_loss)
         return {
             "settings": self.settings,
             "warned": self._warned,
-            "kept": kept if engine.is_portable() else None,
+            "kept": kept if engine.is_portable() and context.peers.ranks is None else None,
             "learned_loss": learned,
         }
 

@@ -3,6 +3,7 @@
  * against its fast one, its order against the rule.
  */
 #include "eviction.h"
+#include "eviction_check.h"
 #include "testing.h"
 
 static uint32_t draw(uint32_t *state) {
@@ -228,6 +229,7 @@ static int64_t wander(rotor_eviction_t *engine, uint32_t seed, int steps, check_
             evict_one(&world);
         }
         if (check != NULL) {
+            CHECK(rotor_eviction_check(engine) == NULL);
             check(engine, &world.state);
         }
     }
@@ -359,6 +361,71 @@ static void test_marks_wrap(void) {
     rotor_eviction_free(&engine);
 }
 
+static void test_a_storage_without_edges_is_as_new(void) {
+    static const char *const names[] = {"DTR", "DTREqClass", "DTRUnopt", "LRU"};
+    for (size_t h = 0; h < sizeof(names) / sizeof(names[0]); h++) {
+        rotor_eviction_options_t options = options_of(names[h]);
+        rotor_eviction_t engine;
+        rotor_eviction_init(&engine, &options);
+        make_chain(&engine, 5);
+        CHECK(rotor_eviction_evict(&engine, 1) == ROTOR_OK);
+        CHECK(rotor_eviction_evict(&engine, 3) == ROTOR_OK);
+        rotor_eviction_lock(&engine, 2);
+        rotor_eviction_pin(&engine, 2);
+        CHECK(rotor_eviction_forget_edges(&engine, 2) == ROTOR_OK);
+        CHECK(engine.count == 5 && engine.removed_count == 0 && engine.locked_bytes == 10);
+        CHECK(rotor_eviction_is(&engine, 2, ROTOR_MATERIAL) &&
+              rotor_eviction_is(&engine, 2, ROTOR_PINNED));
+        CHECK(engine.candidates[2].locks == 1 && engine.candidates[2].last_access == 3);
+        CHECK(engine.candidates[2].compute_ns == 0);
+        for (int way = 0; way < 2; way++) {
+            CHECK(engine.candidates[2].neighbours[way].count == 0);
+            CHECK(rotor_eviction_around(&engine, 2, (enum rotor_direction)way) == 0);
+        }
+        CHECK(rotor_eviction_around(&engine, 0, ROTOR_CHILDREN) == 1);
+        CHECK(rotor_eviction_around(&engine, 4, ROTOR_PARENTS) == 1);
+        CHECK(rotor_eviction_check(&engine) == NULL);
+        rotor_eviction_free(&engine);
+    }
+}
+
+/* Whether an engine with another value in one of its fields is found to be wrong; puts it back. */
+#define IS_FOUND(engine, field, value)                                                             \
+    do {                                                                                           \
+        int64_t before = (int64_t)(field);                                                         \
+        CHECK(rotor_eviction_check(engine) == NULL);                                               \
+        field = (value);                                                                           \
+        CHECK(rotor_eviction_check(engine) != NULL);                                               \
+        memcpy(&(field), &before, sizeof(field));                                                  \
+    } while (0)
+
+static void test_contradictions_are_found(void) {
+    rotor_eviction_options_t options = options_of("DTREqClass");
+    rotor_eviction_t engine;
+    rotor_eviction_init(&engine, &options);
+    make_chain(&engine, 6);
+    rotor_eviction_lock(&engine, 1);
+    CHECK(rotor_eviction_evict(&engine, 2) == ROTOR_OK);
+    CHECK(rotor_eviction_remove(&engine, 4) == ROTOR_OK);
+    IS_FOUND(&engine, engine.pool_count, 2);
+    IS_FOUND(&engine, engine.candidates[0].slot, 1);
+    IS_FOUND(&engine, engine.states[3], 0);
+    IS_FOUND(&engine, engine.states[2], ROTOR_MATERIAL);
+    IS_FOUND(&engine, engine.unused, -1);
+    IS_FOUND(&engine, engine.removed_count, 0);
+    IS_FOUND(&engine, engine.locked_bytes, 0);
+    IS_FOUND(&engine, engine.candidates[1].locks, 0);
+    IS_FOUND(&engine, engine.candidates[0].locks, -1);
+    IS_FOUND(&engine, engine.total_compute_ns, 0);
+    IS_FOUND(&engine, engine.grown, 1);
+    IS_FOUND(&engine, engine.neighbours[engine.candidates[1].neighbours[0].start], 5);
+    IS_FOUND(&engine, engine.candidates[1].neighbours[0].count, 0);
+    IS_FOUND(&engine, engine.neighbour_lost, 0);
+    IS_FOUND(&engine, engine.candidates[0].node, 0);
+    CHECK(rotor_eviction_check(&engine) == NULL);
+    rotor_eviction_free(&engine);
+}
+
 static const test_case_t cases[] = {
     {"order_and_ties", test_order_and_ties},
     {"a_cost_of_zero_wins", test_a_cost_of_zero_wins},
@@ -370,6 +437,8 @@ static const test_case_t cases[] = {
     {"callbacks", test_callbacks},
     {"costs_that_overflow", test_costs_that_overflow},
     {"marks_wrap", test_marks_wrap},
+    {"a_storage_without_edges_is_as_new", test_a_storage_without_edges_is_as_new},
+    {"contradictions_are_found", test_contradictions_are_found},
 };
 
 TEST_MAIN(cases)

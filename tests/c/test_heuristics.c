@@ -42,42 +42,48 @@ static void test_quotients_are_rounded_once(void) {
          0x1.26125d0b97177p-41},
     };
     for (size_t k = 0; k < sizeof(rows) / sizeof(rows[0]); k++) {
-        rotor_eviction_cost_t cost = rotor_cost(rows[k].numerator, rows[k].bytes, rows[k].staleness);
-        rotor_eviction_cost_t minus = rotor_cost(-rows[k].numerator, rows[k].bytes, rows[k].staleness);
-        CHECK(rotor_cost_quotient(&cost) == rows[k].quotient);
-        CHECK(rotor_cost_quotient(&minus) == -rows[k].quotient);
+        rotor_eviction_cost_t cost =
+            rotor_eviction_cost(rows[k].numerator, rows[k].bytes, rows[k].staleness);
+        rotor_eviction_cost_t minus =
+            rotor_eviction_cost(-rows[k].numerator, rows[k].bytes, rows[k].staleness);
+        CHECK(rotor_eviction_cost_quotient(&cost) == rows[k].quotient);
+        CHECK(rotor_eviction_cost_quotient(&minus) == -rows[k].quotient);
     }
     for (int64_t a = 0; a < 200; a++) {
         for (int64_t b = 1; b < 200; b++) {
-            rotor_eviction_cost_t cost = rotor_cost(a, b, 1);
-            CHECK(rotor_cost_quotient(&cost) == (double)a / (double)b);
+            rotor_eviction_cost_t cost = rotor_eviction_cost(a, b, 1);
+            CHECK(rotor_eviction_cost_quotient(&cost) == (double)a / (double)b);
         }
     }
-    rotor_eviction_cost_t large = rotor_cost(INT64_MAX, 1, 1);
-    CHECK(rotor_cost_quotient(&large) == 0x1p63);
+    rotor_eviction_cost_t large = rotor_eviction_cost(INT64_MAX, 1, 1);
+    CHECK(rotor_eviction_cost_quotient(&large) == 0x1p63);
 }
 
 static void test_comparison(void) {
-    rotor_eviction_cost_t third = rotor_cost(1, 3, 1);
-    rotor_eviction_cost_t same = rotor_cost(2, 3, 2);
-    rotor_eviction_cost_t half = rotor_cost(1, 1, 2);
-    rotor_eviction_cost_t never = rotor_cost(1, 0, 5);
-    rotor_eviction_cost_t fresh = rotor_cost(0, 4, 0);
-    rotor_eviction_cost_t negative = rotor_cost(-1, 4, 4);
+    rotor_eviction_cost_t third = rotor_eviction_cost(1, 3, 1);
+    rotor_eviction_cost_t same = rotor_eviction_cost(2, 3, 2);
+    rotor_eviction_cost_t half = rotor_eviction_cost(1, 1, 2);
+    rotor_eviction_cost_t never = rotor_eviction_cost(1, 0, 5);
+    rotor_eviction_cost_t fresh = rotor_eviction_cost(0, 4, 0);
+    rotor_eviction_cost_t negative = rotor_eviction_cost(-1, 4, 4);
     /* 2^53 + 1 and 2^53 are one double; as integers they differ. */
-    rotor_eviction_cost_t more = rotor_cost((INT64_C(1) << 53) + 1, 1, 1);
-    rotor_eviction_cost_t less = rotor_cost(INT64_C(1) << 53, 1, 1);
+    rotor_eviction_cost_t more = rotor_eviction_cost((INT64_C(1) << 53) + 1, 1, 1);
+    rotor_eviction_cost_t less = rotor_eviction_cost(INT64_C(1) << 53, 1, 1);
     /* Neighbouring integers over a large denominator round to one double: they tie. */
-    rotor_eviction_cost_t a = rotor_cost((INT64_C(1) << 60) + 1, 3, 7);
-    rotor_eviction_cost_t b = rotor_cost(INT64_C(1) << 60, 3, 7);
+    rotor_eviction_cost_t a = rotor_eviction_cost((INT64_C(1) << 60) + 1, 3, 7);
+    rotor_eviction_cost_t b = rotor_eviction_cost(INT64_C(1) << 60, 3, 7);
 
-    CHECK(rotor_cost_at_most(&third, &same) && rotor_cost_at_most(&same, &third));
-    CHECK(rotor_cost_at_most(&third, &half) && !rotor_cost_at_most(&half, &third));
-    CHECK(rotor_cost_at_most(&half, &never) && !rotor_cost_at_most(&never, &half));
-    CHECK(rotor_cost_at_most(&never, &fresh) && rotor_cost_at_most(&fresh, &never));
-    CHECK(rotor_cost_at_most(&negative, &third) && !rotor_cost_at_most(&third, &negative));
-    CHECK(rotor_cost_at_most(&less, &more) && !rotor_cost_at_most(&more, &less));
-    CHECK(rotor_cost_at_most(&a, &b) && rotor_cost_at_most(&b, &a));
+    CHECK(rotor_eviction_cost_at_most(&third, &same) && rotor_eviction_cost_at_most(&same, &third));
+    CHECK(rotor_eviction_cost_at_most(&third, &half) &&
+          !rotor_eviction_cost_at_most(&half, &third));
+    CHECK(rotor_eviction_cost_at_most(&half, &never) &&
+          !rotor_eviction_cost_at_most(&never, &half));
+    CHECK(rotor_eviction_cost_at_most(&never, &fresh) &&
+          rotor_eviction_cost_at_most(&fresh, &never));
+    CHECK(rotor_eviction_cost_at_most(&negative, &third) &&
+          !rotor_eviction_cost_at_most(&third, &negative));
+    CHECK(rotor_eviction_cost_at_most(&less, &more) && !rotor_eviction_cost_at_most(&more, &less));
+    CHECK(rotor_eviction_cost_at_most(&a, &b) && rotor_eviction_cost_at_most(&b, &a));
 }
 
 static const test_case_t cases[] = {

@@ -1,7 +1,8 @@
 #include "planner.h"
 
 #include "dataflows.h"
-#include "planner_private.h"
+#include "planner_pool.h"
+#include "planner_sequence_check.h"
 #include "testing.h"
 
 static drawing_t drawing;
@@ -127,11 +128,23 @@ static void test_slots(void) {
                                          NULL) == ROTOR_OK);
             CHECK(cost.time_ns == slots.time_ns);
             CHECK(cost.peak_bytes == rotor_slots_most(&slots, NULL));
+            CHECK(rotor_slots_check(&slots) == NULL);
         }
         check_levels(&slots);
         CHECK(slots.change_count > 20);
         rotor_slots_undo(&slots, 0);
         check_levels(&slots);
+        CHECK(rotor_slots_check(&slots) == NULL);
+        int32_t *broken[] = {&slots.runs[0], &slots.block_most[0], &slots.op_at[0],
+                             &slots.repeated_at[1], &slots.events[0].slots[0]};
+        for (size_t k = 0; k < sizeof(broken) / sizeof(broken[0]); k++) {
+            int32_t was = *broken[k];
+            *broken[k] = slots.slot_count - 1 - was;
+            CHECK(rotor_slots_check(&slots) != NULL);
+            *broken[k] = was;
+        }
+        slots.time_ns++;
+        CHECK(rotor_slots_check(&slots) != NULL);
         CHECK(rotor_slots_store(&slots, &other) == ROTOR_OK);
         CHECK(other.length == program.length &&
               memcmp(other.ops, program.ops, (size_t)program.length * sizeof(int32_t)) == 0);

@@ -232,6 +232,8 @@ static void test_no_cuda(void) {
     CHECK(m.nvml_free_bytes == -1 && m.nvml_used_bytes == -1 && m.nvml_total_bytes == -1);
     CHECK(m.name[0] == '\0');
     memset(&m, 0x55, sizeof(m));
+    rotor_probe_cuda(0, "", "", &m); /* no library is asked */
+    CHECK(m.free_bytes == -1 && m.nvml_free_bytes == -1 && m.name[0] == '\0');
     rotor_probe_cuda(-1, NULL, NULL, &m);
     CHECK(m.free_bytes == -1 && m.nvml_free_bytes == -1 && m.name[0] == '\0');
 }

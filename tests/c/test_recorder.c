@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include "recorder.h"
+#include "recorder_check.h"
 #include "testing.h"
 
 static uint32_t draw(uint32_t *state) {
@@ -243,6 +244,7 @@ static void random_program(const char *heuristic, uint32_t seed) {
             book.event_count = 0;
         }
         CHECK(recount(&book) == book.current_bytes);
+        CHECK(rotor_recorder_check(&book) == NULL);
         CHECK(book.frame_count == 0 && book.pending_count == 0);
     }
     while (count > 1) {
@@ -401,6 +403,46 @@ static void test_copies_of_sources(void) {
     }
 }
 
+/* Whether a recorder with another value in one of its fields is found to be wrong; puts it back. */
+#define IS_FOUND(book, field, value)                                                               \
+    do {                                                                                           \
+        int64_t before = (int64_t)(field);                                                         \
+        CHECK(rotor_recorder_check(book) == NULL);                                                 \
+        field = (value);                                                                           \
+        CHECK(rotor_recorder_check(book) != NULL);                                                 \
+        memcpy(&(field), &before, sizeof(field));                                                  \
+    } while (0)
+
+static void test_contradictions_are_found(void) {
+    rotor_recorder_options_t options = options_of("LRU", 40);
+    rotor_recorder_t book;
+    int32_t source, gone, a, b;
+    rotor_recorder_init(&book, &options);
+    CHECK(rotor_recorder_source(&book, 0, false, &source) == ROTOR_OK);
+    CHECK(operate(&book, &source, 1, 10, -1, &gone) == ROTOR_OK);
+    CHECK(operate(&book, &gone, 1, 10, -1, &a) == ROTOR_OK);
+    CHECK(rotor_recorder_dead(&book, gone) == ROTOR_OK);
+    CHECK(make_room(&book, 40) == ROTOR_OK);
+    CHECK(operate(&book, &a, 1, 10, -1, &b) == ROTOR_OK); /* `gone` is a temporary now */
+    CHECK((book.nodes[gone].state & ROTOR_NODE_TEMPORARY) != 0);
+    IS_FOUND(&book, book.live_nodes, 1);
+    IS_FOUND(&book, book.live_records, 1);
+    IS_FOUND(&book, book.node_bytes_kept, 1);
+    IS_FOUND(&book, book.copied_bytes, 1);
+    IS_FOUND(&book, book.nodes[a].op, -1);
+    IS_FOUND(&book, book.nodes[a].needed, 2);
+    IS_FOUND(&book, book.nodes[a].state, ROTOR_NODE_USED | ROTOR_NODE_SOURCE);
+    IS_FOUND(&book, book.nodes[b].state, ROTOR_NODE_USED | ROTOR_NODE_LIVE | ROTOR_NODE_KEPT);
+    IS_FOUND(&book, book.nodes[gone].state, ROTOR_NODE_USED);
+    IS_FOUND(&book, book.nodes[gone].previous, a);
+    IS_FOUND(&book, book.last_temporary, a);
+    IS_FOUND(&book, book.records[book.nodes[b].op].remembered, 0);
+    IS_FOUND(&book, book.records[book.nodes[b].op].items[0], 3000);
+    IS_FOUND(&book, book.eviction.pool_count, 0);
+    CHECK(rotor_recorder_check(&book) == NULL);
+    rotor_recorder_free(&book);
+}
+
 static const test_case_t cases[] = {
     {"a_chain_in_little_memory", test_a_chain_in_little_memory},
     {"temporaries_may_be_mixed_with_the_rest", test_temporaries_may_be_mixed_with_the_rest},
@@ -410,6 +452,7 @@ static const test_case_t cases[] = {
     {"random_programs", test_random_programs},
     {"thrashing_is_found", test_thrashing_is_found},
     {"copies_of_sources", test_copies_of_sources},
+    {"contradictions_are_found", test_contradictions_are_found},
     {"removal_from_the_engine", test_removal_from_the_engine},
 };
 

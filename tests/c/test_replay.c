@@ -1,4 +1,5 @@
 /* Replays of small logs whose figures are worked out by hand, and of large generated ones. */
+#include "log.h"
 #include "replay.h"
 
 #include <math.h>

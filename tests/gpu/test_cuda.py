@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import rotor
-from rotor import memory
+from rotor import _core, memory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -79,3 +79,4 @@ def test_no_limit_is_most_of_what_is_free():
     x, target = _batch()
     _step(chk, x, target, 0)
     assert 0 < chk.mem_limit <= torch.cuda.mem_get_info()[1]
+    assert _core.cuda_memory(0, None, "")["total_bytes"] == torch.cuda.mem_get_info()[1]

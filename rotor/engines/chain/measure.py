@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rotor import timing
+from rotor import _core, timing
 from rotor.algorithms.sequence import Operation
 from rotor.chain import Chain
 from rotor.common.accounting import GENERATOR_BYTES
@@ -41,7 +41,7 @@ Progress = Callable[[int, int], object]
 
 _MIN_REPEATS, _MAX_REPEATS = 5, 25
 _TOLERANCE = 0.03
-_SECONDS_PER_STAGE = 2.0
+_NS_PER_STAGE = 2_000_000_000
 
 
 @dataclass(frozen=True)
@@ -398,7 +398,15 @@ class Measuring:
         """Whether a stage's times are known: `count` rounds in `spent_ns`, which `is_stable`."""
         if timing.is_single():
             return True
-        return count >= _MIN_REPEATS and (is_stable or spent_ns > _SECONDS_PER_STAGE * 1e9)
+        return _core.repeats_are_enough(
+            count,
+            is_stable,
+            spent_ns,
+            _MIN_REPEATS,
+            _MAX_REPEATS,
+            _NS_PER_STAGE,
+            min_comes_first=True,
+        )
 
     def back(self, i: int) -> Sequence[torch.Tensor | None]:
         """B of stage i: the gradients of its parameters."""

@@ -1,8 +1,8 @@
-/* What handles the operators of a program: shared by the files that read arguments and run them. */
-#ifndef ROTOR_BIND_DTR_HANDLER_H
-#define ROTOR_BIND_DTR_HANDLER_H
+/* The handler of a program's operators, for the files that read arguments and run operators. */
+#ifndef ROTOR_BIND_DTR_PRIVATE_H
+#define ROTOR_BIND_DTR_PRIVATE_H
 
-#include "bind_dtr.h"
+#include "bind_dtr_book.h"
 
 /* The names of Python that the handler asks tensors, storages and sessions for. */
 #define HANDLER_NAMES(entry)                                                                      \
@@ -19,7 +19,7 @@ enum {
         NAME_COUNT
 };
 
-/* What PyTorch is to the handler: `rotor._pytorch.dispatch.handler_parts`, in this order. */
+/* The parts of PyTorch that the handler uses: `rotor._pytorch.dispatch.handler_parts`, in this order. */
 enum {
     PART_TENSOR_TYPE,
     PART_PLAIN_TYPES,
@@ -45,7 +45,7 @@ enum {
     PART_COUNT
 };
 
-/* What an operator does, as far as the handler runs it. */
+/* The facts of an operator that the handler needs. */
 typedef struct {
     PyObject_HEAD PyObject *operator_; /* rotor.dtr.operators.Operator */
     PyObject *call;
@@ -54,7 +54,7 @@ typedef struct {
     char is_view;
     char is_simple;
     char sizes_by_value; /* floats say how large its results are */
-} rotor_kernel_t;
+} py_kernel_t;
 
 /* DLPack 1: a tensor as C sees it, and the table of functions that a capsule holds. */
 typedef struct {
@@ -68,16 +68,16 @@ typedef struct {
     int64_t *shape;
     int64_t *strides;
     uint64_t byte_offset;
-} rotor_dl_tensor_t;
+} py_dl_tensor_t;
 
 typedef struct {
     uint32_t major;
     uint32_t minor;
     void *previous;
     void (*unused[3])(void);
-    int (*view)(void *tensor, rotor_dl_tensor_t *out); /* borrows; -1 with an exception */
+    int (*view)(void *tensor, py_dl_tensor_t *out); /* borrows; -1 with an exception */
     void (*current_stream)(void);
-} rotor_dl_exchange_t;
+} py_dl_exchange_t;
 
 enum { ROTOR_DL_CPU = 1, ROTOR_DL_CUDA = 2, ROTOR_DL_COMPLEX = 5 };
 
@@ -90,10 +90,11 @@ typedef struct {
     bool is_written;
     bool is_cpu;
     bool is_complex;
-} rotor_input_t;
+} py_input_t;
 
 typedef struct {
-    PyObject_HEAD recorder_object_t *recorder;
+    PyObject_HEAD
+    py_recorder_t *recorder;
     PyTypeObject *ref_type;
     PyTypeObject *needs_type;
     PyTypeObject *kernel_type;
@@ -107,7 +108,7 @@ typedef struct {
     PyObject *gone;     /* the method */
     PyObject *zero;
     PyObject *dtype_and_device;          /* names */
-    const rotor_dl_exchange_t *exchange; /* NULL: attributes are read */
+    const py_dl_exchange_t *exchange;    /* NULL: attributes are read */
     int32_t device_type;                 /* of DLPack */
     int32_t device_index;
     int32_t cpu_flags;
@@ -125,7 +126,7 @@ typedef struct {
     int64_t *key;
     int64_t key_count;
     int64_t key_capacity;
-    rotor_input_t *inputs;
+    py_input_t *inputs;
     int64_t input_count;
     int64_t input_capacity;
     int32_t *nodes; /* distinct */
@@ -134,11 +135,11 @@ typedef struct {
     int32_t *marks; /* by node: the round that saw it last */
     int64_t mark_capacity;
     int32_t round;
-} rotor_handler_t;
+} py_handler_t;
 
 enum { ROTOR_FEW = 8 };
 
-/* What an operator made or wrote to. */
+/* The storages that an operator made or wrote to. */
 typedef struct {
     PyObject **places; /* references */
     int64_t *bytes;
@@ -151,41 +152,39 @@ typedef struct {
     PyObject *few_places[ROTOR_FEW];
     int64_t few_bytes[ROTOR_FEW];
     int32_t few_numbers[3 * ROTOR_FEW];
-    void *blocks[3]; /* where there are more than a few */
-} rotor_made_t;
+    void *blocks[3]; /* for more than a few */
+} py_made_t;
 
-void rotor_made_init(rotor_made_t *made);
-void rotor_made_free(rotor_made_t *made);
+void py_made_init(py_made_t *made);
+void py_made_free(py_made_t *made);
 /* index: among the results, -1 for what was written to; origin: -1 for what is new. */
-int rotor_made_add(rotor_made_t *made, PyObject *ref, int64_t bytes, int32_t index,
-                   int32_t origin);
-PyObject *rotor_numbers_of(const int32_t *numbers, int64_t count);
+int py_made_add(py_made_t *made, PyObject *ref, int64_t bytes, int32_t index, int32_t origin);
+PyObject *py_numbers_of(const int32_t *numbers, int64_t count);
 
-enum rotor_reading { READ_OK, READ_SLOW, READ_ERROR };
+enum py_reading { READ_OK, READ_SLOW, READ_ERROR };
 
 /* Appends the arguments to key and inputs. */
-enum rotor_reading rotor_handler_read(rotor_handler_t *self, const rotor_kernel_t *kernel,
-                                      PyObject *args, PyObject *kwargs);
-/* Whether a result may be handled: strided, on the device that counts. */
-enum rotor_reading rotor_handler_is_plain(rotor_handler_t *self, PyObject *tensor);
+enum py_reading py_operator_read(py_handler_t *self, const py_kernel_t *kernel, PyObject *args,
+                                 PyObject *kwargs);
+/* READ_OK if a result may be handled: strided, on the device that counts. */
+enum py_reading py_operator_is_plain(py_handler_t *self, PyObject *tensor);
 /* The references of the inputs, and their distinct nodes. */
-enum rotor_reading rotor_handler_find(rotor_handler_t *self, PyObject *session);
+enum py_reading py_operator_find(py_handler_t *self, PyObject *session);
 /* Forgets what was read. */
-void rotor_handler_clear(rotor_handler_t *self);
+void py_operator_clear(py_handler_t *self);
 /* The arguments with a tuple in the place of each tensor, to fill in when they are used again. */
-PyObject *rotor_handler_pattern(rotor_handler_t *self, PyObject *args, int64_t *at);
+PyObject *py_operator_pattern(py_handler_t *self, PyObject *args, int64_t *at);
 /* (node, shape, stride, offset, dtype, device, bits) of a tensor. */
-PyObject *rotor_handler_spec(rotor_handler_t *self, const rotor_input_t *input);
+PyObject *py_operator_spec(py_handler_t *self, const py_input_t *input);
 
 /* The backends' settings, the same object as long as they are the same. */
-PyObject *rotor_handler_flags(rotor_handler_t *self);
+PyObject *py_operator_flags(py_handler_t *self);
 /* Evicts until so many bytes fit, at least `least`. */
-int rotor_handler_make_room(rotor_handler_t *self, PyObject *session, int64_t bytes,
-                            int64_t least);
+int py_operator_make_room(py_handler_t *self, PyObject *session, int64_t bytes, int64_t least);
 /* Runs again what the operation that has begun needs. */
-int rotor_handler_catch_up(rotor_handler_t *self, PyObject *session);
+int py_operator_catch_up(py_handler_t *self, PyObject *session);
 
 /* Runs one operator: session, func, types, args, kwargs. */
-PyObject *rotor_handler_run(rotor_handler_t *self, PyObject *const *args);
+PyObject *py_operator_run(py_handler_t *self, PyObject *const *args);
 
 #endif

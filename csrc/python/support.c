@@ -1,0 +1,151 @@
+#include "support.h"
+
+#include "probe.h"
+
+py_state_t *py_state(PyObject *module) { return (py_state_t *)PyModule_GetState(module); }
+
+PyObject *py_raise_status(PyObject *module, int status) {
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    switch (status) {
+    case ROTOR_ERR_NO_MEMORY:
+    case ROTOR_ERR_TABLE_TOO_LARGE:
+        PyErr_SetString(PyExc_MemoryError, rotor_strerror(status));
+        break;
+    case ROTOR_ERR_INTERRUPTED:
+        PyErr_SetString(PyExc_KeyboardInterrupt, rotor_strerror(status));
+        break;
+    case ROTOR_ERR_OVERFLOW:
+        PyErr_SetString(PyExc_OverflowError, rotor_strerror(status));
+        break;
+    case ROTOR_ERR_INFEASIBLE:
+        PyErr_SetString(py_state(module)->infeasible_error, rotor_strerror(status));
+        break;
+    case ROTOR_ERR_BAD_OPERATION:
+    case ROTOR_ERR_NO_INPUT:
+    case ROTOR_ERR_NO_TAPE:
+    case ROTOR_ERR_NO_GRADIENT:
+    case ROTOR_ERR_TWICE:
+    case ROTOR_ERR_ONCE:
+    case ROTOR_ERR_INCOMPLETE:
+        PyErr_SetString(py_state(module)->invalid_sequence_error, rotor_strerror(status));
+        break;
+    case ROTOR_ERR_IO:
+    case ROTOR_ERR_UNAVAILABLE:
+        PyErr_SetString(PyExc_OSError, rotor_strerror(status));
+        break;
+    default:
+        PyErr_SetString(PyExc_ValueError, rotor_strerror(status));
+    }
+    return NULL;
+}
+
+PyObject *py_raise_infeasible(PyObject *module, int64_t budget, int64_t minimum) {
+    PyObject *message = PyUnicode_FromFormat(
+        "no schedule fits in a budget of %lld bytes; the least that one fits in is %lld bytes",
+        (long long)budget, (long long)minimum);
+    PyObject *type = py_state(module)->infeasible_error;
+    PyObject *error =
+        message == NULL ? NULL : PyObject_CallFunction(type, "OL", message, (long long)minimum);
+    if (error != NULL) {
+        PyErr_SetObject(type, error);
+        Py_DECREF(error);
+    }
+    Py_XDECREF(message);
+    return NULL;
+}
+
+int py_get_int64(PyObject *object, const char *name, Py_ssize_t length, Py_buffer *view) {
+    if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
+        return -1;
+    }
+    const char *format = view->format == NULL ? "B" : view->format;
+    bool is_int64 = view->itemsize == 8 && (format[0] == 'q' || format[0] == 'l') && !format[1];
+    if (view->ndim != 1 || !is_int64) {
+        PyErr_Format(PyExc_TypeError, "%s must be a one-dimensional array of int64", name);
+        goto fail;
+    }
+    if (length >= 0 && view->shape[0] != length) {
+        PyErr_Format(PyExc_ValueError, "%s has %zd entries, expected %zd", name, view->shape[0],
+                     length);
+        goto fail;
+    }
+    return 0;
+fail:
+    PyBuffer_Release(view);
+    return -1;
+}
+
+PyObject *py_int64_bytes(const int64_t *values, int64_t count) {
+    return PyByteArray_FromStringAndSize((const char *)values,
+                                         (Py_ssize_t)count * (Py_ssize_t)sizeof(*values));
+}
+
+PyObject *py_ops_bytes(const rotor_sequence_t *sequence) {
+    return PyByteArray_FromStringAndSize((const char *)sequence->ops,
+                                         (Py_ssize_t)sequence->length *
+                                             (Py_ssize_t)sizeof(*sequence->ops));
+}
+
+static bool watch_goes_on(void *context, int64_t done, int64_t total) {
+    py_watch_t *watch = context;
+    int64_t now = rotor_clock_ns();
+    bool go;
+
+    if (now < watch->next_ns) {
+        return true;
+    }
+    watch->next_ns = now + 50000000;
+    PyEval_RestoreThread(watch->saved);
+    go = PyErr_CheckSignals() == 0;
+    if (go && watch->progress != NULL) {
+        PyObject *answer =
+            PyObject_CallFunction(watch->progress, "LL", (long long)done, (long long)total);
+        go = answer != NULL;
+        Py_XDECREF(answer);
+    }
+    watch->saved = PyEval_SaveThread();
+    return go;
+}
+
+void py_watch_begin(py_watch_t *watch, PyObject *progress) {
+    watch->callback.keep_going = watch_goes_on;
+    watch->callback.context = watch;
+    watch->progress = progress == Py_None ? NULL : progress;
+    watch->next_ns = rotor_clock_ns() + 50000000;
+    watch->saved = PyEval_SaveThread();
+}
+
+void py_watch_end(py_watch_t *watch) { PyEval_RestoreThread(watch->saved); }
+
+bool py_are_counted(const char *method, Py_ssize_t nargs, Py_ssize_t least, Py_ssize_t most) {
+    if (nargs >= least && nargs <= most) {
+        return true;
+    }
+    PyErr_Format(PyExc_TypeError, "%s takes %zd to %zd positional arguments, got %zd", method,
+                 least, most, nargs);
+    return false;
+}
+
+bool py_get_integer(PyObject *object, const char *what, int64_t least, int64_t most,
+                    int64_t *integer) {
+    PyObject *number = PyBool_Check(object) ? NULL : PyNumber_Index(object);
+    int overflow;
+
+    if (number == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_TypeError, "%s must be an integer, got %R", what, object);
+        }
+        return false;
+    }
+    *integer = PyLong_AsLongLongAndOverflow(number, &overflow);
+    if (overflow != 0 || *integer < least || *integer > most) {
+        PyErr_Format(PyExc_ValueError, "%s is %S, expected an integer from %lld to %lld", what,
+                     number, (long long)least, (long long)most);
+        Py_DECREF(number);
+        return false;
+    }
+    Py_DECREF(number);
+    return true;
+}

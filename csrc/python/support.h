@@ -1,0 +1,128 @@
+/*
+ * Shared by all files of the binding, which knows no algorithm: it parses, borrows buffers,
+ * releases the GIL, calls librotor, and raises through py_raise_status().
+ */
+#ifndef ROTOR_SUPPORT_H
+#define ROTOR_SUPPORT_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "chain.h"
+#include "log.h"
+#include "sequence.h"
+
+/* The state of the module: classes of rotor.errors, and types that more than one file needs. */
+#define PY_STATE_OBJECTS(entry)                                                                    \
+    entry(PyObject, infeasible_error) entry(PyObject, invalid_sequence_error)                      \
+        entry(PyObject, malformed_log_error) entry(PyTypeObject, chain_type)                       \
+            entry(PyTypeObject, table_type) entry(PyTypeObject, log_type)                          \
+                entry(PyTypeObject, candidate_type) entry(PyTypeObject, ref_type)                  \
+                    entry(PyTypeObject, needs_type) entry(PyTypeObject, recorder_type)             \
+                        entry(PyTypeObject, kernel_type) entry(PyTypeObject, node_type)
+
+typedef struct {
+#define AS_FIELD(type, name) type *name;
+    PY_STATE_OBJECTS(AS_FIELD)
+#undef AS_FIELD
+} py_state_t;
+
+py_state_t *py_state(PyObject *module);
+
+/* Sets the exception for a status that carries no figures and returns NULL. Keeps an exception that
+ * is set already (a signal handler's, a progress callback's). */
+PyObject *py_raise_status(PyObject *module, int status);
+
+/* InfeasibleError(message, minimum_bytes); returns NULL. */
+PyObject *py_raise_infeasible(PyObject *module, int64_t budget, int64_t minimum);
+
+/* A chain as a Python object; the struct lives as long as the object. */
+typedef struct {
+    PyObject_HEAD
+    rotor_chain_t chain;
+} py_chain_t;
+
+/*
+ * Borrows a one-dimensional C-contiguous buffer of int64 ('q' or 'l') with `length` elements, or of
+ * any length when it is -1. Release with PyBuffer_Release. -1 with an exception on failure.
+ */
+int py_get_int64(PyObject *object, const char *name, Py_ssize_t length, Py_buffer *view);
+
+/* A bytearray that holds `count` int64 (or int32 pairs for operations): numpy.frombuffer reads it.
+ */
+PyObject *py_int64_bytes(const int64_t *values, int64_t count);
+PyObject *py_ops_bytes(const rotor_sequence_t *sequence);
+
+/*
+ * A callback for long computations that run without the GIL: looks for signals, and calls
+ * `progress(done, total)` when it is not NULL, about every 0.05 s.
+ *
+ *     py_watch_t watch;
+ *     py_watch_begin(&watch, progress);        (releases the GIL)
+ *     status = rotor_x_solve(..., &watch.callback, ...);
+ *     py_watch_end(&watch);                    (takes it again)
+ */
+typedef struct {
+    rotor_callback_t callback;
+    PyObject *progress; /* borrowed, NULL for none */
+    PyThreadState *saved;
+    int64_t next_ns;
+} py_watch_t;
+
+void py_watch_begin(py_watch_t *watch, PyObject *progress);
+void py_watch_end(py_watch_t *watch);
+
+/*
+ * A solved table as a Python object (rotor._core.Table): it keeps the chain object alive, and calls
+ * these functions of its solver with the GIL held (they are fast) except `release`.
+ */
+typedef struct {
+    void (*release)(void *table);
+    /* Appends a schedule within budget; ROTOR_ERR_INFEASIBLE sets *minimum to the least budget. */
+    int (*sequence)(const void *table, int64_t budget, rotor_sequence_t *sequence,
+                    int64_t *minimum);
+    /* Borrowed arrays of *count points, ascending bytes and descending ns; NULL: no curve. */
+    int (*curve)(const void *table, int64_t *count, const int64_t **bytes, const int64_t **ns);
+} py_table_ops_t;
+
+/* Takes ownership of `table`, also when it fails. */
+PyObject *py_table_new(PyObject *module, PyObject *chain, void *table, const py_table_ops_t *ops);
+
+/*
+ * A log as a Python object. It may be replayed by many threads at once, or fed by one: `readers`
+ * and `is_feeding` are read and changed with the GIL held.
+ */
+typedef struct {
+    PyObject_HEAD
+    rotor_log_t log;
+    int32_t readers;
+    bool is_feeding;
+} py_log_t;
+
+#define PY_FASTCALL(function) (PyCFunction)(void (*)(void)) function, METH_FASTCALL
+
+/* True if a method got `least` to `most` arguments, else a TypeError. */
+bool py_are_counted(const char *method, Py_ssize_t nargs, Py_ssize_t least, Py_ssize_t most);
+
+/* An integer from least to most; bools are refused. False with an exception. */
+bool py_get_integer(PyObject *object, const char *what, int64_t least, int64_t most,
+                    int64_t *integer);
+
+/* Each area adds its functions and types to the module; module.c calls them in this order. */
+int py_add_chain(PyObject *module);
+int py_add_solvers(PyObject *module);
+int py_add_classic(PyObject *module);
+int py_add_probe(PyObject *module);
+int py_add_timing(PyObject *module);
+int py_add_log(PyObject *module);
+int py_add_log_writer(PyObject *module);
+int py_add_candidate(PyObject *module);
+int py_add_replay(PyObject *module);
+int py_add_planner(PyObject *module);
+int py_add_recorder(PyObject *module);
+int py_add_node_state(PyObject *module);
+int py_add_dtr_types(PyObject *module);
+int py_add_handler(PyObject *module);
+int py_add_checksum(PyObject *module);
+
+#endif

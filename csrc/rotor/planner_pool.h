@@ -1,0 +1,54 @@
+/* The programs found for one graph and one budget, and the ways to find more. */
+#ifndef ROTOR_PLANNER_POOL_H
+#define ROTOR_PLANNER_POOL_H
+
+#include "planner_greedy.h"
+#include "planner_search.h"
+
+enum { ROTOR_POOL = 6 };
+
+typedef struct {
+    rotor_program_t program;
+    rotor_cost_t cost;
+} rotor_candidate_program_t;
+
+typedef struct {
+    /* input */
+    const rotor_dataflow_t *graph;
+    /* state */
+    rotor_greedy_t greedy;
+    rotor_pricer_t pricer;
+    rotor_search_t search;
+    rotor_random_t random;
+    rotor_program_t walked;
+    rotor_candidate_program_t pool[ROTOR_POOL]; /* within the budget, fastest first */
+    int32_t pool_count;
+    int64_t budget;                  /* of the pool */
+    rotor_candidate_program_t least; /* the lowest peak that was reached; empty at first */
+    int32_t *orders[2]; /* that of the graph, and one that defers; NULL where that is the same */
+    rotor_stop_t stop;
+} rotor_planner_t;
+
+/* `time_limit_ns` is 0 for none. */
+int rotor_planner_begin(rotor_planner_t *self, const rotor_dataflow_t *graph, uint64_t seed,
+                        int64_t time_limit_ns, const rotor_callback_t *callback);
+void rotor_planner_end(rotor_planner_t *self);
+/* Empties the pool; from now on it takes programs within `budget`. */
+void rotor_planner_aim(rotor_planner_t *self, int64_t budget);
+/* Prunes and prices a valid program and keeps it where it is good. */
+int rotor_planner_offer(rotor_planner_t *self, rotor_program_t *program);
+/* Offers the programs without recomputation. */
+int rotor_planner_offer_orders(rotor_planner_t *self);
+/* Greedy walks within `limit` with the fixed settings and some random ones, along each order. */
+int rotor_planner_walks(rotor_planner_t *self, int64_t limit, int64_t random_count);
+/*
+ * Lowers the least peak by walks and repairs for limits that fall from the least peak so far, until
+ * nothing is gained any more; where `is_enough`, not below the budget.
+ */
+int rotor_planner_descend(rotor_planner_t *self, bool is_enough);
+/* Searches within the budget from a program, which is repaired first where it is above. */
+int rotor_planner_search_from(rotor_planner_t *self, int64_t moves, const rotor_program_t *start);
+/* Searches from the pool. */
+int rotor_planner_search(rotor_planner_t *self, int64_t moves);
+
+#endif

@@ -1,0 +1,68 @@
+#include "planner_sequence_check.h"
+
+static const char *check_runs(const rotor_slots_t *self) {
+    int64_t time_ns = 0;
+    int64_t runs = 0;
+    for (int32_t slot = 0; slot < self->slot_count; slot++) {
+        runs += self->op_at[slot] >= 0;
+    }
+    for (int32_t op = 0; op < self->graph->operation_count; op++) {
+        int32_t at = self->repeated_at[op];
+        if ((self->runs[op] >= 2) != (at >= 0) || (at >= 0 && self->repeated[at] != op)) {
+            return "`repeated` does not list the operations with two runs or more";
+        }
+        runs -= self->runs[op];
+        time_ns += self->runs[op] * self->graph->cost_ns[op];
+    }
+    return runs != 0                  ? "`runs` does not count the runs in the slots"
+           : time_ns != self->time_ns ? "time_ns is not the sum of the runs"
+                                      : NULL;
+}
+
+static const char *check_events(const rotor_slots_t *self) {
+    const rotor_dataflow_t *graph = self->graph;
+    int64_t events = 0;
+    for (int32_t s = 0; s < graph->storage_count; s++) {
+        const rotor_events_t *list = &self->events[s];
+        events += list->count;
+        for (int32_t k = 0; k < list->count; k++) {
+            if (self->op_at[list->slots[k]] < 0 ||
+                (k > 0 && list->slots[k - 1] >= list->slots[k])) {
+                return "an event of a storage is in an empty slot or out of order";
+            }
+        }
+        if (list->count > 0 && !rotor_slots_makes(self, s, 0)) {
+            return "a storage is read before it is made";
+        }
+    }
+    for (int32_t op = 0; op < graph->operation_count; op++) {
+        int32_t uses = graph->input_start[op + 1] - graph->input_start[op];
+        int32_t makes = graph->output_start[op + 1] - graph->output_start[op];
+        events -= (int64_t)self->runs[op] * (uses + makes);
+    }
+    return events == 0 ? NULL : "the runs have other events than their inputs and outputs";
+}
+
+/* Levels are never negative, and block_most is the largest of each block. */
+static const char *check_levels(const rotor_slots_t *self) {
+    int32_t width = self->slot_count / self->block_count;
+    for (int32_t block = 0; block < self->block_count; block++) {
+        int32_t most = self->level[block * width];
+        for (int32_t slot = block * width; slot < (block + 1) * width; slot++) {
+            most = self->level[slot] > most ? self->level[slot] : most;
+            if (rotor_slots_level(self, slot) < 0) {
+                return "a level is negative";
+            }
+        }
+        if (most != self->block_most[block]) {
+            return "block_most is not the highest level of its block";
+        }
+    }
+    return NULL;
+}
+
+const char *rotor_slots_check(const rotor_slots_t *self) {
+    const char *fault = check_runs(self);
+    fault = fault == NULL ? check_events(self) : fault;
+    return fault == NULL ? check_levels(self) : fault;
+}
