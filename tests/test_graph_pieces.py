@@ -18,10 +18,11 @@ from torch.nn import functional as F
 import rotor
 from rotor import memory
 from rotor.common.forward_patch import Replaced
+from rotor.common.undisturbed import model_kept
 from rotor.engines.dynamic.engine import DynamicEngine
 from rotor.engines.dynamic.plan import DynamicPlan
 from rotor.engines.parts.pieced import PiecesPlan
-from rotor.engines.parts.probe import described_call, unchanged, weigh
+from rotor.engines.parts.probe import described_call, weigh
 from rotor.errors import InfeasibleError
 from rotor.graph.assembly import Bases, Option, choose, least_bytes, simulate, undominated
 
@@ -567,7 +568,7 @@ def test_replaced_forwards_come_back():
 
 def test_plain_attributes_come_back():
     model = Breaks()
-    with unchanged(model, torch.device("cpu")):
+    with model_kept(model, torch.device("cpu")):
         model.calls, model.made = 7, True
     assert model.calls == 0
     assert not hasattr(model, "made")

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rotor.chain import Chain
+from rotor.common.undisturbed import training_flags_kept
 from rotor.engines.chain.stages import is_plain_sequential
 from rotor.engines.graph.recorded import Profile
 from rotor.fit import batches
@@ -319,10 +320,9 @@ def check_forward(model: nn.Module, sample: Any, *, one: bool) -> None:
     kwargs: dict[str, Any] = {}
     if isinstance(sample, dict) and not one:
         args, kwargs = (), sample
-    flags = [(module, module.training) for module in model.modules()]
     try:
-        model.eval()
-        with torch.no_grad():
+        with training_flags_kept(model), torch.no_grad():
+            model.eval()
             model(*args, **kwargs)
     except torch.OutOfMemoryError:
         raise
@@ -330,9 +330,6 @@ def check_forward(model: nn.Module, sample: Any, *, one: bool) -> None:
         raise ValueError(
             f"the model does not run on this input: {type(error).__name__}: {error}"
         ) from error
-    finally:
-        for module, training in flags:
-            module.training = training
 
 
 def takes_one(model: nn.Module, engine: str) -> bool:

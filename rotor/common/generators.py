@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
 
 from rotor import _core
 
@@ -104,34 +100,3 @@ def autocast_off(device_type: str) -> Iterator[None]:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-@contextmanager
-def generators_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Put the generators of Python and NumPy, and those in modules' attributes, back as they were.
-
-    Parameters
-    ----------
-    modules
-        Where to look for a `torch.Generator`, or one of NumPy's or Python's.
-    """
-    numpy: Any = sys.modules.get("numpy")
-    restores: list[Callable[[], object]] = [partial(random.setstate, random.getstate())]
-    if numpy is not None:
-        restores.append(partial(numpy.random.set_state, numpy.random.get_state()))
-    for module in modules:
-        for value in module.__dict__.values():
-            if isinstance(value, torch.Generator):
-                restores.append(partial(value.set_state, value.get_state()))
-            elif isinstance(value, random.Random):
-                restores.append(partial(value.setstate, value.getstate()))
-            elif numpy is not None and isinstance(value, numpy.random.RandomState):
-                restores.append(partial(value.set_state, value.get_state()))
-            elif numpy is not None and isinstance(value, numpy.random.Generator):
-                bits = value.bit_generator
-                restores.append(partial(setattr, bits, "state", bits.state))
-    try:
-        yield
-    finally:
-        for restore in restores:
-            restore()

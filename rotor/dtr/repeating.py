@@ -15,7 +15,7 @@ import torch
 from rotor import _core
 from rotor._pytorch import core
 from rotor.common.checksums import checksum
-from rotor.common.generators import generators_kept
+from rotor.common.undisturbed import generators_kept
 from rotor.dtr.operators import Operator
 from rotor.dtr.records import Record, tensors_of
 from rotor.errors import RecomputationError

@@ -10,9 +10,14 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core
-from rotor.common.generators import RngTracker
-from rotor.common.model_state import gradients_aside
 from rotor.common.tensor_trees import tensors_of
+from rotor.common.undisturbed import (
+    autocast_cache_dropped,
+    buffers_copied,
+    gradients_aside,
+    random_states_kept,
+    training_flags_kept,
+)
 from rotor.engines.chain.stages import is_plain_sequential
 from rotor.meter import allocator as memory
 
@@ -114,28 +119,17 @@ def sum_of(output: Any) -> torch.Tensor:
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     """The model trains inside, without gradients at first, and is as before afterwards."""
-    modules = list(model.modules())
-    flags = [(module, module.training) for module in modules]
-    buffers = [(slots, name, slots[name]) for m in modules for slots, name in core.buffer_slots(m)]
-    rng = RngTracker(device)
-    states = rng.read()
-    copies: dict[int, torch.Tensor] = {}
-    try:
+    slots = [slot for module in model.modules() for slot in core.buffer_slots(module)]
+    with (
+        autocast_cache_dropped(),
+        random_states_kept(device),
+        training_flags_kept(model),
+        buffers_copied(slots),
+        gradients_aside(model.parameters()),
+        torch.enable_grad(),
+    ):
         model.train()
-        for slots, name, buffer in buffers:
-            if buffer is not None:
-                copy = copies.setdefault(id(buffer), buffer.detach().clone())
-                slots[name] = copy
-        with gradients_aside(model.parameters()), torch.enable_grad():
-            yield
-    finally:
-        for slots, name, buffer in buffers:
-            slots[name] = buffer
-        for module, training in flags:
-            module.training = training
-        rng.write(states)
-        if torch.is_autocast_cache_enabled():
-            torch.clear_autocast_cache()
+        yield
 
 
 def step_bytes(step: Callable[[], object], device: torch.device) -> int:

@@ -10,7 +10,6 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from rotor.algorithms.curve import Curve
 from rotor.common.accounting import METERED_STEPS
 from rotor.common.model_state import ModelState
 from rotor.common.ranks import Ranks
+from rotor.common.undisturbed import training_flags_kept
 from rotor.common.verbosity import logging_at
 from rotor.engines.contract import (
     Call,
@@ -218,7 +218,9 @@ class Driver:
             Nothing in the step needs a gradient.
         """
         self._rediscover_if_changed()
-        with _training(self.settings.module), torch.enable_grad():
+        with training_flags_kept(self.settings.module), torch.enable_grad():
+            if not self.settings.module.training:
+                self.settings.module.train()
             call = self.engines[0].prepared(call)
             key = self._agreed_key(call)[0]
             for plan_key in [k for k in self.context.plans if k.measured == key.measured]:
@@ -533,16 +535,3 @@ class Driver:
 
 def _reference(module: nn.Module | None) -> Callable[[], nn.Module | None]:
     return (lambda: None) if module is None else weakref.ref(module)
-
-
-@contextmanager
-def _training(module: nn.Module) -> Any:
-    """A module in training mode, with the flags that it had afterwards."""
-    flags = [(part, part.training) for part in module.modules()]
-    if not module.training:
-        module.train()
-    try:
-        yield
-    finally:
-        for part, training in flags:
-            part.training = training

@@ -27,8 +27,9 @@ from rotor.common.tensor_trees import (
     grad_flags,
     tensors_of,
 )
+from rotor.common.undisturbed import buffers_copied
 from rotor.engines.chain.merge import frozen_prefix, merge_stages
-from rotor.engines.chain.observe import Observation, copied_buffers, observe, undisturbed
+from rotor.engines.chain.observe import Observation, observe, undisturbed
 from rotor.engines.chain.run import Run
 from rotor.engines.chain.schedule import FE, FN, Schedule
 from rotor.engines.chain.stages import Stage
@@ -276,7 +277,7 @@ class Measuring:
         seen = self.observations[i]
         self.run.flags[i + 1] = seen.flags
         self._state = Saved(stage.state)
-        with copied_buffers(stage):
+        with buffers_copied(stage.buffers):
             self._round(i, kept)
             metered = [self._metered_round(i, kept) for _ in range(self.metered_rounds)]
             forward, record, backward = self._times(i, kept)
@@ -453,7 +454,7 @@ class Measuring:
         def once(mark: Callable[[str], object] = _no_mark) -> int:
             mark("output")
             self._reset()
-            with copied_buffers(self.stages[-1]):
+            with buffers_copied(self.stages[-1].buffers):
                 self._forward(n - 1, self.last_input)
             mark("loss")
             clock.start()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rotor.common.tensor_trees import check_output, grad_flags, map_tensors, tensors_of, versions
-from rotor.engines.chain.observe import copied_buffers
+from rotor.common.undisturbed import buffers_copied
 from rotor.engines.chain.stages import Stage
 
 __all__ = ["frozen_prefix", "merge_stages"]
@@ -39,7 +39,7 @@ def merge_stages(stages: Sequence[Stage], arg: Any) -> list[Stage]:
     with torch.no_grad():
         for stage in stages:
             before = versions(x)
-            with copied_buffers(stage):
+            with buffers_copied(stage.buffers):
                 y = _run_without_graph(stage, x)
             check_output(stage.name, y)
             if first is not None and versions(first) != untouched:
@@ -77,7 +77,7 @@ def _run_without_graph(stage: Stage, x: Any) -> Any:
 
 def _runs_with_graph(stage: Stage, x: Any) -> bool:
     x = map_tensors(x, lambda tensor: tensor.detach().clone())
-    with torch.enable_grad(), copied_buffers(stage):
+    with torch.enable_grad(), buffers_copied(stage.buffers):
         try:
             stage(x)
         except RuntimeError:

@@ -30,12 +30,12 @@ from rotor.common.tensor_trees import (
     grad_flags,
     tensors_of,
 )
+from rotor.common.undisturbed import autocast_cache_dropped, buffers_copied, random_states_kept
 from rotor.engines.chain.stages import Stage
 
 __all__ = [
     "Observation",
     "Observer",
-    "copied_buffers",
     "kept_bytes",
     "note_state",
     "observe",
@@ -89,20 +89,6 @@ class Observation:
         return "" if self.repeats else "two runs of it from the same state gave different bits"
 
 
-@contextmanager
-def copied_buffers(stage: Stage) -> Iterator[None]:
-    """Have the stage run on copies of its buffers."""
-    kept = [(slot, slot[0][slot[1]]) for slot in stage.buffers]
-    try:
-        for (slots, name), buffer in kept:
-            if buffer is not None:
-                slots[name] = buffer.detach().clone()
-        yield
-    finally:
-        for (slots, name), buffer in kept:
-            slots[name] = buffer
-
-
 def _named(stage: Stage) -> list[tuple[str, Any]]:
     return list(zip(stage.names, stage.functions, strict=True))
 
@@ -116,8 +102,6 @@ def undisturbed(stages: Sequence[Stage], device: torch.device) -> Iterator[None]
     ValueError
         A stage holds a running generator, which nothing can set back.
     """
-    rng = RngTracker(device)
-    states = rng.read()
     buffers = [(slot, slot[0][slot[1]]) for stage in stages for slot in stage.buffers]
     watch = Watch([named for stage in stages for named in _named(stage)])
     if watch.generators:
@@ -126,16 +110,13 @@ def undisturbed(stages: Sequence[Stage], device: torch.device) -> Iterator[None]
             "measuring the stages would move on and nothing can set back: keep a list or an "
             'iterator of one there, or use engine="dynamic", which measures nothing'
         )
-    autocast = torch.is_autocast_cache_enabled()
-    try:
-        yield
-    finally:
-        rng.write(states)
-        for (slots, name), buffer in buffers:
-            slots[name] = buffer
-        watch.restore()
-        if autocast:
-            torch.clear_autocast_cache()
+    with autocast_cache_dropped(), random_states_kept(device):
+        try:
+            yield
+        finally:
+            for (slots, name), buffer in buffers:
+                slots[name] = buffer
+            watch.restore()
 
 
 class _Mark:
@@ -367,7 +348,7 @@ class Observer:
     def _run(
         self, stage: Stage, x: Any, flags: Flags, i: int, watch: Watch | None
     ) -> tuple[Observation, tuple[list[Any], list[Any]], Any]:
-        with self._around(stage), copied_buffers(stage):
+        with self._around(stage), buffers_copied(stage.buffers):
             before = [
                 (slot, buffer, buffer.clone(), buffer._version)
                 for slot in stage.buffers
@@ -425,7 +406,7 @@ class Observer:
         def gradients(twice: bool) -> list[list[Any]]:
             watch.restore()
             self._rng.write(states)
-            with self._around(stage), copied_buffers(stage):
+            with self._around(stage), buffers_copied(stage.buffers):
                 with torch.enable_grad():
                     leaves, wanted = as_leaves(x, flags)
                     y = stage(leaves)

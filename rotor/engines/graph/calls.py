@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor._pytorch import core
-from rotor.common.generators import generators_kept
 from rotor.common.tensor_trees import tensors_of
-from rotor.engines.graph.repeating import attributes_kept
+from rotor.common.undisturbed import (
+    attributes_kept,
+    generators_kept,
+    random_states_kept,
+    values_kept,
+)
 
 logger = logging.getLogger("rotor")
 
@@ -52,25 +55,22 @@ def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
     after which a flag that every forward turns is what it was.
     """
     device = tensors_of((args, kwargs))[0].device
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    state = core.get_generator_state(device)
+    modules = list(module.modules())
+    buffers = list(module.buffers())
     try:
-        modules = list(module.modules())
         with (
             torch.no_grad(),
+            random_states_kept(device),
             generators_kept(modules),
             attributes_kept(modules, prepares=True),
         ):
             for _ in range(2):
-                module.forward(*args, **kwargs)
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+                with values_kept(buffers):
+                    module.forward(*args, **kwargs)
         return True
     except Exception as error:
         logger.info("a forward without gradients failed: %s", error)
         return False
-    finally:
-        core.set_generator_state(device, state)
 
 
 def layout_of(tensor: torch.Tensor) -> Any:

@@ -21,6 +21,7 @@ from rotor._pytorch import core
 from rotor.common.accounting import CODE_FACTOR, assumed_loss_bytes
 from rotor.common.forward_patch import Replaced
 from rotor.common.tensor_trees import tensors_of, tensors_within
+from rotor.common.undisturbed import model_kept
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.parts.kinds import Captures, Kind
 from rotor.engines.parts.probe import (
@@ -28,7 +29,6 @@ from rotor.engines.parts.probe import (
     Saves,
     described_call,
     inner_modules,
-    unchanged,
     weigh,
 )
 from rotor.graph.assembly import Bases, Option
@@ -256,7 +256,7 @@ class _Search:
             return run
 
         with (
-            unchanged(self.model, device),
+            model_kept(self.model, device),
             Replaced(paths, replacement) as replaced,
             saves.watching(),
         ):

@@ -17,13 +17,12 @@ from torch import nn
 
 from rotor._pytorch import core
 from rotor.common.forward_patch import Replaced
-from rotor.common.generators import generators_kept
 from rotor.common.tensor_trees import tensors_of, tensors_within
+from rotor.common.undisturbed import model_kept
 from rotor.engines.graph.calls import layout_of
-from rotor.engines.graph.repeating import attributes_kept
 from rotor.meter import allocator
 
-__all__ = ["Call", "NeedsBackward", "Saves", "described_call", "unchanged", "weigh"]
+__all__ = ["Call", "NeedsBackward", "Saves", "described_call", "weigh"]
 
 
 class NeedsBackward(Exception):
@@ -122,27 +121,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and type(tensor) in (torch.Tensor, nn.Parameter)
 
 
-@contextmanager
-def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """In the end, buffers, random states and plain attributes of modules are as they were."""
-    modules = list(model.modules())
-    buffers = [
-        (slots, name, slots[name], slots[name].detach().clone())
-        for module in modules
-        for slots, name in core.buffer_slots(module)
-    ]
-    state = core.get_generator_state(device)
-    try:
-        with generators_kept(modules), attributes_kept(modules):
-            yield
-    finally:
-        with torch.no_grad():
-            for slots, name, buffer, value in buffers:
-                buffer.copy_(value)
-                slots[name] = buffer
-        core.set_generator_state(device, state)
-
-
 def inner_modules(model: nn.Module) -> dict[nn.Module, str]:
     """The modules inside a model, with their paths."""
     return {
@@ -201,7 +179,7 @@ def weigh(
         return run
 
     device = tensors_of((args, kwargs))[0].device
-    with unchanged(model, device), Replaced(paths, watched), saves.watching():
+    with model_kept(model, device), Replaced(paths, watched), saves.watching():
         model.forward(*args, **kwargs)
     return calls, whole, set(counts)
 
