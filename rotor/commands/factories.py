@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rotor.chain import Chain
+from rotor.common.calls import sample_call
 from rotor.common.undisturbed import training_flags_kept
 from rotor.engines.chain.stages import is_plain_sequential
 from rotor.engines.graph.recorded import Profile
@@ -316,10 +317,7 @@ def check_forward(model: nn.Module, sample: Any, *, one: bool) -> None:
     ValueError
         It fails: the sample is none of this model's.
     """
-    args: tuple[Any, ...] = sample if isinstance(sample, tuple) and not one else (sample,)
-    kwargs: dict[str, Any] = {}
-    if isinstance(sample, dict) and not one:
-        args, kwargs = (), sample
+    args, kwargs = sample_call(sample, is_one=one)
     try:
         with training_flags_kept(model), torch.no_grad():
             model.eval()
@@ -445,10 +443,7 @@ def plain_peak(model: nn.Module, sample: Any, *, one: bool) -> int | None:
 
     The loss is that of `rotor.fit.batches.sum_of`. Nothing of the model is changed.
     """
-    args: tuple[Any, ...] = sample if isinstance(sample, tuple) and not one else (sample,)
-    kwargs: dict[str, Any] = {}
-    if isinstance(sample, dict) and not one:
-        args, kwargs = (), sample
+    args, kwargs = sample_call(sample, is_one=one)
     device = batches.device_of((args, kwargs, ()))
 
     def step() -> None:

@@ -65,6 +65,7 @@ def autocast_signature(kind: str) -> tuple[str, bool, torch.dtype]:
 def call_signature(args: Sequence[Any], kwargs: Any) -> Any:
     """Return what a captured piece depends on in its arguments and around it."""
     leaves, spec = core.tree_flatten((args, kwargs))
-    kinds = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)} or {"cpu"}
+    kinds = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    kinds = kinds - {"meta"} or {"cpu"}
     described = tuple([leaf_signature(leaf, by_identity=False) for leaf in leaves])
     return str(spec), described, tuple([autocast_signature(kind) for kind in sorted(kinds)])

@@ -58,19 +58,19 @@ class AutocastState:
 
     def __init__(self, device_type: str) -> None:
         kinds = ("cpu",) if device_type == "cpu" else ("cpu", device_type)
-        self._settings = [(kind, *_autocast(kind)) for kind in kinds]
+        self._settings = [(kind, *autocast_of(kind)) for kind in kinds]
         self.enabled = any(enabled for _, enabled, _ in self._settings)
         self._stack: ExitStack | None = None
 
     def is_current(self) -> bool:
         """Whether the settings hold now."""
-        return all(_autocast(kind) == (enabled, dtype) for kind, enabled, dtype in self._settings)
+        return all(autocast_of(kind) == (enabled, dtype) for kind, enabled, dtype in self._settings)
 
     def __enter__(self) -> None:
         changed = [
             (kind, enabled, dtype)
             for kind, enabled, dtype in self._settings
-            if _autocast(kind) != (enabled, dtype)
+            if autocast_of(kind) != (enabled, dtype)
         ]
         if changed:
             self._stack = ExitStack()
@@ -88,7 +88,8 @@ class AutocastState:
             self._stack = None
 
 
-def _autocast(kind: str) -> tuple[bool, torch.dtype]:
+def autocast_of(kind: str) -> tuple[bool, torch.dtype]:
+    """Return whether autocast is on for a type of device, and its type."""
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rotor.algorithms.curve import Curve
+from rotor.common.calls import sample_call
 from rotor.common.model_state import ModelState
 from rotor.common.tensor_trees import tensors_of
 from rotor.engines.peers import Alone, Peers
@@ -98,9 +99,7 @@ class Call:
     @staticmethod
     def of_sample(sample: Any) -> Call:
         """Return the call that a sample stands for: a tuple of arguments, or keyword arguments."""
-        if isinstance(sample, dict):
-            return Call((), sample)
-        return Call(sample if isinstance(sample, tuple) else (sample,))
+        return Call(*sample_call(sample))
 
     @property
     def device(self) -> torch.device:

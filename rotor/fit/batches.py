@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core
+from rotor.common.calls import sample_call
 from rotor.common.tensor_trees import tensors_of
 from rotor.common.undisturbed import (
     autocast_cache_dropped,
@@ -45,11 +46,8 @@ def batches_of(
         return lambda size: _checked_batch(sample(size))
     if targets and not has_loss:
         raise ValueError("targets are for a loss: give loss_fn= too")
-    one = is_plain_sequential(model) and engine != "graph"
-    args: tuple[Any, ...] = sample if isinstance(sample, tuple) and not one else (sample,)
-    kwargs: dict[str, Any] = {}
-    if isinstance(sample, dict) and not one:
-        args, kwargs = (), sample
+    is_one = is_plain_sequential(model) and engine != "graph"
+    args, kwargs = sample_call(sample, is_one=is_one)
     leaves, spec = core.tree_flatten((args, kwargs, targets))
     shaped = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
     if not shaped or not shaped[0].shape[0]:

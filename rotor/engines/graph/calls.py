@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import types
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from rotor.common.undisturbed import (
 
 logger = logging.getLogger("rotor")
 
-__all__ = ["check_arguments", "described", "run_once", "takes_targets"]
+__all__ = ["check_arguments", "run_once", "takes_targets"]
 
 
 def takes_targets(module: nn.Module) -> bool:
@@ -71,17 +70,3 @@ def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
     except Exception as error:
         logger.info("a forward without gradients failed: %s", error)
         return False
-
-
-def layout_of(tensor: torch.Tensor) -> Any:
-    """Return a tensor's strides, or the name of a layout that has none."""
-    return tensor.stride() if tensor.layout == torch.strided else tensor.layout
-
-
-def described(leaf: Any) -> Any:
-    """A leaf of the arguments as a plan's key tells it apart."""
-    if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, layout_of(leaf), leaf.dtype, leaf.device, leaf.requires_grad)
-    if isinstance(leaf, bool | int | float | str | types.NoneType | torch.dtype | torch.device):
-        return (type(leaf), leaf)
-    return (type(leaf), id(leaf))

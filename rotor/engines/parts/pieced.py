@@ -13,12 +13,12 @@ from torch import nn
 
 from rotor.algorithms.curve import Curve
 from rotor.common.accounting import CODE_FACTOR
+from rotor.common.calls import call_signature
 from rotor.common.forward_patch import Replaced
 from rotor.engines.graph.emit import StepCode
 from rotor.engines.graph.proving import Tally
 from rotor.engines.parts.kinds import Kind, backward_marks
 from rotor.engines.parts.pieces import Pieces, Site
-from rotor.engines.parts.probe import described_call
 from rotor.errors import InfeasibleError
 from rotor.graph.assembly import Bases, Option, Simulation, choose, least_bytes, simulate
 from rotor.meter.step_meter import Metered, StepBytes, StepWatch, Verdict
@@ -247,7 +247,7 @@ class PiecesStep:
                 return forward(*args, **kwargs)
             output, failed = None, "now"
             with self._others.paused(), self._replaced.paused():
-                signature = described_call(args, kwargs)
+                signature = call_signature(args, kwargs)
                 path = pieces.elsewhere[module]
                 kind = pieces.captures.kind_of(path, module, signature, args, kwargs)
                 if isinstance(kind, Kind):
@@ -266,7 +266,7 @@ class PiecesStep:
                 self._plan.pieces.is_stale = True
                 return forward(*args, **kwargs)
             site = self._plan.pieces.sites[k]
-            if site.failed or site.signature != described_call(args, kwargs):
+            if site.failed or site.signature != call_signature(args, kwargs):
                 self._plan.pieces.is_stale |= not site.failed
                 # It runs without a plan, and needs what the next metered step tells.
                 self._plan.differs = True

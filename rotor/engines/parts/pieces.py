@@ -19,6 +19,7 @@ from torch import nn
 
 from rotor._pytorch import core
 from rotor.common.accounting import CODE_FACTOR, assumed_loss_bytes
+from rotor.common.calls import call_signature
 from rotor.common.forward_patch import Replaced
 from rotor.common.tensor_trees import tensors_of, tensors_within
 from rotor.common.undisturbed import model_kept
@@ -27,7 +28,6 @@ from rotor.engines.parts.kinds import Captures, Kind
 from rotor.engines.parts.probe import (
     NeedsBackward,
     Saves,
-    described_call,
     inner_modules,
     weigh,
 )
@@ -233,7 +233,7 @@ class _Search:
                 if not torch.is_grad_enabled() or not saves.on_top():
                     return forward(*given, **named)
                 path = paths[module]
-                signature = described_call(given, named)
+                signature = call_signature(given, named)
                 with saves.paused(), replaced.paused():
                     kind = self.captures.kind_of(path, module, signature, given, named)
                 if isinstance(kind, str):

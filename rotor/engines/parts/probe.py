@@ -19,10 +19,9 @@ from rotor._pytorch import core
 from rotor.common.forward_patch import Replaced
 from rotor.common.tensor_trees import tensors_of, tensors_within
 from rotor.common.undisturbed import model_kept
-from rotor.engines.graph.calls import layout_of
 from rotor.meter import allocator
 
-__all__ = ["Call", "NeedsBackward", "Saves", "described_call", "weigh"]
+__all__ = ["Call", "NeedsBackward", "Saves", "weigh"]
 
 
 class NeedsBackward(Exception):
@@ -182,22 +181,3 @@ def weigh(
     with model_kept(model, device), Replaced(paths, watched), saves.watching():
         model.forward(*args, **kwargs)
     return calls, whole, set(counts)
-
-
-def described_call(args: Any, kwargs: Any) -> Any:
-    """What a captured piece depends on in its arguments and around it."""
-    leaves, spec = core.tree_flatten((args, kwargs))
-    kind = "cpu"
-    described: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            kind = leaf.device.type
-            described.append(
-                (leaf.shape, layout_of(leaf), leaf.dtype, leaf.device, leaf.requires_grad)
-            )
-        elif isinstance(leaf, bool | int | float | str | None | torch.dtype | torch.device):
-            described.append((type(leaf), leaf))
-        else:
-            described.append(type(leaf))
-    autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-    return str(spec), tuple(described), autocast
