@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from rotor._pytorch import core
-from rotor.common.checksums import checksum
+from rotor.common.checksums import EMPTY_OPERATORS, UNSPECIFIED_OUTPUTS, checksum
 from rotor.engines.graph.lowering import Lowered, Task
 
 __all__ = [
@@ -35,15 +35,9 @@ UNTESTED, TESTED, DRAWS, DIFFERS, NOT_RUN = 0, 1, 2, 4, 8
 could not be run on arguments that were made up."""
 
 _OWN_NAMESPACES = ("aten", "prims", "prim", "mkldnn", "mkl", "quantized", "torchvision")
-_EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
-_UNSPECIFIED = (
-    *("philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"),
-    *("log_sumexp", "reserve", "workspace"),
-    *("running_mean_out", "running_var_out"),
-)
-"""Outputs that may hold uninitialised memory: states without dropout, padding, scratch. And new
-running statistics, which a repetition makes of those that the first run has changed, and discards.
-"""
+_UNSPECIFIED = UNSPECIFIED_OUTPUTS | {"running_mean_out", "running_var_out"}
+"""With new running statistics, which a repetition makes of changed ones, and discards."""
+
 _SEEDED = ("inductor_random", "inductor_randint")
 
 _MOST_NAMES = 3
@@ -65,7 +59,7 @@ def is_unspecified(node: fx.Node, path: Sequence[int]) -> bool:
     """
     if getattr(node.target, "namespace", "") != "aten":
         return False
-    if _name_of(node.target) in _EMPTY:
+    if _name_of(node.target) in EMPTY_OPERATORS:
         return True
     names = core.schema_return_names(node.target)
     return bool(path) and path[0] < len(names) and names[path[0]] in _UNSPECIFIED
