@@ -11,6 +11,7 @@ from torch import nn
 
 from rotor._pytorch import core
 from rotor.common import undisturbed
+from rotor.engines.graph.calls import run_once
 
 CPU = torch.device("cpu")
 
@@ -129,3 +130,18 @@ def test_casts_of_autocast_are_dropped_where_they_are_kept():
             assert casts() == cached
         assert casts() == first
     assert cached < first
+
+
+def test_a_forward_that_fails_leaves_buffers_as_they_were():
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(2))
+
+        def forward(self, x):
+            self.seen.add_(1)
+            raise ValueError("no")
+
+    model = Failing()
+    assert not run_once(model, (torch.ones(2),), {})
+    assert model.seen.tolist() == [0, 0]
