@@ -1,1 +1,1 @@
-"""What all folders share: trees of tensors, ranks, caches, progress, state of modules."""
+"""Shared by all folders: constants of the memory model, trees of tensors, calls, state, ranks."""
