@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from rotor.common.calls import sample_call
 from rotor.engines.contract import Key, Settings
 from rotor.engines.graph.engine import GraphEngine
 from rotor.engines.graph.planned import GraphPlan, search
@@ -252,7 +253,7 @@ class Rockmate(Checkpointable):
         vars(self._driver.settings)["solvers"] = self._solvers
         if model_inputs is None and not model_kwargs:
             return
-        args, kwargs = _call_of(model_inputs)
+        args, kwargs = sample_call(() if model_inputs is None else model_inputs, takes_lists=True)
         self.measure(*args, **kwargs | (model_kwargs or {}))
         if solve and solve_sched and get_sequence:
             super().compute_sequence()
@@ -392,15 +393,6 @@ class Rockmate(Checkpointable):
             DeprecationWarning,
             stacklevel=2,
         )
-
-
-def _call_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and the keyword arguments of a sample."""
-    if isinstance(sample, dict):
-        return (), sample
-    if isinstance(sample, list | tuple):
-        return tuple(sample), {}
-    return (() if sample is None else (sample,)), {}
 
 
 class PureRotor(Rockmate):

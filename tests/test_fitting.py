@@ -7,12 +7,13 @@ import json
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 import rotor
 from rotor import memory, timing
 from rotor.fit import batches, search
 from rotor.fit.search import BatchFit, LargestBatch, largest_batch
+from rotor.meter import allocator
 
 cross_entropy = nn.functional.cross_entropy
 
@@ -314,3 +315,17 @@ def test_a_model_that_cannot_be_planned_is_refused_with_the_reason():
         pytest.raises(ValueError, match="no part of the model can be planned"),
     ):
         largest_batch(Branching(), torch.randn(4, 4), "1 MB")
+
+
+def test_without_a_limit_the_processes_of_a_machine_share_what_is_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(allocator, "free_bytes", lambda _: 1_000_000)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    try:
+        shared = largest_batch(mlp(2), torch.randn(4, 32), max_batch=4, points=1, timed=False)
+    finally:
+        distributed.destroy_process_group()
+    alone = largest_batch(mlp(2), torch.randn(4, 32), max_batch=4, points=1, timed=False)
+    assert (shared.limit_bytes, alone.limit_bytes) == (225_000, 900_000)

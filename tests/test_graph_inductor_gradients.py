@@ -25,9 +25,10 @@ from torch import nn
 
 import rotor
 from rotor._pytorch import inductor as _inductor
+from rotor.common.accounting import COMPILED_HANDOVERS
 from rotor.engines.graph.early import EarlyCode
 from rotor.engines.graph.handover import with_handovers
-from rotor.engines.graph.inductor import MOST_SEGMENTS, InductorCode
+from rotor.engines.graph.inductor import InductorCode
 from rotor.engines.graph.profile import Cost
 
 SMALL_BYTES = 2048
@@ -76,14 +77,14 @@ def check_added_where_they_lie(model, x, plain):
     held = [p.grad for p in model.parameters()]
     before = gradients(model)
     train(chk, x)
-    assert len(chk.plan.emitted.groups) <= MOST_SEGMENTS + 1
+    assert len(chk.plan.emitted.groups) <= COMPILED_HANDOVERS + 1
     for parameter, gradient, old, added in zip(model.parameters(), held, before, new, strict=True):
         assert parameter.grad is gradient
         assert gradient is None or torch.equal(gradient, old + added)
 
     peak = metered(chk, x)
     # A segment ends when it holds a part of all bytes, or more with what its last operation makes.
-    segment = total // MOST_SEGMENTS + largest
+    segment = total // COMPILED_HANDOVERS + largest
     assert peak - eager_existing <= max(first - eager_first, 0) + segment + SMALL_BYTES
     assert peak <= chk.plan.predicted_bytes
     assert least_limit(chk) <= least_first - total + largest + segment
@@ -128,7 +129,7 @@ def check_random_programs(seed):
     for k, drop in enumerate((0.0, 0.3, 1.0)):
         existing = wanted[k % 2 :: 2] if k else wanted
         free = [Cost(0, 0)] * len(lowered.tasks)
-        with_them, _ = with_handovers(lowered, free, existing, MOST_SEGMENTS)
+        with_them, _ = with_handovers(lowered, free, existing, COMPILED_HANDOVERS)
         code = InductorCode(with_them, random_program(with_them, seed + k, drop)).in_parts()
         most = max(most, len(code.groups))
         model.load_state_dict(start)

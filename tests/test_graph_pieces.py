@@ -18,11 +18,13 @@ from zoo.models import FeedForward
 
 import rotor
 from rotor import memory
-from rotor.common.forward_patch import PatchedForwards
+from rotor.common.calls import call_signature
+from rotor.common.forward_patch import Replaced
+from rotor.common.undisturbed import model_kept
 from rotor.engines.dynamic.engine import DynamicEngine
 from rotor.engines.dynamic.plan import DynamicPlan
 from rotor.engines.parts.pieced import PiecesPlan
-from rotor.engines.parts.probe import describe_call, unchanged, weigh
+from rotor.engines.parts.probe import weigh
 from rotor.errors import InfeasibleError
 from rotor.graph.assembly import Bases, Option, choose, least_bytes, simulate, undominated
 
@@ -534,13 +536,13 @@ def test_nothing_is_kept_while_weighing():
 
 def test_signatures_tell_calls_apart():
     x = rows()
-    same = describe_call((x, 1), {"y": None})
-    assert same == describe_call((2 * x, 1), {"y": None})
+    same = call_signature((x, 1), {"y": None})
+    assert same == call_signature((2 * x, 1), {"y": None})
     different = [((x, 2), {"y": None}), ((x, 1), {"y": x}), ((x[:2], 1), {"y": None})]
     different.append(((x.clone().requires_grad_(), 1), {"y": None}))
-    assert all(describe_call(*call) != same for call in different)
+    assert all(call_signature(*call) != same for call in different)
     with torch.autocast("cpu", torch.bfloat16):
-        assert describe_call((x, 1), {"y": None}) != same
+        assert call_signature((x, 1), {"y": None}) != same
 
 
 def test_replaced_forwards_come_back():
@@ -557,7 +559,7 @@ def test_replaced_forwards_come_back():
 
 def test_plain_attributes_come_back():
     model = Breaks()
-    with unchanged(model, torch.device("cpu")):
+    with model_kept(model, torch.device("cpu")):
         model.calls, model.made = 7, True
     assert model.calls == 0
     assert not hasattr(model, "made")

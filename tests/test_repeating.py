@@ -132,6 +132,8 @@ def test_memory_that_an_operation_never_writes_is_not_compared():
     product = graph.call_function(torch.ops.aten.mm.default)
     custom = graph.call_function(torch.ops.rotor_tests.repeats.default)
     assert is_unspecified(empty, ())
+    permuted = graph.call_function(torch.ops.aten.empty_permuted.default, ([2, 2], [1, 0]))
+    assert is_unspecified(permuted, ())
     assert [is_unspecified(attention, (k,)) for k in range(4)] == [False, True, True, True]
     assert not is_unspecified(product, ())
     assert not is_unspecified(custom, ())

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from rotor.chain import Chain
+from rotor.common.calls import sample_call
+from rotor.common.undisturbed import training_flags_kept
 from rotor.engines.chain.stages import is_plain_sequential
 from rotor.engines.graph.recorded import Profile
 from rotor.fit import batches
@@ -330,14 +332,10 @@ def check_forward(model: nn.Module, sample: Any, *, one: bool) -> None:
     ValueError
         The forward fails: the sample does not suit this model.
     """
-    args: tuple[Any, ...] = sample if isinstance(sample, tuple) and not one else (sample,)
-    kwargs: dict[str, Any] = {}
-    if isinstance(sample, dict) and not one:
-        args, kwargs = (), sample
-    flags = [(module, module.training) for module in model.modules()]
+    args, kwargs = sample_call(sample, is_one=one)
     try:
-        model.eval()
-        with torch.no_grad():
+        with training_flags_kept(model), torch.no_grad():
+            model.eval()
             model(*args, **kwargs)
     except torch.OutOfMemoryError:
         raise
@@ -345,9 +343,6 @@ def check_forward(model: nn.Module, sample: Any, *, one: bool) -> None:
         raise ValueError(
             f"the model does not run on this input: {type(error).__name__}: {error}"
         ) from error
-    finally:
-        for module, training in flags:
-            module.training = training
 
 
 def takes_one(model: nn.Module, engine: str) -> bool:
@@ -468,10 +463,7 @@ def plain_peak(model: nn.Module, sample: Any, *, one: bool) -> int | None:
 
     The loss is that of `rotor.fit.batches.sum_of`. Nothing of the model is changed.
     """
-    args: tuple[Any, ...] = sample if isinstance(sample, tuple) and not one else (sample,)
-    kwargs: dict[str, Any] = {}
-    if isinstance(sample, dict) and not one:
-        args, kwargs = (), sample
+    args, kwargs = sample_call(sample, is_one=one)
     device = batches.device_of((args, kwargs, ()))
 
     def step() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from rotor.chain import write_json
 from rotor.commands import add_output, add_trace, check_pages, examples, give, tell
 from rotor.commands.model import Subject, add_model, add_profile, limit_of, wrapped
+from rotor.common.accounting import default_limit
 
 __all__ = ["add"]
 
@@ -57,7 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
         free = subject.profile.free_bytes
         if free is None:
             raise ValueError("the profile does not say what is free on that machine: give --limit")
-        limit = free * 9 // 10
+        limit = default_limit(free)
     model = wrapped(subject, arguments, limit)
     schedule = model.compute_sequence()
     if schedule is None:

@@ -1,1 +1,1 @@
-"""Shared helpers of all folders: trees of tensors, ranks, caches, progress, state of modules."""
+"""Shared by all folders: constants of the memory model, trees of tensors, calls, state, ranks."""

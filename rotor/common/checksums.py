@@ -17,10 +17,13 @@ import torch
 
 from rotor import _core
 from rotor._pytorch import core as _torch
+from rotor.common.accounting import has_room_for_proofs
 from rotor.errors import RecomputationError
 
 __all__ = [
+    "EMPTY_OPERATORS",
     "NO_ROOM",
+    "UNSPECIFIED_OUTPUTS",
     "VERIFIED_STEPS",
     "Mismatch",
     "Proof",
@@ -38,6 +41,19 @@ VERIFIED_STEPS = 3
 
 NO_ROOM = "the limit has no room for checksums on its device"
 """Reason for which a plan with a small limit is not proved."""
+
+EMPTY_OPERATORS = frozenset(
+    ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+)
+"""Names of PyTorch's operators whose result is uninitialised memory, which no checksum reads."""
+
+UNSPECIFIED_OUTPUTS = frozenset(
+    (
+        *("philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"),
+        *("log_sumexp", "reserve", "workspace"),
+    )
+)
+"""Names of further outputs that may be: states without dropout, padding, scratch."""
 
 _COLUMNS = 4093
 _SLOTS = 2048
@@ -307,7 +323,7 @@ def has_room(device: torch.device, values: int, limit_bytes: int) -> bool:
     limit_bytes
         The limit of the step.
     """
-    return proof_bytes(device, values) * 50 <= limit_bytes
+    return has_room_for_proofs(proof_bytes(device, values), limit_bytes)
 
 
 @dataclass

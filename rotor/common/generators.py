@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
 
 from rotor import _core
 
@@ -62,19 +58,19 @@ class AutocastState:
 
     def __init__(self, device_type: str) -> None:
         kinds = ("cpu",) if device_type == "cpu" else ("cpu", device_type)
-        self._settings = [(kind, *_autocast(kind)) for kind in kinds]
+        self._settings = [(kind, *autocast_of(kind)) for kind in kinds]
         self.enabled = any(enabled for _, enabled, _ in self._settings)
         self._stack: ExitStack | None = None
 
     def is_current(self) -> bool:
-        """Return whether the settings hold now."""
-        return all(_autocast(kind) == (enabled, dtype) for kind, enabled, dtype in self._settings)
+        """Whether the settings hold now."""
+        return all(autocast_of(kind) == (enabled, dtype) for kind, enabled, dtype in self._settings)
 
     def __enter__(self) -> None:
         changed = [
             (kind, enabled, dtype)
             for kind, enabled, dtype in self._settings
-            if _autocast(kind) != (enabled, dtype)
+            if autocast_of(kind) != (enabled, dtype)
         ]
         if changed:
             self._stack = ExitStack()
@@ -92,7 +88,8 @@ class AutocastState:
             self._stack = None
 
 
-def _autocast(kind: str) -> tuple[bool, torch.dtype]:
+def autocast_of(kind: str) -> tuple[bool, torch.dtype]:
+    """Return whether autocast is on for a type of device, and its type."""
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
@@ -104,34 +101,3 @@ def autocast_off(device_type: str) -> Iterator[None]:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-@contextmanager
-def generators_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Restore the generators of Python, of NumPy and of modules' attributes, at the end.
-
-    Parameters
-    ----------
-    modules
-        Modules in which a `torch.Generator`, or one of NumPy's or Python's, is looked for.
-    """
-    numpy: Any = sys.modules.get("numpy")
-    restores: list[Callable[[], object]] = [partial(random.setstate, random.getstate())]
-    if numpy is not None:
-        restores.append(partial(numpy.random.set_state, numpy.random.get_state()))
-    for module in modules:
-        for value in module.__dict__.values():
-            if isinstance(value, torch.Generator):
-                restores.append(partial(value.set_state, value.get_state()))
-            elif isinstance(value, random.Random):
-                restores.append(partial(value.setstate, value.getstate()))
-            elif numpy is not None and isinstance(value, numpy.random.RandomState):
-                restores.append(partial(value.set_state, value.get_state()))
-            elif numpy is not None and isinstance(value, numpy.random.Generator):
-                bits = value.bit_generator
-                restores.append(partial(setattr, bits, "state", bits.state))
-    try:
-        yield
-    finally:
-        for restore in restores:
-            restore()

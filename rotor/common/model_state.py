@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import nn
 
 from rotor._pytorch import core, fsdp
 
-__all__ = ["ModelState", "gradients_aside", "refuse_replicated", "refuse_sharded"]
+__all__ = ["ModelState", "refuse_replicated", "refuse_sharded"]
 
 
 def refuse_sharded(model: nn.Module, planned_as: str = "a graph") -> None:
@@ -60,19 +57,6 @@ def refuse_replicated(model: nn.Module) -> None:
                 "where they are computed under a plan. Wrap the other way round: "
                 f"{kind}(rotor.Checkpointable(model))"
             )
-
-
-@contextmanager
-def gradients_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Remove the gradients of parameters in the context, and restore them at its end."""
-    kept = [(parameter, parameter.grad) for parameter in parameters]
-    try:
-        for parameter, _ in kept:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, gradient in kept:
-            parameter.grad = gradient
 
 
 def _draws_in_cudnn(tensor: torch.Tensor) -> bool:

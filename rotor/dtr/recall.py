@@ -13,7 +13,7 @@ import torch
 
 from rotor import _core
 from rotor._pytorch import core, dispatch
-from rotor.dtr.calling import ModulePaths
+from rotor.common.accounting import SCRAPS_BYTES, scrap_bytes
 from rotor.dtr.records import Record
 from rotor.dtr.repeating import Verifier
 from rotor.dtr.signatures import known_needs
@@ -24,12 +24,6 @@ from rotor.meter import allocator
 SMALL_BYTES = 256
 LONGEST_CHAIN = 64
 _NAMED = 5
-MOST_SCRAPS = 4096
-
-
-def _scraps(limit: int) -> int:
-    """Return room for memory that no operator makes: tensors that PyTorch makes of numbers."""
-    return min(MOST_SCRAPS, limit // 256)
 
 
 @dataclass(frozen=True)
@@ -151,7 +145,7 @@ class Recall:
         self._bytes = bytes_of(storage_swap)
         self._book = _core.Recorder(
             heuristic,
-            -1 if limit is None else limit - _scraps(limit),
+            -1 if limit is None else limit - scrap_bytes(limit),
             seed=seed,
             sample=sample,
             ignore_small=ignore_small,
@@ -231,7 +225,9 @@ class Recall:
                 self._cost_ns += took - taking
             return
         assert self.limit is not None
-        current = self._book.counters()["current_bytes"] + _scraps(self.limit) + self.outside_bytes
+        current = (
+            self._book.counters()["current_bytes"] + scrap_bytes(self.limit) + self.outside_bytes
+        )
         if is_wish or current + least <= self.limit:
             return
         if self._strict and not self._is_leaving:
@@ -328,7 +324,7 @@ class Recall:
                 f"had run again {_core.OFTEN} times and more ran once more, for "
                 f"{found['worst_repeat_ns'] / 1e9:.3g} s. What they make stays in memory from now "
                 f"on as far as the budget of {self.limit} bytes allows. With "
-                f"{found['held_peak_bytes'] + MOST_SCRAPS} bytes nothing would have "
+                f"{found['held_peak_bytes'] + SCRAPS_BYTES} bytes nothing would have "
                 "been computed again until now",
                 MemoryLimitWarning,
                 stacklevel=2,
@@ -364,7 +360,7 @@ class Recall:
     def set_limit(self, limit: int | None) -> None:
         """Keep another limit from the next operator on, bytes above the level on entry."""
         self.limit = limit
-        self._book.limit(-1 if limit is None else max(limit - _scraps(limit), 0))
+        self._book.limit(-1 if limit is None else max(limit - scrap_bytes(limit), 0))
 
     def consider(self, *, sample: bool, ignore_small: bool) -> None:
         """Choose among other candidates from the next eviction on.
@@ -456,7 +452,7 @@ class Recall:
     def _fits(self, nbytes: int) -> bool:
         assert self.limit is not None
         current = self._book.counters()["current_bytes"] + self.outside_bytes
-        return current + nbytes + _scraps(self.limit) <= self.limit
+        return current + nbytes + scrap_bytes(self.limit) <= self.limit
 
     def _drop_copies(self) -> None:
         """Free the copies of sources: nothing will run again."""

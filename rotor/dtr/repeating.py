@@ -14,8 +14,8 @@ import torch
 
 from rotor import _core
 from rotor._pytorch import core
-from rotor.common.checksums import checksum
-from rotor.common.generators import generators_kept
+from rotor.common.checksums import EMPTY_OPERATORS, UNSPECIFIED_OUTPUTS, checksum
+from rotor.common.undisturbed import generators_kept
 from rotor.dtr.operators import Operator
 from rotor.dtr.records import Record, tensors_of
 from rotor.errors import RecomputationError
@@ -25,21 +25,8 @@ __all__ = ["Verifier", "known_repeats", "repeats"]
 _known: dict[Any, bool] = {}
 _unwritten: set[tuple[str, int]] = set()
 
-_EMPTY = frozenset(
-    f"aten::{name}"
-    for name in (
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "empty_permuted",
-        "new_empty",
-        "new_empty_strided",
-    )
-)
-_UNSPECIFIED = {
-    *("philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"),
-    *("log_sumexp", "logsumexp", "reserve", "workspace"),
-}
+_EMPTY = frozenset(f"aten::{name}" for name in EMPTY_OPERATORS)
+_UNSPECIFIED = UNSPECIFIED_OUTPUTS | {"logsumexp"}
 
 
 def known_repeats() -> dict[Any, bool]:

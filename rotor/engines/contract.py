@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rotor.algorithms.curve import Curve
+from rotor.common.calls import sample_call
 from rotor.common.model_state import ModelState
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.peers import Alone, Peers
@@ -22,7 +23,6 @@ from rotor.meter.step_meter import StepBytes, StepWatch, Verdict
 
 __all__ = [
     "DEFAULT_SLOTS",
-    "METERED_STEPS",
     "Call",
     "CannotPlan",
     "Context",
@@ -38,9 +38,6 @@ __all__ = [
     "Unsuited",
     "Verdict",
 ]
-
-METERED_STEPS = 3
-"""Largest number of metered steps of a plan before its reserve is final."""
 
 
 class NothingToPlan(Exception):
@@ -101,10 +98,8 @@ class Call:
 
     @staticmethod
     def of_sample(sample: Any) -> Call:
-        """Return the call for a sample: a tuple of arguments, or keyword arguments."""
-        if isinstance(sample, dict):
-            return Call((), sample)
-        return Call(sample if isinstance(sample, tuple) else (sample,))
+        """Return the call that a sample stands for: a tuple of arguments, or keyword arguments."""
+        return Call(*sample_call(sample))
 
     @property
     def device(self) -> torch.device:

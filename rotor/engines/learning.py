@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rotor.engines.contract import METERED_STEPS, Engine
+from rotor.common.accounting import METERED_STEPS
+from rotor.engines.contract import Engine
 from rotor.errors import InfeasibleError
 from rotor.meter.step_meter import StepBytes
 from rotor.meter.watch import note_peak, warn_excess

@@ -10,9 +10,15 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core
-from rotor.common.generators import RngTracker
-from rotor.common.model_state import gradients_aside
-from rotor.common.tensor_trees import tree_tensors
+from rotor.common.calls import sample_call
+from rotor.common.tensor_trees import tensors_of
+from rotor.common.undisturbed import (
+    autocast_cache_dropped,
+    buffers_copied,
+    gradients_aside,
+    random_states_kept,
+    training_flags_kept,
+)
 from rotor.engines.chain.stages import is_plain_sequential
 from rotor.meter import allocator as memory
 
@@ -40,11 +46,8 @@ def batches_of(
         return lambda size: _checked_batch(sample(size))
     if targets and not has_loss:
         raise ValueError("targets are for a loss: give loss_fn= too")
-    one = is_plain_sequential(model) and engine != "graph"
-    args: tuple[Any, ...] = sample if isinstance(sample, tuple) and not one else (sample,)
-    kwargs: dict[str, Any] = {}
-    if isinstance(sample, dict) and not one:
-        args, kwargs = (), sample
+    is_one = is_plain_sequential(model) and engine != "graph"
+    args, kwargs = sample_call(sample, is_one=is_one)
     leaves, spec = core.tree_flatten((args, kwargs, targets))
     shaped = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
     if not shaped or not shaped[0].shape[0]:
@@ -113,29 +116,18 @@ def sum_of(output: Any) -> torch.Tensor:
 
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Train the model inside, without gradients at first, and restore it afterwards."""
-    modules = list(model.modules())
-    flags = [(module, module.training) for module in modules]
-    buffers = [(slots, name, slots[name]) for m in modules for slots, name in core.buffer_slots(m)]
-    rng = RngTracker(device)
-    states = rng.read()
-    copies: dict[int, torch.Tensor] = {}
-    try:
+    """The model trains inside, without gradients at first, and is as before afterwards."""
+    slots = [slot for module in model.modules() for slot in core.buffer_slots(module)]
+    with (
+        autocast_cache_dropped(),
+        random_states_kept(device),
+        training_flags_kept(model),
+        buffers_copied(slots),
+        gradients_aside(model.parameters()),
+        torch.enable_grad(),
+    ):
         model.train()
-        for slots, name, buffer in buffers:
-            if buffer is not None:
-                copy = copies.setdefault(id(buffer), buffer.detach().clone())
-                slots[name] = copy
-        with gradients_aside(model.parameters()), torch.enable_grad():
-            yield
-    finally:
-        for slots, name, buffer in buffers:
-            slots[name] = buffer
-        for module, training in flags:
-            module.training = training
-        rng.write(states)
-        if torch.is_autocast_cache_enabled():
-            torch.clear_autocast_cache()
+        yield
 
 
 def step_bytes(step: Callable[[], object], device: torch.device) -> int:

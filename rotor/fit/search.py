@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rotor.common.accounting import METERED_STEPS
 from rotor.common.model_state import refuse_sharded
-from rotor.engines.contract import METERED_STEPS
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.fit.batches import (
     Batch,
@@ -25,6 +25,7 @@ from rotor.fit.batches import (
 )
 from rotor.fit.result import BatchFit, LargestBatch, TriedBatch
 from rotor.meter import allocator
+from rotor.meter.limit import free_limit
 from rotor.timing import measure_ns, single_runs
 from rotor.units import format_bytes, parse_bytes
 from rotor.wrapper.checkpointable import Checkpointable
@@ -75,9 +76,9 @@ def largest_batch(
         the sizes wanted; others stay. Or a callable that gets a batch size and returns
         ``(args, kwargs, targets)``, a tuple, a dictionary and a tuple.
     mem_limit
-        As for `Checkpointable`: the most bytes that a step may have allocated above the level at
-        its start. Gradients count: they do not exist when the step begins. ``None``: 90 % of the
-        free memory.
+        As for `Checkpointable`: the most that a step may have allocated above the level at its
+        start. Gradients count: they do not exist when the step begins. ``None``: 90 % of what is
+        free, divided by the processes of ``torchrun`` that share it.
     loss_fn, targets
         ``loss_fn(output, *targets)``, part of the plan; `targets` is split as `sample` is. Without
         it, the loss is the ``loss`` of an output that has one, else the sum of the outputs.
@@ -143,7 +144,7 @@ def largest_batch(
     batches = batches_of(model, sample, tuple(targets), loss_fn is not None, engine)
     device = device_of(batches(multiple_of))
     free = allocator.free_bytes(device)
-    limit = free * 9 // 10 if mem_limit is None else parse_bytes(mem_limit)
+    limit = free_limit(device) if mem_limit is None else parse_bytes(mem_limit)
     if limit > free:
         raise ValueError(
             f"the limit is {format_bytes(limit)} and {device} has {format_bytes(free)} free: the "

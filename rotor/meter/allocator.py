@@ -25,6 +25,7 @@ import torch
 from rotor import _core
 from rotor._pytorch import core
 from rotor._pytorch import profiler as _profiler
+from rotor.common import accounting
 from rotor.common.timeline import Timeline, timeline_of
 
 __all__ = [
@@ -39,7 +40,6 @@ __all__ = [
     "storage_bytes",
 ]
 
-_CUDA_BLOCK = 512
 _MARK = "rotor.mark."
 _FREED = "rotor.freed."
 _END = "rotor.end"
@@ -102,9 +102,7 @@ def rounded_bytes(nbytes: int, device: torch.device | str) -> int:
         CPU: `nbytes`. CUDA: the next multiple of 512, in which the caching allocator gives out
         memory; blocks above 1 MiB may come out up to 1 MiB larger when a cached one is reused.
     """
-    if _checked(device).type == "cpu":
-        return nbytes
-    return -(-nbytes // _CUDA_BLOCK) * _CUDA_BLOCK
+    return accounting.rounded_bytes(nbytes, _checked(device).type)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -17,15 +17,14 @@ import torch
 
 from rotor import _core
 from rotor._pytorch import core
-from rotor.common.tensor_trees import tree_tensors
+from rotor.common.accounting import is_metered_again, is_new_maximum, noise_bytes
+from rotor.common.tensor_trees import tensors_of
 from rotor.errors import MemoryLimitWarning
 from rotor.meter import allocator as memory
 from rotor.meter.step_meter import Metered, StepBytes, StepMeter
 from rotor.units import format_bytes
 
 __all__ = [
-    "NOISE_BYTES",
-    "NOISE_SHARE",
     "LevelWatch",
     "PeakWatch",
     "is_due",
@@ -35,17 +34,6 @@ __all__ = [
     "warn_excess",
     "warn_sparse",
 ]
-
-_FIRST_STEPS = (16, 64)
-_EVERY = 256
-"""Number of steps after which one is metered again without a difference."""
-
-NOISE_BYTES = 1 << 17
-NOISE_SHARE = 50
-"""Divisor of the expected bytes; a difference below this part, or `NOISE_BYTES`, is noise."""
-
-_NEW_MAXIMUM = 1.05
-"""Factor by which an excess must grow to be reported again."""
 
 
 def _cuda_counters(device: torch.device) -> tuple[int, int]:
@@ -114,7 +102,7 @@ class LevelWatch(_Watch):
         if expected is None:
             return
         more = _core.heap_bytes() - self._begin - expected
-        noise = max(NOISE_BYTES, expected // NOISE_SHARE)
+        noise = noise_bytes(expected)
         if more > noise:
             self._more[name] = max(more, self._more.get(name, 0))
         elif more > noise // 2:
@@ -184,7 +172,7 @@ def is_due(plan: Metered, slots: Iterable[core.Slot] = ()) -> bool:
     """
     plan.unmetered += 1
     sparse_growth(plan, slots)
-    due = plan.differs or plan.unmetered in _FIRST_STEPS or plan.unmetered % _EVERY == 0
+    due = plan.differs or is_metered_again(plan.unmetered)
     plan.differs = False
     return due
 
@@ -221,7 +209,7 @@ def warn_sparse(plan: Any, peak_bytes: int, *, stacklevel: int = 3) -> None:
     peak_bytes
         Bytes that the step needed.
     """
-    if peak_bytes <= max(plan.limit_bytes, plan.warned_bytes * _NEW_MAXIMUM):
+    if not is_new_maximum(peak_bytes, plan.limit_bytes, plan.warned_bytes):
         return
     plan.warned_bytes = peak_bytes
     warnings.warn(
@@ -250,7 +238,7 @@ def warn_excess(
     where
         Parts of the model that kept more than was measured, if known.
     """
-    if peak_bytes <= max(plan.limit_bytes, plan.warned_bytes * _NEW_MAXIMUM):
+    if not is_new_maximum(peak_bytes, plan.limit_bytes, plan.warned_bytes):
         return
     plan.warned_bytes = peak_bytes
     named = f" by {', '.join(where)}" if where else ""

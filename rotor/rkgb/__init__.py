@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from rotor.common.calls import sample_call
 from rotor.graph.contraction import forward_part
 from rotor.graph.graph import Graph
 from rotor.rkgb import backward as _backward
@@ -185,10 +186,8 @@ def make_inputs(
 def _arguments(
     model_inputs: Any, model_kwargs: Mapping[str, Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    more = dict(model_kwargs or {})
-    if isinstance(model_inputs, dict):
-        return (), {**model_inputs, **more}
-    return tuple(model_inputs) if isinstance(model_inputs, list | tuple) else (model_inputs,), more
+    args, kwargs = sample_call(model_inputs, takes_lists=True)
+    return args, {**kwargs, **(model_kwargs or {})}
 
 
 def print_inputs(model: nn.Module) -> None:

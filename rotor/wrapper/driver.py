@@ -10,7 +10,6 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,11 +17,12 @@ from torch import nn
 
 from rotor._pytorch import core, fsdp
 from rotor.algorithms.curve import Curve
+from rotor.common.accounting import METERED_STEPS
 from rotor.common.model_state import ModelState
-from rotor.common.ranks import Ranks, sharers
+from rotor.common.ranks import Ranks
+from rotor.common.undisturbed import training_flags_kept
 from rotor.common.verbosity import logging_at
 from rotor.engines.contract import (
-    METERED_STEPS,
     Call,
     CannotPlan,
     Context,
@@ -39,6 +39,7 @@ from rotor.engines.contract import (
 from rotor.engines.peers import Alone, Peers, SharingRanks
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.meter import allocator
+from rotor.meter.limit import free_limit
 from rotor.meter.step_meter import StepBytes, StepMeter, StepWatch, cancel_running
 from rotor.meter.watch import PeakWatch, is_due, meter_again
 from rotor.units import format_bytes
@@ -161,16 +162,9 @@ class Driver:
             warnings.warn(text, MemoryLimitWarning, stacklevel=7)
 
     def limit_on(self, device: torch.device) -> int:
-        """Return the limit; if none was given, 90 % of free memory, shared with other processes."""
+        """Return the limit; that of what is free now, kept from now on, where none was given."""
         if self.settings.mem_limit is None:
-            count = sharers(device)
-            limit = allocator.free_bytes(device) * 9 // 10 // count
-            self.settings.mem_limit = limit
-            logger.info(
-                "no limit was given: 90 %% of free memory%s, %s",
-                f", shared by {count} processes" if count > 1 else "",
-                format_bytes(limit),
-            )
+            self.settings.mem_limit = free_limit(device)
         return self.settings.mem_limit
 
     # -- engines of a kind of step
@@ -224,7 +218,9 @@ class Driver:
             Nothing in the step needs a gradient.
         """
         self._rediscover_if_changed()
-        with _training(self.settings.module), torch.enable_grad():
+        with training_flags_kept(self.settings.module), torch.enable_grad():
+            if not self.settings.module.training:
+                self.settings.module.train()
             call = self.engines[0].prepared(call)
             key = self._agreed_key(call)[0]
             for plan_key in [k for k in self.context.plans if k.measured == key.measured]:
@@ -539,16 +535,3 @@ class Driver:
 
 def _reference(module: nn.Module | None) -> Callable[[], nn.Module | None]:
     return (lambda: None) if module is None else weakref.ref(module)
-
-
-@contextmanager
-def _training(module: nn.Module) -> Any:
-    """Set training mode of a module in the context, and restore its flags at the end."""
-    flags = [(part, part.training) for part in module.modules()]
-    if not module.training:
-        module.train()
-    try:
-        yield
-    finally:
-        for part, training in flags:
-            part.training = training

@@ -17,8 +17,8 @@ import torch
 from rotor._pytorch import fsdp
 from rotor.algorithms.sequence import Sequence as Operations
 from rotor.chain import Chain
-from rotor.common.model_state import gradients_aside
 from rotor.common.ranks import RankError, Ranks
+from rotor.common.undisturbed import gradients_aside
 from rotor.engines.chain.measure import Inspection, Measuring, StageMeasure
 from rotor.engines.chain.plan import Plan
 from rotor.engines.chain.schedule import Schedule

@@ -15,11 +15,12 @@ import torch
 
 from rotor import _core
 from rotor._pytorch import core
-from rotor.common.tensor_trees import tree_tensors
+from rotor.common.accounting import noise_bytes
+from rotor.common.tensor_trees import tensors_of
 from rotor.engines.chain.measure import Inspection
 from rotor.engines.chain.observe import kept_bytes
 from rotor.engines.chain.stages import Stage
-from rotor.meter.watch import NOISE_BYTES, NOISE_SHARE, note_peak, warn_excess
+from rotor.meter.watch import note_peak, warn_excess
 
 __all__ = ["StageWatch", "can_vary", "grown", "known_growth", "stage_watch"]
 
@@ -128,7 +129,7 @@ class StageWatch:
             expected = measure.xbar_bytes if is_recorded else measure.output_bytes
             more = grown_bytes - expected
             kept, given = self.growth.get(i, (0, 0))
-            noise = max(NOISE_BYTES, expected // NOISE_SHARE)
+            noise = noise_bytes(expected)
             known = (kept if is_recorded else given) + noise
             if more <= known:
                 return

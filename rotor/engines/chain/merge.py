@@ -7,15 +7,8 @@ from typing import Any
 
 import torch
 
-from rotor.common.tensor_trees import (
-    check_output,
-    detached,
-    grad_flags,
-    map_tensors,
-    tree_tensors,
-    versions,
-)
-from rotor.engines.chain.observe import copied_buffers
+from rotor.common.tensor_trees import check_output, grad_flags, map_tensors, tensors_of, versions
+from rotor.common.undisturbed import buffers_copied
 from rotor.engines.chain.stages import Stage
 
 __all__ = ["frozen_prefix", "merge_stages"]
@@ -46,11 +39,8 @@ def merge_stages(stages: Sequence[Stage], arg: Any) -> list[Stage]:
     first = x
     with torch.no_grad():
         for stage in stages:
-            if first is not None and not has_copy and _may_write(stage, x):
-                first = x = _copy(x)
-                has_copy = True
-            before, untouched = versions(x), versions(first)
-            with copied_buffers(stage):
+            before = versions(x)
+            with buffers_copied(stage.buffers):
                 y = _run_without_graph(stage, x)
             check_output(stage.name, y)
             if first is not None and versions(first) != untouched:
@@ -100,8 +90,8 @@ def _run_without_graph(stage: Stage, x: Any) -> Any:
 
 
 def _runs_with_graph(stage: Stage, x: Any) -> bool:
-    x = _copy(x)
-    with torch.enable_grad(), copied_buffers(stage):
+    x = map_tensors(x, lambda tensor: tensor.detach().clone())
+    with torch.enable_grad(), buffers_copied(stage.buffers):
         try:
             stage(x)
         except RuntimeError:

@@ -11,20 +11,16 @@ import torch
 from rotor.algorithms.sequence import Sequence
 from rotor.algorithms.utils import DynamicAlgorithm, ProgressCallback
 from rotor.chain import Chain
+from rotor.common.accounting import assumed_loss_bytes, generator_bytes, scalar_bytes
 from rotor.common.checksums import NO_ROOM, has_room, proof_bytes
 from rotor.common.timeline import PredictedTimeline
-from rotor.engines.chain.measure import RNG_BYTES, Inspection
+from rotor.engines.chain.measure import Inspection
 from rotor.engines.chain.schedule import Schedule
 from rotor.errors import InfeasibleError
-from rotor.meter import allocator
 from rotor.meter.step_meter import Metered
 from rotor.units import format_bytes
 
-_SCALARS = 8
-"""Numbers, such as the loss itself, that the caller holds while the backward runs."""
-
 _ATTEMPTS = 4
-LOSS_FACTOR = 4
 
 
 @dataclass
@@ -114,13 +110,12 @@ def executor_bytes(
     """
     measures = list(zip(inspection.measures, runs, strict=True))
     recomputed = [m for m, count in measures if count > 1]
-    kept = _SCALARS * allocator.rounded_bytes(8, inspection.device)
+    kept = scalar_bytes(inspection.device.type)
     kept += sum(m.buffer_bytes for m in recomputed)
     # The last run of a stage takes the copy itself, an earlier one a copy of the copy.
     kept += max((m.buffer_bytes for m, count in measures if count > 2), default=0)
-    if rng and inspection.device.type == "cpu":
-        random = sum(m.uses_rng for m in recomputed)
-        kept += RNG_BYTES * (random + min(random, 1))
+    if rng:
+        kept += generator_bytes(inspection.device.type, sum(m.uses_rng for m in recomputed))
     if verified and recomputed:
         kept += sum(m.buffer_bytes for m, _ in measures)
         made = sum(count * len(m.flags) for m, count in measures if count > 1)
@@ -139,7 +134,7 @@ def loss_reserve(inspection: Inspection, given_bytes: int) -> int:
         return inspection.loss_peak_bytes - inspection.output_grad_bytes
     if given_bytes:
         return given_bytes
-    return LOSS_FACTOR * inspection.output_bytes - inspection.output_grad_bytes
+    return assumed_loss_bytes(inspection.output_bytes) - inspection.output_grad_bytes
 
 
 def kept_stages(inspection: Inspection) -> str:

@@ -11,14 +11,13 @@ import torch
 
 from rotor import dtr
 from rotor.algorithms.curve import Curve
-from rotor.common.generators import generators_kept
+from rotor.common.accounting import METERED_STEPS, SCRAPS_BYTES
 from rotor.common.model_state import refuse_sharded
-from rotor.common.tensor_trees import output_tensors, tree_tensors
-from rotor.dtr.recall import MOST_SCRAPS
-from rotor.engines.contract import METERED_STEPS, Call, Context, Engine, IsPending, Key, StartMeter
+from rotor.common.tensor_trees import tensors_of, tensors_within
+from rotor.common.undisturbed import attributes_kept, generators_kept
+from rotor.engines.contract import Call, Context, Engine, IsPending, Key, StartMeter
 from rotor.engines.dynamic.plan import DynamicPlan, check_options
-from rotor.engines.dynamic.step import BudgetedStep
-from rotor.engines.graph.repeating import attributes_kept
+from rotor.engines.dynamic.step import NestedStep
 from rotor.errors import MemoryLimitWarning, RecomputationError
 from rotor.meter.step_meter import StepBytes, StepMeter, cancel_running
 from rotor.meter.watch import note_peak
@@ -237,7 +236,7 @@ class DynamicEngine(Engine):
                 f"the limit of {plan.limit_bytes} bytes could not be kept: the step needed "
                 f"{step.peak_bytes} bytes, {plan.loss_bytes} of them at most for the loss"
                 f"{unknown}. The next steps are run with as much less, and are refused where that "
-                f"is too little; a limit of {step.peak_bytes + 2 * MOST_SCRAPS} bytes would do, "
+                f"is too little; a limit of {step.peak_bytes + 2 * SCRAPS_BYTES} bytes would do, "
                 "and loss_fn= makes the loss part of what is managed",
                 MemoryLimitWarning,
                 stacklevel=2,

@@ -11,20 +11,21 @@ import torch
 from torch import nn
 
 from rotor import _core, dtr
+from rotor.common.accounting import (
+    DYNAMIC_LOSS_FACTOR,
+    DYNAMIC_NOISE_BYTES,
+    SCRAPS_BYTES,
+    assumed_loss_bytes,
+    noise_bytes,
+)
 from rotor.common.checksums import is_verified
 from rotor.common.timeline import Timeline
-from rotor.dtr.recall import MOST_SCRAPS, Stats
+from rotor.dtr.recall import Stats
 from rotor.dtr.stepping import Unknown, learn_needs
 from rotor.engines.dynamic.step import BudgetedStep
 from rotor.meter.step_meter import Metered, StepBytes
 from rotor.meter.watch import note_peak
 
-_LOSS_FACTOR = 4
-_ROOM_FACTOR = 64
-"""Multiple of the output evicted before an unknown loss, if the limit has less left."""
-
-_NOISE_BYTES = 1 << 16
-_NOISE_SHARE = 50
 _REMEMBERED = 20
 _STEP_MARKS = ("loss", "backward")
 _SETTINGS = inspect.signature(dtr.budget).parameters
@@ -141,7 +142,9 @@ class DynamicPlan(Metered):
             return self.loss_bytes
         if self.assumed_loss_bytes:
             return self.assumed_loss_bytes + output_bytes
-        return max(_LOSS_FACTOR * output_bytes, self._scaled(self.loss_bytes or 0, output_bytes))
+        return max(
+            assumed_loss_bytes(output_bytes), self._scaled(self.loss_bytes or 0, output_bytes)
+        )
 
     def held_by_loss(self, output_bytes: int) -> int:
         """Bytes that the loss holds while the model's backward runs."""
@@ -224,7 +227,7 @@ class DynamicPlan(Metered):
         if self.level_bytes is None:
             self.level_bytes = seen_bytes
         more = seen_bytes - self.level_bytes
-        if more <= max(_NOISE_BYTES, self.level_bytes // _NOISE_SHARE):
+        if more <= noise_bytes(self.level_bytes, DYNAMIC_NOISE_BYTES):
             return 0
         self.differs = True
         return more
@@ -234,8 +237,8 @@ class DynamicPlan(Metered):
         wished = self._loss(step.output_bytes)
         if not self._knows(step.output_bytes):
             is_guess = self.loss_bytes is None and not self.assumed_loss_bytes
-            return max(wished, _ROOM_FACTOR * step.output_bytes if is_guess else 0), 0
-        step.tried_bytes = self.step_bytes + 2 * MOST_SCRAPS
+            return max(wished, DYNAMIC_LOSS_FACTOR * step.output_bytes if is_guess else 0), 0
+        step.tried_bytes = self.step_bytes + 2 * SCRAPS_BYTES
         return wished, wished
 
 

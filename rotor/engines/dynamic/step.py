@@ -21,11 +21,11 @@ from torch import nn
 from torch.autograd.function import Function, once_differentiable
 
 from rotor._pytorch import core, dispatch
+from rotor.common.accounting import AHEAD, ESTIMATE_MARGIN, LOSS_GRADIENTS, SCRAPS_BYTES
 from rotor.common.generators import SPLIT_BACKWARD
 from rotor.common.hook_values import hook_places
 from rotor.common.places import tensors_in
-from rotor.common.tensor_trees import tree_tensors
-from rotor.dtr.recall import MOST_SCRAPS
+from rotor.common.tensor_trees import tensors_of
 from rotor.dtr.stepping import StepSession
 from rotor.engines.dynamic.additions import Additions, Arrivals
 from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning, RecomputationError
@@ -34,12 +34,6 @@ from rotor.meter import allocator
 __all__ = ["BudgetedStep"]
 
 _OWN_NAMES = frozenset(vars(nn.Module()))
-_AHEAD = {"forward": 4, "loss": 1, "backward": 2}
-_OF_A_LOSS = 3
-"""Assumed need of a loss, such as a cross-entropy, in multiples of the gradient of the output."""
-
-_MARGIN = 16
-"""Part of an estimate that is added to it."""
 
 _paused: weakref.WeakSet[BudgetedStep] = weakref.WeakSet()
 
@@ -385,15 +379,15 @@ class BudgetedStep:
         """Return a limit that is likely to suffice for a step that failed."""
         session = self.session
         to_come = self._gradient_bytes()
-        # Its backward reads its own and earlier results and computes gradients, beside the loss.
-        minimum = error.minimum_bytes + to_come + _AHEAD[self._phase] * error.needed_bytes
+        # Its backward reads what it made and read, makes gradients of both, and the loss is held.
+        minimum = error.minimum_bytes + to_come + AHEAD[self._phase] * error.needed_bytes
         if self._phase != "backward":
-            return minimum + minimum // _MARGIN
-        # The memory in use without any eviction only shrinks from now on, except for gradients.
-        held = session.counters()["held_peak_bytes"] + MOST_SCRAPS + session.outside_bytes
+            return minimum + minimum // ESTIMATE_MARGIN
+        # What was in use without any eviction only gets less from now on, but for gradients.
+        held = session.counters()["held_peak_bytes"] + SCRAPS_BYTES + session.outside_bytes
         minimum = min(minimum, held + to_come + error.needed_bytes)
-        minimum = max(minimum, self._least_bytes + _OF_A_LOSS * self.gradient_bytes)
-        return minimum + minimum // _MARGIN
+        minimum = max(minimum, self._least_bytes + LOSS_GRADIENTS * self.gradient_bytes)
+        return minimum + minimum // ESTIMATE_MARGIN
 
     def _failed(self, error: BudgetError) -> InfeasibleError:
         # Values in frames of the failed program would be brought back.

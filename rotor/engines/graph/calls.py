@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import inspect
 import logging
-import types
 from typing import Any
 
 import torch
 from torch import nn
 
-from rotor._pytorch import core
-from rotor.common.generators import generators_kept
-from rotor.common.tensor_trees import tree_tensors
-from rotor.engines.graph.repeating import attributes_kept
+from rotor.common.tensor_trees import tensors_of
+from rotor.common.undisturbed import (
+    attributes_kept,
+    generators_kept,
+    random_states_kept,
+    values_kept,
+)
 
 logger = logging.getLogger("rotor")
 
-__all__ = ["check_arguments", "described", "run_once", "takes_targets"]
+__all__ = ["check_arguments", "run_once", "takes_targets"]
 
 
 def takes_targets(module: nn.Module) -> bool:
@@ -51,37 +53,20 @@ def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
     It runs without gradients, which fails for a forward that computes some itself, and twice,
     so that a flag toggled by every forward has its former value at the end.
     """
-    device = tree_tensors((args, kwargs))[0].device
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    state = core.get_generator_state(device)
+    device = tensors_of((args, kwargs))[0].device
+    modules = list(module.modules())
+    buffers = list(module.buffers())
     try:
-        modules = list(module.modules())
         with (
             torch.no_grad(),
+            random_states_kept(device),
             generators_kept(modules),
             attributes_kept(modules, prepares=True),
         ):
             for _ in range(2):
-                module.forward(*args, **kwargs)
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+                with values_kept(buffers):
+                    module.forward(*args, **kwargs)
         return True
     except Exception as error:
         logger.info("a forward without gradients failed: %s", error)
         return False
-    finally:
-        core.set_generator_state(device, state)
-
-
-def layout_of(tensor: torch.Tensor) -> Any:
-    """Return a tensor's strides, or the name of a layout that has none."""
-    return tensor.stride() if tensor.layout == torch.strided else tensor.layout
-
-
-def described(leaf: Any) -> Any:
-    """Return a leaf of the arguments as a part of a plan's key."""
-    if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, layout_of(leaf), leaf.dtype, leaf.device, leaf.requires_grad)
-    if isinstance(leaf, bool | int | float | str | types.NoneType | torch.dtype | torch.device):
-        return (type(leaf), leaf)
-    return (type(leaf), id(leaf))

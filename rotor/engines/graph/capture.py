@@ -19,7 +19,8 @@ from torch import fx, nn
 
 from rotor._pytorch import core
 from rotor._pytorch import inductor as _inductor
-from rotor.common.generators import SPLIT_BACKWARD, generators_kept
+from rotor.common.generators import SPLIT_BACKWARD
+from rotor.common.undisturbed import generators_kept
 from rotor.engines.contract import NothingToPlan
 from rotor.engines.graph.early import Delivery
 from rotor.engines.graph.emit import StepCode, saved_primals

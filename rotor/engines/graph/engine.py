@@ -10,6 +10,7 @@ import torch
 
 from rotor._pytorch import core
 from rotor.algorithms.curve import Curve
+from rotor.common.calls import autocast_signature, leaf_signature
 from rotor.common.model_state import refuse_sharded
 from rotor.common.progress import progress
 from rotor.common.tensor_trees import output_tensors
@@ -22,7 +23,7 @@ from rotor.engines.contract import (
     PlanAgain,
     StartMeter,
 )
-from rotor.engines.graph.calls import check_arguments, described, run_once
+from rotor.engines.graph.calls import check_arguments, run_once
 from rotor.engines.graph.capture import Capture, Unplanned, fresh
 from rotor.engines.graph.early import owners_of
 from rotor.engines.graph.loading import loaded_plan
@@ -85,8 +86,8 @@ def captured_key(context: Context, call: Call) -> Key:
     required, absent = context.structure.parameter_flags()
     measured = (
         str(spec),
-        tuple([described(leaf) for leaf in leaves]),
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+        tuple([leaf_signature(leaf, by_identity=True) for leaf in leaves]),
+        autocast_signature(kind),
         context.structure.training_flags(),
         required,
     )

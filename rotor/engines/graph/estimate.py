@@ -20,9 +20,9 @@ from torch.utils.flop_counter import flop_registry
 
 from rotor._pytorch import core
 from rotor.chain import check_header, read_json, write_json
+from rotor.common.accounting import rounded_bytes
 from rotor.engines.graph.lowering import Lowered, Task
 from rotor.engines.graph.profile import Cost
-from rotor.meter import allocator as memory
 from rotor.timing import measure_ns
 
 __all__ = ["Machine", "estimate"]
@@ -172,8 +172,8 @@ class Machine:
         return self.launch_seconds + max(flops / speed, moved_bytes / self.bytes_per_second)
 
     def rounded_bytes(self, nbytes: int) -> int:
-        """Return the bytes that this machine's allocator counts for a block of `nbytes`."""
-        return rounded_as(self.device, nbytes)
+        """Bytes that the allocator of this machine counts for a block of `nbytes`."""
+        return rounded_bytes(nbytes, self.device)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the machine as plain data, for JSON."""
@@ -227,11 +227,6 @@ def _flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * side**3 * _NS / max(_timed(lambda: a @ b, device), 1)
 
 
-def rounded_as(device_type: str, nbytes: int) -> int:
-    """Return the bytes that an allocator of this type counts for a block of `nbytes`."""
-    return memory.rounded_bytes(nbytes, device_type if device_type == "cpu" else "cuda:0")
-
-
 def made_bytes(lowered: Lowered, task: Task, device_type: str) -> tuple[int, ...]:
     """Return the sizes of an operation's new storages, by this type's allocator."""
     sizes = []
@@ -242,7 +237,7 @@ def made_bytes(lowered: Lowered, task: Task, device_type: str) -> tuple[int, ...
             value, below = task.node.meta["val"], path
         for index in below:
             value = value[index]
-        sizes.append(rounded_as(device_type, value.untyped_storage().nbytes()))
+        sizes.append(rounded_bytes(value.untyped_storage().nbytes(), device_type))
     return tuple(sizes)
 
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from rotor.common.accounting import HANDOVERS
 from rotor.engines.graph.lowering import Lowered, Task
 from rotor.engines.graph.profile import Cost
 
-__all__ = ["MOST_HANDOVERS", "sharing", "with_handovers"]
-
-MOST_HANDOVERS = 64
-"""Divisor of all bytes of gradients; up to this part they are handed over together."""
+__all__ = ["sharing", "with_handovers"]
 
 
 def sharing(lowered: Lowered, indices: Collection[int]) -> list[tuple[set[int], list[int]]]:
@@ -47,7 +45,7 @@ def sharing(lowered: Lowered, indices: Collection[int]) -> list[tuple[set[int], 
 
 
 def with_handovers(
-    lowered: Lowered, costs: Sequence[Cost], existing: Collection[int], most: int = MOST_HANDOVERS
+    lowered: Lowered, costs: Sequence[Cost], existing: Collection[int], most: int = HANDOVERS
 ) -> tuple[Lowered, list[Cost]]:
     """Return the operations of a step in which some gradients exist, and their costs.
 

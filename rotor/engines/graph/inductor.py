@@ -20,6 +20,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from rotor._pytorch import core, inductor
+from rotor.common.accounting import INDUCTOR_MARGIN
 from rotor.engines.graph.early import EarlyCode
 from rotor.engines.graph.emit import StepCode, check_versions, deaths, saved_primals
 from rotor.engines.graph.lowering import Lowered, Task, Value
@@ -32,10 +33,6 @@ logger = logging.getLogger("rotor")
 MOST_ATTEMPTS = 3
 """Largest number of programs compiled and measured for one limit before FX takes over."""
 
-MOST_SEGMENTS = 16
-"""Divisor of the bytes of existing gradients; after this part a compiled backward ends a graph."""
-
-_MARGIN = 0.98
 _AS_PLANNED = {"layout_optimization": False, "realize_reads_threshold": 0}
 """Settings for strides as captured, and shared values computed once, as planned."""
 
@@ -564,5 +561,5 @@ class Inductor:
             # The bytes of one program may well fit when nothing is run early.
             self.apart = _NEVER
             return last.target_bytes
-        scaled = last.predicted_bytes * limit_bytes / last.measured_bytes * _MARGIN
+        scaled = last.predicted_bytes * limit_bytes / last.measured_bytes * INDUCTOR_MARGIN
         return min(int(scaled), last.target_bytes - 1)

@@ -11,14 +11,20 @@ import numpy as np
 import torch
 
 from rotor._pytorch import core
+from rotor.common.accounting import (
+    COMPILED_HANDOVERS,
+    HANDOVERS,
+    assumed_loss_bytes,
+    generator_bytes,
+    scalar_bytes,
+)
 from rotor.common.checksums import NO_ROOM, has_room
 from rotor.common.timeline import PredictedTimeline
 from rotor.engines.graph.capture import Capture, Captured
 from rotor.engines.graph.early import EarlyCode, EarlyStep, Owners
 from rotor.engines.graph.emit import StepCode, checksums_of, emit
-from rotor.engines.graph.estimate import rounded_as
-from rotor.engines.graph.handover import MOST_HANDOVERS, with_handovers
-from rotor.engines.graph.inductor import MOST_SEGMENTS, Inductor
+from rotor.engines.graph.handover import with_handovers
+from rotor.engines.graph.inductor import Inductor
 from rotor.engines.graph.lowering import Lowered, Task
 from rotor.engines.graph.profile import Cost
 from rotor.engines.graph.proving import Prover, Tally, proving_bytes
@@ -38,14 +44,6 @@ __all__ = [
     "repriced",
     "search",
 ]
-
-_SCALARS = 8
-"""Numbers, such as the loss itself, that the caller holds while the backward runs."""
-
-_STATE_BYTES = 5056
-"""Size of one state of the CPU's random generator."""
-
-LOSS_FACTOR = 4
 
 
 @dataclass
@@ -87,7 +85,7 @@ class CapturedStep:
         self.lowered = self.captured.lowered
         compiles = self.capture.backend == "inductor"
         if self.existing:
-            most = MOST_SEGMENTS if compiles else MOST_HANDOVERS
+            most = COMPILED_HANDOVERS if compiles else HANDOVERS
             self.lowered, self.costs = with_handovers(self.lowered, self.costs, self.existing, most)
         if compiles:
             self.inductor = Inductor(self.lowered)
@@ -189,8 +187,8 @@ class CapturedStep:
 
     @property
     def assumed_loss_bytes(self) -> int:
-        """Assumed need of an unknown loss: 4 x the output, in all."""
-        return max(LOSS_FACTOR * self.output_bytes - self.tangent_bytes, 0)
+        """What a loss of which nothing is known is taken to need: 4 x the output, in all."""
+        return max(assumed_loss_bytes(self.output_bytes) - self.tangent_bytes, 0)
 
     def loss_workspace(self, given_bytes: int, learned_bytes: int | None) -> int:
         """Return the need of the loss beside the tangents: learnt, given, or 4 x the output."""
@@ -480,15 +478,9 @@ def search(graph: Graph, budget: int, options: dict[str, Any], progress: Any) ->
     raise InfeasibleError(f"no program was found within {budget} bytes", minimum)
 
 
-def executor_bytes(device: torch.device, replayed: int) -> int:
-    """Return the bytes of the caller's scalars and of random states.
-
-    One state per operation that draws the same numbers again, and the current one.
-    """
-    own = _SCALARS * rounded_as(device.type, 8)
-    if device.type == "cpu" and replayed:
-        own += _STATE_BYTES * (replayed + 1)
-    return own
+def own_bytes(device: torch.device, replayed: int) -> int:
+    """Return the bytes of the caller's scalars and of the random states kept for replayed draws."""
+    return scalar_bytes(device.type) + generator_bytes(device.type, replayed)
 
 
 def repriced(plan: GraphPlan, loss_bytes: int) -> int:

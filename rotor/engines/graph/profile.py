@@ -19,7 +19,7 @@ from torch import fx
 
 from rotor._pytorch import core
 from rotor.common import cache
-from rotor.common.generators import generators_kept
+from rotor.common.undisturbed import generators_kept, random_states_kept
 from rotor.engines.graph.lowering import Lowered, Task
 from rotor.engines.graph.repeating import NOT_RUN, UNTESTED, tested
 from rotor.meter import allocator as memory
@@ -280,38 +280,35 @@ def _measure(
     device: torch.device,
     progress: Callable[[int, int], object] | None,
 ) -> list[Cost]:
-    state = core.get_generator_state(device)
     times: list[int | None] = []
     wholes: list[int] = []
     sizes: list[list[int]] = []
     flags: list[int] = []
-    try:
-        with (
-            torch.no_grad(),
-            torch.autocast(device.type, enabled=False),
-            generators_kept(),
-        ):
-            for index, task in enumerate(tasks):
-                times.append(_timed(task, arguments, device))
-                wholes.append(arguments.whole)
-                is_run = times[-1] is not None
-                flags.append(_tested(task, arguments, device) if is_run else NOT_RUN)
-                if progress is not None:
-                    progress(index + 1, len(tasks))
-            with memory.meter(device) as meter:
-                for task, ns, whole in zip(tasks, times, wholes, strict=True):
-                    sizes.append(_planned_bytes(lowered, task))
-                    if ns is None:
-                        continue
-                    arguments.whole = whole
-                    function, args, kwargs = arguments.of(task)
-                    meter.mark("operation")
-                    result = function(*args, **kwargs)
-                    meter.mark("between")
-                    sizes[-1] = _sizes(task, result, (args, kwargs), sizes[-1])
-                    del result, args, kwargs
-    finally:
-        core.set_generator_state(device, state)
+    with (
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        random_states_kept(device),
+        generators_kept(),
+    ):
+        for index, task in enumerate(tasks):
+            times.append(_timed(task, arguments, device))
+            wholes.append(arguments.whole)
+            is_run = times[-1] is not None
+            flags.append(_tested(task, arguments, device) if is_run else NOT_RUN)
+            if progress is not None:
+                progress(index + 1, len(tasks))
+        with memory.meter(device) as meter:
+            for task, ns, whole in zip(tasks, times, wholes, strict=True):
+                sizes.append(_planned_bytes(lowered, task))
+                if ns is None:
+                    continue
+                arguments.whole = whole
+                function, args, kwargs = arguments.of(task)
+                meter.mark("operation")
+                result = function(*args, **kwargs)
+                meter.mark("between")
+                sizes[-1] = _sizes(task, result, (args, kwargs), sizes[-1])
+                del result, args, kwargs
     segments = iter([s for s in meter.segments if s.name == "operation"])
     costs = []
     for task, ns, made, found in zip(tasks, times, sizes, flags, strict=True):

@@ -8,14 +8,13 @@ outputs of an operation that could not be run, unless it is PyTorch's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from rotor._pytorch import core
-from rotor.common.checksums import checksum
+from rotor.common.checksums import EMPTY_OPERATORS, UNSPECIFIED_OUTPUTS, checksum
 from rotor.engines.graph.lowering import Lowered, Task
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "NOT_RUN",
     "TESTED",
     "UNTESTED",
-    "attributes_kept",
     "described_unrepeatable",
     "is_unspecified",
     "keep_from_now_on",
@@ -37,15 +35,9 @@ UNTESTED, TESTED, DRAWS, DIFFERS, NOT_RUN = 0, 1, 2, 4, 8
 could not run on made-up arguments."""
 
 _OWN_NAMESPACES = ("aten", "prims", "prim", "mkldnn", "mkl", "quantized", "torchvision")
-_EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
-_UNSPECIFIED = (
-    *("philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"),
-    *("log_sumexp", "reserve", "workspace"),
-    *("running_mean_out", "running_var_out"),
-)
-"""Outputs that may hold uninitialised memory: states without dropout, padding, scratch. Also new
-running statistics, which a repetition computes from already changed ones, and discards.
-"""
+_UNSPECIFIED = UNSPECIFIED_OUTPUTS | {"running_mean_out", "running_var_out"}
+"""With new running statistics, which a repetition makes of changed ones, and discards."""
+
 _SEEDED = ("inductor_random", "inductor_randint")
 
 _MOST_NAMES = 3
@@ -67,64 +59,10 @@ def is_unspecified(node: fx.Node, path: Sequence[int]) -> bool:
     """
     if getattr(node.target, "namespace", "") != "aten":
         return False
-    if _name_of(node.target) in _EMPTY:
+    if _name_of(node.target) in EMPTY_OPERATORS:
         return True
     names = core.schema_return_names(node.target)
     return bool(path) and path[0] < len(names) and names[path[0]] in _UNSPECIFIED
-
-
-_PLAIN = (bool, int, float, complex, str, type(None), tuple)
-_FILLED = (list, dict, set)
-
-
-@contextmanager
-def attributes_kept(modules: Sequence[nn.Module], *, prepares: bool = False) -> Iterator[None]:
-    """Restore plain attributes of modules, tensors and collections among them, at the end.
-
-    Parameters
-    ----------
-    modules
-        Owners of the attributes.
-    prepares
-        True to keep the preparations of a first forward: attributes that are new, or were ``None``
-        or a flag.
-    """
-    before = [(module, dict(module.__dict__)) for module in modules]
-    values = [value for _, found in before for value in found.values()]
-    tensors = [
-        (value, value.detach().clone())
-        for value in values
-        if isinstance(value, torch.Tensor) and value.layout == torch.strided
-    ]
-    filled = [(value, value.copy()) for value in values if type(value) in _FILLED]
-    own = {id(slots) for module in modules for slots in core.slots_of_module(module)}
-    filled = [(value, copied) for value, copied in filled if id(value) not in own]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in tensors:
-                if not torch.equal(tensor, value):
-                    tensor.copy_(value)
-        for value, copied in filled:
-            _refill(value, copied)
-        for module, attributes in before:
-            for name, value in list(module.__dict__.items()):
-                if name not in attributes:
-                    if not prepares and type(value) in (*_PLAIN, torch.Tensor):
-                        del module.__dict__[name]
-                elif prepares and isinstance(attributes[name], bool | None):
-                    continue
-                elif type(attributes[name]) in (*_PLAIN, torch.Tensor, *_FILLED):
-                    module.__dict__[name] = attributes[name]
-
-
-def _refill(value: Any, copied: Any) -> None:
-    value.clear()
-    if isinstance(value, list):
-        value.extend(copied)
-    else:
-        value.update(copied)
 
 
 def _tensors(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:

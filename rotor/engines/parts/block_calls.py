@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core, fsdp
-from rotor.common.forward_patch import PatchedForwards
-from rotor.common.model_state import gradients_aside
-from rotor.common.tensor_trees import Flags, check_output, grad_flags, tree_tensors, versions
+from rotor.common.forward_patch import Replaced
+from rotor.common.tensor_trees import Flags, check_output, grad_flags, tensors_of, versions
+from rotor.common.undisturbed import gradients_aside, model_kept
 from rotor.engines.chain.sharded import Sharding
 from rotor.engines.parts.blocks import BlockStage
-from rotor.engines.parts.probe import Saves, unchanged
+from rotor.engines.parts.probe import Saves
 
 __all__ = ["Calls", "apart", "candidates"]
 
@@ -61,7 +61,7 @@ def apart(model: nn.Module, sharding: Sharding, device: torch.device) -> Iterato
     root = sharding.root
     inner = [unit for unit in sharding.units if unit is not root]
     with ExitStack() as stack:
-        stack.enter_context(unchanged(model, device))
+        stack.enter_context(model_kept(model, device))
         stack.enter_context(fsdp.undisturbed(sharding.units))
         if root is not None and not root.is_gathered:
             root.gather()

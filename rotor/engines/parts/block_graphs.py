@@ -17,13 +17,14 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core
-from rotor.common.forward_patch import PatchedForwards
+from rotor.common.calls import call_signature
+from rotor.common.forward_patch import Replaced
 from rotor.common.ranks import Ranks, digest
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.engines.parts.block_proofs import BlocksProof
 from rotor.engines.parts.blocks import BlockStage
 from rotor.engines.parts.kinds import Captures, Kind, backward_marks
-from rotor.engines.parts.probe import Saves, describe_call
+from rotor.engines.parts.probe import Saves
 from rotor.graph.assembly import Option
 
 __all__ = ["BlockGraph", "GraphCalls", "share_graphs"]
@@ -84,7 +85,7 @@ class BlockGraph:
         proof
             Proof that compares recomputed values of the program.
         """
-        if describe_call(args, kwargs) != self.signature:
+        if call_signature(args, kwargs) != self.signature:
             return None, False
         marks = None if on_phase is None else backward_marks(on_phase, k)
         code = self.kind.emitted(number)
@@ -187,7 +188,7 @@ class GraphCalls:
             if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
                 return f"it has a parameter of type {type(parameter.data).__name__}"
         stage = self._stages[module]
-        signature = describe_call(args, kwargs)
+        signature = call_signature(args, kwargs)
         with self._saves.paused(), self._replaced.paused():
             try:
                 kind = self._captures.kind_of(stage.name, module, signature, args, kwargs)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from rotor.common.accounting import assumed_loss_bytes, scalar_bytes
 from rotor.common.checksums import NO_ROOM, has_room
 from rotor.common.progress import progress
 from rotor.common.ranks import RankError, Ranks
@@ -35,9 +36,6 @@ from rotor.timing import Clock
 __all__ = ["Block", "Blocks", "BlocksPlan", "make_blocks_plan", "measure_blocks"]
 
 _ROUNDS = 3
-_LOSS_FACTOR = 4
-_SCALARS = 8
-"""Numbers, such as the loss itself, that the caller holds while the backward runs."""
 
 
 @dataclass(eq=False)
@@ -135,7 +133,7 @@ class Blocks:
         """Return the blocks with room for a loss that no step has shown yet."""
         if self.has_loss or self.is_measured:
             return self
-        assumed = _LOSS_FACTOR * self.output_bytes
+        assumed = assumed_loss_bytes(self.output_bytes)
         if loss_tmp_bytes:
             assumed = self.output_bytes + loss_tmp_bytes
         *between, last = self.bases.between
@@ -420,7 +418,7 @@ def _priced(
         for column in columns
     }
     count = len(blocks)
-    base = sharding.base_bytes(device) + _SCALARS * allocator.rounded_bytes(8, device)
+    base = sharding.base_bytes(device) + scalar_bytes(device.type)
     forward, backward, between = [0] * count, [0] * count, [0] * (count + 1)
     for name, (_, peak, _) in segments.items():
         kind, _, number = name.partition(" ")

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 
 from rotor.algorithms.curve import Curve
+from rotor.common.accounting import METERED_STEPS
 from rotor.common.progress import progress
 from rotor.common.tensor_trees import output_tensors
 from rotor.engines.contract import (
-    METERED_STEPS,
     Call,
     CannotPlan,
     Context,

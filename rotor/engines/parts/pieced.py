@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from rotor.algorithms.curve import Curve
-from rotor.common.forward_patch import PatchedForwards
+from rotor.common.accounting import CODE_FACTOR
+from rotor.common.calls import call_signature
+from rotor.common.forward_patch import Replaced
 from rotor.engines.graph.emit import StepCode
 from rotor.engines.graph.proving import Tally
 from rotor.engines.parts.kinds import Kind, backward_marks
 from rotor.engines.parts.pieces import Pieces, Site
-from rotor.engines.parts.probe import describe_call
 from rotor.errors import InfeasibleError
 from rotor.graph.assembly import Bases, Option, Simulation, choose, least_bytes, simulate
 from rotor.meter.step_meter import Metered, StepBytes, StepWatch, Verdict
@@ -33,9 +34,6 @@ __all__ = [
     "measured_bases",
     "pieces_curve",
 ]
-
-_MADE_BESIDE = 2
-"""Memory of eager code beside its kept values, in multiples of these: inputs, gradients."""
 
 
 @dataclass
@@ -249,7 +247,7 @@ class PiecesStep:
                 return forward(*args, **kwargs)
             output, failed = None, "now"
             with self._others.paused(), self._replaced.paused():
-                signature = describe_call(args, kwargs)
+                signature = call_signature(args, kwargs)
                 path = pieces.elsewhere[module]
                 kind = pieces.captures.kind_of(path, module, signature, args, kwargs)
                 if isinstance(kind, Kind):
@@ -268,8 +266,8 @@ class PiecesStep:
                 self._plan.pieces.is_stale = True
                 return forward(*args, **kwargs)
             site = self._plan.pieces.sites[k]
-            if site.failed or site.signature != describe_call(args, kwargs):
-                self._plan.pieces.is_stale |= not (site.failed or site.varies)
+            if site.failed or site.signature != call_signature(args, kwargs):
+                self._plan.pieces.is_stale |= not site.failed
                 # It runs without a plan, and needs what the next metered step tells.
                 self._plan.differs = True
                 return forward(*args, **kwargs)
@@ -430,7 +428,7 @@ def learn_levels(plan: PiecesPlan, more: dict[str, int]) -> tuple[int, int]:
     for k in range(len(pieces.sites) + 1):
         end = f"forward {k}" if k < len(pieces.sites) else "loss"
         kept = more.get(end, 0) - more.get(f"after {k - 1}", 0)
-        found["between", k] = found.get(("between", k), 0) + _MADE_BESIDE * max(kept, 0)
+        found["between", k] = found.get(("between", k), 0) + CODE_FACTOR * max(kept, 0)
     expected = _most(pieces.bases, replace(pieces.bases, between=raised("between")))
     options = pieces.options()
     peaks = [simulate(options, bases, plan.choice).peak_bytes for bases in (pieces.bases, expected)]

@@ -18,16 +18,17 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core
-from rotor.common.forward_patch import PatchedForwards
-from rotor.common.tensor_trees import output_tensors, tree_tensors
+from rotor.common.accounting import CODE_FACTOR, assumed_loss_bytes
+from rotor.common.calls import call_signature
+from rotor.common.forward_patch import Replaced
+from rotor.common.tensor_trees import tensors_of, tensors_within
+from rotor.common.undisturbed import model_kept
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.parts.kinds import Captures, Kind
 from rotor.engines.parts.probe import (
     NeedsBackward,
     Saves,
-    describe_call,
     inner_modules,
-    unchanged,
     weigh,
 )
 from rotor.graph.assembly import Bases, Option
@@ -43,7 +44,6 @@ _SMALLEST_SHARE = 500
 
 _MOST_SEARCHES = 4
 _MOST_NAMES = 12
-_LOSS_FACTOR = 4
 
 
 @dataclass(eq=False)
@@ -237,7 +237,7 @@ class _Search:
                 if not torch.is_grad_enabled() or not saves.on_top():
                     return forward(*given, **named)
                 path = paths[module]
-                signature = describe_call(given, named)
+                signature = call_signature(given, named)
                 with saves.paused(), replaced.paused():
                     kind = self.captures.kind_of(path, module, signature, given, named)
                 if isinstance(kind, str):
@@ -260,8 +260,8 @@ class _Search:
             return run
 
         with (
-            unchanged(self.model, device),
-            PatchedForwards(paths, replacement) as replaced,
+            model_kept(self.model, device),
+            Replaced(paths, replacement) as replaced,
             saves.watching(),
         ):
             output = self.model.forward(*args, **kwargs)
@@ -295,8 +295,8 @@ class _Search:
             largest[phase] = max(largest[phase], self.sizes[identity])
         kept = list(accumulate(starting))
         later = self._gradients()
-        transient = [2 * largest[2 * k] + later[k] for k in range(count + 1)]
-        transient[count] = max(transient[count], _LOSS_FACTOR * output_bytes)
+        transient = [CODE_FACTOR * largest[2 * k] + later[k] for k in range(count + 1)]
+        transient[count] = max(transient[count], assumed_loss_bytes(output_bytes))
         return Bases(
             tuple(kept[2 * k + 1] for k in range(count)),
             tuple(kept[2 * k + 1] + later[k + 1] for k in range(count)),

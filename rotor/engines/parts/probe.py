@@ -16,14 +16,12 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core
-from rotor.common.forward_patch import PatchedForwards
-from rotor.common.generators import generators_kept
-from rotor.common.tensor_trees import output_tensors, tree_tensors
-from rotor.engines.graph.calls import layout_of
-from rotor.engines.graph.repeating import attributes_kept
+from rotor.common.forward_patch import Replaced
+from rotor.common.tensor_trees import tensors_of, tensors_within
+from rotor.common.undisturbed import model_kept
 from rotor.meter import allocator
 
-__all__ = ["ModuleCall", "NeedsBackward", "Saves", "describe_call", "unchanged", "weigh"]
+__all__ = ["Call", "NeedsBackward", "Saves", "weigh"]
 
 
 class NeedsBackward(Exception):
@@ -122,27 +120,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and type(tensor) in (torch.Tensor, nn.Parameter)
 
 
-@contextmanager
-def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore buffers, random states and plain attributes of modules at the end."""
-    modules = list(model.modules())
-    buffers = [
-        (slots, name, slots[name], slots[name].detach().clone())
-        for module in modules
-        for slots, name in core.buffer_slots(module)
-    ]
-    state = core.get_generator_state(device)
-    try:
-        with generators_kept(modules), attributes_kept(modules):
-            yield
-    finally:
-        with torch.no_grad():
-            for slots, name, buffer, value in buffers:
-                buffer.copy_(value)
-                slots[name] = buffer
-        core.set_generator_state(device, state)
-
-
 def inner_modules(model: nn.Module) -> dict[nn.Module, str]:
     """Return the modules inside a model, with their paths."""
     return {
@@ -200,26 +177,7 @@ def weigh(
 
         return run
 
-    device = tree_tensors((args, kwargs))[0].device
-    with unchanged(model, device), PatchedForwards(paths, watched), saves.watching():
+    device = tensors_of((args, kwargs))[0].device
+    with model_kept(model, device), Replaced(paths, watched), saves.watching():
         model.forward(*args, **kwargs)
     return calls, whole, set(counts)
-
-
-def describe_call(args: Any, kwargs: Any) -> Any:
-    """Return the properties of arguments and context that a captured piece depends on."""
-    leaves, spec = core.tree_flatten((args, kwargs))
-    kind = "cpu"
-    described: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            kind = leaf.device.type
-            described.append(
-                (leaf.shape, layout_of(leaf), leaf.dtype, leaf.device, leaf.requires_grad)
-            )
-        elif isinstance(leaf, bool | int | float | str | None | torch.dtype | torch.device):
-            described.append((type(leaf), leaf))
-        else:
-            described.append(type(leaf))
-    autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-    return str(spec), tuple(described), autocast

@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 import torch
 
 from rotor.algorithms.curve import Curve
-from rotor.common.tensor_trees import output_tensors, tree_tensors
+from rotor.common.accounting import METERED_STEPS
+from rotor.common.tensor_trees import tensors_of, tensors_within
 from rotor.engines.chain.sharded import Sharding
-from rotor.engines.contract import METERED_STEPS, Call, Context, IsPending, Key, StartMeter
+from rotor.engines.contract import Call, Context, IsPending, Key, StartMeter
 from rotor.engines.graph.calls import check_arguments
 from rotor.engines.graph.engine import captured_key, check_generator, warn_unrepeatable
 from rotor.engines.graph.recorded import MEASURED, price, source_of

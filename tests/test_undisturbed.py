@@ -1,0 +1,147 @@
+"""Guards of runs that leave no trace."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rotor._pytorch import core
+from rotor.common import undisturbed
+from rotor.engines.graph.calls import run_once
+
+CPU = torch.device("cpu")
+
+
+class Stateful(nn.Module):
+    """Every kind of state that a forward may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("alias", self.seen)
+        self.register_buffer("empty", None)
+        self.calls, self.last, self.history = 0, torch.zeros(2), [1]
+        self.ready, self.table = False, None
+        self.generator = torch.Generator().manual_seed(3)
+        self.numpy, self.python = np.random.default_rng(3), random.Random(3)
+
+    def forward(self, x):
+        self.seen.add_(1)
+        self.calls += 1
+        self.last.add_(1)
+        self.history.append(2)
+        self.ready, self.table, self.made = True, torch.ones(3), 5
+        drawn = torch.rand(2) + torch.rand(2, generator=self.generator)
+        return self.linear(x) + drawn + self.numpy.random() + self.python.random() + random.random()
+
+
+def state_of(model: Stateful) -> list:
+    """Everything that a forward changes, as plain data."""
+    return [
+        model.seen.tolist(),
+        model.calls,
+        model.last.tolist(),
+        list(model.history),
+        (model.ready, model.table, hasattr(model, "made")),
+        model.generator.get_state().tolist(),
+        model.numpy.bit_generator.state,
+        model.python.getstate(),
+        random.getstate(),
+        torch.get_rng_state().tolist(),
+    ]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_forward_leaves_a_model_as_it_was(fails):
+    model = Stateful()
+    before, seen, last = state_of(model), model.seen, model.last
+    try:
+        with undisturbed.model_kept(model, CPU):
+            model(torch.ones(2))
+            assert state_of(model) != before
+            if fails:
+                raise RuntimeError
+    except RuntimeError:
+        assert fails
+    assert state_of(model) == before
+    assert model.seen is model.alias is seen
+    assert model.last is last
+
+
+def test_what_a_first_forward_sets_up_may_stay():
+    model = Stateful()
+    with undisturbed.attributes_kept([model], prepares=True):
+        model(torch.ones(2))
+    assert (model.ready, model.table.tolist(), model.made) == (True, [1, 1, 1], 5)
+    assert (model.calls, model.last.tolist(), model.history) == (0, [0, 0], [1])
+
+
+def test_copies_of_buffers_are_shared_where_the_buffers_are():
+    model = Stateful()
+    seen = model.seen
+    with undisturbed.buffers_copied(core.buffer_slots(model)):
+        assert model.seen is model.alias
+        assert model.seen is not seen
+        model.seen.add_(1)
+        model.alias = torch.ones(5)
+    assert model.seen is model.alias is seen
+    assert (seen.tolist(), seen._version) == ([0, 0], 0)
+
+
+def test_replaced_buffers_come_back_with_their_values():
+    model = Stateful()
+    seen = model.seen
+    with undisturbed.buffers_kept(core.buffer_slots(model)):
+        model.seen.add_(1)
+        model.seen = torch.ones(7)
+    assert model.seen is seen
+    assert seen.tolist() == [0, 0]
+
+
+def test_flags_and_gradients_come_back():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    model[1].eval()
+    model(torch.ones(1, 2)).sum().backward()
+    gradient = model[0].weight.grad
+    with undisturbed.training_flags_kept(model), undisturbed.gradients_aside(model.parameters()):
+        model.eval()
+        assert [p.grad for p in model.parameters()] == [None, None]
+        model(torch.ones(1, 2)).sum().backward()
+    assert [part.training for part in model.modules()] == [True, True, False]
+    assert model[0].weight.grad is gradient
+
+
+def test_casts_of_autocast_are_dropped_where_they_are_kept():
+    linear = nn.Linear(2, 2)
+
+    def casts() -> int:
+        with torch.profiler.profile() as profile:
+            linear(torch.ones(1, 2))
+        return sum(event.name == "aten::to" for event in profile.events())
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first, cached = casts(), casts()
+        with undisturbed.autocast_cache_dropped():
+            assert casts() == cached
+        assert casts() == first
+    assert cached < first
+
+
+def test_a_forward_that_fails_leaves_buffers_as_they_were():
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(2))
+
+        def forward(self, x):
+            self.seen.add_(1)
+            raise ValueError("no")
+
+    model = Failing()
+    assert not run_once(model, (torch.ones(2),), {})
+    assert model.seen.tolist() == [0, 0]
