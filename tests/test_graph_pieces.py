@@ -19,7 +19,7 @@ from zoo.models import FeedForward
 import rotor
 from rotor import memory
 from rotor.common.calls import call_signature
-from rotor.common.forward_patch import Replaced
+from rotor.common.forward_patch import PatchedForwards
 from rotor.common.undisturbed import model_kept
 from rotor.engines.dynamic.engine import DynamicEngine
 from rotor.engines.dynamic.plan import DynamicPlan

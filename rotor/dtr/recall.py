@@ -14,6 +14,7 @@ import torch
 from rotor import _core
 from rotor._pytorch import core, dispatch
 from rotor.common.accounting import SCRAPS_BYTES, scrap_bytes
+from rotor.dtr.calling import ModulePaths
 from rotor.dtr.records import Record
 from rotor.dtr.repeating import Verifier
 from rotor.dtr.signatures import known_needs

@@ -11,7 +11,7 @@ from torch import nn
 
 from rotor._pytorch import core
 from rotor.common.calls import sample_call
-from rotor.common.tensor_trees import tensors_of
+from rotor.common.tensor_trees import tree_tensors
 from rotor.common.undisturbed import (
     autocast_cache_dropped,
     buffers_copied,

@@ -18,7 +18,7 @@ import torch
 from rotor import _core
 from rotor._pytorch import core
 from rotor.common.accounting import is_metered_again, is_new_maximum, noise_bytes
-from rotor.common.tensor_trees import tensors_of
+from rotor.common.tensor_trees import tree_tensors
 from rotor.errors import MemoryLimitWarning
 from rotor.meter import allocator as memory
 from rotor.meter.step_meter import Metered, StepBytes, StepMeter

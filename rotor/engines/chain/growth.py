@@ -16,7 +16,7 @@ import torch
 from rotor import _core
 from rotor._pytorch import core
 from rotor.common.accounting import noise_bytes
-from rotor.common.tensor_trees import tensors_of
+from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain.measure import Inspection
 from rotor.engines.chain.observe import kept_bytes
 from rotor.engines.chain.stages import Stage

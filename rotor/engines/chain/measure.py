@@ -20,7 +20,6 @@ from rotor import _core, timing
 from rotor.algorithms.sequence import Operation
 from rotor.algorithms.utils import ProgressCallback
 from rotor.chain import Chain
-from rotor.common.accounting import GENERATOR_BYTES
 from rotor.common.generators import autocast_off
 from rotor.common.places import Saved
 from rotor.common.tensor_trees import (
@@ -29,9 +28,8 @@ from rotor.common.tensor_trees import (
     grad_flags,
     tree_tensors,
 )
-from rotor.common.undisturbed import buffers_copied
 from rotor.engines.chain.merge import frozen_prefix, merge_stages
-from rotor.engines.chain.observe import Observation, observe, undisturbed
+from rotor.engines.chain.observe import Observation, copied_buffers, observe, undisturbed
 from rotor.engines.chain.run import Run
 from rotor.engines.chain.schedule import FE, FN, Schedule
 from rotor.engines.chain.stages import Stage
@@ -40,7 +38,8 @@ from rotor.meter.step_meter import check_idle
 
 __all__ = ["Chain", "Inspection", "Measuring", "StageMeasure", "measure", "merge_stages"]
 
-Progress = Callable[[int, int], object]
+RNG_BYTES = 5056
+"""Size of the state of PyTorch's generator on the CPU."""
 
 _MIN_REPEATS, _MAX_REPEATS = 5, 25
 _TOLERANCE = 0.03
@@ -186,7 +185,7 @@ class Inspection:
             Bytes of the gradients that each stage leaves, if they differ from `missing`.
         """
         measures = self.measures
-        state = GENERATOR_BYTES if rng and self.device.type == "cpu" else 0
+        state = RNG_BYTES if rng and self.device.type == "cpu" else 0
         grads = [*(m.grad_bytes for m in measures), self.output_grad_bytes]
         return Chain(
             [m.forward_ns / 1e9 for m in measures],
@@ -279,7 +278,7 @@ class Measuring:
         seen = self.observations[i]
         self.run.flags[i + 1] = seen.flags
         self._state = Saved(stage.state)
-        with buffers_copied(stage.buffers):
+        with copied_buffers(stage):
             self._round(i, kept)
             metered = [self._metered_round(i, kept) for _ in range(self.metered_rounds)]
             forward, record, backward = self._times(i, kept)
@@ -456,7 +455,7 @@ class Measuring:
         def once(mark: Callable[[str], object] = _no_mark) -> int:
             mark("output")
             self._reset()
-            with buffers_copied(self.stages[-1].buffers):
+            with copied_buffers(self.stages[-1]):
                 self._forward(n - 1, self.last_input)
             mark("loss")
             clock.start()

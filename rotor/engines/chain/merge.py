@@ -7,8 +7,15 @@ from typing import Any
 
 import torch
 
-from rotor.common.tensor_trees import check_output, grad_flags, map_tensors, tensors_of, versions
-from rotor.common.undisturbed import buffers_copied
+from rotor.common.tensor_trees import (
+    check_output,
+    detached,
+    grad_flags,
+    map_tensors,
+    tree_tensors,
+    versions,
+)
+from rotor.engines.chain.observe import copied_buffers
 from rotor.engines.chain.stages import Stage
 
 __all__ = ["frozen_prefix", "merge_stages"]
@@ -39,8 +46,11 @@ def merge_stages(stages: Sequence[Stage], arg: Any) -> list[Stage]:
     first = x
     with torch.no_grad():
         for stage in stages:
-            before = versions(x)
-            with buffers_copied(stage.buffers):
+            if first is not None and not has_copy and _may_write(stage, x):
+                first = x = _copy(x)
+                has_copy = True
+            before, untouched = versions(x), versions(first)
+            with copied_buffers(stage):
                 y = _run_without_graph(stage, x)
             check_output(stage.name, y)
             if first is not None and versions(first) != untouched:
@@ -90,8 +100,8 @@ def _run_without_graph(stage: Stage, x: Any) -> Any:
 
 
 def _runs_with_graph(stage: Stage, x: Any) -> bool:
-    x = map_tensors(x, lambda tensor: tensor.detach().clone())
-    with torch.enable_grad(), buffers_copied(stage.buffers):
+    x = _copy(x)
+    with torch.enable_grad(), copied_buffers(stage):
         try:
             stage(x)
         except RuntimeError:

@@ -30,12 +30,12 @@ from rotor.common.tensor_trees import (
     grad_flags,
     tree_tensors,
 )
-from rotor.common.undisturbed import autocast_cache_dropped, buffers_copied, random_states_kept
 from rotor.engines.chain.stages import Stage
 
 __all__ = [
     "Observation",
     "Observer",
+    "copied_buffers",
     "kept_bytes",
     "note_state",
     "observe",
@@ -89,6 +89,20 @@ class Observation:
         return "" if self.repeats else "two runs of it from the same state gave different bits"
 
 
+@contextmanager
+def copied_buffers(stage: Stage) -> Iterator[list[tuple[core.Slot, torch.Tensor]]]:
+    """Have the stage run on copies of its buffers; gives the originals with their slots."""
+    kept = [(slot, slot[0][slot[1]]) for slot in stage.buffers]
+    try:
+        for (slots, name), buffer in kept:
+            if buffer is not None:
+                slots[name] = buffer.detach().clone()
+        yield [(slot, buffer) for slot, buffer in kept if buffer is not None]
+    finally:
+        for (slots, name), buffer in kept:
+            slots[name] = buffer
+
+
 def _named(stage: Stage) -> list[tuple[str, Any]]:
     return list(zip(stage.names, stage.functions, strict=True))
 
@@ -104,6 +118,8 @@ def undisturbed(stages: Sequence[Stage], device: torch.device) -> Iterator[Calla
     ValueError
         A stage holds a running generator, which cannot be set back.
     """
+    rng = RngTracker(device)
+    states = rng.read()
     buffers = [(slot, slot[0][slot[1]]) for stage in stages for slot in stage.buffers]
     watch = Watch([named for stage in stages for named in _named(stage)])
     if watch.generators:
@@ -112,13 +128,15 @@ def undisturbed(stages: Sequence[Stage], device: torch.device) -> Iterator[Calla
             "measuring the stages would move on and nothing can set back: keep a list or an "
             'iterator of one there, or use engine="dynamic", which measures nothing'
         )
-    with autocast_cache_dropped(), random_states_kept(device):
-        try:
-            yield
-        finally:
-            for (slots, name), buffer in buffers:
-                slots[name] = buffer
-            watch.restore()
+    autocast = torch.is_autocast_cache_enabled()
+
+    def put_back() -> None:
+        rng.write(states)
+        for (slots, name), buffer in buffers:
+            slots[name] = buffer
+        watch.restore()
+        if autocast:
+            torch.clear_autocast_cache()
 
     try:
         yield put_back
@@ -355,7 +373,7 @@ class Observer:
     def _run(
         self, stage: Stage, x: Any, flags: Flags, i: int, watch: Watch | None
     ) -> tuple[Observation, tuple[list[Any], list[Any]], Any]:
-        with self._around(stage), buffers_copied(stage.buffers):
+        with self._around(stage), copied_buffers(stage) as originals:
             before = [
                 (slot, copy := slot[0][slot[1]], original, copy._version)
                 for slot, original in originals
@@ -412,7 +430,7 @@ class Observer:
         def gradients(twice: bool) -> list[list[Any]]:
             watch.restore()
             self._rng.write(states)
-            with self._around(stage), buffers_copied(stage.buffers):
+            with self._around(stage), copied_buffers(stage):
                 with torch.enable_grad():
                     leaves, wanted = as_leaves(x, flags)
                     y = stage(leaves)

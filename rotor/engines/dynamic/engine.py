@@ -13,11 +13,11 @@ from rotor import dtr
 from rotor.algorithms.curve import Curve
 from rotor.common.accounting import METERED_STEPS, SCRAPS_BYTES
 from rotor.common.model_state import refuse_sharded
-from rotor.common.tensor_trees import tensors_of, tensors_within
+from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.common.undisturbed import attributes_kept, generators_kept
 from rotor.engines.contract import Call, Context, Engine, IsPending, Key, StartMeter
 from rotor.engines.dynamic.plan import DynamicPlan, check_options
-from rotor.engines.dynamic.step import NestedStep
+from rotor.engines.dynamic.step import BudgetedStep
 from rotor.errors import MemoryLimitWarning, RecomputationError
 from rotor.meter.step_meter import StepBytes, StepMeter, cancel_running
 from rotor.meter.watch import note_peak

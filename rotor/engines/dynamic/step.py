@@ -25,7 +25,7 @@ from rotor.common.accounting import AHEAD, ESTIMATE_MARGIN, LOSS_GRADIENTS, SCRA
 from rotor.common.generators import SPLIT_BACKWARD
 from rotor.common.hook_values import hook_places
 from rotor.common.places import tensors_in
-from rotor.common.tensor_trees import tensors_of
+from rotor.common.tensor_trees import tree_tensors
 from rotor.dtr.stepping import StepSession
 from rotor.engines.dynamic.additions import Additions, Arrivals
 from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning, RecomputationError

@@ -478,7 +478,7 @@ def search(graph: Graph, budget: int, options: dict[str, Any], progress: Any) ->
     raise InfeasibleError(f"no program was found within {budget} bytes", minimum)
 
 
-def own_bytes(device: torch.device, replayed: int) -> int:
+def executor_bytes(device: torch.device, replayed: int) -> int:
     """Return the bytes of the caller's scalars and of the random states kept for replayed draws."""
     return scalar_bytes(device.type) + generator_bytes(device.type, replayed)
 

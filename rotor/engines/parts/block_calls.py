@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core, fsdp
-from rotor.common.forward_patch import Replaced
-from rotor.common.tensor_trees import Flags, check_output, grad_flags, tensors_of, versions
+from rotor.common.forward_patch import PatchedForwards
+from rotor.common.tensor_trees import Flags, check_output, grad_flags, tree_tensors, versions
 from rotor.common.undisturbed import gradients_aside, model_kept
 from rotor.engines.chain.sharded import Sharding
 from rotor.engines.parts.blocks import BlockStage

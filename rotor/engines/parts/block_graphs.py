@@ -18,7 +18,7 @@ from torch import nn
 
 from rotor._pytorch import core
 from rotor.common.calls import call_signature
-from rotor.common.forward_patch import Replaced
+from rotor.common.forward_patch import PatchedForwards
 from rotor.common.ranks import Ranks, digest
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.engines.parts.block_proofs import BlocksProof

@@ -14,7 +14,7 @@ from torch import nn
 from rotor.algorithms.curve import Curve
 from rotor.common.accounting import CODE_FACTOR
 from rotor.common.calls import call_signature
-from rotor.common.forward_patch import Replaced
+from rotor.common.forward_patch import PatchedForwards
 from rotor.engines.graph.emit import StepCode
 from rotor.engines.graph.proving import Tally
 from rotor.engines.parts.kinds import Kind, backward_marks

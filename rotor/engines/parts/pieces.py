@@ -20,8 +20,8 @@ from torch import nn
 from rotor._pytorch import core
 from rotor.common.accounting import CODE_FACTOR, assumed_loss_bytes
 from rotor.common.calls import call_signature
-from rotor.common.forward_patch import Replaced
-from rotor.common.tensor_trees import tensors_of, tensors_within
+from rotor.common.forward_patch import PatchedForwards
+from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.common.undisturbed import model_kept
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.parts.kinds import Captures, Kind
@@ -261,7 +261,7 @@ class _Search:
 
         with (
             model_kept(self.model, device),
-            Replaced(paths, replacement) as replaced,
+            PatchedForwards(paths, replacement) as replaced,
             saves.watching(),
         ):
             output = self.model.forward(*args, **kwargs)

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core
-from rotor.common.forward_patch import Replaced
-from rotor.common.tensor_trees import tensors_of, tensors_within
+from rotor.common.forward_patch import PatchedForwards
+from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.common.undisturbed import model_kept
 from rotor.meter import allocator
 
-__all__ = ["Call", "NeedsBackward", "Saves", "weigh"]
+__all__ = ["ModuleCall", "NeedsBackward", "Saves", "weigh"]
 
 
 class NeedsBackward(Exception):
@@ -177,7 +177,7 @@ def weigh(
 
         return run
 
-    device = tensors_of((args, kwargs))[0].device
-    with model_kept(model, device), Replaced(paths, watched), saves.watching():
+    device = tree_tensors((args, kwargs))[0].device
+    with model_kept(model, device), PatchedForwards(paths, watched), saves.watching():
         model.forward(*args, **kwargs)
     return calls, whole, set(counts)

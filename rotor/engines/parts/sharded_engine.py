@@ -13,7 +13,7 @@ import torch
 
 from rotor.algorithms.curve import Curve
 from rotor.common.accounting import METERED_STEPS
-from rotor.common.tensor_trees import tensors_of, tensors_within
+from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.engines.chain.sharded import Sharding
 from rotor.engines.contract import Call, Context, IsPending, Key, StartMeter
 from rotor.engines.graph.calls import check_arguments
