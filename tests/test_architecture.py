@@ -314,6 +314,7 @@ def test_transparent_modules_touch_only_what_modules_override():
 # Private names of a module, and what is in rotor._core and rotor._pytorch, are for the module's own
 # tests; everything else is tested by public names.
 PRIVATE_IN_TESTS = {
+    "gpu.test_cuda": ["_core"],
     "ddp_graphs": ["_pytorch.inductor"],
     "installed": ["_core"],
     "published.test_rockmate": ["rockmate"],
@@ -329,6 +330,7 @@ PRIVATE_IN_TESTS = {
         "dtr.signatures",
     ],
     "test_dtr_log": ["dtr.recall"],
+    "test_dtr_repeating": ["dtr.recall"],
     "test_dtr_runtime": ["_core", "_pytorch.dispatch", "dtr.signatures"],
     "test_dtr_sources": ["dtr.recall"],
     "test_dynamic_limits": ["_core"],
@@ -352,7 +354,8 @@ PRIVATE_IN_TESTS = {
     "test_stubs": ["_core"],
     "test_timing": ["_core"],
     "test_varying_memory": ["meter.watch"],
-    "test_wrapping": ["engines.chain.stages"],
+    "test_memory_cuda": ["_core"],
+    "test_wrapping": ["common.model_state"],
 }
 
 

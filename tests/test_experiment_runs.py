@@ -6,6 +6,7 @@ import contextlib
 import csv
 import http.server
 import json
+import sys
 import threading
 from pathlib import Path
 
@@ -43,6 +44,20 @@ def test_an_answer_is_its_events(calls):
     answer = ask({}, calls)
     assert [event["event"] for event in answer.events] == ["begun", "rep", "rep", "done"]
     assert answer.retries == []
+
+
+@pytest.mark.parametrize("given", [None, "active"])
+def test_threads_of_a_worker_do_not_wait_busily(calls, monkeypatch, given):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    code = (
+        "import json, os; "
+        "print(json.dumps({'event': 'done', 'policy': os.environ['OMP_WAIT_POLICY']}))"
+    )
+    limits = Limits(30.0, 20.0, 0, False)
+    answer = process.ask({}, limits, worker=(sys.executable, "-S", "-c", code))
+    assert answer.events[-1]["policy"] == (given or "passive")
 
 
 def test_silence_is_ended_and_tried_again(calls):

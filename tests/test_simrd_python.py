@@ -520,7 +520,7 @@ def test_wrong_steps_change_nothing():
             "aliases has 2 entries, expected 1",
             lambda: run.op("f", ["x"], bytes=[4], cost_ns=1, aliases=[-1, -1]),
         ),
-        (ValueError, "tensor named 'x' already", lambda: run.constant("x", 4)),
+        (ValueError, "tensor named 'x' exists already", lambda: run.constant("x", 4)),
         (ValueError, "bytes = -1", lambda: run.constant("c", -1)),
     ]:
         with pytest.raises(error, match=message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any
 
 from torch import nn
@@ -36,8 +37,15 @@ class ModulePaths:
         self._names: dict[nn.Module, str] = {}
         self._running: list[str] = []
         self._thread = 0
+        self._filters = warnings.catch_warnings()
 
     def __enter__(self) -> None:
+        self._filters = warnings.catch_warnings()
+        self._filters.__enter__()
+        # A module that was compiled calls these hooks twice, each time from begin to end.
+        warnings.filterwarnings(
+            "ignore", message=r"Using `torch\.compile\(module\)` when there are"
+        )
         self._thread = threading.get_ident()
         if self._root is not None:
             self._enter("", self._root)
@@ -47,6 +55,7 @@ class ModulePaths:
         ]
 
     def __exit__(self, *_: object) -> None:
+        self._filters.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -11,6 +11,7 @@ import csv
 import gc
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -58,14 +59,15 @@ def served(monkeypatch):
 
 
 def run(capsys, config: str | Path, out: Path, *options: str) -> tuple[str, list[str]]:
-    """Run a configuration without figures; its text, and the lines of stderr."""
+    """Run a configuration without figures; its text, and stderr but for the lines of progress."""
     arguments = ["experiment", "run", str(config), "--out", str(out), *options]
     if "--formats" not in options:
         arguments.append("--formats")
     code = main(arguments)
     text, err = capsys.readouterr()
     assert code == 0, err
-    return text, [line.removeprefix("rotor: ") for line in err.splitlines()]
+    lines = [line.removeprefix("rotor: ") for line in err.splitlines()]
+    return text, [line for line in lines if not re.search(r": \d+ of \d+ done", line)]
 
 
 def results_of(out: Path, name: str) -> dict[str, list[dict]]:
