@@ -329,7 +329,6 @@ PRIVATE_IN_TESTS = {
         "dtr.runtime",
         "dtr.signatures",
     ],
-    "test_dtr_log": ["dtr.recall"],
     "test_dtr_repeating": ["dtr.recall"],
     "test_dtr_runtime": ["_core", "_pytorch.dispatch", "dtr.signatures"],
     "test_dtr_sources": ["dtr.recall"],
@@ -356,6 +355,8 @@ PRIVATE_IN_TESTS = {
     "test_varying_memory": ["meter.watch"],
     "test_memory_cuda": ["_core"],
     "test_wrapping": ["common.model_state"],
+    "test_integer_program": ["algorithms._integer_program"],
+    "test_undisturbed": ["_pytorch.core"],
 }
 
 

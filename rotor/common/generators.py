@@ -63,7 +63,7 @@ class AutocastState:
         self._stack: ExitStack | None = None
 
     def is_current(self) -> bool:
-        """Whether the settings hold now."""
+        """Return whether the settings hold now."""
         return all(autocast_of(kind) == (enabled, dtype) for kind, enabled, dtype in self._settings)
 
     def __enter__(self) -> None:

@@ -20,6 +20,7 @@ from rotor import _core, timing
 from rotor.algorithms.sequence import Operation
 from rotor.algorithms.utils import ProgressCallback
 from rotor.chain import Chain
+from rotor.common.accounting import GENERATOR_BYTES
 from rotor.common.generators import autocast_off
 from rotor.common.places import Saved
 from rotor.common.tensor_trees import (
@@ -38,8 +39,6 @@ from rotor.meter.step_meter import check_idle
 
 __all__ = ["Chain", "Inspection", "Measuring", "StageMeasure", "measure", "merge_stages"]
 
-RNG_BYTES = 5056
-"""Size of the state of PyTorch's generator on the CPU."""
 
 _MIN_REPEATS, _MAX_REPEATS = 5, 25
 _TOLERANCE = 0.03
@@ -185,7 +184,7 @@ class Inspection:
             Bytes of the gradients that each stage leaves, if they differ from `missing`.
         """
         measures = self.measures
-        state = RNG_BYTES if rng and self.device.type == "cpu" else 0
+        state = GENERATOR_BYTES if rng and self.device.type == "cpu" else 0
         grads = [*(m.grad_bytes for m in measures), self.output_grad_bytes]
         return Chain(
             [m.forward_ns / 1e9 for m in measures],

@@ -187,7 +187,7 @@ class CapturedStep:
 
     @property
     def assumed_loss_bytes(self) -> int:
-        """What a loss of which nothing is known is taken to need: 4 x the output, in all."""
+        """Assumed need of an unknown loss: 4 x the output, in all."""
         return max(assumed_loss_bytes(self.output_bytes) - self.tangent_bytes, 0)
 
     def loss_workspace(self, given_bytes: int, learned_bytes: int | None) -> int:

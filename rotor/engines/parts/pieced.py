@@ -267,7 +267,7 @@ class PiecesStep:
                 return forward(*args, **kwargs)
             site = self._plan.pieces.sites[k]
             if site.failed or site.signature != call_signature(args, kwargs):
-                self._plan.pieces.is_stale |= not site.failed
+                self._plan.pieces.is_stale |= not (site.failed or site.varies)
                 # It runs without a plan, and needs what the next metered step tells.
                 self._plan.differs = True
                 return forward(*args, **kwargs)
