@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -221,3 +223,19 @@ def test_dropout_from_a_state_of_cudnn_is_refused(monkeypatch):
         chk(torch.randn(5, 2, 8))
     model[0].dropout = 0.0
     chk(torch.randn(5, 2, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("engine", ["chain", "graph"])
+def test_a_model_goes_with_its_last_name(engine):
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(4, 8)
+    chk = rotor.Checkpointable(model, mem_limit="1MB", engine=engine)
+    for _ in range(2):
+        chk(x).sum().backward()
+    gc.collect()
+    gc.disable()
+    try:
+        gone = weakref.ref(model)
+        del model, chk
+        assert gone() is None
+    finally:
+        gc.enable()

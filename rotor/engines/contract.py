@@ -6,6 +6,7 @@ An engine knows how to measure a module, to plan a step under a limit, and to ru
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from rotor.common.calls import sample_call
 from rotor.common.model_state import ModelState
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.peers import Alone, Peers
+from rotor.errors import MemoryLimitWarning
 from rotor.meter.step_meter import StepBytes, StepWatch, Verdict
 
 __all__ = [
@@ -179,8 +181,6 @@ class Context:
     wrapper
         Function that returns the wrapping module, which FSDP2 may shard in the place of the model;
         ``None`` without one.
-    warn
-        ``warn(topic, text)``: warns about the limit, once for each topic.
     structure
         Modules and parameters of the model at discovery.
     peers
@@ -193,11 +193,12 @@ class Context:
         Refusals by `Key.measured`.
     latest, latest_key
         Latest plan, made or run; kind of the latest step, measured or run.
+    warned
+        Topics of the warnings so far.
     """
 
     settings: Settings
     wrapper: Callable[[], nn.Module | None]
-    warn: Callable[[str, str], None]
     structure: ModelState
     peers: Peers = field(default_factory=Alone)
     plans: dict[Key, Any] = field(default_factory=dict)
@@ -205,6 +206,13 @@ class Context:
     refusals: dict[Any, Refusal] = field(default_factory=dict)
     latest: Any = None
     latest_key: Key | None = None
+    warned: set[str] = field(default_factory=set)
+
+    def warn(self, topic: str, text: str) -> None:
+        """Warn about the limit, once for each topic."""
+        if topic not in self.warned:
+            self.warned.add(topic)
+            warnings.warn(text, MemoryLimitWarning, stacklevel=7)
 
     def measured_key(self) -> Key:
         """Return the kind of the latest measured step; raise ValueError before one."""

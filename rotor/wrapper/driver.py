@@ -7,7 +7,6 @@ plan, the run, the metering, and the lessons of the meter.
 from __future__ import annotations
 
 import logging
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +36,7 @@ from rotor.engines.contract import (
     Verdict,
 )
 from rotor.engines.peers import Alone, Peers, SharingRanks
-from rotor.errors import InfeasibleError, MemoryLimitWarning
+from rotor.errors import InfeasibleError
 from rotor.meter import allocator
 from rotor.meter.limit import free_limit
 from rotor.meter.step_meter import StepBytes, StepMeter, StepWatch, cancel_running
@@ -78,30 +77,32 @@ class Driver:
         self.context: Context
         self.engines: list[Engine]
         self._wrapper: Callable[[], nn.Module | None] = _reference(wrapper)
-        self._warned: set[str] = set()
         self._unplanned: set[Any] = set()
         self._is_pending: IsPending = None
         self._is_crowded = False
         self._group_peers: Peers = Alone()
-        self._discover()
+        self._discover(None, set())
         self.engines[0].check_options(settings.options)
         self.engines[0].check_sharding()
         self.engines[0].check()
 
-    def _discover(self) -> None:
-        """Find the structure of the model and its engines, and drop all measures."""
-        latest = self.context.latest if hasattr(self, "context") else None
+    def _discover(self, latest: Any, warned: set[str]) -> None:
+        """Find the structure of the model and its engines."""
         self.context = Context(
             self.settings,
             self._wrapper,
-            self.warn,
             ModelState(self.settings.module),
             peers=self._group_peers,
             latest=latest,
+            warned=warned,
         )
         self._is_unit = fsdp.is_unit(self._wrapper())
         self._unplanned = set()
         self.engines = engines_for(self.context)
+
+    def _rediscover(self) -> None:
+        """Drop all measures, and find structure and engines again."""
+        self._discover(self.context.latest, self.context.warned)
 
     def _rediscover_if_changed(self) -> None:
         if not self.engines[0].depends_on_structure:
@@ -109,7 +110,7 @@ class Driver:
         if not self.context.structure.is_current() or (
             fsdp.is_unit(self._wrapper()) != self._is_unit
         ):
-            self._discover()
+            self._rediscover()
 
     def attach(self, wrapper: nn.Module) -> None:
         """Make a module represent the model."""
@@ -118,7 +119,7 @@ class Driver:
     def share_plans(self, ranks: Ranks) -> None:
         """Make the processes of a group measure together and run one plan."""
         self._group_peers = SharingRanks(ranks)
-        self._discover()
+        self._rediscover()
 
     def check_portable(self) -> None:
         """Raise TypeError where the model is sharded, and cannot be copied or pickled."""
@@ -134,18 +135,17 @@ class Driver:
         learned = dict(context.learned_loss)
         return {
             "settings": self.settings,
-            "warned": self._warned,
+            "warned": context.warned,
             "kept": kept if engine.is_portable() and context.peers.ranks is None else None,
             "learned_loss": learned,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.settings = state["settings"]
-        self._warned = state["warned"]
         self._wrapper = _reference(None)
         self._group_peers = Alone()
         self._is_pending, self._is_crowded = None, False
-        self._discover()
+        self._discover(None, state["warned"])
         self.context.learned_loss.update(state["learned_loss"])
         if state["kept"] is not None:
             engine, plans, self.context.latest, self.context.latest_key = state["kept"]
@@ -153,13 +153,7 @@ class Driver:
             engine.context = self.context
             self.engines[0] = engine
 
-    # -- the limit, and warnings
-
-    def warn(self, topic: str, text: str) -> None:
-        """Warn of the limit, once for each topic."""
-        if topic not in self._warned:
-            self._warned.add(topic)
-            warnings.warn(text, MemoryLimitWarning, stacklevel=7)
+    # -- the limit
 
     def limit_on(self, device: torch.device) -> int:
         """Return the limit; that of what is free now, kept from now on, where none was given."""
@@ -242,7 +236,7 @@ class Driver:
     def _with_other_engines(self, engine: Engine) -> Driver:
         """Return the driver itself, after removing an engine that the model does not suit."""
         self.settings.unsuited.add(engine.name)
-        self._discover()
+        self._rediscover()
         self.engines[0].check()
         return self
 
@@ -463,10 +457,10 @@ class Driver:
         try:
             following.try_out(key, call)
         except InfeasibleError:
-            self.warn("over", plan.describe_excess())
+            self.context.warn("over", plan.describe_excess())
             self._hand_back(key, before)
             return self._install(key, plan)
-        self.warn(
+        self.context.warn(
             "over",
             f"{plan.describe_excess()}. The dynamic engine keeps the limit: from now on it runs "
             "the model, evicts and recomputes while a step runs, and nothing is planned",
@@ -492,7 +486,7 @@ class Driver:
         return output
 
     def _warn_pending(self, limit_bytes: int) -> None:
-        self.warn(
+        self.context.warn(
             "pending",
             "a forward began while the backward of an earlier one was still to come: each "
             f"keeps its own limit's worth of memory ({format_bytes(limit_bytes)})",
@@ -521,7 +515,7 @@ class Driver:
             gradients = [p.grad for p in self.settings.module.parameters() if p.grad is not None]
             return StepMeter(plan.device, done, gradients)
         except allocator.MeterBusyError as error:
-            self.warn("busy", f"this step's memory was not measured: {error}")
+            self.context.warn("busy", f"this step's memory was not measured: {error}")
             return None
 
     def _watch(self, engine: Engine, plan: Any) -> StepWatch | None:
