@@ -86,12 +86,16 @@ def test_first_step_is_metered_and_a_dear_loss_is_learned():
     limit = plain_peak - 300_000
     chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit)
     measured = []
-    for _ in range(4):
-        for parameter in chk.parameters():
-            parameter.grad = None
-        dear(chk(x)).backward()
-        measured.append(chk.plan.measured_bytes)
+    with pytest.warns(rotor.MemoryLimitWarning, match="first step") as caught:
+        for _ in range(4):
+            for parameter in chk.parameters():
+                parameter.grad = None
+            dear(chk(x)).backward()
+            measured.append(chk.plan.measured_bytes)
     assert least < limit < measured[0]
+    assert len(caught) == 1
+    assert f"limit of {limit} bytes was not kept" in str(caught[0].message)
+    assert f"needed {measured[0]} bytes" in str(caught[0].message)
     assert measured[1] <= limit
     assert step_peak(chk, x, dear) <= chk.get_expected_memory() <= limit
 

@@ -362,7 +362,8 @@ def test_the_dynamic_engine_takes_over_where_the_rest_of_the_model_breaks_the_li
         for seed in range(4):
             expected = step(plain, plain, (x,), seed=seed)
             assert expected.differences(step(model, chk, (x,), seed=seed)) == []
-    (text,) = [str(w.message) for w in caught]
+    first, text = [str(w.message) for w in caught]
+    assert f"limit of {limit} bytes was not kept in a first step" in first
     assert f"limit of {limit} bytes was not kept" in text
     assert "The dynamic engine keeps the limit" in text
     assert isinstance(chk.plan, DynamicPlan)
@@ -381,7 +382,8 @@ def test_a_limit_that_nothing_keeps_is_reported(monkeypatch):
         warnings.simplefilter("always")
         for _ in range(5):
             step(model, chk, (x,))
-    (text,) = [str(w.message) for w in caught]
+    first, text = [str(w.message) for w in caught]
+    assert f"limit of {limit} bytes was not kept in a first step" in first
     assert f"limit of {limit} bytes was not kept" in text
     assert f"a limit of {chk.plan.least_bytes} bytes" in text
 

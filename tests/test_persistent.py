@@ -401,7 +401,7 @@ def test_progress_of_a_curve_never_goes_back() -> None:
     chain = realistic_chain(random.Random(1), 150)
     shares: list[float] = []
     Persistent(1000).curve(chain, progress=lambda done, total: shares.append(done / total))
-    assert len(shares) > 3
+    assert len(shares) > 1
     assert shares == sorted(shares)
 
 

@@ -18,6 +18,7 @@ from rotor.engines.chain import engine, growth
 from rotor.engines.chain.stages import find_stages
 from rotor.engines.parts.pieced import PiecesPlan
 from rotor.inspection import measure
+from rotor.common import accounting
 from rotor.meter import watch as watching
 
 WIDTH, INNER, ROWS = 64, 256, 1024
@@ -282,7 +283,7 @@ def test_excesses_are_told_while_parts_are_looked_for_and_that_ends():
 
 def test_a_graph_is_metered_now_and_then(monkeypatch):
     """A loss outside it may depend on data, though the graph does not."""
-    monkeypatch.setattr(watching, "_FIRST_STEPS", (3,))
+    monkeypatch.setattr(accounting, "METERED_EARLY", (3,))
     torch.manual_seed(0)
     chk = rotor.Checkpointable(Block(), mem_limit="8MB", engine="graph", effort="fast")
     x = torch.randn(ROWS, WIDTH)
@@ -304,7 +305,7 @@ def test_a_graph_is_metered_now_and_then(monkeypatch):
 
 
 def test_watching_stops_for_a_meter_of_the_callers(monkeypatch):
-    monkeypatch.setattr(watching, "_FIRST_STEPS", (1, 2, 3))
+    monkeypatch.setattr(accounting, "METERED_EARLY", (1, 2, 3))
     chk = trained(chain(), "100MB")
     with warnings.catch_warnings(), memory.meter("cpu"):
         warnings.simplefilter("error")
@@ -334,7 +335,7 @@ def test_the_peak_of_cuda_is_read_without_setting_it_back(monkeypatch):
 
 
 def test_steps_that_are_due(monkeypatch):
-    monkeypatch.setattr(watching, "_EVERY", 100)
+    monkeypatch.setattr(accounting, "METERED_EVERY", 100)
     plan = trained(chain(), "100MB").plan
     plan.unmetered = 0
     due = [k for k in range(1, 301) if watching.is_due(plan)]

@@ -92,10 +92,22 @@ class MeteredEngine(Engine):
             if over > 0:
                 self.warn_over(plan, step.peak_bytes)
             return
+        if over > 0:
+            self.warn_early(plan)
         if over > 0 or new_loss:
             explained = self.repriced(plan)
             plan.reserve_bytes = max(plan.reserve_bytes, step.peak_bytes - explained)
             plan.outdated = True
+
+    def warn_early(self, plan: Any) -> None:
+        """Warn of an excess that the next plan makes room for."""
+        self.context.warn(
+            "early",
+            f"the limit of {plan.limit_bytes} bytes was not kept in a first step: it needed "
+            f"{plan.measured_bytes} bytes, {plan.predicted_bytes} were predicted, before anything "
+            "outside the model, such as the loss, had been measured. The following steps are "
+            "planned for it; loss_fn= makes the loss part of the plan from the first step on",
+        )
 
     def learn_again(self, plan: Any, step: StepBytes) -> None:
         """Compare a step that was metered later with its plan."""

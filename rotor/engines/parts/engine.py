@@ -173,8 +173,10 @@ class PartsEngine(MeteredEngine):
             self._warned_bytes[plan.limit_bytes] = plan.warned_bytes
         self._metered.add(plan.key.measured)
         is_final = not plan.outdated or plan.meterings >= METERED_STEPS
-        if step.peak_bytes > plan.limit_bytes and is_final:
-            plan.is_over = True
+        if step.peak_bytes > plan.limit_bytes:
+            plan.is_over = is_final
+            if not is_final:
+                self.warn_early(plan)
 
     def learn_again(self, plan: PiecesPlan, step: StepBytes) -> None:
         """Compare a step that was metered later with its plan."""

@@ -284,8 +284,12 @@ class ShardedBlocksEngine(MeteredEngine):
         plan.measured_timeline = known.timeline
         plan.outdated = learn(plan, known)
         is_final = not plan.outdated or plan.meterings >= METERED_STEPS
-        if known.peak_bytes > plan.limit_bytes and is_final:
+        if known.peak_bytes <= plan.limit_bytes:
+            return
+        if is_final:
             self.context.warn("over", plan.describe_excess())
+        else:
+            self.warn_early(plan)
 
     def warn_over(self, plan: BlocksPlan, least_bytes: int) -> None:
         """Warn of a limit that could not be kept, on ranks that went over."""
