@@ -350,6 +350,18 @@ def test_two_pending_forwards_warn_once():
     default_loss(y + z + w).backward()
 
 
+@pytest.mark.parametrize("limit", ["1GiB", "1.8MB"])
+def test_models_in_one_backward_are_not_metered(limit):
+    torch.manual_seed(0)
+    layers, x = conv_net(), images()
+    first = rotor.Checkpointable(layers[:3], x, limit)
+    second = rotor.Checkpointable(layers[3:], first(x).detach().requires_grad_(), "1GiB")
+    default_loss(second(first(x))).backward()
+    assert first.plan.meterings == second.plan.meterings == 0
+    default_loss(first(x)).backward()
+    assert (first.plan.meterings, second.plan.meterings) == (1, 0)
+
+
 def test_a_running_profiler_skips_metering_with_a_warning():
     x = images()
     chk = rotor.Checkpointable(conv_net(), x, "1GiB")

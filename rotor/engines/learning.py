@@ -92,12 +92,12 @@ class MeteredEngine(Engine):
             if over > 0:
                 self.warn_over(plan, step.peak_bytes)
             return
-        if over > 0:
-            self.warn_early(plan)
         if over > 0 or new_loss:
             explained = self.repriced(plan)
             plan.reserve_bytes = max(plan.reserve_bytes, step.peak_bytes - explained)
             plan.outdated = True
+        if over > 0:
+            self.warn_early(plan)
 
     def warn_early(self, plan: Any) -> None:
         """Warn of an excess that the next plan makes room for."""

@@ -206,6 +206,11 @@ class StepMeter:
         self._meter = allocator.meter(device, existing=existing, timeline=True).start()
         _running.append(weakref.ref(self))
 
+    @property
+    def is_running(self) -> bool:
+        """True until the end of the backward."""
+        return self._meter is not None
+
     def mark(self, name: str) -> None:
         """Begin another part of the step; not "loss" or "backward", which are the meter's."""
         if self._meter is not None:
@@ -258,9 +263,12 @@ class StepMeter:
 _running: list[weakref.ref[StepMeter]] = []
 
 
-def cancel_running() -> None:
-    """Stop the meter of a step whose backward has not come, if one runs."""
+def cancel_running() -> bool:
+    """Stop the meter of a step whose backward has not come; return whether one ran."""
+    was_running = False
     while _running:
         meter = _running.pop()()
         if meter is not None:
+            was_running |= meter.is_running
             meter.cancel()
+    return was_running

@@ -81,6 +81,7 @@ class Driver:
         self._is_pending: IsPending = None
         self._is_crowded = False
         self._group_peers: Peers = Alone()
+        _drivers.add(self)
         self._discover(None, set())
         self.engines[0].check_options(settings.options)
         self.engines[0].check_sharding()
@@ -145,6 +146,7 @@ class Driver:
         self._wrapper = _reference(None)
         self._group_peers = Alone()
         self._is_pending, self._is_crowded = None, False
+        _drivers.add(self)
         self._discover(None, state["warned"])
         self.context.learned_loss.update(state["learned_loss"])
         if state["kept"] is not None:
@@ -152,6 +154,10 @@ class Driver:
             self.context.plans.update(plans)
             engine.context = self.context
             self.engines[0] = engine
+
+    def is_pending(self) -> bool:
+        """Return whether the backward of the latest step is still to come."""
+        return self._is_pending is not None and self._is_pending()
 
     # -- the limit
 
@@ -373,6 +379,10 @@ class Driver:
     def step(self, call: Call) -> Any:
         """Run the forward of a training step under a plan, made first if none exists."""
         self._rediscover_if_changed()
+        if any(other is not self and other.is_pending() for other in _drivers) or cancel_running():
+            # One backward will run several steps.
+            cancel_running()
+            self._is_crowded = True
         key, is_one_behind = self._agreed_key(call)
         try:
             plan = self._ready(key, call, is_one_behind=is_one_behind)
@@ -382,7 +392,7 @@ class Driver:
             return self.plain(call)
         self.context.latest, self.context.latest_key = plan, plan.key
         key = plan.key
-        if self._is_pending is not None and self._is_pending():
+        if self.is_pending():
             self._warn_pending(plan.limit_bytes)
         try:
             return self._run(plan, call)
@@ -525,6 +535,9 @@ class Driver:
         if is_due(plan, self.context.structure.parameters):
             return meter_again(engine, plan)
         return PeakWatch(engine, plan) if plan.device.type == "cuda" else engine.watch(plan)
+
+
+_drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
 
 
 def _reference(module: nn.Module | None) -> Callable[[], nn.Module | None]:
