@@ -225,6 +225,11 @@ class Context:
         """Plain model."""
         return self.settings.module
 
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """Existing gradients of the model's parameters."""
+        return [p.grad for p in self.module.parameters() if p.grad is not None]
+
     def is_current(self, plan: Any) -> bool:
         """Return whether steps still run under a plan."""
         return any(known is plan for known in self.plans.values())

@@ -187,8 +187,7 @@ def meter_again(engine: Any, plan: Any) -> StepMeter | None:
             found.learn_again(plan, step)
 
     try:
-        gradients = [p.grad for p in engine.context.module.parameters() if p.grad is not None]
-        return StepMeter(plan.device, done, gradients)
+        return StepMeter(plan.device, done, engine.context.gradients)
     except memory.MeterBusyError:
         return None
 

@@ -308,8 +308,9 @@ class Driver:
         engine = self.engines[0]
         key = context.measured_key() if engine.plans_ahead else None
         owner = engine if key is None else self.engine_of(key)
+        concerned = {engine, owner}
         before = (dict(vars(settings)), context.plans)
-        states = [(known, dict(vars(known))) for known in {engine, owner}]
+        states = [(known, dict(vars(known))) for known in concerned]
         try:
             engine.choose(algo, options)
             if limit_bytes is not None:
@@ -317,7 +318,7 @@ class Driver:
             if mem_slots is not None:
                 settings.mem_slots = mem_slots
             context.plans = {}
-            for known in {engine, owner}:
+            for known in concerned:
                 known.begin_planning()
             if key is None:
                 return None
@@ -522,8 +523,7 @@ class Driver:
                     found.learn(plan, step)
 
         try:
-            gradients = [p.grad for p in self.settings.module.parameters() if p.grad is not None]
-            return StepMeter(plan.device, done, gradients)
+            return StepMeter(plan.device, done, self.context.gradients)
         except allocator.MeterBusyError as error:
             self.context.warn("busy", f"this step's memory was not measured: {error}")
             return None
