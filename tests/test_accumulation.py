@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from accumulating import drop_gradients, gradient_bytes, least_limit, metered, step
 from rotor.models.gpt import GPT
 from rotor.models.gpt import gpt as build_gpt
 from torch import nn
@@ -149,33 +150,6 @@ def limited(model, limit, engine):
     options = {"effort": "fast"} if engine in ("graph", "parts") else {}
     how = engine if engine in ("chain", "graph", "dynamic") else "auto"
     return rotor.Checkpointable(model, mem_limit=limit, engine=how, **options)
-
-
-def step(model, x):
-    model(x).square().mean().backward()
-
-
-def metered(model, x):
-    with memory.meter("cpu") as meter:
-        step(model, x)
-    return meter.peak_bytes
-
-
-def drop_gradients(model):
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
-def gradient_bytes(model):
-    sizes = [p.grad.nbytes for p in model.parameters() if p.grad is not None]
-    return sum(sizes), max(sizes)
-
-
-def least_limit(chk):
-    """The least limit for the step that was planned last."""
-    with pytest.raises(rotor.InfeasibleError) as raised:
-        chk.compute_sequence(mem_limit=1000)
-    return raised.value.minimum_bytes
 
 
 def least_of_a_chain(model, x):

@@ -8,9 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from eager_inductor import run_by_eager
-from graph_modules import RandomNet, arguments, in_order, random_program, step
-from test_existing_gradients import (
+from accumulating import (
     MODELS,
     Attention,
     drop_gradients,
@@ -19,7 +17,9 @@ from test_existing_gradients import (
     made,
     metered,
 )
-from test_existing_gradients import step as train
+from accumulating import step as train
+from eager_inductor import run_by_eager
+from graph_modules import RandomNet, arguments, in_order, random_program, step
 from test_graph_inductor import Planned, needs_compiler
 from torch import nn
 
@@ -91,7 +91,7 @@ def check_added_where_they_lie(model, x, plain):
     return chk
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "rnn in parts"])
+@pytest.mark.parametrize("name", MODELS)
 def test_existing_gradients_are_added_to_in_segments(eager, name):
     model, x = made(name)
     check_added_where_they_lie(model, x, copy.deepcopy(model))

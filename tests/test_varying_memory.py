@@ -14,11 +14,11 @@ from torch import nn
 import rotor
 from rotor import memory
 from rotor.algorithms import RecomputeAll
+from rotor.common import accounting
 from rotor.engines.chain import engine, growth
 from rotor.engines.chain.stages import find_stages
 from rotor.engines.parts.pieced import PiecesPlan
 from rotor.inspection import measure
-from rotor.common import accounting
 from rotor.meter import watch as watching
 
 WIDTH, INNER, ROWS = 64, 256, 1024
