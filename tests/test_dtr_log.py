@@ -15,6 +15,7 @@ from dynamic_cases import CASES, Plain, step
 from torch import nn
 
 from rotor import dtr, simrd
+from rotor.common import accounting
 from rotor.dtr import recall, runtime
 from rotor.dtr.log import ProgramLog
 from rotor.simrd.results import EVENT_KINDS
@@ -94,7 +95,7 @@ def run_both(run, heuristic, fraction):
     result = simrd.simulate(
         parsed,
         heuristic,
-        budget_bytes=limit - recall._scraps(limit) + parsed.baseline.const_memory,
+        budget_bytes=limit - accounting.scrap_bytes(limit) + parsed.baseline.const_memory,
         overhead_limit=math.inf,
         rebuild_classes_every=REBUILD_EVERY,
         trace=True,

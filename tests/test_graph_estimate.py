@@ -265,6 +265,7 @@ def test_estimates_rank_operations_as_measures_do(name):
 # -- training on a plan that was made from estimates
 
 
+@pytest.mark.filterwarnings("ignore:the limit of .* was not kept in a first step")
 def test_a_plan_from_estimates_keeps_the_measured_peak(nothing_runs):
     torch.manual_seed(0)
     model, x = Residual(), torch.randn(4, 3, 16, 16)

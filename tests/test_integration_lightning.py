@@ -166,6 +166,7 @@ def test_checkpoints_are_those_of_the_plain_module(tmp_path):
     assert same_weights(resumed, again)
 
 
+@pytest.mark.filterwarnings("ignore:the limit of .* was not kept in a first step")
 def test_the_module_is_chosen_by_name():
     with pytest.raises(ValueError, match="'net', 'head'"):
         fit(Module(chain, other=True), RotorCallback(LIMIT))

@@ -104,9 +104,9 @@ class MeteredEngine(Engine):
         self.context.warn(
             "early",
             f"the limit of {plan.limit_bytes} bytes was not kept in a first step: it needed "
-            f"{plan.measured_bytes} bytes, {plan.predicted_bytes} were predicted, before anything "
-            "outside the model, such as the loss, had been measured. The following steps are "
-            "planned for it; loss_fn= makes the loss part of the plan from the first step on",
+            f"{plan.measured_bytes} bytes, {plan.predicted_bytes} were predicted, before all needs "
+            "had been measured, such as the need of a loss outside of the model. The following "
+            "steps are planned for it; loss_fn= makes the loss part of the plan",
         )
 
     def learn_again(self, plan: Any, step: StepBytes) -> None:
