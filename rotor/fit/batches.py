@@ -116,7 +116,7 @@ def sum_of(output: Any) -> torch.Tensor:
 
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """The model trains inside, without gradients at first, and is as before afterwards."""
+    """Let the model train, without gradients at first; restore it at the end."""
     slots = [slot for module in model.modules() for slot in core.buffer_slots(module)]
     with (
         autocast_cache_dropped(),
