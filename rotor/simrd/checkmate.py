@@ -239,7 +239,7 @@ class _Model:
         return solve(operations, self.room, time_limit=time_limit, gap=gap)
 
     def steps(self, runs: list[list[int]]) -> list[int]:
-        """Return the schedule of a solution: stage by stage, constants and pins where the log has them."""
+        """Return the schedule of a solution by stages, constants and pins as in the log."""
         program = self.program
         first = {operation: t for t, operation in enumerate(self.nodes)}
         steps: list[int] = []
