@@ -293,6 +293,7 @@ def auxiliary(net: nn.Module) -> Callable[[Any], torch.Tensor]:
     )
 
 
+@pytest.mark.filterwarnings("ignore:the limit of .* was not kept in a first step")
 @pytest.mark.parametrize("engine", ["auto", "chain"])
 @pytest.mark.parametrize("share", [1.3, 0.5])
 def test_auxiliary_losses_reach_every_parameter(engine: str, share: float) -> None:
