@@ -114,7 +114,7 @@ def orders(*, root: bool, reshard: bool, shard_first: bool) -> list[str]:
     limit = tighten(planned)
     found += trained(plain, planned, STEPS) + peaks(plain, planned, limit)
     middle = tighten(planned, 300_000)
-    if all(planned.plan.recomputed):
+    if all(planned.plan.parts.recomputed(planned.plan.choice)):
         found.append("the limit in the middle is not used")
     found += trained(plain, planned, 3) + peaks(plain, planned, middle, share=0.95)
     if len(planned.curve().bytes) < 3 or "blocks" not in planned.report():
@@ -187,10 +187,10 @@ def unusual_blocks() -> list[str]:
     plain, planned = make(False), make(True)
     planned.measure(batch(0))
     limit = tighten(planned)
-    names = [block.name for block in planned.plan.blocks]
+    names = [block.name for block in planned.plan.parts.sites]
     expected = ["frozen", *(f"blocks.{k}" for k in range(BLOCKS))]
     found = [] if names == expected else [f"blocks {names}"]
-    outside = planned.plan.pieces.describe_outside()
+    outside = planned.plan.parts.describe_outside()
     if "twice: it is called several times" not in outside:
         found.append(outside)
     found += trained(plain, planned, 4) + peaks(plain, planned, limit, share=0.9)
@@ -295,7 +295,7 @@ def refusals() -> list[str]:
     closed = rotor.Checkpointable(shard(model, root=False))
     closed.measure(batch(0))
     closed.compute_sequence(mem_limit="1GB")
-    if "blocks.0: it uses tensors that require" not in closed.plan.pieces.describe_outside():
+    if "blocks.0: it uses tensors that require" not in closed.plan.parts.describe_outside():
         found.append("a block with a gradient of its own way is planned")
     planned = rotor.Checkpointable(shard(Network(), root=False), batch(0), "1GB")
     found += refused(lambda: copy.deepcopy(planned), TypeError, "state_dict")

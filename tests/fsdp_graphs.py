@@ -47,8 +47,8 @@ def programs(model: rotor.Checkpointable) -> int:
 def least_of_whole(model: rotor.Checkpointable) -> int:
     """The least limit if blocks could only be computed again whole, or kept."""
     plan = model.plan
-    options = [site[:FIRST_PROGRAM] for site in plan.pieces.options()]
-    return least_bytes(options, plan.pieces.bases) + plan.reserve_bytes
+    options = [site[:FIRST_PROGRAM] for site in plan.parts.options()]
+    return least_bytes(options, plan.parts.bases) + plan.reserve_bytes
 
 
 def several_limits() -> list[str]:
@@ -77,7 +77,7 @@ def several_limits() -> list[str]:
         found.append(f"{used} programs are used")
     if "a part kept" not in planned.display():
         found.append(planned.display())
-    ways = [[p.ops.tolist() for p in b.graph.kind.programs] for b in planned.plan.blocks]
+    ways = [[p.ops.tolist() for p in b.graph.kind.programs] for b in planned.plan.parts.sites]
     everywhere = on_all(ways)
     return found if everywhere[0] == everywhere[1] else [*found, "programs differ between ranks"]
 
@@ -96,7 +96,7 @@ def without_graphs() -> list[str]:
     planned.measure(batch(0))
     limit = tighten(planned)
     found = trained(plain, planned, 3) + peaks(plain, planned, limit, share=0.95)
-    graphs = [block.graph is not None for block in planned.plan.blocks]
+    graphs = [block.graph is not None for block in planned.plan.parts.sites]
     if graphs != [False, False] + [True] * (BLOCKS - 2):
         found.append(f"graphs {graphs}")
     report = planned.report().replace("\n", " ")

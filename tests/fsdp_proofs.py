@@ -154,7 +154,7 @@ def drifting_graphs() -> list[str]:
         planned.measure(batch(0))
         fsdp_blocks.tighten(planned, 300_000)
         plan = planned.plan
-        kind = plan.blocks[1].graph.kind
+        kind = plan.parts.sites[1].graph.kind
         names = [operation.name for operation in kind.programs[0].graph.operations]
         lying_twice = [
             number
@@ -164,7 +164,6 @@ def drifting_graphs() -> list[str]:
         if not lying_twice:
             return [f"no program runs it again: {[list(p.runs) for p in kind.programs]}, {names}"]
         plan.choice[1] = 2 + lying_twice[0]
-        plan.recomputes = True
         FAULTY["ranks"] = faulty
         found += refused(
             lambda p=planned: p(batch(0)).square().mean().backward(),
@@ -201,7 +200,10 @@ def varying(model: str) -> list[str]:
         planned(batch(0)).square().mean().backward()
     FAULTY["ranks"] = set()
     plan = planned.plan
-    runs = plan.sequence.count_forwards()[2] if model == "chain" else 1 + plan.recomputed[1]
+    if model == "chain":
+        runs = plan.sequence.count_forwards()[2]
+    else:
+        runs = 1 + plan.parts.recomputed(plan.choice)[1]
     if runs != 1:
         found.append(f"it runs forward {runs} times")
     if "proved in" not in planned.report():

@@ -23,7 +23,7 @@ from rotor.chain import Chain
 from rotor.engines.chain.plan import Plan
 from rotor.engines.dynamic.plan import DynamicPlan
 from rotor.engines.graph.planned import GraphPlan, build_graph, make_graph_plan
-from rotor.engines.parts.pieced import PiecesPlan
+from rotor.engines.parts.plan import PartsPlan
 from rotor.graph import planner
 from rotor.graph.graph import Graph
 
@@ -200,7 +200,7 @@ def trained(model, x, limit, engine, expected, steps=4):
     return chk, peak
 
 
-KINDS = {"chain": Plan, "graph": GraphPlan, "parts": PiecesPlan, "dynamic": DynamicPlan}
+KINDS = {"chain": Plan, "graph": GraphPlan, "parts": PartsPlan, "dynamic": DynamicPlan}
 QUICK = {
     *(("linear", engine) for engine in KINDS),
     *(("residual", engine) for engine in KINDS),

@@ -65,6 +65,7 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:the limit of .* was not kept in a first step")
 @pytest.mark.parametrize(
     ("engine", "captured", "dtype"),
     [

@@ -290,7 +290,7 @@ def test_a_meter_around_the_first_step_is_refused_in_words_and_nothing_stays(
     chk.zero_grad()
     chk(x).sum().backward()
     assert type(chk.plan).__name__ == {"chain": "Plan", "graph": "GraphPlan"}.get(
-        engine, "PiecesPlan"
+        engine, "PartsPlan"
     )
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)

@@ -161,7 +161,7 @@ def test_sparse_gradients_that_grow_are_planned_for_and_never_exceed_in_silence(
             chk(batches[-1]).square().mean().backward()
     assert meter.peak_bytes > 1.3 * limit
     if engine == "parts":
-        assert type(plan).__name__ == "PiecesPlan"
+        assert type(plan).__name__ == "PartsPlan"
         assert any("of sparse gradients existed" in str(w.message) for w in caught)
         # One addition more: the indices and values of a batch.
         assert planned_bytes == pytest.approx(meter.peak_bytes - ROWS * (4 * WIDTH + 8), rel=0.02)

@@ -17,7 +17,7 @@ from rotor.algorithms import RecomputeAll
 from rotor.common import accounting
 from rotor.engines.chain import engine, growth
 from rotor.engines.chain.stages import find_stages
-from rotor.engines.parts.pieced import PiecesPlan
+from rotor.engines.parts.plan import PartsPlan
 from rotor.inspection import measure
 from rotor.meter import watch as watching
 
@@ -227,7 +227,7 @@ def test_parts_learn_what_the_code_between_them_keeps():
     plain = Between()
     limit = limit_between(plain)
     chk = trained(copy.deepcopy(plain), limit, effort="fast")
-    assert isinstance(chk.plan, PiecesPlan)
+    assert isinstance(chk.plan, PartsPlan)
     assert chk.plan.choice == [0, 0]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -276,7 +276,7 @@ def test_excesses_are_told_while_parts_are_looked_for_and_that_ends():
         told.append(
             bool(told_bytes(caught)) or any("was not kept" in str(w.message) for w in caught)
         )
-        searches.append(getattr(getattr(chk.plan, "pieces", None), "searches", 0))
+        searches.append(getattr(getattr(chk.plan, "parts", None), "searches", 0))
     assert told[1]
     assert max(searches) == 2
 

@@ -72,6 +72,15 @@ class Bases:
             )
 
 
+def largest_bases(found: Sequence[Bases]) -> Bases:
+    """Return the largest value of any bases at each place."""
+
+    def column(name: str) -> tuple[int, ...]:
+        return tuple(map(max, zip(*(getattr(bases, name) for bases in found), strict=True)))
+
+    return Bases(column("forward"), column("backward"), column("between"))
+
+
 @dataclass(frozen=True)
 class Simulation:
     """A choice, priced; peaks are bytes above the level at which the step begins.

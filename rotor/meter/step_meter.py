@@ -97,8 +97,6 @@ class Metered:
         Largest excess that a warning has named.
     sparse_bytes
         Largest amount of sparse gradients that existed when a step was metered.
-    is_watched
-        True if steps after the first ones are watched too.
     key
         Kind of step that runs under the plan.
     earlier
@@ -108,7 +106,6 @@ class Metered:
     """
 
     kind: ClassVar[str]
-    is_watched: ClassVar[bool] = True
 
     reserve_bytes: int = 0
     short_bytes: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rotor.units import format_bytes, format_seconds
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rotor.engines.dynamic.plan import DynamicPlan
     from rotor.engines.graph.inductor import Attempt
     from rotor.engines.graph.planned import GraphPlan
-    from rotor.engines.parts.pieced import PiecesPlan
+    from rotor.engines.parts.plan import PartsPlan
     from rotor.meter.step_meter import Metered
 
 
@@ -218,15 +218,15 @@ def step_rows(plan: DynamicPlan) -> list[list[str]]:
     return rows
 
 
-def pieces_report(plan: PiecesPlan) -> Text:
+def pieces_report(plan: PartsPlan[Any]) -> Text:
     """Return the figures of a model whose captured parts are planned together."""
     return table([["plan", ""], *pieces_figures(plan)])
 
 
-def pieces_figures(plan: PiecesPlan) -> list[list[str]]:
+def pieces_figures(plan: PartsPlan[Any]) -> list[list[str]]:
     """Return the figures of that report, by name."""
     measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
-    known = "measured" if plan.pieces.is_measured else "estimated"
+    known = "measured" if plan.parts.is_measured else "estimated"
     ideal = plan.unplanned_time
     return [
         ["limit", format_bytes(plan.limit_bytes)],
@@ -234,24 +234,24 @@ def pieces_figures(plan: PiecesPlan) -> list[list[str]]:
         ["peak, measured", measured],
         *seen_rows(plan),
         ["least peak possible", format_bytes(plan.least_bytes)],
-        [plan.parts_label, plan.parts],
+        [f"{plan.parts.label} planned", plan.parts.described()],
         ["parts, predicted", format_seconds(plan.makespan)],
         ["recomputation in them", f"{plan.makespan / ideal - 1:+.1%}" if ideal else "none"],
-        ["between them", f"{known}, at most {format_bytes(max(plan.pieces.bases.between))}"],
+        ["between them", f"{known}, at most {format_bytes(max(plan.parts.bases.between))}"],
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
         ["proof", plan.proof],
     ]
 
 
-def pieces_table(plan: PiecesPlan) -> Text:
+def pieces_table(plan: PartsPlan[Any]) -> Text:
     """Return a line for each captured part: kept bytes, peaks, time."""
     return table(part_rows(plan))
 
 
-def part_rows(plan: PiecesPlan) -> list[list[str]]:
+def part_rows(plan: PartsPlan[Any]) -> list[list[str]]:
     """Return the table of the captured parts, its head first."""
     rows = [["part", "kept", "kept unplanned", "peak, forward", "peak, backward", "time", "slower"]]
-    parts = zip(plan.part_names, plan.pieces.options(), plan.choice, strict=True)
+    parts = zip(plan.parts.names(plan.choice), plan.parts.options(), plan.choice, strict=True)
     for k, (name, options, number) in enumerate(parts):
         fastest = min(options, key=lambda option: option.time_ns)
         chosen = options[number]

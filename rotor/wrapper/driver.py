@@ -248,7 +248,7 @@ class Driver:
 
     def _agreed_key(self, call: Call) -> tuple[Key, bool]:
         engine, plans = self.engines[0], self.context.plans
-        is_behind = not plans or any(plan.outdated for plan in plans.values())
+        is_behind = not plans or any(p.verdict is not Verdict.KEEP for p in plans.values())
         (measured, absent), is_one_behind = self.context.peers.agree(
             lambda: engine.key(call), is_behind
         )
@@ -530,7 +530,7 @@ class Driver:
 
     def _watch(self, engine: Engine, plan: Any) -> StepWatch | None:
         """Return the observer of a step of a plan that has been metered; ``None`` without one."""
-        if not plan.is_watched or self.context.peers.ranks is not None:
+        if self.context.peers.ranks is not None:
             return None
         if is_due(plan, self.context.structure.parameters):
             return meter_again(engine, plan)

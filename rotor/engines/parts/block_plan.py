@@ -27,13 +27,13 @@ from rotor.engines.parts.block_graphs import BlockGraph, GraphCalls, share_graph
 from rotor.engines.parts.block_proofs import Kept, observe_blocks
 from rotor.engines.parts.blocks import AGAIN, FIRST_PROGRAM, KEPT, BlockStage, BlockStep
 from rotor.engines.parts.kinds import Captures
-from rotor.engines.parts.pieced import PiecesPlan
+from rotor.engines.parts.plan import Parts, PartsPlan
 from rotor.errors import InfeasibleError
-from rotor.graph.assembly import Bases, Option, choose, least_bytes, simulate
+from rotor.graph.assembly import Bases, Option, choose, largest_bases, least_bytes, simulate
 from rotor.meter import allocator
 from rotor.timing import Clock
 
-__all__ = ["Block", "Blocks", "BlocksPlan", "make_blocks_plan", "measure_blocks"]
+__all__ = ["Block", "Blocks", "make_blocks_plan", "measure_blocks"]
 
 _ROUNDS = 3
 
@@ -87,15 +87,11 @@ class Block:
 
 
 @dataclass
-class Blocks:
-    """Blocks of a model in the order of their calls, and the code between them.
+class Blocks(Parts):
+    """Blocks of a model in the order of their calls.
 
     Attributes
     ----------
-    sites
-        The blocks.
-    bases
-        Measured bytes that are resident under every choice.
     loss_start_bytes, output_bytes
         Bytes at the end of the forward, with all blocks to be computed again; bytes of the outputs.
     device
@@ -104,9 +100,9 @@ class Blocks:
         True if the loss was a part of the measured step.
     outside
         Sharded modules that are not planned, with the reasons.
-    is_measured
-        True if a training step, with the caller's loss, was metered.
     """
+
+    label: ClassVar[str] = "blocks"
 
     sites: list[Block]
     bases: Bases
@@ -116,11 +112,50 @@ class Blocks:
     has_loss: bool
     outside: dict[str, str]
     is_measured: bool = False
-    wants_search: bool = False
 
     def options(self) -> list[list[Option]]:
         """Return the options of each block."""
         return [site.open_options() for site in self.sites]
+
+    def settled(self, choice: list[int]) -> list[int]:
+        """Return a choice that names the only option of blocks that do not repeat."""
+        chosen = zip(self.sites, choice, strict=True)
+        return [KEPT if block.kept.reason else k for block, k in chosen]
+
+    def recomputed(self, choice: Sequence[int]) -> list[bool]:
+        """Return the flags of the blocks that are computed again, as a whole."""
+        chosen = zip(self.sites, choice, strict=True)
+        return [k == AGAIN or (k != KEPT and block.is_lost) for block, k in chosen]
+
+    def recomputes(self, choice: Sequence[int]) -> bool:
+        """Return whether a block, or an operation in one, is computed again."""
+        return any(self.recomputed(choice)) or any(
+            block.graph is not None
+            and k >= FIRST_PROGRAM
+            and block.graph.kind.verified(k - FIRST_PROGRAM) is not None
+            for block, k in zip(self.sites, choice, strict=True)
+        )
+
+    def unrepeatable(self) -> list[str]:
+        """Return the reason for which each block is never computed again, if any."""
+        return [block.kept.reason for block in self.sites]
+
+    def names(self, choice: Sequence[int]) -> list[str]:
+        """Return the blocks, and the treatment of each."""
+        rows = zip(self.sites, choice, self.recomputed(choice), strict=True)
+        return [
+            f"{block.name}: "
+            + ("kept" if k == KEPT else "computed again" if again else "a part kept")
+            for block, k, again in rows
+        ]
+
+    def described(self) -> str:
+        """Return the number of blocks, and reasons for which some have no graph."""
+        whole = {b.name: b.whole for b in self.sites if b.whole and not b.kept.reason}
+        described = "".join(f"; {name} whole: {reason}" for name, reason in whole.items())
+        kept = {block.name: block.kept.reason for block in self.sites if block.kept.reason}
+        described += "".join(f"; {name} never computed again: {why}" for name, why in kept.items())
+        return f"{len(self.sites)}{described}"
 
     def describe_outside(self) -> str:
         """Return the modules that are not planned, as part of a sentence."""
@@ -149,94 +184,6 @@ def _shifted(bases: Bases, extra: int) -> Bases:
     return Bases(
         *(tuple(size + extra for size in p) for p in (bases.forward, bases.backward, bases.between))
     )
-
-
-@dataclass
-class BlocksPlan(PiecesPlan):
-    """Choice of the blocks to compute again under one limit, the same on all ranks."""
-
-    parts_label: ClassVar[str] = "blocks"
-    is_watched: ClassVar[bool] = False  # growth would include blocks that threads of gloo free
-
-    verify: str | int = "first"
-    refuted: bool = False
-
-    def __post_init__(self) -> None:
-        """Choose to keep the blocks that do not repeat."""
-        self.choice = [
-            KEPT if block.kept.reason else k
-            for block, k in zip(self.blocks, self.choice, strict=True)
-        ]
-        self.recomputes = any(self.recomputed) or any(
-            block.graph is not None
-            and k >= FIRST_PROGRAM
-            and block.graph.kind.verified(k - FIRST_PROGRAM) is not None
-            for block, k in zip(self.blocks, self.choice, strict=True)
-        )
-
-    @property
-    def is_refuted(self) -> bool:
-        """True if a block gave other bits when it ran again."""
-        return self.refuted
-
-    def is_verified(self, verify: str | int) -> bool:
-        """Return whether the next step is verified, as all ranks do."""
-        del verify
-        if not self.recomputes:
-            return False
-        is_due = self.proved.is_due(self.verify)
-        self.proved.ran += 1
-        return is_due
-
-    @property
-    def proof(self) -> str:
-        """Results of verified steps, as text."""
-        if not self.recomputes:
-            return "nothing is recomputed"
-        return self.proved.text(self.verify)
-
-    @property
-    def blocks(self) -> list[Block]:
-        """Blocks of the model."""
-        found: Any = self.pieces
-        return list(found.sites)
-
-    @property
-    def recomputed(self) -> list[bool]:
-        """Flags of the blocks that are computed again, as a whole."""
-        return [
-            k == AGAIN or (k != KEPT and block.is_lost)
-            for block, k in zip(self.blocks, self.choice, strict=True)
-        ]
-
-    @property
-    def part_names(self) -> list[str]:
-        """Blocks, and the treatment of each."""
-        return [
-            f"{block.name}: "
-            + ("kept" if k == KEPT else "computed again" if again else "a part kept")
-            for block, k, again in zip(self.blocks, self.choice, self.recomputed, strict=True)
-        ]
-
-    @property
-    def parts(self) -> str:
-        """Number of blocks, and reasons for which some have no graph."""
-        whole = {b.name: b.whole for b in self.blocks if b.whole and not b.kept.reason}
-        described = "".join(f"; {name} whole: {reason}" for name, reason in whole.items())
-        kept = {block.name: block.kept.reason for block in self.blocks if block.kept.reason}
-        described += "".join(f"; {name} never computed again: {why}" for name, why in kept.items())
-        return f"{len(self.blocks)}{described}"
-
-    def describe_excess(self) -> str:
-        """Return a sentence on a limit that could not be kept."""
-        return (
-            f"the limit of {self.limit_bytes} bytes was not kept: the step needed "
-            f"{self.measured_bytes} bytes. {len(self.pieces.sites)} blocks of the model are "
-            "planned, what the rest of it and the loss keep is not"
-            f"{self.pieces.describe_outside()}: a "
-            f"limit of {max(self.least_bytes, self.limit_bytes, self.measured_bytes or 0)} bytes, "
-            "or a smaller batch, would do"
-        )
 
 
 # -- measuring
@@ -506,19 +453,10 @@ def _joined(ranks: Ranks, mine: Blocks) -> Blocks:
         ]
     return replace(
         mine,
-        bases=most([bases for _, bases, *_ in found]),
+        bases=largest_bases([bases for _, bases, *_ in found]),
         loss_start_bytes=max(start for *_, start, _ in found),
         output_bytes=max(size for *_, size in found),
     )
-
-
-def most(found: Sequence[Bases]) -> Bases:
-    """Return the largest value of any of them."""
-
-    def column(name: str) -> tuple[int, ...]:
-        return tuple(map(max, zip(*(getattr(bases, name) for bases in found), strict=True)))
-
-    return Bases(column("forward"), column("backward"), column("between"))
 
 
 # -- planning
@@ -532,7 +470,7 @@ def make_blocks_plan(
     reserve_bytes: int = 0,
     loss_tmp_bytes: int = 0,
     verify: str | int = "first",
-) -> BlocksPlan:
+) -> PartsPlan[Blocks]:
     """Return the fastest choice under the least limit of all ranks, made by the first of them.
 
     Parameters
@@ -573,10 +511,10 @@ def make_blocks_plan(
 
     choice, verify = ranks.decide(decide)
     blocks = replace(blocks, bases=bases)
-    plan = BlocksPlan(
+    plan = PartsPlan(
         blocks.device,
         "the model is sharded",
-        blocks,  # type: ignore[arg-type]
+        blocks,
         choice,
         simulate(options, bases, choice),
         limit,

@@ -24,17 +24,16 @@ from rotor.engines.graph.proving import PartsTally
 from rotor.engines.graph.recorded import price
 from rotor.engines.learning import MeteredEngine
 from rotor.engines.parts.kinds import Captures
-from rotor.engines.parts.pieced import (
-    PiecesPlan,
-    PiecesStep,
+from rotor.engines.parts.pieced import PiecesStep, make_pieces_plan
+from rotor.engines.parts.pieces import Pieces, discover
+from rotor.engines.parts.plan import (
+    PartsPlan,
     expect_additions,
     is_of_additions,
     learn,
     learn_levels,
-    make_pieces_plan,
-    pieces_curve,
+    parts_curve,
 )
-from rotor.engines.parts.pieces import Pieces, discover
 from rotor.errors import CaptureError
 from rotor.meter.allocator import MeterBusyError
 from rotor.meter.step_meter import StepBytes, StepWatch, cancel_running
@@ -105,16 +104,17 @@ class PartsEngine(MeteredEngine):
         warn_unrepeatable(self.context, pieces.graphs())
         self.context.warn("capture", f"{pieces.describe()} The reason:\n{reason}")
 
-    def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> PiecesPlan:
+    def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> PartsPlan[Pieces]:
         """Return the fastest choice under a limit."""
         device, reason = self.device_of(key), self.context.refusals[key.measured].reason
-        return make_pieces_plan(device, reason, self.pieces[key], limit_bytes, reserve_bytes)
+        pieces, verify = self.pieces[key], self.settings.verify
+        return make_pieces_plan(device, reason, pieces, limit_bytes, reserve_bytes, verify)
 
     def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
         """Return time of the parts against limit."""
-        return pieces_curve(self.pieces[key], points), self.device_of(key)
+        return parts_curve(self.pieces[key], points), self.device_of(key)
 
-    def expect(self, plan: PiecesPlan) -> None:
+    def expect(self, plan: PartsPlan[Pieces]) -> None:
         """Plan for sparse gradients that have grown since a step was metered."""
         more = sparse_growth(plan, self.context.structure.parameters)
         if more:
@@ -122,12 +122,12 @@ class PartsEngine(MeteredEngine):
 
     # -- running
 
-    def run(self, plan: PiecesPlan, call: Call, start: StartMeter) -> tuple[Any, IsPending]:
+    def run(self, plan: PartsPlan[Pieces], call: Call, start: StartMeter) -> tuple[Any, IsPending]:
         """Run the model with the programs of a plan in the place of its parts."""
-        module, verify = self.context.module, self.settings.verify
+        module = self.context.module
         if plan.measured_bytes is None:
             sparse_growth(plan, self.context.structure.parameters)
-        tally = PartsTally(plan.proved, module) if plan.is_verified(verify) else None
+        tally = PartsTally(plan.proved, module) if plan.is_verified() else None
         meter = start()
         with PiecesStep(plan, meter, tally) as pieces:
             output = module.forward(*call.args, **call.kwargs)
@@ -139,14 +139,14 @@ class PartsEngine(MeteredEngine):
         is_pending = None if token is None else lambda: token() is not None
         return self.context.with_loss(output, call.targets), is_pending
 
-    def watch(self, plan: PiecesPlan) -> StepWatch | None:
+    def watch(self, plan: PartsPlan[Pieces]) -> StepWatch | None:
         """Return the observer of the heap between the parts, compared with a metered step."""
-        has_levels = plan.levels and plan.is_watched and plan.device.type == "cpu"
+        has_levels = plan.levels and plan.device.type == "cpu"
         return LevelWatch(self, plan) if has_levels else None
 
     # -- learning
 
-    def learn_levels(self, plan: PiecesPlan, more: dict[str, int]) -> None:
+    def learn_levels(self, plan: PartsPlan[Pieces], more: dict[str, int]) -> None:
         """Have the next steps planned for the observed memory of the code between the parts."""
         peak, expected = learn_levels(plan, more)
         note_peak(plan, peak)
@@ -156,7 +156,7 @@ class PartsEngine(MeteredEngine):
             plan.outdated = self.context.is_current(plan)
         warn_excess(plan, expected)
 
-    def learn(self, plan: PiecesPlan, step: StepBytes) -> None:
+    def learn(self, plan: PartsPlan[Pieces], step: StepBytes) -> None:
         """Compare a metered step with its plan; have the plan renewed if that helps."""
         plan.measured_timeline = step.timeline
         plan.outdated = learn(plan, step)
@@ -164,7 +164,8 @@ class PartsEngine(MeteredEngine):
         if is_of_additions(plan):
             warn_sparse(plan, step.peak_bytes)
             return
-        varies = plan.pieces.is_stale or plan.pieces.searches > 1
+        pieces = plan.parts
+        varies = pieces.is_stale or pieces.searches > 1
         if varies and plan.key.measured in self._metered:
             # Plans are made again and again meanwhile.
             told = self._warned_bytes.get(plan.limit_bytes, 0)
@@ -178,7 +179,7 @@ class PartsEngine(MeteredEngine):
             if not is_final:
                 self.warn_early(plan)
 
-    def learn_again(self, plan: PiecesPlan, step: StepBytes) -> None:
+    def learn_again(self, plan: PartsPlan[Pieces], step: StepBytes) -> None:
         """Compare a step that was metered later with its plan."""
         note_peak(plan, step.peak_bytes)
         plan.outdated = learn(plan, step)
@@ -188,10 +189,10 @@ class PartsEngine(MeteredEngine):
         warn_excess(plan, step.peak_bytes)
         plan.is_over = step.peak_bytes > plan.limit_bytes and not plan.outdated
 
-    def learn_loss(self, plan: PiecesPlan, step: StepBytes) -> bool:
+    def learn_loss(self, plan: PartsPlan[Pieces], step: StepBytes) -> bool:
         """Do nothing: the loss is a part of the code between the parts."""
         return False
 
-    def repriced(self, plan: PiecesPlan) -> int:
+    def repriced(self, plan: PartsPlan[Pieces]) -> int:
         """Return the predicted peak."""
         return plan.predicted_bytes

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.common.undisturbed import model_kept
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.parts.kinds import Captures, Kind
+from rotor.engines.parts.plan import Parts
 from rotor.engines.parts.probe import (
     NeedsBackward,
     Saves,
@@ -78,19 +79,13 @@ class Site:
 
 
 @dataclass(eq=False)
-class Pieces:
-    """Pieces found in a model, in the order of the forward, and the code between them.
+class Pieces(Parts):
+    """Pieces found in a model.
 
     Attributes
     ----------
     captures
         Graphs.
-    sites
-        Captured calls.
-    bases
-        Memory that the code between them keeps: estimated, or measured after a metered step.
-    is_measured
-        True if the bases are measured.
     outside
         Modules that hold parameters, or keep something, and are not planned.
     reasons
@@ -99,6 +94,8 @@ class Pieces:
         Modules that the forward did not call, with their paths: a call of one starts another
         search for pieces.
     """
+
+    label: ClassVar[str] = "parts"
 
     captures: Captures
     sites: list[Site]
@@ -113,6 +110,19 @@ class Pieces:
     def options(self) -> list[list[Option]]:
         """Return the options of each piece."""
         return [site.kind.options(site.is_held) for site in self.sites]
+
+    def names(self, choice: Sequence[int]) -> list[str]:
+        """Return the names of the pieces."""
+        return [site.name for site in self.sites]
+
+    def recomputes(self, choice: Sequence[int]) -> bool:
+        """Return whether a program of a choice runs an operation again."""
+        chosen = zip(self.sites, choice, strict=True)
+        return any(site.kind.verified(k) is not None for site, k in chosen)
+
+    def unrepeatable(self) -> list[int]:
+        """Return the number of operations of each piece that are never recomputed."""
+        return [len(site.kind.captured.lowered.unrepeatable) for site in self.sites]
 
     def graphs(self) -> list[Lowered]:
         """Return the operations of the captured parts, each graph once."""

@@ -23,16 +23,15 @@ from rotor.engines.learning import MeteredEngine, confirmed
 from rotor.engines.parts.block_calls import candidates
 from rotor.engines.parts.block_plan import (
     Blocks,
-    BlocksPlan,
     make_blocks_plan,
     measure_blocks,
-    most,
 )
 from rotor.engines.parts.block_proofs import BlocksProof, Kept
 from rotor.engines.parts.blocks import BlockStep
 from rotor.engines.parts.kinds import Captures
-from rotor.engines.parts.pieced import learn, pieces_curve
+from rotor.engines.parts.plan import PartsPlan, learn, parts_curve
 from rotor.engines.peers import SharingRanks
+from rotor.graph.assembly import largest_bases
 from rotor.graph.planner import check_options
 from rotor.meter import allocator
 from rotor.meter.step_meter import StepBytes, cancel_running
@@ -166,7 +165,7 @@ class ShardedBlocksEngine(MeteredEngine):
     def begin_planning(self) -> None:
         """Keep the lessons of earlier steps on the blocks."""
 
-    def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> BlocksPlan:
+    def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> PartsPlan[Blocks]:
         """Return the fastest choice under the least limit of all ranks."""
         blocks = self._known_blocks(key)
         # Steps that were metered on one rank count for all.
@@ -174,7 +173,7 @@ class ShardedBlocksEngine(MeteredEngine):
         found = self._ranks.exchange((blocks.bases, blocks.is_measured, lost))
         blocks = replace(
             blocks,
-            bases=most([bases for bases, *_ in found]),
+            bases=largest_bases([bases for bases, *_ in found]),
             is_measured=any(is_measured for _, is_measured, _ in found),
         )
         for block, *flags in zip(blocks.sites, *(lost for *_, lost in found), strict=True):
@@ -187,8 +186,7 @@ class ShardedBlocksEngine(MeteredEngine):
             loss_tmp_bytes=self.settings.loss_tmp_memory_usage,
             verify=self.settings.verify,
         )
-        known: Any = plan.pieces
-        self._blocks[key] = known
+        self._blocks[key] = plan.parts
         return plan
 
     def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
@@ -198,7 +196,7 @@ class ShardedBlocksEngine(MeteredEngine):
             blocks = blocks.with_assumed_loss(self.settings.loss_tmp_memory_usage)
         deferred = self._sharding.deferred_free_bytes
         reserve = deferred(blocks.device) if plan is None else plan.reserve_bytes
-        found = pieces_curve(blocks, points)  # type: ignore[arg-type]
+        found = parts_curve(blocks, points)
         return Curve(found.bytes + reserve, found.seconds), blocks.device
 
     def load(self, key: Key, source: Any, limit_bytes: int) -> Any:
@@ -214,16 +212,16 @@ class ShardedBlocksEngine(MeteredEngine):
 
     # -- running
 
-    def run(self, plan: BlocksPlan, call: Call, start: StartMeter) -> tuple[Any, IsPending]:
+    def run(self, plan: PartsPlan[Blocks], call: Call, start: StartMeter) -> tuple[Any, IsPending]:
         """Run the model with blocks kept or computed again as planned."""
         proof = self._proof_of(plan)
         meter = start()
         with BlockStep(
-            [block.stage for block in plan.blocks],
-            [block.flags for block in plan.blocks],
+            [block.stage for block in plan.parts.sites],
+            [block.flags for block in plan.parts.sites],
             plan.choice,
             plan.device,
-            [None if block.is_lost else block.graph for block in plan.blocks],
+            [None if block.is_lost else block.graph for block in plan.parts.sites],
             preserve_rng_state=self.settings.preserve_rng_state,
             marks=meter,
             proof=proof,
@@ -233,11 +231,11 @@ class ShardedBlocksEngine(MeteredEngine):
             proof.begin_with(output)
         for k in step.failed:
             # Ranks agree before the next step to plan again.
-            plan.blocks[k].is_lost = plan.outdated = True
+            plan.parts.sites[k].is_lost = plan.outdated = True
             logger.warning(
                 "block %s was captured for other arguments or Python values: it is computed again "
                 "whole from now on. Call measure() again where it stays as it is now",
-                plan.blocks[k].name,
+                plan.parts.sites[k].name,
             )
         if meter is not None:
             meter.forward_done(output_tensors(output))
@@ -249,24 +247,21 @@ class ShardedBlocksEngine(MeteredEngine):
 
         return self.context.with_loss(output, call.targets), is_pending
 
-    def _proof_of(self, plan: BlocksPlan) -> BlocksProof | None:
+    def _proof_of(self, plan: PartsPlan[Blocks]) -> BlocksProof | None:
         """Return the proof of the next step; ``None`` if that step is not verified."""
-        if not plan.is_verified(self.settings.verify):
+        if not plan.is_verified():
             return None
-        context = weakref.ref(self.context)
 
         def failed(numbers: list[int]) -> None:
             cancel_running()
             for k in numbers:
-                plan.blocks[k].kept = Kept("it gave other bits when it ran again in a backward")
-            plan.refuted = plan.outdated = True
-            for other in () if (found := context()) is None else found.plans.values():
-                if other.blocks == plan.blocks:
-                    other.refuted = other.outdated = True
+                plan.parts.sites[k].kept = Kept(
+                    "it gave other bits when it ran again in a backward"
+                )
 
         return BlocksProof(
             self.context.module,
-            [block.stage for block in plan.blocks],
+            [block.stage for block in plan.parts.sites],
             plan.proved,
             self._ranks,
             self._sharding.gradients_now,
@@ -275,7 +270,7 @@ class ShardedBlocksEngine(MeteredEngine):
 
     # -- learning
 
-    def learn(self, plan: BlocksPlan, step: StepBytes) -> None:
+    def learn(self, plan: PartsPlan[Blocks], step: StepBytes) -> None:
         """Compare metered steps with their plan."""
         step = step.shifted(self._sharding.base_bytes(plan.device))
         known = confirmed(plan, step, is_doubtful=step.peak_bytes > plan.limit_bytes)
@@ -291,15 +286,15 @@ class ShardedBlocksEngine(MeteredEngine):
         else:
             self.warn_early(plan)
 
-    def warn_over(self, plan: BlocksPlan, least_bytes: int) -> None:
+    def warn_over(self, plan: PartsPlan[Blocks], least_bytes: int) -> None:
         """Warn of a limit that could not be kept, on ranks that went over."""
         if (plan.measured_bytes or 0) > plan.limit_bytes:
             self.context.warn("over", plan.describe_excess())
 
-    def learn_loss(self, plan: BlocksPlan, step: StepBytes) -> bool:
+    def learn_loss(self, plan: PartsPlan[Blocks], step: StepBytes) -> bool:
         """Do nothing: the loss is a part of the code between the blocks."""
         return False
 
-    def repriced(self, plan: BlocksPlan) -> int:
+    def repriced(self, plan: PartsPlan[Blocks]) -> int:
         """Return the predicted peak."""
         return plan.predicted_bytes

@@ -1,0 +1,375 @@
+"""Plan of the parts of a model: a choice among the options of each, under one limit.
+
+Parts are captured pieces of a model without a single graph, or blocks that FSDP2 shards one by one.
+Both are chosen by `rotor.graph.assembly`, and learn from metered steps in the same way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+
+from rotor.algorithms.curve import Curve
+from rotor.common.accounting import CODE_FACTOR
+from rotor.graph.assembly import (
+    Bases,
+    Option,
+    Simulation,
+    choose,
+    largest_bases,
+    least_bytes,
+    simulate,
+)
+from rotor.meter.step_meter import Metered, StepBytes, Verdict
+
+__all__ = [
+    "Parts",
+    "PartsPlan",
+    "choose_within",
+    "expect_additions",
+    "is_of_additions",
+    "learn",
+    "learn_levels",
+    "measured_bases",
+    "parts_curve",
+    "without_bases",
+]
+
+
+class Parts(ABC):
+    """Parts of a model in the order of the forward, and the code between them.
+
+    Attributes
+    ----------
+    label
+        Name of the parts in reports.
+    sites
+        The parts.
+    bases
+        Bytes that are resident under every choice.
+    is_measured
+        True if the bases are those of a metered training step.
+    """
+
+    label: ClassVar[str]
+    sites: list[Any]
+    bases: Bases
+    is_measured: bool
+
+    @property
+    def wants_search(self) -> bool:
+        """True if other parts may be found."""
+        return False
+
+    @abstractmethod
+    def options(self) -> list[list[Option]]:
+        """Return the options of each part."""
+
+    @abstractmethod
+    def names(self, choice: Sequence[int]) -> list[str]:
+        """Return the name of each part, and its treatment."""
+
+    @abstractmethod
+    def recomputes(self, choice: Sequence[int]) -> bool:
+        """Return whether anything is computed again under a choice."""
+
+    @abstractmethod
+    def unrepeatable(self) -> list[Any]:
+        """Return the facts on values that may not be recomputed: new ones refute a plan."""
+
+    @abstractmethod
+    def describe_outside(self) -> str:
+        """Return the modules that are not planned, as part of a sentence."""
+
+    def settled(self, choice: list[int]) -> list[int]:
+        """Return a choice in its simplest form."""
+        return choice
+
+    def described(self) -> str:
+        """Return the number of parts, and reasons for exceptions."""
+        return str(len(self.sites))
+
+
+P = TypeVar("P", bound=Parts)
+
+
+@dataclass
+class PartsPlan(Metered, Generic[P]):
+    """Choice of an option for each part of a model, under one limit.
+
+    Attributes
+    ----------
+    reason
+        Reason for which no single graph exists.
+    parts
+        Parts, and the memory that the code between them keeps.
+    choice
+        Number of the option of each part.
+    simulation
+        Peaks of that choice.
+    least_bytes
+        Least limit that could be kept, as far as known.
+    verify
+        Steps in which recomputed values are compared.
+    levels
+        By mark, the most bytes above the level at which a metered step began.
+    metered
+        Memory beside the parts in the metered steps of this plan.
+    """
+
+    kind: ClassVar[str] = "parts"
+
+    device: torch.device
+    reason: str
+    parts: P
+    choice: list[int]
+    simulation: Simulation
+    limit_bytes: int
+    least_bytes: int
+    verify: str | int = "first"
+    levels: dict[str, int] = field(default_factory=dict, repr=False)
+    metered: Bases | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.choice = self.parts.settled(self.choice)
+        self._known = self.parts.unrepeatable()
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Peak of a step; the code between the parts is estimated before a step was metered."""
+        return self.simulation.peak_bytes
+
+    @property
+    def verdict(self) -> Verdict:
+        """Use of the plan in the next step."""
+        if self.parts.wants_search and not self.is_over:
+            return Verdict.REMEASURE
+        return super().verdict
+
+    @property
+    def is_refuted(self) -> bool:
+        """True if a recomputed value of a part differed."""
+        return self._known != self.parts.unrepeatable()
+
+    @property
+    def recomputes(self) -> bool:
+        """True if steps compute something again."""
+        return self.parts.recomputes(self.choice)
+
+    def is_verified(self) -> bool:
+        """Return whether the next step is verified; never without recomputation."""
+        if not self.recomputes:
+            return False
+        is_due = self.proved.is_due(self.verify)
+        self.proved.ran += 1
+        return is_due
+
+    @property
+    def proof(self) -> str:
+        """Results of verified steps, as text."""
+        return self.proved.text(self.verify) if self.recomputes else "nothing is recomputed"
+
+    @property
+    def makespan(self) -> float:
+        """Seconds of the parts, forward and backward; the code between is not timed."""
+        return self.simulation.time_ns / 1e9
+
+    @property
+    def unplanned_time(self) -> float:
+        """Seconds of the parts without recomputation."""
+        return sum(min(o.time_ns for o in options) for options in self.parts.options()) / 1e9
+
+    def describe_excess(self) -> str:
+        """Return a sentence on a limit that could not be kept."""
+        enough = max(self.least_bytes, self.limit_bytes, self.measured_bytes or 0)
+        return (
+            f"the limit of {self.limit_bytes} bytes was not kept: the step needed "
+            f"{self.measured_bytes} bytes. {len(self.parts.sites)} {self.parts.label} of the model "
+            "are planned together, what the rest of it and the loss keep is not"
+            f"{self.parts.describe_outside()}: a limit of {enough} bytes, or a smaller batch, "
+            "would do"
+        )
+
+
+def _within(bases: Bases) -> Bases:
+    """Return the bases except at the start and end of a step, where no piece keeps anything."""
+    return replace(bases, between=(0, *bases.between[1:]))
+
+
+def choose_within(options: Sequence[Sequence[Option]], bases: Bases, limit_bytes: int) -> list[int]:
+    """Return the fastest choice under a limit, or the choice of the least peak."""
+    bases = _within(bases)
+    return choose(options, bases, max(limit_bytes, least_bytes(options, bases)))
+
+
+def without_bases(bases: Bases) -> Bases:
+    """Return as many bases of no bytes."""
+    nothing = (0,) * len(bases.forward)
+    return Bases(nothing, nothing, (*nothing, 0))
+
+
+def measured_bases(plan: PartsPlan[Any], step: StepBytes, *, most: bool = True) -> Bases:
+    """Return the measured memory beside the parts of a metered step.
+
+    Parameters
+    ----------
+    plan
+        Plan of the step.
+    step
+        Metered step.
+    most
+        True to keep larger earlier values.
+    """
+    parts = plan.parts
+    chosen = [options[k] for options, k in zip(parts.options(), plan.choice, strict=True)]
+    count = len(chosen)
+    found: dict[tuple[str, int], int] = {}
+    pending: set[int] = set()
+    for segment in step.segments:
+        name, _, number = segment.name.partition(" ")
+        k = int(number) if number else count
+        peak = segment.peak_bytes
+        place = ("between", k)
+        if name == "start":
+            place = ("between", 0)
+        elif name == "after":
+            pending.add(k)
+            place = ("between", k + 1)
+        elif name == "forward":
+            place = ("forward", k)
+            peak -= chosen[k].forward_bytes
+        elif name == "backward" and number:
+            pending.discard(k)
+            place = ("backward", k)
+            peak -= chosen[k].backward_bytes
+        peak -= sum(chosen[j].kept_bytes for j in pending if j < place[1])
+        found[place] = max(found.get(place, peak), peak)
+
+    def measured(part: str, old: tuple[int, ...]) -> tuple[int, ...]:
+        # Earlier measures stay valid if another choice now needs less.
+        return tuple(
+            found.get((part, k), value)
+            if not (most and parts.is_measured)
+            else max(found.get((part, k), value), value)
+            for k, value in enumerate(old)
+        )
+
+    bases = parts.bases
+    return Bases(
+        measured("forward", bases.forward),
+        measured("backward", bases.backward),
+        measured("between", bases.between),
+    )
+
+
+def learn(plan: PartsPlan[Any], step: StepBytes) -> bool:
+    """Note a metered step; return whether another choice would be better."""
+    parts = plan.parts
+    plan.measured_bytes = step.peak_bytes
+    for segment in step.segments:
+        plan.levels[segment.name] = max(segment.start_bytes, plan.levels.get(segment.name, 0))
+    if parts.wants_search:
+        return True
+    plan.meterings += 1
+    alone = measured_bases(plan, step, most=False)
+    plan.metered = alone if plan.metered is None else largest_bases([plan.metered, alone])
+    parts.bases = measured_bases(plan, step)
+    parts.is_measured = True
+    options = parts.options()
+    explained = simulate(options, parts.bases, plan.choice)
+    plan.simulation = explained
+    over = step.peak_bytes - plan.limit_bytes
+    if over > 0 and explained.peak_bytes <= plan.limit_bytes:
+        plan.reserve_bytes += over
+    plan.least_bytes = least_bytes(options, parts.bases) + plan.reserve_bytes
+    return choose_within(options, parts.bases, plan.limit_bytes - plan.reserve_bytes) != plan.choice
+
+
+def learn_levels(plan: PartsPlan[Any], more: dict[str, int]) -> tuple[int, int]:
+    """Note bytes beyond the metered ones, by mark.
+
+    Returns
+    -------
+    int, int
+        Peak that they explain, and the expected peak if the code that kept them
+        needs as much again for its inputs, and for gradients.
+    """
+    parts = plan.parts
+    found: dict[tuple[str, int], int] = {}
+    for mark, size in more.items():
+        name, _, number = mark.partition(" ")
+        k = int(number) if number else len(parts.sites)
+        places = [("between", k + 1 if name == "after" else k)]
+        if number and name in ("forward", "backward"):
+            # Memory kept before a part stays until its backward has run.
+            places = [("forward", k), ("backward", k)] if name == "forward" else [("backward", k)]
+        for place in places:
+            found[place] = max(size, found.get(place, 0))
+
+    metered = plan.metered or parts.bases
+
+    def raised(part: str) -> tuple[int, ...]:
+        return tuple(
+            size + found.get((part, k), 0) for k, size in enumerate(getattr(metered, part))
+        )
+
+    raised_bases = Bases(raised("forward"), raised("backward"), raised("between"))
+    parts.bases = largest_bases([parts.bases, raised_bases])
+    for k in range(len(parts.sites) + 1):
+        end = f"forward {k}" if k < len(parts.sites) else "loss"
+        kept = more.get(end, 0) - more.get(f"after {k - 1}", 0)
+        found["between", k] = found.get(("between", k), 0) + CODE_FACTOR * max(kept, 0)
+    expected = largest_bases([parts.bases, replace(parts.bases, between=raised("between"))])
+    options = parts.options()
+    peaks = [simulate(options, bases, plan.choice).peak_bytes for bases in (parts.bases, expected)]
+    return peaks[0], peaks[1]
+
+
+def expect_additions(plan: PartsPlan[Any], more_bytes: int) -> None:
+    """Plan for existing sparse gradients, which are copied when new ones are added to them.
+
+    Parameters
+    ----------
+    plan
+        Plan of the next step; it is renewed if another choice would be better.
+    more_bytes
+        Bytes of sparse gradients beyond the ones of its metered steps.
+    """
+    parts = plan.parts
+    first, *others = parts.bases.between
+    parts.bases = replace(parts.bases, between=(first + more_bytes, *others))
+    options = parts.options()
+    plan.simulation = simulate(options, parts.bases, plan.choice)
+    plan.least_bytes = least_bytes(options, parts.bases) + plan.reserve_bytes
+    limit = plan.limit_bytes - plan.reserve_bytes
+    plan.outdated |= choose_within(options, parts.bases, limit) != plan.choice
+
+
+def is_of_additions(plan: PartsPlan[Any]) -> bool:
+    """Return whether adding sparse gradients alone needs more than the limit: no plan helps."""
+    if not plan.sparse_bytes:
+        return False
+    found = simulate(plan.parts.options(), _within(plan.parts.bases), plan.choice)
+    return found.peak_bytes <= plan.limit_bytes
+
+
+def parts_curve(parts: Parts, points: int) -> Curve:
+    """Return time of the parts against limit, with the latest memory between them."""
+    options = parts.options()
+    fastest = [o.index(min(o, key=lambda option: option.time_ns)) for o in options]
+    least = least_bytes(options, parts.bases)
+    most = simulate(options, parts.bases, fastest).peak_bytes
+    found: dict[int, int] = {}
+    for k in range(points):
+        limit = least + (most - least) * k // max(points - 1, 1)
+        priced = simulate(options, parts.bases, choose(options, parts.bases, limit))
+        found[priced.peak_bytes] = priced.time_ns
+    kept: list[tuple[int, int]] = []
+    for peak, time_ns in sorted(found.items()):
+        if not kept or time_ns < kept[-1][1]:
+            kept.append((peak, time_ns))
+    return Curve([peak for peak, _ in kept], [time_ns / 1e9 for _, time_ns in kept])
