@@ -166,6 +166,7 @@ def test_steps_without_a_backward_prove_nothing():
     assert chk.plan.proved.steps == 1
 
 
+@pytest.mark.filterwarnings("ignore:the limit of .* was not kept in a first step")
 def test_a_kept_graph_is_compared_again():
     chk, _ = planned(Stack("liar"), sample(), engine="graph")
     model = chk.module
