@@ -271,12 +271,14 @@ static void test_random_programs(void) {
 
 /* Storages come, go out, come back and are removed; regions agree with walks, classes are exact. */
 static void test_removal_from_the_engine(void) {
-    static const char *const names[] = {"DTR", "DTREqClass"};
+    static const char *const names[] = {"DTR", "DTR", "DTREqClass"};
     uint32_t seed = 7;
-    for (int which = 0; which < 2; which++) {
+    for (int which = 0; which < 3; which++) {
+        int first_choice = which == 1 ? 250 : 0;
         rotor_eviction_options_t options = {.heuristic = rotor_find_heuristic(names[which]),
                                             .rebuild_every = 1,
-                                            .skip_unmade = true};
+                                            .skip_unmade = true,
+                                            .late_regions = which == 1};
         rotor_eviction_t engine;
         int32_t known[32];
         int32_t count = 0;
@@ -305,9 +307,13 @@ static void test_removal_from_the_engine(void) {
                 CHECK(rotor_eviction_remove(&engine, known[at]) == ROTOR_OK);
                 known[at] = known[--count];
             }
+            if (step < first_choice) {
+                CHECK(!engine.has_regions);
+                continue;
+            }
             CHECK(rotor_eviction_choose(&engine, step, &chosen) == ROTOR_OK);
             CHECK(chosen < 0 || !rotor_eviction_is(&engine, chosen, ROTOR_REMOVED));
-            for (int32_t k = 0; which == 0 && k < count; k++) {
+            for (int32_t k = 0; which < 2 && k < count; k++) {
                 if (rotor_eviction_is(&engine, known[k], ROTOR_MATERIAL)) {
                     for (int way = 0; way < 2; way++) {
                         CHECK(engine.candidates[known[k]].around_ns[way] ==
