@@ -19,7 +19,8 @@
             entry(PyTypeObject, table_type) entry(PyTypeObject, log_type)                          \
                 entry(PyTypeObject, candidate_type) entry(PyTypeObject, ref_type)                  \
                     entry(PyTypeObject, needs_type) entry(PyTypeObject, recorder_type)             \
-                        entry(PyTypeObject, kernel_type) entry(PyTypeObject, node_type)
+                        entry(PyTypeObject, kernel_type) entry(PyTypeObject, node_type)                  \
+                            entry(PyTypeObject, record_type)
 
 typedef struct {
 #define AS_FIELD(type, name) type *name;
@@ -122,7 +123,10 @@ int py_add_planner(PyObject *module);
 int py_add_recorder(PyObject *module);
 int py_add_node_state(PyObject *module);
 int py_add_dtr_types(PyObject *module);
+int py_add_kernel(PyObject *module);
+int py_add_record(PyObject *module);
 int py_add_handler(PyObject *module);
+int py_add_modes(PyObject *module);
 int py_add_checksum(PyObject *module);
 
 #endif
