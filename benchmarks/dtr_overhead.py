@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from common import keep_freed_memory, open_device, read_clock
+from rotor.models import recurrent
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor import dtr
-from rotor.models import recurrent
 
 OPERATORS = 300
 ROUNDS, REPEATS = 11, 3

@@ -5,18 +5,6 @@
 
 #include "vector.h"
 
-int py_did(PyObject *result) {
-    Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
-}
-
-int py_is_true(PyObject *function) {
-    PyObject *answer = PyObject_CallNoArgs(function);
-    int is_true = answer == NULL ? -1 : PyObject_IsTrue(answer);
-    Py_XDECREF(answer);
-    return is_true;
-}
-
 /* 1 for a result that is strided, on another device than the one that counts; 0 for one without a
  * place in the session, whose parts are counted and whose inputs stay; -1 with an exception. */
 static int take_odd(py_handler_t *self, py_run_t *run, PyObject *tensor) {
@@ -355,7 +343,9 @@ static int get_ready(py_handler_t *self, py_run_t *run) {
         py_operator_number(self) != 0 || py_needs_find(self, run) != 0) {
         return -1;
     }
-    int is_in_place = in_backward ? is_accumulating(self, run) : 0;
+    /* An observer hears of every sum as one that makes a new storage. */
+    bool may_be = in_backward && self->recorder->observer == Py_None;
+    int is_in_place = may_be ? is_accumulating(self, run) : 0;
     run->is_in_place = is_in_place == 1;
     return is_in_place < 0 ? -1 : 0;
 }

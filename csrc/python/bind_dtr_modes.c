@@ -91,7 +91,7 @@ static PyType_Slot operator_mode_slots[] = {
 static PyType_Spec operator_mode_spec = {
     .name = "rotor._core.OperatorMode",
     .basicsize = sizeof(py_operator_mode_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = operator_mode_slots,
 };
 
@@ -195,7 +195,7 @@ static PyType_Slot function_mode_slots[] = {
 static PyType_Spec function_mode_spec = {
     .name = "rotor._core.FunctionMode",
     .basicsize = sizeof(py_function_mode_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = function_mode_slots,
 };
 

@@ -127,7 +127,7 @@ typedef struct {
     py_ref_t **slots;
     size_t capacity; /* a power of two, or 0 */
     size_t count;
-} py_table_t;
+} py_ref_table_t;
 
 /* One operator's needs, by the hash of its key: the last that had it. */
 typedef struct {
@@ -147,7 +147,7 @@ typedef struct {
     PyTypeObject *record_type;
     PyObject *parts[PART_COUNT];
     PyObject *names[NAME_COUNT];
-    py_table_t table;
+    py_ref_table_t table;
     PyObject *needs;   /* of operators, by signature */
     PyObject *kernels; /* by operator */
     PyObject *kept;    /* names of operators whose results stay */
@@ -241,10 +241,10 @@ void py_made_free(py_made_t *made);
 int py_made_add(py_made_t *made, PyObject *ref, int64_t bytes, int32_t index, int32_t origin);
 
 /* bind_dtr_table.c: references to storages. */
-py_ref_t *py_table_find(const py_table_t *table, const PyObject *storage); /* borrowed */
-int py_table_add(py_table_t *table, py_ref_t *ref);
-void py_table_remove(py_table_t *table, const py_ref_t *ref);
-void py_table_clear(py_table_t *table);
+py_ref_t *py_table_find(const py_ref_table_t *table, const PyObject *storage); /* borrowed */
+int py_table_add(py_ref_table_t *table, py_ref_t *ref);
+void py_table_remove(py_ref_table_t *table, const py_ref_t *ref);
+void py_table_clear(py_ref_table_t *table);
 /* The reference to a storage, borrowed, made and entered where there is none yet; *is_new says so.
  * NULL with an exception. */
 py_ref_t *py_table_enter(py_handler_t *self, PyObject *storage, bool *is_new);
@@ -303,11 +303,14 @@ py_record_t *py_record_make(py_handler_t *self, const py_run_t *run, const py_ma
 int py_record_fill(py_handler_t *self, const py_record_t *record, PyObject *const *storages,
                    PyObject **args, PyObject **kwargs);
 
-/* bind_dtr_replay.c. The backends' settings, the same object as long as they are the same. */
+/* bind_dtr_settings.c: nanoseconds. */
+int64_t py_handler_now(py_handler_t *self);
+/* The backends' settings, the same object as long as they are the same; so many are read. */
 PyObject *py_operator_flags(py_handler_t *self, int32_t count);
 /* How many of them matter to an operator. */
 int32_t py_flags_of(const py_handler_t *self, const py_kernel_t *kernel);
-/* Evicts until so many bytes fit, at least `least`. */
+
+/* bind_dtr_replay.c. Evicts until so many bytes fit, at least `least`. */
 int py_operator_make_room(py_handler_t *self, PyObject *session, int64_t bytes, int64_t least);
 /* Runs again what the operation that has begun needs. */
 int py_operator_catch_up(py_handler_t *self, PyObject *session);
@@ -339,13 +342,8 @@ void py_needs_forget_recent(py_handler_t *self);
 /* A method of a Python object, with arguments up to NULL. */
 #define py_ask(self, object, name, ...)                                                            \
     PyObject_CallMethodObjArgs((object), (self)->names[NAME_##name], ##__VA_ARGS__, NULL)
-/* The same for its effect: 0, or -1 with an exception. */
-int py_did(PyObject *result);
-/* A question without arguments: 1, 0, or -1 with an exception. */
-int py_is_true(PyObject *function);
 
 bool py_is_handler(PyObject *object);
-int64_t py_handler_now(py_handler_t *self); /* ns */
 
 /* Keeps other threads out; a thread may enter again. */
 void py_handler_lock(py_handler_t *self);

@@ -4,23 +4,6 @@
 #include <structmember.h>
 
 #include "core.h"
-#include "probe.h"
-
-int64_t py_handler_now(py_handler_t *self) {
-    if (self->clock == NULL || self->clock == Py_None) {
-        return rotor_clock_ns();
-    }
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject *now = PyObject_CallNoArgs(self->clock);
-    int64_t ns = now == NULL ? 0 : PyLong_AsLongLong(now);
-    Py_XDECREF(now);
-    if (PyErr_Occurred()) {
-        PyErr_WriteUnraisable(self->clock);
-    }
-    PyErr_Restore(type, value, traceback);
-    return ns;
-}
 
 void py_handler_lock(py_handler_t *self) {
     unsigned long me = PyThread_get_thread_ident();
@@ -152,10 +135,23 @@ static PyObject *py_handler_reference(METHOD_ARGUMENTS) {
     return Py_NewRef(ref == NULL ? Py_None : (PyObject *)ref);
 }
 
+PyDoc_STRVAR(track_doc, "track($self, storage, /)\n--\n\n"
+                        "Return the reference to a storage, a new one without a number where there "
+                        "is none.");
+
+static PyObject *py_handler_track(METHOD_ARGUMENTS) {
+    bool is_new;
+    (void)type;
+    if (py_book_expect("track", count, 1, names) != 0) {
+        return NULL;
+    }
+    return Py_XNewRef((PyObject *)py_table_enter((py_handler_t *)object, args[0], &is_new));
+}
+
 PyDoc_STRVAR(references_doc, "references($self, /)\n--\n\nReturn all references to storages.");
 
 static PyObject *py_handler_references(METHOD_ARGUMENTS) {
-    const py_table_t *table = &((py_handler_t *)object)->table;
+    const py_ref_table_t *table = &((py_handler_t *)object)->table;
     (void)type;
     (void)args;
     if (py_book_expect("references", count, 0, names) != 0) {
@@ -227,6 +223,7 @@ static PyMethodDef handler_methods[] = {
     HANDLER_METHOD(catch_up, catch_up),
     HANDLER_METHOD(rerun, rerun),
     HANDLER_METHOD(reference, reference),
+    HANDLER_METHOD(track, track),
     HANDLER_METHOD(references, references),
     HANDLER_METHOD(forget, forget),
     HANDLER_METHOD(adopt, add),

@@ -1,13 +1,13 @@
 /* The references to storages that a session knows. */
 #include "bind_dtr_private.h"
 
-static size_t slot_of(const py_table_t *table, const PyObject *storage) {
+static size_t slot_of(const py_ref_table_t *table, const PyObject *storage) {
     uint64_t hash = (uint64_t)(uintptr_t)storage * UINT64_C(0x9e3779b97f4a7c15);
     return (size_t)(hash >> 20) & (table->capacity - 1);
 }
 
 /* The slot of a storage, or the free one where it belongs. */
-static size_t find_slot(const py_table_t *table, const PyObject *storage) {
+static size_t find_slot(const py_ref_table_t *table, const PyObject *storage) {
     size_t at = slot_of(table, storage);
     while (table->slots[at] != NULL && table->slots[at]->storage != storage) {
         at = (at + 1) & (table->capacity - 1);
@@ -15,12 +15,12 @@ static size_t find_slot(const py_table_t *table, const PyObject *storage) {
     return at;
 }
 
-py_ref_t *py_table_find(const py_table_t *table, const PyObject *storage) {
+py_ref_t *py_table_find(const py_ref_table_t *table, const PyObject *storage) {
     return table->capacity == 0 ? NULL : table->slots[find_slot(table, storage)];
 }
 
-static int table_grow(py_table_t *table) {
-    py_table_t grown = {.capacity = table->capacity == 0 ? 256 : 2 * table->capacity,
+static int table_grow(py_ref_table_t *table) {
+    py_ref_table_t grown = {.capacity = table->capacity == 0 ? 256 : 2 * table->capacity,
                         .count = table->count};
     grown.slots = PyMem_Calloc(grown.capacity, sizeof(py_ref_t *));
     if (grown.slots == NULL) {
@@ -37,7 +37,7 @@ static int table_grow(py_table_t *table) {
     return 0;
 }
 
-int py_table_add(py_table_t *table, py_ref_t *ref) {
+int py_table_add(py_ref_table_t *table, py_ref_t *ref) {
     if (2 * (table->count + 1) > table->capacity && table_grow(table) != 0) {
         return -1;
     }
@@ -48,7 +48,7 @@ int py_table_add(py_table_t *table, py_ref_t *ref) {
     return 0;
 }
 
-void py_table_remove(py_table_t *table, const py_ref_t *ref) {
+void py_table_remove(py_ref_table_t *table, const py_ref_t *ref) {
     if (table->capacity == 0) {
         return;
     }
@@ -71,9 +71,9 @@ void py_table_remove(py_table_t *table, const py_ref_t *ref) {
     Py_DECREF((PyObject *)removed);
 }
 
-void py_table_clear(py_table_t *table) {
-    py_table_t before = *table;
-    *table = (py_table_t){0};
+void py_table_clear(py_ref_table_t *table) {
+    py_ref_table_t before = *table;
+    *table = (py_ref_table_t){0};
     for (size_t k = 0; k < before.capacity; k++) {
         Py_XDECREF((PyObject *)before.slots[k]);
     }

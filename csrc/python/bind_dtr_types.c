@@ -21,7 +21,8 @@ PyObject *py_ref_make(PyTypeObject *type, PyObject *storage, PyObject *gone) {
 static PyObject *py_ref_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     (void)args;
     (void)kwargs;
-    return PyErr_Format(PyExc_TypeError, "%s is made by a Handler", type->tp_name);
+    return PyErr_Format(PyExc_TypeError, "cannot create '%s' instances: a Handler makes them",
+                        type->tp_name);
 }
 
 static int py_ref_init(PyObject *object, PyObject *args, PyObject *kwargs) {

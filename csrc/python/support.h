@@ -100,6 +100,11 @@ typedef struct {
     bool is_feeding;
 } py_log_t;
 
+/* Drops the result of a call that was made for its effect: 0, or -1 with an exception. */
+int py_did(PyObject *result);
+/* A question without arguments: 1, 0, or -1 with an exception. */
+int py_is_true(PyObject *function);
+
 #define PY_FASTCALL(function) (PyCFunction)(void (*)(void)) function, METH_FASTCALL
 
 /* True if a method got `least` to `most` arguments, else a TypeError. */

@@ -67,7 +67,7 @@ _COLLECTING = frozenset(
 _WRITTEN = frozenset(_functions("apply_ map_ map2_", torch.Tensor))
 
 
-class Guard(_core.FunctionMode, TorchFunctionMode):
+class Guard(_core.FunctionMode, TorchFunctionMode):  # type: ignore[misc]
     """Mode that brings back tensors which functions of PyTorch read without operators.
 
     Parameters

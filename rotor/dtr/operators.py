@@ -70,7 +70,7 @@ class Treatment(NamedTuple):
 
 
 def on_meta(value: Any) -> Any:
-    """Return arguments with tensors that have no elements; NotImplementedError for other layouts."""
+    """Return arguments with tensors on the meta device; NotImplementedError unless strided."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             raise NotImplementedError
@@ -106,11 +106,13 @@ def _has_masks(args: Any) -> bool:
 
 
 def _nonzero_bytes(args: Any, exactly: bool) -> int:
-    return _true(args[0], exactly) * args[0].dim() * 8
+    x: torch.Tensor = args[0]
+    return _true(x, exactly) * x.dim() * 8
 
 
 def _masked_bytes(args: Any, exactly: bool) -> int:
-    x, mask = args[:2]
+    x: torch.Tensor = args[0]
+    mask: torch.Tensor = args[1]
     numel: int = torch.broadcast_shapes(x.shape, mask.shape).numel()
     return _true(mask, exactly) * (numel // max(mask.numel(), 1)) * x.element_size()
 
@@ -124,15 +126,18 @@ def _indexed_bytes(args: Any, exactly: bool) -> int:
         else:
             indices.append(on_meta(index))
     result: torch.Tensor = aten.index.Tensor(on_meta(args[0]), indices)
-    return result.numel() * args[0].element_size()
+    x: torch.Tensor = args[0]
+    return result.numel() * x.element_size()
 
 
 def _unique_bytes(args: Any, _: bool) -> int:
-    return int(args[0].numel()) * (args[0].element_size() + 16)
+    x: torch.Tensor = args[0]
+    return x.numel() * (x.element_size() + 16)
 
 
 def _counted_bytes(args: Any, _: bool) -> int:
-    return (int(args[0].max()) + 1 if args[0].numel() else 0) * 8
+    x: torch.Tensor = args[0]
+    return (int(x.max()) + 1 if x.numel() else 0) * 8
 
 
 def _repeated_bytes(args: Any, _: bool) -> int:
@@ -225,12 +230,14 @@ class Operator:
         self.is_custom = self.name.partition("::")[0] not in _OWN_NAMESPACES
         self.varies = torch.Tag.dynamic_output_shape in call.tags
         has_flag = odd.hidden_if < len(schema.arguments)
-        is_replaced = odd.replay is not None and (not odd.hidden or (has_flag and self.written))
+        replay = dispatch.direct_call(call)
+        if odd.replay is not None and (not odd.hidden or (has_flag and self.written)):
+            replay = odd.replay
         self.kernel = _core.Kernel(
             self,
             self.name,
             dispatch.direct_call(call),
-            odd.replay if is_replaced else dispatch.direct_call(call),
+            replay,
             None if odd.in_place is None else dispatch.direct_call(odd.in_place),
             tuple(where for where in self.written if isinstance(where, int)),
             tuple(where for where in self.written if isinstance(where, str)),

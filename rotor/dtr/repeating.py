@@ -213,7 +213,9 @@ class Verifier:
         if not _leaves_unwritten(self._handler, record, index, storages):
             raise self._error(record, place, result)
 
-    def _error(self, record: _core.Record, place: int, result: torch.Tensor | None) -> RecomputationError:
+    def _error(
+        self, record: _core.Record, place: int, result: torch.Tensor | None
+    ) -> RecomputationError:
         name = record.operator.name
         suspects = {name} if record.operator.is_custom else {name} | self._unseen(record)
         self._differed(suspects)
@@ -254,7 +256,11 @@ class Verifier:
         return found
 
     def _is_comparable(
-        self, record: _core.Record, place: int, made: torch.UntypedStorage, result: torch.Tensor | None
+        self,
+        record: _core.Record,
+        place: int,
+        made: torch.UntypedStorage,
+        result: torch.Tensor | None,
     ) -> bool:
         """Return whether the operator, and all that wrote to it before, wrote every byte."""
         if result is not None and result.numel() * result.element_size() < made.nbytes():

@@ -23,7 +23,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBER_BYTES = 16
 
 
-class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):
+class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignore[misc]
     """A program that runs under a budget; `budget` makes and enters one.
 
     The handler in C (csrc/python/bind_dtr_handler.c) runs every operator. It calls the methods
