@@ -409,6 +409,31 @@ static void test_copies_of_sources(void) {
     }
 }
 
+static void test_what_a_write_takes(void) {
+    rotor_recorder_options_t options = options_of("LRU", ROTOR_UNLIMITED);
+    rotor_recorder_t book;
+    int32_t source, again, a, b, written;
+    bool is_worth;
+    rotor_recorder_init(&book, &options);
+    CHECK(rotor_recorder_source(&book, 15, false, &source) == ROTOR_OK);
+    CHECK(rotor_recorder_copying(&book, source, &is_worth) == ROTOR_OK && !is_worth);
+    CHECK(operate(&book, &source, 1, 10, -1, &a) == ROTOR_OK);
+    CHECK(rotor_recorder_copying(&book, source, &is_worth) == ROTOR_OK && !is_worth);
+    CHECK(operate(&book, &a, 1, 10, -1, &b) == ROTOR_OK);
+    CHECK(rotor_recorder_copying(&book, source, &is_worth) == ROTOR_OK && is_worth);
+    CHECK(rotor_recorder_writing(&book, source, true, 1) == ROTOR_WRITE_SOURCE);
+    CHECK(rotor_recorder_writing(&book, a, false, 1) == ROTOR_WRITE_RESTORED);
+    CHECK(rotor_recorder_writing(&book, b, true, 1) == ROTOR_WRITE_VERSION);
+    CHECK(operate(&book, &b, 1, 10, b, &written) == ROTOR_OK);
+    CHECK(rotor_recorder_writing(&book, written, true, 2) == ROTOR_WRITE_VERSION);
+    CHECK(rotor_recorder_writing(&book, written, true, 1) == ROTOR_WRITE_TOO_LONG);
+    /* Copies count with the next one: two take more than what was computed. */
+    CHECK(rotor_recorder_copied(&book, source, &again) == ROTOR_OK);
+    CHECK(operate(&book, &again, 1, 10, -1, &b) == ROTOR_OK);
+    CHECK(rotor_recorder_copying(&book, again, &is_worth) == ROTOR_OK && !is_worth);
+    rotor_recorder_free(&book);
+}
+
 /* Whether a recorder with another value in one of its fields is found to be wrong; puts it back. */
 #define IS_FOUND(book, field, value)                                                               \
     do {                                                                                           \
@@ -458,6 +483,7 @@ static const test_case_t cases[] = {
     {"random_programs", test_random_programs},
     {"thrashing_is_found", test_thrashing_is_found},
     {"copies_of_sources", test_copies_of_sources},
+    {"what_a_write_takes", test_what_a_write_takes},
     {"contradictions_are_found", test_contradictions_are_found},
     {"removal_from_the_engine", test_removal_from_the_engine},
 };
