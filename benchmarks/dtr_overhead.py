@@ -24,7 +24,7 @@ from rotor import dtr
 
 OPERATORS = 300
 ROUNDS, REPEATS = 11, 3
-STEPS = 60
+STEPS, ENTRIES = 60, 100
 BATCH, WIDTH = 64, 256
 PLAIN, BARE = "eager", "mode that does nothing"
 UNGUARDED, GUARDED = "session without the guard", "session"
@@ -157,7 +157,16 @@ def steps(device: torch.device) -> None:
     print(f"{'':32}{'over plain':>12}{'us beyond the mode':>20}")
     for name in found:
         print(f"{name:32}{over(found, name, PLAIN):12.2f}{beyond(found, name, BARE, count):20.2f}")
+    empty = seconds({ONE_STEP: (nullcontext, lambda: entered(device))}, device)[ONE_STEP]
     print(f"\nsession of one step over a long one: {over(found, ONE_STEP, GUARDED):.2f}")
+    print(f"entering and leaving a session: {statistics.median(empty) / ENTRIES * 1e6:.0f} us")
+
+
+def entered(device: torch.device) -> None:
+    """Enter and leave sessions without a program."""
+    for _ in range(ENTRIES):
+        with dtr.budget(None, device=device):
+            pass
 
 
 def contexts(device: torch.device) -> dict[str, Context]:
