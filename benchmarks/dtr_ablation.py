@@ -11,20 +11,25 @@ from __future__ import annotations
 import copy
 import math
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
 from common import read_clock
 from dtr_cases import Plain, Program, medians, results, same, step, timed
+from oracles.dtr_operators import in_python
 
 from rotor import _core, dtr, memory
 from rotor._pytorch import dispatch
-from rotor.dtr import recall, runtime
+from rotor.dtr import recall
 from rotor.errors import BudgetError
 
 __all__ = ["ABLATED", "VARIANTS", "Variant", "ablation"]
@@ -103,16 +108,6 @@ def _recorded_backward() -> list[Any]:
     ]
 
 
-def _in_python() -> list[Any]:
-    """Sessions whose operators are handled in Python."""
-
-    def handle(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self._lock:
-            return self._handle(func, types, args, kwargs)
-
-    return [mock.patch.object(runtime.Session, "__torch_dispatch__", handle)]
-
-
 def _textbook() -> list[Any]:
     book = _book(mixes_temporaries=True, rebuild_every=0, never_keep=True)
     return [*_recorded_backward(), *book()]
@@ -131,8 +126,8 @@ VARIANTS = (
     Variant("DTREqClass, rebuilt each time", _CLASSES, patches=_book(rebuild_every=1)),
     Variant("no room for workspaces", patches=_needs(workspace_bytes=0)),
     Variant("room made afterwards", patches=_needs(made_bytes=0, workspace_bytes=0)),
-    Variant("operators handled in Python", patches=_in_python),
-    Variant("the same, dropped values kept", patches=_in_python, keeps=True),
+    Variant("operators handled in Python", patches=lambda: [in_python()]),
+    Variant("the same, dropped values kept", patches=lambda: [in_python()], keeps=True),
     Variant("no guard of reads", {"guard": False}),
     Variant("sampling", {"sample": True}),
     Variant("small tensors ignored", {"ignore_small": True}),

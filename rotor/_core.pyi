@@ -375,6 +375,7 @@ class Recorder:
     def resized(self, node: int, nbytes: int, /) -> None: ...
     def reach(self, nbytes: int, /) -> None: ...
     def dependents(self, node: int, /) -> list[int]: ...
+    def is_worth_a_copy(self, node: int, /) -> bool: ...
     def evicted(self) -> list[int]: ...
     def describe(self, node: int, /) -> NodeState: ...
     def nodes(self) -> list[int]: ...
@@ -385,12 +386,11 @@ class Recorder:
 
 @final
 class StorageRef:
-    def __new__(
-        cls, storage: Any, gone: Callable[[StorageRef], object], key: int, /
-    ) -> StorageRef: ...
     def __call__(self) -> Any: ...
     @property
     def key(self) -> int: ...
+    @property
+    def is_foreign(self) -> bool: ...
     node: int
 
 @final
@@ -400,53 +400,96 @@ class Needs:
     is_measured: bool
     def __new__(cls, made_bytes: int, workspace_bytes: int, is_measured: bool) -> Needs: ...
 
+TRAIT_VIEW: int
+TRAIT_FRESH: int
+TRAIT_RANDOM: int
+TRAIT_CUSTOM: int
+TRAIT_VARIES: int
+TRAIT_RESHAPES: int
+TRAIT_SIZES_BY_VALUE: int
+TRAIT_POINTWISE: int
+
 @final
 class Kernel:
     def __new__(
         cls,
         operator: object,
+        name: str,
         call: Callable[..., Any],
+        replay: Callable[..., Any],
         in_place: Callable[..., Any] | None,
         written: tuple[int, ...],
-        is_view: bool,
-        is_simple: bool,
-        sizes_by_value: bool,
+        written_names: tuple[str, ...],
+        hidden: tuple[int, ...],
+        hidden_if: int,
+        kept_if: int,
+        traits: int,
     ) -> Kernel: ...
     @property
     def operator(self) -> Any: ...
 
 @final
+class Record:
+    sums: Any
+    @property
+    def operator(self) -> Any: ...
+    @property
+    def outputs(self) -> tuple[int, ...]: ...
+    @property
+    def origins(self) -> tuple[int, ...]: ...
+    @property
+    def inputs(self) -> list[tuple[int, Any, Any]]: ...
+    @property
+    def flags(self) -> tuple[Any, ...]: ...
+    @property
+    def module(self) -> str | None: ...
+
+@final
 class Handler:
     observer: Any
     is_open: bool
-    is_verifying: bool
+    verifier: Any
+    clock: Callable[[], int] | None
     module: str | None
     watches_writes: bool
     def __new__(
         cls,
         recorder: Recorder,
         parts: tuple[Any, ...],
-        table: dict[int, StorageRef],
         needs: dict[Any, Needs],
+        kernels: dict[Any, Kernel],
+        kept: set[str],
         device: object,
+        bytes: object,
         block_bytes: int,
         small_bytes: int,
         longest_chain: int,
-        has_views: bool,
+        swaps: bool,
     ) -> Handler: ...
-    @property
-    def kernels(self) -> dict[Any, Kernel]: ...
-    def run(
-        self,
-        session: object,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        /,
-    ) -> Any: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
     def signature(
         self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> bytes | None: ...
     def catch_up(self, session: object, /) -> None: ...
+    def rerun(
+        self, record: Record, storages: tuple[Any, ...], around: Callable[..., Any] | None, /
+    ) -> Any: ...
+    def adopt(self, storage: Any, nbytes: int, is_foreign: bool, /) -> StorageRef: ...
+    def track(self, storage: Any, /) -> StorageRef: ...
+    def reference(self, storage: Any, /) -> StorageRef | None: ...
+    def references(self) -> list[StorageRef]: ...
+    def forget(self) -> None: ...
     def gone(self, ref: StorageRef, /) -> None: ...
+
+class OperatorMode:
+    handler: Any
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any, kwargs: dict[str, Any] | None = None, /
+    ) -> Any: ...
+
+class FunctionMode:
+    watched: Any
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any, kwargs: dict[str, Any] | None = None, /
+    ) -> Any: ...

@@ -39,7 +39,8 @@ def make():
 
 def is_evicted(session, tensor):
     with dispatch.without_functions():
-        ref = session._table[dispatch.storage_key(tensor.untyped_storage())]
+        ref = session.reference(tensor)
+        assert ref is not None
     return not session._book.describe(ref.node).is_material
 
 

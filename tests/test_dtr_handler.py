@@ -12,7 +12,7 @@ from dynamic_cases import CASES, Plain
 
 from rotor import _core, dtr, memory
 from rotor._pytorch import dispatch
-from rotor.dtr import runtime, signatures
+from rotor.dtr import signatures
 from rotor.dtr.operators import Operator
 
 aten = torch.ops.aten
@@ -223,33 +223,41 @@ def test_settings_are_those_of_the_time():
         records = [
             session._book.describe(session._ref_of(tensor).node).record for tensor in (y, z, w)
         ]
-    assert [record[6][0] for record in records] == [False, True, False]
-    assert records[0][6][1:] == records[1][6][1:]
+    assert [record.flags[0] for record in records] == [False, True, False]
+    assert records[0].flags[1:] == records[1].flags[1:]
 
 
 def test_arguments_are_checked():
     with dtr.budget(None) as session:
         handler = session._handler
-        with pytest.raises(TypeError, match="5 positional"):
-            handler.run(session, aten.mul.Tensor)
+        with pytest.raises(TypeError, match="3 to 4 positional arguments"):
+            session.__torch_dispatch__(aten.mul.Tensor)
         with pytest.raises(TypeError, match="tuple"):
-            handler.run(session, aten.mul.Tensor, (), [], None)
+            session.__torch_dispatch__(aten.mul.Tensor, (), [], None)
         with pytest.raises(TypeError, match="Kernel"):
             handler.signature(aten.mul.Tensor, (), {})
         with pytest.raises(TypeError, match="StorageRef"):
             handler.gone(3)
+        with pytest.raises(TypeError, match="Record"):
+            handler.rerun(3, (), None)
         with pytest.raises(RuntimeError, match="no operation has begun"):
             handler.catch_up(session)
+        with pytest.raises(RuntimeError, match="has not entered"):
+            handler.__exit__(None, None, None)
+        with pytest.raises(TypeError, match="Handler"):
+            session.handler = 3
+    cpu = torch.device("cpu")
     with pytest.raises(ValueError, match="entries"):
-        _core.Handler(session._book, (), {}, {}, torch.device("cpu"), 1, 256, 64, True)
-    with pytest.raises(TypeError):
+        _core.Handler(session._book, (), {}, {}, set(), cpu, None, 1, 256, 64, True)
+    with pytest.raises(TypeError, match="a Handler makes them"):
         _core.StorageRef(torch.ones(1).untyped_storage(), print)
+    with pytest.raises(TypeError):
+        _core.Record()
 
 
-def test_while_a_cuda_graph_is_captured_python_decides(monkeypatch):
+def test_while_a_cuda_graph_is_captured_operators_are_refused(monkeypatch):
     parts = dispatch.handler_parts
     asked = []
-    seen = []
 
     def capturing() -> bool:
         asked.append(True)
@@ -258,16 +266,10 @@ def test_while_a_cuda_graph_is_captured_python_decides(monkeypatch):
     monkeypatch.setattr(
         dispatch, "handler_parts", lambda device: (*parts(device)[:-2], capturing, None)
     )
-    monkeypatch.setattr(
-        runtime.Session, "_handle", lambda self, func, types, args, kwargs: seen.append(func)
-    )
     x = torch.ones(100)
-    mul = aten.mul.Tensor
-    with dtr.budget(None, guard=False) as session:
-        kernel = session._handler.kernels[mul] = Operator(mul).kernel
-        session._ref_of(x)
-        key = session._handler.signature(kernel, (x, x), {})
-        session._needs[key] = _core.Needs(400, 0, True)
-        found = [mul(x, x) for _ in range(5)]
-    assert [value is None for value in found] == [False] * 3 + [True] * 2
-    assert seen == [mul] * 2
+    with dtr.budget(None, guard=False):
+        for _ in range(3):
+            aten.mul.Tensor(x, x)
+        with pytest.raises(RuntimeError, match="CUDA graphs cannot be captured"):
+            aten.mul.Tensor(x, x)
+    assert len(asked) == 4

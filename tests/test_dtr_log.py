@@ -15,8 +15,8 @@ from dynamic_cases import CASES, Plain, step
 from torch import nn
 
 from rotor import dtr, simrd
-from rotor.common import accounting
-from rotor.dtr import recall, runtime
+from rotor.common.accounting import scrap_bytes
+from rotor.dtr import recall
 from rotor.dtr.log import ProgramLog
 from rotor.simrd.results import EVENT_KINDS
 
@@ -47,8 +47,7 @@ class Watched(ProgramLog):
 def ticks(monkeypatch):
     """Every operator takes 1,000 ns, as the runtime reads the clock."""
     clock = itertools.count(0, 1000).__next__
-    monkeypatch.setattr(runtime, "perf_counter_ns", clock)
-    monkeypatch.setattr(recall, "perf_counter_ns", clock)
+    monkeypatch.setattr(recall, "CLOCK", clock)
 
 
 def program(seed, *, releases=0.0, operations=60):
@@ -95,7 +94,7 @@ def run_both(run, heuristic, fraction):
     result = simrd.simulate(
         parsed,
         heuristic,
-        budget_bytes=limit - accounting.scrap_bytes(limit) + parsed.baseline.const_memory,
+        budget_bytes=limit - scrap_bytes(limit) + parsed.baseline.const_memory,
         overhead_limit=math.inf,
         rebuild_classes_every=REBUILD_EVERY,
         trace=True,

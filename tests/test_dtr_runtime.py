@@ -580,6 +580,6 @@ def test_where_recurrent_kernels_have_their_dropout():
     """The next argument says whether they train; what such a kernel makes is not computed again."""
     for overload in (torch.ops.aten._cudnn_rnn.default, torch.ops.aten.miopen_rnn.default):
         names = [argument.name for argument in overload._schema.arguments]
-        place = Operator(overload).dropout
+        place = Operator(overload).treatment.kept_if
         assert names[place : place + 2] == ["dropout", "train"]
-    assert Operator(torch.ops.aten.native_dropout.default).dropout == -1
+    assert Operator(torch.ops.aten.native_dropout.default).treatment.kept_if == -1

@@ -53,6 +53,20 @@ class Loop(nn.Module):
         return found
 
 
+class Recurrence(nn.Module):
+    """A recurrence whose backward computes long chains again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = cell = x.new_zeros(x.shape[1], 64)
+        for word in x.unbind(0):
+            state, cell = self.cell(word, (state, cell))
+        return state
+
+
 def widening() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(16 << k, 32 << k), nn.Tanh()) for k in range(5)))
 
@@ -77,6 +91,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "blocks": (lambda: nn.Sequential(*(Block(32) for _ in range(4))), (8, 32, 32)),
     "u-net": (Down, (2, 3, 32, 32)),
     "loop": (Loop, (16, 30, 32)),
+    "recurrence": (Recurrence, (40, 32, 64)),
     "widening": (widening, (64, 16)),
     "convolutions": (convolutions, (4, 3, 32, 32)),
     "attention": (attention, (8, 32, 32)),
@@ -95,7 +110,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("part", [0.25, 0.4])
+@pytest.mark.parametrize("part", [0.12, 0.25, 0.4])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore::rotor.errors.MemoryLimitWarning")
 def test_the_limit_that_is_named_works_when_it_is_tried(name: str, part: float):

@@ -30,10 +30,7 @@ static PyObject *py_recorder_begin(METHOD_ARGUMENTS) {
     if (py_book_expect("begin", count, 1, names) != 0 || py_book_forget_gone(self) != 0) {
         return NULL;
     }
-    if (self->book.frame_count > 0) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "a session of rotor.dtr was used while one of its operations runs, from a "
-                        "finalizer or an observer: leave that to the program itself");
+    if (py_book_may_begin(self) != 0) {
         return NULL;
     }
     PyObject *list = PySequence_Fast(args[0], "the inputs must be a sequence");

@@ -155,6 +155,17 @@ int py_book_expect(const char *name, Py_ssize_t count, Py_ssize_t wanted, PyObje
     return -1;
 }
 
+PyObject *py_book_refuse_reentry(void) {
+    PyErr_SetString(PyExc_RuntimeError,
+                    "a session of rotor.dtr was used while one of its operations runs, from a "
+                    "finalizer or an observer: leave that to the program itself");
+    return NULL;
+}
+
+int py_book_may_begin(const py_recorder_t *self) {
+    return self->book.frame_count == 0 || py_book_refuse_reentry() != NULL ? 0 : -1;
+}
+
 int py_book_complete(py_recorder_t *self, const py_completion_t *done) {
     int32_t op = -1;
     int status = rotor_recorder_finish(&self->book, done->recorded, done->bytes, done->origins,

@@ -76,6 +76,10 @@ int py_book_guard_outputs(py_recorder_t *self, int32_t op);
 /* Takes over a reference, and holds it as long. */
 int py_book_keep(py_recorder_t *self, PyObject *storage);
 
+/* -1 with an exception while an operation has begun. */
+int py_book_may_begin(const py_recorder_t *self);
+PyObject *py_book_refuse_reentry(void); /* returns NULL */
+
 /* The steps of py_book_answer(), for calls that change the book more than once. */
 int py_book_settle(py_recorder_t *self);
 void py_book_let_go(py_recorder_t *self);
@@ -103,21 +107,34 @@ int py_book_complete(py_recorder_t *self, const py_completion_t *done);
 /* A weak reference to a storage, with the numbers that the runtime keeps of it. */
 struct py_ref {
     PyWeakReference reference;
-    PyObject *key; /* in the table of storages */
+    const PyObject *storage; /* its address: the key in the table of storages; dead once gone */
     int64_t node;
     py_ref_t *next_gone; /* owned: the queue holds what is in it */
     char is_gone;
+    char is_foreign; /* in memory before the book began */
 };
+
+/* The arguments of an operator without its tensors, and their layouts. */
+typedef struct {
+    int64_t references;
+    PyObject *args;   /* a tuple with Ellipsis in the place of each tensor */
+    PyObject *kwargs; /* a dictionary, or NULL */
+    int64_t count;    /* of tensors */
+    PyObject *layouts[]; /* shape, stride, dtype, device of each */
+} py_pattern_t;
+
+void py_pattern_release(py_pattern_t *pattern);
 
 /* The memory that an operator takes on arguments of one layout. */
 typedef struct {
     PyObject_HEAD int64_t made_bytes;
     int64_t workspace_bytes;
     char is_measured;
+    py_pattern_t *pattern; /* NULL: not known, or not the same for all such arguments */
 } py_needs_t;
 
 /* A new reference to a storage; `gone` is called with it when the storage dies. */
-PyObject *py_ref_make(PyTypeObject *type, PyObject *storage, PyObject *gone, PyObject *key);
+PyObject *py_ref_make(PyTypeObject *type, PyObject *storage, PyObject *gone);
 /* Methods about nodes, figures and limits. */
 extern PyMethodDef py_book_queries[];
 /* Methods about operations that have to run again. */

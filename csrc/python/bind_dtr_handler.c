@@ -1,116 +1,78 @@
+/* The path of an operator of the program: read, begun, run, recorded. */
 #include "bind_dtr_private.h"
 
 #include <string.h>
 
-#include "probe.h"
 #include "vector.h"
 
-typedef struct {
-    PyObject *session;
-    const py_kernel_t *kernel;
-    PyObject *args;
-    PyObject *kwargs; /* NULL for none */
-    const py_needs_t *needs;
-    bool is_recording;
-    bool grad_enabled;
-} run_t;
-
-static int call_is_true(PyObject *function) {
-    PyObject *answer = PyObject_CallNoArgs(function);
-    int is_true = answer == NULL ? -1 : PyObject_IsTrue(answer);
-    Py_XDECREF(answer);
-    return is_true;
-}
-
-/* READ_OK if the handler can take the results in: strided, on the device that counts. */
-static enum py_reading are_plain(py_handler_t *self, PyObject *value) {
-    if (PyList_Check(value) || PyTuple_Check(value)) {
-        for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(value); k++) {
-            enum py_reading found = are_plain(self, PySequence_Fast_GET_ITEM(value, k));
-            if (found != READ_OK) {
-                return found;
-            }
-        }
-        return READ_OK;
+/* 1 for a result that is strided, on another device than the one that counts; 0 for one without a
+ * place in the session, whose parts are counted and whose inputs stay; -1 with an exception. */
+static int take_odd(py_handler_t *self, py_run_t *run, PyObject *tensor) {
+    run->is_recording = false;
+    if (py_did(py_ask(self, run->session, _refuse_opaque, tensor)) != 0) {
+        return -1;
     }
-    if (!PyObject_TypeCheck(value, (PyTypeObject *)self->parts[PART_TENSOR_TYPE])) {
-        return READ_OK;
+    int is_strided = py_tensor_is_strided(self, tensor);
+    if (is_strided != 0) {
+        return is_strided;
     }
-    return py_operator_is_plain(self, value);
-}
-
-static int take_storage(py_handler_t *self, PyObject *tensor, int32_t index, py_made_t *made) {
-    PyObject *storage = PyObject_CallMethodNoArgs(tensor, self->names[NAME_untyped_storage]);
-    PyObject *key = storage == NULL ? NULL : PyObject_GetAttr(storage, self->parts[PART_KEY_NAME]);
-    PyObject *nbytes = NULL, *ref = NULL;
-    int ret = -1;
-    if (key == NULL) {
-        goto out;
+    /* Tensors of other layouts cannot be evicted or computed again. */
+    int ret = py_did(py_ask(self, run->session, _see_parts, tensor));
+    for (int64_t k = 0; k < self->node_count && ret == 0; k++) {
+        PyObject *number = PyLong_FromLong(self->nodes[k]);
+        ret = number == NULL ? -1 : py_did(py_ask(self, run->session, _pin, number));
+        Py_XDECREF(number);
     }
-    if (PyDict_GetItemWithError(self->table, key) != NULL) {
-        ret = 0;
-        goto out;
-    }
-    if (PyErr_Occurred() ||
-        (nbytes = PyObject_CallMethodNoArgs(storage, self->names[NAME_nbytes])) == NULL ||
-        (ref = py_ref_make(self->ref_type, storage, self->gone, key)) == NULL) {
-        goto out;
-    }
-    int64_t bytes = PyLong_AsLongLong(nbytes);
-    if (bytes < 0 || PyDict_SetItem(self->table, key, ref) != 0) {
-        goto out;
-    }
-    bytes = (bytes + self->block_bytes - 1) / self->block_bytes * self->block_bytes;
-    ret = py_made_add(made, ref, bytes, index, -1);
-out:
-    Py_XDECREF(storage);
-    Py_XDECREF(key);
-    Py_XDECREF(nbytes);
-    Py_XDECREF(ref);
     return ret;
 }
 
-static int take_storages(py_handler_t *self, PyObject *value, int32_t *index, py_made_t *made) {
+static int take_tensor(py_handler_t *self, py_run_t *run, PyObject *tensor, int32_t index,
+                       py_made_t *made) {
+    enum py_reading found = py_tensor_look(self, tensor);
+    bool is_new;
+    int ret = found == READ_ERROR ? -1 : found == READ_ODD ? take_odd(self, run, tensor) : 1;
+    if (ret <= 0) {
+        return ret;
+    }
+    PyObject *storage = PyObject_CallMethodNoArgs(tensor, self->names[NAME_untyped_storage]);
+    py_ref_t *ref = storage == NULL ? NULL : py_table_enter(self, storage, &is_new);
+    if (ref == NULL || !is_new) {
+        Py_XDECREF(storage);
+        return ref == NULL ? -1 : 0;
+    }
+    int64_t bytes = found == READ_OK ? py_bytes_of(self, storage) : 0;
+    Py_DECREF(storage);
+    if (bytes < 0) {
+        return -1;
+    }
+    bytes = (bytes + self->block_bytes - 1) / self->block_bytes * self->block_bytes;
+    return py_made_add(made, (PyObject *)ref, bytes, index, -1);
+}
+
+static int take_results(py_handler_t *self, py_run_t *run, PyObject *value, int32_t *index,
+                        py_made_t *made) {
+    if (py_is_tensor(self, value)) {
+        return take_tensor(self, run, value, (*index)++, made);
+    }
     if (PyList_Check(value) || PyTuple_Check(value)) {
         for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(value); k++) {
-            if (take_storages(self, PySequence_Fast_GET_ITEM(value, k), index, made) != 0) {
+            if (take_results(self, run, PySequence_Fast_GET_ITEM(value, k), index, made) != 0) {
                 return -1;
             }
         }
-        return 0;
     }
-    if (!PyObject_TypeCheck(value, (PyTypeObject *)self->parts[PART_TENSOR_TYPE])) {
-        return 0;
-    }
-    return take_storage(self, value, (*index)++, made);
-}
-
-/* The written inputs: READ_SLOW where that takes more than a new version. */
-static enum py_reading look_at_written(py_handler_t *self, run_t *run) {
-    const rotor_recorder_t *book = &self->recorder->book;
-    for (int64_t k = 0; k < self->input_count; k++) {
-        if (!self->inputs[k].is_written) {
-            continue;
-        }
-        const rotor_node_t *node = &book->nodes[((py_ref_t *)self->inputs[k].ref)->node];
-        if ((node->state & ROTOR_NODE_SOURCE) != 0) {
-            if (node->needed > 0 || self->watches_writes) {
-                return READ_SLOW;
-            }
-            run->is_recording = false;
-        } else if (!run->grad_enabled || node->version >= self->longest_chain) {
-            return READ_SLOW;
-        }
-    }
-    return READ_OK;
+    return 0;
 }
 
 /* A new version of each input that is written to and not a source. */
-static int take_written(py_handler_t *self, py_made_t *made) {
+static int take_written(py_handler_t *self, const py_run_t *run, py_made_t *made) {
     const rotor_recorder_t *book = &self->recorder->book;
     int64_t first = made->count;
+    if ((run->kernel->traits & TRAIT_RESHAPES) != 0) {
+        return 0;
+    }
     for (int64_t k = 0; k < self->input_count; k++) {
-        py_ref_t *ref = (py_ref_t *)self->inputs[k].ref;
+        py_ref_t *ref = self->inputs[k].ref;
         if (!self->inputs[k].is_written ||
             (book->nodes[ref->node].state & ROTOR_NODE_SOURCE) != 0) {
             continue;
@@ -127,44 +89,25 @@ static int take_written(py_handler_t *self, py_made_t *made) {
     return 0;
 }
 
-/* The tuple from which Python makes a `Record` when the operation has to run again. */
-static PyObject *record_of(py_handler_t *self, const run_t *run, const py_made_t *made) {
-    int64_t at = 0;
-    PyObject *flags = py_operator_flags(self);
-    PyObject *args = flags == NULL ? NULL : py_operator_pattern(self, run->args, &at);
-    PyObject *kwargs = run->kwargs == NULL ? Py_NewRef(Py_None) : PyDict_New();
-    PyObject *counted =
-        PyLong_FromLongLong(run->needs->is_measured ? run->needs->workspace_bytes : 0);
-    PyObject *indices = py_numbers_of(made->indices, made->count);
-    PyObject *origins = py_numbers_of(made->origins, made->count);
-    PyObject *record = NULL;
-    if (args == NULL || kwargs == NULL || counted == NULL || indices == NULL || origins == NULL) {
-        goto out;
-    }
-    if (run->kwargs != NULL) {
-        Py_ssize_t position = 0;
-        PyObject *name, *value;
-        while (PyDict_Next(run->kwargs, &position, &name, &value)) {
-            PyObject *item = py_operator_pattern(self, value, &at);
-            int ret = item == NULL ? -1 : PyDict_SetItem(kwargs, name, item);
-            Py_XDECREF(item);
-            if (ret != 0) {
-                goto out;
-            }
+/* The sizes of storages that an operator may have changed. */
+static int see_sizes(py_handler_t *self) {
+    py_recorder_t *recorder = self->recorder;
+    for (int64_t k = 0; k < self->input_count; k++) {
+        enum py_reading found = py_tensor_look(self, self->inputs[k].tensor);
+        int64_t node = self->inputs[k].ref->node;
+        PyObject *storage = found == READ_OK ? py_book_storage_of(recorder, node) : NULL;
+        int64_t bytes = storage == NULL ? 0 : py_bytes_of(self, storage);
+        if (found == READ_ERROR || bytes < 0) {
+            Py_XDECREF(storage);
+            return -1;
         }
+        if (storage != NULL) {
+            bytes = (bytes + self->block_bytes - 1) / self->block_bytes * self->block_bytes;
+            rotor_recorder_resized(&recorder->book, (int32_t)node, bytes);
+        }
+        Py_XDECREF(storage);
     }
-    record = PyTuple_Pack(12, run->kernel->operator_, args, kwargs, indices, origins,
-                          run->grad_enabled ? Py_True : Py_False, flags, Py_None, Py_None,
-                          (PyObject *)run->needs, counted,
-                          self->module == NULL ? Py_None : self->module);
-out:
-    Py_XDECREF(flags);
-    Py_XDECREF(args);
-    Py_XDECREF(kwargs);
-    Py_XDECREF(counted);
-    Py_XDECREF(indices);
-    Py_XDECREF(origins);
-    return record;
+    return 0;
 }
 
 static int raise_status(py_handler_t *self, int status) {
@@ -189,7 +132,7 @@ static void abort_operation(py_handler_t *self) {
 }
 
 /* Has the inputs in memory and room for the rest. */
-static int prepare(py_handler_t *self, const run_t *run) {
+static int prepare(py_handler_t *self, py_run_t *run) {
     rotor_recorder_t *book = &self->recorder->book;
     int status = rotor_recorder_begin(book, self->nodes, self->node_count);
     if (raise_status(self, status) != 0 || py_book_settle(self->recorder) != 0) {
@@ -198,66 +141,123 @@ static int prepare(py_handler_t *self, const run_t *run) {
     if (book->pending_count > 0 && py_operator_catch_up(self, run->session) != 0) {
         return -1;
     }
+    if ((run->kernel->traits & (TRAIT_RANDOM | TRAIT_CUSTOM)) != 0 &&
+        py_odd_generator(self, run) != 0) {
+        return -1;
+    }
+    if ((run->kernel->traits & TRAIT_VARIES) != 0 && py_odd_varying(self, run) != 0) {
+        return -1;
+    }
     const py_needs_t *needs = run->needs;
-    int64_t bytes = needs->made_bytes + needs->workspace_bytes;
-    return py_operator_make_room(self, run->session, bytes,
-                                 needs->is_measured ? bytes : needs->made_bytes);
+    if (run->is_in_place) {
+        return py_operator_make_room(self, run->session, 0, 0);
+    }
+    int64_t bytes = needs->made_bytes + needs->workspace_bytes + run->kept_bytes;
+    int64_t least = needs->made_bytes + run->kept_bytes;
+    if (needs->is_measured) {
+        return py_operator_make_room(self, run->session, bytes, bytes);
+    }
+    /* A session hears of every operator that is not known. */
+    PyObject *wished = PyLong_FromLongLong(bytes);
+    PyObject *needed = wished == NULL ? NULL : PyLong_FromLongLong(least);
+    int ret = needed == NULL ? -1
+                             : py_did(py_ask(self, run->session, _make_room, wished, needed));
+    Py_XDECREF(wished);
+    Py_XDECREF(needed);
+    return ret;
 }
 
-static int complete(py_handler_t *self, const run_t *run, PyObject *results, int64_t took) {
-    py_made_t made;
-    int32_t index = 0;
-    int ret = -1;
-    PyObject *record = NULL;
+/* What running it took, where that was measured. */
+static void note_needs(const py_run_t *run, const py_made_t *made) {
+    int64_t new_bytes = 0;
+    if (run->peak_bytes < 0) {
+        return;
+    }
+    for (int64_t k = 0; k < made->count; k++) {
+        new_bytes += made->origins[k] < 0 ? made->bytes[k] : 0;
+    }
+    run->needs->made_bytes = new_bytes;
+    run->needs->workspace_bytes = rotor_max(run->peak_bytes - new_bytes, 0);
+    run->needs->is_measured = true;
+}
 
-    py_made_init(&made);
-    if (take_storages(self, results, &index, &made) != 0 || take_written(self, &made) != 0) {
+/* The verifier sees what an operator from outside PyTorch has made. */
+static int show_verifier(py_handler_t *self, const py_run_t *run, const py_made_t *made,
+                         PyObject *record) {
+    if (self->verifier == Py_None || (run->kernel->traits & TRAIT_CUSTOM) == 0) {
+        return 0;
+    }
+    PyObject *storages = PyList_New(0);
+    for (int64_t k = 0; storages != NULL && k < made->count; k++) {
+        if (made->origins[k] < 0 &&
+            PyList_Append(storages, PyWeakref_GetObject(made->places[k])) != 0) {
+            Py_CLEAR(storages);
+        }
+    }
+    int ret = storages == NULL ? -1 : py_did(py_ask(self, self->verifier, ran, record, storages));
+    Py_XDECREF(storages);
+    return ret;
+}
+
+static int record_results(py_handler_t *self, py_run_t *run, py_made_t *made) {
+    PyObject *record = NULL;
+    int ret = -1;
+    bool is_recorded =
+        run->is_recording && made->count > 0 && made->largest > self->small_bytes;
+    if (is_recorded && ((record = (PyObject *)py_record_make(self, run, made)) == NULL ||
+                        show_verifier(self, run, made, record) != 0)) {
         goto out;
     }
-    bool is_recorded = run->is_recording && made.count > 0 && made.largest > self->small_bytes;
-    if (is_recorded && (record = record_of(self, run, &made)) == NULL) {
-        goto out;
-    }
-    if (py_book_reserve(self->recorder, made.count) != 0) {
+    if (py_book_reserve(self->recorder, made->count) != 0) {
         goto out;
     }
     int status = py_book_complete(
         self->recorder,
         &(py_completion_t){
-            .recorded = is_recorded ? self->node_count : -1,
-            .bytes = made.bytes,
-            .origins = made.origins,
-            .places = made.places,
-            .count = made.count,
-            .cost_ns = took,
-            .workspace_bytes = run->needs->is_measured ? run->needs->workspace_bytes : 0,
+            .recorded = is_recorded ? self->node_count - self->hidden_count : -1,
+            .bytes = made->bytes,
+            .origins = made->origins,
+            .places = made->places,
+            .count = made->count,
+            .cost_ns = run->took_ns,
+            .workspace_bytes = run->needs->is_measured && !run->is_in_place
+                                   ? run->needs->workspace_bytes
+                                   : 0,
+            .kept_bytes = is_recorded ? run->kept_bytes : 0,
             .record = record,
-            .nodes = made.nodes,
+            .nodes = made->nodes,
         });
     if (raise_status(self, status) != 0 || py_book_settle(self->recorder) != 0) {
         goto out;
     }
-    for (int64_t k = 0; k < made.count; k++) {
-        ((py_ref_t *)made.places[k])->node = made.nodes[k];
+    for (int64_t k = 0; k < made->count; k++) {
+        ((py_ref_t *)made->places[k])->node = made->nodes[k];
     }
-    ret = 0;
+    ret = self->recorder->observer == Py_None ? 0 : py_odd_observe(self, run, made, is_recorded);
 out:
     Py_XDECREF(record);
-    py_made_free(&made);
     return ret;
 }
 
-/* Results that Python has to take in; it reads the arguments again. */
-static int complete_odd(py_handler_t *self, const run_t *run, PyObject *made, int64_t took) {
-    py_operator_clear(self);
-    self->is_busy = false;
-    PyObject *done =
-        PyObject_CallMethod(run->session, "_complete_odd", "OOOOLO", run->kernel->operator_,
-                            run->args, run->kwargs == NULL ? Py_None : run->kwargs, made,
-                            (long long)took, run->is_recording ? Py_True : Py_False);
-    self->is_busy = true;
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+static int complete(py_handler_t *self, py_run_t *run, PyObject *results) {
+    py_made_t made;
+    int32_t index = 0;
+    int ret = -1;
+
+    py_made_init(&made);
+    if (take_results(self, run, results, &index, &made) == 0 &&
+        ((run->kernel->traits & TRAIT_RESHAPES) == 0 || see_sizes(self) == 0) &&
+        take_written(self, run, &made) == 0) {
+        note_needs(run, &made);
+        ret = record_results(self, run, &made);
+    }
+    for (int64_t k = 0; ret != 0 && k < made.count; k++) {
+        if (made.origins[k] < 0) {
+            py_table_remove(&self->table, (py_ref_t *)made.places[k]);
+        }
+    }
+    py_made_free(&made);
+    return ret;
 }
 
 /* Smaller sums are not worth the question. */
@@ -265,16 +265,16 @@ static int complete_odd(py_handler_t *self, const run_t *run, PyObject *made, in
 
 /* 1 if this is a sum of autograd's engine whose first term nothing else holds: without a mode the
  * engine adds to it in place. -1 with an exception. */
-static int is_accumulating(py_handler_t *self, const run_t *run) {
+static int is_accumulating(py_handler_t *self, const py_run_t *run) {
     const py_input_t *terms = self->inputs;
-    if (run->kernel->in_place == Py_None || run->kwargs != NULL || self->input_count != 2 ||
-        PyTuple_GET_SIZE(run->args) != 2 || terms[0].dims != terms[1].dims ||
-        Py_REFCNT(terms[0].tensor) != self->sole_references) {
+    if (run->kernel->in_place == Py_None || !run->needs->is_measured || run->kwargs != NULL ||
+        self->input_count != 2 || PyTuple_GET_SIZE(run->args) != 2 ||
+        terms[0].dims != terms[1].dims || Py_REFCNT(terms[0].tensor) != self->sole_references) {
         return 0;
     }
     /* Data type, device, sizes and strides stand together in the key. */
     size_t words = (size_t)(1 + 2 * terms[0].dims);
-    const rotor_node_t *node = &self->recorder->book.nodes[((py_ref_t *)terms[0].ref)->node];
+    const rotor_node_t *node = &self->recorder->book.nodes[terms[0].ref->node];
     if (memcmp(self->key + terms[0].first - 1, self->key + terms[1].first - 1,
                words * sizeof(*self->key)) != 0 ||
         (node->state & ROTOR_NODE_SOURCE) == 0 || (node->state & ROTOR_NODE_FOREIGN) != 0 ||
@@ -287,87 +287,173 @@ static int is_accumulating(py_handler_t *self, const run_t *run) {
     return is_true;
 }
 
-/* Runs an operator whose needs are known; *results is set where it has run. */
-static enum py_reading run_known(py_handler_t *self, run_t *run, PyObject **results) {
-    static const py_needs_t nothing = {.is_measured = true};
-    PyObject *call = run->kernel->call;
-    int in_backward = 0;
-    enum py_reading found;
-    int is_enabled = call_is_true(self->parts[PART_GRAD_ENABLED]);
+/* What of the settings decides on recording; *in_backward: the engine runs it, without a graph. */
+static int look_at_settings(py_handler_t *self, py_run_t *run, bool *in_backward) {
+    int is_enabled = py_is_true(self->parts[PART_GRAD_ENABLED]);
     if (is_enabled < 0) {
-        return READ_ERROR;
+        return -1;
     }
     run->grad_enabled = run->is_recording = is_enabled;
+    *in_backward = false;
     if (!is_enabled) {
         PyObject *task = PyObject_CallNoArgs(self->parts[PART_GRAPH_TASK]);
-        in_backward = task != NULL && PyLong_AsLong(task) >= 0;
+        *in_backward = task != NULL && PyLong_AsLong(task) >= 0;
         Py_XDECREF(task);
-        if (PyErr_Occurred()) {
-            return READ_ERROR;
-        }
-        run->is_recording = !in_backward;
+        run->is_recording = !*in_backward;
     }
-    if ((found = py_operator_find(self, run->session)) != READ_OK ||
-        (found = look_at_written(self, run)) != READ_OK) {
-        return found;
-    }
-    if (in_backward) {
-        int is_in_place = is_accumulating(self, run);
-        if (is_in_place < 0) {
-            return READ_ERROR;
-        }
-        if (is_in_place) {
-            call = run->kernel->in_place;
-            run->needs = &nothing;
-        }
-    }
-    if (prepare(self, run) != 0) {
-        goto fail;
-    }
-    int64_t start = rotor_clock_ns();
-    PyObject *made = PyObject_Call(call, run->args, run->kwargs);
-    int64_t took = rotor_clock_ns() - start;
-    if (made == NULL) {
-        goto fail;
-    }
-    found = are_plain(self, made);
-    if (found == READ_SLOW) {
-        found = complete_odd(self, run, made, took) == 0 ? READ_OK : READ_ERROR;
-    } else if (found == READ_OK && complete(self, run, made, took) != 0) {
-        found = READ_ERROR;
-    }
-    if (found == READ_ERROR) {
-        Py_DECREF(made);
-        goto fail;
-    }
-    *results = made;
-    return READ_OK;
-fail:
-    abort_operation(self);
-    return READ_ERROR;
+    return PyErr_Occurred() ? -1 : 0;
 }
 
-static enum py_reading run_operator(py_handler_t *self, run_t *run, PyObject **results) {
-    enum py_reading found = py_operator_read(self, run->kernel, run->args, run->kwargs);
-    if (found != READ_OK) {
-        return found;
+/* What of the operator and its arguments decides on recording. */
+static int look_at_arguments(py_handler_t *self, py_run_t *run) {
+    int32_t at = run->kernel->kept_if;
+    if (self->has_others) {
+        run->is_recording = false;
     }
-    PyObject *key = PyBytes_FromStringAndSize(
-        (const char *)self->key, (Py_ssize_t)(self->key_count * (int64_t)sizeof(*self->key)));
-    PyObject *needs =
-        key == NULL ? NULL : Py_XNewRef(PyDict_GetItemWithError(self->needs, key));
-    Py_XDECREF(key);
-    if (needs == NULL) {
-        return PyErr_Occurred() ? READ_ERROR : READ_SLOW;
+    if (at >= 0 && at + 1 < PyTuple_GET_SIZE(run->args)) {
+        int first = PyObject_IsTrue(PyTuple_GET_ITEM(run->args, at));
+        int second = PyObject_IsTrue(PyTuple_GET_ITEM(run->args, at + 1));
+        if (first < 0 || second < 0) {
+            return -1;
+        }
+        run->is_recording = run->is_recording && !(first && second);
     }
-    found = READ_SLOW;
-    if (Py_TYPE(needs) == self->needs_type &&
-        (!self->is_cpu || ((py_needs_t *)needs)->is_measured)) {
-        run->needs = (py_needs_t *)needs;
-        found = run_known(self, run, results);
+    if (PySet_GET_SIZE(self->kept) > 0) {
+        int is_kept = PySet_Contains(self->kept, run->kernel->name);
+        if (is_kept < 0) {
+            return -1;
+        }
+        run->is_recording = run->is_recording && !is_kept;
     }
-    Py_DECREF(needs);
-    return found;
+    return 0;
+}
+
+static bool writes(const py_kernel_t *kernel) {
+    return kernel->written != 0 || PyTuple_GET_SIZE(kernel->written_names) > 0 ||
+           kernel->hidden != 0 || (kernel->traits & TRAIT_RESHAPES) != 0;
+}
+
+/* Has it read, and finds what it needs. */
+static int get_ready(py_handler_t *self, py_run_t *run) {
+    bool in_backward;
+    if (look_at_settings(self, run, &in_backward) != 0 ||
+        py_operator_read(self, run->session, run->kernel, run->args, run->kwargs) != 0 ||
+        py_operator_find(self, run->session) != 0 || look_at_arguments(self, run) != 0 ||
+        (writes(run->kernel) && py_odd_writes(self, run) != 0) ||
+        py_operator_number(self) != 0 || py_needs_find(self, run) != 0) {
+        return -1;
+    }
+    /* An observer hears of every sum as one that makes a new storage. */
+    bool may_be = in_backward && self->recorder->observer == Py_None;
+    int is_in_place = may_be ? is_accumulating(self, run) : 0;
+    run->is_in_place = is_in_place == 1;
+    return is_in_place < 0 ? -1 : 0;
+}
+
+static PyObject *call(py_handler_t *self, py_run_t *run) {
+    const py_kernel_t *kernel = run->kernel;
+    if ((kernel->traits & TRAIT_ODD) != 0 || (!run->needs->is_measured && self->is_cpu)) {
+        return py_odd_call(self, run);
+    }
+    int64_t start = py_handler_now(self);
+    PyObject *results = PyObject_Call(run->is_in_place ? kernel->in_place : kernel->call,
+                                      run->args, run->kwargs);
+    run->took_ns = py_handler_now(self) - start;
+    return results;
+}
+
+static PyObject *run_operator(py_handler_t *self, py_run_t *run) {
+    PyObject *results = NULL;
+    if (get_ready(self, run) != 0 || py_book_may_begin(self->recorder) != 0) {
+        return NULL;
+    }
+    if (prepare(self, run) == 0) {
+        results = call(self, run);
+    }
+    if (results == NULL || complete(self, run, results) != 0) {
+        Py_CLEAR(results);
+        abort_operation(self);
+        return NULL;
+    }
+    if (run->varies && run->peak_bytes >= 0 && py_odd_note_varying(self, run) != 0) {
+        Py_CLEAR(results);
+    }
+    return results;
+}
+
+/* A view: it runs as it is, where storages without bytes can have views. */
+static PyObject *run_view(py_handler_t *self, const py_run_t *run) {
+    if ((run->kernel->traits & TRAIT_FRESH) != 0 && PyTuple_GET_SIZE(run->args) > 0) {
+        bool is_new;
+        PyObject *tensor = PyTuple_GET_ITEM(run->args, 0);
+        PyObject *storage =
+            PyObject_CallMethodNoArgs(tensor, self->names[NAME_untyped_storage]);
+        py_ref_t *ref = storage == NULL ? NULL : py_table_find(&self->table, storage);
+        is_new = storage != NULL && ref == NULL;
+        Py_XDECREF(storage);
+        if (storage == NULL ||
+            (is_new && py_did(py_ask(self, run->session, _see_parts, tensor)) != 0)) {
+            return NULL;
+        }
+    }
+    return PyObject_Call(run->kernel->call, run->args, run->kwargs);
+}
+
+static PyObject *run(py_handler_t *self, PyObject *const *args, const py_kernel_t *kernel) {
+    py_run_t this = {
+        .session = args[0],
+        .kernel = kernel,
+        .args = args[3],
+        .kwargs = args[4] == Py_None || PyDict_GET_SIZE(args[4]) == 0 ? NULL : args[4],
+        .peak_bytes = -1,
+    };
+    if ((kernel->traits & TRAIT_VIEW) != 0 && self->swaps) {
+        return run_view(self, &this);
+    }
+    if (py_book_forget_gone(self->recorder) != 0) {
+        return NULL;
+    }
+    int is_capturing =
+        self->parts[PART_CAPTURING] == Py_None ? 0 : py_is_true(self->parts[PART_CAPTURING]);
+    if (is_capturing != 0) {
+        return is_capturing < 0 ? NULL : py_ask(self, args[0], _refuse_capture);
+    }
+    if (self->is_busy) {
+        return py_book_refuse_reentry();
+    }
+    self->is_busy = true;
+    PyObject *results = run_operator(self, &this);
+    py_operator_clear(self);
+    self->is_busy = false;
+    Py_XDECREF((PyObject *)this.needs);
+    Py_XDECREF(this.key);
+    Py_XDECREF(this.generator);
+    Py_XDECREF(this.state);
+    py_book_let_go(self->recorder);
+    return results;
+}
+
+/* The same where no mode sees the functions of PyTorch that the handler uses. */
+static PyObject *run_without_functions(py_handler_t *self, PyObject *const *args,
+                                       const py_kernel_t *kernel) {
+    PyObject *context = PyObject_CallNoArgs(self->parts[PART_WITHOUT_FUNCTIONS]);
+    if (context == NULL ||
+        py_did(PyObject_CallMethodNoArgs(context, self->names[NAME___enter__])) != 0) {
+        Py_XDECREF(context);
+        return NULL;
+    }
+    PyObject *results = run(self, args, kernel);
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    int ret = py_did(py_ask(self, context, __exit__, Py_None, Py_None, Py_None));
+    Py_DECREF(context);
+    if (ret != 0) {
+        Py_CLEAR(results);
+    }
+    if (type != NULL) {
+        PyErr_Restore(type, value, traceback);
+    }
+    return results;
 }
 
 static bool are_known_types(py_handler_t *self, PyObject *types) {
@@ -387,81 +473,43 @@ static bool are_known_types(py_handler_t *self, PyObject *types) {
     return true;
 }
 
-static PyObject *run(py_handler_t *self, PyObject *const *args, PyObject *kernel) {
-    PyObject *kwargs = args[4] == Py_None || PyDict_GET_SIZE(args[4]) == 0 ? NULL : args[4];
-    PyObject *results = NULL;
-    enum py_reading found = READ_SLOW;
-    run_t of = {
-        .session = args[0], .kernel = (py_kernel_t *)kernel, .args = args[3], .kwargs = kwargs};
-    if (of.kernel->is_view && self->has_views) {
-        return PyObject_Call(of.kernel->call, of.args, kwargs);
+/* The kernel of an operator, a new reference; the first time Python makes it. */
+static PyObject *kernel_of(py_handler_t *self, PyObject *session, PyObject *function) {
+    PyObject *kernel = PyDict_GetItemWithError(self->kernels, function);
+    if (kernel != NULL || PyErr_Occurred()) {
+        return Py_XNewRef(kernel);
     }
-    if (py_book_forget_gone(self->recorder) != 0) {
-        return NULL;
+    kernel = py_ask(self, session, _find_kernel, function);
+    if (kernel != NULL && Py_TYPE(kernel) != self->kernel_type) {
+        PyErr_SetString(PyExc_TypeError, "an operator's kernel must be a Kernel");
+        Py_CLEAR(kernel);
     }
-    int is_capturing =
-        self->parts[PART_CAPTURING] == Py_None ? 0 : call_is_true(self->parts[PART_CAPTURING]);
-    if (is_capturing < 0) {
-        return NULL;
-    }
-    if (of.kernel->is_simple && self->recorder->observer == Py_None && !self->is_busy && !is_capturing) {
-        self->is_busy = true;
-        found = run_operator(self, &of, &results);
-        py_operator_clear(self);
-        self->is_busy = false;
-        py_book_let_go(self->recorder);
-    }
-    return found != READ_SLOW
-               ? results
-               : PyObject_CallMethodObjArgs(args[0], self->names[NAME__handle], args[1], args[2],
-                                            args[3], args[4], NULL);
+    return kernel;
 }
 
-/* The same where no mode sees the functions of PyTorch that the handler uses. */
-static PyObject *run_without_functions(py_handler_t *self, PyObject *const *args,
-                                       PyObject *kernel) {
-    PyObject *context = PyObject_CallNoArgs(self->parts[PART_WITHOUT_FUNCTIONS]);
-    PyObject *entered =
-        context == NULL ? NULL : PyObject_CallMethodNoArgs(context, self->names[NAME___enter__]);
-    if (entered == NULL) {
-        Py_XDECREF(context);
+static PyObject *run_locked(py_handler_t *self, PyObject *const *args) {
+    if (!are_known_types(self, args[2])) {
+        PyObject *answer = py_ask(self, args[0], _refuse_types, args[2]);
+        if (answer != Py_None) {
+            return answer;
+        }
+        Py_DECREF(answer);
+    }
+    int in_functions = py_is_true(self->parts[PART_IN_FUNCTIONS]);
+    PyObject *kernel = in_functions < 0 ? NULL : kernel_of(self, args[0], args[1]);
+    if (kernel == NULL) {
         return NULL;
     }
-    Py_DECREF(entered);
-    PyObject *results = run(self, args, kernel);
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject *left = PyObject_CallMethodObjArgs(context, self->names[NAME___exit__], Py_None,
-                                                Py_None, Py_None, NULL);
-    Py_DECREF(context);
-    if (left == NULL) {
-        Py_CLEAR(results);
-        Py_XDECREF(type);
-        Py_XDECREF(value);
-        Py_XDECREF(traceback);
-        return NULL;
-    }
-    Py_DECREF(left);
-    PyErr_Restore(type, value, traceback);
+    PyObject *results = in_functions
+                            ? run_without_functions(self, args, (const py_kernel_t *)kernel)
+                            : run(self, args, (const py_kernel_t *)kernel);
+    Py_DECREF(kernel);
     return results;
 }
 
 PyObject *py_operator_run(py_handler_t *self, PyObject *const *args) {
-    PyObject *kernel = PyDict_GetItemWithError(self->kernels, args[1]);
-    if (kernel == NULL && PyErr_Occurred()) {
-        return NULL;
-    }
-    if (kernel == NULL || !are_known_types(self, args[2])) {
-        return PyObject_CallMethodObjArgs(args[0], self->names[NAME__handle], args[1], args[2],
-                                          args[3], args[4], NULL);
-    }
-    int in_functions = call_is_true(self->parts[PART_IN_FUNCTIONS]);
-    if (in_functions < 0) {
-        return NULL;
-    }
-    Py_INCREF(kernel);
-    PyObject *results =
-        in_functions ? run_without_functions(self, args, kernel) : run(self, args, kernel);
-    Py_DECREF(kernel);
+    py_handler_lock(self);
+    PyObject *results = run_locked(self, args);
+    py_handler_unlock(self);
     return results;
 }

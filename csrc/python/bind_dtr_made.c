@@ -64,16 +64,3 @@ int py_made_add(py_made_t *made, PyObject *ref, int64_t bytes, int32_t index, in
     made->largest = rotor_max(made->largest, bytes);
     return 0;
 }
-
-PyObject *py_numbers_of(const int32_t *numbers, int64_t count) {
-    PyObject *tuple = PyTuple_New((Py_ssize_t)count);
-    for (int64_t k = 0; tuple != NULL && k < count; k++) {
-        PyObject *number = PyLong_FromLong(numbers[k]);
-        if (number == NULL) {
-            Py_CLEAR(tuple);
-        } else {
-            PyTuple_SET_ITEM(tuple, (Py_ssize_t)k, number);
-        }
-    }
-    return tuple;
-}

@@ -121,6 +121,23 @@ static PyObject *py_recorder_dependents(METHOD_ARGUMENTS) {
     return py_book_answer(self, type, status, list);
 }
 
+PyDoc_STRVAR(is_worth_a_copy_doc,
+             "is_worth_a_copy($self, node, /)\n--\n\n"
+             "Return whether a live source that is about to change should be copied for what was "
+             "computed from it.");
+
+static PyObject *py_recorder_is_worth_a_copy(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
+    int32_t node;
+    bool is_worth = false;
+    if (py_book_expect("is_worth_a_copy", count, 1, names) != 0 || py_book_forget_gone(self) != 0 ||
+        py_book_read_node(self, args[0], &node) != 0) {
+        return NULL;
+    }
+    int status = rotor_recorder_copying(&self->book, node, &is_worth);
+    return py_book_answer(self, type, status, PyBool_FromLong(is_worth));
+}
+
 PyDoc_STRVAR(evicted_doc, "evicted($self, /)\n--\n\nReturn the live nodes that are not in memory.");
 
 static PyObject *py_recorder_evicted(METHOD_ARGUMENTS) {
@@ -310,7 +327,7 @@ static PyObject *py_recorder_consider(METHOD_ARGUMENTS) {
 PyMethodDef py_book_queries[] = {
     RECORDER_METHOD(dead),       RECORDER_METHOD(pin),      RECORDER_METHOD(hold),
     RECORDER_METHOD(storage),    RECORDER_METHOD(resized),  RECORDER_METHOD(reach),
-    RECORDER_METHOD(dependents), RECORDER_METHOD(evicted),  RECORDER_METHOD(describe),
+    RECORDER_METHOD(dependents), RECORDER_METHOD(is_worth_a_copy), RECORDER_METHOD(evicted),  RECORDER_METHOD(describe),
     RECORDER_METHOD(nodes),      RECORDER_METHOD(counters), RECORDER_METHOD(reset),
     RECORDER_METHOD(limit),      RECORDER_METHOD(consider), RECORDER_METHOD(copied),
     {NULL, NULL, 0, NULL},

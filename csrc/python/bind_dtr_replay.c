@@ -1,69 +1,5 @@
-/* Running operations again, as Recall._replay does, where the handler recorded them on the CPU. */
+/* Running operations again. */
 #include "bind_dtr_private.h"
-
-#include "probe.h"
-
-/* A record, as py_operator_run makes it (rotor.dtr.records.Record). */
-enum {
-    RECORD_OPERATOR,
-    RECORD_ARGS,
-    RECORD_KWARGS,
-    RECORD_INDICES,
-    RECORD_ORIGINS,
-    RECORD_GRAD_ENABLED,
-    RECORD_FLAGS,
-    RECORD_GENERATOR,
-    RECORD_STATE,
-    RECORD_NEEDS,
-    RECORD_COUNTED,
-    RECORD_MODULE,
-    RECORD_COUNT
-};
-
-/* A tensor argument, as py_operator_spec makes it. */
-enum { SPEC_NODE, SPEC_SHAPE, SPEC_STRIDE, SPEC_OFFSET, SPEC_DTYPE, SPEC_DEVICE, SPEC_BITS };
-
-PyObject *py_operator_flags(py_handler_t *self) {
-    PyObject *readers = self->parts[PART_FLAGS];
-    Py_ssize_t count = PyTuple_GET_SIZE(readers);
-    Py_ssize_t watched = self->flags != NULL && self->is_cpu ? self->cpu_flags : count;
-    PyObject *flags = NULL;
-    for (Py_ssize_t k = 0; k < watched; k++) {
-        PyObject *value = PyObject_CallNoArgs(PyTuple_GET_ITEM(readers, k));
-        int is_same = value == NULL ? -1 : 0;
-        if (is_same == 0 && flags == NULL && self->flags != NULL) {
-            PyObject *last = PyTuple_GET_ITEM(self->flags, k);
-            is_same = last == value ? 1 : PyObject_RichCompareBool(last, value, Py_EQ);
-        }
-        if (is_same < 0) {
-            Py_XDECREF(value);
-            Py_XDECREF(flags);
-            return NULL;
-        }
-        if (is_same == 1) {
-            Py_DECREF(value);
-            continue;
-        }
-        if (flags == NULL) {
-            flags = PyTuple_New(count);
-            for (Py_ssize_t i = 0; flags != NULL && i < k; i++) {
-                PyTuple_SET_ITEM(flags, i, Py_NewRef(PyTuple_GET_ITEM(self->flags, i)));
-            }
-            if (flags == NULL) {
-                Py_DECREF(value);
-                return NULL;
-            }
-        }
-        PyTuple_SET_ITEM(flags, k, value);
-    }
-    if (flags != NULL) {
-        for (Py_ssize_t k = watched; k < count; k++) {
-            PyTuple_SET_ITEM(flags, k, Py_NewRef(PyTuple_GET_ITEM(self->flags, k)));
-        }
-        Py_XSETREF(self->flags, flags);
-    }
-    return Py_NewRef(self->flags);
-}
 
 int py_operator_make_room(py_handler_t *self, PyObject *session, int64_t bytes, int64_t least) {
     const rotor_recorder_t *book = &self->recorder->book;
@@ -72,94 +8,69 @@ int py_operator_make_room(py_handler_t *self, PyObject *session, int64_t bytes, 
         return 0;
     }
     PyObject *wished = PyLong_FromLongLong(bytes);
-    PyObject *needed = PyLong_FromLongLong(least);
-    PyObject *done = wished == NULL || needed == NULL
-                         ? NULL
-                         : PyObject_CallMethodObjArgs(session, self->names[NAME__make_room], wished,
-                                                      needed, NULL);
+    PyObject *needed = wished == NULL ? NULL : PyLong_FromLongLong(least);
+    int ret = needed == NULL ? -1 : py_did(py_ask(self, session, _make_room, wished, needed));
     Py_XDECREF(wished);
     Py_XDECREF(needed);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    return ret;
 }
 
-static PyObject *tensor_of(py_handler_t *self, PyObject *spec) {
-    int64_t node = PyLong_AsLongLong(PyTuple_GET_ITEM(spec, SPEC_NODE));
-    PyObject *storage = py_book_storage_of(self->recorder, node);
-    if (storage == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "the storage of an argument is gone");
-        return NULL;
-    }
-    PyObject *sizes[3] = {self->zero, PyTuple_GET_ITEM(spec, SPEC_DTYPE),
-                          PyTuple_GET_ITEM(spec, SPEC_DEVICE)};
-    PyObject *tensor =
-        PyObject_Vectorcall(self->parts[PART_EMPTY], sizes, 1, self->dtype_and_device);
-    PyObject *placed = NULL;
-    if (tensor != NULL) {
-        PyObject *place[5] = {tensor, storage, PyTuple_GET_ITEM(spec, SPEC_OFFSET),
-                              PyTuple_GET_ITEM(spec, SPEC_SHAPE),
-                              PyTuple_GET_ITEM(spec, SPEC_STRIDE)};
-        placed = PyObject_VectorcallMethod(self->names[NAME_set_], place, 5, NULL);
-        Py_DECREF(tensor);
-    }
-    Py_DECREF(storage);
-    PyObject *bits = PyTuple_GET_ITEM(spec, SPEC_BITS);
-    if (placed != NULL && bits != Py_None) {
-        PyObject *set = PyObject_CallFunctionObjArgs(self->parts[PART_UNCONJUGATED], placed,
-                                                     PyTuple_GET_ITEM(bits, 0),
-                                                     PyTuple_GET_ITEM(bits, 1), NULL);
-        Py_SETREF(placed, set);
-    }
-    return placed;
-}
+/* An operation that runs again, and the storages that it runs on. */
+typedef struct {
+    py_handler_t *handler;
+    PyObject *session;
+    const py_record_t *record;
+    int32_t op;
+    PyObject **storages; /* of its arguments */
+    PyObject *results;
+} again_t;
 
-/* An argument with tensors again. */
-static PyObject *filled(py_handler_t *self, PyObject *value) {
-    if (PyTuple_Check(value)) {
-        return tensor_of(self, value);
-    }
-    if (!PyList_Check(value)) {
-        return Py_NewRef(value);
-    }
-    PyObject *list = PyList_New(PyList_GET_SIZE(value));
-    for (Py_ssize_t k = 0; list != NULL && k < PyList_GET_SIZE(value); k++) {
-        PyObject *item = filled(self, PyList_GET_ITEM(value, k));
-        if (item == NULL) {
-            Py_CLEAR(list);
-        } else {
-            PyList_SET_ITEM(list, k, item);
+/* True if the operation writes to this node, and something else needs it as it is. */
+static bool needs_copy(const again_t *again, int32_t node) {
+    const rotor_recorder_t *book = &again->handler->recorder->book;
+    const rotor_record_t *record = &book->records[again->op];
+    const int32_t *outputs = record->items + record->input_count;
+    const int32_t *origins = outputs + record->output_count;
+    bool is_origin = false;
+    for (int32_t k = 0; k < record->output_count; k++) {
+        if (origins[k] == node) {
+            is_origin = true;
+            if (outputs[k] >= 0 && !rotor_recorder_is_material(book, outputs[k]) &&
+                rotor_recorder_may_reuse(book, node)) {
+                return false;
+            }
         }
     }
-    return list;
+    return is_origin;
 }
 
-static int fill(py_handler_t *self, PyObject *record, PyObject **args, PyObject **kwargs) {
-    PyObject *list = PyTuple_GET_ITEM(record, RECORD_ARGS);
-    PyObject *names = PyTuple_GET_ITEM(record, RECORD_KWARGS);
-    PyObject *name, *value;
-    Py_ssize_t at = 0;
-
-    *args = PyTuple_New(PyList_GET_SIZE(list));
-    for (Py_ssize_t k = 0; *args != NULL && k < PyList_GET_SIZE(list); k++) {
-        PyObject *item = filled(self, PyList_GET_ITEM(list, k));
-        if (item == NULL) {
+static int find_storages(again_t *again) {
+    py_handler_t *self = again->handler;
+    const py_record_t *record = again->record;
+    for (int64_t k = 0; k < record->pattern->count; k++) {
+        int32_t node = record->arguments[k].node;
+        for (int64_t i = 0; i < k && again->storages[k] == NULL; i++) {
+            if (record->arguments[i].node == node) {
+                again->storages[k] = Py_NewRef(again->storages[i]);
+            }
+        }
+        if (again->storages[k] != NULL) {
+            continue;
+        }
+        PyObject *storage = py_book_storage_of(self->recorder, node);
+        if (storage == NULL) {
+            PyErr_SetString(PyExc_RuntimeError, "the storage of an argument is gone");
             return -1;
         }
-        PyTuple_SET_ITEM(*args, k, item);
-    }
-    if (names == Py_None || *args == NULL) {
-        return *args == NULL ? -1 : 0;
-    }
-    *kwargs = PyDict_New();
-    while (*kwargs != NULL && PyDict_Next(names, &at, &name, &value)) {
-        PyObject *item = filled(self, value);
-        int ret = item == NULL ? -1 : PyDict_SetItem(*kwargs, name, item);
-        Py_XDECREF(item);
-        if (ret != 0) {
+        if (needs_copy(again, node)) {
+            PyObject *copy = PyObject_CallOneArg(self->parts[PART_COPY], storage);
+            Py_SETREF(storage, copy);
+        }
+        if ((again->storages[k] = storage) == NULL) {
             return -1;
         }
     }
-    return *kwargs == NULL ? -1 : 0;
+    return 0;
 }
 
 /* The tensor of this number among the results, borrowed; NULL for none. */
@@ -177,77 +88,104 @@ static PyObject *result_at(py_handler_t *self, PyObject *results, int64_t *index
     return (*index)-- == 0 ? results : NULL;
 }
 
-static int64_t bytes_of(py_handler_t *self, PyObject *storage) {
-    PyObject *nbytes = PyObject_CallMethodNoArgs(storage, self->names[NAME_nbytes]);
-    int64_t bytes = nbytes == NULL ? -1 : PyLong_AsLongLong(nbytes);
-    Py_XDECREF(nbytes);
-    return bytes;
-}
-
 /* Gives a storage of the program its bytes again. */
-static int refill(py_handler_t *self, PyObject *record, int32_t node, PyObject *made) {
+static int refill(again_t *again, int32_t node, PyObject *made) {
+    py_handler_t *self = again->handler;
     PyObject *storage = py_book_storage_of(self->recorder, node);
-    PyObject *swapped = NULL;
     if (storage == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "the storage of a live node is gone");
         return -1;
     }
-    int64_t before = bytes_of(self, storage);
-    int64_t now = bytes_of(self, made);
+    int64_t before = self->swaps ? py_bytes_of(self, storage) : 0;
+    int64_t now = self->swaps ? py_bytes_of(self, made) : 0;
+    int ret = -1;
     if (before >= 0 && now >= 0 && before != now) {
-        PyObject *name =
-            PyObject_GetAttr(PyTuple_GET_ITEM(record, RECORD_OPERATOR), self->names[NAME_name]);
-        if (name != NULL) {
-            PyErr_Format(PyExc_RuntimeError,
-                         "%S made a storage of %lld bytes where it made %lld before: rotor cannot "
-                         "run this program again",
-                         name, (long long)now, (long long)before);
-            Py_DECREF(name);
-        }
+        PyErr_Format(PyExc_RuntimeError,
+                     "%S made a storage of %lld bytes where it made %lld before: rotor cannot "
+                     "run this program again",
+                     again->record->kernel->name, (long long)now, (long long)before);
     } else if (before >= 0 && now >= 0) {
-        swapped = PyObject_CallMethodOneArg(storage, self->names[NAME__swap_data_ptr_], made);
+        ret = self->swaps ? py_did(PyObject_CallMethodOneArg(
+                                storage, self->names[NAME__swap_data_ptr_], made))
+                          : py_did(py_ask(self, self->bytes, give, storage, made));
     }
-    Py_XDECREF(swapped);
     Py_DECREF(storage);
-    return swapped == NULL ? -1 : 0;
+    return ret;
+}
+
+/* Has the verifier compare what was made again. */
+static int compare(again_t *again, int32_t k, int32_t node, PyObject *made, PyObject *result) {
+    py_handler_t *self = again->handler;
+    bool is_live = (self->recorder->book.nodes[node].state & ROTOR_NODE_LIVE) != 0;
+    PyObject *storages = PyTuple_New((Py_ssize_t)again->record->pattern->count);
+    for (int64_t i = 0; storages != NULL && i < again->record->pattern->count; i++) {
+        PyTuple_SET_ITEM(storages, (Py_ssize_t)i, Py_NewRef(again->storages[i]));
+    }
+    PyObject *place = storages == NULL ? NULL : PyLong_FromLong(k);
+    PyObject *number = place == NULL ? NULL : PyLong_FromLong(node);
+    int ret = number == NULL
+                  ? -1
+                  : py_did(py_ask(self, self->verifier, replayed, again->record, place, number,
+                                  made, result == NULL ? Py_None : result,
+                                  is_live ? Py_True : Py_False, storages));
+    Py_XDECREF(storages);
+    Py_XDECREF(place);
+    Py_XDECREF(number);
+    return ret;
+}
+
+/* What is now in the place of an output: of a result, or what was written to. A new reference. */
+static PyObject *made_at(again_t *again, int32_t k, PyObject **result) {
+    py_handler_t *self = again->handler;
+    int64_t index = again->record->indices[k];
+    if (index >= 0) {
+        *result = result_at(self, again->results, &index);
+        if (*result == NULL) {
+            PyErr_SetString(PyExc_RuntimeError, "an operator made less than before");
+            return NULL;
+        }
+        return PyObject_CallMethodNoArgs(*result, self->names[NAME_untyped_storage]);
+    }
+    for (int64_t i = 0; i < again->record->pattern->count; i++) {
+        if (again->record->arguments[i].node == again->record->origins[k]) {
+            return Py_NewRef(again->storages[i]);
+        }
+    }
+    PyErr_SetString(PyExc_RuntimeError, "an operation wrote to what is not among its arguments");
+    return NULL;
 }
 
 /* Puts one result where its node's bytes belong. */
-static int place_one(py_handler_t *self, PyObject *record, int32_t node, PyObject *results,
-                     int64_t index) {
-    py_recorder_t *recorder = self->recorder;
-    PyObject *result = result_at(self, results, &index);
-    PyObject *made = result == NULL ? NULL
-                                    : PyObject_CallMethodNoArgs(
-                                          result, self->names[NAME_untyped_storage]);
-    int ret = -1;
-    if (made == NULL) {
-        if (!PyErr_Occurred()) {
-            PyErr_SetString(PyExc_RuntimeError, "an operator made less than before");
-        }
-    } else if ((recorder->book.nodes[node].state & ROTOR_NODE_LIVE) != 0) {
-        ret = refill(self, record, node, made);
-    } else if ((ret = py_book_discard(recorder, &recorder->places[node])) == 0) {
+static int place_one(again_t *again, int32_t k, int32_t node) {
+    py_recorder_t *recorder = again->handler->recorder;
+    PyObject *result = NULL;
+    PyObject *made = made_at(again, k, &result);
+    int ret = made == NULL ? -1 : 0;
+    if (ret == 0 && again->handler->verifier != Py_None) {
+        ret = compare(again, k, node, made, result);
+    }
+    if (ret == 0 && (recorder->book.nodes[node].state & ROTOR_NODE_LIVE) != 0) {
+        ret = refill(again, node, made);
+    } else if (ret == 0 && (ret = py_book_discard(recorder, &recorder->places[node])) == 0) {
         recorder->places[node] = Py_NewRef(made);
     }
     Py_XDECREF(made);
     return ret;
 }
 
-static int place(py_handler_t *self, PyObject *record, int32_t op, PyObject *results) {
-    py_recorder_t *recorder = self->recorder;
+static int place(again_t *again) {
+    py_recorder_t *recorder = again->handler->recorder;
     const rotor_recorder_t *book = &recorder->book;
-    PyObject *indices = PyTuple_GET_ITEM(record, RECORD_INDICES);
     int ret = py_book_forget_gone(recorder);
     if (ret == 0) {
-        ret = py_book_guard_outputs(recorder, op);
+        ret = py_book_guard_outputs(recorder, again->op);
     }
     recorder->is_borrowed = true;
-    for (int32_t k = 0; ret == 0 && k < book->records[op].output_count; k++) {
-        int32_t node = book->records[op].items[book->records[op].input_count + k];
+    for (int32_t k = 0; ret == 0 && k < book->records[again->op].output_count; k++) {
+        const rotor_record_t *record = &book->records[again->op];
+        int32_t node = record->items[record->input_count + k];
         if (node >= 0 && !rotor_recorder_is_material(book, node)) {
-            ret = place_one(self, record, node, results,
-                            PyLong_AsLongLong(PyTuple_GET_ITEM(indices, k)));
+            ret = place_one(again, k, node);
         }
     }
     recorder->is_borrowed = false;
@@ -255,97 +193,148 @@ static int place(py_handler_t *self, PyObject *record, int32_t op, PyObject *res
 }
 
 static int set_grad_enabled(py_handler_t *self, PyObject *is_enabled) {
-    PyObject *done = PyObject_CallOneArg(self->parts[PART_SET_GRAD_ENABLED], is_enabled);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    return py_did(PyObject_CallOneArg(self->parts[PART_SET_GRAD_ENABLED], is_enabled));
 }
 
-/* Runs the operator of a record, below autograd and autocast, with its grad mode. */
-static PyObject *run_again(py_handler_t *self, PyObject *record, PyObject *call, int64_t *took) {
-    PyObject *guards = PyObject_CallNoArgs(self->parts[PART_BELOW_AUTOGRAD]);
-    PyObject *now = guards == NULL ? NULL : PyObject_CallNoArgs(self->parts[PART_GRAD_ENABLED]);
-    PyObject *then = PyTuple_GET_ITEM(record, RECORD_GRAD_ENABLED);
-    PyObject *args = NULL, *kwargs = NULL, *results = NULL;
-    if (now == NULL || (now != then && set_grad_enabled(self, then) != 0)) {
-        goto out;
+/* The settings that an operation ran under, and those of now, to be set again. */
+typedef struct {
+    PyObject *guards; /* below autograd and autocast */
+    PyObject *grad;   /* NULL: the same */
+    PyObject *flags;
+    PyObject *state;
+} settings_t;
+
+static int enter_flags(py_handler_t *self, const py_record_t *record, settings_t *now) {
+    PyObject *flags = py_operator_flags(self, record->flag_count);
+    int is_same = flags == NULL ? -1 : 1;
+    for (int32_t k = 0; is_same == 1 && flags != record->flags && k < record->flag_count; k++) {
+        is_same = PyObject_RichCompareBool(PyTuple_GET_ITEM(flags, k),
+                                           PyTuple_GET_ITEM(record->flags, k), Py_EQ);
     }
-    int64_t start = rotor_clock_ns();
-    if (fill(self, record, &args, &kwargs) == 0) {
-        results = PyObject_Call(call, args, kwargs);
+    if (is_same == 0) {
+        /* All of them, as they are now. */
+        Py_XSETREF(flags, py_operator_flags(self, (int32_t)PyTuple_GET_SIZE(record->flags)));
+        now->flags = flags;
+        return flags == NULL ? -1
+                             : py_did(PyObject_CallOneArg(self->parts[PART_WRITE_FLAGS],
+                                                          record->flags));
     }
-    *took = rotor_clock_ns() - start;
-    if (now != then) {
-        PyObject *type, *value, *traceback;
-        PyErr_Fetch(&type, &value, &traceback);
-        if (set_grad_enabled(self, now) != 0) {
-            Py_CLEAR(results);
-            Py_XDECREF(type);
-            Py_XDECREF(value);
-            Py_XDECREF(traceback);
-        } else {
-            PyErr_Restore(type, value, traceback);
+    Py_XDECREF(flags);
+    return is_same < 0 ? -1 : 0;
+}
+
+static int enter_settings(py_handler_t *self, const py_record_t *record, settings_t *now) {
+    int is_enabled = py_is_true(self->parts[PART_GRAD_ENABLED]);
+    if (is_enabled < 0 ||
+        (now->guards = PyObject_CallNoArgs(self->parts[PART_BELOW_AUTOGRAD])) == NULL) {
+        return -1;
+    }
+    if (is_enabled != record->grad_enabled) {
+        now->grad = Py_NewRef(is_enabled ? Py_True : Py_False);
+        if (set_grad_enabled(self, record->grad_enabled ? Py_True : Py_False) != 0) {
+            return -1;
         }
     }
-out:
+    if (enter_flags(self, record, now) != 0) {
+        return -1;
+    }
+    if (record->generator == Py_None) {
+        return 0;
+    }
+    now->state = py_ask(self, record->generator, get_state);
+    return now->state == NULL ? -1
+                              : py_did(py_ask(self, record->generator, set_state, record->state));
+}
+
+/* Sets everything as it was; keeps the exception of before. */
+static int leave_settings(py_handler_t *self, const py_record_t *record, settings_t *before) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    int ret = 0;
+    if (before->state != NULL) {
+        ret |= py_did(py_ask(self, record->generator, set_state, before->state));
+    }
+    if (before->flags != NULL) {
+        ret |= py_did(PyObject_CallOneArg(self->parts[PART_WRITE_FLAGS], before->flags));
+    }
+    if (before->grad != NULL) {
+        ret |= set_grad_enabled(self, before->grad);
+    }
+    Py_XDECREF(before->guards);
+    Py_XDECREF(before->grad);
+    Py_XDECREF(before->flags);
+    Py_XDECREF(before->state);
+    if (type != NULL) {
+        PyErr_Restore(type, value, traceback);
+        ret = -1;
+    }
+    return ret;
+}
+
+static PyObject *call_again(const py_record_t *record, PyObject *around, PyObject *args,
+                            PyObject *kwargs) {
+    return around == NULL ? PyObject_Call(record->kernel->replay, args, kwargs)
+                          : PyObject_CallFunctionObjArgs(around, record->kernel->replay, args,
+                                                         kwargs == NULL ? Py_None : kwargs, NULL);
+}
+
+PyObject *py_record_run(py_handler_t *self, const py_record_t *record, PyObject *const *storages,
+                        PyObject *around, int64_t *took_ns) {
+    settings_t settings = {0};
+    PyObject *args = NULL, *kwargs = NULL, *results = NULL;
+    int ret = enter_settings(self, record, &settings);
+    int64_t start = py_handler_now(self);
+    if (ret == 0 && (ret = py_record_fill(self, record, storages, &args, &kwargs)) == 0) {
+        results = call_again(record, around, args, kwargs);
+        if (results != NULL && self->parts[PART_SYNCHRONIZE] != Py_None &&
+            py_did(PyObject_CallNoArgs(self->parts[PART_SYNCHRONIZE])) != 0) {
+            Py_CLEAR(results);
+        }
+    }
+    *took_ns = py_handler_now(self) - start;
+    if (leave_settings(self, record, &settings) != 0) {
+        Py_CLEAR(results);
+    }
     Py_XDECREF(args);
     Py_XDECREF(kwargs);
-    Py_XDECREF(now);
-    Py_XDECREF(guards);
     return results;
 }
 
-/* 1 if this file runs a record, else 0; -1 with an exception. */
-static int is_ours(py_handler_t *self, PyObject *record) {
-    if (!PyTuple_CheckExact(record) || !self->is_cpu || !self->has_views ||
-        self->is_verifying || PyTuple_GET_ITEM(record, RECORD_STATE) != Py_None) {
-        return 0;
+/* What running an operation again takes beside what the book knows. */
+static int make_room(again_t *again) {
+    py_handler_t *self = again->handler;
+    const py_needs_t *needs = again->record->needs;
+    int64_t bytes = rotor_recorder_replay_bytes(&self->recorder->book, again->op);
+    int64_t unknown = needs->workspace_bytes - again->record->counted_bytes;
+    if (!self->swaps) {
+        bytes *= 2;
     }
-    PyObject *origins = PyTuple_GET_ITEM(record, RECORD_ORIGINS);
-    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(origins); k++) {
-        if (PyLong_AsLong(PyTuple_GET_ITEM(origins, k)) >= 0) {
-            return 0;
+    if (again->record->state != Py_None && self->is_cpu) {
+        /* The generator's state of now, to be set again. */
+        PyObject *nbytes = PyObject_GetAttr(again->record->state, self->names[NAME_nbytes]);
+        bytes += nbytes == NULL ? 0 : PyLong_AsLongLong(nbytes);
+        Py_XDECREF(nbytes);
+        if (PyErr_Occurred()) {
+            return -1;
         }
     }
-    PyObject *flags = py_operator_flags(self);
-    if (flags == NULL) {
-        return -1;
-    }
-    PyObject *then = PyTuple_GET_ITEM(record, RECORD_FLAGS);
-    int is_same = flags == then ? 1 : PyObject_RichCompareBool(flags, then, Py_EQ);
-    Py_DECREF(flags);
-    return is_same;
+    return py_operator_make_room(self, again->session, bytes + unknown,
+                                 bytes + (needs->is_measured ? unknown : 0));
 }
 
-static int replay(py_handler_t *self, PyObject *session, int32_t op, PyObject *record) {
+static int run_again(again_t *again) {
+    py_handler_t *self = again->handler;
     rotor_recorder_t *book = &self->recorder->book;
-    const py_needs_t *needs = (py_needs_t *)PyTuple_GET_ITEM(record, RECORD_NEEDS);
-    int64_t bytes = rotor_recorder_replay_bytes(book, op);
-    int64_t unknown =
-        needs->workspace_bytes - PyLong_AsLongLong(PyTuple_GET_ITEM(record, RECORD_COUNTED));
     int64_t took = 0;
-    int64_t thrashes = book->thrashes;
 
-    if (py_operator_make_room(self, session, bytes + unknown,
-                              bytes + (needs->is_measured ? unknown : 0)) != 0) {
+    if (make_room(again) != 0 || find_storages(again) != 0) {
         return -1;
     }
-    PyObject *kernel =
-        PyObject_GetAttr(PyTuple_GET_ITEM(record, RECORD_OPERATOR), self->names[NAME_kernel]);
-    if (kernel == NULL || Py_TYPE(kernel) != self->kernel_type) {
-        Py_XDECREF(kernel);
-        PyErr_SetString(PyExc_TypeError, "an operator's kernel must be a Kernel");
+    again->results = py_record_run(self, again->record, again->storages, NULL, &took);
+    if (again->results == NULL || place(again) != 0) {
         return -1;
     }
-    PyObject *results = run_again(self, record, ((py_kernel_t *)kernel)->call, &took);
-    Py_DECREF(kernel);
-    if (results == NULL) {
-        return -1;
-    }
-    int ret = place(self, record, op, results);
-    Py_DECREF(results);
-    if (ret != 0) {
-        return -1;
-    }
+    Py_CLEAR(again->results);
     int status = rotor_recorder_replayed(book, took);
     if (status != ROTOR_OK) {
         (void)py_raise_status(PyType_GetModule(Py_TYPE(self)), status);
@@ -355,11 +344,37 @@ static int replay(py_handler_t *self, PyObject *session, int32_t op, PyObject *r
         return -1;
     }
     py_book_let_go(self->recorder);
-    if (book->thrashes > thrashes) {
-        PyObject *seen = PyObject_CallMethodNoArgs(session, self->names[NAME__see_thrashing]);
-        Py_XDECREF(seen);
-        ret = seen == NULL ? -1 : 0;
+    if (book->thrashes == self->seen_thrashes) {
+        return 0;
     }
+    self->seen_thrashes = book->thrashes;
+    return py_did(py_ask(self, again->session, _see_thrashing));
+}
+
+static int replay(py_handler_t *self, PyObject *session, int32_t op) {
+    PyObject *object = Py_NewRef(self->recorder->records[op]);
+    int ret = -1;
+    if (Py_TYPE(object) != self->record_type) {
+        PyErr_SetString(PyExc_TypeError, "the record of an operation must be a Record");
+        Py_DECREF(object);
+        return -1;
+    }
+    again_t again = {
+        .handler = self, .session = session, .record = (py_record_t *)object, .op = op};
+    int64_t count = again.record->pattern->count;
+    again.storages = PyMem_Calloc((size_t)rotor_max(count, 1), sizeof(*again.storages));
+    if (again.storages == NULL) {
+        PyErr_NoMemory();
+        goto out;
+    }
+    ret = run_again(&again);
+    for (int64_t k = 0; k < count; k++) {
+        Py_XDECREF(again.storages[k]);
+    }
+out:
+    PyMem_Free(again.storages);
+    Py_XDECREF(again.results);
+    Py_DECREF(object);
     return ret;
 }
 
@@ -385,17 +400,7 @@ int py_operator_catch_up(py_handler_t *self, PyObject *session) {
         if (op < 0) {
             return 0;
         }
-        PyObject *record = Py_NewRef(recorder->records[op]);
-        int ret = is_ours(self, record);
-        if (ret > 0) {
-            ret = replay(self, session, op, record);
-        } else if (ret == 0) {
-            PyObject *done = PyObject_CallMethodOneArg(session, self->names[NAME__replay], record);
-            Py_XDECREF(done);
-            ret = done == NULL ? -1 : 0;
-        }
-        Py_DECREF(record);
-        if (ret != 0) {
+        if (replay(self, session, op) != 0) {
             return -1;
         }
     }

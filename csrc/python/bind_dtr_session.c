@@ -1,103 +1,48 @@
-/* The types Handler and Kernel, by which Python uses bind_dtr_handler.c. */
+/* The type Handler, by which Python uses bind_dtr_handler.c. */
 #include "bind_dtr_private.h"
 
 #include <structmember.h>
 
 #include "core.h"
 
-/* Kernel */
+void py_handler_lock(py_handler_t *self) {
+    unsigned long me = PyThread_get_thread_ident();
+    if (self->owner == me) {
+        self->depth++;
+        return;
+    }
+    if (!PyThread_acquire_lock(self->lock, NOWAIT_LOCK)) {
+        Py_BEGIN_ALLOW_THREADS
+        (void)PyThread_acquire_lock(self->lock, WAIT_LOCK);
+        Py_END_ALLOW_THREADS
+    }
+    self->owner = me;
+    self->depth = 1;
+}
 
-static PyObject *py_kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"operator", "call",      "in_place",       "written",
-                            "is_view",  "is_simple", "sizes_by_value", NULL};
-    PyObject *operator_, *call, *in_place, *written;
-    int is_view, is_simple, sizes_by_value;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO!ppp", names, &operator_, &call, &in_place,
-                                     &PyTuple_Type, &written, &is_view, &is_simple,
-                                     &sizes_by_value)) {
+void py_handler_unlock(py_handler_t *self) {
+    if (--self->depth == 0) {
+        self->owner = 0;
+        PyThread_release_lock(self->lock);
+    }
+}
+
+static PyObject *py_handler_enter(PyObject *object, PyObject *unused) {
+    (void)unused;
+    py_handler_lock((py_handler_t *)object);
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_handler_exit(PyObject *object, PyObject *const *args, Py_ssize_t count) {
+    py_handler_t *self = (py_handler_t *)object;
+    (void)args;
+    (void)count;
+    if (self->owner != PyThread_get_thread_ident()) {
+        PyErr_SetString(PyExc_RuntimeError, "this thread has not entered the handler");
         return NULL;
     }
-    py_kernel_t *self = (py_kernel_t *)type->tp_alloc(type, 0);
-    if (self != NULL) {
-        self->operator_ = Py_NewRef(operator_);
-        self->call = Py_NewRef(call);
-        self->in_place = Py_NewRef(in_place);
-        self->written = Py_NewRef(written);
-        self->is_view = is_view != 0;
-        self->is_simple = is_simple != 0;
-        self->sizes_by_value = sizes_by_value != 0;
-    }
-    return (PyObject *)self;
-}
-
-static PyMemberDef kernel_members[] = {
-    {"operator", T_OBJECT, offsetof(py_kernel_t, operator_), READONLY, "What Python knows."},
-    {NULL, 0, 0, 0, NULL},
-};
-
-static int py_kernel_traverse(PyObject *object, visitproc visit, void *arg) {
-    py_kernel_t *self = (py_kernel_t *)object;
-    Py_VISIT(Py_TYPE(object));
-    Py_VISIT(self->operator_);
-    Py_VISIT(self->call);
-    Py_VISIT(self->in_place);
-    Py_VISIT(self->written);
-    return 0;
-}
-
-static int py_kernel_clear(PyObject *object) {
-    py_kernel_t *self = (py_kernel_t *)object;
-    Py_CLEAR(self->operator_);
-    Py_CLEAR(self->call);
-    Py_CLEAR(self->in_place);
-    Py_CLEAR(self->written);
-    return 0;
-}
-
-static void py_kernel_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
-    PyObject_GC_UnTrack(object);
-    (void)py_kernel_clear(object);
-    type->tp_free(object);
-    Py_DECREF(type);
-}
-
-PyDoc_STRVAR(kernel_doc,
-             "Kernel(operator, call, in_place, written, is_view, is_simple, sizes_by_value)\n--\n\n"
-             "The facts of an operator that a Handler needs.");
-
-static PyType_Slot kernel_slots[] = {
-    {Py_tp_new, py_kernel_new},
-    {Py_tp_dealloc, py_kernel_dealloc},
-    {Py_tp_traverse, py_kernel_traverse},
-    {Py_tp_clear, py_kernel_clear},
-    {Py_tp_members, kernel_members},
-    {Py_tp_doc, (void *)kernel_doc},
-    {0, NULL},
-};
-
-static PyType_Spec kernel_spec = {
-    .name = "rotor._core.Kernel",
-    .basicsize = sizeof(py_kernel_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = kernel_slots,
-};
-
-/* Handler */
-
-PyDoc_STRVAR(run_doc, "run($self, session, func, types, args, kwargs, /)\n--\n\n"
-                      "Run one operator of the program; what is unusual goes to session._handle.");
-
-static PyObject *py_handler_run(METHOD_ARGUMENTS) {
-    (void)type;
-    if (py_book_expect("run", count, 5, names) != 0) {
-        return NULL;
-    }
-    if (!PyTuple_Check(args[3]) || (args[4] != Py_None && !PyDict_Check(args[4]))) {
-        PyErr_SetString(PyExc_TypeError, "args must be a tuple, kwargs a dictionary or None");
-        return NULL;
-    }
-    return py_operator_run((py_handler_t *)object, args);
+    py_handler_unlock(self);
+    Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(signature_doc, "signature($self, kernel, args, kwargs, /)\n--\n\n"
@@ -116,12 +61,11 @@ static PyObject *py_handler_signature(METHOD_ARGUMENTS) {
         return NULL;
     }
     self->is_busy = true;
-    enum py_reading found = py_operator_read(self, (py_kernel_t *)args[0], args[1], args[2]);
     PyObject *key = NULL;
-    if (found == READ_OK) {
-        key = PyBytes_FromStringAndSize((const char *)self->key, (Py_ssize_t)self->key_count * 8);
-    } else if (found == READ_SLOW) {
-        key = Py_NewRef(Py_None);
+    if (py_operator_read(self, Py_None, (py_kernel_t *)args[0], args[1], args[2]) == 0) {
+        key = self->has_key ? PyBytes_FromStringAndSize((const char *)self->key,
+                                                        (Py_ssize_t)self->key_count * 8)
+                            : Py_NewRef(Py_None);
     }
     py_operator_clear(self);
     self->is_busy = false;
@@ -129,8 +73,7 @@ static PyObject *py_handler_signature(METHOD_ARGUMENTS) {
 }
 
 PyDoc_STRVAR(catch_up_doc, "catch_up($self, session, /)\n--\n\n"
-                           "Run again what the operation that has begun needs; what is unusual "
-                           "goes to session._replay.");
+                           "Run again what the operation that has begun needs.");
 
 static PyObject *py_handler_catch_up(METHOD_ARGUMENTS) {
     (void)type;
@@ -139,6 +82,29 @@ static PyObject *py_handler_catch_up(METHOD_ARGUMENTS) {
         return NULL;
     }
     Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(rerun_doc, "rerun($self, record, storages, around, /)\n--\n\n"
+                        "Run the operator of a record on storages of its inputs, as it ran first; "
+                        "return its results. around: None, or what is called with the operator, "
+                        "args and kwargs instead.");
+
+static PyObject *py_handler_rerun(METHOD_ARGUMENTS) {
+    py_handler_t *self = (py_handler_t *)object;
+    int64_t took;
+    (void)type;
+    if (py_book_expect("rerun", count, 3, names) != 0) {
+        return NULL;
+    }
+    const py_record_t *record = (py_record_t *)args[0];
+    if (Py_TYPE(args[0]) != self->record_type || !PyTuple_Check(args[1]) ||
+        PyTuple_GET_SIZE(args[1]) != record->pattern->count) {
+        PyErr_SetString(PyExc_TypeError,
+                        "rerun() takes a Record and a tuple of the storages of its inputs");
+        return NULL;
+    }
+    return py_record_run(self, record, &PyTuple_GET_ITEM(args[1], 0),
+                         args[2] == Py_None ? NULL : args[2], &took);
 }
 
 PyDoc_STRVAR(gone_doc, "gone($self, ref, /)\n--\n\nNote that a storage died.");
@@ -150,18 +116,81 @@ static PyObject *py_handler_gone(PyObject *object, PyObject *const *args, Py_ssi
         return NULL;
     }
     py_ref_t *ref = (py_ref_t *)args[0];
-    if (PyDict_GetItemWithError(self->table, ref->key) == (PyObject *)ref) {
-        Py_INCREF(ref);
-        int ret = PyDict_DelItem(self->table, ref->key);
-        Py_DECREF(ref);
-        if (ret != 0) {
-            return NULL;
-        }
-    }
+    py_table_remove(&self->table, ref);
     if (self->is_open) {
         py_book_note_gone(self->recorder, ref);
     }
     Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(reference_doc, "reference($self, storage, /)\n--\n\n"
+                            "Return the reference to a storage, or None.");
+
+static PyObject *py_handler_reference(METHOD_ARGUMENTS) {
+    (void)type;
+    if (py_book_expect("reference", count, 1, names) != 0) {
+        return NULL;
+    }
+    py_ref_t *ref = py_table_find(&((py_handler_t *)object)->table, args[0]);
+    return Py_NewRef(ref == NULL ? Py_None : (PyObject *)ref);
+}
+
+PyDoc_STRVAR(track_doc, "track($self, storage, /)\n--\n\n"
+                        "Return the reference to a storage, a new one without a number where there "
+                        "is none.");
+
+static PyObject *py_handler_track(METHOD_ARGUMENTS) {
+    bool is_new;
+    (void)type;
+    if (py_book_expect("track", count, 1, names) != 0) {
+        return NULL;
+    }
+    return Py_XNewRef((PyObject *)py_table_enter((py_handler_t *)object, args[0], &is_new));
+}
+
+PyDoc_STRVAR(references_doc, "references($self, /)\n--\n\nReturn all references to storages.");
+
+static PyObject *py_handler_references(METHOD_ARGUMENTS) {
+    const py_ref_table_t *table = &((py_handler_t *)object)->table;
+    (void)type;
+    (void)args;
+    if (py_book_expect("references", count, 0, names) != 0) {
+        return NULL;
+    }
+    PyObject *list = PyList_New(0);
+    for (size_t k = 0; list != NULL && k < table->capacity; k++) {
+        if (table->slots[k] != NULL && PyList_Append(list, (PyObject *)table->slots[k]) != 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+PyDoc_STRVAR(forget_doc, "forget($self, /)\n--\n\nForget all references to storages.");
+
+static PyObject *py_handler_forget(METHOD_ARGUMENTS) {
+    (void)type;
+    (void)args;
+    if (py_book_expect("forget", count, 0, names) != 0) {
+        return NULL;
+    }
+    py_table_clear(&((py_handler_t *)object)->table);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(adopt_doc, "adopt($self, storage, nbytes, is_foreign, /)\n--\n\n"
+                        "Count a storage that no operator makes; return the reference to it.");
+
+static PyObject *py_handler_add(METHOD_ARGUMENTS) {
+    py_handler_t *self = (py_handler_t *)object;
+    int64_t bytes;
+    (void)type;
+    if (py_book_expect("adopt", count, 3, names) != 0 ||
+        py_book_read_int64(args[1], &bytes) != 0 || py_book_forget_gone(self->recorder) != 0) {
+        return NULL;
+    }
+    PyObject *ref = (PyObject *)py_handler_adopt(self, args[0], bytes, args[2] == Py_True);
+    return Py_XNewRef(ref);
 }
 
 static PyObject *py_handler_observer(PyObject *object, void *closure) {
@@ -181,30 +210,39 @@ static int py_handler_observe(PyObject *object, PyObject *value, void *closure) 
 
 static PyGetSetDef handler_getset[] = {
     {"observer", py_handler_observer, py_handler_observe,
-     "Hears of everything; Python handles all operators then.", NULL},
+     "Hears of everything.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
+#define HANDLER_METHOD(name, function)                                                             \
+    {#name, (PyCFunction)(void (*)(void))py_handler_##function,                                    \
+     METH_METHOD | METH_FASTCALL | METH_KEYWORDS, name##_doc}
+
 static PyMethodDef handler_methods[] = {
-    {"run", (PyCFunction)(void (*)(void))py_handler_run,
-     METH_METHOD | METH_FASTCALL | METH_KEYWORDS, run_doc},
-    {"signature", (PyCFunction)(void (*)(void))py_handler_signature,
-     METH_METHOD | METH_FASTCALL | METH_KEYWORDS, signature_doc},
-    {"catch_up", (PyCFunction)(void (*)(void))py_handler_catch_up,
-     METH_METHOD | METH_FASTCALL | METH_KEYWORDS, catch_up_doc},
-    {"gone", (PyCFunction)(void (*)(void))py_handler_gone, METH_FASTCALL, gone_doc},
+    HANDLER_METHOD(signature, signature),
+    HANDLER_METHOD(catch_up, catch_up),
+    HANDLER_METHOD(rerun, rerun),
+    HANDLER_METHOD(reference, reference),
+    HANDLER_METHOD(track, track),
+    HANDLER_METHOD(references, references),
+    HANDLER_METHOD(forget, forget),
+    HANDLER_METHOD(adopt, add),
+    {"gone", PY_FASTCALL(py_handler_gone), gone_doc},
+    {"__enter__", py_handler_enter, METH_NOARGS, "Keep other threads out."},
+    {"__exit__", PY_FASTCALL(py_handler_exit), "Let other threads in again."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef handler_members[] = {
     {"is_open", T_BOOL, offsetof(py_handler_t, is_open), 0, "Whether deaths count."},
-    {"is_verifying", T_BOOL, offsetof(py_handler_t, is_verifying), 0,
-     "Whether Python runs operators again."},
+    {"verifier", T_OBJECT, offsetof(py_handler_t, verifier), 0,
+     "Compares what runs again; None: nothing is compared."},
     {"module", T_OBJECT, offsetof(py_handler_t, module), 0,
      "Path of the module that runs, noted with each operation; None: not noted."},
+    {"clock", T_OBJECT, offsetof(py_handler_t, clock), 0,
+     "Called for the time, ns; None: the system's clock."},
     {"watches_writes", T_BOOL, offsetof(py_handler_t, watches_writes), 0,
-     "Whether Python handles what writes to sources."},
-    {"kernels", T_OBJECT, offsetof(py_handler_t, kernels), READONLY, "By operator."},
+     "Whether Python hears of every write to a source."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -234,21 +272,42 @@ static int find_device(py_handler_t *self) {
     return PyErr_Occurred() ? -1 : 0;
 }
 
-static PyObject *py_handler_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keywords[] = {"recorder",  "parts",       "table",       "needs",
-                               "device",    "block_bytes", "small_bytes", "longest_chain",
-                               "has_views", NULL};
+/* What needs no arguments; -1 with an exception. */
+static int prepare_handler(py_handler_t *self) {
 #define AS_TEXT(name) #name,
     static const char *const texts[] = {HANDLER_NAMES(AS_TEXT)};
 #undef AS_TEXT
+    self->verifier = Py_NewRef(Py_None);
+    self->is_open = true;
+    self->is_cpu = PyObject_RichCompareBool(self->device, self->parts[PART_CPU], Py_EQ) == 1;
+    self->lock = PyThread_allocate_lock();
+    self->gone = PyObject_GetAttrString((PyObject *)self, "gone");
+    self->zero = PyLong_FromLong(0);
+    self->dtype_and_device = Py_BuildValue("(ss)", "dtype", "device");
+    self->plain_flags = (int32_t)PyLong_AsLong(self->parts[PART_PLAIN_FLAGS]);
+    self->cpu_flags = (int32_t)PyLong_AsLong(self->parts[PART_CPU_FLAGS]);
+    self->sole_references = (int32_t)PyLong_AsLong(self->parts[PART_SOLE_REFERENCES]);
+    if (self->lock == NULL) {
+        PyErr_NoMemory();
+    }
+    for (int k = 0; k < NAME_COUNT && !PyErr_Occurred(); k++) {
+        self->names[k] = PyUnicode_InternFromString(texts[k]);
+    }
+    return PyErr_Occurred() || find_device(self) != 0 ? -1 : 0;
+}
+
+static PyObject *py_handler_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *keywords[] = {"recorder", "parts",       "needs",       "kernels",       "kept",
+                               "device",   "bytes",       "block_bytes", "small_bytes",
+                               "longest_chain", "swaps", NULL};
     py_state_t *state = py_state(PyType_GetModule(type));
-    PyObject *recorder, *parts, *table, *needs, *device;
+    PyObject *recorder, *parts, *needs, *kernels, *kept, *device, *bytes;
     long long block_bytes, small_bytes;
-    int longest_chain, has_views;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!OLLip", keywords, state->recorder_type,
-                                     &recorder, &PyTuple_Type, &parts, &PyDict_Type, &table,
-                                     &PyDict_Type, &needs, &device, &block_bytes, &small_bytes,
-                                     &longest_chain, &has_views)) {
+    int longest_chain, swaps;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "O!O!O!O!O!OOLLip", keywords, state->recorder_type, &recorder,
+            &PyTuple_Type, &parts, &PyDict_Type, &needs, &PyDict_Type, &kernels, &PySet_Type,
+            &kept, &device, &bytes, &block_bytes, &small_bytes, &longest_chain, &swaps)) {
         return NULL;
     }
     if (PyTuple_GET_SIZE(parts) != PART_COUNT || block_bytes < 1) {
@@ -264,31 +323,20 @@ static PyObject *py_handler_new(PyTypeObject *type, PyObject *args, PyObject *kw
     self->ref_type = (PyTypeObject *)Py_NewRef(state->ref_type);
     self->needs_type = (PyTypeObject *)Py_NewRef(state->needs_type);
     self->kernel_type = (PyTypeObject *)Py_NewRef(state->kernel_type);
+    self->record_type = (PyTypeObject *)Py_NewRef(state->record_type);
     for (int k = 0; k < PART_COUNT; k++) {
         self->parts[k] = Py_NewRef(PyTuple_GET_ITEM(parts, k));
     }
-    self->table = Py_NewRef(table);
     self->needs = Py_NewRef(needs);
+    self->kernels = Py_NewRef(kernels);
+    self->kept = Py_NewRef(kept);
     self->device = Py_NewRef(device);
-    self->kernels = PyDict_New();
-    self->is_cpu = PyObject_RichCompareBool(device, self->parts[PART_CPU], Py_EQ) == 1;
-    self->is_open = true;
-    self->has_views = has_views != 0;
+    self->bytes = Py_NewRef(bytes);
     self->block_bytes = block_bytes;
     self->small_bytes = small_bytes;
     self->longest_chain = longest_chain;
-    self->gone = PyObject_GetAttrString((PyObject *)self, "gone");
-    self->zero = PyLong_FromLong(0);
-    self->dtype_and_device = Py_BuildValue("(ss)", "dtype", "device");
-    self->cpu_flags = (int32_t)PyLong_AsLong(self->parts[PART_CPU_FLAGS]);
-    self->sole_references = (int32_t)PyLong_AsLong(self->parts[PART_SOLE_REFERENCES]);
-    bool is_complete = self->kernels != NULL && self->gone != NULL && self->zero != NULL &&
-                       self->dtype_and_device != NULL && find_device(self) == 0;
-    for (int k = 0; k < NAME_COUNT && is_complete; k++) {
-        self->names[k] = PyUnicode_InternFromString(texts[k]);
-        is_complete = self->names[k] != NULL;
-    }
-    if (!is_complete || PyErr_Occurred()) {
+    self->swaps = swaps != 0;
+    if (prepare_handler(self) != 0) {
         Py_CLEAR(self);
     }
     return (PyObject *)self;
@@ -301,13 +349,20 @@ static int py_handler_traverse(PyObject *object, visitproc visit, void *arg) {
     Py_VISIT(self->ref_type);
     Py_VISIT(self->needs_type);
     Py_VISIT(self->kernel_type);
+    Py_VISIT(self->record_type);
     for (int k = 0; k < PART_COUNT; k++) {
         Py_VISIT(self->parts[k]);
     }
-    Py_VISIT(self->table);
+    for (size_t k = 0; k < self->table.capacity; k++) {
+        Py_VISIT((PyObject *)self->table.slots[k]);
+    }
     Py_VISIT(self->needs);
     Py_VISIT(self->kernels);
+    Py_VISIT(self->kept);
     Py_VISIT(self->device);
+    Py_VISIT(self->bytes);
+    Py_VISIT(self->verifier);
+    Py_VISIT(self->clock);
     Py_VISIT(self->flags);
     Py_VISIT(self->gone);
     Py_VISIT(self->module);
@@ -318,7 +373,8 @@ static int py_handler_clear(PyObject *object) {
     py_handler_t *self = (py_handler_t *)object;
     self->is_open = false;
     /* The table and the book stay: callbacks of storages may come until the end. */
-    Py_CLEAR(self->kernels);
+    Py_CLEAR(self->verifier);
+    Py_CLEAR(self->clock);
     Py_CLEAR(self->flags);
     Py_CLEAR(self->gone);
     Py_CLEAR(self->module);
@@ -331,11 +387,13 @@ static void py_handler_dealloc(PyObject *object) {
     PyObject_GC_UnTrack(object);
     (void)py_handler_clear(object);
     py_operator_clear(self);
-    Py_CLEAR(self->table);
+    py_table_clear(&self->table);
+    py_needs_forget_recent(self);
     Py_CLEAR(self->recorder);
     Py_CLEAR(self->ref_type);
     Py_CLEAR(self->needs_type);
     Py_CLEAR(self->kernel_type);
+    Py_CLEAR(self->record_type);
     for (int k = 0; k < PART_COUNT; k++) {
         Py_CLEAR(self->parts[k]);
     }
@@ -343,9 +401,15 @@ static void py_handler_dealloc(PyObject *object) {
         Py_CLEAR(self->names[k]);
     }
     Py_CLEAR(self->needs);
+    Py_CLEAR(self->kernels);
+    Py_CLEAR(self->kept);
     Py_CLEAR(self->device);
+    Py_CLEAR(self->bytes);
     Py_CLEAR(self->zero);
     Py_CLEAR(self->dtype_and_device);
+    if (self->lock != NULL) {
+        PyThread_free_lock(self->lock);
+    }
     rotor_free(self->key);
     rotor_free(self->inputs);
     rotor_free(self->nodes);
@@ -354,9 +418,13 @@ static void py_handler_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-PyDoc_STRVAR(handler_doc, "Handler(recorder, parts, table, needs, device, block_bytes, "
-                          "small_bytes, longest_chain, has_views)\n--\n\n"
-                          "Runs the operators of a program under a budget.");
+bool py_is_handler(PyObject *object) { return Py_TYPE(object)->tp_dealloc == py_handler_dealloc; }
+
+PyDoc_STRVAR(handler_doc,
+             "Handler(recorder, parts, needs, kernels, kept, device, bytes, block_bytes, "
+             "small_bytes, longest_chain, swaps)\n--\n\n"
+             "Runs the operators of a program under a budget; other threads are kept out of its "
+             "context.");
 
 static PyType_Slot handler_slots[] = {
     {Py_tp_new, py_handler_new},
@@ -378,13 +446,8 @@ static PyType_Spec handler_spec = {
 };
 
 int py_add_handler(PyObject *module) {
-    py_state_t *state = py_state(module);
-    state->kernel_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &kernel_spec, NULL);
     PyObject *handler = PyType_FromModuleAndSpec(module, &handler_spec, NULL);
-    int ret = state->kernel_type == NULL || handler == NULL ||
-                      PyModule_AddType(module, state->kernel_type) != 0
-                  ? -1
-                  : PyModule_AddType(module, (PyTypeObject *)handler);
+    int ret = handler == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)handler);
     Py_XDECREF(handler);
     return ret;
 }

@@ -4,30 +4,25 @@
 
 /* StorageRef */
 
-PyObject *py_ref_make(PyTypeObject *type, PyObject *storage, PyObject *gone, PyObject *key) {
+PyObject *py_ref_make(PyTypeObject *type, PyObject *storage, PyObject *gone) {
     PyObject *args = PyTuple_Pack(2, storage, gone);
     PyObject *object = args == NULL ? NULL : _PyWeakref_RefType.tp_new(type, args, NULL);
     Py_XDECREF(args);
     if (object != NULL) {
         py_ref_t *ref = (py_ref_t *)object;
-        ref->key = Py_NewRef(key);
+        ref->storage = storage;
         ref->node = -1;
         ref->next_gone = NULL;
-        ref->is_gone = 0;
+        ref->is_gone = ref->is_foreign = 0;
     }
     return object;
 }
 
 static PyObject *py_ref_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *storage, *gone, *key;
-    if ((kwargs != NULL && PyDict_GET_SIZE(kwargs) > 0) ||
-        !PyArg_ParseTuple(args, "OOO!", &storage, &gone, &PyLong_Type, &key)) {
-        if (!PyErr_Occurred()) {
-            PyErr_SetString(PyExc_TypeError, "StorageRef() takes no keyword arguments");
-        }
-        return NULL;
-    }
-    return py_ref_make(type, storage, gone, key);
+    (void)args;
+    (void)kwargs;
+    return PyErr_Format(PyExc_TypeError, "cannot create '%s' instances: a Handler makes them",
+                        type->tp_name);
 }
 
 static int py_ref_init(PyObject *object, PyObject *args, PyObject *kwargs) {
@@ -44,21 +39,30 @@ static int py_ref_traverse(PyObject *object, visitproc visit, void *arg) {
 
 static void py_ref_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
-    Py_CLEAR(((py_ref_t *)object)->key);
     _PyWeakref_RefType.tp_dealloc(object);
     Py_DECREF(type);
 }
 
 static PyMemberDef ref_members[] = {
-    {"key", T_OBJECT, offsetof(py_ref_t, key), READONLY, "In the table of storages."},
     {"node", T_LONGLONG, offsetof(py_ref_t, node), 0, "In the book, -1 for none."},
+    {"is_foreign", T_BOOL, offsetof(py_ref_t, is_foreign), READONLY,
+     "In memory before the book began."},
     {NULL, 0, 0, 0, NULL},
 };
 
+static PyObject *py_ref_key(PyObject *object, void *closure) {
+    (void)closure;
+    return PyLong_FromVoidPtr((void *)(uintptr_t)((py_ref_t *)object)->storage);
+}
+
+static PyGetSetDef ref_getset[] = {
+    {"key", py_ref_key, NULL, "A number that no other storage has while this one lives.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 PyDoc_STRVAR(ref_doc,
-             "StorageRef(storage, gone, key, /)\n--\n\n"
              "A weak reference to a storage that outlives its tensors in Python, with its "
-             "numbers; `gone` is called with it when the storage dies.");
+             "numbers; a Handler makes it, and hears when the storage dies.");
 
 static PyType_Slot ref_slots[] = {
     {Py_tp_new, py_ref_new},
@@ -66,6 +70,7 @@ static PyType_Slot ref_slots[] = {
     {Py_tp_dealloc, py_ref_dealloc},
     {Py_tp_traverse, py_ref_traverse},
     {Py_tp_members, ref_members},
+    {Py_tp_getset, ref_getset},
     {Py_tp_doc, (void *)ref_doc},
     {0, NULL},
 };
@@ -96,8 +101,21 @@ static PyObject *py_needs_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     return (PyObject *)self;
 }
 
+void py_pattern_release(py_pattern_t *pattern) {
+    if (pattern == NULL || --pattern->references > 0) {
+        return;
+    }
+    Py_CLEAR(pattern->args);
+    Py_CLEAR(pattern->kwargs);
+    for (int64_t k = 0; k < 4 * pattern->count; k++) {
+        Py_CLEAR(pattern->layouts[k]);
+    }
+    PyMem_Free(pattern);
+}
+
 static void py_needs_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
+    py_pattern_release(((py_needs_t *)object)->pattern);
     type->tp_free(object);
     Py_DECREF(type);
 }

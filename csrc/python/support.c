@@ -149,3 +149,15 @@ bool py_get_integer(PyObject *object, const char *what, int64_t least, int64_t m
     Py_DECREF(number);
     return true;
 }
+
+int py_did(PyObject *result) {
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+int py_is_true(PyObject *function) {
+    PyObject *answer = PyObject_CallNoArgs(function);
+    int is_true = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
+    return is_true;
+}

@@ -19,7 +19,8 @@
             entry(PyTypeObject, table_type) entry(PyTypeObject, log_type)                          \
                 entry(PyTypeObject, candidate_type) entry(PyTypeObject, ref_type)                  \
                     entry(PyTypeObject, needs_type) entry(PyTypeObject, recorder_type)             \
-                        entry(PyTypeObject, kernel_type) entry(PyTypeObject, node_type)
+                        entry(PyTypeObject, kernel_type) entry(PyTypeObject, node_type)                  \
+                            entry(PyTypeObject, record_type)
 
 typedef struct {
 #define AS_FIELD(type, name) type *name;
@@ -99,6 +100,11 @@ typedef struct {
     bool is_feeding;
 } py_log_t;
 
+/* Drops the result of a call that was made for its effect: 0, or -1 with an exception. */
+int py_did(PyObject *result);
+/* A question without arguments: 1, 0, or -1 with an exception. */
+int py_is_true(PyObject *function);
+
 #define PY_FASTCALL(function) (PyCFunction)(void (*)(void)) function, METH_FASTCALL
 
 /* True if a method got `least` to `most` arguments, else a TypeError. */
@@ -122,7 +128,10 @@ int py_add_planner(PyObject *module);
 int py_add_recorder(PyObject *module);
 int py_add_node_state(PyObject *module);
 int py_add_dtr_types(PyObject *module);
+int py_add_kernel(PyObject *module);
+int py_add_record(PyObject *module);
 int py_add_handler(PyObject *module);
+int py_add_modes(PyObject *module);
 int py_add_checksum(PyObject *module);
 
 #endif

@@ -25,6 +25,7 @@ static bool needs_regions(const rotor_eviction_t *self) {
 void rotor_eviction_init(rotor_eviction_t *self, const rotor_eviction_options_t *options) {
     memset(self, 0, sizeof(*self));
     self->options = *options;
+    self->has_regions = needs_regions(self) && !options->late_regions;
     self->random = options->seed;
     self->unused = -1;
     rotor_classes_init(&self->classes);
@@ -159,7 +160,7 @@ int rotor_eviction_depend(rotor_eviction_t *self, int32_t child, int32_t parent)
     self->candidates[parent].roots_known = false;
     self->changes += !rotor_eviction_is(self, child, ROTOR_MATERIAL) &&
                      !rotor_eviction_is(self, parent, ROTOR_MATERIAL);
-    if (needs_regions(self) && rotor_eviction_is(self, child, ROTOR_COMPUTED)) {
+    if (self->has_regions && rotor_eviction_is(self, child, ROTOR_COMPUTED)) {
         rotor_regions_linked(self, child, parent);
     }
     return rotor_eviction_settled(self, append_neighbour(self, children, child));
@@ -280,7 +281,7 @@ int rotor_eviction_materialize(rotor_eviction_t *self, const int32_t *storages, 
             rotor_neighbourhood_materialized(self, storages[k]);
         }
     }
-    if (needs_regions(self) &&
+    if (self->has_regions &&
         (ret = rotor_regions_materialized(self, storages, count)) != ROTOR_OK) {
         goto out;
     }
@@ -307,7 +308,7 @@ int rotor_eviction_evict(rotor_eviction_t *self, int32_t storage) {
     }
     candidate->locks = 0;
     self->states[storage] &= (uint8_t)~ROTOR_MATERIAL;
-    return rotor_eviction_settled(self, needs_regions(self) ? rotor_regions_evicted(self, storage)
+    return rotor_eviction_settled(self, self->has_regions ? rotor_regions_evicted(self, storage)
                                         : needs_classes(self)
                                             ? rotor_neighbourhood_evicted(self, storage)
                                             : ROTOR_OK);
@@ -365,7 +366,7 @@ int rotor_eviction_remove(rotor_eviction_t *self, int32_t storage) {
         (ret = compact_neighbours(self)) != ROTOR_OK) {
         return ret;
     }
-    if (needs_regions(self) && (ret = rotor_regions_removing(self, storage)) != ROTOR_OK) {
+    if (self->has_regions && (ret = rotor_regions_removing(self, storage)) != ROTOR_OK) {
         return ret;
     }
     leave_pool(self, storage);
@@ -390,7 +391,7 @@ int rotor_eviction_remove(rotor_eviction_t *self, int32_t storage) {
     self->states[storage] = ROTOR_REMOVED;
     self->unused = storage;
     self->removed_count++;
-    if (needs_regions(self)) {
+    if (self->has_regions) {
         ret = rotor_regions_removed(self, storage);
     } else if (self->classes.count > 4 * self->count + LEAST_LOST) {
         ret = rotor_neighbourhood_rebuild(self);
@@ -544,6 +545,12 @@ int rotor_eviction_choose(rotor_eviction_t *self, int64_t now, int32_t *storage)
     *storage = -1;
     if (self->pool_count == 0) {
         return ROTOR_OK;
+    }
+    if (needs_regions(self) && !self->has_regions) {
+        int ret = rotor_regions_find(self);
+        if (ret != ROTOR_OK) {
+            return ret;
+        }
     }
     if (self->options.heuristic->numerator == ROTOR_CHANCE) {
         compact_pool(self);

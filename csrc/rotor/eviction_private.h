@@ -21,6 +21,8 @@ typedef struct {
     bool keep_edges;     /* also those from pinned storages and repeats, which decide nothing */
     bool count_accesses; /* follow the published algorithms literally, to count what they read */
     bool skip_unmade;    /* classes: only what was in memory once is ever evicted */
+    bool late_regions;   /* regions: none before the first choice; for owners that link and cost a
+                          * storage only before it is in memory */
     /* ROTOR_CALLBACK: the cost of a candidate; a status other than ROTOR_OK stops the choice. */
     int (*cost)(void *context, rotor_eviction_t *engine, int32_t storage, double *cost);
     void *context;
@@ -101,6 +103,7 @@ struct rotor_eviction {
     rotor_region_t *regions; /* one per storage, where the heuristic needs them */
     int64_t region_capacity;
     int64_t region_epoch;
+    bool has_regions;    /* they are kept from now on */
     int64_t grown;       /* storages that cost more than when they were evicted */
     uint64_t *walked[2]; /* scratch: what a walk found evicted and in memory, zero between walks */
     int64_t walked_capacity;

@@ -10,6 +10,7 @@ void rotor_recorder_init(rotor_recorder_t *self, const rotor_recorder_options_t 
     memset(self, 0, sizeof(*self));
     self->options = *options;
     self->options.eviction.skip_unmade = true;
+    self->options.eviction.late_regions = true;
     self->clock = 1;
     self->unused_record = -1;
     self->first_temporary = self->last_temporary = -1;

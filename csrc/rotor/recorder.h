@@ -76,6 +76,21 @@ void rotor_recorder_reset(rotor_recorder_t *self);
 void rotor_recorder_limit(rotor_recorder_t *self, int64_t budget);
 void rotor_recorder_consider(rotor_recorder_t *self, bool sample, bool ignore_small);
 
+/* What a write to a node takes first. */
+enum rotor_writing {
+    ROTOR_WRITE_VERSION,  /* nothing: the operation's output is a new version */
+    ROTOR_WRITE_SOURCE,   /* dependents of a source have to be seen to */
+    ROTOR_WRITE_RESTORED, /* it is in memory and a source from now on: targets of optimizers and
+                           * initialisations live long, and a version for every step would keep all
+                           * that it was computed from */
+    ROTOR_WRITE_TOO_LONG  /* the same, because as many versions came before as are allowed */
+};
+enum rotor_writing rotor_recorder_writing(const rotor_recorder_t *self, int32_t node,
+                                          bool is_differentiated, int32_t longest_chain);
+/* *is_worth: a source that is about to change should be copied for what was computed from it,
+ * because that takes more memory; the copies that there are count with it. */
+int rotor_recorder_copying(rotor_recorder_t *self, int32_t source, bool *is_worth);
+
 /* Appends to `work` (emptied before) the live nodes that were computed from this one. */
 int rotor_recorder_dependents(rotor_recorder_t *self, int32_t node);
 /* Appends to `work` (emptied before) the live nodes that are not in memory. */

@@ -43,6 +43,27 @@ int rotor_recorder_dependents(rotor_recorder_t *self, int32_t node) {
     return ROTOR_OK;
 }
 
+enum rotor_writing rotor_recorder_writing(const rotor_recorder_t *self, int32_t node,
+                                          bool is_differentiated, int32_t longest_chain) {
+    const rotor_node_t *found = &self->nodes[node];
+    return (found->state & ROTOR_NODE_SOURCE) != 0 ? ROTOR_WRITE_SOURCE
+           : !is_differentiated                    ? ROTOR_WRITE_RESTORED
+           : found->version >= longest_chain       ? ROTOR_WRITE_TOO_LONG
+                                                   : ROTOR_WRITE_VERSION;
+}
+
+int rotor_recorder_copying(rotor_recorder_t *self, int32_t source, bool *is_worth) {
+    int64_t bytes = self->nodes[source].bytes;
+    int64_t computed = 0;
+    int ret = rotor_recorder_dependents(self, source);
+    for (int64_t k = 0; ret == ROTOR_OK && k < self->work_count; k++) {
+        computed += self->nodes[self->work[k]].bytes;
+    }
+    *is_worth = ret == ROTOR_OK && is_live(self, source) && bytes > 0 &&
+                bytes + self->copied_bytes < computed;
+    return ret;
+}
+
 int rotor_recorder_evicted(rotor_recorder_t *self) {
     self->work_count = 0;
     for (int64_t k = 0; k < self->node_count; k++) {

@@ -94,6 +94,23 @@ static int rebuild(rotor_eviction_t *engine, int32_t storage, enum rotor_directi
     return ret;
 }
 
+int rotor_regions_find(rotor_eviction_t *engine) {
+    for (int32_t k = 0; k < engine->count; k++) {
+        if (!rotor_eviction_is(engine, k, ROTOR_MATERIAL)) {
+            engine->regions[k].epoch[ROTOR_CHILDREN] = engine->regions[k].epoch[ROTOR_PARENTS] = -1;
+            continue;
+        }
+        for (int way = 0; way < 2; way++) {
+            int ret = rebuild(engine, k, (enum rotor_direction)way);
+            if (ret != ROTOR_OK) {
+                return ret;
+            }
+        }
+    }
+    engine->has_regions = true;
+    return ROTOR_OK;
+}
+
 void rotor_regions_linked(rotor_eviction_t *engine, int32_t child, int32_t parent) {
     if (!rotor_eviction_is(engine, child, ROTOR_MATERIAL) ||
         !rotor_eviction_is(engine, parent, ROTOR_MATERIAL)) {

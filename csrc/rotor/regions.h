@@ -21,6 +21,9 @@
 int rotor_regions_reserve(rotor_eviction_t *engine);
 void rotor_regions_free(rotor_eviction_t *engine);
 
+/* Finds the regions of all storages in memory, which are kept from then on (late_regions). */
+int rotor_regions_find(rotor_eviction_t *engine);
+
 /* A dependence was added between two storages that were both computed before. */
 void rotor_regions_linked(rotor_eviction_t *engine, int32_t child, int32_t parent);
 /* After the storage went out: those around it absorb its region and itself. */

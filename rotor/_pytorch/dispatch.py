@@ -253,7 +253,8 @@ _FLAGS: tuple[Callable[[], Any], ...] = (
     torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
     torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
 )
-_CPU_FLAGS = 3 + len(_CPU_PRECISIONS)
+_PLAIN_FLAGS = 3
+_CPU_FLAGS = _PLAIN_FLAGS + len(_CPU_PRECISIONS)
 
 
 def backend_flags() -> tuple[Any, ...]:
@@ -359,8 +360,22 @@ def is_engines(tensor: torch.Tensor) -> bool:
     )
 
 
+@cache
+def _complex_types() -> tuple[torch.dtype, ...]:
+    kinds = vars(torch).values()
+    return tuple(kind for kind in kinds if isinstance(kind, torch.dtype) and kind.is_complex)
+
+
+def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Return a copy of a storage."""
+    copy = torch.UntypedStorage(storage.nbytes(), device=storage.device)
+    copy.copy_(storage)
+    return copy
+
+
 def handler_parts(device: torch.device) -> tuple[Any, ...]:
     """Return the parts of PyTorch that `rotor._core.Handler` needs (bind_dtr_private.h)."""
+    is_cpu = device.type == "cpu"
     return (
         torch.Tensor,
         (torch.Tensor, torch.nn.Parameter),
@@ -370,22 +385,21 @@ def handler_parts(device: torch.device) -> tuple[Any, ...]:
         torch._C._current_graph_task_id,
         torch.is_grad_enabled,
         torch.device("cpu"),
-        tuple(
-            kind
-            for kind in vars(torch).values()
-            if isinstance(kind, torch.dtype) and kind.is_complex
-        ),
+        _complex_types(),
         _FLAGS,
-        "_cdata",
+        write_flags,
+        _PLAIN_FLAGS,
         _CPU_FLAGS,
         (torch.dtype, torch.layout, torch.device, torch.memory_format),
         torch.empty,
         core.set_grad_enabled,
         _below_autograd,
         unconjugated,
+        _copy,
+        None if is_cpu else partial(torch.cuda.synchronize, device),
         is_engines,
         -1 if (owners := sole_owners()) is None else owners[0],
-        None if device.type == "cpu" else torch.cuda.is_current_stream_capturing,
+        None if is_cpu else torch.cuda.is_current_stream_capturing,
         getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
     )
 

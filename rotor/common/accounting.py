@@ -13,6 +13,7 @@ __all__ = [
     "FREE_PERCENT",
     "GENERATOR_BYTES",
     "HANDOVERS",
+    "HELD_MARGIN",
     "INDUCTOR_MARGIN",
     "LOSS_FACTOR",
     "LOSS_GRADIENTS",
@@ -102,8 +103,13 @@ AHEAD = {"forward": 4, "loss": 1, "backward": 2}
 LOSS_GRADIENTS = 3
 """Times the gradient of the output that a loss, such as a cross-entropy, holds and computes."""
 
-ESTIMATE_MARGIN = 16
-"""Part of an estimated minimum that is added to it."""
+ESTIMATE_MARGIN = {"forward": 8, "loss": 8, "backward": 2}
+"""Part of an estimated minimum that is added to it, by phase of the failure.
+
+In a backward that computes values again, each waits for others, and holds what it has."""
+
+HELD_MARGIN = 8
+"""Part of the peak without any eviction that is added to it where it is the estimate."""
 
 SCRAPS_BYTES = 4096
 """Most room of the dynamic engine for numbers that PyTorch turns into tensors and keeps."""

@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from rotor import _core
 from rotor._pytorch import dispatch
 from rotor.common.tensor_trees import tree_tensors
 
@@ -66,7 +67,7 @@ _COLLECTING = frozenset(
 _WRITTEN = frozenset(_functions("apply_ map_ map2_", torch.Tensor))
 
 
-class Guard(TorchFunctionMode):
+class Guard(_core.FunctionMode, TorchFunctionMode):  # type: ignore[misc]
     """Mode that brings back tensors which functions of PyTorch read without operators.
 
     Parameters
@@ -78,22 +79,27 @@ class Guard(TorchFunctionMode):
     def __init__(self, session: Guarded) -> None:
         super().__init__()
         self._session = session
+        self.watched = (
+            dict.fromkeys(_READ, self._read)
+            | dict.fromkeys(_COLLECTING, self._collect)
+            | dict.fromkeys(_SHARED, self._share)
+            | dict.fromkeys(_WRITTEN, self._write)
+        )
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call one function of PyTorch."""
-        if func in _SHARED:
-            for tensor in tree_tensors((args, kwargs)):
-                self._session.pin(tensor)
-            if func in _WRITTEN:
-                self._session.give_up(args[0])
-        elif func in _COLLECTING:
-            for tensor in _listed([value for value in args if isinstance(value, list | tuple)]):
-                self._session.pin(tensor)
-        elif func in _READ:
-            self._session.materialize(args[0])
-        return func(*args, **kwargs) if kwargs else func(*args)
+    def _read(self, args: Any, _: Any) -> None:
+        self._session.materialize(args[0])
+
+    def _collect(self, args: Any, _: Any) -> None:
+        for tensor in _listed([value for value in args if isinstance(value, list | tuple)]):
+            self._session.pin(tensor)
+
+    def _share(self, args: Any, kwargs: dict[str, Any] | None) -> None:
+        for tensor in tree_tensors((args, kwargs)):
+            self._session.pin(tensor)
+
+    def _write(self, args: Any, kwargs: dict[str, Any] | None) -> None:
+        self._share(args, kwargs)
+        self._session.give_up(args[0])
 
 
 def _listed(values: Any) -> Iterator[torch.Tensor]:

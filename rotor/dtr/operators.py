@@ -1,9 +1,12 @@
-"""Properties of operators that the runtime needs before it runs them."""
+"""Properties of operators that the runtime needs before it runs them.
+
+Most are read from an operator's schema and tags. `ODD_OPERATORS` has what they do not say.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,143 +15,71 @@ from rotor._pytorch import dispatch
 
 aten = torch.ops.aten
 
-# Their outputs share storages with inputs although their schemas do not say so.
-_HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias"}
-
-# Position of `training`; positions 3 and 4 are running statistics, which are written to in training
-# though not all schemas say so, and which the outputs do not depend on then.
-_BATCH_NORMS = {
-    "aten::native_batch_norm": 5,
-    "aten::cudnn_batch_norm": 5,
-    "aten::miopen_batch_norm": 5,
-    "aten::_native_batch_norm_legit": 5,
-}
-
-# Position of the dropout, followed by that of the flag for training. Masks come from a state beside
-# the generators, so a second run would make other results.
-_OWN_STATES = {"aten::_cudnn_rnn": 11, "aten::miopen_rnn": 9}
-
 # Operators of PyTorch and its libraries repeat, unless they say that they draw random numbers.
 _OWN_NAMESPACES = {
     *("aten", "prims", "prim", "mkldnn", "mkl", "onednn", "quantized", "_quantized", "sparse"),
     *("torchvision", "inductor", "_c10d_functional", "c10d", "c10d_functional", "profiler"),
 }
 
-# They change the size of a storage, or what a tensor lies on.
-_RESHAPING = {
-    "aten::resize_",
-    "aten::resize_as_",
-    "aten::set_",
-    "aten::_resize_output_",
-    "aten::resize_as_sparse_",
-}
 
-
-# Floating-point arguments say how many elements they make.
-_SIZED_BY_FLOATS = {"aten::arange", "aten::range", "aten::linspace", "aten::logspace"}
-
-
-class Operator:
-    """Properties of one overload: how it uses its arguments.
+class Treatment(NamedTuple):
+    """Deviation of an operator from what its schema and tags say.
 
     Attributes
     ----------
-    call
-        The overload.
-    name
-        As in ``aten::add``.
     is_view
-        Reads no elements: every result lies on the storage of an argument.
+        Every result shares a storage with an argument.
     is_fresh
-        Its argument is a tensor that was just made and that no other code holds (``lift_fresh``).
-    written
-        Positions and names of the arguments that it writes to.
-    is_random
-        Draws random numbers.
-    is_custom
-        Not one of PyTorch's own: what it depends on is unknown.
-    dropout
-        Position of a dropout that no generator decides on, and before that of ``train``; -1 for
-        other operators.
-    training
-        Position of the flag that a batch normalisation takes, -1 for other operators.
-    is_reshaping
-        Replaces or resizes storages.
-    varies
-        The sizes of its results depend on the elements that it reads.
-    kernel
-        All this for the handler in C.
-
-    Parameters
-    ----------
-    call
-        The overload.
-    is_watched
-        Python runs it, though nothing about it is unusual.
+        Its argument is a tensor that was just made and that no other code holds.
+    hidden, hidden_if
+        Positions of arguments that it writes to where the argument of the other position is true;
+        the results do not depend on them then.
+    replay
+        Function that runs instead when it is computed again; where the operator has hidden
+        arguments, only if its schema says that it writes to arguments.
+    kept_if
+        Position of two arguments; where both are true, a second run would make other results.
+    reshapes
+        It changes the size of a storage, or the storage of a tensor.
+    sizes_by_value
+        Floating-point arguments say how many elements it makes.
+    varies_if
+        Function of the positional arguments that returns whether the sizes of results depend on
+        elements; ``None``: they do if a tag says so.
+    result_bytes
+        Function of the positional arguments and of a flag that returns the bytes of such results:
+        exactly, or the most that it could be.
+    scales_workspace
+        Its workspace grows with such results.
+    in_place
+        Operator that writes the sum of two tensors into the first.
     """
 
-    __slots__ = (
-        "call",
-        "dropout",
-        "is_custom",
-        "is_fresh",
-        "is_random",
-        "is_reshaping",
-        "is_view",
-        "kernel",
-        "name",
-        "replay",
-        "training",
-        "varies",
-        "written",
-    )
+    is_view: bool = False
+    is_fresh: bool = False
+    hidden: tuple[int, ...] = ()
+    hidden_if: int = -1
+    replay: Callable[..., Any] | None = None
+    kept_if: int = -1
+    reshapes: bool = False
+    sizes_by_value: bool = False
+    varies_if: Callable[[Any], bool] | None = None
+    result_bytes: Callable[[Any, bool], int] | None = None
+    scales_workspace: bool = False
+    in_place: Any = None
 
-    def __init__(self, call: Any, *, is_watched: bool = False) -> None:
-        schema = dispatch.schema_of(call)
-        self.call: Callable[..., Any] = call
-        self.name: str = schema.name
-        self.written: list[int | str] = [
-            argument.name if argument.kwarg_only else position
-            for position, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        self.is_view = self.name in _HIDDEN_VIEWS or (
-            len(schema.returns) > 0
-            and not self.written
-            and all(result.alias_info is not None for result in schema.returns)
-        )
-        self.is_fresh = call is aten.lift_fresh.default
-        tags = call.tags
-        self.is_custom = self.name.partition("::")[0] not in _OWN_NAMESPACES
-        self.is_random = torch.Tag.nondeterministic_seeded in tags
-        self.dropout = _OWN_STATES.get(self.name, -1)
-        self.varies = torch.Tag.dynamic_output_shape in tags
-        self.training = _BATCH_NORMS.get(self.name, -1)
-        if len(schema.arguments) <= self.training:
-            self.training = -1
-        self.is_reshaping = self.name in _RESHAPING
-        self.replay: Callable[..., Any] = call
-        if self.training >= 0 and self.written:
-            self.replay = _without_statistics
-        is_plain = not (
-            self.is_random
-            or self.is_custom
-            or self.is_view
-            or self.varies
-            or self.is_reshaping
-            or self.training >= 0
-            or is_watched
-        )
-        self.kernel = _core.Kernel(
-            self,
-            dispatch.direct_call(call),
-            dispatch.direct_call(aten.add_.Tensor) if call is aten.add.Tensor else None,
-            tuple(where for where in self.written if isinstance(where, int)),
-            is_view=self.is_view and not self.is_fresh,
-            is_simple=is_plain and all(isinstance(where, int) for where in self.written),
-            sizes_by_value=self.name in _SIZED_BY_FLOATS
-            or any("scale_factors" in argument.name for argument in schema.arguments),
-        )
+
+def on_meta(value: Any) -> Any:
+    """Return arguments with tensors on the meta device; NotImplementedError unless strided."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise NotImplementedError
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, list | tuple):
+        return type(value)([on_meta(item) for item in value])
+    if isinstance(value, dict):
+        return {name: on_meta(item) for name, item in value.items()}
+    return torch.device("meta") if isinstance(value, torch.device) else value
 
 
 def _without_statistics(
@@ -160,3 +91,192 @@ def _without_statistics(
     *settings: Any,
 ) -> Any:
     return dispatch.batch_norm_without_statistics(x, weight, bias, *settings)
+
+
+def _true(mask: torch.Tensor, exactly: bool) -> int:
+    return int(torch.count_nonzero(mask)) if exactly else mask.numel()
+
+
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _has_masks(args: Any) -> bool:
+    return any(_is_mask(index) for index in args[1])
+
+
+def _nonzero_bytes(args: Any, exactly: bool) -> int:
+    x: torch.Tensor = args[0]
+    return _true(x, exactly) * x.dim() * 8
+
+
+def _masked_bytes(args: Any, exactly: bool) -> int:
+    x: torch.Tensor = args[0]
+    mask: torch.Tensor = args[1]
+    numel: int = torch.broadcast_shapes(x.shape, mask.shape).numel()
+    return _true(mask, exactly) * (numel // max(mask.numel(), 1)) * x.element_size()
+
+
+def _indexed_bytes(args: Any, exactly: bool) -> int:
+    indices: list[Any] = []
+    for index in args[1]:
+        if _is_mask(index):
+            place = torch.empty(_true(index, exactly), dtype=torch.int64, device="meta")
+            indices.extend([place] * index.dim())
+        else:
+            indices.append(on_meta(index))
+    result: torch.Tensor = aten.index.Tensor(on_meta(args[0]), indices)
+    x: torch.Tensor = args[0]
+    return result.numel() * x.element_size()
+
+
+def _unique_bytes(args: Any, _: bool) -> int:
+    x: torch.Tensor = args[0]
+    return x.numel() * (x.element_size() + 16)
+
+
+def _counted_bytes(args: Any, _: bool) -> int:
+    x: torch.Tensor = args[0]
+    return (int(x.max()) + 1 if x.numel() else 0) * 8
+
+
+def _repeated_bytes(args: Any, _: bool) -> int:
+    return int(args[0].sum()) * 8
+
+
+# Positions of running statistics, and of `training`: not all schemas say that they are written to.
+_BATCH_NORM = Treatment(hidden=(3, 4), hidden_if=5, replay=_without_statistics)
+_RESHAPING = Treatment(reshapes=True)
+_SIZED_BY_FLOATS = Treatment(sizes_by_value=True)
+_UNIQUE = Treatment(result_bytes=_unique_bytes)
+
+ODD_OPERATORS: dict[str, Treatment] = {
+    "aten::_unsafe_view": Treatment(is_view=True),
+    "aten::_reshape_alias": Treatment(is_view=True),
+    "aten::lift_fresh": Treatment(is_fresh=True),
+    "aten::add.Tensor": Treatment(in_place=aten.add_.Tensor),
+    "aten::native_batch_norm": _BATCH_NORM,
+    "aten::cudnn_batch_norm": _BATCH_NORM,
+    "aten::miopen_batch_norm": _BATCH_NORM,
+    "aten::_native_batch_norm_legit": _BATCH_NORM,
+    # Followed by the flag for training. Masks come from a state beside the generators.
+    "aten::_cudnn_rnn": Treatment(kept_if=11),
+    "aten::miopen_rnn": Treatment(kept_if=9),
+    "aten::resize_": _RESHAPING,
+    "aten::resize_as_": _RESHAPING,
+    "aten::set_": _RESHAPING,
+    "aten::_resize_output_": _RESHAPING,
+    "aten::resize_as_sparse_": _RESHAPING,
+    "aten::arange": _SIZED_BY_FLOATS,
+    "aten::range": _SIZED_BY_FLOATS,
+    "aten::linspace": _SIZED_BY_FLOATS,
+    "aten::logspace": _SIZED_BY_FLOATS,
+    "aten::nonzero": Treatment(result_bytes=_nonzero_bytes),
+    "aten::masked_select": Treatment(result_bytes=_masked_bytes),
+    # The positions of masks are its workspace.
+    "aten::index": Treatment(
+        varies_if=_has_masks, result_bytes=_indexed_bytes, scales_workspace=True
+    ),
+    "aten::unique_consecutive": _UNIQUE,
+    "aten::_unique": _UNIQUE,
+    "aten::_unique2": _UNIQUE,
+    "aten::unique_dim": _UNIQUE,
+    "aten::bincount": Treatment(result_bytes=_counted_bytes),
+    "aten::repeat_interleave.Tensor": Treatment(result_bytes=_repeated_bytes),
+}
+"""What schemas and tags do not say, by the name of an operator or of one of its overloads."""
+
+_ORDINARY = Treatment()
+
+
+class Operator:
+    """One overload, and how it uses its arguments.
+
+    Attributes
+    ----------
+    call
+        The overload.
+    name
+        As in ``aten::add``.
+    written
+        Positions and names of the arguments that it writes to.
+    is_custom
+        Not one of PyTorch's own: what it depends on is unknown.
+    varies
+        The sizes of its results may depend on the elements that it reads.
+    treatment
+        What else is odd about it.
+    kernel
+        All this for the handler in C.
+
+    Parameters
+    ----------
+    call
+        The overload.
+    """
+
+    __slots__ = ("call", "is_custom", "kernel", "name", "treatment", "varies", "written")
+
+    def __init__(self, call: Any) -> None:
+        schema = dispatch.schema_of(call)
+        self.call: Callable[..., Any] = call
+        self.name: str = schema.name
+        self.treatment = odd = self._treatment(schema)
+        self.written: list[int | str] = [
+            argument.name if argument.kwarg_only else position
+            for position, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        self.is_custom = self.name.partition("::")[0] not in _OWN_NAMESPACES
+        self.varies = torch.Tag.dynamic_output_shape in call.tags
+        has_flag = odd.hidden_if < len(schema.arguments)
+        replay = dispatch.direct_call(call)
+        if odd.replay is not None and (not odd.hidden or (has_flag and self.written)):
+            replay = odd.replay
+        self.kernel = _core.Kernel(
+            self,
+            self.name,
+            dispatch.direct_call(call),
+            replay,
+            None if odd.in_place is None else dispatch.direct_call(odd.in_place),
+            tuple(where for where in self.written if isinstance(where, int)),
+            tuple(where for where in self.written if isinstance(where, str)),
+            odd.hidden if has_flag else (),
+            odd.hidden_if if has_flag else -1,
+            odd.kept_if,
+            self._traits(schema),
+        )
+
+    def _treatment(self, schema: Any) -> Treatment:
+        overload = f"{schema.name}.{schema.overload_name or 'default'}"
+        return ODD_OPERATORS.get(overload, ODD_OPERATORS.get(schema.name, _ORDINARY))
+
+    def _traits(self, schema: Any) -> int:
+        """Return the sum of the traits that C knows."""
+        odd, tags = self.treatment, self.call.tags  # type: ignore[attr-defined]
+        shares = all(result.alias_info is not None for result in schema.returns)
+        is_scaled = any("scale_factors" in argument.name for argument in schema.arguments)
+        is_view = odd.is_view or (len(schema.returns) > 0 and not self.written and shares)
+        traits = {
+            _core.TRAIT_VIEW: is_view,
+            _core.TRAIT_FRESH: odd.is_fresh,
+            _core.TRAIT_RANDOM: torch.Tag.nondeterministic_seeded in tags,
+            _core.TRAIT_CUSTOM: self.is_custom,
+            _core.TRAIT_VARIES: self.varies,
+            _core.TRAIT_RESHAPES: odd.reshapes,
+            _core.TRAIT_SIZES_BY_VALUE: odd.sizes_by_value or is_scaled,
+            _core.TRAIT_POINTWISE: torch.Tag.pointwise in tags and not self.is_custom,
+        }
+        return sum(trait for trait, has in traits.items() if has)
+
+
+KERNELS: dict[Any, _core.Kernel] = {}
+"""The kernels of all operators that ran under a budget in this process."""
+
+
+def kernel_of(call: Any) -> _core.Kernel:
+    """Return the kernel of an operator, which is made once."""
+    kernel = KERNELS.get(call)
+    if kernel is None:
+        kernel = KERNELS[call] = Operator(call).kernel
+    return kernel

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -15,13 +15,15 @@ from rotor import _core
 from rotor._pytorch import core, dispatch
 from rotor.common.accounting import SCRAPS_BYTES, scrap_bytes
 from rotor.dtr.calling import ModulePaths
-from rotor.dtr.records import Record
+from rotor.dtr.operators import KERNELS
 from rotor.dtr.repeating import Verifier
 from rotor.dtr.signatures import known_needs
 from rotor.dtr.storages import StorageRef, bytes_of
 from rotor.errors import BudgetError, MemoryLimitWarning
 from rotor.meter import allocator
 
+CLOCK: Callable[[], int] | None = None
+"""Clock of the sessions that begin from now on, ns; ``None`` for the system's."""
 SMALL_BYTES = 256
 LONGEST_CHAIN = 64
 _NAMED = 5
@@ -151,27 +153,30 @@ class Recall:
             sample=sample,
             ignore_small=ignore_small,
         )
-        self._table: dict[int, StorageRef] = {}
         self._needs = known_needs(device)
+        self._kept = set() if kept is None else kept
         self._handler = _core.Handler(
             self._book,
             dispatch.handler_parts(device),
-            self._table,
             self._needs,
+            KERNELS,
+            self._kept,
             device,
+            self._bytes,
             block_bytes=allocator.rounded_bytes(1, device),
             small_bytes=SMALL_BYTES,
             longest_chain=LONGEST_CHAIN,
-            has_views=self._bytes.views,
+            swaps=self._bytes.views,
         )
         self._handler.observer = observer
-        self._kept = set() if kept is None else kept
-        self._verifier = Verifier(self._book, self._kept.update) if verify else None
-        self._handler.is_verifying = verify
+        self._handler.clock = CLOCK
+        self._verifier = None
+        if verify:
+            self._verifier = Verifier(self._book, self._handler, self._kept.update)
+            self._handler.verifier = self._verifier
         self.paths: AbstractContextManager[None] = (
             ModulePaths(self._handler, root) if verify else nullcontext()
         )
-        self._lock = threading.RLock()
         self._is_cpu = device.type == "cpu"
         self.outside_bytes = 0
         self._is_open = True
@@ -198,30 +203,29 @@ class Recall:
 
     def stop_verifying(self) -> None:
         """Compare nothing from now on."""
-        self._verifier = None
-        self._handler.is_verifying = False
+        self._verifier = self._handler.verifier = None
 
     def _make_room(self, nbytes: int, least: int, *, is_wish: bool = False) -> None:
         """Evict until `nbytes` fit, or, where nothing is left to evict, at least `least`.
 
         Where this is a wish, it may stay one.
         """
-        make_room = self._book.make_room
-        start = perf_counter_ns()
+        make_room, now = self._book.make_room, CLOCK or perf_counter_ns
+        start = now()
         taking = 0
         found = make_room(nbytes)
         while found:
-            now = perf_counter_ns()
+            began = now()
             if self._verifier is not None:
                 self._verifier.evicting(found[1], found[0])
             self._bytes.take(found[0])
             if self.observer is not None:
                 self.observer.evicted(found[1])
-            taking += perf_counter_ns() - now
+            taking += now() - began
             found = make_room(nbytes)
         if found is None:
             if taking:
-                took = perf_counter_ns() - start
+                took = now() - start
                 self._search_ns += took
                 self._cost_ns += took - taking
             return
@@ -235,7 +239,7 @@ class Recall:
             raise self._no_room(current, least, nbytes)
         if self._overflows == 0 and not self._is_leaving:
             warnings.warn(
-                str(self._no_room(current, least, nbytes)), MemoryLimitWarning, stacklevel=4
+                str(self._no_room(current, least, nbytes)), MemoryLimitWarning, stacklevel=2
             )
         self._overflows += 1
 
@@ -265,56 +269,6 @@ class Recall:
         storage: torch.UntypedStorage | None = self._book.storage(node)
         assert storage is not None
         return storage
-
-    def _replay(self, found: Record | tuple[Any, ...]) -> None:
-        """Run an operation again that the handler in C leaves to Python."""
-        record = Record(*found) if isinstance(found, tuple) else found
-        book = self._book
-        nbytes = book.replay_bytes()
-        copied: dict[int, torch.UntypedStorage] = {}
-        needs = record.needs
-        if self._bytes.copies:
-            nbytes *= 2
-        if record.state is not None and self._is_cpu:
-            nbytes += record.state.nbytes  # The generator's state of now, to be set again.
-        unknown = needs.workspace_bytes - record.counted_bytes
-        self._make_room(nbytes + unknown, nbytes + (unknown if needs.is_measured else 0))
-        wanted = book.wanted()  # Making room may have evicted an output that was there.
-        reused = {record.origins[k] for k, _, _, may_reuse in wanted if may_reuse}
-
-        def storage_of(node: int) -> torch.UntypedStorage:
-            if node not in record.origins or node in reused:
-                return self._storage(node)
-            if node not in copied:
-                storage = self._storage(node)
-                copied[node] = torch.UntypedStorage(storage.nbytes(), device=storage.device)
-                copied[node].copy_(storage)
-            return copied[node]
-
-        start = perf_counter_ns()
-        results = record.run(storage_of)
-        if not self._is_cpu:
-            torch.cuda.synchronize(self.device)
-        took = perf_counter_ns() - start
-        for k, node, storage, _ in wanted:
-            index, origin = record.outputs[k], record.origins[k]
-            made = results[index].untyped_storage() if index >= 0 else storage_of(origin)
-            if self._verifier is not None:
-                result = results[index] if index >= 0 else None
-                self._verifier.replayed(
-                    record, k, node, made, result, storage is not None, storage_of
-                )
-            if storage is None:
-                book.hold(node, made)
-                continue
-            if self._bytes.views and storage.nbytes() != made.nbytes():
-                raise RuntimeError(
-                    f"{record.operator.name} made a storage of {made.nbytes()} bytes where it "
-                    f"made {storage.nbytes()} before: rotor cannot run this program again"
-                )
-            self._bytes.give(storage, made)
-        if book.replayed(took) > self._thrashes:
-            self._see_thrashing()
 
     def _see_thrashing(self) -> None:
         found = self._book.counters()
@@ -379,12 +333,12 @@ class Recall:
     def reference(self, tensor: torch.Tensor) -> StorageRef | None:
         """Return the session's reference to a tensor's storage, ``None`` if it has seen none."""
         with dispatch.without_functions():
-            return self._table.get(dispatch.storage_key(tensor.untyped_storage()))
+            return self._handler.reference(tensor.untyped_storage())
 
     def pin_all(self) -> None:
         """Have everything that the program holds in memory for as long as the session lasts."""
-        with self._lock, dispatch.without_functions(), dispatch.without_modes():
-            for ref in list(self._table.values()):
+        with self._handler, dispatch.without_functions(), dispatch.without_modes():
+            for ref in self._handler.references():
                 storage = ref()
                 if storage is not None:
                     self._restore([ref.node])
@@ -401,8 +355,8 @@ class Recall:
         """Keep a tensor that code outside the operators writes to; compute nothing from it."""
         self._bring(tensor, True)
         for part in core.strided_parts(tensor):
-            with self._lock, dispatch.without_functions(), dispatch.without_modes():
-                ref = self._table.get(dispatch.storage_key(part.untyped_storage()))
+            with self._handler, dispatch.without_functions(), dispatch.without_modes():
+                ref = self._handler.reference(part.untyped_storage())
                 if ref is not None and self._is_open:
                     self._protect(ref.node)
 
@@ -410,8 +364,8 @@ class Recall:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"expected a tensor, got {type(tensor).__name__}")
         for part in core.strided_parts(tensor):
-            with self._lock, dispatch.without_functions():
-                ref = self._table.get(dispatch.storage_key(part.untyped_storage()))
+            with self._handler, dispatch.without_functions():
+                ref = self._handler.reference(part.untyped_storage())
                 if ref is None or not self._is_open:
                     continue
                 with dispatch.without_modes():
@@ -435,13 +389,7 @@ class Recall:
         nbytes = source.nbytes
         if source.needed == 0:
             return node
-        if self.limit is None:  # All is in memory.
-            self._restore(self._book.dependents(node))
-            return node
-        copied = self._book.counters()["copied_bytes"]
-        dependents = self._book.dependents(node)
-        described = [self._book.describe(dependent) for dependent in dependents]
-        if source.is_live and 0 < nbytes + copied < sum(found.nbytes for found in described):
+        if self.limit is not None and self._book.is_worth_a_copy(node):
             self._make_room(nbytes, 0)
             if self._book.describe(node).needed == 0:
                 return node
@@ -466,11 +414,13 @@ class Recall:
     def _copy(self, node: int) -> int:
         """Have the records of a source read a copy of it; its new number."""
         storage = self._storage(node)
-        start = perf_counter_ns()
+        now = CLOCK or perf_counter_ns
+        start = now()
         copy = torch.UntypedStorage(storage.nbytes(), device=storage.device)
         copy.copy_(storage)
-        took = perf_counter_ns() - start
-        ref = self._table[dispatch.storage_key(storage)]
+        took = now() - start
+        ref = self._handler.reference(storage)
+        assert ref is not None
         again = ref.node = self._book.copied(node, copy)
         if self.observer is not None:
             size = self._book.describe(again).nbytes

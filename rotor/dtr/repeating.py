@@ -17,7 +17,7 @@ from rotor._pytorch import core
 from rotor.common.checksums import EMPTY_OPERATORS, UNSPECIFIED_OUTPUTS, checksum
 from rotor.common.undisturbed import generators_kept
 from rotor.dtr.operators import Operator
-from rotor.dtr.records import Record, tensors_of
+from rotor.dtr.records import filled_memory, tensors_of
 from rotor.errors import RecomputationError
 
 __all__ = ["Verifier", "known_repeats", "repeats"]
@@ -85,7 +85,7 @@ def _is_specified(operator: Operator, index: int) -> bool:
     return index == 0 or (bool(named) and named not in _UNSPECIFIED)
 
 
-def _may_be_specified(record: Record, index: int) -> bool:
+def _may_be_specified(record: _core.Record, index: int) -> bool:
     """Return whether a result may be compared, if it is looked into where it differs."""
     operator = record.operator
     if operator.name in _EMPTY or any(origin >= 0 for origin in record.origins):
@@ -94,16 +94,24 @@ def _may_be_specified(record: Record, index: int) -> bool:
 
 
 def _leaves_unwritten(
-    record: Record, index: int, storage_of: Callable[[int], torch.UntypedStorage]
+    handler: _core.Handler,
+    record: _core.Record,
+    index: int,
+    storages: tuple[torch.UntypedStorage, ...],
 ) -> bool:
     """Return whether an operator leaves memory of a result as it was; it runs again."""
     key = (record.operator.name, index)
     if key not in _unwritten:
-        made = record.run(storage_of)[index]
-        filled = record.run(storage_of, fills_memory=True)[index]
+        made = tensors_of(handler.rerun(record, storages, None))[index]
+        filled = tensors_of(handler.rerun(record, storages, _run_filled))[index]
         if made.shape == filled.shape and (_is_fill(filled) & ~_is_fill(made)).any():
             _unwritten.add(key)
     return key in _unwritten
+
+
+def _run_filled(call: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None) -> Any:
+    with filled_memory():
+        return call(*args, **(kwargs or {}))
 
 
 def _is_fill(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,7 +133,7 @@ class Verifier:
 
     Parameters
     ----------
-    book
+    book, handler
         Of the session.
     differed
         Called with the operators that may have made something else.
@@ -136,16 +144,21 @@ class Verifier:
         Number of values that were compared.
     """
 
-    def __init__(self, book: _core.Recorder, differed: Callable[[set[str]], object]) -> None:
+    def __init__(
+        self,
+        book: _core.Recorder,
+        handler: _core.Handler,
+        differed: Callable[[set[str]], object],
+    ) -> None:
         self._book = book
+        self._handler = handler
         self._differed = differed
         self._sums: dict[int, int | torch.Tensor] = {}
         self.compared = 0
 
-    def ran(self, record: Record, made: list[torch.UntypedStorage]) -> None:
+    def ran(self, record: _core.Record, made: list[torch.UntypedStorage]) -> None:
         """Note what an operator has made that is not PyTorch's own."""
-        if record.operator.is_custom:
-            record.sums = [checksum(_bytes_of(storage)) for storage in made]
+        record.sums = [checksum(_bytes_of(storage)) for storage in made]
 
     def evicting(self, node: int, storage: torch.UntypedStorage) -> None:
         """Note the bytes of a storage that is about to lose them."""
@@ -153,13 +166,13 @@ class Verifier:
 
     def replayed(
         self,
-        record: Record,
+        record: _core.Record,
         place: int,
         node: int,
         made: torch.UntypedStorage,
         result: torch.Tensor | None,
         is_live: bool,
-        storage_of: Callable[[int], torch.UntypedStorage],
+        storages: tuple[torch.UntypedStorage, ...],
     ) -> None:
         """Compare what was made again, before the program sees it.
 
@@ -177,8 +190,8 @@ class Verifier:
             The result that lies on them, ``None`` for what was written to.
         is_live
             The program holds it, so that it was evicted; otherwise it was dropped.
-        storage_of
-            Returns the storages that the operation read.
+        storages
+            Storages that the operation read, those of its tensor arguments in order.
 
         Raises
         ------
@@ -197,15 +210,18 @@ class Verifier:
         index = record.outputs[place]
         if index < 0 or _is_specified(record.operator, index):
             raise self._error(record, place, result)
-        if not _leaves_unwritten(record, index, storage_of):
+        if not _leaves_unwritten(self._handler, record, index, storages):
             raise self._error(record, place, result)
 
-    def _error(self, record: Record, place: int, result: torch.Tensor | None) -> RecomputationError:
+    def _error(
+        self, record: _core.Record, place: int, result: torch.Tensor | None
+    ) -> RecomputationError:
         name = record.operator.name
         suspects = {name} if record.operator.is_custom else {name} | self._unseen(record)
         self._differed(suspects)
         if result is None:
-            _, shape, _, _, dtype, *_ = record.spec_of_node(record.origins[place])
+            origin = record.origins[place]
+            _, shape, dtype = next(found for found in record.inputs if found[0] == origin)
         else:
             shape, dtype = result.shape, result.dtype
         module = record.module
@@ -222,26 +238,29 @@ class Verifier:
             name,
         )
 
-    def _unseen(self, record: Record) -> set[str]:
+    def _unseen(self, record: _core.Record) -> set[str]:
         """Return the operators of dropped values that a record is computed from."""
         found: set[str] = set()
-        waiting = list(record.nodes())
+        waiting = [found[0] for found in record.inputs]
         seen = set(waiting)
         while waiting:
             node = self._book.describe(waiting.pop())
             made = node.record
             if node.is_live or made is None:
                 continue
-            maker = Record(*made) if isinstance(made, tuple) else made
-            if not maker.operator.is_custom:
-                found.add(maker.operator.name)
-                new = maker.nodes() - seen
+            if not made.operator.is_custom:
+                found.add(made.operator.name)
+                new = {number for number, _, _ in made.inputs} - seen
                 seen |= new
                 waiting.extend(new)
         return found
 
     def _is_comparable(
-        self, record: Record, place: int, made: torch.UntypedStorage, result: torch.Tensor | None
+        self,
+        record: _core.Record,
+        place: int,
+        made: torch.UntypedStorage,
+        result: torch.Tensor | None,
     ) -> bool:
         """Return whether the operator, and all that wrote to it before, wrote every byte."""
         if result is not None and result.numel() * result.element_size() < made.nbytes():
@@ -253,7 +272,7 @@ class Verifier:
             earlier = self._book.describe(record.origins[place]).record
             if len(record.outputs) != 1 or earlier is None:
                 return earlier is None
-            record = Record(*earlier) if isinstance(earlier, tuple) else earlier
+            record = earlier
             place, index = 0, record.outputs[0]
         return _is_specified(record.operator, index)
 

@@ -13,7 +13,6 @@ from rotor._pytorch import dispatch
 from rotor.dtr.context import running
 from rotor.dtr.records import Needs
 from rotor.dtr.runtime import Session
-from rotor.dtr.storages import StorageRef
 from rotor.meter.allocator import Segment
 
 __all__ = ["StepSession", "Unknown", "learn_needs"]
@@ -68,18 +67,11 @@ class StepSession(Session):
     ) -> None:
         super().__init__(limit, device=device, **settings)
         self._before_write = before_write
-        self._foreign: dict[int, StorageRef] = {}
         self._mark: Callable[[str], None] | None = None
         self._unknown: Unknown = []
         self.additions: Holding | None = None
 
     # -- actions that the session takes on its own
-
-    def _adopt(self, storage: torch.UntypedStorage, is_foreign: bool) -> StorageRef:
-        ref = super()._adopt(storage, is_foreign)
-        if is_foreign:
-            self._foreign[ref.key] = ref
-        return ref
 
     def _protect(self, node: int) -> int:
         copied = self._before_write(self._storage(node))
@@ -145,15 +137,14 @@ class StepSession(Session):
 
     def made(self, tensor: torch.Tensor) -> bool:
         """Return whether the storage of a tensor was made in this session."""
-        key = dispatch.storage_key(tensor.untyped_storage())
-        ref = self._table.get(key)
-        return ref is not None and self._foreign.get(key) is not ref
+        ref = self._handler.reference(tensor.untyped_storage())
+        return ref is not None and not ref.is_foreign
 
     def protect(self, storage: torch.UntypedStorage) -> None:
         """Prepare a write to a storage: compute what depends on it, and keep that in memory."""
-        ref = self._table.get(dispatch.storage_key(storage))
+        ref = self._handler.reference(storage)
         if ref is not None and self._is_open:
-            with self._lock, dispatch.without_modes():
+            with self._handler, dispatch.without_modes():
                 super()._protect(ref.node)
 
     def has_lost(self, tensors: Iterable[torch.Tensor]) -> bool:
@@ -162,7 +153,7 @@ class StepSession(Session):
         Results that were not evicted are kept in memory from now on.
         """
         for tensor in tensors:
-            ref = self._table.get(dispatch.storage_key(tensor.untyped_storage()))
+            ref = self._handler.reference(tensor.untyped_storage())
             if ref is None:
                 continue
             nodes = self._book.dependents(ref.node)
@@ -176,7 +167,6 @@ class StepSession(Session):
         """Bring back what is evicted and still in use, and forget everything."""
         with dispatch.without_modes():
             super().close(warn=warn)
-        self._foreign.clear()
         self._mark = self.additions = None
 
 

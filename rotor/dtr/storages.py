@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -11,11 +10,6 @@ from rotor import _core
 from rotor._pytorch import dispatch
 
 StorageRef = _core.StorageRef
-
-
-def reference(storage: torch.UntypedStorage, gone: Callable[[StorageRef], None]) -> StorageRef:
-    """Refer to a storage weakly; `gone` is called when it dies."""
-    return StorageRef(storage, gone, dispatch.storage_key(storage))
 
 
 class Bytes(Protocol):

@@ -271,12 +271,14 @@ static void test_random_programs(void) {
 
 /* Storages come, go out, come back and are removed; regions agree with walks, classes are exact. */
 static void test_removal_from_the_engine(void) {
-    static const char *const names[] = {"DTR", "DTREqClass"};
+    static const char *const names[] = {"DTR", "DTR", "DTREqClass"};
     uint32_t seed = 7;
-    for (int which = 0; which < 2; which++) {
+    for (int which = 0; which < 3; which++) {
+        int first_choice = which == 1 ? 250 : 0;
         rotor_eviction_options_t options = {.heuristic = rotor_find_heuristic(names[which]),
                                             .rebuild_every = 1,
-                                            .skip_unmade = true};
+                                            .skip_unmade = true,
+                                            .late_regions = which == 1};
         rotor_eviction_t engine;
         int32_t known[32];
         int32_t count = 0;
@@ -305,9 +307,13 @@ static void test_removal_from_the_engine(void) {
                 CHECK(rotor_eviction_remove(&engine, known[at]) == ROTOR_OK);
                 known[at] = known[--count];
             }
+            if (step < first_choice) {
+                CHECK(!engine.has_regions);
+                continue;
+            }
             CHECK(rotor_eviction_choose(&engine, step, &chosen) == ROTOR_OK);
             CHECK(chosen < 0 || !rotor_eviction_is(&engine, chosen, ROTOR_REMOVED));
-            for (int32_t k = 0; which == 0 && k < count; k++) {
+            for (int32_t k = 0; which < 2 && k < count; k++) {
                 if (rotor_eviction_is(&engine, known[k], ROTOR_MATERIAL)) {
                     for (int way = 0; way < 2; way++) {
                         CHECK(engine.candidates[known[k]].around_ns[way] ==
@@ -403,6 +409,31 @@ static void test_copies_of_sources(void) {
     }
 }
 
+static void test_what_a_write_takes(void) {
+    rotor_recorder_options_t options = options_of("LRU", ROTOR_UNLIMITED);
+    rotor_recorder_t book;
+    int32_t source, again, a, b, written;
+    bool is_worth;
+    rotor_recorder_init(&book, &options);
+    CHECK(rotor_recorder_source(&book, 15, false, &source) == ROTOR_OK);
+    CHECK(rotor_recorder_copying(&book, source, &is_worth) == ROTOR_OK && !is_worth);
+    CHECK(operate(&book, &source, 1, 10, -1, &a) == ROTOR_OK);
+    CHECK(rotor_recorder_copying(&book, source, &is_worth) == ROTOR_OK && !is_worth);
+    CHECK(operate(&book, &a, 1, 10, -1, &b) == ROTOR_OK);
+    CHECK(rotor_recorder_copying(&book, source, &is_worth) == ROTOR_OK && is_worth);
+    CHECK(rotor_recorder_writing(&book, source, true, 1) == ROTOR_WRITE_SOURCE);
+    CHECK(rotor_recorder_writing(&book, a, false, 1) == ROTOR_WRITE_RESTORED);
+    CHECK(rotor_recorder_writing(&book, b, true, 1) == ROTOR_WRITE_VERSION);
+    CHECK(operate(&book, &b, 1, 10, b, &written) == ROTOR_OK);
+    CHECK(rotor_recorder_writing(&book, written, true, 2) == ROTOR_WRITE_VERSION);
+    CHECK(rotor_recorder_writing(&book, written, true, 1) == ROTOR_WRITE_TOO_LONG);
+    /* Copies count with the next one: two take more than what was computed. */
+    CHECK(rotor_recorder_copied(&book, source, &again) == ROTOR_OK);
+    CHECK(operate(&book, &again, 1, 10, -1, &b) == ROTOR_OK);
+    CHECK(rotor_recorder_copying(&book, again, &is_worth) == ROTOR_OK && !is_worth);
+    rotor_recorder_free(&book);
+}
+
 /* Whether a recorder with another value in one of its fields is found to be wrong; puts it back. */
 #define IS_FOUND(book, field, value)                                                               \
     do {                                                                                           \
@@ -452,6 +483,7 @@ static const test_case_t cases[] = {
     {"random_programs", test_random_programs},
     {"thrashing_is_found", test_thrashing_is_found},
     {"copies_of_sources", test_copies_of_sources},
+    {"what_a_write_takes", test_what_a_write_takes},
     {"contradictions_are_found", test_contradictions_are_found},
     {"removal_from_the_engine", test_removal_from_the_engine},
 };

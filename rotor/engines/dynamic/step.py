@@ -21,7 +21,13 @@ from torch import nn
 from torch.autograd.function import Function, once_differentiable
 
 from rotor._pytorch import core, dispatch
-from rotor.common.accounting import AHEAD, ESTIMATE_MARGIN, LOSS_GRADIENTS, SCRAPS_BYTES
+from rotor.common.accounting import (
+    AHEAD,
+    ESTIMATE_MARGIN,
+    HELD_MARGIN,
+    LOSS_GRADIENTS,
+    SCRAPS_BYTES,
+)
 from rotor.common.generators import SPLIT_BACKWARD
 from rotor.common.hook_values import hook_places
 from rotor.common.places import tensors_in
@@ -381,13 +387,15 @@ class BudgetedStep:
         to_come = self._gradient_bytes()
         # Its backward reads what it made and read, makes gradients of both, and the loss is held.
         minimum = error.minimum_bytes + to_come + AHEAD[self._phase] * error.needed_bytes
+        minimum += minimum // ESTIMATE_MARGIN[self._phase]
         if self._phase != "backward":
-            return minimum + minimum // ESTIMATE_MARGIN
+            return minimum
         # What was in use without any eviction only gets less from now on, but for gradients.
         held = session.counters()["held_peak_bytes"] + SCRAPS_BYTES + session.outside_bytes
-        minimum = min(minimum, held + to_come + error.needed_bytes)
-        minimum = max(minimum, self._least_bytes + LOSS_GRADIENTS * self.gradient_bytes)
-        return minimum + minimum // ESTIMATE_MARGIN
+        most = held + to_come + error.needed_bytes
+        minimum = min(minimum, most + most // HELD_MARGIN)
+        least = self._least_bytes + LOSS_GRADIENTS * self.gradient_bytes
+        return max(minimum, least + least // HELD_MARGIN)
 
     def _failed(self, error: BudgetError) -> InfeasibleError:
         # Values in frames of the failed program would be brought back.

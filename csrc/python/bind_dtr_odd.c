@@ -1,0 +1,206 @@
+/* What is unusual about an operator: writes, random numbers, sizes that depend on elements. */
+#include "bind_dtr_private.h"
+
+/* Calls a method of the session with a node, for its effect. */
+static int ask_of_node(py_handler_t *self, PyObject *session, int name, int64_t node) {
+    PyObject *number = PyLong_FromLongLong(node);
+    int ret = number == NULL ? -1
+                             : py_did(PyObject_CallMethodObjArgs(session, self->names[name],
+                                                                 number, NULL));
+    Py_XDECREF(number);
+    return ret;
+}
+
+/* Has a node in memory for good. */
+static int restore(py_handler_t *self, PyObject *session, int64_t node) {
+    PyObject *nodes = Py_BuildValue("[L]", (long long)node);
+    int ret = nodes == NULL ? -1 : py_did(py_ask(self, session, _restore, nodes));
+    Py_XDECREF(nodes);
+    return ret;
+}
+
+static int protect(py_handler_t *self, py_run_t *run, const py_ref_t *ref) {
+    const rotor_node_t *node = &self->recorder->book.nodes[ref->node];
+    return node->needed > 0 || self->watches_writes
+               ? ask_of_node(self, run->session, NAME__protect, ref->node)
+               : 0;
+}
+
+static int prepare_write(py_handler_t *self, py_run_t *run, const py_ref_t *ref) {
+    int ret = 0;
+    switch (rotor_recorder_writing(&self->recorder->book, (int32_t)ref->node, run->grad_enabled,
+                                   self->longest_chain)) {
+    case ROTOR_WRITE_VERSION:
+        return 0;
+    case ROTOR_WRITE_SOURCE:
+        break;
+    case ROTOR_WRITE_RESTORED:
+        ret = restore(self, run->session, ref->node);
+        break;
+    case ROTOR_WRITE_TOO_LONG:
+        ret = ask_of_node(self, run->session, NAME__end_chain, ref->node);
+        break;
+    }
+    run->is_recording = false;
+    return ret == 0 ? protect(self, run, ref) : ret;
+}
+
+int py_odd_writes(py_handler_t *self, py_run_t *run) {
+    bool reshapes = (run->kernel->traits & TRAIT_RESHAPES) != 0;
+    int ret = 0;
+    run->is_recording = run->is_recording && !reshapes;
+    for (int64_t k = 0; k < self->input_count && ret == 0; k++) {
+        const py_ref_t *ref = self->inputs[k].ref;
+        if (reshapes) {
+            ret = restore(self, run->session, ref->node);
+        }
+        if (ret == 0 && (reshapes || self->inputs[k].is_hidden)) {
+            ret = protect(self, run, ref);
+        } else if (ret == 0 && self->inputs[k].is_written) {
+            ret = prepare_write(self, run, ref);
+        }
+    }
+    return ret;
+}
+
+int py_odd_generator(py_handler_t *self, py_run_t *run) {
+    PyObject *kwargs = run->kwargs == NULL ? PyDict_New() : Py_NewRef(run->kwargs);
+    run->generator = kwargs == NULL ? NULL : py_ask(self, run->session, _generator, kwargs);
+    Py_XDECREF(kwargs);
+    PyObject *bytes =
+        run->generator == NULL ? NULL : py_ask(self, run->session, _state_bytes, run->generator);
+    run->kept_bytes = bytes == NULL ? -1 : PyLong_AsLongLong(bytes);
+    Py_XDECREF(bytes);
+    return run->kept_bytes < 0 ? -1 : 0;
+}
+
+int py_odd_varying(py_handler_t *self, py_run_t *run) {
+    PyObject *needs = py_ask(self, run->session, _vary, run->kernel->operator_, run->args,
+                             (PyObject *)run->needs);
+    if (needs == NULL || needs == Py_None) {
+        Py_XDECREF(needs);
+        return needs == NULL ? -1 : 0;
+    }
+    if (Py_TYPE(needs) != self->needs_type) {
+        Py_DECREF(needs);
+        PyErr_SetString(PyExc_TypeError, "the needs of an operator must be Needs");
+        return -1;
+    }
+    Py_SETREF(run->needs, (py_needs_t *)needs);
+    run->varies = true;
+    return 0;
+}
+
+int py_odd_note_varying(py_handler_t *self, const py_run_t *run) {
+    return py_did(py_ask(self, run->session, _note_varying,
+                         run->key == NULL ? Py_None : run->key, (PyObject *)run->needs));
+}
+
+static PyObject *call_measured(py_handler_t *self, py_run_t *run) {
+    PyObject *kwargs = run->kwargs == NULL ? PyDict_New() : Py_NewRef(run->kwargs);
+    PyObject *pair = kwargs == NULL ? NULL
+                                    : py_ask(self, run->session, _measure, run->kernel->call,
+                                             run->args, kwargs);
+    PyObject *results = NULL;
+    long long peak;
+    if (pair != NULL && PyArg_ParseTuple(pair, "OL", &results, &peak)) {
+        run->peak_bytes = peak;
+        Py_INCREF(results);
+    }
+    Py_XDECREF(kwargs);
+    Py_XDECREF(pair);
+    return results;
+}
+
+/* An operator from outside PyTorch ran: whether it can run again, and from which state. */
+static int settle_custom(py_handler_t *self, py_run_t *run, PyObject *results, PyObject *states) {
+    PyObject *kwargs = run->kwargs == NULL ? PyDict_New() : Py_NewRef(run->kwargs);
+    PyObject *answer =
+        kwargs == NULL ? NULL
+                       : py_ask(self, run->session, _may_repeat,
+                                run->key == NULL ? Py_None : run->key, run->kernel->operator_,
+                                run->args, kwargs, results, (PyObject *)run->needs, states,
+                                run->is_recording ? Py_True : Py_False);
+    int may_repeat, has_drawn;
+    int ret = answer != NULL && PyArg_ParseTuple(answer, "pp", &may_repeat, &has_drawn) ? 0 : -1;
+    if (ret == 0) {
+        run->is_recording = may_repeat != 0;
+        if (!has_drawn) {
+            Py_CLEAR(run->generator);
+            Py_CLEAR(run->state);
+            run->kept_bytes = 0;
+        }
+    }
+    Py_XDECREF(kwargs);
+    Py_XDECREF(answer);
+    return ret;
+}
+
+PyObject *py_odd_call(py_handler_t *self, py_run_t *run) {
+    bool is_custom = (run->kernel->traits & TRAIT_CUSTOM) != 0;
+    PyObject *states = NULL, *results = NULL;
+    int ret = 0;
+
+    if (run->generator != NULL) {
+        if ((run->state = py_ask(self, run->generator, get_state)) == NULL) {
+            return NULL;
+        }
+        if (is_custom &&
+            (states = py_ask(self, run->session, _states, run->generator, run->state)) == NULL) {
+            return NULL;
+        }
+    }
+    int64_t start = py_handler_now(self);
+    results = self->is_cpu && (run->varies || !run->needs->is_measured)
+                  ? call_measured(self, run)
+                  : PyObject_Call(run->kernel->call, run->args, run->kwargs);
+    run->took_ns = py_handler_now(self) - start;
+    if (results != NULL && !run->needs->is_measured) {
+        ret = py_did(py_ask(self, run->session, _has_run, (PyObject *)run->needs,
+                            run->state == NULL ? Py_None : run->state));
+    }
+    if (results != NULL && ret == 0 && is_custom) {
+        ret = settle_custom(self, run, results, states);
+    }
+    Py_XDECREF(states);
+    if (ret != 0) {
+        Py_CLEAR(results);
+    }
+    return results;
+}
+
+/* (a, b) of each output that is new, or of each that was written to, as the observer takes them. */
+static PyObject *pairs_of(const py_made_t *made, bool are_written) {
+    PyObject *list = PyList_New(0);
+    for (int64_t k = 0; list != NULL && k < made->count; k++) {
+        if ((made->origins[k] >= 0) != are_written) {
+            continue;
+        }
+        PyObject *pair = are_written
+                             ? Py_BuildValue("ii", (int)made->origins[k], (int)made->nodes[k])
+                             : Py_BuildValue("iL", (int)made->nodes[k], (long long)made->bytes[k]);
+        if (pair == NULL || PyList_Append(list, pair) != 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(pair);
+    }
+    return list;
+}
+
+int py_odd_observe(py_handler_t *self, const py_run_t *run, const py_made_t *made,
+                   bool is_recorded) {
+    PyObject *took = PyLong_FromLongLong(run->took_ns);
+    PyObject *inputs = py_book_node_list(self->nodes, self->node_count);
+    PyObject *outputs = pairs_of(made, false);
+    PyObject *written = pairs_of(made, true);
+    int ret = took == NULL || inputs == NULL || outputs == NULL || written == NULL
+                  ? -1
+                  : py_did(py_ask(self, self->recorder->observer, operation, run->kernel->name,
+                                  took, inputs, outputs, written,
+                                  is_recorded ? Py_True : Py_False));
+    Py_XDECREF(took);
+    Py_XDECREF(inputs);
+    Py_XDECREF(outputs);
+    Py_XDECREF(written);
+    return ret;
+}

@@ -1,0 +1,379 @@
+/* The type Record: an operation that may run again. */
+#include "bind_dtr_private.h"
+
+#include <structmember.h>
+
+#include "core.h"
+
+enum { LAYOUT_SHAPE, LAYOUT_STRIDE, LAYOUT_DTYPE, LAYOUT_DEVICE, LAYOUT_FIELDS };
+
+/* An argument with Ellipsis in the place of each tensor, and None in that of a hidden one. */
+static PyObject *pattern_of(py_handler_t *self, PyObject *value, int64_t *at) {
+    if (py_is_tensor(self, value)) {
+        bool is_hidden = self->inputs[(*at)++].is_hidden;
+        return Py_NewRef(is_hidden ? Py_None : Py_Ellipsis);
+    }
+    if (!PyList_Check(value) && !PyTuple_Check(value)) {
+        return Py_NewRef(value);
+    }
+    PyObject *list = PyList_New(PySequence_Fast_GET_SIZE(value));
+    for (Py_ssize_t k = 0; list != NULL && k < PyList_GET_SIZE(list); k++) {
+        PyObject *item = pattern_of(self, PySequence_Fast_GET_ITEM(value, k), at);
+        if (item == NULL) {
+            Py_CLEAR(list);
+        } else {
+            PyList_SET_ITEM(list, k, item);
+        }
+    }
+    return list;
+}
+
+static int make_arguments(py_handler_t *self, const py_run_t *run, py_pattern_t *pattern) {
+    int64_t at = 0;
+    pattern->args = PyTuple_New(PyTuple_GET_SIZE(run->args));
+    for (Py_ssize_t k = 0; pattern->args != NULL && k < PyTuple_GET_SIZE(run->args); k++) {
+        PyObject *item = pattern_of(self, PyTuple_GET_ITEM(run->args, k), &at);
+        if (item == NULL) {
+            return -1;
+        }
+        PyTuple_SET_ITEM(pattern->args, k, item);
+    }
+    if (run->kwargs == NULL || pattern->args == NULL) {
+        return pattern->args == NULL ? -1 : 0;
+    }
+    pattern->kwargs = PyDict_New();
+    Py_ssize_t position = 0;
+    PyObject *name, *value;
+    while (pattern->kwargs != NULL && PyDict_Next(run->kwargs, &position, &name, &value)) {
+        PyObject *item = pattern_of(self, value, &at);
+        int ret = item == NULL ? -1 : PyDict_SetItem(pattern->kwargs, name, item);
+        Py_XDECREF(item);
+        if (ret != 0) {
+            return -1;
+        }
+    }
+    return pattern->kwargs == NULL ? -1 : 0;
+}
+
+static PyObject *sizes_of(const int64_t *values, int64_t count) {
+    PyObject *sizes = PyTuple_New((Py_ssize_t)count);
+    for (int64_t k = 0; sizes != NULL && k < count; k++) {
+        PyObject *size = PyLong_FromLongLong(values[k]);
+        if (size == NULL) {
+            Py_CLEAR(sizes);
+        } else {
+            PyTuple_SET_ITEM(sizes, (Py_ssize_t)k, size);
+        }
+    }
+    return sizes;
+}
+
+static int make_layout(py_handler_t *self, const py_input_t *input, PyObject **layout) {
+    const int64_t *sizes = self->key + input->first;
+    layout[LAYOUT_SHAPE] = sizes_of(sizes, input->dims);
+    layout[LAYOUT_STRIDE] = sizes_of(sizes + input->dims, input->dims);
+    layout[LAYOUT_DTYPE] = PyObject_GetAttr(input->tensor, self->names[NAME_dtype]);
+    layout[LAYOUT_DEVICE] = input->is_cpu
+                                ? Py_NewRef(self->parts[PART_CPU])
+                                : PyObject_GetAttr(input->tensor, self->names[NAME_device]);
+    for (int k = 0; k < LAYOUT_FIELDS; k++) {
+        if (layout[k] == NULL) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static py_pattern_t *make_pattern(py_handler_t *self, const py_run_t *run, int64_t count) {
+    py_pattern_t *pattern = PyMem_Calloc(
+        1, sizeof(*pattern) + (size_t)count * LAYOUT_FIELDS * sizeof(PyObject *));
+    if (pattern == NULL) {
+        return (py_pattern_t *)PyErr_NoMemory();
+    }
+    pattern->references = 1;
+    pattern->count = count;
+    int ret = make_arguments(self, run, pattern);
+    PyObject **layout = pattern->layouts;
+    for (int64_t k = 0; k < self->input_count && ret == 0; k++) {
+        if (!self->inputs[k].is_hidden) {
+            ret = make_layout(self, &self->inputs[k], layout);
+            layout += LAYOUT_FIELDS;
+        }
+    }
+    if (ret != 0) {
+        py_pattern_release(pattern);
+        return NULL;
+    }
+    return pattern;
+}
+
+/* The pattern of arguments with this key, shared by all of them where they are the same. */
+static py_pattern_t *pattern_for(py_handler_t *self, const py_run_t *run, int64_t count) {
+    py_pattern_t *pattern = self->has_key && !self->has_values ? run->needs->pattern : NULL;
+    if (pattern == NULL && (pattern = make_pattern(self, run, count)) == NULL) {
+        return NULL;
+    }
+    if (self->has_key && !self->has_values) {
+        if (run->needs->pattern == NULL) {
+            run->needs->pattern = pattern;
+        }
+        pattern->references += 1;
+    }
+    return pattern;
+}
+
+static int bit_of(py_handler_t *self, PyObject *tensor, int name, int bit, int32_t *bits) {
+    PyObject *is = PyObject_CallMethodNoArgs(tensor, self->names[name]);
+    *bits |= is == Py_True ? bit : 0;
+    Py_XDECREF(is);
+    return is == NULL ? -1 : 0;
+}
+
+static int make_argument(py_handler_t *self, const py_input_t *input, py_argument_t *argument) {
+    PyObject *offset =
+        PyObject_CallMethodNoArgs(input->tensor, self->names[NAME_storage_offset]);
+    *argument = (py_argument_t){.node = (int32_t)input->ref->node};
+    argument->offset = offset == NULL ? -1 : PyLong_AsLongLong(offset);
+    Py_XDECREF(offset);
+    if (argument->offset < 0 ||
+        (input->is_complex &&
+         bit_of(self, input->tensor, NAME_is_conj, ARGUMENT_CONJUGATE, &argument->bits) != 0)) {
+        return -1;
+    }
+    return bit_of(self, input->tensor, NAME_is_neg, ARGUMENT_NEGATIVE, &argument->bits);
+}
+
+py_record_t *py_record_make(py_handler_t *self, const py_run_t *run, const py_made_t *made) {
+    int64_t count = 0;
+    int64_t at = 0;
+    for (int64_t k = 0; k < self->input_count; k++) {
+        count += !self->inputs[k].is_hidden;
+    }
+    size_t head = (size_t)count * sizeof(py_argument_t);
+    py_record_t *record = (py_record_t *)PyObject_Malloc(
+        sizeof(*record) + head + 2 * (size_t)made->count * sizeof(int32_t));
+    if (record == NULL) {
+        return (py_record_t *)PyErr_NoMemory();
+    }
+    memset(record, 0, sizeof(*record));
+    (void)PyObject_Init((PyObject *)record, self->record_type);
+    record->flag_count = py_flags_of(self, run->kernel);
+    record->output_count = (int32_t)made->count;
+    record->indices = (int32_t *)(void *)((char *)record->arguments + head);
+    record->origins = record->indices + made->count;
+    record->grad_enabled = run->grad_enabled;
+    record->counted_bytes = run->needs->is_measured ? run->needs->workspace_bytes : 0;
+    record->kernel = (py_kernel_t *)Py_NewRef((PyObject *)(uintptr_t)run->kernel);
+    record->needs = (py_needs_t *)Py_NewRef((PyObject *)run->needs);
+    record->generator = Py_NewRef(run->generator == NULL ? Py_None : run->generator);
+    record->state = Py_NewRef(run->generator == NULL ? Py_None : run->state);
+    record->module = Py_NewRef(self->module == NULL ? Py_None : self->module);
+    record->sums = Py_NewRef(Py_None);
+    for (int64_t k = 0; k < made->count; k++) {
+        record->indices[k] = made->indices[k];
+        record->origins[k] = made->origins[k];
+    }
+    record->flags = py_operator_flags(self, record->flag_count);
+    record->pattern = record->flags == NULL ? NULL : pattern_for(self, run, count);
+    int ret = record->pattern == NULL ? -1 : 0;
+    for (int64_t k = 0; k < self->input_count && ret == 0; k++) {
+        if (!self->inputs[k].is_hidden) {
+            ret = make_argument(self, &self->inputs[k], &record->arguments[at++]);
+        }
+    }
+    if (ret != 0) {
+        Py_CLEAR(record);
+    }
+    return record;
+}
+
+static PyObject *tensor_of(py_handler_t *self, const py_record_t *record, int64_t at,
+                           PyObject *storage) {
+    PyObject *const *layout = &record->pattern->layouts[at * LAYOUT_FIELDS];
+    const py_argument_t *argument = &record->arguments[at];
+    PyObject *sizes[3] = {self->zero, layout[LAYOUT_DTYPE], layout[LAYOUT_DEVICE]};
+    PyObject *tensor =
+        PyObject_Vectorcall(self->parts[PART_EMPTY], sizes, 1, self->dtype_and_device);
+    PyObject *offset = tensor == NULL ? NULL : PyLong_FromLongLong(argument->offset);
+    PyObject *placed = NULL;
+    if (offset != NULL) {
+        PyObject *place[5] = {tensor, storage, offset, layout[LAYOUT_SHAPE],
+                              layout[LAYOUT_STRIDE]};
+        placed = PyObject_VectorcallMethod(self->names[NAME_set_], place, 5, NULL);
+    }
+    Py_XDECREF(tensor);
+    Py_XDECREF(offset);
+    if (placed != NULL && argument->bits != 0) {
+        PyObject *set = PyObject_CallFunctionObjArgs(
+            self->parts[PART_UNCONJUGATED], placed,
+            (argument->bits & ARGUMENT_CONJUGATE) != 0 ? Py_True : Py_False,
+            (argument->bits & ARGUMENT_NEGATIVE) != 0 ? Py_True : Py_False, NULL);
+        Py_SETREF(placed, set);
+    }
+    return placed;
+}
+
+typedef struct {
+    py_handler_t *handler;
+    const py_record_t *record;
+    PyObject *const *storages;
+    int64_t at;
+} filling_t;
+
+/* An argument with tensors again. */
+static PyObject *filled(filling_t *filling, PyObject *value) {
+    if (value == Py_Ellipsis) {
+        int64_t at = filling->at++;
+        return tensor_of(filling->handler, filling->record, at, filling->storages[at]);
+    }
+    if (!PyList_Check(value)) {
+        return Py_NewRef(value);
+    }
+    PyObject *list = PyList_New(PyList_GET_SIZE(value));
+    for (Py_ssize_t k = 0; list != NULL && k < PyList_GET_SIZE(value); k++) {
+        PyObject *item = filled(filling, PyList_GET_ITEM(value, k));
+        if (item == NULL) {
+            Py_CLEAR(list);
+        } else {
+            PyList_SET_ITEM(list, k, item);
+        }
+    }
+    return list;
+}
+
+int py_record_fill(py_handler_t *self, const py_record_t *record, PyObject *const *storages,
+                   PyObject **args, PyObject **kwargs) {
+    filling_t filling = {.handler = self, .record = record, .storages = storages};
+    PyObject *given = record->pattern->args;
+    PyObject *name, *value;
+    Py_ssize_t at = 0;
+
+    *args = PyTuple_New(PyTuple_GET_SIZE(given));
+    for (Py_ssize_t k = 0; *args != NULL && k < PyTuple_GET_SIZE(given); k++) {
+        PyObject *item = filled(&filling, PyTuple_GET_ITEM(given, k));
+        if (item == NULL) {
+            return -1;
+        }
+        PyTuple_SET_ITEM(*args, k, item);
+    }
+    if (record->pattern->kwargs == NULL || *args == NULL) {
+        return *args == NULL ? -1 : 0;
+    }
+    *kwargs = PyDict_New();
+    while (*kwargs != NULL && PyDict_Next(record->pattern->kwargs, &at, &name, &value)) {
+        PyObject *item = filled(&filling, value);
+        int ret = item == NULL ? -1 : PyDict_SetItem(*kwargs, name, item);
+        Py_XDECREF(item);
+        if (ret != 0) {
+            return -1;
+        }
+    }
+    return *kwargs == NULL ? -1 : 0;
+}
+
+/* As Python sees it. */
+
+static void py_record_dealloc(PyObject *object) {
+    py_record_t *self = (py_record_t *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    py_pattern_release(self->pattern);
+    Py_XDECREF((PyObject *)self->kernel);
+    Py_XDECREF((PyObject *)self->needs);
+    Py_XDECREF(self->flags);
+    Py_XDECREF(self->generator);
+    Py_XDECREF(self->state);
+    Py_XDECREF(self->module);
+    Py_XDECREF(self->sums);
+    PyObject_Free(object);
+    Py_DECREF(type);
+}
+
+static PyObject *py_record_operator(PyObject *object, void *closure) {
+    (void)closure;
+    return Py_NewRef(((py_record_t *)object)->kernel->operator_);
+}
+
+static PyObject *numbers_of(const int32_t *numbers, int64_t count) {
+    PyObject *tuple = PyTuple_New((Py_ssize_t)count);
+    for (int64_t k = 0; tuple != NULL && k < count; k++) {
+        PyObject *number = PyLong_FromLong(numbers[k]);
+        if (number == NULL) {
+            Py_CLEAR(tuple);
+        } else {
+            PyTuple_SET_ITEM(tuple, (Py_ssize_t)k, number);
+        }
+    }
+    return tuple;
+}
+
+static PyObject *py_record_outputs(PyObject *object, void *closure) {
+    const py_record_t *self = (py_record_t *)object;
+    (void)closure;
+    return numbers_of(self->indices, self->output_count);
+}
+
+static PyObject *py_record_origins(PyObject *object, void *closure) {
+    const py_record_t *self = (py_record_t *)object;
+    (void)closure;
+    return numbers_of(self->origins, self->output_count);
+}
+
+static PyObject *py_record_inputs(PyObject *object, void *closure) {
+    const py_record_t *self = (py_record_t *)object;
+    PyObject *list = PyList_New((Py_ssize_t)self->pattern->count);
+    (void)closure;
+    for (int64_t k = 0; list != NULL && k < self->pattern->count; k++) {
+        PyObject *const *layout = &self->pattern->layouts[k * LAYOUT_FIELDS];
+        PyObject *item = Py_BuildValue("iOO", (int)self->arguments[k].node,
+                                       layout[LAYOUT_SHAPE], layout[LAYOUT_DTYPE]);
+        if (item == NULL) {
+            Py_CLEAR(list);
+        } else {
+            PyList_SET_ITEM(list, (Py_ssize_t)k, item);
+        }
+    }
+    return list;
+}
+
+static PyGetSetDef record_getset[] = {
+    {"operator", py_record_operator, NULL, "The operator that ran.", NULL},
+    {"outputs", py_record_outputs, NULL,
+     "Of each output: its index among the results, or -1 where the operation writes to its origin.",
+     NULL},
+    {"origins", py_record_origins, NULL, "The nodes that it writes to; -1 for none.", NULL},
+    {"inputs", py_record_inputs, NULL, "(node, shape, dtype) of each tensor argument.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef record_members[] = {
+    {"flags", T_OBJECT, offsetof(py_record_t, flags), READONLY, "The backends' settings."},
+    {"module", T_OBJECT, offsetof(py_record_t, module), READONLY,
+     "Path of the module that ran it, empty for the outermost one; None: not noted."},
+    {"sums", T_OBJECT, offsetof(py_record_t, sums), 0,
+     "Checksums of what it made first, as far as that is new; None: not noted."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+PyDoc_STRVAR(record_doc, "An operation that may run again: operator and arguments, no tensor.");
+
+static PyType_Slot record_slots[] = {
+    {Py_tp_dealloc, py_record_dealloc},
+    {Py_tp_members, record_members},
+    {Py_tp_getset, record_getset},
+    {Py_tp_doc, (void *)record_doc},
+    {0, NULL},
+};
+
+static PyType_Spec record_spec = {
+    .name = "rotor._core.Record",
+    .basicsize = sizeof(py_record_t),
+    .flags =
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = record_slots,
+};
+
+int py_add_record(PyObject *module) {
+    py_state_t *state = py_state(module);
+    state->record_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &record_spec, NULL);
+    return state->record_type == NULL ? -1 : PyModule_AddType(module, state->record_type);
+}
