@@ -263,7 +263,7 @@ class Capture:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         if self.backend == "inductor":
             _inductor.joint_passes(module, module.graph.find_nodes(op="placeholder"))
-        lowered = lower(module, num_fwd_outputs)
+        lowered = lower(module, num_fwd_outputs, as_traced=self.backend == "inductor")
         if self.backend == "inductor":
             draw_once(lowered)
         token = module.graph.call_function(torch.ops.aten.empty.memory_format, ([0],))
