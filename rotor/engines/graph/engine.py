@@ -32,6 +32,7 @@ from rotor.engines.graph.planned import (
     CapturedStep,
     GraphPlan,
     build_graph,
+    lower_bound_of,
     make_graph_plan,
     repriced,
 )
@@ -43,8 +44,8 @@ from rotor.engines.loss_guess import plan_with_guess
 from rotor.errors import CaptureError
 from rotor.graph import planner
 from rotor.graph.graph import Graph
-from rotor.graph.planner import check_options
-from rotor.graph.program import Program
+from rotor.graph.planner import PlanCurve, check_options
+from rotor.graph.program import Program, simulate
 from rotor.meter.step_meter import StepBytes, cancel_running
 from rotor.units import format_bytes
 
@@ -265,6 +266,13 @@ class GraphEngine(MeteredEngine):
             self.settings.loss_tmp_memory_usage, self.context.learned_loss.get(key.measured)
         )
 
+    def _knows_loss(self, key: Key) -> bool:
+        """Return whether the need of the loss was given, captured or learnt."""
+        is_given = key.measured in self.context.learned_loss or bool(
+            self.settings.loss_tmp_memory_usage
+        )
+        return is_given or self.steps[key.measured].loss_captured
+
     def begin_planning(self) -> None:
         """Drop the compiled programs."""
         for step in self.steps.values():
@@ -291,9 +299,7 @@ class GraphEngine(MeteredEngine):
                 )
 
             loss_bytes = self._loss_bytes(key)
-            learned = self.context.learned_loss
-            is_known = key.measured in learned or self.settings.loss_tmp_memory_usage
-            if is_known or not loss_bytes:
+            if self._knows_loss(key) or not loss_bytes:
                 plan = plan_with(loss_bytes)
             else:
                 plan, reserved = plan_with_guess(plan_with, loss_bytes, limit_bytes)
@@ -315,11 +321,19 @@ class GraphEngine(MeteredEngine):
     def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
         """Return the curve of `rotor.graph.curve`, as limits of this step."""
         step = self._step_of(key)
-        graph = build_graph(step.lowered, step.costs, self._loss_bytes(key))
+        least = graph = build_graph(step.lowered, step.costs, self._loss_bytes(key))
         with progress(points, "computing the curve") as update:
             found = planner.curve(graph, points, progress=update, **self.settings.options)
+            if not self._knows_loss(key):
+                # Limits with less room than the loss is assumed to need have plans too.
+                least = build_graph(step.lowered, step.costs, 0)
+                if simulate(least, found.programs[0].ops).peak_bytes < found.minimum_bytes:
+                    below = planner.curve(least, points, progress=update, **self.settings.options)
+                    found = PlanCurve.of([*found.programs, *below.programs])
         own = [step.most_executor_bytes(peak) for peak in found.bytes.tolist()]
-        return Curve(found.bytes + own, found.seconds), step.device
+        curve = Curve(found.bytes + own, found.seconds)
+        curve.lower_bound_bytes = lower_bound_of(step, least, curve.minimum_bytes)
+        return curve, step.device
 
     def load(self, key: Key, source: Any, limit_bytes: int) -> GraphPlan:
         """Return the plan of a saved program, priced by the times of this machine."""

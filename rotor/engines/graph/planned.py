@@ -40,6 +40,7 @@ __all__ = [
     "GraphPlan",
     "build_graph",
     "executor_bytes",
+    "lower_bound_of",
     "make_graph_plan",
     "repriced",
     "search",
@@ -249,6 +250,11 @@ class GraphPlan(Metered):
         return self.program.peak_bytes + self.executor_bytes
 
     @property
+    def lower_bound_bytes(self) -> int:
+        """Bytes below which no program of this step can stay, with the loss as assumed."""
+        return lower_bound_of(self.step, self.graph, self.limit_bytes) + self.reserve_bytes
+
+    @property
     def makespan(self) -> float:
         """Seconds of a step by the simulator."""
         return self.program.makespan
@@ -439,10 +445,13 @@ def make_graph_plan(
         except InfeasibleError as error:
             # Under any recomputation in the program of that peak, its random states fit then.
             least = error.minimum_bytes + step.most_executor_bytes(limit_bytes) + reserve_bytes
+            bound = lower_bound_of(step, graph, limit_bytes) + reserve_bytes
             raise InfeasibleError(
                 f"no plan was found that fits in {limit_bytes} bytes; the least limit for which "
-                f"one was found is {least} bytes: give at least that, or a smaller batch",
+                f"one was found is {least} bytes, and provably none fits in less than {bound} "
+                "bytes: give at least the former, or a smaller batch",
                 least,
+                bound,
             ) from None
         emitted = step.code(program.ops.tolist())
         needed = step.executor_bytes_of(emitted, program.ops.tolist(), limit_bytes)
@@ -459,6 +468,11 @@ def make_graph_plan(
         loss_bytes,
         reserve_bytes=reserve_bytes,
     )
+
+
+def lower_bound_of(step: CapturedStep, graph: Graph, limit_bytes: int) -> int:
+    """Return bytes below which no program of a step can stay."""
+    return planner.lower_bound(graph) + step.executor_bytes(0, 0, limit_bytes)
 
 
 def search(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
