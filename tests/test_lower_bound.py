@@ -1,4 +1,4 @@
-"""The proven lower bound of a graph's peak, the orders that come near it, and where both are said."""
+"""The proven lower bound of a graph's peak, the orders that come near it, and both in texts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_last_to_be_made_has_the_others_beside_it():
 
 
 def narrowing(layers=6):
-    """A backward that ends with its largest operation, after gradients as large as what they read."""
+    """A backward that ends with its largest operation, after gradients as large as their inputs."""
     sizes, pinned, operations = [], [], []
 
     def storage(size, is_pinned=False):

@@ -127,7 +127,6 @@ model.report()
 # | peak, measured | of a step that was metered, on the allocator's own figures |
 # | step, predicted | forward, loss and backward, from medians of single operations |
 # | recomputation | what the repeated operations add |
-# | lower bound of any plan | bytes below which no plan of the step can stay |
 # | operations run again | of how many |
 # | set aside after metering | bytes that a metered step needed beyond the plan, now reserved |
 #
