@@ -264,7 +264,6 @@ static int bound_init(bound_t *b, const rotor_dataflow_t *graph) {
     b->stack = rotor_malloc_array(graph->operation_count, sizeof(*b->stack));
     b->lasting = rotor_malloc_array(graph->storage_count, sizeof(*b->lasting));
     if (b->place == NULL || b->stack == NULL || b->lasting == NULL) {
-        bound_free(b);
         return ROTOR_ERR_NO_MEMORY;
     }
     for (int32_t s = 0; s < graph->storage_count; s++) {
@@ -318,7 +317,7 @@ static void find_places(bound_t *b, int32_t k) {
     b->place[k] = 0;
 }
 
-static bool has_input(const rotor_dataflow_t *g, int32_t k, int32_t s) {
+static bool is_read_by(const rotor_dataflow_t *g, int32_t k, int32_t s) {
     for (int32_t j = g->input_start[k]; j < g->input_start[k + 1]; j++) {
         if (g->inputs[j] == s) {
             return true;
@@ -336,7 +335,7 @@ static int64_t bytes_beside(bound_t *b, int32_t k) {
     for (int32_t i = 0; i < b->lasting_count; i++) {
         int32_t s = b->lasting[i];
         bool is_live = g->pinned[s];
-        if (b->place[g->producer[s]] != BEFORE || has_input(g, k, s)) {
+        if (b->place[g->producer[s]] != BEFORE || is_read_by(g, k, s)) {
             continue;
         }
         for (int32_t u = g->user_start[s]; u < g->user_start[s + 1] && !is_live; u++) {
@@ -380,7 +379,7 @@ int rotor_dataflow_lower_bound(const rotor_dataflow_t *self, int64_t *bytes) {
     int64_t bound = bytes_at_end(self);
     int ret = bound_init(&b, self);
     if (ret != ROTOR_OK) {
-        return ret;
+        goto out;
     }
     for (int32_t k = self->operation_count - 1; k >= 0; k--) {
         int64_t need = self->output_bytes[k] + self->workspace_bytes[k];
@@ -393,6 +392,7 @@ int rotor_dataflow_lower_bound(const rotor_dataflow_t *self, int64_t *bytes) {
         }
     }
     *bytes = bound;
+out:
     bound_free(&b);
-    return ROTOR_OK;
+    return ret;
 }

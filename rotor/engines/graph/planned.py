@@ -194,7 +194,7 @@ class CapturedStep:
     def loss_workspace(self, given_bytes: int, learned_bytes: int | None) -> int:
         """Return the need of the loss beside the tangents: learnt, given, or 4 x the output."""
         if learned_bytes is not None:
-            return learned_bytes
+            return max(learned_bytes, 0)
         if self.loss_captured:
             return 0
         return given_bytes or self.assumed_loss_bytes
