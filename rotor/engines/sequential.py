@@ -162,8 +162,10 @@ class SequentialEngine(ChainEngine):
         chosen = chain if graph is None or slower <= graph.program.slowdown - 1 else graph
         assert chosen is not None
         if graph is not None or not self._is_asked_for_chain(key):
-            told = _prediction(chain.makespan, slower) if chain else _infeasible(refusal)
-            other = reason or _prediction(graph.makespan, graph.program.slowdown - 1)
+            told = _infeasible(refusal) if chain is None else _prediction(chain.makespan, slower)
+            other = reason
+            if graph is not None:
+                other = _prediction(graph.makespan, graph.program.slowdown - 1)
             self._compared[key] = Comparison(chosen.kind, told, other)
             logger.info("compared: chain %s; graph %s", told, other)
         return chosen
@@ -245,6 +247,11 @@ class SequentialEngine(ChainEngine):
             owner.forget(plan.key.measured)
             raise PlanAgain from refused
 
+    def expect(self, plan: Any) -> None:
+        """Check, before a step, for needs that its plan does not know."""
+        owner = self._owner(plan)
+        (super().expect if owner is None else owner.expect)(plan)
+
     def watch(self, plan: Any) -> StepWatch | None:
         """Return the observer of an unmetered step; ``None`` without one."""
         owner = self._owner(plan)
@@ -306,9 +313,7 @@ class _Form:
 def _described(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return value
-    return _Form(
-        tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
-    )
+    return _Form(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
 
 
 def _made_up(value: Any) -> Any:

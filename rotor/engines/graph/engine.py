@@ -41,7 +41,7 @@ from rotor.engines.graph.recorded import MEASURED, price, source_of
 from rotor.engines.graph.repeating import described_unrepeatable
 from rotor.engines.learning import MeteredEngine
 from rotor.engines.loss_guess import plan_with_guess
-from rotor.errors import CaptureError
+from rotor.errors import CaptureError, InfeasibleError
 from rotor.graph import planner
 from rotor.graph.graph import Graph
 from rotor.graph.planner import PlanCurve, check_options
@@ -259,7 +259,7 @@ class GraphEngine(MeteredEngine):
             reason = self.context.refusals[key.measured].reason
             raise ValueError(f"the model runs without a graph: {reason}")
         step = self.steps[key.measured]
-        return step.with_existing(step.existing_among(key.absent))
+        return step.variant(step.existing_among(key.absent), step.absent_tangents)
 
     def _loss_bytes(self, key: Key) -> int:
         return self.steps[key.measured].loss_workspace(
@@ -285,6 +285,23 @@ class GraphEngine(MeteredEngine):
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> GraphPlan:
         """Return the fastest program found under a limit."""
         step = self._step_of(key)
+        try:
+            return self._plan_of(step, key, limit_bytes, reserve_bytes)
+        except InfeasibleError:
+            doubtful = step.doubtful_tangents
+            if not doubtful:
+                raise
+        # The first step is metered, and shows which outputs have a gradient.
+        return self._plan_of(
+            self.steps[key.measured].variant(step.existing, doubtful),
+            key,
+            limit_bytes,
+            reserve_bytes,
+        )
+
+    def _plan_of(
+        self, step: CapturedStep, key: Key, limit_bytes: int, reserve_bytes: int
+    ) -> GraphPlan:
         with progress(1, "planning") as update:
 
             def plan_with(loss_bytes: int) -> GraphPlan:
@@ -388,14 +405,23 @@ class GraphEngine(MeteredEngine):
 
     # -- learning
 
+    def expect(self, plan: GraphPlan) -> None:
+        """Have a step planned again if an output has a gradient that was never there."""
+        known = plan.step.captured.absent
+        plan.outdated |= known is not None and not plan.step.absent <= known
+
     def learn_loss(self, plan: GraphPlan, step: StepBytes) -> bool:
         """Note the need of the caller's loss; return whether it is new to the plan."""
-        learned = max(step.loss_bytes - plan.step.tangent_bytes, 0)
+        absent = plan.step.absent_tangents
+        is_new = absent != plan.step.absent
+        now = plan.step.base.variant(plan.step.existing, absent)
+        learned = max(step.loss_bytes - now.tangent_bytes, 0)
         if plan.step.loss_captured or learned == plan.loss_bytes:
-            return False
+            return is_new
         self.context.learned_loss[plan.key.measured] = learned
         return True
 
     def repriced(self, plan: GraphPlan) -> int:
         """Return the peak of a plan's program with the latest loss."""
-        return repriced(plan, self._loss_bytes(plan.key))
+        step = plan.step.base.variant(plan.step.existing, plan.step.absent_tangents)
+        return repriced(plan, self._loss_bytes(plan.key), step)

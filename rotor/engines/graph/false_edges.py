@@ -9,7 +9,6 @@ space that are never touched: kernel and layouts stay, and so do the bits.
 from __future__ import annotations
 
 import mmap
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -128,12 +127,10 @@ def _stand_in(module: fx.GraphModule, user: fx.Node, given: fx.Node, name: str) 
 
 
 def without_memory(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor on pages of the address space that have no memory unless they are read."""
+    """Return zeros on pages of the address space that have no memory unless they are written."""
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
     if not shape.numel():
         extent = 0
-    pages = mmap.mmap(-1, max(extent, 1) * dtype.itemsize, access=mmap.ACCESS_READ)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        flat = torch.frombuffer(pages, dtype=dtype, count=max(extent, 1))
+    pages = mmap.mmap(-1, max(extent, 1) * dtype.itemsize, access=mmap.ACCESS_COPY)
+    flat = torch.frombuffer(pages, dtype=dtype, count=max(extent, 1))
     return flat.as_strided(shape, strides)
