@@ -188,6 +188,8 @@ class SequentialEngine(ChainEngine):
             return "not captured: a schedule of the chain was asked for"
         if self._sharding is not None or self.context.peers.ranks is not None:
             return "not captured: ranks run one schedule"
+        if any(stage.state for stage in self._inspections[key.measured].stages):
+            return "not captured: stages change state that is no tensor of the model"
         if not self.settings.preserve_rng_state:
             return "not captured: it always repeats random numbers, see preserve_rng_state"
         return self._reasons.get(key.measured, "")
