@@ -1,7 +1,7 @@
 """Trains 64 public architectures in half of their activation memory; counts the held ones.
 
 The first 64 models of ``tests/coverage_models.py`` of torchvision and transformers, with random
-weights, in batches four times as large as there, so that activations and not parameters decide. Each
+weights, in batches four times as large as there, so that activations decide, not parameters. Each
 runs in a process of its own: plain steps, then the same steps by the graph engine under a limit of
 the parameters' gradients and half of the rest of the plain peak. A model is *held* if every step
 after the first stays within the limit, with the plain gradients; *refused* models are proven

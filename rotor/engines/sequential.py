@@ -1,7 +1,8 @@
 """Engine of an ``nn.Sequential`` that is asked for no engine in particular: a chain, or one graph.
 
 The schedule of the chain is known at once. Where it recomputes, the model is captured as a graph of
-operations too, and the plan with less recomputation under the limit runs.
+operations too, and the plan with less recomputation under the limit runs. The published
+``compute_sequence`` asks for a schedule of the chain.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class SequentialEngine(ChainEngine):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._inner: GraphEngine | None = None
+        self._is_asked = False
         self._samples: dict[Any, tuple[list[Any], Any]] = {}
         self._reasons: dict[Any, str] = {}
         self._compared: dict[Key, Comparison] = {}
@@ -129,6 +131,11 @@ class SequentialEngine(ChainEngine):
 
     # -- planning
 
+    def choose(self, algo: Any, options: dict[str, Any]) -> None:
+        """Set the algorithm of the following plans, which are schedules of the chain."""
+        super().choose(algo, options)
+        self._is_asked = True
+
     def begin_planning(self) -> None:
         """Forget loaded sequences and compiled programs."""
         super().begin_planning()
@@ -144,9 +151,13 @@ class SequentialEngine(ChainEngine):
             chain = super().plan(key, limit_bytes, reserve_bytes, is_strict=is_strict)
         except InfeasibleError as error:
             refusal = error
+        self._compared.pop(key, None)
         slower = _slower(chain)
-        reason = self._reason(key, slower)
-        graph = None
+        if slower <= _WORTH or self._is_asked_for_chain(key):
+            if refusal is not None:
+                raise refusal
+            return chain
+        reason, graph = self._reason(key), None
         if not reason:
             try:
                 graph = self._graph_plan(key, limit_bytes, reserve_bytes)
@@ -161,31 +172,26 @@ class SequentialEngine(ChainEngine):
             raise refusal
         chosen = chain if graph is None or slower <= graph.program.slowdown - 1 else graph
         assert chosen is not None
-        if graph is not None or not self._is_asked_for_chain(key):
-            told = _infeasible(refusal) if chain is None else _prediction(chain.makespan, slower)
-            other = reason
-            if graph is not None:
-                other = _prediction(graph.makespan, graph.program.slowdown - 1)
-            self._compared[key] = Comparison(chosen.kind, told, other)
-            logger.info("compared: chain %s; graph %s", told, other)
+        told = _infeasible(refusal) if chain is None else _prediction(chain.makespan, slower)
+        if graph is not None:
+            reason = _prediction(graph.makespan, graph.program.slowdown - 1)
+        self._compared[key] = Comparison(chosen.kind, told, reason)
+        logger.info("compared: chain %s; graph %s", told, reason)
         return chosen
 
     def _is_asked_for_chain(self, key: Key) -> bool:
-        """Return whether an argument that only chains take was given."""
+        """Return whether a schedule was computed on request, or an option of chains was given."""
         settings = self.settings
         return (
-            settings.algorithm is not None
+            self._is_asked
+            or settings.algorithm is not None
             or bool(settings.algorithm_options)
             or not isinstance(settings.mem_slots, DefaultSlots)
             or key.measured in self._loaded
         )
 
-    def _reason(self, key: Key, slower: float) -> str:
-        """Return the reason not to capture a graph; empty if it is worth its time."""
-        if slower <= _WORTH:
-            return "not captured: the chain recomputes next to nothing"
-        if self._is_asked_for_chain(key):
-            return "not captured: a schedule of the chain was asked for"
+    def _reason(self, key: Key) -> str:
+        """Return the reason not to capture a graph; empty without one."""
         if self._sharding is not None or self.context.peers.ranks is not None:
             return "not captured: ranks run one schedule"
         if any(stage.state for stage in self._inspections[key.measured].stages):
