@@ -1,7 +1,7 @@
 """Compares "auto" with the chain and with the graph, on eight Sequentials under four limits each.
 
-Limits are the gradients and shares of what else a chain needs that recomputes nothing. Figures are the predicted
-recomputation of each plan, and CPU time of a step, engines in turn, one thread.
+Limits are the gradients and shares of what else the chain needs without recomputation. Figures are
+the predicted recomputation of each plan, and CPU time of a step, engines in turn, one thread.
 
     python benchmarks/sequential.py [--quick] [--json rows.json]
 """
