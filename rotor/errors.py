@@ -12,12 +12,15 @@ class InfeasibleError(ValueError):
         The request, with figures.
     minimum_bytes
         The smallest budget, in bytes, in which a schedule exists; counted like the given budget
-        (with the chain's input, or without it).
+        (with the chain's input, or without it). For graphs the smallest for which one was found.
+    lower_bound_bytes
+        Bytes below which provably no schedule exists; 0 if unknown.
     """
 
-    def __init__(self, message: str, minimum_bytes: int) -> None:
-        super().__init__(message, minimum_bytes)
+    def __init__(self, message: str, minimum_bytes: int, lower_bound_bytes: int = 0) -> None:
+        super().__init__(message, minimum_bytes, lower_bound_bytes)
         self.minimum_bytes = minimum_bytes
+        self.lower_bound_bytes = lower_bound_bytes
 
     def __str__(self) -> str:
         return str(self.args[0])

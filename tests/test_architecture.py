@@ -40,6 +40,7 @@ ENGINES = [
     ["graph"],
     ["dynamic"],
     ["parts"],
+    ["sequential"],
 ]
 MOST_LAYERS, MOST_NAMES = 11, 22
 

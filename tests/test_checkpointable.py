@@ -47,7 +47,7 @@ def test_measured_peak_respects_the_limit_and_numbers_are_equal(fraction, dropou
     x = images()
     plain_peak, least = peaks(model, x)
     limit = int(least + fraction * (plain_peak - least))
-    chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit)
+    chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit, engine="chain")
     plain = copy.deepcopy(model)
     for _ in range(2):
         expected = Result(plain, plain, x, seed=1)

@@ -237,30 +237,162 @@ out:
     return ret;
 }
 
-int rotor_dataflow_lower_bound(const rotor_dataflow_t *self, int64_t *bytes) {
-    int64_t pinned[3] = {0, 0, 0}; /* by the phase that makes them */
-    int64_t bound = 0;
-    int64_t all = 0;
-    for (int32_t s = 0; s < self->storage_count; s++) {
-        if (self->pinned[s]) {
-            pinned[self->phase[self->producer[s]]] += self->bytes[s];
-            all += self->bytes[s];
+/* What a lower bound needs to know about the first run of an operation. */
+typedef struct {
+    const rotor_dataflow_t *graph;
+    uint8_t *place;   /* per operation, against the one in question: BEFORE, AFTER or 0 */
+    int32_t *stack;   /* of operations */
+    int32_t *lasting; /* storages that are pinned, or made once */
+    int32_t lasting_count;
+    int64_t lasting_bytes;
+    int64_t work; /* elementary steps left for looking at orders */
+} bound_t;
+
+enum { BEFORE = 1, AFTER = 2 };
+
+#define MOST_BOUND_WORK 100000000
+
+static void bound_free(bound_t *b) {
+    rotor_free(b->place);
+    rotor_free(b->stack);
+    rotor_free(b->lasting);
+}
+
+static int bound_init(bound_t *b, const rotor_dataflow_t *graph) {
+    *b = (bound_t){.graph = graph, .work = MOST_BOUND_WORK};
+    b->place = rotor_malloc_array(graph->operation_count, sizeof(*b->place));
+    b->stack = rotor_malloc_array(graph->operation_count, sizeof(*b->stack));
+    b->lasting = rotor_malloc_array(graph->storage_count, sizeof(*b->lasting));
+    if (b->place == NULL || b->stack == NULL || b->lasting == NULL) {
+        return ROTOR_ERR_NO_MEMORY;
+    }
+    for (int32_t s = 0; s < graph->storage_count; s++) {
+        if (graph->pinned[s] || rotor_dataflow_once(graph, graph->producer[s])) {
+            b->lasting[b->lasting_count++] = s;
+            b->lasting_bytes += graph->bytes[s];
         }
     }
-    for (int32_t k = 0; k < self->operation_count; k++) {
-        int32_t phase = self->phase[k];
-        int64_t need = self->output_bytes[k] + self->workspace_bytes[k];
-        int64_t before = 0; /* pinned in earlier phases, which are over when k first runs */
-        for (int32_t p = 0; p < phase; p++) {
-            before += pinned[p];
-        }
-        for (int32_t j = self->input_start[k]; j < self->input_start[k + 1]; j++) {
-            int32_t s = self->inputs[j];
-            bool counted = self->pinned[s] && self->phase[self->producer[s]] < phase;
-            need += counted ? 0 : self->bytes[s];
-        }
-        bound = rotor_max(bound, need + before);
-    }
-    *bytes = rotor_max(bound, all);
     return ROTOR_OK;
+}
+
+static int32_t reach(bound_t *b, int32_t op, int32_t depth, uint8_t place) {
+    if (b->place[op] == 0) {
+        b->place[op] = place;
+        b->stack[depth++] = op;
+    }
+    return depth;
+}
+
+/* Finds the operations whose first run is before the first run of k in every order, or after it. */
+static void find_places(bound_t *b, int32_t k) {
+    const rotor_dataflow_t *g = b->graph;
+    int32_t depth = 0;
+    for (int32_t op = 0; op < g->operation_count; op++) {
+        b->place[op] = g->phase[op] < g->phase[k] ? BEFORE : g->phase[op] > g->phase[k] ? AFTER : 0;
+    }
+    b->work -= g->operation_count;
+    if (b->work <= 0) {
+        return; /* the phases alone */
+    }
+    b->place[k] = BEFORE;
+    b->stack[depth++] = k;
+    while (depth > 0) {
+        int32_t op = b->stack[--depth];
+        b->work -= 1 + g->input_start[op + 1] - g->input_start[op];
+        for (int32_t j = g->input_start[op]; j < g->input_start[op + 1]; j++) {
+            depth = reach(b, g->producer[g->inputs[j]], depth, BEFORE);
+        }
+    }
+    b->stack[depth++] = k;
+    while (depth > 0) {
+        int32_t op = b->stack[--depth];
+        for (int32_t j = g->output_start[op]; j < g->output_start[op + 1]; j++) {
+            int32_t s = g->outputs[j];
+            b->work -= 1 + g->user_start[s + 1] - g->user_start[s];
+            for (int32_t u = g->user_start[s]; u < g->user_start[s + 1]; u++) {
+                depth = reach(b, g->users[u], depth, AFTER);
+            }
+        }
+    }
+    b->place[k] = 0;
+}
+
+static bool is_read_by(const rotor_dataflow_t *g, int32_t k, int32_t s) {
+    for (int32_t j = g->input_start[k]; j < g->input_start[k + 1]; j++) {
+        if (g->inputs[j] == s) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Bytes beside k's own that are live in its first run: pinned ones that exist already, and ones that
+ * cannot be made again and are read later. */
+static int64_t bytes_beside(bound_t *b, int32_t k) {
+    const rotor_dataflow_t *g = b->graph;
+    int64_t bytes = 0;
+    find_places(b, k);
+    for (int32_t i = 0; i < b->lasting_count; i++) {
+        int32_t s = b->lasting[i];
+        bool is_live = g->pinned[s];
+        if (b->place[g->producer[s]] != BEFORE || is_read_by(g, k, s)) {
+            continue;
+        }
+        for (int32_t u = g->user_start[s]; u < g->user_start[s + 1] && !is_live; u++) {
+            is_live = b->place[g->users[u]] == AFTER;
+        }
+        bytes += is_live ? g->bytes[s] : 0;
+    }
+    return bytes;
+}
+
+/* Bytes while the operation runs that makes pinned storages last of all, whichever that is. */
+static int64_t bytes_at_end(const rotor_dataflow_t *g) {
+    int64_t pinned = 0;
+    int64_t least = INT64_MAX;
+    uint8_t last = ROTOR_PHASE_FORWARD;
+    for (int32_t s = 0; s < g->storage_count; s++) {
+        if (g->pinned[s]) {
+            pinned += g->bytes[s];
+            last = g->phase[g->producer[s]] > last ? g->phase[g->producer[s]] : last;
+        }
+    }
+    for (int32_t k = 0; k < g->operation_count; k++) {
+        int64_t more = g->workspace_bytes[k];
+        bool makes = false;
+        for (int32_t j = g->input_start[k]; j < g->input_start[k + 1]; j++) {
+            more += g->pinned[g->inputs[j]] ? 0 : g->bytes[g->inputs[j]];
+        }
+        for (int32_t j = g->output_start[k]; j < g->output_start[k + 1]; j++) {
+            more += g->pinned[g->outputs[j]] ? 0 : g->bytes[g->outputs[j]];
+            makes = makes || g->pinned[g->outputs[j]];
+        }
+        if (makes && g->phase[k] == last) {
+            least = rotor_min(least, more);
+        }
+    }
+    return least == INT64_MAX ? pinned : pinned + least;
+}
+
+int rotor_dataflow_lower_bound(const rotor_dataflow_t *self, int64_t *bytes) {
+    bound_t b;
+    int64_t bound = bytes_at_end(self);
+    int ret = bound_init(&b, self);
+    if (ret != ROTOR_OK) {
+        goto out;
+    }
+    for (int32_t k = self->operation_count - 1; k >= 0; k--) {
+        int64_t need = self->output_bytes[k] + self->workspace_bytes[k];
+        for (int32_t j = self->input_start[k]; j < self->input_start[k + 1]; j++) {
+            need += self->bytes[self->inputs[j]];
+        }
+        bound = rotor_max(bound, need);
+        if (need + b.lasting_bytes > bound) {
+            bound = rotor_max(bound, need + bytes_beside(&b, k));
+        }
+    }
+    *bytes = bound;
+out:
+    bound_free(&b);
+    return ret;
 }

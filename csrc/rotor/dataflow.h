@@ -71,9 +71,10 @@ void rotor_dataflow_free(rotor_dataflow_t *self);
 int rotor_dataflow_build(rotor_dataflow_t *self, const rotor_dataflow_arrays_t *arrays);
 
 /*
- * Bytes below which no program can stay, in any order: the largest, over operations, of what is
- * live while it runs at least (its inputs, its outputs, its workspace), of what is pinned in all,
- * and of what an operation has beside pinned storages that are made before it in every order.
+ * Bytes below which no program can stay, in any order: the largest, over operations, of what is live
+ * in the first run at least. These are its inputs, outputs and workspace; pinned storages that are
+ * made before in every order; and storages that are made before, cannot be made again, and are read
+ * after it in every order (those of the loss). Large graphs are looked at in part.
  */
 int rotor_dataflow_lower_bound(const rotor_dataflow_t *self, int64_t *bytes);
 

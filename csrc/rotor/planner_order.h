@@ -6,9 +6,9 @@
 
 /*
  * The order of the graph with those operations of the backward at its end, in their order, that make
- * nothing but pinned storages which nothing reads, of more than twice the bytes that they read
- * (gradients of weights that are larger than activations). False where no operation is deferred.
+ * nothing but pinned storages which nothing reads (gradients of weights), and that read less than
+ * `share` times the bytes that they make. False where no operation is deferred.
  */
-bool rotor_order_defer(const rotor_dataflow_t *graph, int32_t *order);
+bool rotor_order_defer(const rotor_dataflow_t *graph, double share, int32_t *order);
 
 #endif

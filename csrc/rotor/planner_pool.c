@@ -1,5 +1,6 @@
 #include "planner_pool.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "planner_order.h"
@@ -15,6 +16,9 @@
 #define DOWN_SETTINGS 8
 #define MOST_WORK 300000000 /* of looking for the least peak */
 #define LONGEST 10          /* runs of a walk per operation */
+#define USUAL_ORDERS 2
+
+static const double deferred_share[ROTOR_ORDERS] = {0.0, 0.5, 2.0, 4.0, HUGE_VAL};
 
 int rotor_planner_begin(rotor_planner_t *self, const rotor_dataflow_t *graph, uint64_t seed,
                         int64_t time_limit_ns, const rotor_callback_t *callback) {
@@ -24,18 +28,20 @@ int rotor_planner_begin(rotor_planner_t *self, const rotor_dataflow_t *graph, ui
         (rotor_stop_t){.callback = callback,
                        .deadline_ns = time_limit_ns == 0 ? 0 : rotor_clock_ns() + time_limit_ns};
     rotor_random_init(&self->random, seed);
-    for (int32_t k = 0; k < 2; k++) {
+    for (int32_t k = 0; k < ROTOR_ORDERS; k++) {
+        size_t size = (size_t)graph->operation_count * sizeof(*self->orders[k]);
         self->orders[k] = rotor_malloc_array(graph->operation_count, sizeof(*self->orders[k]));
         if (self->orders[k] == NULL) {
             return ROTOR_ERR_NO_MEMORY;
         }
-    }
-    for (int32_t k = 0; k < graph->operation_count; k++) {
-        self->orders[0][k] = k;
-    }
-    if (!rotor_order_defer(graph, self->orders[1])) {
-        rotor_free(self->orders[1]);
-        self->orders[1] = NULL;
+        (void)rotor_order_defer(graph, deferred_share[k], self->orders[k]);
+        for (int32_t j = 0; j < k; j++) {
+            if (self->orders[j] != NULL && memcmp(self->orders[j], self->orders[k], size) == 0) {
+                rotor_free(self->orders[k]);
+                self->orders[k] = NULL;
+                break;
+            }
+        }
     }
     return ROTOR_OK;
 }
@@ -49,8 +55,9 @@ void rotor_planner_end(rotor_planner_t *self) {
     rotor_greedy_free(&self->greedy);
     rotor_pricer_free(&self->pricer);
     rotor_search_free(&self->search);
-    rotor_free(self->orders[0]);
-    rotor_free(self->orders[1]);
+    for (int32_t k = 0; k < ROTOR_ORDERS; k++) {
+        rotor_free(self->orders[k]);
+    }
     memset(self, 0, sizeof(*self));
 }
 
@@ -109,7 +116,7 @@ int rotor_planner_offer(rotor_planner_t *self, rotor_program_t *program) {
 
 int rotor_planner_offer_orders(rotor_planner_t *self) {
     int ret = ROTOR_OK;
-    for (int32_t k = 0; k < 2 && ret == ROTOR_OK; k++) {
+    for (int32_t k = 0; k < USUAL_ORDERS && ret == ROTOR_OK; k++) {
         if (self->orders[k] != NULL) {
             ret =
                 rotor_program_assign(&self->walked, self->orders[k], self->graph->operation_count);
@@ -151,9 +158,11 @@ static int walk_along(rotor_planner_t *self, const int32_t *order, int64_t limit
 /* With fixed settings until the least peak is within the limit. */
 static int walk_down(rotor_planner_t *self, int64_t limit) {
     int ret = ROTOR_OK;
-    for (int32_t order = 1; order >= 0 && ret == ROTOR_OK; order--) {
+    static const int32_t turns[ROTOR_ORDERS] = {1, 0, 2, 3, 4};
+    for (int32_t turn = 0; turn < ROTOR_ORDERS && ret == ROTOR_OK; turn++) {
+        int32_t order = turns[turn];
         rotor_setting_t setting;
-        if (self->orders[order] == NULL) {
+        if (self->orders[order] == NULL || self->least.cost.peak_bytes <= limit) {
             continue;
         }
         ret = rotor_greedy_prepare(&self->greedy, self->graph, self->orders[order]);
@@ -192,8 +201,8 @@ static int more_walks(rotor_planner_t *self, int64_t limit) {
     int64_t n = self->graph->operation_count;
     int64_t count = rotor_min(MOST_MORE_WALKS, MORE_WALKS / n + 4);
     int ret = ROTOR_OK;
-    for (int32_t order = 0; order < 2; order++) {
-        if (self->orders[order] == NULL) {
+    for (int32_t order = 0; order < ROTOR_ORDERS; order++) {
+        if (self->orders[order] == NULL || self->least.cost.peak_bytes <= limit) {
             continue;
         }
         ret = rotor_greedy_prepare(&self->greedy, self->graph, self->orders[order]);

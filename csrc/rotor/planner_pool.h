@@ -5,7 +5,7 @@
 #include "planner_greedy.h"
 #include "planner_search.h"
 
-enum { ROTOR_POOL = 6 };
+enum { ROTOR_POOL = 6, ROTOR_ORDERS = 5 };
 
 typedef struct {
     rotor_program_t program;
@@ -25,7 +25,8 @@ typedef struct {
     int32_t pool_count;
     int64_t budget;                  /* of the pool */
     rotor_candidate_program_t least; /* the lowest peak that was reached; empty at first */
-    int32_t *orders[2]; /* that of the graph, and one that defers; NULL where that is the same */
+    int32_t *orders[ROTOR_ORDERS]; /* that of the graph, then ones that defer more and more; NULL
+                                    * where that is the same; from the third on for the least peak */
     rotor_stop_t stop;
 } rotor_planner_t;
 

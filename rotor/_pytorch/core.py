@@ -327,6 +327,13 @@ def fake_mode_of(nodes: Iterable[Any]) -> Any:
     raise RuntimeError("the graph has no fake tensors")
 
 
+def real_tensors() -> Any:
+    """Return a context within a capture in which tensors are made with values."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
 def fake_mode() -> Any:
     """Return a mode in which tensors have every property except their values."""
     from torch._subclasses.fake_tensor import FakeTensorMode

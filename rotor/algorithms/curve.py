@@ -36,6 +36,8 @@ class Curve:
     ----------
     marks
         Names and bytes of what `plot` marks beside the points, such as a limit; not part of JSON.
+    lower_bound_bytes
+        Bytes below which provably no schedule exists; 0 if unknown, and after JSON.
 
     Raises
     ------
@@ -58,6 +60,7 @@ class Curve:
         if np.any(np.diff(self.bytes) <= 0) or np.any(np.diff(self.seconds) >= 0):
             raise ValueError("the points of a curve must have ascending bytes, descending seconds")
         self.marks: tuple[tuple[str, int], ...] = ()
+        self.lower_bound_bytes = 0
         self.bytes.flags.writeable = False
         self.seconds.flags.writeable = False
 

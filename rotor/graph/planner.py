@@ -117,11 +117,13 @@ def plan(
         budget, runs, moves, _seed(seed), _limit_ns(time_limit), progress
     )
     if ops is None:
+        bound = lower_bound(graph)
         raise InfeasibleError(
             f"no program was found within {budget} bytes; the least peak that was found is "
-            f"{minimum} bytes, and none can be below {lower_bound(graph)} bytes: give at least "
+            f"{minimum} bytes, and none can be below {bound} bytes: give at least "
             f"{minimum} bytes, or more effort",
             minimum,
+            bound,
         )
     return Program(graph, np.frombuffer(ops, dtype=np.int32))
 
@@ -138,6 +140,8 @@ class PlanCurve(Curve):
     ----------
     programs
         One for each point of the curve, in its order.
+    lower_bound_bytes
+        Bytes below which no program can stay.
     """
 
     def __init__(self, programs: Sequence[Program]) -> None:
@@ -146,6 +150,7 @@ class PlanCurve(Curve):
             [program.makespan for program in programs],
         )
         self.programs = tuple(programs)
+        self.lower_bound_bytes = lower_bound(programs[0].graph)
 
     @classmethod
     def of(cls, programs: Iterable[Program]) -> PlanCurve:
@@ -207,7 +212,9 @@ def curve(
 def lower_bound(graph: Graph) -> int:
     """Return bytes below which no program of the graph can stay.
 
-    The largest, over operations, of what must be live while one runs (its inputs, its outputs, its
-    workspace, and what earlier phases pin), and of everything that is pinned.
+    The largest, over operations, of the bytes that are live in the first run of one in every order:
+    its inputs, outputs and workspace, pinned storages that are made before it, and results of the
+    loss and others that cannot be made again and that are read after it. The operation that makes a
+    pinned storage last has all the others beside it.
     """
     return graph.core.lower_bound()

@@ -116,6 +116,7 @@ def graph_report(plan: GraphPlan) -> Text:
         ["peak, predicted", format_bytes(plan.predicted_bytes)],
         ["peak, measured", measured],
         *seen_rows(plan),
+        ["lower bound of any plan", format_bytes(plan.lower_bound_bytes)],
         ["step, predicted", format_seconds(plan.makespan)],
         ["recomputation", f"{plan.program.slowdown - 1:+.1%}"],
         ["operations run again", f"{plan.recomputed} of {len(plan.graph.operations)}"],

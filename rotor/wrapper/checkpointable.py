@@ -84,7 +84,8 @@ class Checkpointable(TransparentModule):
         output, its gradient included, is set aside until the first step has been metered.
     engine
         "auto", "chain", "graph", or "dynamic": the model runs unplanned, and when memory gets short
-        results are evicted and computed again.
+        results are evicted and computed again. "auto" takes, for an ``nn.Sequential``, the chain or
+        the graph, whichever recomputes less; `compute_sequence` computes the chain's schedule.
     loss_fn
         ``loss_fn(output, *targets)``: the loss becomes part of the plan, and
         ``model(x, targets=(t,))`` returns it.

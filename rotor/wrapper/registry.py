@@ -14,6 +14,7 @@ from rotor.engines.graph.compiled import CompiledEngine
 from rotor.engines.graph.engine import GraphEngine
 from rotor.engines.parts.engine import PartsEngine
 from rotor.engines.parts.sharded_engine import ShardedBlocksEngine
+from rotor.engines.sequential import SequentialEngine
 
 __all__ = ["ENGINES", "engines_for"]
 
@@ -25,7 +26,7 @@ def _automatic(context: Context) -> list[Engine]:
     is_timed = isinstance(settings.profile, str) and settings.profile == "measured"
     is_chain = is_plain_sequential(settings.module) and is_timed
     if is_chain and settings.backend == "fx" and ChainEngine.name not in settings.unsuited:
-        return [ChainEngine(context)]
+        return [SequentialEngine(context)]
     if settings.backend == "fx" and fsdp.is_loaded():
         sharding = find_sharding(settings.module, context.wrapper())
         if sharding is not None:

@@ -191,6 +191,7 @@ static void test_prune(void) {
 
 static void test_out_of_memory(void) {
     static const int32_t ops[] = {0, 1, 2};
+    int64_t bound = 0;
     int ret = ROTOR_ERR_NO_MEMORY;
     draw_three();
     for (int64_t n = 1; ret != ROTOR_OK; n++) {
@@ -202,6 +203,9 @@ static void test_out_of_memory(void) {
         ret = rotor_dataflow_build(&graph, &arrays);
         if (ret == ROTOR_OK) {
             ret = rotor_program_simulate(&graph, ops, 3, &cost, NULL, NULL, NULL);
+        }
+        if (ret == ROTOR_OK) {
+            ret = rotor_dataflow_lower_bound(&graph, &bound);
         }
         rotor_testing_fail_after(0);
         CHECK(ret == ROTOR_OK || ret == ROTOR_ERR_NO_MEMORY);

@@ -10,7 +10,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from rotor.common.undisturbed import generators_kept
 from rotor.engines.contract import NothingToPlan
 from rotor.engines.graph.early import Delivery
 from rotor.engines.graph.emit import StepCode, saved_primals
+from rotor.engines.graph.false_edges import DEVICES, without_memory
 from rotor.engines.graph.inductor import draw_once
 from rotor.engines.graph.lowering import Lowered, lower
 from rotor.engines.graph.rewrite import as_in_eager
@@ -46,12 +47,29 @@ class Captured:
         Number of primals before the token among the backward's inputs.
     reached
         For each gradient, the tangents from which it is computed.
+    absent
+        Tangents that came in no backward so far; ``None`` before the first.
+    zeros
+        Stand-ins for absent tangents.
     """
 
     lowered: Lowered
     emitted: StepCode | None = None
     saved: int = 0
     reached: list[frozenset[int]] | None = None
+    absent: frozenset[int] | None = None
+    zeros: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def fill(self, args: list[Any]) -> None:
+        """Replace absent tangents among the arguments of a backward, and note which came."""
+        first = self.saved + 1
+        absent = frozenset(k for k, tangent in enumerate(args[first:]) if tangent is None)
+        self.absent = absent if self.absent is None else self.absent & absent
+        for k in absent:
+            if k not in self.zeros:
+                value = self.lowered.tangents[k].meta["val"]
+                self.zeros[k] = without_memory(value.shape, value.stride(), value.dtype)
+            args[first + k] = self.zeros[k]
 
 
 class Unplanned(Exception):
@@ -215,6 +233,7 @@ class Capture:
             withheld = frozenset(
                 index for index, tangents in enumerate(captured.reached) if tangents <= absent
             )
+        captured.fill(args)
         if isinstance(run, Delivery):
             run.withheld = withheld
         gradients = run(args)
@@ -257,13 +276,16 @@ class Capture:
                 )
 
         node.register_prehook(arrived)
+        if all(n.meta["val"].device.type in DEVICES for n in self.ran.lowered.tangents):
+            # Autograd would make zeros of an absent tangent.
+            node.set_materialize_grads(False)
 
     def _partition(
         self, module: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         if self.backend == "inductor":
             _inductor.joint_passes(module, module.graph.find_nodes(op="placeholder"))
-        lowered = lower(module, num_fwd_outputs)
+        lowered = lower(module, num_fwd_outputs, as_traced=self.backend == "inductor")
         if self.backend == "inductor":
             draw_once(lowered)
         token = module.graph.call_function(torch.ops.aten.empty.memory_format, ([0],))

@@ -32,6 +32,7 @@ from rotor.engines.graph.planned import (
     CapturedStep,
     GraphPlan,
     build_graph,
+    lower_bound_of,
     make_graph_plan,
     repriced,
 )
@@ -40,11 +41,11 @@ from rotor.engines.graph.recorded import MEASURED, price, source_of
 from rotor.engines.graph.repeating import described_unrepeatable
 from rotor.engines.learning import MeteredEngine
 from rotor.engines.loss_guess import plan_with_guess
-from rotor.errors import CaptureError
+from rotor.errors import CaptureError, InfeasibleError
 from rotor.graph import planner
 from rotor.graph.graph import Graph
-from rotor.graph.planner import check_options
-from rotor.graph.program import Program
+from rotor.graph.planner import PlanCurve, check_options
+from rotor.graph.program import Program, simulate
 from rotor.meter.step_meter import StepBytes, cancel_running
 from rotor.units import format_bytes
 
@@ -258,12 +259,19 @@ class GraphEngine(MeteredEngine):
             reason = self.context.refusals[key.measured].reason
             raise ValueError(f"the model runs without a graph: {reason}")
         step = self.steps[key.measured]
-        return step.with_existing(step.existing_among(key.absent))
+        return step.variant(step.existing_among(key.absent), step.absent_tangents)
 
     def _loss_bytes(self, key: Key) -> int:
         return self.steps[key.measured].loss_workspace(
             self.settings.loss_tmp_memory_usage, self.context.learned_loss.get(key.measured)
         )
+
+    def _knows_loss(self, key: Key) -> bool:
+        """Return whether the need of the loss was given, captured or learnt."""
+        is_given = key.measured in self.context.learned_loss or bool(
+            self.settings.loss_tmp_memory_usage
+        )
+        return is_given or self.steps[key.measured].loss_captured
 
     def begin_planning(self) -> None:
         """Drop the compiled programs."""
@@ -277,6 +285,23 @@ class GraphEngine(MeteredEngine):
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> GraphPlan:
         """Return the fastest program found under a limit."""
         step = self._step_of(key)
+        try:
+            return self._plan_of(step, key, limit_bytes, reserve_bytes)
+        except InfeasibleError:
+            doubtful = step.doubtful_tangents
+            if not doubtful:
+                raise
+        # The first step is metered, and shows which outputs have a gradient.
+        return self._plan_of(
+            self.steps[key.measured].variant(step.existing, doubtful),
+            key,
+            limit_bytes,
+            reserve_bytes,
+        )
+
+    def _plan_of(
+        self, step: CapturedStep, key: Key, limit_bytes: int, reserve_bytes: int
+    ) -> GraphPlan:
         with progress(1, "planning") as update:
 
             def plan_with(loss_bytes: int) -> GraphPlan:
@@ -291,9 +316,7 @@ class GraphEngine(MeteredEngine):
                 )
 
             loss_bytes = self._loss_bytes(key)
-            learned = self.context.learned_loss
-            is_known = key.measured in learned or self.settings.loss_tmp_memory_usage
-            if is_known or not loss_bytes:
+            if self._knows_loss(key) or not loss_bytes:
                 plan = plan_with(loss_bytes)
             else:
                 plan, reserved = plan_with_guess(plan_with, loss_bytes, limit_bytes)
@@ -315,11 +338,19 @@ class GraphEngine(MeteredEngine):
     def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
         """Return the curve of `rotor.graph.curve`, as limits of this step."""
         step = self._step_of(key)
-        graph = build_graph(step.lowered, step.costs, self._loss_bytes(key))
+        least = graph = build_graph(step.lowered, step.costs, self._loss_bytes(key))
         with progress(points, "computing the curve") as update:
             found = planner.curve(graph, points, progress=update, **self.settings.options)
+            if not self._knows_loss(key):
+                # Limits with less room than the loss is assumed to need have plans too.
+                least = build_graph(step.lowered, step.costs, 0)
+                if simulate(least, found.programs[0].ops).peak_bytes < found.minimum_bytes:
+                    below = planner.curve(least, points, progress=update, **self.settings.options)
+                    found = PlanCurve.of([*found.programs, *below.programs])
         own = [step.most_executor_bytes(peak) for peak in found.bytes.tolist()]
-        return Curve(found.bytes + own, found.seconds), step.device
+        curve = Curve(found.bytes + own, found.seconds)
+        curve.lower_bound_bytes = lower_bound_of(step, least, curve.minimum_bytes)
+        return curve, step.device
 
     def load(self, key: Key, source: Any, limit_bytes: int) -> GraphPlan:
         """Return the plan of a saved program, priced by the times of this machine."""
@@ -374,14 +405,23 @@ class GraphEngine(MeteredEngine):
 
     # -- learning
 
+    def expect(self, plan: GraphPlan) -> None:
+        """Have a step planned again if an output has a gradient that was never there."""
+        known = plan.step.captured.absent
+        plan.outdated |= known is not None and not plan.step.absent <= known
+
     def learn_loss(self, plan: GraphPlan, step: StepBytes) -> bool:
         """Note the need of the caller's loss; return whether it is new to the plan."""
-        learned = max(step.loss_bytes - plan.step.tangent_bytes, 0)
+        absent = plan.step.absent_tangents
+        is_new = absent != plan.step.absent
+        now = plan.step.base.variant(plan.step.existing, absent)
+        learned = max(step.loss_bytes - now.tangent_bytes, 0)
         if plan.step.loss_captured or learned == plan.loss_bytes:
-            return False
+            return is_new
         self.context.learned_loss[plan.key.measured] = learned
         return True
 
     def repriced(self, plan: GraphPlan) -> int:
         """Return the peak of a plan's program with the latest loss."""
-        return repriced(plan, self._loss_bytes(plan.key))
+        step = plan.step.base.variant(plan.step.existing, plan.step.absent_tangents)
+        return repriced(plan, self._loss_bytes(plan.key), step)

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from rotor._pytorch import core
+from rotor.engines.graph.false_edges import drop_false_edges
 from rotor.engines.graph.rewrite import split_convolutions
 from rotor.errors import CaptureError
 from rotor.meter import allocator
@@ -418,7 +419,7 @@ def _refuse_sizes_of_data(module: fx.GraphModule) -> None:
         )
 
 
-def lower(module: fx.GraphModule, num_outputs: int) -> Lowered:
+def lower(module: fx.GraphModule, num_outputs: int, *, as_traced: bool = False) -> Lowered:
     """Return the operations and storages of a joint graph.
 
     Parameters
@@ -427,6 +428,8 @@ def lower(module: fx.GraphModule, num_outputs: int) -> Lowered:
         AOTAutograd's joint graph; every node carries its fake tensors.
     num_outputs
         Number of results that belong to the forward; the rest are gradients.
+    as_traced
+        True to keep arguments that are read for their sizes only.
 
     Raises
     ------
@@ -435,4 +438,6 @@ def lower(module: fx.GraphModule, num_outputs: int) -> Lowered:
     """
     _refuse_sizes_of_data(module)
     split_convolutions(module)
+    if not as_traced:
+        drop_false_edges(module)
     return _Lowering(module, num_outputs).run()

@@ -23,6 +23,7 @@ from rotor.common.timeline import PredictedTimeline
 from rotor.engines.graph.capture import Capture, Captured
 from rotor.engines.graph.early import EarlyCode, EarlyStep, Owners
 from rotor.engines.graph.emit import StepCode, checksums_of, emit
+from rotor.engines.graph.false_edges import DEVICES
 from rotor.engines.graph.handover import with_handovers
 from rotor.engines.graph.inductor import Inductor
 from rotor.engines.graph.lowering import Lowered, Task
@@ -40,6 +41,7 @@ __all__ = [
     "GraphPlan",
     "build_graph",
     "executor_bytes",
+    "lower_bound_of",
     "make_graph_plan",
     "repriced",
     "search",
@@ -60,8 +62,12 @@ class CapturedStep:
         Origins of the primals that get gradients; ``None`` if unknown for one of them.
     existing
         Gradients that exist when the step begins: new ones are added to them.
+    absent
+        Outputs whose gradients the loss does not hand to the backward, by number of the tangent.
     verifies
         True if recomputed values are compared in some steps.
+    base
+        The same step without existing gradients, with all tangents.
     inductor
         Compiler of its programs; ``None`` if they are emitted as Python.
     """
@@ -74,32 +80,60 @@ class CapturedStep:
     planned_for: str = ""
     owners: Owners | None = field(default=None, repr=False)
     existing: frozenset[int] = frozenset()
+    absent: frozenset[int] = frozenset()
     verifies: bool = True
     lowered: Lowered = field(init=False, repr=False)
     inductor: Inductor | None = field(init=False, default=None, repr=False)
-    _variants: dict[frozenset[int], CapturedStep] = field(
+    base: CapturedStep = field(init=False, repr=False)
+    _variants: dict[tuple[frozenset[int], frozenset[int]], CapturedStep] = field(
         init=False, default_factory=dict, repr=False
     )
 
     def __post_init__(self) -> None:
+        self.base = self
         self.lowered = self.captured.lowered
         compiles = self.capture.backend == "inductor"
         if self.existing:
             most = COMPILED_HANDOVERS if compiles else HANDOVERS
             self.lowered, self.costs = with_handovers(self.lowered, self.costs, self.existing, most)
+        if self.absent:
+            self.costs = list(self.costs)
+            cost = self.costs[self.lowered.loss]
+            made = [0 if k in self.absent else size for k, size in enumerate(cost.made_bytes)]
+            self.costs[self.lowered.loss] = replace(cost, made_bytes=tuple(made))
         if compiles:
             self.inductor = Inductor(self.lowered)
 
-    def with_existing(self, existing: frozenset[int]) -> CapturedStep:
-        """Return the same step with some gradients that exist when it begins."""
-        if existing == self.existing:
+    def variant(self, existing: frozenset[int], absent: frozenset[int]) -> CapturedStep:
+        """Return the same step with some existing gradients, and some absent tangents."""
+        if not existing and not absent:
             return self
-        if existing not in self._variants:
-            self._variants[existing] = replace(self, existing=existing)
-        return self._variants[existing]
+        if (existing, absent) not in self._variants:
+            made = replace(self, existing=existing, absent=absent)
+            made.base = self
+            self._variants[existing, absent] = made
+        return self._variants[existing, absent]
+
+    @property
+    def absent_tangents(self) -> frozenset[int]:
+        """Tangents that came in no backward so far; none before the first."""
+        return self.captured.absent or frozenset()
+
+    @property
+    def doubtful_tangents(self) -> frozenset[int]:
+        """Tangents that never come if the model computes its own loss; none after a backward.
+
+        A model that returns a single number, and larger outputs, is trained by the number.
+        """
+        values = [node.meta["val"] for node in self.lowered.tangents]
+        large = frozenset(k for k, value in enumerate(values) if value.numel() > 1)
+        is_known = self.captured.absent is not None
+        on_cpu = all(value.device.type in DEVICES for value in values)
+        is_free = on_cpu and bool(self.lowered.output_of_tangent) and self.inductor is None
+        return large if is_free and not is_known and len(large) < len(values) else frozenset()
 
     def variants(self) -> list[CapturedStep]:
-        """Return the step, and the results of `with_existing`."""
+        """Return the step, and the results of `variant`."""
         return [self, *self._variants.values()]
 
     def existing_among(self, lacking: Sequence[bool]) -> frozenset[int]:
@@ -193,7 +227,7 @@ class CapturedStep:
     def loss_workspace(self, given_bytes: int, learned_bytes: int | None) -> int:
         """Return the need of the loss beside the tangents: learnt, given, or 4 x the output."""
         if learned_bytes is not None:
-            return learned_bytes
+            return max(learned_bytes, 0)
         if self.loss_captured:
             return 0
         return given_bytes or self.assumed_loss_bytes
@@ -247,6 +281,11 @@ class GraphPlan(Metered):
     def predicted_bytes(self) -> int:
         """Peak of a step by the simulator, the engine's own bytes included."""
         return self.program.peak_bytes + self.executor_bytes
+
+    @property
+    def lower_bound_bytes(self) -> int:
+        """Bytes below which no program of this step can stay, with the loss as assumed."""
+        return lower_bound_of(self.step, self.graph, self.limit_bytes) + self.reserve_bytes
 
     @property
     def makespan(self) -> float:
@@ -439,10 +478,13 @@ def make_graph_plan(
         except InfeasibleError as error:
             # Under any recomputation in the program of that peak, its random states fit then.
             least = error.minimum_bytes + step.most_executor_bytes(limit_bytes) + reserve_bytes
+            bound = lower_bound_of(step, graph, limit_bytes) + reserve_bytes
             raise InfeasibleError(
                 f"no plan was found that fits in {limit_bytes} bytes; the least limit for which "
-                f"one was found is {least} bytes: give at least that, or a smaller batch",
+                f"one was found is {least} bytes, and provably none fits in less than {bound} "
+                "bytes: give at least the former, or a smaller batch",
                 least,
+                bound,
             ) from None
         emitted = step.code(program.ops.tolist())
         needed = step.executor_bytes_of(emitted, program.ops.tolist(), limit_bytes)
@@ -459,6 +501,11 @@ def make_graph_plan(
         loss_bytes,
         reserve_bytes=reserve_bytes,
     )
+
+
+def lower_bound_of(step: CapturedStep, graph: Graph, limit_bytes: int) -> int:
+    """Return bytes below which no program of a step can stay."""
+    return planner.lower_bound(graph) + step.executor_bytes(0, 0, limit_bytes)
 
 
 def search(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
@@ -483,7 +530,8 @@ def executor_bytes(device: torch.device, replayed: int) -> int:
     return scalar_bytes(device.type) + generator_bytes(device.type, replayed)
 
 
-def repriced(plan: GraphPlan, loss_bytes: int) -> int:
-    """Return the predicted need of a plan's program with another loss."""
-    graph = build_graph(plan.step.lowered, plan.step.costs, loss_bytes)
+def repriced(plan: GraphPlan, loss_bytes: int, step: CapturedStep | None = None) -> int:
+    """Return the predicted need of a plan's program with another loss, or other tangents."""
+    step = step or plan.step
+    graph = build_graph(step.lowered, step.costs, loss_bytes)
     return simulate(graph, plan.program.ops).peak_bytes + plan.executor_bytes

@@ -1,0 +1,136 @@
+"""Inputs that an operator reads for their sizes only, replaced by tensors without memory.
+
+The gradient of a convolution's input does not depend on that input's values, yet the operator takes
+the tensor, for its sizes and its layout. Such an edge keeps an activation for nothing, or has it
+computed again. A tensor of the same sizes and strides takes its place, on pages of the address
+space that are never touched: kernel and layouts stay, and so do the bits.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from rotor._pytorch import core
+
+__all__ = ["DEVICES", "OF_FIRST", "OF_SECOND", "PREFIX", "drop_false_edges", "without_memory"]
+
+DEVICES = ("cpu",)
+"""Types of devices whose kernels were compared; on others the edges stay."""
+
+_aten = torch.ops.aten
+_CONVOLUTION = _aten.convolution_backward.default
+OF_FIRST = (
+    _aten.empty_like.default,
+    _aten.full_like.default,
+    _aten.ones_like.default,
+    _aten.zeros_like.default,
+)
+"""Operators that read their first argument for its sizes only."""
+
+OF_SECOND = (
+    _aten.max_pool2d_with_indices_backward.default,
+    _aten.max_pool3d_with_indices_backward.default,
+    _aten.avg_pool2d_backward.default,
+    _aten.avg_pool3d_backward.default,
+    _aten._adaptive_avg_pool2d_backward.default,
+    _aten._adaptive_avg_pool3d_backward.default,
+    _aten.reflection_pad1d_backward.default,
+    _aten.reflection_pad2d_backward.default,
+    _aten.replication_pad1d_backward.default,
+    _aten.replication_pad2d_backward.default,
+)
+"""Operators that read their second argument for its sizes only."""
+
+PREFIX = "_sizes_of_"
+"""Beginning of the names of tensors without memory."""
+
+
+def drop_false_edges(module: fx.GraphModule) -> int:
+    """Replace arguments that are read for their sizes only.
+
+    An argument whose sizes are expressions stays.
+
+    Parameters
+    ----------
+    module
+        Joint graph; it is changed in place.
+
+    Returns
+    -------
+    int
+        Number of replaced arguments.
+    """
+    graph = module.graph
+    resident = {
+        core.storage_identity(node.meta["val"])
+        for node in graph.find_nodes(op="placeholder")
+        if "tangent" not in node.name and _has_storage(node)
+    }
+    count = 0
+    for node in list(graph.nodes):
+        for position in _positions(node):
+            given: Any = node.args[position]
+            if _is_known(given) and core.storage_identity(given.meta["val"]) not in resident:
+                arguments = list(node.args)
+                arguments[position] = _stand_in(module, node, given, f"{PREFIX}{count}")
+                node.args = tuple(arguments)
+                count += 1
+    return count
+
+
+def _positions(node: fx.Node) -> Iterator[int]:
+    """Return the positions of the arguments that an operation reads for their sizes only."""
+    if node.op != "call_function":
+        return
+    if node.target in OF_FIRST:
+        yield 0
+    elif node.target in OF_SECOND:
+        yield 1
+    elif node.target is _CONVOLUTION and isinstance(node.args[-1], list | tuple):
+        of_input, of_weight = node.args[-1][:2]
+        if not of_weight:
+            yield 1
+        if not of_input:
+            yield 2
+
+
+def _has_storage(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
+
+
+def _is_known(node: Any) -> bool:
+    """Return whether a node is a tensor on a compared device, with numbers for sizes."""
+    if not _has_storage(node):
+        return False
+    value = node.meta["val"]
+    return value.device.type in DEVICES and all(
+        type(size) is int for size in (*value.shape, *value.stride())
+    )
+
+
+def _stand_in(module: fx.GraphModule, user: fx.Node, given: fx.Node, name: str) -> fx.Node:
+    value = given.meta["val"]
+    with core.real_tensors():
+        made = without_memory(value.shape, value.stride(), value.dtype)
+    module.register_buffer(name, made, persistent=False)
+    with module.graph.inserting_before(user):
+        node = module.graph.get_attr(name)
+    with core.fake_mode_of([given]):
+        node.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return node
+
+
+def without_memory(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros on pages of the address space that have no memory unless they are written."""
+    extent = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    if not shape.numel():
+        extent = 0
+    pages = mmap.mmap(-1, max(extent, 1) * dtype.itemsize, access=mmap.ACCESS_COPY)
+    flat = torch.frombuffer(pages, dtype=dtype, count=max(extent, 1))
+    return flat.as_strided(shape, strides)

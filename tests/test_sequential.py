@@ -1,0 +1,156 @@
+"""An ``nn.Sequential`` under ``engine="auto"``: the chain or its graph, as predicted."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from zoo.models import FeedForward
+
+import rotor
+from rotor.algorithms import Persistent
+
+
+def feed_forward(width=32, layers=6):
+    torch.manual_seed(0)
+    return nn.Sequential(*[FeedForward(width, dropout=0.0) for _ in range(layers)])
+
+
+X = torch.randn(256, 32, generator=torch.Generator().manual_seed(1))
+
+
+def chain_of(model, x=X, **options):
+    chk = rotor.Checkpointable(copy.deepcopy(model), engine="chain", mem_limit="1GB", **options)
+    chk.measure(x)
+    return chk
+
+
+def limit_of(model, share, x=X):
+    return int(share * chain_of(model, x).curve().bytes[-1])
+
+
+def stepped(model, x=X):
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def rows_of(chk):
+    lines = chk.report().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("compared"))
+    return {line.split()[0]: line for line in lines[start + 2 :] if line.strip()}
+
+
+@pytest.mark.parametrize("share", [0.7, 0.5])
+def test_the_plan_with_less_recomputation_runs(share):
+    model = feed_forward()
+    limit = limit_of(model, share)
+    chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit, effort="fast")
+    for _ in range(2):
+        for ours, theirs in zip(stepped(chk), stepped(model), strict=True):
+            assert torch.equal(ours, theirs)
+        assert chk.plan.measured_bytes <= limit
+    chain = chain_of(model)
+    chain.compute_sequence(mem_limit=limit)
+    slower = chain.plan.sequence.makespan / chain.plan.chain.ideal_time
+    assert chk.plan.kind == "graph"
+    assert chk.program.slowdown < slower
+    rows = rows_of(chk)
+    assert rows["graph"].endswith("runs")
+    assert not rows["chain"].endswith("runs")
+    assert all("recomputed" in row for row in rows.values())
+
+
+def test_a_chain_that_recomputes_nothing_is_not_captured(monkeypatch):
+    monkeypatch.setattr(rotor.engines.graph.engine.GraphEngine, "measure", None)
+    model = feed_forward()
+    chk = rotor.Checkpointable(model, mem_limit="1GB")
+    stepped(chk)
+    assert chk.plan.kind == "chain"
+    assert "compared" not in chk.report()
+
+
+@pytest.mark.parametrize("options", [{"engine": "chain"}, {"mem_slots": 300}], ids=str)
+def test_what_only_chains_take_keeps_the_chain(options):
+    model = feed_forward()
+    chk = rotor.Checkpointable(model, mem_limit=limit_of(model, 0.6), **options)
+    stepped(chk)
+    assert chk.plan.kind == "chain"
+    assert "compared" not in chk.report()
+
+
+@pytest.mark.parametrize("options", [{}, {"algo": Persistent()}], ids=str)
+def test_the_published_method_gives_a_schedule(options):
+    model = feed_forward()
+    chk = rotor.Checkpointable(model)
+    chk.measure(X)
+    found = chk.compute_sequence(limit_of(model, 0.6), **options)
+    assert isinstance(found, rotor.algorithms.sequence.Sequence)
+    stepped(chk)
+    assert chk.plan.kind == "chain"
+    with pytest.raises(ValueError, match="runs as a chain"):
+        _ = chk.program
+
+
+class Branching(nn.Module):
+    """Depends on the values of its input: no graph of it exists."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y * 2 if y.sum().item() > 1e30 else y
+
+
+def test_what_cannot_be_captured_is_a_chain_and_the_report_says_why():
+    model = feed_forward()
+    model[2] = Branching(model[2])
+    limit = limit_of(model, 0.6)
+    chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit)
+    for ours, theirs in zip(stepped(chk), stepped(model), strict=True):
+        assert torch.equal(ours, theirs)
+    assert chk.plan.kind == "chain"
+    assert "not captured: " in rows_of(chk)["graph"]
+    assert rows_of(chk)["chain"].endswith("runs")
+
+
+def test_a_limit_below_the_chain_is_held_by_the_graph():
+    torch.manual_seed(0)
+    norm = nn.utils.parametrizations.spectral_norm
+    model = nn.Sequential(
+        *[nn.Sequential(norm(nn.Linear(32, 96)), nn.Tanh(), nn.Linear(96, 32)) for _ in range(4)]
+    )
+    chain = chain_of(model)
+    least = chain.curve().minimum_bytes
+    chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=int(0.9 * least))
+    for _ in range(2):
+        stepped(chk)
+        assert chk.plan.measured_bytes <= int(0.9 * least)
+    assert chk.plan.kind == "graph"
+    assert "needs" in rows_of(chk)["chain"]
+    with pytest.raises(rotor.InfeasibleError):
+        chain.compute_sequence(mem_limit=int(0.9 * least))
+
+
+def test_below_both_the_error_has_the_smaller_need():
+    model = feed_forward()
+    chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=1000)
+    with pytest.raises(rotor.InfeasibleError) as raised:
+        chk(X)
+    with pytest.raises(rotor.InfeasibleError) as of_chain:
+        chain_of(model).compute_sequence(mem_limit=1000)
+    assert raised.value.minimum_bytes <= of_chain.value.minimum_bytes
+
+
+def test_a_copy_plans_for_itself():
+    model = feed_forward()
+    chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit_of(model, 0.6), effort="fast")
+    stepped(chk)
+    other = copy.deepcopy(chk)
+    for ours, theirs in zip(stepped(other), stepped(model), strict=True):
+        assert torch.equal(ours, theirs)
+    assert other.plan.kind == chk.plan.kind == "graph"
