@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from rotor.engines.contract import (
 from rotor.engines.graph.calls import check_arguments, run_once
 from rotor.engines.graph.capture import Capture, Unplanned, fresh
 from rotor.engines.graph.early import owners_of
+from rotor.engines.graph.families import Families, Family, origins_of, shapes_of
 from rotor.engines.graph.loading import loaded_plan
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.planned import (
@@ -35,17 +37,21 @@ from rotor.engines.graph.planned import (
     make_graph_plan,
     repriced,
 )
+from rotor.engines.graph.profile import keys_of
 from rotor.engines.graph.proving import Tally
 from rotor.engines.graph.recorded import MEASURED, price, source_of
-from rotor.engines.graph.repeating import described_unrepeatable
+from rotor.engines.graph.repeating import described_unrepeatable, keep_unrepeatable
+from rotor.engines.graph.shapes import ShapeStep, SymbolicGraph
+from rotor.engines.graph.symbols import origin_values
 from rotor.engines.learning import MeteredEngine
 from rotor.engines.loss_guess import plan_with_guess
-from rotor.errors import CaptureError
+from rotor.errors import CaptureError, InfeasibleError
 from rotor.graph import planner
 from rotor.graph.graph import Graph
 from rotor.graph.planner import check_options
 from rotor.graph.program import Program
 from rotor.meter.step_meter import StepBytes, cancel_running
+from rotor.report.text import Text
 from rotor.units import format_bytes
 
 __all__ = ["GraphEngine", "captured_key", "check_generator", "warn_unrepeatable"]
@@ -118,6 +124,7 @@ class GraphEngine(MeteredEngine):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.steps: dict[Any, CapturedStep] = {}
+        self.families = Families()
         self.primals: list[Any] | None = None
         """List that takes the tensors of the next capture, or None."""
 
@@ -174,6 +181,9 @@ class GraphEngine(MeteredEngine):
         loss_fn = self.settings.loss_fn if call.targets else None
         cancel_running()
         arguments = (args, kwargs, call.targets)
+        step = self._shape_step(key, loss_fn, arguments, call)
+        if step is not None:
+            return step
         with progress(1, "capturing the model"):
             try:
                 capture, found = self._captured(loss_fn, arguments)
@@ -216,6 +226,118 @@ class GraphEngine(MeteredEngine):
         step.verifies = self.settings.verify != "off"
         self.steps[key.measured] = step
         return step
+
+    # -- shapes
+
+    def _shape_step(
+        self, key: Key, loss_fn: Any, arguments: Any, call: Call
+    ) -> CapturedStep | None:
+        """Return the step of a further shape; ``None`` if its call is captured alone."""
+        if self.backend != "fx" or self.solve() is not None:
+            return None
+        family = self.families.joined(key.measured, self.context.module, arguments)
+        shapes = shapes_of(core.tree_flatten(arguments)[0])
+        differing = family.differing(shapes)
+        family.shapes[key.measured] = shapes
+        found = None
+        if differing and not family.refusal:
+            text = family.text(shapes, differing)
+            with progress(1, f"capturing the model for any sizes ({text} first)"):
+                found = family.reach(
+                    lambda: Capture(fresh(_call), self.backend),
+                    self.context.module,
+                    loss_fn,
+                    arguments,
+                    differing,
+                )
+        if found is None:
+            family.alone += 1
+            return None
+        return self._resized(family, key, found, call, loss_captured=loss_fn is not None)
+
+    def _resized(
+        self, family: Family, key: Key, found: Unplanned, call: Call, *, loss_captured: bool
+    ) -> CapturedStep:
+        """Return the step of a call that reached a graph with symbols."""
+        values = tuple(origin_values(found.captured.lowered, found.primals))
+        try:
+            graph = family.graph_of(found.captured)
+            if graph is None:
+                graph = self._new_graph(family, found, call, values, loss_captured=loss_captured)
+        finally:
+            found.primals.clear()
+            found.__traceback__ = None
+        step = self.steps[key.measured] = graph.step(values)
+        return step
+
+    def _new_graph(
+        self,
+        family: Family,
+        found: Unplanned,
+        call: Call,
+        values: tuple[int, ...],
+        *,
+        loss_captured: bool,
+    ) -> SymbolicGraph:
+        """Return a graph with symbols, with costs of its operations at the known shapes."""
+        captured, source, device = found.captured, self.settings.profile, call.device
+        lowered = captured.lowered
+        arguments = (*call.arguments, call.targets)
+        origins, leaf_sizes = origins_of(captured, found.primals, core.tree_flatten(arguments)[0])
+        graph = SymbolicGraph(
+            family.capture,
+            captured,
+            device,
+            loss_captured=loss_captured,
+            planned_for="" if source == MEASURED else source.device,
+            owners=owners_of(lowered, found.primals, self.context.structure.parameters, arguments),
+            verifies=self.settings.verify != "off",
+            origins=origins,
+            leaf_sizes=leaf_sizes,
+        )
+        with progress(1, "measuring the operations") as update:
+            costs = price(source, graph.concrete(values), device, found.primals, progress=update)
+        keep_unrepeatable(lowered, [cost.flags for cost in costs])
+        warn_unrepeatable(self.context, [lowered])
+        graph.add_point(values, costs)
+        for measured, shapes in family.shapes.items():
+            step, there = self.steps.get(measured), graph.values_at(shapes)
+            if step is None or isinstance(step, ShapeStep) or there is None or there == values:
+                continue
+            known = dict(zip(keys_of(step.captured.lowered, device), step.costs, strict=True))
+            graph.add_known(there, known)
+            if any(plan.step is step for plan in self.context.plans.values()):
+                graph.held[there] = self.settings.mem_limit or 0
+            if measured in self.context.learned_loss:
+                graph.losses[there] = self.context.learned_loss[measured]
+        family.graphs.append(graph)
+        return graph
+
+    def _too_large(
+        self, step: ShapeStep, key: Key, limit: int, error: InfeasibleError
+    ) -> InfeasibleError:
+        """Return the error for a shape that fits in no plan, which names the largest that does."""
+        family, graph = self.families.of(key.measured), step.symbolic
+        if family is None or key.measured not in family.shapes:
+            return error
+        shapes = family.shapes[key.measured]
+        differing = family.differing(shapes)
+        largest = graph.largest_fitting(step, limit)
+        found = "none is known that fits"
+        if largest is not None:
+            text = family.text(graph.shapes_at(largest, shapes), differing)
+            found = f"the largest on the way to it from shapes that fit is {text}"
+        return InfeasibleError(
+            f"no plan was found that fits {family.text(shapes, differing)} in {limit} bytes; the "
+            f"least limit for which one was found is {error.minimum_bytes} bytes, and at "
+            f"{limit} bytes {found}: give more bytes, or smaller batches",
+            error.minimum_bytes,
+        )
+
+    def remarks(self, plan: Any, key: Key | None) -> list[Any]:
+        """Return a note on the shapes of the calls, and the captures and plans that they share."""
+        found = [family.describe() for family in self.families]
+        return [Text(text) for text in found if text]
 
     # -- planning
 
@@ -269,6 +391,9 @@ class GraphEngine(MeteredEngine):
         """Drop the compiled programs."""
         for step in self.steps.values():
             step.capture.forget_programs()
+        for family in self.families:
+            for graph in family.graphs:
+                graph.forget_programs()
 
     def solve(self) -> Any:
         """Return the search for programs, if not the planner of operations."""
@@ -277,7 +402,33 @@ class GraphEngine(MeteredEngine):
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> GraphPlan:
         """Return the fastest program found under a limit."""
         step = self._step_of(key)
-        with progress(1, "planning") as update:
+        if not isinstance(step, ShapeStep):
+            return self._planned(step, key, limit_bytes, reserve_bytes, "planning", self.solve())
+        family, begun = self.families.of(key.measured), time.monotonic()
+        assert family is not None
+        shapes = family.shapes[key.measured]
+        title = f"planning for {family.text(shapes, family.differing(shapes))}"
+        reserve_bytes = max(reserve_bytes, step.expected_excess)
+        try:
+            plan = self._planned(step, key, limit_bytes, reserve_bytes, title, step.solve)
+        except InfeasibleError as error:
+            raise self._too_large(step, key, limit_bytes, error) from None
+        step.adopt(plan)
+        step.trust(plan)
+        spent = family.seconds.get(key.measured, 0.0)
+        family.seconds[key.measured] = spent + time.monotonic() - begun
+        return plan
+
+    def _planned(
+        self,
+        step: CapturedStep,
+        key: Key,
+        limit_bytes: int,
+        reserve_bytes: int,
+        title: str,
+        solve: Any,
+    ) -> GraphPlan:
+        with progress(1, title) as update:
 
             def plan_with(loss_bytes: int) -> GraphPlan:
                 return make_graph_plan(
@@ -287,7 +438,7 @@ class GraphEngine(MeteredEngine):
                     reserve_bytes=reserve_bytes,
                     options=self.settings.options,
                     progress=update,
-                    solve=self.solve(),
+                    solve=solve,
                 )
 
             loss_bytes = self._loss_bytes(key)
@@ -344,6 +495,10 @@ class GraphEngine(MeteredEngine):
             # A Python value that the code depends on has changed: this is another graph.
             cancel_running()
             loss_captured = plan.step.loss_captured
+            family = self.families.of(plan.key.measured)
+            if family is not None and family.graph_of(reached.captured) is not None:
+                self._resized(family, plan.key, reached, call, loss_captured=loss_captured)
+                raise PlanAgain from reached
             self._profiled(plan.key, capture, reached, call, loss_captured=loss_captured)
             raise PlanAgain from reached
         except CaptureError as error:
@@ -374,9 +529,20 @@ class GraphEngine(MeteredEngine):
 
     # -- learning
 
+    def learn(self, plan: Any, step: StepBytes) -> None:
+        """Compare a metered step with its plan, for the plans of other shapes too."""
+        super().learn(plan, step)
+        if isinstance(plan.step, ShapeStep):
+            excess = step.peak_bytes - max(plan.predicted_bytes, self.repriced(plan))
+            plan.step.symbolic.excess[plan.step.values] = excess
+
     def learn_loss(self, plan: GraphPlan, step: StepBytes) -> bool:
         """Note the need of the caller's loss; return whether it is new to the plan."""
         learned = max(step.loss_bytes - plan.step.tangent_bytes, 0)
+        if isinstance(plan.step, ShapeStep):
+            plan.step.symbolic.losses[plan.step.values] = learned
+            if learned <= plan.loss_bytes:
+                return False
         if plan.step.loss_captured or learned == plan.loss_bytes:
             return False
         self.context.learned_loss[plan.key.measured] = learned
