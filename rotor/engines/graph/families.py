@@ -136,7 +136,9 @@ class Family:
         try:
             found = self.capture.reach(module, loss_fn, *arguments, symbolic=marked)
         except CaptureError as error:
-            self.refusal = f"the capture with symbols failed: {error}"
+            lines = [text.strip() for text in str(error).splitlines() if text.strip()]
+            shown = lines if len(lines) < 3 else [lines[0], *lines[-2:]]
+            self.refusal = f"the capture with symbols failed: {' ... '.join(shown)}"
             return None
         captured = found.captured
         if self.graph_of(captured) is not None:

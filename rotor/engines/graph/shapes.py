@@ -33,10 +33,8 @@ from rotor.graph.program import Program
 
 __all__ = ["ShapeStep", "Shapes", "SymbolicGraph", "Values"]
 
-_CURVE_POINTS = 12
+_CURVE_POINTS = 16
 _MOST_PROGRAMS = 32
-_GOOD = 1.001
-"""Time of a program, against that without recomputation, for which no better one is searched."""
 _TRUSTED_SHAPES = 3
 """Number of shapes with metered steps after which predictions are trusted."""
 _MARGIN = 1.1
@@ -91,6 +89,7 @@ class _Variant:
         self.programs: dict[bytes, _Entry] = {}
         self.has_curve = False
         self.choices = 0
+        self.entry(np.arange(len(self.lowered.tasks)))
 
     def spread(self, values: Numbers) -> Numbers:
         """Return figures of its operations, from those of the graph's."""
@@ -111,7 +110,8 @@ class _Variant:
     def prune(self) -> None:
         """Drop the programs that were not chosen for longest."""
         while len(self.programs) > _MOST_PROGRAMS:
-            oldest = min(self.programs, key=lambda key: self.programs[key].used)
+            # The first one runs every operation once.
+            oldest = min(list(self.programs)[1:], key=lambda key: self.programs[key].used)
             del self.programs[oldest]
 
 
@@ -230,11 +230,6 @@ class SymbolicGraph:
             for shape, figure in known.items()
             for there in [self.total(shape)]
         )
-
-    @property
-    def known_values(self) -> list[Values]:
-        """Shapes at which operations were measured."""
-        return [point.values for point in self.fits.points]
 
     def total(self, values: Values) -> int:
         """Return the bytes of all storages at a shape."""
@@ -406,14 +401,14 @@ class ShapeStep(CapturedStep):
         It is called as `rotor.engines.graph.planned.search`.
         """
         variant = self._variant
+        found = self.priced(graph, budget)
+        if found is not None:
+            return found
         if not variant.has_curve:
             return self._first(graph, budget, options, progress)
-        found = self.priced(graph, budget)
-        if found is None:
-            fast = {**options, "effort": "fast"}
-            found = search(graph, budget, fast, progress)
-            variant.entry(found.ops)
-            variant.prune()
+        found = search(graph, budget, {**options, "effort": "fast"}, progress)
+        variant.entry(found.ops)
+        variant.prune()
         return found
 
     def priced(self, graph: Graph, budget: int) -> Program | None:
@@ -445,28 +440,21 @@ class ShapeStep(CapturedStep):
             entry.verified = make()
         return entry.verified
 
-    def _first(
-        self, graph: Graph, budget: int, options: dict[str, Any], progress: Any
-    ) -> Program:
+    def _first(self, graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
         """Return the result of a search, and keep programs for larger and smaller shapes."""
         variant = self._variant
-        largest = max([self.values, *self.symbolic.known_values], key=self.symbolic.total)
-        other = replace(self, values=largest).graph(self.loss_workspace(0, None))
         variant.has_curve = True
         seed = options.get("seed", 0)
-        found = planner.curve(other, _CURVE_POINTS, effort="fast", seed=seed, progress=progress)
-        for program in found.programs:
+        curve = planner.curve(graph, _CURVE_POINTS, effort="fast", seed=seed, progress=progress)
+        for program in curve.programs:
             variant.entry(program.ops)
-        variant.entry(np.arange(len(graph)))
-        best = self.priced(graph, budget)
-        if best is None or best.time_ns > _GOOD * graph.total_time * 1e9:
-            best = search(graph, budget, options, progress)
-            variant.entry(best.ops)
-        return best
+        found = search(graph, budget, options, progress)
+        variant.entry(found.ops)
+        return found
 
     def trust(self, plan: GraphPlan) -> None:
         """Leave steps of a plan unmetered if steps of other shapes were as predicted."""
         known = self.symbolic.excess
-        if len(known) >= _TRUSTED_SHAPES and max(known.values()) <= 0:
-            if plan.predicted_bytes * _MARGIN <= plan.limit_bytes:
-                plan.meterings = METERED_STEPS
+        is_right = len(known) >= _TRUSTED_SHAPES and max(known.values()) <= 0
+        if is_right and plan.predicted_bytes * _MARGIN <= plan.limit_bytes:
+            plan.meterings = METERED_STEPS
