@@ -21,7 +21,8 @@ _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 def _printer() -> Callable[[Any], str]:
     from torch.utils._sympy.printers import PythonPrinter
 
-    return PythonPrinter().doprint
+    doprint: Callable[[Any], str] = PythonPrinter().doprint
+    return doprint
 
 
 def is_symbol(value: Any) -> bool:
@@ -79,7 +80,7 @@ def marked(dimensions: Iterable[Dimension]) -> Iterator[None]:
         tensors[id(tensor)] = tensor
     try:
         # Sizes that are equal by chance would become one symbol.
-        with _config.patch(use_duck_shape=False):
+        with _config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             yield
     finally:
         for tensor in tensors.values():

@@ -88,6 +88,10 @@ def _whole(where: str, value: Any, largest: int = _LARGEST) -> int:
     return number
 
 
+_Numbers = npt.NDArray[np.int64]
+_Structure = tuple[_Numbers, _Numbers, _Numbers, _Numbers, _Numbers, _Numbers]
+
+
 class Graph:
     """Operations on storages, in an order in which every input is made before it is read.
 
@@ -177,15 +181,16 @@ class Graph:
         self.producers: tuple[int, ...] = tuple(makers[s] for s in range(len(self.storages)))
 
     def _build_core(self) -> _core.Dataflow:
-        return _core.Dataflow(
+        parts = (
             _array(op.cost_ns for op in self.operations),
             _array(op.workspace_bytes for op in self.operations),
             *self._structure(),
             _array(storage.bytes for storage in self.storages),
             _array(int(storage.pinned) for storage in self.storages),
         )
+        return _core.Dataflow(*parts)
 
-    def _structure(self) -> tuple[npt.NDArray[np.int64], ...]:
+    def _structure(self) -> _Structure:
         """Return phases, flags, inputs and outputs of the operations, as the core takes them."""
         ops = self.operations
         return (

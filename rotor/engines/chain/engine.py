@@ -21,6 +21,7 @@ from rotor.common.calls import autocast_signature
 from rotor.common.progress import progress
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain import collective
+from rotor.engines.chain.fitted import Measured, between, kind_of, sizes_of
 from rotor.engines.chain.growth import StageWatch, known_growth, stage_watch
 from rotor.engines.chain.measure import Inspection, Measuring, measure
 from rotor.engines.chain.observe import Observation
@@ -44,7 +45,9 @@ from rotor.engines.peers import SharingRanks
 from rotor.errors import InfeasibleError
 from rotor.graph.planner import check_options
 from rotor.meter import allocator
+from rotor.meter.allocator import storage_bytes
 from rotor.meter.step_meter import StepBytes, cancel_running
+from rotor.report.text import Text
 from rotor.units import format_bytes, parse_bytes
 
 __all__ = ["ChainEngine"]
@@ -83,6 +86,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         self.inspection_values: Inspection | None = None
         self.watches: dict[int, tuple[Inspection, StageWatch | None]] = {}
         self._inspections: dict[Any, Inspection] = {}
+        self._fitted: set[Any] = set()
         self._loaded: dict[Any, Schedule] = {}
 
     def check(self) -> None:
@@ -174,6 +178,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
     def forget(self, measured: Any) -> None:
         """Drop the measure of an input."""
         self._inspections.pop(measured, None)
+        self._fitted.discard(measured)
 
     def device_of(self, key: Key) -> torch.device:
         """Return the device of the stages."""
@@ -197,10 +202,9 @@ class ChainEngine(PublishedChain, MeteredEngine):
             stages = sharding.stages(stages)
             measuring_class = collective.ShardedMeasuring
             around = collective.measuring(sharding, stages)
-        earlier = self._measured_alike(key.measured) if peers.ranks is None else None
         inspection = None
-        if earlier is not None:
-            inspection = with_other_input(earlier, stages, arg, self._observed)
+        if peers.ranks is None:
+            inspection = self._inferred(key, stages, arg)
         if inspection is None:
             inspection = self._measured(stages, call, measuring_class, around)
         if peers.ranks is not None:
@@ -233,6 +237,32 @@ class ChainEngine(PublishedChain, MeteredEngine):
                 measuring_class=measuring_class,
                 observed=self._observed,
             )
+
+    def _inferred(self, key: Key, stages: Sequence[Stage], arg: Any) -> Inspection | None:
+        """Return a measure that follows from earlier ones; ``None`` if there is none."""
+        earlier = self._measured_alike(key.measured)
+        if earlier is not None:
+            return with_other_input(earlier, stages, arg, self._observed)
+        known = [
+            Measured(sizes_of(other), inspection, self.context.learned_loss.get(other))
+            for other, inspection in self._inspections.items()
+            if other not in self._fitted and kind_of(other) == kind_of(key.measured)
+        ]
+        found = between(known, sizes_of(key.measured), storage_bytes(tree_tensors(arg)))
+        if found is None:
+            return None
+        self._fitted.add(key.measured)
+        if found.loss_bytes is not None:
+            self.context.learned_loss.setdefault(key.measured, found.loss_bytes)
+        return found.inspection
+
+    def remarks(self, plan: Any, key: Key | None) -> list[Any]:
+        """Return a note on the inputs whose measures follow from others."""
+        count = len(self._fitted & set(self._inspections))
+        if not count:
+            return []
+        measured = len(self._inspections) - count
+        return [Text(f"inputs of {measured + count} kinds: {measured} measured, {count} between")]
 
     def _measured_alike(self, measured: Any) -> Inspection | None:
         """Return a measure whose input differs only in requiring gradients."""
@@ -592,7 +622,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
     def learn_loss(self, plan: Plan, step: StepBytes) -> bool:
         """Note the need of the caller's loss; return whether it is new to the plan."""
         learned, assumed = self._loss_of(plan, step), plan.chain.loss_tmp_bytes
-        if learned == assumed:
+        if learned == assumed or (plan.key.measured in self._fitted and learned < assumed):
             return False
         if self.context.peers.ranks is not None and plan.meterings > 1 and learned < assumed:
             # The loss of another rank needs more.

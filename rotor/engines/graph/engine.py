@@ -285,7 +285,7 @@ class GraphEngine(MeteredEngine):
         arguments = (*call.arguments, call.targets)
         origins, leaf_sizes = origins_of(captured, found.primals, core.tree_flatten(arguments)[0])
         graph = SymbolicGraph(
-            family.capture,
+            family.shared_capture,
             captured,
             device,
             loss_captured=loss_captured,
@@ -306,10 +306,14 @@ class GraphEngine(MeteredEngine):
                 continue
             known = dict(zip(keys_of(step.captured.lowered, device), step.costs, strict=True))
             graph.add_known(there, known)
-            if any(plan.step is step for plan in self.context.plans.values()):
-                graph.held[there] = self.settings.mem_limit or 0
             if measured in self.context.learned_loss:
                 graph.losses[there] = self.context.learned_loss[measured]
+            held = [key for key in self.context.plans if key.measured == measured]
+            for key in held:
+                # From now on that shape runs as the others do.
+                graph.held[there] = self.context.plans.pop(key).limit_bytes
+            self.steps[measured] = graph.step(there)
+            family.alone -= 1
         family.graphs.append(graph)
         return graph
 

@@ -79,10 +79,16 @@ class Family:
     alone: int = 0
     seconds: dict[Any, float] = field(default_factory=dict)
 
+    @property
+    def shared_capture(self) -> Capture:
+        """Capture with symbols, after the first one."""
+        assert self.capture is not None
+        return self.capture
+
     def differing(self, shapes: Shapes) -> list[tuple[int, int]]:
         """Return the dimensions, as (leaf, number), in which calls so far differ."""
         known = [*self.shapes.values(), shapes]
-        found = set()
+        found: set[tuple[int, int]] = set()
         for other in known[1:]:
             for leaf, (one, two) in enumerate(zip(known[0], other, strict=True)):
                 if one is not None and two is not None:
@@ -189,7 +195,7 @@ class Family:
         lines = [
             f"shapes: {count} of {', '.join(sorted({self.names[leaf] for leaf, _ in differing}))}; "
             f"{shared} share {len(self.graphs)} captured graph{'s' * (len(self.graphs) != 1)}, "
-            f"{self.alone} {'was' if self.alone == 1 else 'were'} captured alone"
+            f"{self.alone} captured alone"
         ]
         if self.seconds:
             slowest = max(self.seconds, key=lambda key: self.seconds[key])

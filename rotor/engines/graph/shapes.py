@@ -27,20 +27,26 @@ from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.planned import CapturedStep, GraphPlan, build_graph, search
 from rotor.engines.graph.profile import Cost, keys_of
 from rotor.engines.graph.symbols import Sizes, at
+from rotor.errors import InfeasibleError
 from rotor.graph import planner
 from rotor.graph.graph import Graph, Resizing
 from rotor.graph.program import Program
 
 __all__ = ["ShapeStep", "Shapes", "SymbolicGraph", "Values"]
 
-_CURVE_POINTS = 16
 _MOST_PROGRAMS = 32
+_LEAST_POINTS = 4
+_GOOD = 1.01
+"""Time of a program, against that without recomputation, for which no better one is searched."""
+_NEAR = 1.05
+"""Ratio of the bytes of two shapes for which a program of the larger one is good enough."""
 _TRUSTED_SHAPES = 3
 """Number of shapes with metered steps after which predictions are trusted."""
 _MARGIN = 1.1
 """Ratio of limit and prediction from which trusted steps are not metered."""
 
 Numbers = npt.NDArray[np.int64]
+Order = npt.NDArray[np.int32]
 Values = tuple[int, ...]
 Shapes = tuple[tuple[int, ...] | None, ...]
 """Shapes of the leaves of a call's arguments; ``None`` for leaves that are no tensors."""
@@ -64,14 +70,17 @@ class _Entry:
         Number of checksums in a verified step.
     used
         Number of the last choice of the program.
+    total
+        Bytes of all storages at the shape for which it was searched.
     """
 
-    ops: Numbers
+    ops: Order
     code: StepCode | None = None
     verified: Any = None
     proved: Proved = field(default_factory=Proved)
     checksums: int = 0
     used: int = 0
+    total: int = 0
 
 
 class _Variant:
@@ -87,16 +96,15 @@ class _Variant:
         priced = [costs[k] if k >= 0 else Cost(0, 0) for k in self.origin.tolist()]
         self.resizing = Resizing(build_graph(self.lowered, priced, 0))
         self.programs: dict[bytes, _Entry] = {}
-        self.has_curve = False
         self.choices = 0
-        self.entry(np.arange(len(self.lowered.tasks)))
+        self.entry(range(len(self.lowered.tasks)))
 
     def spread(self, values: Numbers) -> Numbers:
         """Return figures of its operations, from those of the graph's."""
         found: Numbers = np.where(self.origin >= 0, values[self.origin], 0)
         return found
 
-    def entry(self, ops: Sequence[int] | Numbers) -> _Entry:
+    def entry(self, ops: Sequence[int] | Order) -> _Entry:
         """Return a program's entry, made if it is new."""
         order = np.asarray(ops, dtype=np.int32)
         key = order.tobytes()
@@ -307,6 +315,7 @@ class SymbolicGraph:
         if not known:
             return None
         begin = max(known, key=self.total)
+        step.keep_least()
         low, high = 0, _PARTS
         while high - low > 1:
             middle = (low + high) // 2
@@ -396,18 +405,26 @@ class ShapeStep(CapturedStep):
         return max(self.symbolic.scaled(known, self.values), 0) if known else 0
 
     def solve(self, graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
-        """Return the fastest known program within a budget, or the result of a search.
+        """Return a known program that fits in a budget and is good, or the result of a search.
 
         It is called as `rotor.engines.graph.planned.search`.
         """
-        variant = self._variant
-        found = self.priced(graph, budget)
-        if found is not None:
-            return found
-        if not variant.has_curve:
-            return self._first(graph, budget, options, progress)
-        found = search(graph, budget, {**options, "effort": "fast"}, progress)
-        variant.entry(found.ops)
+        variant, total = self._variant, self.symbolic.total(self.values)
+        known = self.priced(graph, budget)
+        if known is not None:
+            origin = variant.entry(known.ops).total
+            is_near = total <= origin <= _NEAR * total
+            if is_near or known.time_ns <= _GOOD * graph.total_time * 1e9:
+                return known
+        try:
+            found = search(graph, budget, {**options, "effort": "fast"}, progress)
+        except InfeasibleError:
+            if known is None:
+                raise
+            return known
+        if known is not None and known.time_ns <= found.time_ns:
+            return known
+        variant.entry(found.ops).total = total
         variant.prune()
         return found
 
@@ -426,6 +443,12 @@ class ShapeStep(CapturedStep):
         graph = self.graph(self.loss_workspace(0, None))
         return self.priced(graph, limit_bytes - own) is not None
 
+    def keep_least(self) -> None:
+        """Keep programs of little memory for this shape."""
+        graph = self.graph(self.loss_workspace(0, None))
+        for program in planner.curve(graph, _LEAST_POINTS, effort="fast").programs:
+            self._variant.entry(program.ops)
+
     def adopt(self, plan: GraphPlan) -> None:
         """Share results of verified steps with plans of the same program."""
         entry = self._variant.entry(plan.program.ops)
@@ -433,24 +456,12 @@ class ShapeStep(CapturedStep):
         plan.proved = entry.proved
         self.symbolic.held[self.values] = plan.limit_bytes
 
-    def verified(self, ops: Sequence[int], make: Callable[[], Any]) -> Any:
+    def verified(self, ops: Any, make: Callable[[], Any]) -> Any:
         """Return a program's code with comparisons; other shapes share it."""
         entry = self._variant.entry(ops)
         if entry.verified is None:
             entry.verified = make()
         return entry.verified
-
-    def _first(self, graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
-        """Return the result of a search, and keep programs for larger and smaller shapes."""
-        variant = self._variant
-        variant.has_curve = True
-        seed = options.get("seed", 0)
-        curve = planner.curve(graph, _CURVE_POINTS, effort="fast", seed=seed, progress=progress)
-        for program in curve.programs:
-            variant.entry(program.ops)
-        found = search(graph, budget, options, progress)
-        variant.entry(found.ops)
-        return found
 
     def trust(self, plan: GraphPlan) -> None:
         """Leave steps of a plan unmetered if steps of other shapes were as predicted."""
