@@ -260,6 +260,40 @@ def test_a_constant_size_is_captured_for_each_and_named() -> None:
     assert not any(isinstance(one, ShapeStep) for one in [p.step for p in chk.plans.values()])
 
 
+class Broken(nn.Module):
+    """Model without a single graph: a Python value comes from a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x).tanh()
+        return self.layers[1](x) if x.sum().item() < 1e6 else x
+
+
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+def test_a_model_without_a_graph_is_captured_once_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    reach = graph_engine.Capture.reach
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tried.append(args)
+        return reach(self, *args, **kwargs)
+
+    torch.manual_seed(0)
+    model = Broken()
+    chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit="1 GB")
+    counts = []
+    monkeypatch.setattr(graph_engine.Capture, "reach", counted)
+    for length in (5, 6, 7):
+        batch = {"x": torch.randn(length, 8)}
+        assert alike(step(chk, batch, cnn_loss), step(model, batch, cnn_loss))
+        counts.append(sum(len(args) > 3 for args in tried))
+    # The second trial follows a forward that may prepare the model; parts are captured by shape.
+    assert counts == [2, 2, 2]
+
+
 def test_a_batch_of_one_is_a_graph_of_its_own() -> None:
     torch.manual_seed(0)
     model = Gpt()

@@ -167,6 +167,9 @@ class GraphEngine(MeteredEngine):
     def forget(self, measured: Any) -> None:
         """Drop the capture of a kind of step."""
         self.steps.pop(measured, None)
+        family = self.families.of(measured)
+        if family is not None:
+            family.error = None
 
     def device_of(self, key: Key) -> torch.device:
         """Return the device of such steps."""
@@ -188,6 +191,10 @@ class GraphEngine(MeteredEngine):
             try:
                 capture, found = self._captured(loss_fn, arguments)
             except CaptureError as error:
+                family = self.families.of(key.measured)
+                if family is not None:
+                    # The code does not depend on sizes so much that others are worth a trial.
+                    family.error = error
                 raise CannotPlan(error) from None
         return self._profiled(key, capture, found, call, loss_captured=loss_fn is not None)
 
@@ -236,6 +243,8 @@ class GraphEngine(MeteredEngine):
         if self.backend != "fx" or self.solve() is not None:
             return None
         family = self.families.joined(key.measured, self.context.module, arguments)
+        if family.error is not None:
+            raise CannotPlan(family.error)
         shapes = shapes_of(core.tree_flatten(arguments)[0])
         differing = family.differing(shapes)
         family.shapes[key.measured] = shapes

@@ -64,6 +64,8 @@ class Family:
         Reasons for which sizes became constants of a graph, by size.
     refusal
         Reason for which further shapes are captured alone; empty if they are not.
+    error
+        Error of a capture, after which no other shape is tried.
     alone
         Number of shapes that were captured alone.
     seconds
@@ -76,6 +78,7 @@ class Family:
     graphs: list[SymbolicGraph] = field(default_factory=list)
     constants: dict[str, str] = field(default_factory=dict)
     refusal: str = ""
+    error: CaptureError | None = None
     alone: int = 0
     seconds: dict[Any, float] = field(default_factory=dict)
 
