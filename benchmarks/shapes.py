@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import rotor
 from rotor import memory
@@ -118,6 +119,7 @@ def run(name: str, args: argparse.Namespace) -> list[str]:
     limit = int(args.share * peak_of(copy.deepcopy(model), largest))
     limited = Loop(rotor.Checkpointable(model, mem_limit=limit, engine="graph"), model.parameters())
     predicted = 0.0
+    counters["stats"].clear()
     begun = time.process_time()
     for number, length in enumerate(drawn):
         batch = batch_of(name, args.batch, length, generator)
@@ -129,6 +131,7 @@ def run(name: str, args: argparse.Namespace) -> list[str]:
             print(now + f"limited {limited.seconds[-1]:.3f} s", flush=True)
     print(f"{name}: {time.process_time() - begun:.0f} s of CPU time in all")
     print(limited.model.report())
+    captured = counters["stats"]["unique_graphs"]
     first = {length: k for k, length in reversed(list(enumerate(drawn)))}
     captures = sorted(first.values())[:2]
     later = [k for k in first.values() if k not in captures]
@@ -139,7 +142,6 @@ def run(name: str, args: argparse.Namespace) -> list[str]:
         warnings.simplefilter("ignore")
         for length in sorted(first):
             peaks.append(peak_of(limited.model, batch_of(name, args.batch, length, generator)))
-    plans = limited.model.plans.values()
 
     def ratio(steps: list[int]) -> str:
         ours = sum(limited.seconds[k] for k in steps)
@@ -149,7 +151,7 @@ def run(name: str, args: argparse.Namespace) -> list[str]:
     return [
         name,
         str(len(first)),
-        str(len({id(plan.step.captured) for plan in plans})),
+        str(captured),
         ratio(list(range(len(drawn)))),
         ratio(seen),
         ratio(later),

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rotor
-from rotor.engines.graph import engine as graph_engine
+from rotor.engines.graph import capture, engine, sizing
 from rotor.engines.graph.shapes import ShapeStep
 from rotor.errors import InfeasibleError
 from rotor.meter import allocator as memory
@@ -166,13 +166,14 @@ def alike(one: Any, other: Any) -> bool:
 def profiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Collect the numbers of operations of every profile."""
     found: list[int] = []
-    price = graph_engine.price
+    price = engine.price
 
     def counted(source: Any, lowered: Any, *args: Any, **kwargs: Any) -> Any:
         found.append(len(lowered.tasks))
         return price(source, lowered, *args, **kwargs)
 
-    monkeypatch.setattr(graph_engine, "price", counted)
+    for module in (engine, sizing):
+        monkeypatch.setattr(module, "price", counted)
     return found
 
 
@@ -275,7 +276,7 @@ class Broken(nn.Module):
 @pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
 def test_a_model_without_a_graph_is_captured_once_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
-    reach = graph_engine.Capture.reach
+    reach = capture.Capture.reach
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         tried.append(args)
@@ -285,7 +286,7 @@ def test_a_model_without_a_graph_is_captured_once_in_vain(monkeypatch: pytest.Mo
     model = Broken()
     chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit="1 GB")
     counts = []
-    monkeypatch.setattr(graph_engine.Capture, "reach", counted)
+    monkeypatch.setattr(capture.Capture, "reach", counted)
     for length in (5, 6, 7):
         batch = {"x": torch.randn(length, 8)}
         assert alike(step(chk, batch, cnn_loss), step(model, batch, cnn_loss))

@@ -21,7 +21,7 @@ from rotor.common.calls import autocast_signature
 from rotor.common.progress import progress
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain import collective
-from rotor.engines.chain.fitted import Measured, between, kind_of, sizes_of
+from rotor.engines.chain.fitted import described, inferred
 from rotor.engines.chain.growth import StageWatch, known_growth, stage_watch
 from rotor.engines.chain.measure import Inspection, Measuring, measure
 from rotor.engines.chain.observe import Observation
@@ -33,7 +33,7 @@ from rotor.engines.chain.published import (
     checked_sequence,
     modules_of,
 )
-from rotor.engines.chain.remeasure import with_other_input
+from rotor.engines.chain.remeasure import measured_alike, with_other_input
 from rotor.engines.chain.run import Run, run_chain
 from rotor.engines.chain.sharded import ShardedRun, find_sharding
 from rotor.engines.chain.sharded_proofs import ShardedProof
@@ -47,7 +47,6 @@ from rotor.graph.planner import check_options
 from rotor.meter import allocator
 from rotor.meter.allocator import storage_bytes
 from rotor.meter.step_meter import StepBytes, cancel_running
-from rotor.report.text import Text
 from rotor.units import format_bytes, parse_bytes
 
 __all__ = ["ChainEngine"]
@@ -202,9 +201,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
             stages = sharding.stages(stages)
             measuring_class = collective.ShardedMeasuring
             around = collective.measuring(sharding, stages)
-        inspection = None
-        if peers.ranks is None:
-            inspection = self._inferred(key, stages, arg)
+        inspection = self._inferred(key, stages, arg) if peers.ranks is None else None
         if inspection is None:
             inspection = self._measured(stages, call, measuring_class, around)
         if peers.ranks is not None:
@@ -240,40 +237,16 @@ class ChainEngine(PublishedChain, MeteredEngine):
 
     def _inferred(self, key: Key, stages: Sequence[Stage], arg: Any) -> Inspection | None:
         """Return a measure that follows from earlier ones; ``None`` if there is none."""
-        earlier = self._measured_alike(key.measured)
+        known, learned = self._inspections, self.context.learned_loss
+        earlier = measured_alike(known, key.measured)
         if earlier is not None:
             return with_other_input(earlier, stages, arg, self._observed)
-        known = [
-            Measured(sizes_of(other), inspection, self.context.learned_loss.get(other))
-            for other, inspection in self._inspections.items()
-            if other not in self._fitted and kind_of(other) == kind_of(key.measured)
-        ]
-        found = between(known, sizes_of(key.measured), storage_bytes(tree_tensors(arg)))
-        if found is None:
-            return None
-        self._fitted.add(key.measured)
-        if found.loss_bytes is not None:
-            self.context.learned_loss.setdefault(key.measured, found.loss_bytes)
-        return found.inspection
+        size = storage_bytes(tree_tensors(arg))
+        return inferred(known, self._fitted, learned, key.measured, size)
 
     def remarks(self, plan: Any, key: Key | None) -> list[Any]:
         """Return a note on the inputs whose measures follow from others."""
-        count = len(self._fitted & set(self._inspections))
-        if not count:
-            return []
-        measured = len(self._inspections) - count
-        return [Text(f"inputs of {measured + count} kinds: {measured} measured, {count} between")]
-
-    def _measured_alike(self, measured: Any) -> Inspection | None:
-        """Return a measure whose input differs only in requiring gradients."""
-
-        def without_flags(measured: Any) -> Any:
-            return tuple([tensor[:-1] for tensor in measured[0]]), measured[1:]
-
-        for other, inspection in self._inspections.items():
-            if without_flags(other) == without_flags(measured):
-                return inspection
-        return None
+        return described(len(self._fitted), len(self._inspections))
 
     def _observed(self, stages: Sequence[Stage], seen: Sequence[Observation]) -> None:
         """Refuse models that only another engine can plan; warn of kept stages.

@@ -7,14 +7,15 @@ Temporaries have some room beside that, for the kernels of some sizes need more 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from rotor.engines.chain.measure import Inspection, StageMeasure
+from rotor.report.text import Text
 
-__all__ = ["Measured", "between", "kind_of", "sizes_of"]
+__all__ = ["Measured", "between", "described", "inferred"]
 
 _LEAST_SHARE = Fraction(1, 2)
 """Smallest share of a measured size at which the figures measured there are taken as bounds."""
@@ -40,19 +41,61 @@ class Measured(NamedTuple):
     loss_bytes: int | None = None
 
 
-def sizes_of(measured: Any) -> tuple[int, ...]:
+def _sizes_of(measured: Any) -> tuple[int, ...]:
     """Return the sizes in a chain's `Key.measured`, of the input and the targets."""
     inputs, *_, targets = measured
     return tuple([size for shape, *_ in (*inputs, *(targets or ())) for size in shape])
 
 
-def kind_of(measured: Any) -> Any:
+def _kind_of(measured: Any) -> Any:
     """Return a chain's `Key.measured` with ranks of tensors in the place of their shapes."""
     inputs, *rest, targets = measured
     ranked = tuple([(len(shape), *facts) for shape, *facts in inputs])
     if targets is None:
         return ranked, *rest, None
     return ranked, *rest, tuple([(len(shape), *facts) for shape, *facts in targets])
+
+
+def inferred(
+    inspections: Mapping[Any, Inspection],
+    fitted: set[Any],
+    learned_loss: MutableMapping[Any, int],
+    measured: Any,
+    input_bytes: int,
+) -> Inspection | None:
+    """Return bounds of measures for a kind of step; ``None`` if its stages have to be measured.
+
+    Parameters
+    ----------
+    inspections
+        Measures by `Key.measured`.
+    fitted
+        Kinds among them whose measures are bounds; this kind is added.
+    learned_loss
+        Bytes of the caller's loss by `Key.measured`; a bound for this kind is added.
+    measured
+        Kind of step in question.
+    input_bytes
+        Bytes of its input.
+    """
+    known = [
+        Measured(_sizes_of(other), inspection, learned_loss.get(other))
+        for other, inspection in inspections.items()
+        if other not in fitted and _kind_of(other) == _kind_of(measured)
+    ]
+    found = between(known, _sizes_of(measured), input_bytes)
+    if found is None:
+        return None
+    fitted.add(measured)
+    if found.loss_bytes is not None:
+        learned_loss.setdefault(measured, found.loss_bytes)
+    return found.inspection
+
+
+def described(fitted: int, kinds: int) -> list[Any]:
+    """Return a note on inputs whose measures follow from others', for reports."""
+    text = f"inputs of {kinds} kinds: {kinds - fitted} measured, {fitted} between"
+    return [Text(text)] if fitted else []
 
 
 def between(known: Sequence[Measured], sizes: tuple[int, ...], input_bytes: int) -> Measured | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -27,9 +27,7 @@ from rotor.engines.contract import (
 from rotor.engines.graph.calls import check_arguments, run_once
 from rotor.engines.graph.capture import Capture, Unplanned, fresh
 from rotor.engines.graph.early import owners_of
-from rotor.engines.graph.families import Families, Family, origins_of, shapes_of
 from rotor.engines.graph.loading import loaded_plan
-from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.planned import (
     CapturedStep,
     GraphPlan,
@@ -37,21 +35,18 @@ from rotor.engines.graph.planned import (
     make_graph_plan,
     repriced,
 )
-from rotor.engines.graph.profile import keys_of
 from rotor.engines.graph.proving import Tally
 from rotor.engines.graph.recorded import MEASURED, price, source_of
-from rotor.engines.graph.repeating import described_unrepeatable, keep_unrepeatable
-from rotor.engines.graph.shapes import ShapeStep, SymbolicGraph
-from rotor.engines.graph.symbols import origin_values
+from rotor.engines.graph.shapes import ShapeStep
+from rotor.engines.graph.sizing import Sizing, warn_unrepeatable
 from rotor.engines.learning import MeteredEngine
 from rotor.engines.loss_guess import plan_with_guess
-from rotor.errors import CaptureError, InfeasibleError
+from rotor.errors import CaptureError
 from rotor.graph import planner
 from rotor.graph.graph import Graph
 from rotor.graph.planner import check_options
 from rotor.graph.program import Program
 from rotor.meter.step_meter import StepBytes, cancel_running
-from rotor.report.text import Text
 from rotor.units import format_bytes
 
 __all__ = ["GraphEngine", "captured_key", "check_generator", "warn_unrepeatable"]
@@ -100,13 +95,6 @@ def captured_key(context: Context, call: Call) -> Key:
     return Key(measured, absent)
 
 
-def warn_unrepeatable(context: Context, graphs: Sequence[Lowered]) -> None:
-    """Warn of operations that gave other bits in a second run."""
-    text = described_unrepeatable(graphs)
-    if text:
-        context.warn("unrepeatable", text)
-
-
 class GraphEngine(MeteredEngine):
     """Captured steps of any module.
 
@@ -124,7 +112,7 @@ class GraphEngine(MeteredEngine):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.steps: dict[Any, CapturedStep] = {}
-        self.families = Families()
+        self.sizing = Sizing(context)
         self.primals: list[Any] | None = None
         """List that takes the tensors of the next capture, or None."""
 
@@ -167,9 +155,7 @@ class GraphEngine(MeteredEngine):
     def forget(self, measured: Any) -> None:
         """Drop the capture of a kind of step."""
         self.steps.pop(measured, None)
-        family = self.families.of(measured)
-        if family is not None:
-            family.error = None
+        self.sizing.forget(measured)
 
     def device_of(self, key: Key) -> torch.device:
         """Return the device of such steps."""
@@ -184,30 +170,31 @@ class GraphEngine(MeteredEngine):
         loss_fn = self.settings.loss_fn if call.targets else None
         cancel_running()
         arguments = (args, kwargs, call.targets)
-        step = self._shape_step(key, loss_fn, arguments, call)
-        if step is not None:
-            return step
+        if self.backend == "fx" and self.solve() is None:
+            step = self.sizing.step(key, loss_fn, arguments, call, self._new_capture, self.steps)
+            if step is not None:
+                return step
         with progress(1, "capturing the model"):
             try:
                 capture, found = self._captured(loss_fn, arguments)
             except CaptureError as error:
-                family = self.families.of(key.measured)
-                if family is not None:
-                    # The code does not depend on sizes so much that others are worth a trial.
-                    family.error = error
+                self.sizing.refuse(key, error)
                 raise CannotPlan(error) from None
         return self._profiled(key, capture, found, call, loss_captured=loss_fn is not None)
 
+    def _new_capture(self) -> Capture:
+        return Capture(fresh(_call), self.backend)
+
     def _captured(self, loss_fn: Any, arguments: Any) -> tuple[Capture, Unplanned]:
         module = self.context.module
-        capture = Capture(fresh(_call), self.backend)
+        capture = self._new_capture()
         try:
             return capture, capture.reach(module, loss_fn, *arguments)
         except CaptureError as error:
             # Modules that prepare themselves in their first forward can be captured after it.
             if not run_once(module, arguments[0], arguments[1]):
                 raise error from None
-            capture = Capture(fresh(_call), self.backend)
+            capture = self._new_capture()
             return capture, capture.reach(module, loss_fn, *arguments)
 
     def _profiled(
@@ -234,123 +221,9 @@ class GraphEngine(MeteredEngine):
         self.steps[key.measured] = step
         return step
 
-    # -- shapes
-
-    def _shape_step(
-        self, key: Key, loss_fn: Any, arguments: Any, call: Call
-    ) -> CapturedStep | None:
-        """Return the step of a further shape; ``None`` if its call is captured alone."""
-        if self.backend != "fx" or self.solve() is not None:
-            return None
-        family = self.families.joined(key.measured, self.context.module, arguments)
-        if family.error is not None:
-            raise CannotPlan(family.error)
-        shapes = shapes_of(core.tree_flatten(arguments)[0])
-        differing = family.differing(shapes)
-        family.shapes[key.measured] = shapes
-        found = None
-        if differing and not family.refusal:
-            text = family.text(shapes, differing)
-            with progress(1, f"capturing the model for any sizes ({text} first)"):
-                found = family.reach(
-                    lambda: Capture(fresh(_call), self.backend),
-                    self.context.module,
-                    loss_fn,
-                    arguments,
-                    differing,
-                )
-        if found is None:
-            family.alone += 1
-            return None
-        return self._resized(family, key, found, call, loss_captured=loss_fn is not None)
-
-    def _resized(
-        self, family: Family, key: Key, found: Unplanned, call: Call, *, loss_captured: bool
-    ) -> CapturedStep:
-        """Return the step of a call that reached a graph with symbols."""
-        values = tuple(origin_values(found.captured.lowered, found.primals))
-        try:
-            graph = family.graph_of(found.captured)
-            if graph is None:
-                graph = self._new_graph(family, found, call, values, loss_captured=loss_captured)
-        finally:
-            found.primals.clear()
-            found.__traceback__ = None
-        step = self.steps[key.measured] = graph.step(values)
-        return step
-
-    def _new_graph(
-        self,
-        family: Family,
-        found: Unplanned,
-        call: Call,
-        values: tuple[int, ...],
-        *,
-        loss_captured: bool,
-    ) -> SymbolicGraph:
-        """Return a graph with symbols, with costs of its operations at the known shapes."""
-        captured, source, device = found.captured, self.settings.profile, call.device
-        lowered = captured.lowered
-        arguments = (*call.arguments, call.targets)
-        origins, leaf_sizes = origins_of(captured, found.primals, core.tree_flatten(arguments)[0])
-        graph = SymbolicGraph(
-            family.shared_capture,
-            captured,
-            device,
-            loss_captured=loss_captured,
-            planned_for="" if source == MEASURED else source.device,
-            owners=owners_of(lowered, found.primals, self.context.structure.parameters, arguments),
-            verifies=self.settings.verify != "off",
-            origins=origins,
-            leaf_sizes=leaf_sizes,
-        )
-        with progress(1, "measuring the operations") as update:
-            costs = price(source, graph.concrete(values), device, found.primals, progress=update)
-        keep_unrepeatable(lowered, [cost.flags for cost in costs])
-        warn_unrepeatable(self.context, [lowered])
-        graph.add_point(values, costs)
-        for measured, shapes in family.shapes.items():
-            step, there = self.steps.get(measured), graph.values_at(shapes)
-            if step is None or isinstance(step, ShapeStep) or there is None or there == values:
-                continue
-            known = dict(zip(keys_of(step.captured.lowered, device), step.costs, strict=True))
-            graph.add_known(there, known)
-            if measured in self.context.learned_loss:
-                graph.losses[there] = self.context.learned_loss[measured]
-            held = [key for key in self.context.plans if key.measured == measured]
-            for key in held:
-                # From now on that shape runs as the others do.
-                graph.held[there] = self.context.plans.pop(key).limit_bytes
-            self.steps[measured] = graph.step(there)
-            family.alone -= 1
-        family.graphs.append(graph)
-        return graph
-
-    def _too_large(
-        self, step: ShapeStep, key: Key, limit: int, error: InfeasibleError
-    ) -> InfeasibleError:
-        """Return the error for a shape that fits in no plan, which names the largest that does."""
-        family, graph = self.families.of(key.measured), step.symbolic
-        if family is None or key.measured not in family.shapes:
-            return error
-        shapes = family.shapes[key.measured]
-        differing = family.differing(shapes)
-        largest = graph.largest_fitting(step, limit)
-        found = "none is known that fits"
-        if largest is not None:
-            text = family.text(graph.shapes_at(largest, shapes), differing)
-            found = f"the largest on the way to it from shapes that fit is {text}"
-        return InfeasibleError(
-            f"no plan was found that fits {family.text(shapes, differing)} in {limit} bytes; the "
-            f"least limit for which one was found is {error.minimum_bytes} bytes, and at "
-            f"{limit} bytes {found}: give more bytes, or smaller batches",
-            error.minimum_bytes,
-        )
-
     def remarks(self, plan: Any, key: Key | None) -> list[Any]:
         """Return a note on the shapes of the calls, and the captures and plans that they share."""
-        found = [family.describe() for family in self.families]
-        return [Text(text) for text in found if text]
+        return self.sizing.remarks()
 
     # -- planning
 
@@ -404,9 +277,7 @@ class GraphEngine(MeteredEngine):
         """Drop the compiled programs."""
         for step in self.steps.values():
             step.capture.forget_programs()
-        for family in self.families:
-            for graph in family.graphs:
-                graph.forget_programs()
+        self.sizing.forget_programs()
 
     def solve(self) -> Any:
         """Return the search for programs, if not the planner of operations."""
@@ -415,33 +286,15 @@ class GraphEngine(MeteredEngine):
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> GraphPlan:
         """Return the fastest program found under a limit."""
         step = self._step_of(key)
-        if not isinstance(step, ShapeStep):
-            return self._planned(step, key, limit_bytes, reserve_bytes, "planning", self.solve())
-        family, begun = self.families.of(key.measured), time.monotonic()
-        assert family is not None
-        shapes = family.shapes[key.measured]
-        title = f"planning for {family.text(shapes, family.differing(shapes))}"
-        reserve_bytes = max(reserve_bytes, step.expected_excess)
-        try:
-            plan = self._planned(step, key, limit_bytes, reserve_bytes, title, step.solve)
-        except InfeasibleError as error:
-            raise self._too_large(step, key, limit_bytes, error) from None
-        step.adopt(plan)
-        step.trust(plan)
-        spent = family.seconds.get(key.measured, 0.0)
-        family.seconds[key.measured] = spent + time.monotonic() - begun
-        return plan
+        if isinstance(step, ShapeStep):
+            return self.sizing.plan(
+                step, key, limit_bytes, reserve_bytes, partial(self._planned, key, limit_bytes)
+            )
+        return self._planned(key, limit_bytes, reserve_bytes, self.solve())
 
-    def _planned(
-        self,
-        step: CapturedStep,
-        key: Key,
-        limit_bytes: int,
-        reserve_bytes: int,
-        title: str,
-        solve: Any,
-    ) -> GraphPlan:
-        with progress(1, title) as update:
+    def _planned(self, key: Key, limit_bytes: int, reserve_bytes: int, solve: Any) -> GraphPlan:
+        step = self._step_of(key)
+        with progress(1, f"planning{self.sizing.described(key)}") as update:
 
             def plan_with(loss_bytes: int) -> GraphPlan:
                 return make_graph_plan(
@@ -508,9 +361,9 @@ class GraphEngine(MeteredEngine):
             # A Python value that the code depends on has changed: this is another graph.
             cancel_running()
             loss_captured = plan.step.loss_captured
-            family = self.families.of(plan.key.measured)
-            if family is not None and family.graph_of(reached.captured) is not None:
-                self._resized(family, plan.key, reached, call, loss_captured=loss_captured)
+            step = self.sizing.reached(plan.key, reached)
+            if step is not None:
+                self.steps[plan.key.measured] = step
                 raise PlanAgain from reached
             self._profiled(plan.key, capture, reached, call, loss_captured=loss_captured)
             raise PlanAgain from reached
