@@ -113,8 +113,8 @@ class Fits:
         Notes
         -----
         At a shape that a measured one covers, the workspace is at most the one measured there.
-        Beyond, it grows as the bytes that are moved, or with the exponent by which it grew between
-        the measured shapes, if that is larger.
+        Beyond, it grows from the largest one as the bytes that are moved, or with the exponent by
+        which it grew between the measured shapes, if that is larger.
         """
         measured = np.stack([point.workspace for point in self.points])
         sizes = np.stack([point.moved for point in self.points])
@@ -136,8 +136,11 @@ class Fits:
                 ratio = np.log(np.maximum(measured[second], 1) / np.maximum(measured[first], 1))
                 span = np.log(np.where(more, sizes[second] / sizes[first], np.e))
                 growth = np.where(more, np.maximum(growth, ratio / span), growth)
-        factors = np.maximum(moved / sizes, 1.0) ** np.minimum(growth, _MOST_GROWTH)
-        beyond: Numbers = np.ceil((measured * factors).max(axis=0)).astype(np.int64)
+        columns = np.arange(measured.shape[1])
+        largest = sizes.argmax(axis=0)
+        ratio = np.maximum(moved / sizes[largest, columns], 1.0)
+        scaled = measured[largest, columns] * ratio ** np.minimum(growth, _MOST_GROWTH)
+        beyond: Numbers = np.ceil(np.maximum(scaled, measured.max(axis=0))).astype(np.int64)
         return beyond
 
 
