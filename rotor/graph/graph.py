@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,10 @@ def _whole(where: str, value: Any, largest: int = _LARGEST) -> int:
     if not 0 <= number <= largest:
         raise ValueError(f"{where} = {number}, expected 0 to {largest}")
     return number
+
+
+_Numbers = npt.NDArray[np.int64]
+_Structure = tuple[_Numbers, _Numbers, _Numbers, _Numbers, _Numbers, _Numbers]
 
 
 class Graph:
@@ -176,18 +181,25 @@ class Graph:
         self.producers: tuple[int, ...] = tuple(makers[s] for s in range(len(self.storages)))
 
     def _build_core(self) -> _core.Dataflow:
+        parts = (
+            _array(op.cost_ns for op in self.operations),
+            _array(op.workspace_bytes for op in self.operations),
+            *self._structure(),
+            _array(storage.bytes for storage in self.storages),
+            _array(int(storage.pinned) for storage in self.storages),
+        )
+        return _core.Dataflow(*parts)
+
+    def _structure(self) -> _Structure:
+        """Return phases, flags, inputs and outputs of the operations, as the core takes them."""
         ops = self.operations
-        return _core.Dataflow(
-            _array(op.cost_ns for op in ops),
-            _array(op.workspace_bytes for op in ops),
+        return (
             _array(PHASES.index(op.phase) for op in ops),
             _array(_ONCE * bool(op.once) + _RANDOM * bool(op.random) for op in ops),
             _array(np.cumsum([0, *(len(op.inputs) for op in ops)])),
             _array(s for op in ops for s in op.inputs),
             _array(np.cumsum([0, *(len(op.outputs) for op in ops)])),
             _array(s for op in ops for s in op.outputs),
-            _array(storage.bytes for storage in self.storages),
-            _array(int(storage.pinned) for storage in self.storages),
         )
 
     def __len__(self) -> int:
@@ -358,6 +370,98 @@ class Graph:
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
+
+
+class Resizing:
+    """Source of graphs of the same operations on storages of other sizes, at other costs.
+
+    Parameters
+    ----------
+    graph
+        Graph to begin with; a program of it is one of every graph made here.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._structure = graph._structure()
+        self._pinned = _array(int(storage.pinned) for storage in graph.storages)
+
+    def graph(
+        self,
+        storage_bytes: npt.NDArray[np.int64],
+        cost_ns: npt.NDArray[np.int64],
+        workspace_bytes: npt.NDArray[np.int64],
+    ) -> Graph:
+        """Return the graph of these sizes and costs, in a time that no check of it needs.
+
+        Parameters
+        ----------
+        storage_bytes
+            Size of each storage.
+        cost_ns, workspace_bytes
+            Time and workspace of each operation.
+
+        Raises
+        ------
+        ValueError
+            A number is missing, or out of range.
+        """
+        counts = (len(self._graph.storages), len(self._graph), len(self._graph))
+        for name, values, count in zip(
+            ("storage_bytes", "cost_ns", "workspace_bytes"),
+            (storage_bytes, cost_ns, workspace_bytes),
+            counts,
+            strict=True,
+        ):
+            if len(values) != count:
+                raise ValueError(f"{name} has {len(values)} entries, expected {count}")
+            if count and not 0 <= values.min() <= values.max() <= _LARGEST:
+                raise ValueError(f"{name} has numbers out of range, expected 0 to {_LARGEST}")
+        core = _core.Dataflow(
+            cost_ns, workspace_bytes, *self._structure, storage_bytes, self._pinned
+        )
+        return _Resized(self._graph, core, storage_bytes, cost_ns, workspace_bytes)
+
+
+class _Resized(Graph):
+    """Graph with the structure of another one; objects are made when they are asked for."""
+
+    def __init__(
+        self,
+        origin: Graph,
+        core: _core.Dataflow,
+        storage_bytes: npt.NDArray[np.int64],
+        cost_ns: npt.NDArray[np.int64],
+        workspace_bytes: npt.NDArray[np.int64],
+    ) -> None:
+        self.name, self.extra = origin.name, dict(origin.extra)
+        self.producers = origin.producers
+        self.core = core
+        self._origin = origin
+        self._sizes = storage_bytes
+        self._costs = (cost_ns, workspace_bytes)
+
+    def __len__(self) -> int:
+        return len(self._origin)
+
+    @property
+    def total_time(self) -> float:
+        return int(self._costs[0].sum()) / 1e9
+
+    @cached_property
+    def storages(self) -> tuple[Storage, ...]:  # type: ignore[override]
+        return tuple(
+            Storage(size, storage.pinned)
+            for size, storage in zip(self._sizes.tolist(), self._origin.storages, strict=True)
+        )
+
+    @cached_property
+    def operations(self) -> tuple[Operation, ...]:  # type: ignore[override]
+        times, workspaces = (values.tolist() for values in self._costs)
+        return tuple(
+            replace(op, cost_ns=ns, workspace_bytes=workspace)
+            for op, ns, workspace in zip(self._origin.operations, times, workspaces, strict=True)
+        )
 
 
 def _array(values: Iterable[int]) -> npt.NDArray[np.int64]:

@@ -127,7 +127,9 @@ class PlannedForward:
             self._warn_of_shapes()
 
     def _warn_of_shapes(self) -> None:
-        count = len(self.model.plans)
+        # Shapes that share a captured graph cost next to nothing.
+        steps = [getattr(plan, "step", plan) for plan in self.model.plans.values()]
+        count = len({id(getattr(step, "captured", step)) for step in steps})
         if count > _MANY_SHAPES and not self._warned:
             self._warned = True
             warnings.warn(

@@ -21,6 +21,7 @@ from rotor.common.calls import autocast_signature
 from rotor.common.progress import progress
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain import collective
+from rotor.engines.chain.fitted import described, inferred
 from rotor.engines.chain.growth import StageWatch, known_growth, stage_watch
 from rotor.engines.chain.measure import Inspection, Measuring, measure
 from rotor.engines.chain.observe import Observation
@@ -32,7 +33,7 @@ from rotor.engines.chain.published import (
     checked_sequence,
     modules_of,
 )
-from rotor.engines.chain.remeasure import with_other_input
+from rotor.engines.chain.remeasure import measured_alike, with_other_input
 from rotor.engines.chain.run import Run, run_chain
 from rotor.engines.chain.sharded import ShardedRun, find_sharding
 from rotor.engines.chain.sharded_proofs import ShardedProof
@@ -44,6 +45,7 @@ from rotor.engines.peers import SharingRanks
 from rotor.errors import InfeasibleError
 from rotor.graph.planner import check_options
 from rotor.meter import allocator
+from rotor.meter.allocator import storage_bytes
 from rotor.meter.step_meter import StepBytes, cancel_running
 from rotor.units import format_bytes, parse_bytes
 
@@ -83,6 +85,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         self.inspection_values: Inspection | None = None
         self.watches: dict[int, tuple[Inspection, StageWatch | None]] = {}
         self._inspections: dict[Any, Inspection] = {}
+        self._fitted: set[Any] = set()
         self._loaded: dict[Any, Schedule] = {}
 
     def check(self) -> None:
@@ -174,6 +177,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
     def forget(self, measured: Any) -> None:
         """Drop the measure of an input."""
         self._inspections.pop(measured, None)
+        self._fitted.discard(measured)
 
     def device_of(self, key: Key) -> torch.device:
         """Return the device of the stages."""
@@ -197,10 +201,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
             stages = sharding.stages(stages)
             measuring_class = collective.ShardedMeasuring
             around = collective.measuring(sharding, stages)
-        earlier = self._measured_alike(key.measured) if peers.ranks is None else None
-        inspection = None
-        if earlier is not None:
-            inspection = with_other_input(earlier, stages, arg, self._observed)
+        inspection = self._inferred(key, stages, arg) if peers.ranks is None else None
         if inspection is None:
             inspection = self._measured(stages, call, measuring_class, around)
         if peers.ranks is not None:
@@ -234,16 +235,18 @@ class ChainEngine(PublishedChain, MeteredEngine):
                 observed=self._observed,
             )
 
-    def _measured_alike(self, measured: Any) -> Inspection | None:
-        """Return a measure whose input differs only in requiring gradients."""
+    def _inferred(self, key: Key, stages: Sequence[Stage], arg: Any) -> Inspection | None:
+        """Return a measure that follows from earlier ones; ``None`` if there is none."""
+        known, learned = self._inspections, self.context.learned_loss
+        earlier = measured_alike(known, key.measured)
+        if earlier is not None:
+            return with_other_input(earlier, stages, arg, self._observed)
+        size = storage_bytes(tree_tensors(arg))
+        return inferred(known, self._fitted, learned, key.measured, size)
 
-        def without_flags(measured: Any) -> Any:
-            return tuple([tensor[:-1] for tensor in measured[0]]), measured[1:]
-
-        for other, inspection in self._inspections.items():
-            if without_flags(other) == without_flags(measured):
-                return inspection
-        return None
+    def remarks(self, plan: Any, key: Key | None) -> list[Any]:
+        """Return a note on the inputs whose measures follow from others."""
+        return described(len(self._fitted), len(self._inspections))
 
     def _observed(self, stages: Sequence[Stage], seen: Sequence[Observation]) -> None:
         """Refuse models that only another engine can plan; warn of kept stages.
@@ -592,7 +595,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
     def learn_loss(self, plan: Plan, step: StepBytes) -> bool:
         """Note the need of the caller's loss; return whether it is new to the plan."""
         learned, assumed = self._loss_of(plan, step), plan.chain.loss_tmp_bytes
-        if learned == assumed:
+        if learned == assumed or (plan.key.measured in self._fitted and learned < assumed):
             return False
         if self.context.peers.ranks is not None and plan.meterings > 1 and learned < assumed:
             # The loss of another rank needs more.

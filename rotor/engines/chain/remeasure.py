@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,29 @@ from rotor.engines.chain.measure import Inspection, measure
 from rotor.engines.chain.observe import Observation
 from rotor.engines.chain.stages import Stage
 
-__all__ = ["with_other_input"]
+__all__ = ["measured_alike", "with_other_input"]
 
 _MOST = 3
+
+
+def measured_alike(inspections: Mapping[Any, Inspection], measured: Any) -> Inspection | None:
+    """Return a measure whose input differs only in requiring gradients.
+
+    Parameters
+    ----------
+    inspections
+        Measures by `Key.measured`.
+    measured
+        Kind of step in question.
+    """
+
+    def without_flags(measured: Any) -> Any:
+        return tuple([tensor[:-1] for tensor in measured[0]]), measured[1:]
+
+    for other, inspection in inspections.items():
+        if without_flags(other) == without_flags(measured):
+            return inspection
+    return None
 
 
 def with_other_input(

@@ -2,14 +2,15 @@
 
 The compiled call runs the functions that were set last: AOTAutograd sees a forward that returns
 the model's outputs, the inputs that autograd keeps, and one token, under any plan. A plan can be
-replaced without capturing again. Captures are for one signature: ``dynamic=False``, one graph.
+replaced without capturing again. A capture is for one signature, one graph, unless dimensions of
+its arguments were marked as symbols.
 """
 
 from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rotor._pytorch import core
+from rotor._pytorch import core, symbols
 from rotor._pytorch import inductor as _inductor
 from rotor.common.generators import SPLIT_BACKWARD
 from rotor.common.undisturbed import generators_kept
@@ -184,10 +185,22 @@ class Capture:
     def _refused(*_: Any) -> Any:
         raise NothingToPlan
 
-    def reach(self, module: nn.Module, *args: Any) -> Unplanned:
-        """Capture a call without running it; raise CaptureError as a call does."""
+    def reach(
+        self, module: nn.Module, *args: Any, symbolic: Iterable[symbols.Dimension] = ()
+    ) -> Unplanned:
+        """Capture a call without running it; raise CaptureError as a call does.
+
+        Parameters
+        ----------
+        module, args
+            The call.
+        symbolic
+            Dimensions of its tensors that may differ in later calls of a new graph.
+        """
+        for captured in self.graphs:
+            captured.emitted = None
         # Code made by dynamo draws Python's random numbers before it calls the graph.
-        with generators_kept(module.modules()):
+        with generators_kept(module.modules()), symbols.marked(symbolic):
             try:
                 self(module, *args)
             except Unplanned as reached:

@@ -9,6 +9,7 @@ step to the next without capturing again.
 from __future__ import annotations
 
 import linecache
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from rotor._pytorch import core
+from rotor._pytorch import core, symbols
 from rotor.engines.graph.lowering import Lowered, Task, Value
 from rotor.engines.graph.proving import Prover
 from rotor.engines.graph.repeating import is_unspecified
@@ -83,7 +84,11 @@ class Emitted:
 
 def saved_primals(lowered: Lowered) -> list[fx.Node]:
     """Return the primals that autograd keeps for the backward: read by it, and unmutated."""
-    return [n for n in lowered.primals if n.users and n not in lowered.mutated]
+    return [
+        n
+        for n in lowered.primals
+        if n.users and n not in lowered.mutated and not symbols.is_symbol(n.meta.get("val"))
+    ]
 
 
 def check_versions(kept: Sequence[tuple[torch.Tensor, int]]) -> None:
@@ -146,6 +151,8 @@ class _Writer:
     def reference(self, node: fx.Node) -> str:
         """Return the variable of a node; write the code of a missing view."""
         value = self.lowered.values[node]
+        if symbols.is_symbol(node.meta.get("val")):
+            return f"({symbols.text_of(node.meta['val'])})"
         if value.kind == "input":
             if node.op == "get_attr":
                 return self.constant(core.attribute(self.lowered.module, str(node.target)))
@@ -367,6 +374,8 @@ def emit(
         "empty": torch.empty,
         "keeps_graph": core.keeps_graph,
         "check_versions": check_versions,
+        "math": math,
+        "torch": torch,
     }
     constants: dict[int, str] = {}
     runs = [0] * len(lowered.tasks)
@@ -421,7 +430,7 @@ def emit(
     states = [replays[i] for i in sorted(replays) if i in ran and remaining[i] > 0]
     unsaved = [f"p{head.primal_of[n]}" for n in lowered.primals if n in lowered.mutated]
     saved = [f"p{head.primal_of[n]}" for n in saved_primals(lowered)]
-    names = [*stored.values(), *states, *unsaved]
+    names = [*stored.values(), *states, *unsaved, *lowered.symbols]
     changed = ", ".join(unsaved)
     if prover is not None:
         names.append("proof")
@@ -431,6 +440,7 @@ def emit(
         "def forward(args):",
         _unpack([f"p{i}" for i in range(len(lowered.primals))], "args"),
         "    args.clear()",
+        *(f"    {name} = {_origin(*place)}" for name, place in lowered.symbols.items()),
         *([f"    proof = begin_proof({changed})"] if prover is not None else []),
         *(f"    {line}" for line in head.lines),
         "    token = empty(0)",
@@ -472,6 +482,11 @@ def emit(
     exec(compile(source, filename, "exec"), namespace)
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     return Emitted(namespace["forward"], namespace["backward"], source, len(replays))
+
+
+def _origin(primal: int, dimension: int | None) -> str:
+    """Return the code of a symbol's value."""
+    return f"p{primal}" if dimension is None else f"p{primal}.size({dimension})"
 
 
 def _unpack(names: Sequence[str], source: str) -> str:

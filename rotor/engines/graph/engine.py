@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +28,6 @@ from rotor.engines.graph.calls import check_arguments, run_once
 from rotor.engines.graph.capture import Capture, Unplanned, fresh
 from rotor.engines.graph.early import owners_of
 from rotor.engines.graph.loading import loaded_plan
-from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.planned import (
     CapturedStep,
     GraphPlan,
@@ -38,7 +38,8 @@ from rotor.engines.graph.planned import (
 )
 from rotor.engines.graph.proving import Tally
 from rotor.engines.graph.recorded import MEASURED, price, source_of
-from rotor.engines.graph.repeating import described_unrepeatable
+from rotor.engines.graph.shapes import ShapeStep
+from rotor.engines.graph.sizing import Sizing, warn_unrepeatable
 from rotor.engines.learning import MeteredEngine
 from rotor.engines.loss_guess import plan_with_guess
 from rotor.errors import CaptureError, InfeasibleError
@@ -95,13 +96,6 @@ def captured_key(context: Context, call: Call) -> Key:
     return Key(measured, absent)
 
 
-def warn_unrepeatable(context: Context, graphs: Sequence[Lowered]) -> None:
-    """Warn of operations that gave other bits in a second run."""
-    text = described_unrepeatable(graphs)
-    if text:
-        context.warn("unrepeatable", text)
-
-
 class GraphEngine(MeteredEngine):
     """Captured steps of any module.
 
@@ -119,6 +113,7 @@ class GraphEngine(MeteredEngine):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.steps: dict[Any, CapturedStep] = {}
+        self.sizing = Sizing(context)
         self.primals: list[Any] | None = None
         """List that takes the tensors of the next capture, or None."""
 
@@ -161,6 +156,7 @@ class GraphEngine(MeteredEngine):
     def forget(self, measured: Any) -> None:
         """Drop the capture of a kind of step."""
         self.steps.pop(measured, None)
+        self.sizing.forget(measured)
 
     def device_of(self, key: Key) -> torch.device:
         """Return the device of such steps."""
@@ -175,23 +171,31 @@ class GraphEngine(MeteredEngine):
         loss_fn = self.settings.loss_fn if call.targets else None
         cancel_running()
         arguments = (args, kwargs, call.targets)
+        if self.backend == "fx" and self.solve() is None:
+            step = self.sizing.step(key, loss_fn, arguments, call, self._new_capture, self.steps)
+            if step is not None:
+                return step
         with progress(1, "capturing the model"):
             try:
                 capture, found = self._captured(loss_fn, arguments)
             except CaptureError as error:
+                self.sizing.refuse(key, error)
                 raise CannotPlan(error) from None
         return self._profiled(key, capture, found, call, loss_captured=loss_fn is not None)
 
+    def _new_capture(self) -> Capture:
+        return Capture(fresh(_call), self.backend)
+
     def _captured(self, loss_fn: Any, arguments: Any) -> tuple[Capture, Unplanned]:
         module = self.context.module
-        capture = Capture(fresh(_call), self.backend)
+        capture = self._new_capture()
         try:
             return capture, capture.reach(module, loss_fn, *arguments)
         except CaptureError as error:
             # Modules that prepare themselves in their first forward can be captured after it.
             if not run_once(module, arguments[0], arguments[1]):
                 raise error from None
-            capture = Capture(fresh(_call), self.backend)
+            capture = self._new_capture()
             return capture, capture.reach(module, loss_fn, *arguments)
 
     def _profiled(
@@ -217,6 +221,10 @@ class GraphEngine(MeteredEngine):
         step.verifies = self.settings.verify != "off"
         self.steps[key.measured] = step
         return step
+
+    def remarks(self, plan: Any, key: Key | None) -> list[Any]:
+        """Return a note on the shapes of the calls, and the captures and plans that they share."""
+        return self.sizing.remarks()
 
     # -- planning
 
@@ -277,6 +285,7 @@ class GraphEngine(MeteredEngine):
         """Drop the compiled programs."""
         for step in self.steps.values():
             step.capture.forget_programs()
+        self.sizing.forget_programs()
 
     def solve(self) -> Any:
         """Return the search for programs, if not the planner of operations."""
@@ -292,17 +301,21 @@ class GraphEngine(MeteredEngine):
             if not doubtful:
                 raise
         # The first step is metered, and shows which outputs have a gradient.
-        return self._plan_of(
-            self.steps[key.measured].variant(step.existing, doubtful),
-            key,
-            limit_bytes,
-            reserve_bytes,
-        )
+        step = step.base.variant(step.existing, doubtful)
+        return self._plan_of(step, key, limit_bytes, reserve_bytes)
 
     def _plan_of(
         self, step: CapturedStep, key: Key, limit_bytes: int, reserve_bytes: int
     ) -> GraphPlan:
-        with progress(1, "planning") as update:
+        make = partial(self._planned, step, key, limit_bytes)
+        if isinstance(step, ShapeStep):
+            return self.sizing.plan(step, key, limit_bytes, reserve_bytes, make)
+        return make(reserve_bytes, self.solve())
+
+    def _planned(
+        self, step: CapturedStep, key: Key, limit_bytes: int, reserve_bytes: int, solve: Any
+    ) -> GraphPlan:
+        with progress(1, f"planning{self.sizing.described(key)}") as update:
 
             def plan_with(loss_bytes: int) -> GraphPlan:
                 return make_graph_plan(
@@ -312,7 +325,7 @@ class GraphEngine(MeteredEngine):
                     reserve_bytes=reserve_bytes,
                     options=self.settings.options,
                     progress=update,
-                    solve=self.solve(),
+                    solve=solve,
                 )
 
             loss_bytes = self._loss_bytes(key)
@@ -375,6 +388,10 @@ class GraphEngine(MeteredEngine):
             # A Python value that the code depends on has changed: this is another graph.
             cancel_running()
             loss_captured = plan.step.loss_captured
+            step = self.sizing.reached(plan.key, reached)
+            if step is not None:
+                self.steps[plan.key.measured] = step
+                raise PlanAgain from reached
             self._profiled(plan.key, capture, reached, call, loss_captured=loss_captured)
             raise PlanAgain from reached
         except CaptureError as error:
@@ -410,12 +427,23 @@ class GraphEngine(MeteredEngine):
         known = plan.step.captured.absent
         plan.outdated |= known is not None and not plan.step.absent <= known
 
+    def learn(self, plan: Any, step: StepBytes) -> None:
+        """Compare a metered step with its plan, for the plans of other shapes too."""
+        super().learn(plan, step)
+        if isinstance(plan.step, ShapeStep):
+            excess = step.peak_bytes - max(plan.predicted_bytes, self.repriced(plan))
+            plan.step.symbolic.excess[plan.step.values] = excess
+
     def learn_loss(self, plan: GraphPlan, step: StepBytes) -> bool:
         """Note the need of the caller's loss; return whether it is new to the plan."""
         absent = plan.step.absent_tangents
         is_new = absent != plan.step.absent
         now = plan.step.base.variant(plan.step.existing, absent)
         learned = max(step.loss_bytes - now.tangent_bytes, 0)
+        if isinstance(plan.step, ShapeStep):
+            plan.step.symbolic.losses[plan.step.values] = learned
+            if learned <= plan.loss_bytes:
+                return is_new
         if plan.step.loss_captured or learned == plan.loss_bytes:
             return is_new
         self.context.learned_loss[plan.key.measured] = learned

@@ -303,6 +303,11 @@ def flops_of(node: fx.Node) -> int:
 
     A multiplication and an addition are two.
     """
+    return int(flops_expression(node))
+
+
+def flops_expression(node: fx.Node) -> Any:
+    """Return `flops_of`, as an expression if sizes are symbols."""
     name = _name(node)
     formulas: dict[str, Any] = {str(target): found for target, found in flop_registry.items()}
     other, count = _AS.get(name, (name, None))
@@ -311,7 +316,7 @@ def flops_of(node: fx.Node) -> int:
         args = _values(node.args)
         kwargs = _values(node.kwargs) if count is None else {}
         try:
-            return int(formula(*args[:count], **kwargs, out_val=node.meta["val"]))
+            return formula(*args[:count], **kwargs, out_val=node.meta["val"])
         except (AssertionError, TypeError, ValueError, RuntimeError) as error:
             logger.info("the formula for the flops of %s does not apply: %s", name, error)
     return sum(tensor.numel() for tensor in _tensors_of(node))

@@ -6,7 +6,8 @@ gradients, without mutation. Here its nodes become
 - *inputs*: parameters, buffers, the model's inputs, constants: alive before and after;
 - *operations*: they make storages;
 - *views*: tensors on existing storages: they cost nothing and are made again at each use;
-- *items*: one output of an operation with several.
+- *items*: one output of an operation with several;
+- *numbers*: expressions of sizes that are symbols: written where they are used.
 
 The loss is one operation between the forward and the backward: from the outputs to the tangents.
 """
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rotor._pytorch import core
+from rotor._pytorch import core, symbols
 from rotor.engines.graph.false_edges import drop_false_edges
 from rotor.engines.graph.rewrite import split_convolutions
 from rotor.errors import CaptureError
@@ -40,7 +41,7 @@ class Value:
     Attributes
     ----------
     kind
-        "input", "output" (of an operation), "item" or "view".
+        "input", "output" (of an operation), "item", "view", or "number" (of sizes).
     node
         Node of the joint graph.
     base
@@ -116,6 +117,9 @@ class Lowered:
         Tasks that differed when they ran again, or may.
     draws_once
         True if operations that draw random numbers run once, because the generator is not restored.
+    symbols
+        Origins of sizes that are symbols, by name: the number of a primal, and of its dimension;
+        ``None`` for a primal that is the size itself.
     """
 
     tasks: list[Task]
@@ -132,6 +136,7 @@ class Lowered:
     output_of_tangent: list[int] = field(default_factory=list)
     unrepeatable: list[Task] = field(default_factory=list)
     draws_once: bool = False
+    symbols: dict[str, tuple[int, int | None]] = field(default_factory=dict)
 
     def input_bytes(self, node: fx.Node) -> int:
         """Return the bytes of an input's tensors."""
@@ -171,7 +176,10 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    return allocator.rounded_bytes(tensor.untyped_storage().nbytes(), tensor.device)
+    """Return the bytes of a tensor's storage, for the sizes of the capture."""
+    return allocator.rounded_bytes(
+        symbols.hint_of(tensor.untyped_storage().nbytes()), tensor.device
+    )
 
 
 def _is_random(node: fx.Node) -> bool:
@@ -227,7 +235,9 @@ class _Lowering:
         for node in self.nodes:
             if late.intersection(node.all_input_nodes):
                 late.add(node)
-            elif node.op == "call_function" and not any(_tensors(node.meta.get("val"))):
+            elif node.op == "call_function" and not (
+                symbols.is_symbol(node.meta.get("val")) or any(_tensors(node.meta.get("val")))
+            ):
                 found.append(node)
         return found
 
@@ -296,7 +306,33 @@ class _Lowering:
             output_bytes=self._output_bytes,
             module=self.module,
             output_of_tangent=self._outputs_of_tangents(),
+            symbols=self._symbols(),
         )
+
+    def _symbols(self) -> dict[str, tuple[int, int | None]]:
+        found: dict[str, tuple[int, int | None]] = {}
+        for index, node in enumerate(self.primals):
+            value = node.meta.get("val")
+            for _, tensor in _tensors(value):
+                for dimension, size in enumerate(tensor.shape):
+                    if symbols.symbols_in(size) == {symbols.text_of(size)}:
+                        found.setdefault(symbols.text_of(size), (index, dimension))
+        for index, node in enumerate(self.primals):
+            value = node.meta.get("val")
+            if symbols.symbols_in(value) == {symbols.text_of(value)}:
+                found[symbols.text_of(value)] = (index, None)
+        used = {
+            name
+            for node in self.nodes
+            for part in (node.meta.get("val"), *_sizes_within(node.meta.get("val")))
+            for name in symbols.symbols_in(part)
+        }
+        if not used <= set(found):
+            raise CaptureError(
+                f"the sizes {', '.join(sorted(used - set(found)))} are not among those of the "
+                "arguments"
+            )
+        return found
 
     def _pin(self, nodes: Iterable[Any]) -> None:
         for node in nodes:
@@ -334,6 +370,9 @@ class _Lowering:
             return
         if node.op != "call_function":
             raise CaptureError(f"the graph has a node of kind {node.op!r}: {node.format_node()}")
+        if symbols.is_symbol(node.meta.get("val")):
+            self.values[node] = Value("number", node)
+            return
         if node.target is operator.getitem:
             base = self.values[node.args[0]]  # type: ignore[index]
             kind = "item" if base.kind in ("output", "item") else base.kind
@@ -393,19 +432,20 @@ def _closure(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+def _sizes_within(value: Any) -> Iterator[Any]:
+    for _, tensor in _tensors(value):
+        yield from tensor.shape
 
 
-def _is_symbolic(value: Any) -> bool:
-    if isinstance(value, _SYMBOLS):
-        return True
-    sizes = [size for _, tensor in _tensors(value) for size in tensor.shape]
-    return any(isinstance(size, torch.SymInt) for size in sizes)
+def _depends_on_data(value: Any) -> bool:
+    if symbols.is_symbol(value):
+        return symbols.depends_on_data(value)
+    return any(symbols.depends_on_data(tensor) for _, tensor in _tensors(value))
 
 
 def _refuse_sizes_of_data(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
-        if node.op != "call_function" or not _is_symbolic(node.meta.get("val")):
+        if node.op != "call_function" or not _depends_on_data(node.meta.get("val")):
             continue
         path = _module_path(node)
         lines = [text.strip() for text in str(node.meta.get("stack_trace") or "").splitlines()]

@@ -155,6 +155,14 @@ class CapturedStep:
         """True if gradients leave before the backward ends, to be added to existing ones."""
         return any(task.gradients for task in self.lowered.tasks)
 
+    def graph(self, loss_bytes: int) -> Graph:
+        """Return the cost model, with `loss_bytes` of workspace in the loss."""
+        return build_graph(self.lowered, self.costs, loss_bytes)
+
+    def verified(self, ops: Any, make: Callable[[], Any]) -> Any:
+        """Return a program's code with comparisons, made by a function."""
+        return make()
+
     def code(self, ops: list[int]) -> StepCode:
         """Return the functions that run a program."""
         if self.inductor is not None:
@@ -328,7 +336,7 @@ class GraphPlan(Metered):
         code = self.emitted
         if tally is not None:
             if self._verified is None:
-                self._verified = self._verified_code()
+                self._verified = self.step.verified(self.program.ops, self._verified_code)
             code, prover = self._verified
             prover.tally = tally
         code.prepare()
@@ -469,7 +477,7 @@ def make_graph_plan(
     InfeasibleError
         No plan was found; ``minimum_bytes`` is the least limit for which one was.
     """
-    graph = build_graph(step.lowered, step.costs, loss_bytes)
+    graph = step.graph(loss_bytes)
     own = step.executor_bytes(0, 0, limit_bytes)
     while True:
         try:
@@ -532,6 +540,5 @@ def executor_bytes(device: torch.device, replayed: int) -> int:
 
 def repriced(plan: GraphPlan, loss_bytes: int, step: CapturedStep | None = None) -> int:
     """Return the predicted need of a plan's program with another loss, or other tangents."""
-    step = step or plan.step
-    graph = build_graph(step.lowered, step.costs, loss_bytes)
+    graph = (step or plan.step).graph(loss_bytes)
     return simulate(graph, plan.program.ops).peak_bytes + plan.executor_bytes

@@ -1,0 +1,125 @@
+"""Private names of PyTorch for sizes that are symbols; SymPy is imported when one is met."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Dimension = tuple[torch.Tensor, int]
+"""Tensor, and the number of one of its dimensions."""
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
+
+
+@functools.cache
+def _printer() -> Callable[[Any], str]:
+    from torch.utils._sympy.printers import PythonPrinter
+
+    doprint: Callable[[Any], str] = PythonPrinter().doprint
+    return doprint
+
+
+def is_symbol(value: Any) -> bool:
+    """Return whether a value is a number that depends on sizes, or on data."""
+    return isinstance(value, _SYMBOLIC)
+
+
+def depends_on_data(value: Any) -> bool:
+    """Return whether a number, or a size of a tensor, depends on the values of tensors."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    if isinstance(value, torch.Tensor):
+        parts = [*value.shape, *(value.stride() if value.layout == torch.strided else ())]
+        return any(isinstance(part, _SYMBOLIC) and depends_on_data(part) for part in parts)
+    return bool(free_unbacked_symbols(value))
+
+
+def text_of(value: Any) -> str:
+    """Return a number as text: Python's expression of the symbols in it."""
+    return _printer()(value.node.expr) if isinstance(value, _SYMBOLIC) else repr(value)
+
+
+def symbols_in(value: Any) -> set[str]:
+    """Return the names of the symbols on which a number depends."""
+    if not isinstance(value, _SYMBOLIC):
+        return set()
+    return {str(symbol) for symbol in value.node.expr.free_symbols}
+
+
+def hint_of(value: Any) -> Any:
+    """Return a number as it was during the capture."""
+    return value.node.hint if isinstance(value, _SYMBOLIC) else value
+
+
+@contextmanager
+def unguarded(values: Iterable[Any]) -> Iterator[None]:
+    """Let comparisons of numbers in the context make no condition of the captured graph."""
+    for value in values:
+        if isinstance(value, _SYMBOLIC):
+            with value.node.shape_env.suppress_guards():
+                yield
+            return
+    yield
+
+
+@contextmanager
+def marked(dimensions: Iterable[Dimension]) -> Iterator[None]:
+    """Have captures in the context take these dimensions as symbols, where the code permits."""
+    from torch._dynamo import maybe_mark_dynamic
+    from torch.fx.experimental import _config
+
+    tensors: dict[int, torch.Tensor] = {}
+    for tensor, dimension in dimensions:
+        maybe_mark_dynamic(tensor, dimension)
+        tensors[id(tensor)] = tensor
+    try:
+        # Sizes that are equal by chance would become one symbol.
+        with _config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+            yield
+    finally:
+        for tensor in tensors.values():
+            for name in _MARKS:
+                if hasattr(tensor, name):
+                    delattr(tensor, name)
+
+
+def line_of_constant(tensor: Any, dimension: int) -> str:
+    """Return the place in the model's code that made a marked size a constant; empty if unknown.
+
+    Parameters
+    ----------
+    tensor
+        Fake tensor of a captured graph.
+    dimension
+        Number of its dimension that is a constant.
+    """
+    environment = tensor.fake_mode.shape_env
+    if environment is None:
+        return ""
+    size, ending = int(tensor.shape[dimension]), f".size()[{dimension}]"
+    for symbol, place in environment.replacements_slocs.items():
+        found = environment.replacements.get(symbol)
+        sources = environment.var_to_sources.get(symbol, ())
+        is_here = any(str(source.name).endswith(ending) for source in sources)
+        if found is not None and found.is_number and int(found) == size and is_here:
+            return str(place.maybe_user_loc or "").strip()
+    return ""
+
+
+def evaluated(text: str, values: Mapping[str, int]) -> Any:
+    """Return the value of an expression that `text_of` returned.
+
+    Parameters
+    ----------
+    text
+        The expression.
+    values
+        Values of symbols by name.
+    """
+    return eval(text, {"math": math, "torch": torch, **values})

@@ -1,0 +1,271 @@
+"""Families of calls that differ in sizes only: which of them share a capture, and how."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor._pytorch import core, symbols
+from rotor.engines.graph.capture import Capture, Captured, Unplanned
+from rotor.engines.graph.shapes import Shapes, SymbolicGraph
+from rotor.errors import CaptureError
+
+__all__ = ["Families", "Family", "origins_of", "shapes_of"]
+
+_MOST_GRAPHS = 4
+"""Number of captures with symbols of one family after which further shapes are captured alone."""
+
+Dimensions = Sequence[tuple[int, int]]
+"""Dimensions of a call's arguments: (leaf, number)."""
+
+
+def shapes_of(leaves: Sequence[Any]) -> Shapes:
+    """Return the shapes of the tensors among the leaves of a call."""
+    return tuple([tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in leaves])
+
+
+def _leaf_names(module: nn.Module, arguments: Any) -> list[str]:
+    """Return a name for each leaf of (arguments by position, by name, targets)."""
+    args, kwargs, targets = arguments
+    parameters = list(inspect.signature(module.forward).parameters)
+    named: list[tuple[str, Any]] = [
+        (parameters[k] if k < len(parameters) else f"argument {k}", value)
+        for k, value in enumerate(args)
+    ]
+    named += kwargs.items()
+    named += [(f"target {k}", value) for k, value in enumerate(targets)]
+    found = []
+    for name, value in named:
+        leaves = core.tree_flatten(value)[0]
+        found += [name if len(leaves) == 1 else f"{name}[{k}]" for k in range(len(leaves))]
+    return found
+
+
+@dataclass
+class Family:
+    """Calls that differ in the sizes of tensors only.
+
+    Attributes
+    ----------
+    names
+        Name of each leaf of the arguments.
+    shapes
+        Shapes of the calls so far, by their `Key.measured`.
+    capture
+        Capture with symbols; ``None`` before the second shape.
+    graphs
+        Graphs with symbols.
+    constants
+        Reasons for which sizes became constants of a graph, by size.
+    refusal
+        Reason for which further shapes are captured alone; empty if they are not.
+    error
+        Error of a capture, after which no other shape is tried.
+    alone
+        Number of shapes that were captured alone.
+    seconds
+        Time of planning each shape, by its `Key.measured`.
+    """
+
+    names: list[str]
+    shapes: dict[Any, Shapes] = field(default_factory=dict)
+    capture: Capture | None = None
+    graphs: list[SymbolicGraph] = field(default_factory=list)
+    constants: dict[str, str] = field(default_factory=dict)
+    refusal: str = ""
+    error: CaptureError | None = None
+    alone: int = 0
+    seconds: dict[Any, float] = field(default_factory=dict)
+
+    @property
+    def shared_capture(self) -> Capture:
+        """Capture with symbols, after the first one."""
+        assert self.capture is not None
+        return self.capture
+
+    def differing(self, shapes: Shapes) -> list[tuple[int, int]]:
+        """Return the dimensions, as (leaf, number), in which calls so far differ."""
+        known = [*self.shapes.values(), shapes]
+        found: set[tuple[int, int]] = set()
+        for other in known[1:]:
+            for leaf, (one, two) in enumerate(zip(known[0], other, strict=True)):
+                if one is not None and two is not None:
+                    found.update((leaf, d) for d in range(len(one)) if one[d] != two[d])
+        return sorted(found)
+
+    def graph_of(self, captured: Captured) -> SymbolicGraph | None:
+        """Return the graph with symbols of a capture, if it is one."""
+        return next((graph for graph in self.graphs if graph.captured is captured), None)
+
+    def text(self, shapes: Shapes, among: Dimensions = ()) -> str:
+        """Return the shapes of a call as text.
+
+        Parameters
+        ----------
+        shapes
+            The shapes.
+        among
+            Dimensions that differ: only their leaves are named. Empty for all.
+        """
+        leaves = {leaf for leaf, _ in among}
+        return ", ".join(
+            f"{name} {list(shape)}"
+            for k, (name, shape) in enumerate(zip(self.names, shapes, strict=True))
+            if shape is not None and (not leaves or k in leaves)
+        )
+
+    def reach(
+        self,
+        make: Callable[[], Capture],
+        module: nn.Module,
+        loss_fn: Any,
+        arguments: Any,
+        differing: Dimensions,
+    ) -> Unplanned | None:
+        """Capture a call with symbols, or find its graph; ``None`` if it has to be captured alone.
+
+        Parameters
+        ----------
+        make
+            Function that makes a capture.
+        module, loss_fn, arguments
+            Model, loss, and arguments of the call.
+        differing
+            Dimensions that become symbols.
+        """
+        leaves = core.tree_flatten(arguments)[0]
+        if self.capture is None:
+            self.capture = make()
+        marked = [(leaves[leaf], dimension) for leaf, dimension in differing]
+        try:
+            found = self.capture.reach(module, loss_fn, *arguments, symbolic=marked)
+        except CaptureError as error:
+            lines = [text.strip() for text in str(error).splitlines() if text.strip()]
+            shown = lines if len(lines) < 3 else [lines[0], *lines[-2:]]
+            self.refusal = f"the capture with symbols failed: {' ... '.join(shown)}"
+            return None
+        captured = found.captured
+        if self.graph_of(captured) is not None:
+            return found
+        constants = self._constants(captured, found.primals, leaves, differing)
+        self.constants.update(constants)
+        if not captured.lowered.symbols:
+            self.refusal = "; ".join(constants.values()) or "no size of the graph is a symbol"
+            return None
+        if len(self.graphs) >= _MOST_GRAPHS:
+            self.refusal = f"its code asked for more than {_MOST_GRAPHS} graphs with symbols"
+            return None
+        return found
+
+    def _constants(
+        self,
+        captured: Captured,
+        primals: Sequence[Any],
+        leaves: Sequence[Any],
+        differing: Dimensions,
+    ) -> dict[str, str]:
+        """Return reasons, by size, for marked sizes that became constants of a graph."""
+        nodes = {
+            id(primal): node for node, primal in zip(captured.lowered.primals, primals, strict=True)
+        }
+        found = {}
+        for leaf, dimension in differing:
+            node = nodes.get(id(leaves[leaf]))
+            value = None if node is None else node.meta.get("val")
+            if not isinstance(value, torch.Tensor) or symbols.is_symbol(value.shape[dimension]):
+                continue
+            size = int(value.shape[dimension])
+            name = f"dimension {dimension} of {self.names[leaf]}"
+            line = symbols.line_of_constant(value, dimension)
+            because = f", by {line}" if line else ""
+            if size in (0, 1):
+                because = ": captures take sizes 0 and 1 as constants"
+            found[f"{name} = {size}"] = f"{name} is the constant {size}{because}"
+        return found
+
+    def describe(self) -> str:
+        """Return the shapes, captures and times of planning as text; empty if all are alike."""
+        count = len(self.shapes)
+        if count < 2:
+            return ""
+        differing = self.differing(next(iter(self.shapes.values())))
+        shared = count - self.alone
+        lines = [
+            f"shapes: {count} of {', '.join(sorted({self.names[leaf] for leaf, _ in differing}))}; "
+            f"{shared} share {len(self.graphs)} captured graph{'s' * (len(self.graphs) != 1)}, "
+            f"{self.alone} captured alone"
+        ]
+        if self.seconds:
+            slowest = max(self.seconds, key=lambda key: self.seconds[key])
+            total = sum(self.seconds.values())
+            lines.append(
+                f"planning took {total:.3g} s in all, {total / len(self.seconds):.3g} s a shape, "
+                f"at most {self.seconds[slowest]:.3g} s "
+                f"({self.text(self.shapes[slowest], differing)})"
+            )
+        lines += [f"a graph of its own: {reason}" for reason in self.constants.values()]
+        if self.refusal:
+            lines.append(f"each further shape is captured alone: {self.refusal}")
+        return "\n".join(lines)
+
+
+class Families:
+    """Families of the calls of one model."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Any, Family] = {}
+
+    def __iter__(self) -> Iterator[Family]:
+        return iter(self._by_key.values())
+
+    @staticmethod
+    def _key(measured: Any) -> Any:
+        spec, leaves, *rest = measured
+        kinds = [
+            (len(leaf[0]), *leaf[2:]) if isinstance(leaf[0], torch.Size) else leaf
+            for leaf in leaves
+        ]
+        return (spec, tuple(kinds), *rest)
+
+    def of(self, measured: Any) -> Family | None:
+        """Return the family of a kind of step, if it has one."""
+        return self._by_key.get(self._key(measured))
+
+    def joined(self, measured: Any, module: nn.Module, arguments: Any) -> Family:
+        """Return the family of a call, made if it is new."""
+        key = self._key(measured)
+        if key not in self._by_key:
+            self._by_key[key] = Family(_leaf_names(module, arguments))
+        return self._by_key[key]
+
+
+def origins_of(
+    captured: Captured, primals: Sequence[Any], leaves: Sequence[Any]
+) -> tuple[list[tuple[int, int]] | None, dict[int, list[str]]]:
+    """Return the origins of a graph's symbols among the leaves of the arguments.
+
+    Returns
+    -------
+    tuple
+        For each symbol, in the order of `Lowered.symbols`, the leaf and its dimension, ``None`` if
+        one has none; and the sizes of the leaves as expressions.
+    """
+    places = {id(leaf): k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    origins: dict[str, tuple[int, int]] = {}
+    sizes: dict[int, list[str]] = {}
+    for node, primal in zip(captured.lowered.primals, primals, strict=True):
+        place = places.get(id(primal))
+        value = node.meta.get("val")
+        if place is None or not isinstance(value, torch.Tensor):
+            continue
+        sizes[place] = [symbols.text_of(size) for size in value.shape]
+        for dimension, text in enumerate(sizes[place]):
+            origins.setdefault(text, (place, dimension))
+    names = list(captured.lowered.symbols)
+    known = set(names) <= set(origins)
+    return [origins[name] for name in names] if known else None, sizes

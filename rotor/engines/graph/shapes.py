@@ -1,0 +1,473 @@
+"""Steps of one captured graph at any sizes: costs by fits, and programs that carry over.
+
+A graph captured with symbolic dimensions has the same operations at every shape, so that a program
+is an order in which they run at any of them. A new shape evaluates sizes and costs, prices the
+programs that other shapes have left, and takes the fastest that fits; only if none does, a search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rotor._pytorch import symbols
+from rotor.common.accounting import METERED_STEPS
+from rotor.common.checksums import Proved
+from rotor.engines.graph.capture import Capture, Captured
+from rotor.engines.graph.early import Owners
+from rotor.engines.graph.emit import StepCode, checksums_of
+from rotor.engines.graph.fits import Fits, Point, work_of
+from rotor.engines.graph.handover import with_handovers
+from rotor.engines.graph.lowering import Lowered
+from rotor.engines.graph.planned import CapturedStep, GraphPlan, build_graph, search
+from rotor.engines.graph.profile import Cost, keys_of
+from rotor.engines.graph.symbols import Sizes, at
+from rotor.errors import InfeasibleError
+from rotor.graph import planner
+from rotor.graph.graph import Graph, Resizing
+from rotor.graph.program import Program
+
+__all__ = ["ShapeStep", "Shapes", "SymbolicGraph", "Values"]
+
+_MOST_PROGRAMS = 32
+_LEAST_POINTS = 4
+_GOOD = 1.01
+"""Time of a program, against that without recomputation, for which no better one is searched."""
+_NEAR = 1.05
+"""Ratio of the bytes of two shapes for which a program of the larger one is good enough."""
+_TRUSTED_SHAPES = 3
+"""Number of shapes with metered steps after which predictions are trusted."""
+_MARGIN = 1.1
+"""Ratio of limit and prediction from which trusted steps are not metered."""
+
+Numbers = npt.NDArray[np.int64]
+Order = npt.NDArray[np.int32]
+Values = tuple[int, ...]
+Shapes = tuple[tuple[int, ...] | None, ...]
+"""Shapes of the leaves of a call's arguments; ``None`` for leaves that are no tensors."""
+
+
+@dataclass
+class _Entry:
+    """Program for every shape, and the code that runs it.
+
+    Attributes
+    ----------
+    ops
+        Order of the operations.
+    code
+        Functions that run it; ``None`` before they are needed.
+    verified
+        The same with comparisons, and their prover.
+    proved
+        Results of verified steps.
+    checksums
+        Number of checksums in a verified step.
+    used
+        Number of the last choice of the program.
+    total
+        Bytes of all storages at the shape for which it was searched.
+    """
+
+    ops: Order
+    code: StepCode | None = None
+    verified: Any = None
+    proved: Proved = field(default_factory=Proved)
+    checksums: int = 0
+    used: int = 0
+    total: int = 0
+
+
+class _Variant:
+    """Operations of a graph for one set of existing gradients, and its programs."""
+
+    def __init__(self, lowered: Lowered, costs: Sequence[Cost], existing: frozenset[int]) -> None:
+        self.lowered = lowered
+        if existing:
+            self.lowered, _ = with_handovers(lowered, costs, existing)
+        numbers = {id(task): k for k, task in enumerate(lowered.tasks)}
+        self.origin = np.array([numbers.get(id(t), -1) for t in self.lowered.tasks])
+        self.made = [list(task.made.values()) for task in self.lowered.tasks]
+        priced = [costs[k] if k >= 0 else Cost(0, 0) for k in self.origin.tolist()]
+        self.resizing = Resizing(build_graph(self.lowered, priced, 0))
+        self.programs: dict[bytes, _Entry] = {}
+        self.choices = 0
+        self.entry(range(len(self.lowered.tasks)))
+
+    def spread(self, values: Numbers) -> Numbers:
+        """Return figures of its operations, from those of the graph's."""
+        found: Numbers = np.where(self.origin >= 0, values[self.origin], 0)
+        return found
+
+    def entry(self, ops: Sequence[int] | Order) -> _Entry:
+        """Return a program's entry, made if it is new."""
+        order = np.asarray(ops, dtype=np.int32)
+        key = order.tobytes()
+        if key not in self.programs:
+            self.programs[key] = _Entry(order)
+        found = self.programs[key]
+        self.choices += 1
+        found.used = self.choices
+        return found
+
+    def prune(self) -> None:
+        """Drop the programs that were not chosen for longest."""
+        while len(self.programs) > _MOST_PROGRAMS:
+            # The first one runs every operation once.
+            oldest = min(list(self.programs)[1:], key=lambda key: self.programs[key].used)
+            del self.programs[oldest]
+
+
+class SymbolicGraph:
+    """Captured graph with symbols: sizes, costs and programs of its steps.
+
+    Parameters
+    ----------
+    capture, captured
+        The call, and its graph.
+    device
+        Device of the steps.
+    loss_captured, planned_for, owners, verifies
+        As of `CapturedStep`.
+
+    Attributes
+    ----------
+    sizes
+        Sizes for any values of the symbols.
+    fits
+        Costs for any values of the symbols.
+    needs
+        Bytes by which metered steps exceeded their prediction, by values of the symbols.
+    losses
+        Bytes that the caller's loss needs, by values of the symbols.
+    held
+        Limits of the plans so far, by values of the symbols.
+    origins
+        Leaf and dimension of the call's arguments from which each symbol comes; ``None`` if unknown
+        for one of them.
+    leaf_sizes
+        Sizes of these leaves, as expressions.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        captured: Captured,
+        device: torch.device,
+        *,
+        loss_captured: bool,
+        planned_for: str,
+        owners: Owners | None,
+        verifies: bool,
+        origins: list[tuple[int, int]] | None = None,
+        leaf_sizes: dict[int, list[str]] | None = None,
+    ) -> None:
+        self.origins, self.leaf_sizes = origins, leaf_sizes or {}
+        self.capture, self.captured, self.device = capture, captured, device
+        self.loss_captured, self.planned_for = loss_captured, planned_for
+        self.owners, self.verifies = owners, verifies
+        self.sizes = Sizes(captured.lowered, device)
+        self.fits = Fits()
+        self.factors = np.ones(len(captured.lowered.storages))
+        self.excess: dict[Values, int] = {}
+        self.losses: dict[Values, int] = {}
+        self.held: dict[Values, int] = {}
+        self._variants: dict[tuple[frozenset[int], int], _Variant] = {}
+
+    # -- costs
+
+    def concrete(self, values: Sequence[int]) -> Lowered:
+        """Return the graph at plain sizes, to measure its operations."""
+        storages, _, _ = self.sizes.of(values)
+        return at(self.captured.lowered, storages.tolist(), values)
+
+    def add_point(self, values: Sequence[int], costs: Sequence[Cost]) -> None:
+        """Add the measured costs of all operations at one shape."""
+        storages, moved, flops = self.sizes.of(values)
+        self.fits.add(Point.of(values, costs, moved, flops))
+        for task, cost in zip(self.captured.lowered.tasks, costs, strict=True):
+            for storage, size in zip(task.made.values(), cost.made_bytes, strict=True):
+                # Some operations make more than their results hold.
+                ratio = size / max(int(storages[storage]), 1)
+                self.factors[storage] = max(self.factors[storage], ratio)
+
+    def add_known(self, values: Sequence[int], known: dict[str, Cost]) -> None:
+        """Add costs at a shape at which another capture was measured, if it has all operations.
+
+        Parameters
+        ----------
+        values
+            Values of the symbols.
+        known
+            Costs by the keys of operations (`rotor.engines.graph.profile.keys_of`).
+        """
+        lowered = self.concrete(values)
+        keys = keys_of(lowered, self.device)
+        nothing = Cost(0, 0, tuple(lowered.storages[s][0] for s in _made_by_loss(lowered)))
+        costs = [known.get(key) if key else nothing for key in keys]
+        if None not in costs:
+            self.add_point(values, costs)  # type: ignore[arg-type]
+
+    def figures(self, values: Sequence[int]) -> tuple[Numbers, Numbers, Numbers]:
+        """Return bytes of storages, times and workspaces at a shape."""
+        storages, moved, flops = self.sizes.of(values)
+        storages = np.ceil(storages * self.factors).astype(np.int64)
+        ns = self.fits.ns(work_of(moved, flops))
+        return storages, ns, self.fits.workspaces(values, np.maximum(moved, 1).astype(np.float64))
+
+    def costs(self, values: Sequence[int]) -> list[Cost]:
+        """Return the cost of every operation at a shape."""
+        storages, ns, workspaces = (part.tolist() for part in self.figures(values))
+        return [
+            Cost(time, workspace, tuple([storages[s] for s in task.made.values()]))
+            for task, time, workspace in zip(
+                self.captured.lowered.tasks, ns, workspaces, strict=True
+            )
+        ]
+
+    def scaled(self, known: dict[Values, int], values: Values) -> int:
+        """Return an upper bound of a figure that grows with the shape, from known ones."""
+        here = self.total(values)
+        return max(
+            (-(-figure * max(here, there) // there) if figure > 0 else figure)
+            for shape, figure in known.items()
+            for there in [self.total(shape)]
+        )
+
+    def total(self, values: Values) -> int:
+        """Return the bytes of all storages at a shape."""
+        return max(int(self.sizes.of(values)[0].sum()), 1)
+
+    # -- steps
+
+    def variant(self, existing: frozenset[int]) -> _Variant:
+        """Return the operations for a set of existing gradients."""
+        lowered = self.captured.lowered
+        key = (existing, len(lowered.unrepeatable))
+        if key not in self._variants:
+            costs = self.costs(self.fits.points[-1].values)
+            self._variants = {k: v for k, v in self._variants.items() if k[1] == key[1]}
+            self._variants[key] = _Variant(lowered, costs, existing)
+        return self._variants[key]
+
+    def forget_programs(self) -> None:
+        """Drop all programs: an option has changed."""
+        self._variants.clear()
+
+    def step(self, values: Values) -> ShapeStep:
+        """Return the step of a shape."""
+        return ShapeStep(
+            self.capture,
+            self.captured,
+            [],
+            self.device,
+            self.loss_captured,
+            self.planned_for,
+            self.owners,
+            verifies=self.verifies,
+            symbolic=self,
+            values=values,
+        )
+
+    def values_at(self, shapes: Shapes) -> Values | None:
+        """Return the values of the symbols at the shapes of a call; ``None`` if unknown."""
+        if self.origins is None:
+            return None
+        found = []
+        for leaf, dimension in self.origins:
+            shape = shapes[leaf]
+            assert shape is not None
+            found.append(shape[dimension])
+        return tuple(found)
+
+    def shapes_at(self, values: Values, like: Shapes) -> Shapes:
+        """Return the shapes of a call at which the symbols have some values.
+
+        Parameters
+        ----------
+        values
+            Values of the symbols.
+        like
+            Shapes of any call of the graph.
+        """
+        scope = dict(zip(self.sizes.names, values, strict=True))
+        found = list(like)
+        for leaf, sizes in self.leaf_sizes.items():
+            found[leaf] = tuple([int(symbols.evaluated(size, scope)) for size in sizes])
+        return tuple(found)
+
+    def largest_fitting(self, step: ShapeStep, limit_bytes: int) -> Values | None:
+        """Return the largest shape that fits, from one with a plan towards one without.
+
+        Parameters
+        ----------
+        step
+            Step that fits in no plan.
+        limit_bytes
+            Limit of the plans.
+        """
+        known = [shape for shape, limit in self.held.items() if limit <= limit_bytes]
+        if not known:
+            return None
+        begin = max(known, key=self.total)
+        step.keep_least()
+        low, high = 0, _PARTS
+        while high - low > 1:
+            middle = (low + high) // 2
+            other = replace(step, values=_between(begin, step.values, middle))
+            if other.is_held(limit_bytes):
+                low = middle
+            else:
+                high = middle
+        return _between(begin, step.values, low)
+
+
+_PARTS = 1 << 12
+
+
+def _made_by_loss(lowered: Lowered) -> list[int]:
+    return list(lowered.tasks[lowered.loss].made.values())
+
+
+def _between(low: Values, high: Values, part: int) -> Values:
+    return tuple(a + (b - a) * part // _PARTS for a, b in zip(low, high, strict=True))
+
+
+@dataclass
+class ShapeStep(CapturedStep):
+    """Step of a graph with symbols at one shape.
+
+    Attributes
+    ----------
+    symbolic
+        The graph.
+    values
+        Values of its symbols.
+    """
+
+    symbolic: SymbolicGraph = None  # type: ignore[assignment]
+    values: Values = ()
+
+    def __post_init__(self) -> None:
+        self.base = self
+        variant = self._variant
+        sizes, ns, workspaces = self.symbolic.figures(self.values)
+        sizes[[variant.made[variant.lowered.loss][k] for k in self.absent]] = 0
+        self._figures = (sizes, variant.spread(ns), variant.spread(workspaces))
+        pinned = [is_pinned for _, is_pinned in variant.lowered.storages]
+        self.lowered = replace(
+            variant.lowered, storages=list(zip(sizes.tolist(), pinned, strict=True))
+        )
+        listed = sizes.tolist()
+        times, works = (part.tolist() for part in self._figures[1:])
+        self.costs = [
+            Cost(time, work, tuple([listed[s] for s in made]))
+            for time, work, made in zip(times, works, variant.made, strict=True)
+        ]
+
+    @property
+    def _variant(self) -> _Variant:
+        return self.symbolic.variant(self.existing)
+
+    def graph(self, loss_bytes: int) -> Graph:
+        """Return the cost model, with `loss_bytes` of workspace in the loss."""
+        sizes, ns, workspaces = self._figures
+        workspaces = workspaces.copy()
+        workspaces[self.lowered.loss] = loss_bytes
+        return self._variant.resizing.graph(sizes, ns, workspaces)
+
+    def code(self, ops: list[int]) -> StepCode:
+        """Return the functions that run a program; other shapes share them."""
+        entry = self._variant.entry(ops)
+        if entry.code is None:
+            entry.code = super().code(ops)
+            entry.checksums = checksums_of(self.lowered, ops)
+        return entry.code
+
+    def executor_bytes_of(self, code: StepCode, ops: list[int], limit_bytes: int) -> int:
+        """Return the bytes kept beside the graph's storages if some code runs a program."""
+        entry = self._variant.entry(ops)
+        return self.executor_bytes(code.replayed, entry.checksums, limit_bytes)
+
+    def loss_workspace(self, given_bytes: int, learned_bytes: int | None) -> int:
+        """Return the need of the loss: learnt at this shape or at others, given, or assumed."""
+        if learned_bytes is None and self.symbolic.losses and not self.loss_captured:
+            return self.symbolic.scaled(self.symbolic.losses, self.values)
+        return super().loss_workspace(given_bytes, learned_bytes)
+
+    @property
+    def expected_excess(self) -> int:
+        """Bytes by which the step may exceed its prediction, as steps of other shapes did."""
+        known = self.symbolic.excess
+        return max(self.symbolic.scaled(known, self.values), 0) if known else 0
+
+    def solve(self, graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
+        """Return a known program that fits in a budget and is good, or the result of a search.
+
+        It is called as `rotor.engines.graph.planned.search`.
+        """
+        variant, total = self._variant, self.symbolic.total(self.values)
+        known = self.priced(graph, budget)
+        if known is not None:
+            origin = variant.entry(known.ops).total
+            is_near = total <= origin <= _NEAR * total
+            if is_near or known.time_ns <= _GOOD * graph.total_time * 1e9:
+                return known
+        try:
+            found = search(graph, budget, {**options, "effort": "fast"}, progress)
+        except InfeasibleError:
+            if known is None:
+                raise
+            return known
+        if known is not None and known.time_ns <= found.time_ns:
+            return known
+        variant.entry(found.ops).total = total
+        variant.prune()
+        return found
+
+    def priced(self, graph: Graph, budget: int) -> Program | None:
+        """Return the fastest known program within a budget; ``None`` if none fits."""
+        best: Program | None = None
+        for entry in self._variant.programs.values():
+            program = Program(graph, entry.ops)
+            if program.peak_bytes <= budget and (best is None or program.time_ns < best.time_ns):
+                best = program
+        return best
+
+    def is_held(self, limit_bytes: int) -> bool:
+        """Return whether a known program fits in a limit."""
+        own = self.most_executor_bytes(limit_bytes) + self.expected_excess
+        graph = self.graph(self.loss_workspace(0, None))
+        return self.priced(graph, limit_bytes - own) is not None
+
+    def keep_least(self) -> None:
+        """Keep programs of little memory for this shape."""
+        graph = self.graph(self.loss_workspace(0, None))
+        for program in planner.curve(graph, _LEAST_POINTS, effort="fast").programs:
+            self._variant.entry(program.ops)
+
+    def adopt(self, plan: GraphPlan) -> None:
+        """Share results of verified steps with plans of the same program."""
+        entry = self._variant.entry(plan.program.ops)
+        entry.proved.unproved = plan.proved.unproved
+        plan.proved = entry.proved
+        self.symbolic.held[self.values] = plan.limit_bytes
+
+    def verified(self, ops: Any, make: Callable[[], Any]) -> Any:
+        """Return a program's code with comparisons; other shapes share it."""
+        entry = self._variant.entry(ops)
+        if entry.verified is None:
+            entry.verified = make()
+        return entry.verified
+
+    def trust(self, plan: GraphPlan) -> None:
+        """Leave steps of a plan unmetered if steps of other shapes were as predicted."""
+        known = self.symbolic.excess
+        is_right = len(known) >= _TRUSTED_SHAPES and max(known.values()) <= 0
+        if is_right and plan.predicted_bytes * _MARGIN <= plan.limit_bytes:
+            plan.meterings = METERED_STEPS

@@ -1,0 +1,246 @@
+"""Shapes of one model's calls: their captures, steps and plans."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rotor._pytorch import core
+from rotor.common.progress import progress
+from rotor.engines.contract import Call, CannotPlan, Context, Key
+from rotor.engines.graph.capture import Capture, Unplanned
+from rotor.engines.graph.early import owners_of
+from rotor.engines.graph.families import Families, Family, origins_of, shapes_of
+from rotor.engines.graph.lowering import Lowered
+from rotor.engines.graph.planned import CapturedStep, GraphPlan
+from rotor.engines.graph.profile import keys_of
+from rotor.engines.graph.recorded import MEASURED, price
+from rotor.engines.graph.repeating import described_unrepeatable, keep_unrepeatable
+from rotor.engines.graph.shapes import ShapeStep, SymbolicGraph
+from rotor.engines.graph.symbols import origin_values
+from rotor.errors import CaptureError, InfeasibleError
+from rotor.report.text import Text
+
+__all__ = ["Sizing", "warn_unrepeatable"]
+
+
+def warn_unrepeatable(context: Context, graphs: Sequence[Lowered]) -> None:
+    """Warn of operations that gave other bits in a second run."""
+    text = described_unrepeatable(graphs)
+    if text:
+        context.warn("unrepeatable", text)
+
+
+class Sizing:
+    """Families of one model's calls, and what the graph engine asks of them.
+
+    Parameters
+    ----------
+    context
+        Context of the engine.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.families = Families()
+
+    # -- measuring
+
+    def step(
+        self,
+        key: Key,
+        loss_fn: Any,
+        arguments: Any,
+        call: Call,
+        make: Callable[[], Capture],
+        steps: dict[Any, CapturedStep],
+    ) -> CapturedStep | None:
+        """Return the step of a further shape; ``None`` if its call is captured alone.
+
+        Parameters
+        ----------
+        key, loss_fn, arguments, call
+            Call, and its loss.
+        make
+            Function that makes a capture.
+        steps
+            Steps by `Key.measured`; shapes that were captured alone before are exchanged too.
+
+        Raises
+        ------
+        CannotPlan
+            The capture of another shape has failed.
+        """
+        family = self.families.joined(key.measured, self.context.module, arguments)
+        if family.error is not None:
+            raise CannotPlan(family.error)
+        shapes = shapes_of(core.tree_flatten(arguments)[0])
+        differing = family.differing(shapes)
+        family.shapes[key.measured] = shapes
+        found = None
+        if differing and not family.refusal:
+            text = family.text(shapes, differing)
+            with progress(1, f"capturing the model for any sizes ({text} first)"):
+                found = family.reach(make, self.context.module, loss_fn, arguments, differing)
+        if found is None:
+            family.alone += 1
+            return None
+        try:
+            if family.graph_of(found.captured) is None:
+                self._add_graph(family, found, call, steps, loss_captured=loss_fn is not None)
+            made = steps[key.measured] = self._resized(family, found)
+        finally:
+            found.primals.clear()
+            found.__traceback__ = None
+        return made
+
+    def reached(self, key: Key, found: Unplanned) -> CapturedStep | None:
+        """Return the step of a call that reached a known graph with symbols, if it did."""
+        family = self.families.of(key.measured)
+        if family is None or family.graph_of(found.captured) is None:
+            return None
+        made = self._resized(family, found)
+        found.primals.clear()
+        found.__traceback__ = None
+        return made
+
+    @staticmethod
+    def _resized(family: Family, found: Unplanned) -> CapturedStep:
+        graph = family.graph_of(found.captured)
+        assert graph is not None
+        return graph.step(tuple(origin_values(found.captured.lowered, found.primals)))
+
+    def _add_graph(
+        self,
+        family: Family,
+        found: Unplanned,
+        call: Call,
+        steps: dict[Any, CapturedStep],
+        *,
+        loss_captured: bool,
+    ) -> None:
+        """Add a graph with symbols, with costs of its operations at the known shapes."""
+        captured, device = found.captured, call.device
+        settings, context, lowered = self.context.settings, self.context, captured.lowered
+        values = tuple(origin_values(lowered, found.primals))
+        arguments = (*call.arguments, call.targets)
+        origins, leaf_sizes = origins_of(captured, found.primals, core.tree_flatten(arguments)[0])
+        graph = SymbolicGraph(
+            family.shared_capture,
+            captured,
+            device,
+            loss_captured=loss_captured,
+            planned_for="" if settings.profile == MEASURED else settings.profile.device,
+            owners=owners_of(lowered, found.primals, context.structure.parameters, arguments),
+            verifies=settings.verify != "off",
+            origins=origins,
+            leaf_sizes=leaf_sizes,
+        )
+        with progress(1, "measuring the operations") as update:
+            costs = price(
+                settings.profile, graph.concrete(values), device, found.primals, progress=update
+            )
+        keep_unrepeatable(lowered, [cost.flags for cost in costs])
+        warn_unrepeatable(context, [lowered])
+        graph.add_point(values, costs)
+        for measured, shapes in family.shapes.items():
+            step, there = steps.get(measured), graph.values_at(shapes)
+            if step is None or isinstance(step, ShapeStep) or there is None or there == values:
+                continue
+            known = dict(zip(keys_of(step.captured.lowered, device), step.costs, strict=True))
+            graph.add_known(there, known)
+            if measured in context.learned_loss:
+                graph.losses[there] = context.learned_loss[measured]
+            for key in [key for key in context.plans if key.measured == measured]:
+                # From now on that shape runs as the others do.
+                graph.held[there] = context.plans.pop(key).limit_bytes
+            steps[measured] = graph.step(there)
+            family.alone -= 1
+        family.graphs.append(graph)
+
+    def refuse(self, key: Key, error: CaptureError) -> None:
+        """Have no other sizes of a call captured that could not be."""
+        family = self.families.of(key.measured)
+        if family is not None:
+            family.error = error
+
+    def forget(self, measured: Any) -> None:
+        """Have a kind of step captured again."""
+        family = self.families.of(measured)
+        if family is not None:
+            family.error = None
+
+    def forget_programs(self) -> None:
+        """Drop all programs: an option has changed."""
+        for family in self.families:
+            for graph in family.graphs:
+                graph.forget_programs()
+
+    # -- planning
+
+    def plan(
+        self,
+        step: ShapeStep,
+        key: Key,
+        limit_bytes: int,
+        reserve_bytes: int,
+        make: Callable[[int, Any], GraphPlan],
+    ) -> GraphPlan:
+        """Return the plan of a shape.
+
+        Parameters
+        ----------
+        step, key, limit_bytes, reserve_bytes
+            Step, its key, limit, and bytes set aside.
+        make
+            Function of the bytes set aside, and of a search, that makes a plan.
+
+        Raises
+        ------
+        InfeasibleError
+            No program fits; the message names the largest shape for which one does.
+        """
+        family, begun = self.families.of(key.measured), time.monotonic()
+        assert family is not None
+        try:
+            plan = make(max(reserve_bytes, step.expected_excess), step.solve)
+        except InfeasibleError as error:
+            raise self._too_large(family, step, key, limit_bytes, error) from None
+        step.adopt(plan)
+        step.trust(plan)
+        spent = family.seconds.get(key.measured, 0.0)
+        family.seconds[key.measured] = spent + time.monotonic() - begun
+        return plan
+
+    def described(self, key: Key) -> str:
+        """Return the shape of a call as text, if there are others."""
+        family = self.families.of(key.measured)
+        if family is None or key.measured not in family.shapes:
+            return ""
+        shapes = family.shapes[key.measured]
+        differing = family.differing(shapes)
+        return f" for {family.text(shapes, differing)}" if differing else ""
+
+    def _too_large(
+        self, family: Family, step: ShapeStep, key: Key, limit: int, error: InfeasibleError
+    ) -> InfeasibleError:
+        """Return the error for a shape that fits in no plan, which names the largest that does."""
+        shapes, graph = family.shapes[key.measured], step.symbolic
+        differing = family.differing(shapes)
+        largest = graph.largest_fitting(step, limit)
+        found = "none is known that fits"
+        if largest is not None:
+            text = family.text(graph.shapes_at(largest, shapes), differing)
+            found = f"the largest on the way to it from shapes that fit is {text}"
+        return InfeasibleError(
+            f"no plan was found that fits {family.text(shapes, differing)} in {limit} bytes; the "
+            f"least limit for which one was found is {error.minimum_bytes} bytes, and at "
+            f"{limit} bytes {found}: give more bytes, or smaller batches",
+            error.minimum_bytes,
+        )
+
+    def remarks(self) -> list[Text]:
+        """Return a note on the shapes of the calls, and the captures and plans that they share."""
+        found = [family.describe() for family in self.families]
+        return [Text(text) for text in found if text]
