@@ -324,6 +324,10 @@ class Driver:
                 vars(known).update(state)
             raise
 
+    def finish_planning(self, timeout: float | None) -> bool:
+        """Wait for background searches, some seconds at most; return whether none is left."""
+        return all(engine.finish_planning(timeout) for engine in self.engines)
+
     def curve(self, points: int) -> tuple[Curve, torch.device]:
         """Return step time against limit by the latest measure, and the device of the steps."""
         engine = self.engines[0]
@@ -373,6 +377,14 @@ class Driver:
     def step(self, call: Call) -> Any:
         """Run the forward of a training step under a plan, made first if none exists."""
         self._rediscover_if_changed()
+        context = self.context
+        context.is_stepping = True
+        try:
+            return self._step(call)
+        finally:
+            context.is_stepping = False
+
+    def _step(self, call: Call) -> Any:
         key, is_one_behind = self._agreed_key(call)
         try:
             plan = self._ready(key, call, is_one_behind=is_one_behind)
@@ -421,7 +433,8 @@ class Driver:
         )
         if plan is not None and not wants_plan:
             plan.key = key
-            return plan
+            is_pending = self._is_pending is not None and self._is_pending()
+            return plan if is_pending else engine.improved(plan, call)
         if key.measured in self._unplanned:
             return None
         if wants_measure:

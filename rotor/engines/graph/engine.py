@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from rotor.engines.contract import (
 from rotor.engines.graph.calls import check_arguments, run_once
 from rotor.engines.graph.capture import Capture, Unplanned, fresh
 from rotor.engines.graph.early import owners_of
+from rotor.engines.graph.improving import Improver, Solve
 from rotor.engines.graph.loading import loaded_plan
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.planned import (
@@ -120,6 +122,7 @@ class GraphEngine(MeteredEngine):
         self.steps: dict[Any, CapturedStep] = {}
         self.primals: list[Any] | None = None
         """List that takes the tensors of the next capture, or None."""
+        self.improver = Improver(context)
 
     def check(self) -> None:
         """Raise if random numbers may differ, or the profile is invalid."""
@@ -160,6 +163,7 @@ class GraphEngine(MeteredEngine):
     def forget(self, measured: Any) -> None:
         """Drop the capture of a kind of step."""
         self.steps.pop(measured, None)
+        self.improver.forget(measured)
 
     def device_of(self, key: Key) -> torch.device:
         """Return the device of such steps."""
@@ -203,7 +207,11 @@ class GraphEngine(MeteredEngine):
             self.primals[:] = found.primals
         try:
             with progress(1, "measuring the operations") as update:
-                costs = price(source, lowered, device, found.primals, progress=update)
+                if source == MEASURED and self._is_improving():
+                    known = (lowered, device, found.primals)
+                    costs = self.improver.price(key, *known, call, update)
+                else:
+                    costs = price(source, lowered, device, found.primals, progress=update)
         finally:
             # The inputs of the call must not live as long as a frame in a cycle.
             found.primals.clear()
@@ -250,6 +258,7 @@ class GraphEngine(MeteredEngine):
         if key.measured not in self.steps:
             raise ValueError("the model runs in parts, so no single graph can be measured")
         step = self._step_of(key)
+        self.improver.settle(key.measured, self.steps[key.measured])
         return build_graph(step.lowered, step.costs, step.loss_workspace(0, None))
 
     def _step_of(self, key: Key) -> CapturedStep:
@@ -266,7 +275,8 @@ class GraphEngine(MeteredEngine):
         )
 
     def begin_planning(self) -> None:
-        """Drop the compiled programs."""
+        """Drop the compiled programs, and end the searches."""
+        self.improver.stop()
         for step in self.steps.values():
             step.capture.forget_programs()
 
@@ -274,8 +284,38 @@ class GraphEngine(MeteredEngine):
         """Return the search for programs, if not the planner of operations."""
         return None
 
+    improves: ClassVar[bool] = True
+    """True if better programs may be exchanged between steps."""
+
+    def _is_improving(self) -> bool:
+        return self.improves and self.improver.is_on()
+
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> GraphPlan:
         """Return the fastest program found under a limit."""
+
+        def planned(solve: Solve | None) -> GraphPlan:
+            return self._planned(key, limit_bytes, reserve_bytes, solve)
+
+        step = self._step_of(key)
+        if self._is_improving():
+            return self.improver.plan(key, step, limit_bytes, planned)
+        self.improver.settle(key.measured, self.steps[key.measured])
+        begun = time.thread_time()
+        plan = planned(self.solve())
+        plan.planning.seconds = time.thread_time() - begun
+        return plan
+
+    def improved(self, plan: GraphPlan, call: Call) -> GraphPlan:
+        """Return the plan of the next step: a better one if a background search has found it."""
+        return self.improver.improved(plan, call, self.steps[plan.key.measured])
+
+    def finish_planning(self, timeout: float | None) -> bool:
+        """Wait for background searches; return whether none is left."""
+        return self.improver.finish(self.steps.__getitem__, timeout)
+
+    def _planned(
+        self, key: Key, limit_bytes: int, reserve_bytes: int, solve: Solve | None
+    ) -> GraphPlan:
         step = self._step_of(key)
         with progress(1, "planning") as update:
 
@@ -287,7 +327,7 @@ class GraphEngine(MeteredEngine):
                     reserve_bytes=reserve_bytes,
                     options=self.settings.options,
                     progress=update,
-                    solve=self.solve(),
+                    solve=solve,
                 )
 
             loss_bytes = self._loss_bytes(key)
@@ -314,6 +354,7 @@ class GraphEngine(MeteredEngine):
 
     def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
         """Return the curve of `rotor.graph.curve`, as limits of this step."""
+        self.improver.settle(key.measured, self.steps[key.measured])
         step = self._step_of(key)
         graph = build_graph(step.lowered, step.costs, self._loss_bytes(key))
         with progress(points, "computing the curve") as update:

@@ -44,8 +44,7 @@ def loaded_plan(
         )
     loss_bytes = saved.graph.operations[step.lowered.loss].workspace_bytes
     program = Program(build_graph(step.lowered, step.costs, loss_bytes), saved.ops)
-    emitted = step.code(program.ops.tolist())
-    own = step.executor_bytes_of(emitted, program.ops.tolist(), limit_bytes)
+    own = step.executor_bytes_of(program.ops.tolist(), limit_bytes)
     needed = program.peak_bytes + own
     if needed > limit_bytes:
         raise InfeasibleError(
@@ -53,7 +52,7 @@ def loaded_plan(
             f"least {needed} bytes, or a program that was made for less",
             needed,
         )
-    return GraphPlan(step, program.graph, program, emitted, limit_bytes, own, loss_bytes)
+    return GraphPlan(step, program.graph, program, limit_bytes, own, loss_bytes)
 
 
 def _difference(saved: Graph, here: Graph) -> str:
