@@ -41,6 +41,10 @@ def wrapped(limit, **options):
     return rotor.Checkpointable(Mixed(), mem_limit=limit, engine="graph", **options)
 
 
+def legacy_state():
+    return np.random.get_state()[1].tolist()  # noqa: NPY002
+
+
 def plain_losses(steps):
     torch.manual_seed(0)
     return train(Mixed(), rows(), steps)
@@ -138,14 +142,14 @@ def test_measuring_between_steps_leaves_no_trace(limit):
     engine, call = chk._driver.engines[0], Call((rows(),))
     (rough,) = engine.improver._rough.values()
     left = len(rough.refinement._todo)
-    states = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()]
+    states = [torch.get_rng_state(), random.getstate(), legacy_state()]
     values = [value.clone() for value in chk.module.state_dict().values()]
     with memory.meter("cpu") as meter:
         assert engine.improved(chk.plan, call) is chk.plan
     assert 0 < len(rough.refinement._todo) < left
     assert 0 < meter.peak_bytes <= limit
     assert torch.equal(states[0], torch.get_rng_state())
-    assert states[1:] == [random.getstate(), np.random.get_state()[1].tolist()]
+    assert states[1:] == [random.getstate(), legacy_state()]
     now = chk.module.state_dict().values()
     assert all(torch.equal(a, b) for a, b in zip(values, now, strict=True))
 
@@ -184,6 +188,7 @@ def test_a_thread_searches_and_ends_with_the_model(limit, monkeypatch):
             time.sleep(0.001)
 
     chk = wrapped(limit)
+    assert isinstance(chk._driver.engines[0].improver.executor, Threads)
     train(chk, rows(), 2)
     chk._driver.engines[0].improver._rough.clear()
     monkeypatch.setattr(improving.planner, "plan", endless)
