@@ -289,8 +289,8 @@ def main() -> None:
     ]
     print(f"planning={given.planning}; in plain steps of CPU time, but for the first column")
     print(
-        f"{'':15} {'plain':>8} {'capture':>8} {'first':>6} {'second':>7} {'others+':>7} {'late':>7} "
-        f"{'again':>7} {'program':>8}"
+        f"{'':15} {'plain':>8} {'capture':>8} {'first':>6} {'second':>7} {'others+':>7} "
+        f"{'late':>7} {'again':>7} {'program':>8}"
     )
     for name in names:
         print(figures(name, given.planning, given.steps).row(name), flush=True)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import rotor
+from rotor.engines.graph.engine import GraphEngine
 
 
 class Mixed(nn.Module):
@@ -62,34 +63,34 @@ class SteppedJob:
     """Job that runs when `run` is called."""
 
     def __init__(self, work) -> None:
-        self._work = work
-        self._result = None
-        self._error = None
+        self.work = work
+        self.value = None
+        self.error = None
         self.is_stopped = False
-        self._is_over = False
+        self.is_over = False
 
     def run(self) -> None:
         try:
-            self._result = self._work(lambda: self.is_stopped)
+            self.value = self.work(lambda: self.is_stopped)
         except Exception as error:
-            self._error = error
-        self._is_over = True
+            self.error = error
+        self.is_over = True
 
     def is_done(self) -> bool:
-        return self._is_over
+        return self.is_over
 
     def wait(self, timeout=None) -> bool:
-        if not self._is_over and (timeout is None or timeout > 0):
+        if not self.is_over and (timeout is None or timeout > 0):
             self.run()
-        return self._is_over
+        return self.is_over
 
     def stop(self) -> None:
         self.is_stopped = True
 
     def result(self):
-        if self._error is not None:
-            raise self._error
-        return self._result
+        if self.error is not None:
+            raise self.error
+        return self.value
 
 
 class Stepped:
@@ -108,8 +109,13 @@ class Stepped:
                 job.run()
 
 
+def engine_of(chk: rotor.Checkpointable) -> GraphEngine:
+    """The engine of a model."""
+    return chk._driver.engines[0]
+
+
 def stepped(chk: rotor.Checkpointable) -> Stepped:
     """The executor of a model's searches, which from now on run when a test says so."""
     executor = Stepped()
-    chk._driver.engines[0].improver.executor = executor
+    engine_of(chk).improver.executor = executor
     return executor

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from background_models import Mixed, limits, rows, stepped, train
+from background_models import Mixed, engine_of, limits, rows, stepped, train
 
 import rotor
 from rotor import memory
@@ -22,6 +22,7 @@ from rotor.common.background import Stopped, Threads
 from rotor.engines.contract import Call
 from rotor.engines.graph import glance as glances
 from rotor.engines.graph import improving
+from rotor.engines.graph.repeating import DIFFERS, UNTESTED
 from rotor.errors import MemoryLimitWarning
 
 
@@ -139,14 +140,14 @@ def test_measuring_between_steps_leaves_no_trace(limit):
     chk = wrapped(limit)
     stepped(chk)
     train(chk, rows(), 2)
-    engine, call = chk._driver.engines[0], Call((rows(),))
-    (rough,) = engine.improver._rough.values()
-    left = len(rough.refinement._todo)
+    engine, call = engine_of(chk), Call((rows(),))
+    (rough,) = engine.improver.rough.values()
+    left = rough.refinement.left
     states = [torch.get_rng_state(), random.getstate(), legacy_state()]
     values = [value.clone() for value in chk.module.state_dict().values()]
     with memory.meter("cpu") as meter:
         assert engine.improved(chk.plan, call) is chk.plan
-    assert 0 < len(rough.refinement._todo) < left
+    assert 0 < rough.refinement.left < left
     assert 0 < meter.peak_bytes <= limit
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1:] == [random.getstate(), legacy_state()]
@@ -158,7 +159,7 @@ def test_nothing_is_measured_that_needs_more_than_the_limit(limit, monkeypatch):
     chk = wrapped(limit)
     stepped(chk)
     train(chk, rows(), 1)
-    (rough,) = chk._driver.engines[0].improver._rough.values()
+    (rough,) = engine_of(chk).improver.rough.values()
     monkeypatch.setattr(glances, "timed", lambda *_: pytest.fail("it was measured"))
     rough.refinement.advance(1000, rough.primals(None), 0)
     assert rough.refinement.is_done
@@ -168,12 +169,12 @@ def test_no_search_while_a_backward_is_to_come(limit):
     chk = wrapped(limit)
     executor = stepped(chk)
     train(chk, rows(), 2)
-    (rough,) = chk._driver.engines[0].improver._rough.values()
+    (rough,) = engine_of(chk).improver.rough.values()
     first = chk(rows()).square().mean()
-    left = len(rough.refinement._todo)
+    left = rough.refinement.left
     with pytest.warns(MemoryLimitWarning, match="a forward began while"):
         second = chk(rows()).square().mean()
-    assert len(rough.refinement._todo) == left
+    assert rough.refinement.left == left
     assert not executor.jobs
     (first + second).backward()
 
@@ -188,9 +189,9 @@ def test_a_thread_searches_and_ends_with_the_model(limit, monkeypatch):
             time.sleep(0.001)
 
     chk = wrapped(limit)
-    assert isinstance(chk._driver.engines[0].improver.executor, Threads)
+    assert isinstance(engine_of(chk).improver.executor, Threads)
     train(chk, rows(), 2)
-    chk._driver.engines[0].improver._rough.clear()
+    engine_of(chk).improver.rough.clear()
     monkeypatch.setattr(improving.planner, "plan", endless)
     train(chk, rows(), 1, begin=2)
     assert begun.wait(60)
@@ -208,7 +209,7 @@ def test_a_failed_search_is_told_and_the_program_stays(limit, monkeypatch):
     chk = wrapped(limit)
     executor = stepped(chk)
     losses = train(chk, rows(), 2)
-    chk._driver.engines[0].improver._rough.clear()
+    engine_of(chk).improver.rough.clear()
 
     def broken(*args, **options):
         raise ZeroDivisionError("no planner")
@@ -231,7 +232,7 @@ def test_a_copy_made_while_a_search_runs_plans_for_itself(copied, limit):
     chk = wrapped(limit)
     executor = stepped(chk)
     train(chk, rows(), 2)
-    chk._driver.engines[0].improver._rough.clear()
+    engine_of(chk).improver.rough.clear()
     train(chk, rows(), 1, begin=2)
     assert len(executor.jobs) == 1
     other = copied(chk)
@@ -298,7 +299,7 @@ def test_explicit_planning_is_searched_at_once(limit):
     chk.compute_sequence(limit)
     assert "searched before the step" in chk.report()
     # What was left to measure is measured.
-    assert not chk._driver.engines[0].improver._rough
+    assert not engine_of(chk).improver.rough
     assert train(chk, rows(), 1, begin=2) == plain_losses(3)[2:]
 
 
@@ -311,16 +312,47 @@ def test_ranks_plan_before_the_step(limit, monkeypatch):
     assert not executor.jobs
 
 
-def test_a_glance_is_exact_but_for_times(limit):
-    chk = wrapped(limit)
+@pytest.mark.parametrize("verify", ["first", "off"])
+def test_a_glance_is_exact_but_for_times(limit, verify):
+    chk = wrapped(limit, verify=verify)
     stepped(chk)
     train(chk, rows(), 1)
-    (step,) = chk._driver.engines[0].steps.values()
-    known = [(c.workspace_bytes, c.made_bytes, c.flags) for c in step.costs]
+    (step,) = engine_of(chk).steps.values()
+    known = [(c.workspace_bytes, c.made_bytes) for c in step.costs]
+    untested = [c for c in step.costs if c.flags == UNTESTED]
+    # What no verified step proves has run twice; the loss is no operation.
+    assert len(untested) > 10 if verify == "first" else len(untested) == 1
+    engine_of(chk).finish_planning(None)
+    flags = [c.flags for c in step.costs]
     before = wrapped(limit, planning="before")
     train(before, rows(), 1)
-    (other,) = before._driver.engines[0].steps.values()
-    assert known == [(c.workspace_bytes, c.made_bytes, c.flags) for c in other.costs]
+    (other,) = engine_of(before).steps.values()
+    assert known == [(c.workspace_bytes, c.made_bytes) for c in other.costs]
+    assert flags == [c.flags for c in other.costs]
+
+
+def test_an_operation_that_does_not_repeat_after_all_is_kept(limit, monkeypatch):
+    chk = wrapped(limit)
+    stepped(chk)
+    losses = train(chk, rows(), 2)
+    runs = dict(zip([op.name for op in chk.graph.operations], chk.program.runs, strict=True))
+    tested = glances.tested_alone
+
+    def differs(task, *given):
+        return tested(task, *given) | (DIFFERS if runs[task.name] > 1 else 0)
+
+    monkeypatch.setattr(glances, "tested_alone", differs)
+    refuted = [name for name, count in runs.items() if count > 1]
+    (captured,) = engine_of(chk).steps.values()
+    for step in range(2, 40):
+        losses += train(chk, rows(), 1, begin=step)
+        kept = {task.name for task in captured.captured.lowered.unrepeatable}
+        runs = dict(zip([op.name for op in chk.graph.operations], chk.program.runs, strict=True))
+        assert all(runs[name] == 1 for name in kept)
+    assert losses == plain_losses(40)
+    assert kept
+    assert kept <= set(refuted)
+    assert chk.plan.measured_bytes <= limit
 
 
 def test_gradients_that_exist_have_a_search_of_their_own(limit, poor_start):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from background_models import Mixed, limits, rows, stepped, train
+from background_models import Mixed, engine_of, limits, rows, stepped, train
 
 import rotor
 from rotor.common import cache
@@ -49,7 +49,7 @@ def programs(directory: Path) -> list[Path]:
 def test_a_second_run_begins_with_the_best_program(limit, directory, monkeypatch):
     best = learnt(limit)
     assert len(programs(directory)) == 1
-    monkeypatch.setattr(glances, "_glance", lambda *_: pytest.fail("an operation ran"))
+    monkeypatch.setattr(glances.Arguments, "of", lambda *_: pytest.fail("an operation ran"))
     chk = wrapped(limit)
     executor = stepped(chk)
     torch.manual_seed(0)
@@ -137,13 +137,24 @@ def test_a_kept_loss_never_refuses_a_plan(limit):
     chk = wrapped(limit)
     stepped(chk)
     train(chk, rows(), 1)
-    (step,) = chk._driver.engines[0].steps.values()
+    (step,) = engine_of(chk).steps.values()
     kept = Known(step.lowered, step.device)
     kept.keep(kept.programs()[0], 1 << 40)
     again = wrapped(limit)
     stepped(again)
     train(again, rows(), 2)
     assert again.plan.measured_bytes <= limit
+
+
+def test_a_second_run_needs_no_glance_although_nothing_was_measured(limit, monkeypatch):
+    chk = wrapped("1GiB")
+    stepped(chk)
+    train(chk, rows(), 3)
+    monkeypatch.setattr(glances.Arguments, "of", lambda *_: pytest.fail("an operation ran"))
+    chk = wrapped("1GiB")
+    stepped(chk)
+    train(chk, rows(), 3)
+    assert "final" in chk.report()
 
 
 def test_planning_before_reads_no_programs(limit, monkeypatch):

@@ -433,8 +433,10 @@ class Driver:
         )
         if plan is not None and not wants_plan:
             plan.key = key
-            is_pending = self._is_pending is not None and self._is_pending()
-            return plan if is_pending else engine.improved(plan, call)
+            if self._is_pending is None or not self._is_pending():
+                plan = engine.improved(plan, call)
+            if plan.verdict is Verdict.KEEP:
+                return plan
         if key.measured in self._unplanned:
             return None
         if wants_measure:

@@ -296,9 +296,8 @@ class GraphEngine(MeteredEngine):
         def planned(solve: Solve | None) -> GraphPlan:
             return self._planned(key, limit_bytes, reserve_bytes, solve)
 
-        step = self._step_of(key)
         if self._is_improving():
-            return self.improver.plan(key, step, limit_bytes, planned)
+            return self.improver.plan(key, self.steps[key.measured], limit_bytes, planned)
         self.improver.settle(key.measured, self.steps[key.measured])
         begun = time.thread_time()
         plan = planned(self.solve())

@@ -26,13 +26,13 @@ from rotor.engines.graph.known import Kept, Known, options_number
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.planned import CapturedStep, GraphPlan, PlanningRecord, build_graph
 from rotor.engines.graph.profile import Cost, keys_of
-from rotor.engines.graph.repeating import keep_unrepeatable
+from rotor.engines.graph.repeating import keep_from_now_on, keep_unrepeatable
 from rotor.errors import InfeasibleError, InvalidSequenceError
 from rotor.graph import planner
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program
 
-__all__ = ["Improver"]
+__all__ = ["Improver", "Rough"]
 
 _MEASURING_STEPS = 24
 """Steps within which all operations are measured."""
@@ -44,13 +44,22 @@ _SMALL_GAIN = 0.01
 _LEAST_GAIN = 0.001
 """Gain for which a program is exchanged: its code has to be made."""
 
+_SEARCH_NS = 70_000
+"""Time of a search with ``effort="fast"``, for each operation."""
+
+_SEARCH_SHARE = 0.1
+
 Solve = Callable[[Graph, int, dict[str, Any], Any], Program]
 
 
-def _quick_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def _quick_options(options: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
+    """Return the options of a search that costs little beside a step."""
     effort = options.get("effort", "default")
-    is_low = isinstance(effort, int) and effort <= 1
-    return {**options, "effort": effort if is_low else "fast"}
+    if not isinstance(effort, int) or effort > 1:
+        step_ns = sum(operation.cost_ns for operation in graph.operations)
+        is_cheap = _SEARCH_NS * len(graph) <= _SEARCH_SHARE * step_ns
+        effort = "fast" if is_cheap else 0
+    return {**options, "effort": effort}
 
 
 class _Quick:
@@ -73,7 +82,7 @@ class _Quick:
             self.taken, program = min(fitting, key=lambda one: one[1].time_ns)
             return program
         start = min(programs, key=lambda one: one[1].peak_bytes)[1] if programs else None
-        given = _quick_options(options)
+        given = _quick_options(options, graph)
         if self._latest is not None:
             # The budget is a little less than before: a repair will do.
             start, given["effort"] = Program(graph, self._latest.ops), 0
@@ -106,12 +115,23 @@ def _search(
 
 
 @dataclass
-class _Rough:
-    """Operations of a captured step whose times are rough, and the sources of its primals."""
+class Rough:
+    """Operations of a captured step whose times are rough.
+
+    Attributes
+    ----------
+    refinement
+        Their measurement.
+    slots, leaves
+        Sources of the primals: parameters and buffers, tensors of the call by their number.
+    is_kept
+        True once the rough times are on disk.
+    """
 
     refinement: Refinement
     slots: dict[fx.Node, core.Slot]
     leaves: dict[fx.Node, int]
+    is_kept: bool = False
 
     def primals(self, call: Call | None) -> dict[fx.Node, Any]:
         """Return the primals that are at hand: parameters, buffers, arguments of the call."""
@@ -151,12 +171,14 @@ class Improver:
     ----------
     executor
         Place where searches run.
+    rough
+        Operations that are left to measure, by the measured part of the steps' key.
     """
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.executor: Executor = Threads()
-        self._rough: dict[Any, _Rough] = {}
+        self.rough: dict[Any, Rough] = {}
         self._searches: dict[Key, _Search] = {}
         self._keys: tuple[Lowered, list[str]] | None = None
 
@@ -197,15 +219,22 @@ class Improver:
         """
         keys = keys_of(lowered, device)
         self._keys = (lowered, keys)
-        costs, rough = glance(lowered, device, primals, keys=keys, progress=progress)
+        costs, rough = glance(
+            lowered,
+            device,
+            primals,
+            keys=keys,
+            progress=progress,
+            proves=self.context.settings.verify != "off",
+        )
         keep_unrepeatable(lowered, [cost.flags for cost in costs])
-        self._rough.pop(key.measured, None)
+        self.rough.pop(key.measured, None)
         if rough:
             slots = {id(v.get(name)): (v, name) for v, name in _slots(self.context.module)}
             given = tree_tensors((*call.arguments, call.targets))
             leaves = {id(tensor): number for number, tensor in enumerate(given)}
             pairs = list(zip(lowered.primals, primals, strict=False))
-            self._rough[key.measured] = _Rough(
+            self.rough[key.measured] = Rough(
                 Refinement(lowered, device, costs, rough, keys),
                 {node: slots[id(value)] for node, value in pairs if id(value) in slots},
                 {node: leaves[id(value)] for node, value in pairs if id(value) in leaves},
@@ -224,19 +253,18 @@ class Improver:
         limit_bytes
             Most bytes of a measurement; by default any.
         """
-        rough = self._rough.pop(measured, None)
+        rough = self.rough.pop(measured, None)
         if rough is not None:
             refinement = rough.refinement
             refinement.advance(refinement.total, rough.primals(None), limit_bytes or 1 << 62)
-            refinement.keep()
-            step.set_costs(refinement.costs())
+            _take_costs(step, refinement)
 
     # -- the first plan
 
     def plan(
         self,
         key: Key,
-        step: CapturedStep,
+        base: CapturedStep,
         limit_bytes: int,
         planned: Callable[[Solve | None], GraphPlan],
     ) -> GraphPlan:
@@ -246,8 +274,8 @@ class Improver:
         ----------
         key
             Kind of step.
-        step
-            Captured step, for the existing gradients.
+        base
+            Captured step, for no existing gradients.
         limit_bytes
             Limit.
         planned
@@ -260,6 +288,10 @@ class Improver:
         """
         begun = time.thread_time()
         context = self.context
+        step = base.with_existing(base.existing_among(key.absent))
+        if not step.is_provable(limit_bytes):
+            # Nothing can be verified: what ran once must be tested.
+            self.settle(key.measured, base, limit_bytes)
         before = self._searches.pop(key, None)
         if before is not None and before.job is not None:
             before.job.stop()
@@ -296,7 +328,7 @@ class Improver:
         is_settled = quick.taken is not None and quick.taken < len(kept)
         record.is_final = not plan.recomputed or (
             is_settled
-            and key.measured not in self._rough
+            and key.measured not in self.rough
             and kept[quick.taken or 0] == self._kept(search, is_final=True)
         )
         self._searches[key] = search
@@ -347,6 +379,10 @@ class Improver:
             # The first step has shown the need of the loss.
             search.has_begun = True
             self._keep(search)
+            rough = self.rough.get(plan.key.measured)
+            if rough is not None and not rough.is_kept:
+                rough.is_kept = True
+                rough.refinement.keep_rough()
         if search.record.is_final:
             return plan
         if search.job is not None:
@@ -362,7 +398,7 @@ class Improver:
 
     def _measures(self, search: _Search, call: Call | None, step: CapturedStep) -> bool:
         """Measure a few operations; return whether any were left."""
-        rough = self._rough.get(search.key.measured)
+        rough = self.rough.get(search.key.measured)
         if rough is None:
             return False
         begun = time.thread_time()
@@ -370,9 +406,8 @@ class Improver:
         count = refinement.total if call is None else math.ceil(refinement.total / _MEASURING_STEPS)
         refinement.advance(count, rough.primals(call), search.plan.limit_bytes)
         if refinement.is_done:
-            del self._rough[search.key.measured]
-            refinement.keep()
-            step.set_costs(refinement.costs())
+            del self.rough[search.key.measured]
+            _take_costs(step, refinement)
         search.record.seconds += time.thread_time() - begun
         return True
 
@@ -406,7 +441,7 @@ class Improver:
                 'planning="before" searches before the first step, and raises such errors',
             )
             return
-        if result is None:
+        if result is None or search.plan.is_refuted:
             return
         found, seconds = result
         search.rounds += 1
@@ -479,7 +514,7 @@ class Improver:
 
     def forget(self, measured: Any) -> None:
         """Drop what belongs to a kind of step."""
-        self._rough.pop(measured, None)
+        self.rough.pop(measured, None)
         self.stop(measured)
 
     def stop(self, measured: Any = None) -> None:
@@ -488,6 +523,12 @@ class Improver:
             search = self._searches.pop(key)
             if search.job is not None:
                 search.job.stop()
+
+
+def _take_costs(step: CapturedStep, refinement: Refinement) -> None:
+    refinement.keep()
+    keep_from_now_on(step.captured.lowered, refinement.differing)
+    step.set_costs(refinement.costs())
 
 
 def _slots(module: nn.Module) -> list[core.Slot]:

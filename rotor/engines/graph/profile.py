@@ -43,6 +43,7 @@ __all__ = [
     "planned_bytes",
     "profile",
     "sizes_of",
+    "tested_alone",
     "timed",
 ]
 
@@ -352,7 +353,7 @@ def _measure(
         times.append(timed(task, arguments, device))
         wholes.append(arguments.whole)
         is_run = times[-1] is not None
-        flags.append(_tested(task, arguments, device) if is_run else NOT_RUN)
+        flags.append(tested_alone(task, arguments, device) if is_run else NOT_RUN)
         if progress is not None:
             progress(index + 1, len(tasks))
     with memory.meter(device) as meter:
@@ -379,7 +380,8 @@ def _measure(
     return costs
 
 
-def _tested(task: Task, arguments: Arguments, device: torch.device) -> int:
+def tested_alone(task: Task, arguments: Arguments, device: torch.device) -> int:
+    """Run an operation twice on made-up arguments; return its flags."""
     function, args, kwargs = arguments.of(task)
     return tested(task, partial(function, *args, **kwargs), device)
 
