@@ -181,6 +181,7 @@ class Improver:
         self.rough: dict[Any, Rough] = {}
         self._searches: dict[Key, _Search] = {}
         self._keys: tuple[Lowered, list[str]] | None = None
+        self._priced_seconds = 0.0
 
     def is_on(self) -> bool:
         """Return whether a step waits for its plan, and the process may exchange plans later.
@@ -217,6 +218,7 @@ class Improver:
         call
             Call that was captured.
         """
+        begun = time.thread_time()
         keys = keys_of(lowered, device)
         self._keys = (lowered, keys)
         costs, rough = glance(
@@ -239,6 +241,7 @@ class Improver:
                 {node: slots[id(value)] for node, value in pairs if id(value) in slots},
                 {node: leaves[id(value)] for node, value in pairs if id(value) in leaves},
             )
+        self._priced_seconds = time.thread_time() - begun
         return costs
 
     def settle(self, measured: Any, step: CapturedStep, limit_bytes: int | None = None) -> None:
@@ -296,6 +299,8 @@ class Improver:
         if before is not None and before.job is not None:
             before.job.stop()
         old = context.plans.get(key)
+        if before is not None and (before.plan is not old or before.plan.step is not step):
+            before = None
         keys = self._keys[1] if self._keys is not None and self._keys[0] is step.lowered else None
         self._keys = None
         known = Known(step.lowered, step.device, keys) if before is None else before.known
@@ -320,7 +325,8 @@ class Improver:
                 record.origin = "kept on disk" if is_kept else "repaired"
         else:
             record = before.record
-        record.seconds += time.thread_time() - begun
+        record.seconds += time.thread_time() - begun + self._priced_seconds
+        self._priced_seconds = 0.0
         plan.planning = record
         if old is not None:
             plan.take_code(old)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from rotor.engines.graph.planned import CapturedStep, GraphPlan, build_graph
+from rotor.engines.graph.planned import CapturedStep, GraphPlan, PlanningRecord, build_graph
 from rotor.errors import InfeasibleError
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program
@@ -52,7 +52,8 @@ def loaded_plan(
             f"least {needed} bytes, or a program that was made for less",
             needed,
         )
-    return GraphPlan(step, program.graph, program, limit_bytes, own, loss_bytes)
+    record = PlanningRecord("loaded")
+    return GraphPlan(step, program.graph, program, limit_bytes, own, loss_bytes, record)
 
 
 def _difference(saved: Graph, here: Graph) -> str:

@@ -226,8 +226,8 @@ class PlanningRecord:
     Attributes
     ----------
     origin
-        Origin of the first program: "searched before the step", "estimated" by two runs of each
-        operation, "repaired" from an earlier one, or "kept on disk".
+        Origin of the first program: "searched before the step", "estimated" by a run or two of each
+        operation, "repaired" from an earlier one, "kept on disk", or "loaded".
     improved
         Number of better programs since.
     is_final
