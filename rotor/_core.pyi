@@ -297,6 +297,7 @@ class Dataflow:
         seed: int,
         time_limit_ns: int,
         progress: Callable[[int, int], object] | None,
+        start: Any = None,
         /,
     ) -> tuple[bytearray | None, int]: ...
     def curve(

@@ -71,6 +71,7 @@ class _BudgetEngine(GraphEngine):
     """Engine of captured steps under a budget that does not count gradients of parameters."""
 
     settings: _Budgeted
+    improves: ClassVar[bool] = False
 
     def limit_on(self, device: torch.device, given: Callable[[torch.device], int]) -> int:
         """Return the budget and the gradients that a step makes."""

@@ -371,6 +371,7 @@ PRIVATE_IN_TESTS = {
     "test_wrapping": ["common.model_state"],
     "test_integer_program": ["algorithms._integer_program"],
     "test_undisturbed": ["_pytorch.core"],
+    "background_models": ["wrapper.checkpointable"],
 }
 
 

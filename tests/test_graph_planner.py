@@ -16,7 +16,7 @@ from oracles import program as oracle
 from random_graphs import GRAPHS, graphs, training_graph
 
 from rotor import graph as rotor_graph
-from rotor.errors import InfeasibleError
+from rotor.errors import InfeasibleError, InvalidSequenceError
 from rotor.graph import (
     Graph,
     Operation,
@@ -347,3 +347,27 @@ def test_names_of_the_package():
         assert callable(getattr(rotor_graph, name))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = rotor_graph.nothing
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_search_begins_with_a_program_and_repairs_it(seed):
+    graph = training_graph(seed, 20)
+    least, most = planned(graph, 1)[1], peak_of(graph)
+    budget = int(least + 0.7 * (most - least))
+    first = plan(graph, budget, effort=0)
+    better = plan(graph, budget, effort="fast", start=first)
+    assert better.time_ns <= first.time_ns
+    assert plan(graph, budget, effort="fast", start=first) == better
+    lower = int(least + 0.4 * (most - least))
+    repaired = plan(graph, lower, effort=0, start=better)
+    assert repaired.peak_bytes <= lower
+    assert first.peak_bytes <= budget
+
+
+def test_a_program_of_another_graph_is_no_start():
+    graph, other = training_graph(1, 8), training_graph(1, 12)
+    start = Program(other, range(len(other)))
+    with pytest.raises(InvalidSequenceError):
+        plan(graph, peak_of(graph) - 1, start=start)
+    with pytest.raises(TypeError, match="int32"):
+        graph.core.plan(peak_of(graph) - 1, 0, 0, 0, 0, None, np.zeros(3))

@@ -217,18 +217,47 @@ static PyObject *program_bytes(const rotor_program_t *program) {
 
 PyDoc_STRVAR(
     plan_doc,
-    "plan(budget, random_runs, moves, seed, time_limit_ns, progress, /)\n--\n\n"
+    "plan(budget, random_runs, moves, seed, time_limit_ns, progress, start=None, /)\n--\n\n"
     "Return (program, minimum): the best program found within a budget in bytes, as int32; None "
-    "where none was found, and the least peak that was reached.");
+    "where none was found, and the least peak that was reached. The search begins from the program "
+    "`start`, of int32.");
+
+/* Checks a program of int32 and copies it. */
+static int read_program(PyObject *module, const rotor_dataflow_t *graph, PyObject *given,
+                        rotor_program_t *program) {
+    rotor_fault_t fault = {.kind = ROTOR_FAULT_NONE};
+    rotor_cost_t price;
+    Py_buffer view;
+    if (PyObject_GetBuffer(given, &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
+        return -1;
+    }
+    if (view.itemsize != (Py_ssize_t)sizeof(int32_t)) {
+        PyErr_SetString(PyExc_TypeError, "a program must be an array of int32");
+        PyBuffer_Release(&view);
+        return -1;
+    }
+    int64_t length = view.len / (Py_ssize_t)sizeof(int32_t);
+    int ret = rotor_program_simulate(graph, view.buf, length, &price, NULL, NULL, &fault);
+    if (ret == ROTOR_OK) {
+        ret = rotor_program_assign(program, view.buf, length);
+    }
+    PyBuffer_Release(&view);
+    if (ret != ROTOR_OK) {
+        raise_fault(module, ret, &fault);
+    }
+    return ret == ROTOR_OK ? 0 : -1;
+}
 
 static PyObject *py_dataflow_plan(PyObject *object, PyObject *args) {
     PyObject *module = PyType_GetModule(Py_TYPE(object));
     py_dataflow_t *self = (py_dataflow_t *)object;
     rotor_planner_options_t options;
     rotor_program_t program;
+    rotor_program_t start;
     rotor_cost_t price;
     py_watch_t watch;
     PyObject *progress;
+    PyObject *begin = Py_None;
     PyObject *answer = NULL;
     long long budget;
     long long random_runs;
@@ -237,15 +266,23 @@ static PyObject *py_dataflow_plan(PyObject *object, PyObject *args) {
     long long time_limit;
     int64_t minimum = 0;
 
-    if (!PyArg_ParseTuple(args, "LLLKLO:plan", &budget, &random_runs, &moves, &seed, &time_limit,
-                          &progress)) {
+    if (!PyArg_ParseTuple(args, "LLLKLO|O:plan", &budget, &random_runs, &moves, &seed, &time_limit,
+                          &progress, &begin)) {
         return NULL;
     }
     options.random_runs = random_runs;
     options.moves = moves;
     options.seed = seed;
     options.time_limit_ns = time_limit;
+    options.start = NULL;
     rotor_program_init(&program);
+    rotor_program_init(&start);
+    if (begin != Py_None) {
+        if (read_program(module, &self->graph, begin, &start) != 0) {
+            goto out;
+        }
+        options.start = &start;
+    }
     py_watch_begin(&watch, progress);
     int ret = rotor_planner_plan(&self->graph, budget, &options, &watch.callback, &program, &price,
                                  &minimum);
@@ -257,7 +294,9 @@ static PyObject *py_dataflow_plan(PyObject *object, PyObject *args) {
     } else {
         py_raise_status(module, ret);
     }
+out:
     rotor_program_free(&program);
+    rotor_program_free(&start);
     return answer;
 }
 
@@ -305,6 +344,7 @@ static PyObject *py_dataflow_curve(PyObject *object, PyObject *args) {
     options.moves = moves;
     options.seed = seed;
     options.time_limit_ns = time_limit;
+    options.start = NULL;
     programs = rotor_calloc((size_t)points, sizeof(*programs));
     costs = rotor_calloc((size_t)points, sizeof(*costs));
     if (programs == NULL || costs == NULL) {

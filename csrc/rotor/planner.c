@@ -20,11 +20,19 @@ int rotor_planner_plan(const rotor_dataflow_t *graph, int64_t budget,
     if (planner.pool_count > 0) {
         goto found; /* nothing has to run twice */
     }
-    if ((ret = rotor_dataflow_lower_bound(graph, &bound)) != ROTOR_OK ||
-        (bound <= budget && (ret = rotor_planner_walks(&planner, budget,
-                                                       options->random_runs)) != ROTOR_OK) ||
-        (ret = rotor_planner_descend(&planner, true)) != ROTOR_OK ||
-        (ret = rotor_planner_search(&planner, options->moves)) != ROTOR_OK) {
+    if (options->start != NULL &&
+        (ret = rotor_planner_search_from(&planner, 0, options->start)) != ROTOR_OK) {
+        goto out;
+    }
+    bool needs_walks = planner.pool_count == 0 || options->random_runs > 0;
+    if (needs_walks && ((ret = rotor_dataflow_lower_bound(graph, &bound)) != ROTOR_OK ||
+                        (bound <= budget &&
+                         (ret = rotor_planner_walks(&planner, budget, options->random_runs)) !=
+                             ROTOR_OK) ||
+                        (ret = rotor_planner_descend(&planner, true)) != ROTOR_OK)) {
+        goto out;
+    }
+    if ((ret = rotor_planner_search(&planner, options->moves)) != ROTOR_OK) {
         goto out;
     }
     if (planner.pool_count == 0) {

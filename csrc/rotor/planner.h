@@ -19,6 +19,9 @@ typedef struct {
     int64_t moves;       /* of the local search, per budget */
     uint64_t seed;
     int64_t time_limit_ns; /* 0: none; ends the work, never an error */
+    /* A valid program to begin from, which is repaired where it is above the budget; NULL: none.
+     * Without random runs no walk follows where it fits. */
+    const rotor_program_t *start;
 } rotor_planner_options_t;
 
 /*

@@ -544,6 +544,15 @@ def untraced(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     return call
 
 
+def is_distributed() -> bool:
+    """Return whether this process trains with others."""
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )
+
+
 def in_pipeline() -> bool:
     """Return whether this process may be sending between stages of a pipeline.
 

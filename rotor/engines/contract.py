@@ -145,6 +145,7 @@ class Settings:
     profile: Any = "measured"
     backend: str = "fx"
     verify: str | int = "first"
+    planning: str = "background"
     options: dict[str, Any] = field(default_factory=dict)
     algorithm: Any = None
     algorithm_options: dict[str, Any] = field(default_factory=dict)
@@ -195,6 +196,8 @@ class Context:
         Latest plan, made or run; kind of the latest step, measured or run.
     warned
         Topics of the warnings so far.
+    is_stepping
+        True while a training step is planned and its forward runs.
     """
 
     settings: Settings
@@ -207,6 +210,7 @@ class Context:
     latest: Any = None
     latest_key: Key | None = None
     warned: set[str] = field(default_factory=set)
+    is_stepping: bool = False
 
     def warn(self, topic: str, text: str) -> None:
         """Warn about the limit, once for each topic."""
@@ -380,6 +384,14 @@ class Engine(ABC):
 
     def begin_planning(self) -> None:
         """Drop leftovers of earlier plans: the limit or an option has changed."""
+
+    def improved(self, plan: Any, call: Call) -> Any:
+        """Return the plan of the next step: a better one if a background search has found it."""
+        return plan
+
+    def finish_planning(self, timeout: float | None) -> bool:
+        """Wait for background searches; return whether none is left."""
+        return True
 
     def choose(self, algo: Any, options: dict[str, Any]) -> None:
         """Set options of the following plans, and the algorithm, if given."""

@@ -78,6 +78,7 @@ def plan(
     time_limit: float | None = None,
     seed: int = 0,
     progress: ProgressCallback | None = None,
+    start: Program | None = None,
 ) -> Program:
     """Return the fastest program found whose peak is within a budget.
 
@@ -97,6 +98,9 @@ def plan(
         Seed of the search; equal seeds give equal programs.
     progress
         Called with ``(done, total)`` about every 0.05 s.
+    start
+        Program of the same operations to begin from; above the budget it is repaired. An effort
+        without random greedy runs, such as "fast", then takes no other walks.
 
     Returns
     -------
@@ -108,13 +112,16 @@ def plan(
     InfeasibleError
         No program was found; ``minimum_bytes`` is the least peak that was reached, which need not
         be the least possible.
+    InvalidSequenceError
+        `start` is no program of this graph.
     ValueError, TypeError
         An argument is not as described.
     """
     budget = parse_bytes(budget_bytes, name="budget_bytes")
     runs, moves = _effort(effort, _EFFORTS)
+    begin = None if start is None else start.ops
     ops, minimum = graph.core.plan(
-        budget, runs, moves, _seed(seed), _limit_ns(time_limit), progress
+        budget, runs, moves, _seed(seed), _limit_ns(time_limit), progress, begin
     )
     if ops is None:
         bound = lower_bound(graph)

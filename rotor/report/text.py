@@ -122,6 +122,7 @@ def graph_report(plan: GraphPlan) -> Text:
         ["operations run again", f"{plan.recomputed} of {len(plan.graph.operations)}"],
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
         *loss_rows(plan),
+        ["planning", plan.planning.text],
         ["proof", plan.proof],
     ]
     return table([["plan", ""], *lines])

@@ -13,6 +13,7 @@ from rotor._pytorch import core
 from rotor._pytorch import inductor as _inductor
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.utils import checked_slots
+from rotor.common.background import checked_planning
 from rotor.common.checksums import checked_verify
 from rotor.common.model_state import refuse_replicated
 from rotor.common.ranks import Ranks
@@ -101,6 +102,11 @@ class Checkpointable(TransparentModule):
         Steps in which recomputed values are compared, bit for bit, with the values computed
         first: "first", the first 3 of every plan; "always"; a number n, every n-th too; "off".
         After a difference the backward raises `rotor.RecomputationError`.
+    planning
+        For captured graphs that are planned by a training step: "background" runs the first step
+        after a short search, and looks for better plans while training runs; "before" searches
+        before the first step, so that a seed gives one plan. `custom_input`, `measure` and
+        `compute_sequence` always search at once.
     **options
         For graphs: ``effort``, ``seed`` and ``time_limit`` of `rotor.graph.plan`. With
         ``engine="auto"`` an ``nn.Sequential`` takes them too, and they have an effect only where
@@ -114,7 +120,7 @@ class Checkpointable(TransparentModule):
         Limit in bytes, ``None`` before it is known.
     mem_slots, verbosity, preserve_rng_state, loss_tmp_memory_usage, engine, loss_fn
         Values of the arguments.
-    backend, verify
+    backend, verify, planning
         Values of the arguments.
     plan
         Latest plan, run or made; ``None`` before one.
@@ -152,6 +158,7 @@ class Checkpointable(TransparentModule):
     loss_fn = Setting()
     backend = Setting()
     verify = Setting()
+    planning = Setting()
 
     def __init__(
         self,
@@ -168,6 +175,7 @@ class Checkpointable(TransparentModule):
         profile: Any = "measured",
         backend: str = "fx",
         verify: str | int = "first",
+        planning: str = "background",
         **options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -197,6 +205,7 @@ class Checkpointable(TransparentModule):
             profile=profile,
             backend=backend,
             verify=checked_verify(verify),
+            planning=checked_planning(planning),
             options=options,
         )
         super().__init__(model)
@@ -426,6 +435,18 @@ class Checkpointable(TransparentModule):
         """
         find_stages(self.module)
         self._driver.share_plans(Ranks(group))
+
+    def wait_for_planning(self, timeout: float | None = None) -> bool:
+        """Bring the search for better plans to its end; return whether none is left.
+
+        What is left to measure is measured now, and the following step runs the best plan.
+
+        Parameters
+        ----------
+        timeout
+            Most seconds to wait; ``None`` for any number.
+        """
+        return self._driver.finish_planning(timeout)
 
     # -- figures of a plan
 

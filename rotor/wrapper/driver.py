@@ -331,6 +331,10 @@ class Driver:
                 vars(known).update(state)
             raise
 
+    def finish_planning(self, timeout: float | None) -> bool:
+        """Wait for background searches, some seconds at most; return whether none is left."""
+        return all(engine.finish_planning(timeout) for engine in self.engines)
+
     def curve(self, points: int) -> tuple[Curve, torch.device]:
         """Return step time against limit by the latest measure, and the device of the steps."""
         engine = self.engines[0]
@@ -384,6 +388,14 @@ class Driver:
             # One backward will run several steps.
             cancel_running()
             self._is_crowded = True
+        context = self.context
+        context.is_stepping = True
+        try:
+            return self._step(call)
+        finally:
+            context.is_stepping = False
+
+    def _step(self, call: Call) -> Any:
         key, is_one_behind = self._agreed_key(call)
         try:
             plan = self._ready(key, call, is_one_behind=is_one_behind)
@@ -432,7 +444,10 @@ class Driver:
         )
         if plan is not None and not wants_plan:
             plan.key = key
-            return plan
+            if self._is_pending is None or not self._is_pending():
+                plan = engine.improved(plan, call)
+            if plan.verdict is Verdict.KEEP:
+                return plan
         if key.measured in self._unplanned:
             return None
         if wants_measure:

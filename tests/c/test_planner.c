@@ -56,6 +56,35 @@ static void test_plans_are_valid_and_fit(void) {
     CHECK(feasible > 15);
 }
 
+static void test_a_start_is_repaired(void) {
+    rotor_planner_options_t options = {.random_runs = 2, .moves = 500, .seed = 1};
+    for (uint64_t seed = 1; seed < 12; seed++) {
+        rotor_dataflow_t graph;
+        rotor_program_t start;
+        rotor_program_t program;
+        rotor_cost_t cost;
+        int64_t minimum = 0;
+        rotor_program_init(&start);
+        rotor_program_init(&program);
+        build(&graph, 6 + (int64_t)seed, seed);
+        int64_t most = in_order(&graph, &start);
+        options.start = NULL;
+        options.random_runs = 2;
+        int ret = rotor_planner_plan(&graph, 1, &options, NULL, &program, &cost, &minimum);
+        CHECK(ret == ROTOR_ERR_INFEASIBLE);
+        int64_t budget = (minimum + most) / 2;
+        options.start = &start;
+        options.random_runs = 0;
+        CHECK(rotor_planner_plan(&graph, budget, &options, NULL, &program, &cost, &minimum) ==
+              ROTOR_OK);
+        CHECK(cost.peak_bytes <= budget);
+        CHECK(start.length == graph.operation_count);
+        rotor_program_free(&start);
+        rotor_program_free(&program);
+        rotor_dataflow_free(&graph);
+    }
+}
+
 static int64_t level_of(const rotor_slots_t *slots, int32_t slot) {
     const rotor_dataflow_t *g = slots->graph;
     int64_t level = 0;
@@ -249,6 +278,7 @@ static void test_out_of_memory(void) {
 
 static const test_case_t cases[] = {
     {"plans_are_valid_and_fit", test_plans_are_valid_and_fit},
+    {"a_start_is_repaired", test_a_start_is_repaired},
     {"slots", test_slots},
     {"curve", test_curve},
     {"interrupted", test_interrupted},

@@ -32,6 +32,7 @@ class CompiledEngine(GraphEngine):
     """
 
     backend: ClassVar[str] = "inductor"
+    improves: ClassVar[bool] = False
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

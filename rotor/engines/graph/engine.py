@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
@@ -27,6 +28,7 @@ from rotor.engines.contract import (
 from rotor.engines.graph.calls import check_arguments, run_once
 from rotor.engines.graph.capture import Capture, Unplanned, fresh
 from rotor.engines.graph.early import owners_of
+from rotor.engines.graph.improving import Improver, Solve
 from rotor.engines.graph.loading import loaded_plan
 from rotor.engines.graph.planned import (
     CapturedStep,
@@ -116,6 +118,7 @@ class GraphEngine(MeteredEngine):
         self.sizing = Sizing(context)
         self.primals: list[Any] | None = None
         """List that takes the tensors of the next capture, or None."""
+        self.improver = Improver(context)
 
     def check(self) -> None:
         """Raise if random numbers may differ, or the profile is invalid."""
@@ -157,6 +160,7 @@ class GraphEngine(MeteredEngine):
         """Drop the capture of a kind of step."""
         self.steps.pop(measured, None)
         self.sizing.forget(measured)
+        self.improver.forget(measured)
 
     def device_of(self, key: Key) -> torch.device:
         """Return the device of such steps."""
@@ -174,6 +178,9 @@ class GraphEngine(MeteredEngine):
         if self.backend == "fx" and self.solve() is None:
             step = self.sizing.step(key, loss_fn, arguments, call, self._new_capture, self.steps)
             if step is not None:
+                for measured, known in self.steps.items():
+                    if isinstance(known, ShapeStep):
+                        self.improver.forget(measured)
                 return step
         with progress(1, "capturing the model"):
             try:
@@ -208,7 +215,11 @@ class GraphEngine(MeteredEngine):
             self.primals[:] = found.primals
         try:
             with progress(1, "measuring the operations") as update:
-                costs = price(source, lowered, device, found.primals, progress=update)
+                if source == MEASURED and self._is_improving():
+                    known = (lowered, device, found.primals)
+                    costs = self.improver.price(key, *known, call, update)
+                else:
+                    costs = price(source, lowered, device, found.primals, progress=update)
         finally:
             # The inputs of the call must not live as long as a frame in a cycle.
             found.primals.clear()
@@ -259,6 +270,7 @@ class GraphEngine(MeteredEngine):
         if key.measured not in self.steps:
             raise ValueError("the model runs in parts, so no single graph can be measured")
         step = self._step_of(key)
+        self.improver.settle(key.measured, self.steps[key.measured])
         return build_graph(step.lowered, step.costs, step.loss_workspace(0, None))
 
     def _step_of(self, key: Key) -> CapturedStep:
@@ -282,7 +294,8 @@ class GraphEngine(MeteredEngine):
         return is_given or self.steps[key.measured].loss_captured
 
     def begin_planning(self) -> None:
-        """Drop the compiled programs."""
+        """Drop the compiled programs, and end the searches."""
+        self.improver.stop()
         for step in self.steps.values():
             step.capture.forget_programs()
         self.sizing.forget_programs()
@@ -291,28 +304,62 @@ class GraphEngine(MeteredEngine):
         """Return the search for programs, if not the planner of operations."""
         return None
 
+    improves: ClassVar[bool] = True
+    """True if better programs may be exchanged between steps."""
+
+    def _is_improving(self) -> bool:
+        return self.improves and self.improver.is_on()
+
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> GraphPlan:
         """Return the fastest program found under a limit."""
         step = self._step_of(key)
+        if isinstance(step, ShapeStep):
+            return self._planned(step, key, limit_bytes, reserve_bytes, None)
+
+        def planned(solve: Solve | None) -> GraphPlan:
+            step = self._step_of(key)
+            return self._planned(step, key, limit_bytes, reserve_bytes, solve)
+
+        if self._is_improving():
+            return self.improver.plan(key, self.steps[key.measured], limit_bytes, planned)
+        self.improver.settle(key.measured, self.steps[key.measured])
+        begun = time.thread_time()
+        plan = planned(self.solve())
+        plan.planning.seconds = time.thread_time() - begun
+        return plan
+
+    def improved(self, plan: GraphPlan, call: Call) -> GraphPlan:
+        """Return the plan of the next step: a better one if a background search has found it."""
+        if isinstance(plan.step, ShapeStep):
+            return plan
+        return self.improver.improved(plan, call, self.steps[plan.key.measured])
+
+    def finish_planning(self, timeout: float | None) -> bool:
+        """Wait for background searches; return whether none is left."""
+        return self.improver.finish(self.steps.__getitem__, timeout)
+
+    def _planned(
+        self, step: CapturedStep, key: Key, limit_bytes: int, reserve_bytes: int, solve: Any
+    ) -> GraphPlan:
         try:
-            return self._plan_of(step, key, limit_bytes, reserve_bytes)
+            return self._plan_of(step, key, limit_bytes, reserve_bytes, solve)
         except InfeasibleError:
             doubtful = step.doubtful_tangents
             if not doubtful:
                 raise
         # The first step is metered, and shows which outputs have a gradient.
         step = step.base.variant(step.existing, doubtful)
-        return self._plan_of(step, key, limit_bytes, reserve_bytes)
+        return self._plan_of(step, key, limit_bytes, reserve_bytes, solve)
 
     def _plan_of(
-        self, step: CapturedStep, key: Key, limit_bytes: int, reserve_bytes: int
+        self, step: CapturedStep, key: Key, limit_bytes: int, reserve_bytes: int, solve: Any
     ) -> GraphPlan:
-        make = partial(self._planned, step, key, limit_bytes)
+        make = partial(self._found, step, key, limit_bytes)
         if isinstance(step, ShapeStep):
             return self.sizing.plan(step, key, limit_bytes, reserve_bytes, make)
-        return make(reserve_bytes, self.solve())
+        return make(reserve_bytes, solve)
 
-    def _planned(
+    def _found(
         self, step: CapturedStep, key: Key, limit_bytes: int, reserve_bytes: int, solve: Any
     ) -> GraphPlan:
         with progress(1, f"planning{self.sizing.described(key)}") as update:
@@ -350,6 +397,7 @@ class GraphEngine(MeteredEngine):
 
     def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
         """Return the curve of `rotor.graph.curve`, as limits of this step."""
+        self.improver.settle(key.measured, self.steps[key.measured])
         step = self._step_of(key)
         least = graph = build_graph(step.lowered, step.costs, self._loss_bytes(key))
         with progress(points, "computing the curve") as update:

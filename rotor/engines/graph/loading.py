@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from rotor.engines.graph.planned import CapturedStep, GraphPlan, build_graph
+from rotor.engines.graph.planned import CapturedStep, GraphPlan, PlanningRecord, build_graph
 from rotor.errors import InfeasibleError
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program
@@ -44,8 +44,7 @@ def loaded_plan(
         )
     loss_bytes = saved.graph.operations[step.lowered.loss].workspace_bytes
     program = Program(build_graph(step.lowered, step.costs, loss_bytes), saved.ops)
-    emitted = step.code(program.ops.tolist())
-    own = step.executor_bytes_of(emitted, program.ops.tolist(), limit_bytes)
+    own = step.executor_bytes_of(program.ops.tolist(), limit_bytes)
     needed = program.peak_bytes + own
     if needed > limit_bytes:
         raise InfeasibleError(
@@ -53,7 +52,8 @@ def loaded_plan(
             f"least {needed} bytes, or a program that was made for less",
             needed,
         )
-    return GraphPlan(step, program.graph, program, emitted, limit_bytes, own, loss_bytes)
+    record = PlanningRecord("loaded")
+    return GraphPlan(step, program.graph, program, limit_bytes, own, loss_bytes, record)
 
 
 def _difference(saved: Graph, here: Graph) -> str:

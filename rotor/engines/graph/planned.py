@@ -39,6 +39,7 @@ from rotor.meter.step_meter import Metered
 __all__ = [
     "CapturedStep",
     "GraphPlan",
+    "PlanningRecord",
     "build_graph",
     "executor_bytes",
     "lower_bound_of",
@@ -94,15 +95,37 @@ class CapturedStep:
         self.lowered = self.captured.lowered
         compiles = self.capture.backend == "inductor"
         if self.existing:
-            most = COMPILED_HANDOVERS if compiles else HANDOVERS
-            self.lowered, self.costs = with_handovers(self.lowered, self.costs, self.existing, most)
-        if self.absent:
-            self.costs = list(self.costs)
-            cost = self.costs[self.lowered.loss]
-            made = [0 if k in self.absent else size for k, size in enumerate(cost.made_bytes)]
-            self.costs[self.lowered.loss] = replace(cost, made_bytes=tuple(made))
+            self.lowered, self.costs = self._with_handovers(self.costs)
+        self.costs = self._without_absent(self.costs)
         if compiles:
             self.inductor = Inductor(self.lowered)
+
+    def _with_handovers(self, costs: list[Cost]) -> tuple[Lowered, list[Cost]]:
+        most = COMPILED_HANDOVERS if self.capture.backend == "inductor" else HANDOVERS
+        return with_handovers(self.captured.lowered, costs, self.existing, most)
+
+    def _without_absent(self, costs: list[Cost]) -> list[Cost]:
+        """Return costs with tangents of no bytes where they are absent."""
+        if not self.absent:
+            return costs
+        cost = costs[self.lowered.loss]
+        made = [0 if k in self.absent else size for k, size in enumerate(cost.made_bytes)]
+        found = list(costs)
+        found[self.lowered.loss] = replace(cost, made_bytes=tuple(made))
+        return found
+
+    def set_costs(self, costs: list[Cost]) -> None:
+        """Replace the costs of the operations, here and in the results of `variant`.
+
+        Parameters
+        ----------
+        costs
+            Costs for no existing gradients, as this step must be; sizes are the former ones.
+        """
+        self.costs = costs
+        for variant in self._variants.values():
+            own = variant._with_handovers(costs)[1] if variant.existing else costs
+            variant.costs = variant._without_absent(own)
 
     def variant(self, existing: frozenset[int], absent: frozenset[int]) -> CapturedStep:
         """Return the same step with some existing gradients, and some absent tangents."""
@@ -218,9 +241,13 @@ class CapturedStep:
             for device in self._devices
         )
 
-    def executor_bytes_of(self, code: StepCode, ops: list[int], limit_bytes: int) -> int:
-        """Return the bytes kept beside the graph's storages if some code runs a program."""
-        return self.executor_bytes(code.replayed, checksums_of(self.lowered, ops), limit_bytes)
+    def executor_bytes_of(self, ops: list[int], limit_bytes: int) -> int:
+        """Return the bytes kept beside the graph's storages while a program runs."""
+        runs = np.bincount(ops, minlength=len(self.lowered.tasks))
+        replayed = sum(task.random and runs[k] > 1 for k, task in enumerate(self.lowered.tasks))
+        if self.inductor is not None:
+            replayed = 0
+        return self.executor_bytes(int(replayed), checksums_of(self.lowered, ops), limit_bytes)
 
     def most_executor_bytes(self, limit_bytes: int) -> int:
         """Return the most bytes kept beside the graph's storages, under any recomputation."""
@@ -242,17 +269,51 @@ class CapturedStep:
 
 
 @dataclass
+class PlanningRecord:
+    """Record of the search for one kind of step's program.
+
+    Attributes
+    ----------
+    origin
+        Origin of the first program: "searched before the step", "estimated" by a run or two of each
+        operation, "repaired" from an earlier one, "kept on disk", or "loaded".
+    improved
+        Number of better programs since.
+    is_final
+        True if no better one is looked for.
+    seconds
+        Time of all searches, measurements included.
+    """
+
+    origin: str = "searched before the step"
+    improved: int = 0
+    is_final: bool = True
+    seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """Record as text."""
+        times = {0: "", 1: ", improved once"}.get(
+            self.improved, f", improved {self.improved} times"
+        )
+        state = "final" if self.is_final else "a better one is looked for"
+        return f"{self.origin}{times}, {state}, {self.seconds:.1f} s"
+
+
+@dataclass
 class GraphPlan(Metered):
     """Program and its figures; bytes are above the level at which a step begins.
 
     Attributes
     ----------
-    step, graph, program, emitted
-        Captured step, its cost model, the program, and the functions that run it.
+    step, graph, program
+        Captured step, its cost model, and the program.
     limit_bytes
         Limit of the plan.
     executor_bytes
         Bytes kept beside the graph's storages: random states, the caller's scalars.
+    planning
+        Record of the search for the program.
     """
 
     kind: ClassVar[str] = "graph"
@@ -260,10 +321,11 @@ class GraphPlan(Metered):
     step: CapturedStep
     graph: Graph
     program: Program
-    emitted: StepCode
     limit_bytes: int
     executor_bytes: int
     loss_bytes: int
+    planning: PlanningRecord = field(default_factory=PlanningRecord)
+    _emitted: StepCode | None = field(default=None, repr=False)
     _early: EarlyCode | None = field(default=None, repr=False)
     _verified: tuple[StepCode, Prover] | None = field(default=None, repr=False)
     _known: int = field(init=False, repr=False)
@@ -279,6 +341,18 @@ class GraphPlan(Metered):
     def is_refuted(self) -> bool:
         """True if an operation of this capture gave other bits when it ran again."""
         return len(self.step.captured.lowered.unrepeatable) != self._known
+
+    def take_code(self, old: GraphPlan) -> None:
+        """Take over the functions of another plan of the same program."""
+        if old.step is self.step and old.program == self.program:
+            self._emitted, self._early, self._verified = old._emitted, old._early, old._verified
+
+    @property
+    def emitted(self) -> StepCode:
+        """Functions that run the program, made when they are first needed."""
+        if self._emitted is None:
+            self._emitted = self.step.code(self.program.ops.tolist())
+        return self._emitted
 
     @property
     def device(self) -> torch.device:
@@ -333,8 +407,9 @@ class GraphPlan(Metered):
         tally
             Tally of a verified step.
         """
-        code = self.emitted
-        if tally is not None:
+        if tally is None:
+            code = self.emitted
+        else:
             if self._verified is None:
                 self._verified = self.step.verified(self.program.ops, self._verified_code)
             code, prover = self._verified
@@ -380,7 +455,7 @@ class GraphPlan(Metered):
         step = self.step
         if step.owners is None:
             return None
-        if not spread or code is not self.emitted or step.inductor is not None:
+        if not spread or code is not self._emitted or step.inductor is not None:
             # Inductor's code is cut only if gradients exist.
             return code if isinstance(code, EarlyCode) else None
         if self._early is None:
@@ -494,8 +569,7 @@ def make_graph_plan(
                 least,
                 bound,
             ) from None
-        emitted = step.code(program.ops.tolist())
-        needed = step.executor_bytes_of(emitted, program.ops.tolist(), limit_bytes)
+        needed = step.executor_bytes_of(program.ops.tolist(), limit_bytes)
         if program.peak_bytes + needed + reserve_bytes <= limit_bytes:
             break
         own = max(own, needed)
@@ -503,7 +577,6 @@ def make_graph_plan(
         step,
         graph,
         program,
-        emitted,
         limit_bytes,
         needed,
         loss_bytes,

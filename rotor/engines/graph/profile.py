@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,15 +27,34 @@ from rotor.meter import allocator as memory
 from rotor.meter.step_meter import check_idle
 from rotor.timing import is_single, measure_ns
 
-__all__ = ["Cost", "cost_of_row", "environment_of", "keys_of", "profile"]
+__all__ = [
+    "FAILURES",
+    "Arguments",
+    "Cost",
+    "cost_of_row",
+    "distinct_operations",
+    "environment_of",
+    "estimated_ns",
+    "holds_whole_numbers",
+    "in_order",
+    "isolated",
+    "keys_of",
+    "log_estimate",
+    "planned_bytes",
+    "profile",
+    "sizes_of",
+    "tested_alone",
+    "timed",
+]
 
 logger = logging.getLogger("rotor")
 _SECONDS_PER_OPERATION = 0.5
 
 
+_RANDOM_BLOCK = 1 << 16
 _BYTES_PER_NS = 4
 _MOST_DEPTH = 30
-_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError)
+FAILURES = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError)
 _OVERHEAD_NS = 5_000
 
 
@@ -67,13 +87,15 @@ class Cost:
 _HERE = "device"
 
 
-def _described(value: Any, device: torch.device) -> Any:
+def _described(value: Any, device: torch.device, known: dict[fx.Node, Any]) -> Any:
     """Return an argument as a part of an operation's key: layouts of tensors, constants as given.
 
     The device of the step goes without its name: profiles are kept by device.
     """
     if isinstance(value, fx.Node):
-        value = value.meta.get("val")
+        if value not in known:
+            known[value] = _described(value.meta.get("val"), device, known)
+        return known[value]
     if isinstance(value, torch.Tensor):
         return (
             "tensor",
@@ -83,9 +105,11 @@ def _described(value: Any, device: torch.device) -> Any:
             value.stride() if value.layout == torch.strided else str(value.layout),
         )
     if isinstance(value, list | tuple):
-        return tuple(_described(item, device) for item in value)
+        return tuple([_described(item, device, known) for item in value])
     if isinstance(value, dict):
-        return tuple((name, _described(item, device)) for name, item in sorted(value.items()))
+        return tuple(
+            [(name, _described(item, device, known)) for name, item in sorted(value.items())]
+        )
     if isinstance(value, torch.device):
         here = value.type == device.type and value.index in (None, device.index)
         return _HERE if here else repr(value)
@@ -102,12 +126,13 @@ def keys_of(lowered: Lowered, device: torch.device) -> list[str]:
     device
         Device of the capture.
     """
+    known: dict[fx.Node, Any] = {}
     return [
         repr(
             (
                 str(task.node.target),
-                _described(task.node.args, device),
-                _described(task.node.kwargs, device),
+                _described(task.node.args, device, known),
+                _described(task.node.kwargs, device, known),
             )
         )
         if task.node is not None
@@ -127,7 +152,8 @@ def cost_of_row(row: Sequence[int] | None, made: int) -> Cost | None:
     return Cost(row[0], row[1], tuple(row[2 : 2 + made]), flags)
 
 
-def _holds_whole_numbers(value: Any) -> bool:
+def holds_whole_numbers(value: Any) -> bool:
+    """Return whether a value is a tensor of whole numbers, which may be indices."""
     return (
         isinstance(value, torch.Tensor)
         and not (value.dtype.is_floating_point or value.dtype.is_complex)
@@ -135,7 +161,7 @@ def _holds_whole_numbers(value: Any) -> bool:
     )
 
 
-class _Arguments:
+class Arguments:
     """Maker of arguments to run operations with.
 
     The model's own tensors, and views of them, are taken as they are; computed values are
@@ -143,10 +169,11 @@ class _Arguments:
     """
 
     def __init__(self, lowered: Lowered, primals: Sequence[Any]) -> None:
-        self._lowered = lowered
-        self._real: dict[fx.Node, Any] = dict(zip(lowered.primals, primals, strict=False))
+        self.lowered = lowered
+        self.real: dict[fx.Node, Any] = dict(zip(lowered.primals, primals, strict=False))
         self.whole = 0
         self._depth = 0
+        self._blocks: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def of(self, task: Task) -> tuple[Any, Any, Any]:
         """Return the function, its arguments by position and by name."""
@@ -169,16 +196,16 @@ class _Arguments:
         return value
 
     def _of_node(self, node: fx.Node) -> Any:
-        if node in self._real:
-            return self._real[node]
+        if node in self.real:
+            return self.real[node]
         if node.op == "get_attr":
-            return core.attribute(self._lowered.module, str(node.target))
-        value = self._lowered.values.get(node)
+            return core.attribute(self.lowered.module, str(node.target))
+        value = self.lowered.values.get(node)
         if value is not None and value.kind == "view" and not value.storages:
             function = core.callable_of(node.target)
             return function(*self._made_up(node.args), **self._made_up(node.kwargs))
         found = node.meta.get("val")
-        if value is not None and node.op == "call_function" and _holds_whole_numbers(found):
+        if value is not None and node.op == "call_function" and holds_whole_numbers(found):
             # Indices and opaque states must be valid: their makers are run.
             made = self._made_by(node)
             if made is not None:
@@ -195,7 +222,7 @@ class _Arguments:
                 return None if made is None else made[node.args[1]]
             function = core.callable_of(node.target)
             return function(*self._made_up(node.args), **self._made_up(node.kwargs))
-        except _FAILURES:
+        except FAILURES:
             return None
         finally:
             self._depth -= 1
@@ -210,10 +237,21 @@ class _Arguments:
             extent = 0
         flat = torch.empty(extent, dtype=value.dtype, device=value.device)
         if value.dtype.is_floating_point or value.dtype.is_complex:
-            flat.uniform_(0.1, 1.0)
+            self._fill(flat)
         else:
             flat.fill_(True if value.dtype == torch.bool else self.whole)
         return flat.as_strided(value.shape, value.stride())
+
+    def _fill(self, flat: torch.Tensor) -> None:
+        """Fill a tensor with repeats of one random block: drawing costs more than operations do."""
+        kind = (flat.dtype, flat.device)
+        if kind not in self._blocks:
+            drawn = torch.empty(_RANDOM_BLOCK, dtype=flat.dtype, device=flat.device)
+            self._blocks[kind] = drawn.uniform_(0.1, 1.0)
+        block = self._blocks[kind]
+        end = flat.numel() - flat.numel() % _RANDOM_BLOCK
+        flat[:end].view(-1, _RANDOM_BLOCK).copy_(block)
+        flat[end:].copy_(block[: flat.numel() - end])
 
 
 def environment_of(device: torch.device) -> str:
@@ -248,6 +286,25 @@ def profile(
         An operation has to be measured, and a profiler or another meter runs.
     """
     keys = keys_of(lowered, device)
+    distinct, known = distinct_operations(lowered, keys, device)
+    todo = [key for key in distinct if key not in known]
+    if todo:
+        check_idle(device)
+        arguments = Arguments(lowered, primals)
+        tasks = [distinct[key] for key in todo]
+        with isolated(device):
+            fresh = _measure(tasks, arguments, lowered, device, progress)
+        known.update(zip(todo, fresh, strict=True))
+        rows = {k: known[k].to_row() for k in todo}
+        if not is_single():
+            cache.store("profile", environment_of(device), rows)
+    return in_order(lowered, keys, known)
+
+
+def distinct_operations(
+    lowered: Lowered, keys: Sequence[str], device: torch.device
+) -> tuple[dict[str, Task], dict[str, Cost]]:
+    """Return the distinct operations by key, and the costs of those that are kept on disk."""
     distinct = {key: task for key, task in zip(keys, lowered.tasks, strict=True) if key}
     store = cache.load("profile", environment_of(device))
     known: dict[str, Cost] = {}
@@ -255,27 +312,35 @@ def profile(
         cost = cost_of_row(store.get(key), len(task.made))
         if cost is not None and cost.flags != UNTESTED:
             known[key] = cost
-    todo = [key for key in distinct if key not in known]
-    if todo:
-        check_idle(device)
-        arguments = _Arguments(lowered, primals)
-        tasks = [distinct[key] for key in todo]
-        fresh = _measure(tasks, arguments, lowered, device, progress)
-        known.update(zip(todo, fresh, strict=True))
-        rows = {k: known[k].to_row() for k in todo}
-        if not is_single():
-            cache.store("profile", environment_of(device), rows)
-    no_cost = Cost(0, 0, tuple(_planned_bytes(lowered, lowered.tasks[lowered.loss])))
+    return distinct, known
+
+
+def in_order(lowered: Lowered, keys: Sequence[str], known: Mapping[str, Cost]) -> list[Cost]:
+    """Return the cost of every operation from the costs by key; the loss's is zero."""
+    no_cost = Cost(0, 0, tuple(planned_bytes(lowered, lowered.tasks[lowered.loss])))
     return [known[key] if key else no_cost for key in keys]
 
 
-def _planned_bytes(lowered: Lowered, task: Task) -> list[int]:
+@contextmanager
+def isolated(device: torch.device) -> Iterator[None]:
+    """Run operations as they are, and put the random states back."""
+    with (
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        random_states_kept(device),
+        generators_kept(),
+    ):
+        yield
+
+
+def planned_bytes(lowered: Lowered, task: Task) -> list[int]:
+    """Return the sizes of an operation's new storages by its fake tensors."""
     return [lowered.storages[storage][0] for storage in task.made.values()]
 
 
 def _measure(
     tasks: Sequence[Task],
-    arguments: _Arguments,
+    arguments: Arguments,
     lowered: Lowered,
     device: torch.device,
     progress: Callable[[int, int], object] | None,
@@ -284,36 +349,30 @@ def _measure(
     wholes: list[int] = []
     sizes: list[list[int]] = []
     flags: list[int] = []
-    with (
-        torch.no_grad(),
-        torch.autocast(device.type, enabled=False),
-        random_states_kept(device),
-        generators_kept(),
-    ):
-        for index, task in enumerate(tasks):
-            times.append(_timed(task, arguments, device))
-            wholes.append(arguments.whole)
-            is_run = times[-1] is not None
-            flags.append(_tested(task, arguments, device) if is_run else NOT_RUN)
-            if progress is not None:
-                progress(index + 1, len(tasks))
-        with memory.meter(device) as meter:
-            for task, ns, whole in zip(tasks, times, wholes, strict=True):
-                sizes.append(_planned_bytes(lowered, task))
-                if ns is None:
-                    continue
-                arguments.whole = whole
-                function, args, kwargs = arguments.of(task)
-                meter.mark("operation")
-                result = function(*args, **kwargs)
-                meter.mark("between")
-                sizes[-1] = _sizes(task, result, (args, kwargs), sizes[-1])
-                del result, args, kwargs
+    for index, task in enumerate(tasks):
+        times.append(timed(task, arguments, device))
+        wholes.append(arguments.whole)
+        is_run = times[-1] is not None
+        flags.append(tested_alone(task, arguments, device) if is_run else NOT_RUN)
+        if progress is not None:
+            progress(index + 1, len(tasks))
+    with memory.meter(device) as meter:
+        for task, ns, whole in zip(tasks, times, wholes, strict=True):
+            sizes.append(planned_bytes(lowered, task))
+            if ns is None:
+                continue
+            arguments.whole = whole
+            function, args, kwargs = arguments.of(task)
+            meter.mark("operation")
+            result = function(*args, **kwargs)
+            meter.mark("between")
+            sizes[-1] = sizes_of(task, result, (args, kwargs), sizes[-1])
+            del result, args, kwargs
     segments = iter([s for s in meter.segments if s.name == "operation"])
     costs = []
     for task, ns, made, found in zip(tasks, times, sizes, flags, strict=True):
         if ns is None:
-            costs.append(Cost(_estimated_ns(task), 0, tuple(made), found))
+            costs.append(Cost(estimated_ns(task), 0, tuple(made), found))
             continue
         segment = next(segments)
         workspace = max(segment.peak_bytes - segment.start_bytes - sum(made), 0)
@@ -321,16 +380,15 @@ def _measure(
     return costs
 
 
-def _tested(task: Task, arguments: _Arguments, device: torch.device) -> int:
+def tested_alone(task: Task, arguments: Arguments, device: torch.device) -> int:
+    """Run an operation twice on made-up arguments; return its flags."""
     function, args, kwargs = arguments.of(task)
     return tested(task, partial(function, *args, **kwargs), device)
 
 
-def _sizes(task: Task, result: Any, given: Any, planned: list[int]) -> list[int]:
+def sizes_of(task: Task, result: Any, given: Any, planned: list[int]) -> list[int]:
     """Return the bytes of the resulting storages, if they are new ones."""
-    known = {
-        core.storage_identity(t) for t in core.tree_flatten(given)[0] if isinstance(t, torch.Tensor)
-    }
+    known = {core.storage_identity(tensor) for tensor in _tensors_in(given)}
     found = []
     for path, size in zip(task.made, planned, strict=True):
         tensor = result
@@ -342,7 +400,17 @@ def _sizes(task: Task, result: Any, given: Any, planned: list[int]) -> list[int]
     return found
 
 
-def _estimated_ns(task: Task) -> int:
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
+
+
+def estimated_ns(task: Task) -> int:
     """Return a time by the bytes read and made, for operations that cannot run alone."""
     assert task.node is not None
     nodes = [*task.node.all_input_nodes, task.node]
@@ -356,7 +424,7 @@ def _estimated_ns(task: Task) -> int:
     return _OVERHEAD_NS + total // _BYTES_PER_NS
 
 
-def _timed(task: Task, arguments: _Arguments, device: torch.device) -> int | None:
+def timed(task: Task, arguments: Arguments, device: torch.device) -> int | None:
     """Return nanoseconds; ``None`` if the operation does not run on made-up arguments."""
     for arguments.whole in (0, 1):
         try:
@@ -365,8 +433,14 @@ def _timed(task: Task, arguments: _Arguments, device: torch.device) -> int | Non
             return measure_ns(call, device, max_seconds=_SECONDS_PER_OPERATION)
         except torch.cuda.OutOfMemoryError:
             raise
-        except _FAILURES as error:
+        except FAILURES as error:
             reason = error
+    log_estimate(task, reason)
+    return None
+
+
+def log_estimate(task: Task, reason: BaseException) -> None:
+    """Log that an operation does not run alone."""
     assert task.node is not None
     logger.info(
         "%s of %s is estimated by its bytes, for it does not run alone: %s",
@@ -374,4 +448,3 @@ def _timed(task: Task, arguments: _Arguments, device: torch.device) -> int | Non
         task.module or "the model",
         reason,
     )
-    return None

@@ -20,7 +20,7 @@ from rotor.common.accounting import METERED_STEPS
 from rotor.common.checksums import Proved
 from rotor.engines.graph.capture import Capture, Captured
 from rotor.engines.graph.early import Owners
-from rotor.engines.graph.emit import StepCode, checksums_of
+from rotor.engines.graph.emit import StepCode
 from rotor.engines.graph.fits import Fits, Point, work_of
 from rotor.engines.graph.handover import with_handovers
 from rotor.engines.graph.lowering import Lowered
@@ -66,8 +66,8 @@ class _Entry:
         The same with comparisons, and their prover.
     proved
         Results of verified steps.
-    checksums
-        Number of checksums in a verified step.
+    own
+        Bytes kept beside the storages, by limit.
     used
         Number of the last choice of the program.
     total
@@ -78,7 +78,7 @@ class _Entry:
     code: StepCode | None = None
     verified: Any = None
     proved: Proved = field(default_factory=Proved)
-    checksums: int = 0
+    own: dict[int, int] = field(default_factory=dict)
     used: int = 0
     total: int = 0
 
@@ -386,13 +386,14 @@ class ShapeStep(CapturedStep):
         entry = self._variant.entry(ops)
         if entry.code is None:
             entry.code = super().code(ops)
-            entry.checksums = checksums_of(self.lowered, ops)
         return entry.code
 
-    def executor_bytes_of(self, code: StepCode, ops: list[int], limit_bytes: int) -> int:
-        """Return the bytes kept beside the graph's storages if some code runs a program."""
+    def executor_bytes_of(self, ops: list[int], limit_bytes: int) -> int:
+        """Return the bytes kept beside the graph's storages while a program runs."""
         entry = self._variant.entry(ops)
-        return self.executor_bytes(code.replayed, entry.checksums, limit_bytes)
+        if limit_bytes not in entry.own:
+            entry.own[limit_bytes] = super().executor_bytes_of(ops, limit_bytes)
+        return entry.own[limit_bytes]
 
     def loss_workspace(self, given_bytes: int, learned_bytes: int | None) -> int:
         """Return the need of the loss: learnt at this shape or at others, given, or assumed."""

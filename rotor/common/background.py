@@ -1,0 +1,130 @@
+"""Work in a background thread that ends with its owner; independent of PyTorch.
+
+A piece of work gets a function that returns True once it should stop, and asks it now and then.
+Work that is stopped, or that another process began before a fork, has no result.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+__all__ = ["PLANNING", "Executor", "Job", "Stopped", "Threads", "Work", "checked_planning"]
+
+PLANNING = ("background", "before")
+"""Accepted values of ``planning=``."""
+
+
+def checked_planning(value: Any) -> str:
+    """Return a value of ``planning=`` as it is; raise ValueError for any other."""
+    if value not in PLANNING:
+        raise ValueError(f"planning={value!r}, expected one of {', '.join(PLANNING)}")
+    return str(value)
+
+
+class Stopped(Exception):
+    """End of work that is no longer wanted."""
+
+
+Work = Callable[[Callable[[], bool]], Any]
+"""Function of another one that returns True once the work should stop; it then raises Stopped."""
+
+
+class Job(Protocol):
+    """Piece of work that has begun."""
+
+    def is_done(self) -> bool:
+        """Return whether the work has ended, in whatever way."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end, at most some seconds; return whether the work has ended."""
+
+    def stop(self) -> None:
+        """Have the work end soon, without a result."""
+
+    def result(self) -> Any:
+        """Return the result of work that has ended; ``None`` without one; raise its error."""
+
+
+class Executor(Protocol):
+    """Place where pieces of work run."""
+
+    def start(self, work: Work) -> Job:
+        """Begin a piece of work; it is stopped when the job is no longer referenced."""
+
+
+class _State:
+    """State that a thread shares with its job, without referencing the job."""
+
+    def __init__(self) -> None:
+        self.stops = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+
+class _ThreadJob:
+    """Job in a thread of its own; the thread ends soon after the job is dropped."""
+
+    def __init__(self, work: Work) -> None:
+        self._state = _State()
+        self._process = os.getpid()
+        self._thread = threading.Thread(
+            target=_run, args=(work, self._state), name="rotor-planning", daemon=True
+        )
+        weakref.finalize(self, setattr, self._state, "stops", True).atexit = False
+        _jobs.add(self)
+        self._thread.start()
+
+    def _is_inherited(self) -> bool:
+        return os.getpid() != self._process
+
+    def is_done(self) -> bool:
+        return self._is_inherited() or not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self._is_inherited():
+            self._thread.join(timeout)
+        return self.is_done()
+
+    def stop(self) -> None:
+        self._state.stops = True
+
+    def result(self) -> Any:
+        if self._is_inherited() or isinstance(self._state.error, Stopped):
+            return None
+        if self._state.error is not None:
+            raise self._state.error
+        return self._state.result
+
+
+def _run(work: Work, state: _State) -> None:
+    try:
+        state.result = work(lambda: state.stops)
+    except BaseException as error:
+        # Frames of the traceback would keep what the work refers to.
+        state.error = error.with_traceback(None)
+
+
+_jobs: weakref.WeakSet[_ThreadJob] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stop all threads before the interpreter goes."""
+    jobs = list(_jobs)
+    for job in jobs:
+        job.stop()
+    for job in jobs:
+        job.wait()
+
+
+class Threads:
+    """Executor that begins a thread for each piece of work."""
+
+    def start(self, work: Work) -> Job:
+        """Begin a piece of work."""
+        return _ThreadJob(work)

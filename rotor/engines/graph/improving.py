@@ -1,0 +1,545 @@
+"""Plans that get better while training runs (``planning="background"``).
+
+The first step runs a program that a short search found with the costs of a glance. Between the
+following steps a few operations are measured, a background thread searches, and the step that comes
+next runs what it found, if that is better. The thread has the cost model alone, never the model.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from rotor._pytorch import core
+from rotor.common.background import Executor, Job, Stopped, Threads
+from rotor.common.tensor_trees import tree_tensors
+from rotor.engines.contract import Call, Context, Key
+from rotor.engines.graph.glance import Refinement, glance
+from rotor.engines.graph.known import Kept, Known, options_number
+from rotor.engines.graph.lowering import Lowered
+from rotor.engines.graph.planned import CapturedStep, GraphPlan, PlanningRecord, build_graph
+from rotor.engines.graph.profile import Cost, keys_of
+from rotor.engines.graph.repeating import keep_from_now_on, keep_unrepeatable
+from rotor.errors import InfeasibleError, InvalidSequenceError
+from rotor.graph import planner
+from rotor.graph.graph import Graph
+from rotor.graph.program import Program
+
+__all__ = ["Improver", "Rough"]
+
+_MEASURING_STEPS = 24
+"""Steps within which all operations are measured."""
+
+_MOST_ROUNDS = 3
+_SMALL_GAIN = 0.01
+"""Gain of a search after which no other one follows."""
+
+_LEAST_GAIN = 0.001
+"""Gain for which a program is exchanged: its code has to be made."""
+
+_SEARCH_NS = 70_000
+"""Time of a search with ``effort="fast"``, for each operation."""
+
+_SEARCH_SHARE = 0.1
+
+Solve = Callable[[Graph, int, dict[str, Any], Any], Program]
+
+
+def _quick_options(options: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
+    """Return the options of a search that costs little beside a step."""
+    effort = options.get("effort", "default")
+    if not isinstance(effort, int) or effort > 1:
+        step_ns = sum(operation.cost_ns for operation in graph.operations)
+        is_cheap = _SEARCH_NS * len(graph) <= _SEARCH_SHARE * step_ns
+        effort = "fast" if is_cheap else 0
+    return {**options, "effort": effort}
+
+
+class _Quick:
+    """Short search that begins with programs at hand, and takes one that fits as it is."""
+
+    def __init__(self, starts: Sequence[Callable[[Graph], Program | None]]) -> None:
+        self._starts = starts
+        self._latest: Program | None = None
+        self.taken: int | None = None
+        self.is_repaired = False
+
+    def __call__(
+        self, graph: Graph, budget: int, options: dict[str, Any], progress: Any
+    ) -> Program:
+        found = [(k, start(graph)) for k, start in enumerate(self._starts)]
+        programs = [(k, program) for k, program in found if program is not None]
+        fitting = [(k, program) for k, program in programs if program.peak_bytes <= budget]
+        self.taken, self.is_repaired = None, bool(programs)
+        if fitting:
+            self.taken, program = min(fitting, key=lambda one: one[1].time_ns)
+            return program
+        start = min(programs, key=lambda one: one[1].peak_bytes)[1] if programs else None
+        given = _quick_options(options, graph)
+        if self._latest is not None:
+            # The budget is a little less than before: a repair will do.
+            start, given["effort"] = Program(graph, self._latest.ops), 0
+        self._latest = planner.plan(graph, budget, progress=progress, start=start, **given)
+        return self._latest
+
+
+def _same_program(old: GraphPlan, graph: Graph) -> Program | None:
+    try:
+        return Program(graph, old.program.ops)
+    except InvalidSequenceError:
+        return None
+
+
+def _search(
+    graph: Graph, budget: int, options: dict[str, Any], start: Program, stops: Callable[[], bool]
+) -> tuple[Program, float]:
+    """Return the best program found, and the seconds of CPU time that it took."""
+
+    def progress(done: int, total: int) -> None:
+        if stops():
+            raise Stopped
+
+    begun = time.thread_time()
+    try:
+        found = planner.plan(graph, budget, progress=progress, start=start, **options)
+    except InfeasibleError:
+        found = start
+    return found, time.thread_time() - begun
+
+
+@dataclass
+class Rough:
+    """Operations of a captured step whose times are rough.
+
+    Attributes
+    ----------
+    refinement
+        Their measurement.
+    slots, leaves
+        Sources of the primals: parameters and buffers, tensors of the call by their number.
+    is_kept
+        True once the rough times are on disk.
+    """
+
+    refinement: Refinement
+    slots: dict[fx.Node, core.Slot]
+    leaves: dict[fx.Node, int]
+    is_kept: bool = False
+
+    def primals(self, call: Call | None) -> dict[fx.Node, Any]:
+        """Return the primals that are at hand: parameters, buffers, arguments of the call."""
+        found = {node: values.get(name) for node, (values, name) in self.slots.items()}
+        if call is not None:
+            given = tree_tensors((*call.arguments, call.targets))
+            for node, number in self.leaves.items():
+                value = given[number] if number < len(given) else None
+                if value is not None and value.shape == node.meta["val"].shape:
+                    found[node] = value
+        return {node: value for node, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+@dataclass
+class _Search:
+    """State of the search for one kind of step."""
+
+    key: Key
+    plan: GraphPlan
+    known: Known
+    record: PlanningRecord
+    job: Job | None = None
+    has_begun: bool = False
+    rounds: int = 0
+    own_bytes: int = 0
+
+
+class Improver:
+    """Background planning of the steps of one engine.
+
+    Parameters
+    ----------
+    context
+        Context of the engine.
+
+    Attributes
+    ----------
+    executor
+        Place where searches run.
+    rough
+        Operations that are left to measure, by the measured part of the steps' key.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.executor: Executor = Threads()
+        self.rough: dict[Any, Rough] = {}
+        self._searches: dict[Key, _Search] = {}
+        self._keys: tuple[Lowered, list[str]] | None = None
+        self._priced_seconds = 0.0
+
+    def is_on(self) -> bool:
+        """Return whether a step waits for its plan, and the process may exchange plans later.
+
+        Ranks that train together exchange none: they plan before the step.
+        """
+        settings = self.context.settings
+        return (
+            self.context.is_stepping
+            and settings.planning == "background"
+            and self.context.peers.ranks is None
+            and not core.is_distributed()
+        )
+
+    # -- costs
+
+    def price(
+        self,
+        key: Key,
+        lowered: Lowered,
+        device: torch.device,
+        primals: Sequence[Any],
+        call: Call,
+        progress: Callable[[int, int], object] | None,
+    ) -> list[Cost]:
+        """Return the costs of a glance; the rest is measured between steps.
+
+        Parameters
+        ----------
+        key
+            Kind of step.
+        lowered, device, primals, progress
+            As of `rotor.engines.graph.glance.glance`.
+        call
+            Call that was captured.
+        """
+        begun = time.thread_time()
+        keys = keys_of(lowered, device)
+        self._keys = (lowered, keys)
+        costs, rough = glance(
+            lowered,
+            device,
+            primals,
+            keys=keys,
+            progress=progress,
+            proves=self.context.settings.verify != "off",
+        )
+        keep_unrepeatable(lowered, [cost.flags for cost in costs])
+        self.rough.pop(key.measured, None)
+        if rough:
+            slots = {id(v.get(name)): (v, name) for v, name in _slots(self.context.module)}
+            given = tree_tensors((*call.arguments, call.targets))
+            leaves = {id(tensor): number for number, tensor in enumerate(given)}
+            pairs = list(zip(lowered.primals, primals, strict=False))
+            self.rough[key.measured] = Rough(
+                Refinement(lowered, device, costs, rough, keys),
+                {node: slots[id(value)] for node, value in pairs if id(value) in slots},
+                {node: leaves[id(value)] for node, value in pairs if id(value) in leaves},
+            )
+        self._priced_seconds = time.thread_time() - begun
+        return costs
+
+    def settle(self, measured: Any, step: CapturedStep, limit_bytes: int | None = None) -> None:
+        """Measure now what is left to measure of a step.
+
+        Parameters
+        ----------
+        measured
+            Measured part of the step's key.
+        step
+            Captured step, for no existing gradients.
+        limit_bytes
+            Most bytes of a measurement; by default any.
+        """
+        rough = self.rough.pop(measured, None)
+        if rough is not None:
+            refinement = rough.refinement
+            refinement.advance(refinement.total, rough.primals(None), limit_bytes or 1 << 62)
+            _take_costs(step, refinement)
+
+    # -- the first plan
+
+    def plan(
+        self,
+        key: Key,
+        base: CapturedStep,
+        limit_bytes: int,
+        planned: Callable[[Solve | None], GraphPlan],
+    ) -> GraphPlan:
+        """Return a plan that costs little to find, and have better ones looked for.
+
+        Parameters
+        ----------
+        key
+            Kind of step.
+        base
+            Captured step, for no existing gradients.
+        limit_bytes
+            Limit.
+        planned
+            Function that makes the plan by a search for programs; ``None``: the planner's.
+
+        Raises
+        ------
+        InfeasibleError
+            No plan was found, by a full search either.
+        """
+        begun = time.thread_time()
+        context = self.context
+        step = base.variant(base.existing_among(key.absent), base.absent_tangents)
+        if not step.is_provable(limit_bytes):
+            # Nothing can be verified: what ran once must be tested.
+            self.settle(key.measured, base, limit_bytes)
+        before = self._searches.pop(key, None)
+        if before is not None and before.job is not None:
+            before.job.stop()
+        old = context.plans.get(key)
+        if before is not None and (before.plan is not old or before.plan.step is not step):
+            before = None
+        keys = self._keys[1] if self._keys is not None and self._keys[0] is step.lowered else None
+        self._keys = None
+        known = Known(step.lowered, step.device, keys) if before is None else before.known
+        has_taken = self._take_loss(key, step, known)
+        kept = [] if before is not None else known.programs()
+        starts: list[Callable[[Graph], Program | None]] = [one.program for one in kept]
+        if old is not None:
+            starts.append(partial(_same_program, old))
+        quick = _Quick(starts)
+        try:
+            plan = planned(quick)
+        except InfeasibleError:
+            if has_taken:
+                # The loss may be another one than in the earlier run.
+                del context.learned_loss[key.measured]
+            quick = _Quick([])
+            plan = planned(None)
+        if before is None:
+            record = PlanningRecord("estimated")
+            if quick.is_repaired:
+                is_kept = quick.taken is not None and quick.taken < len(kept)
+                record.origin = "kept on disk" if is_kept else "repaired"
+        else:
+            record = before.record
+        record.seconds += time.thread_time() - begun + self._priced_seconds
+        self._priced_seconds = 0.0
+        plan.planning = record
+        if old is not None:
+            plan.take_code(old)
+        search = _Search(key, plan, known, record)
+        is_settled = quick.taken is not None and quick.taken < len(kept)
+        record.is_final = not plan.recomputed or (
+            is_settled
+            and key.measured not in self.rough
+            and kept[quick.taken or 0] == self._kept(search, is_final=True)
+        )
+        self._searches[key] = search
+        return plan
+
+    def _take_loss(self, key: Key, step: CapturedStep, known: Known) -> bool:
+        """Reserve for the loss what it needed in an earlier run; return whether that is known."""
+        settings, learned = self.context.settings, self.context.learned_loss
+        is_open = not (step.loss_captured or settings.loss_tmp_memory_usage)
+        if not is_open or key.measured in learned or known.loss_bytes is None:
+            return False
+        learned[key.measured] = known.loss_bytes
+        return True
+
+    def _kept(self, search: _Search, *, is_final: bool) -> Kept:
+        plan = search.plan
+        return Kept(
+            plan.program.ops.tolist(),
+            plan.limit_bytes,
+            plan.loss_bytes,
+            plan.reserve_bytes,
+            options_number(self.context.settings.options),
+            is_final,
+        )
+
+    def _keep(self, search: _Search) -> None:
+        kept = self._kept(search, is_final=search.record.is_final)
+        search.known.keep(kept, self.context.learned_loss.get(search.key.measured))
+
+    # -- better plans
+
+    def improved(self, plan: GraphPlan, call: Call | None, step: CapturedStep) -> GraphPlan:
+        """Return the plan of the next step: a better one if it was found meanwhile.
+
+        Parameters
+        ----------
+        plan
+            Plan so far.
+        call
+            Call of the next step, whose arguments may be read; ``None`` without one.
+        step
+            Captured step, for no existing gradients.
+        """
+        search = self._searches.get(plan.key)
+        if search is None or search.plan is not plan:
+            return plan
+        if not search.has_begun:
+            # The first step has shown the need of the loss.
+            search.has_begun = True
+            self._keep(search)
+            rough = self.rough.get(plan.key.measured)
+            if rough is not None and not rough.is_kept:
+                rough.is_kept = True
+                rough.refinement.keep_rough()
+        if search.record.is_final:
+            return plan
+        if search.job is not None:
+            if not search.job.is_done():
+                return plan
+            job, search.job = search.job, None
+            self._collect(search, job)
+        elif self._measures(search, call, step):
+            pass
+        elif search.rounds < _MOST_ROUNDS:
+            self._start(search)
+        return self._installed(plan, search)
+
+    def _measures(self, search: _Search, call: Call | None, step: CapturedStep) -> bool:
+        """Measure a few operations; return whether any were left."""
+        rough = self.rough.get(search.key.measured)
+        if rough is None:
+            return False
+        begun = time.thread_time()
+        refinement = rough.refinement
+        count = refinement.total if call is None else math.ceil(refinement.total / _MEASURING_STEPS)
+        refinement.advance(count, rough.primals(call), search.plan.limit_bytes)
+        if refinement.is_done:
+            del self.rough[search.key.measured]
+            _take_costs(step, refinement)
+        search.record.seconds += time.thread_time() - begun
+        return True
+
+    def _graph(self, search: _Search) -> Graph:
+        step = search.plan.step
+        return build_graph(step.lowered, step.costs, search.plan.loss_bytes)
+
+    def _start(self, search: _Search) -> None:
+        """Begin a search from the program so far."""
+        plan, graph = search.plan, self._graph(search)
+        start = _same_program(plan, graph)
+        if start is None:
+            search.record.is_final = True
+            return
+        own = max(plan.executor_bytes, search.own_bytes)
+        budget = max(plan.limit_bytes - own - plan.reserve_bytes, 1)
+        options = dict(self.context.settings.options)
+        options["seed"] = options.get("seed", 0) + search.rounds
+        search.job = self.executor.start(partial(_search, graph, budget, options, start))
+
+    def _collect(self, search: _Search, job: Job) -> None:
+        """Take the program of a search that has ended, if it is better and fits."""
+        try:
+            result = job.result()
+        except Exception as error:
+            search.record.is_final = True
+            self.context.warn(
+                "planning",
+                f"the search for a better plan failed ({type(error).__name__}: {error}), and the "
+                "model trains on under the plan so far, which keeps the limit: "
+                'planning="before" searches before the first step, and raises such errors',
+            )
+            return
+        if result is None or search.plan.is_refuted:
+            return
+        found, seconds = result
+        search.rounds += 1
+        search.record.seconds += seconds
+        plan, graph = search.plan, found.graph
+        before = Program(graph, plan.program.ops)
+        gain = 1 - found.time_ns / max(before.time_ns, 1)
+        if gain >= _LEAST_GAIN:
+            self._exchange(search, found)
+        else:
+            plan.graph, plan.program = graph, before
+        if gain < _SMALL_GAIN or search.rounds >= _MOST_ROUNDS:
+            search.record.is_final = True
+        if gain >= _LEAST_GAIN or search.record.is_final:
+            self._keep(search)
+
+    def _exchange(self, search: _Search, program: Program) -> None:
+        """Make the plan of a better program, unless its random states do not fit."""
+        old = search.plan
+        own = old.step.executor_bytes_of(program.ops.tolist(), old.limit_bytes)
+        if program.peak_bytes + own + old.reserve_bytes > old.limit_bytes:
+            # The next round leaves room for them.
+            search.own_bytes = own
+            return
+        new = GraphPlan(
+            old.step,
+            program.graph,
+            program,
+            old.limit_bytes,
+            own,
+            old.loss_bytes,
+            search.record,
+            reserve_bytes=old.reserve_bytes,
+            short_bytes=old.short_bytes,
+        )
+        new.warned_bytes = old.warned_bytes
+        new.sparse_bytes = old.sparse_bytes
+        search.record.improved += 1
+        search.plan = new
+
+    def _installed(self, old: GraphPlan, search: _Search) -> GraphPlan:
+        new = search.plan
+        if new is not old:
+            new.key = search.key
+            self.context.plans[search.key] = new
+            if self.context.latest is old:
+                self.context.latest = new
+        return new
+
+    def finish(self, step_of: Callable[[Any], CapturedStep], timeout: float | None) -> bool:
+        """Bring all searches to their end; return whether that took no longer than allowed.
+
+        Parameters
+        ----------
+        step_of
+            Function of the measured part of a key that returns the captured step.
+        timeout
+            Most seconds to wait for; ``None`` for any.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        for search in list(self._searches.values()):
+            while not search.record.is_final and self.context.is_current(search.plan):
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                if search.job is not None and not search.job.wait(left):
+                    return False
+                self.improved(search.plan, None, step_of(search.key.measured))
+        return True
+
+    def forget(self, measured: Any) -> None:
+        """Drop what belongs to a kind of step."""
+        self.rough.pop(measured, None)
+        self.stop(measured)
+
+    def stop(self, measured: Any = None) -> None:
+        """End the searches of a kind of step; by default all."""
+        for key in [k for k in self._searches if measured is None or k.measured == measured]:
+            search = self._searches.pop(key)
+            if search.job is not None:
+                search.job.stop()
+
+
+def _take_costs(step: CapturedStep, refinement: Refinement) -> None:
+    refinement.keep()
+    keep_from_now_on(step.captured.lowered, refinement.differing)
+    step.set_costs(refinement.costs())
+
+
+def _slots(module: nn.Module) -> list[core.Slot]:
+    return [
+        slot
+        for part in module.modules()
+        for slot in (*core.parameter_slots(part), *core.buffer_slots(part))
+    ]

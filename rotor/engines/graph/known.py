@@ -1,0 +1,145 @@
+"""Programs and reserves that earlier runs of a script have found, kept on disk by the graph.
+
+A graph's fingerprint covers its operations, the layouts of their arguments, the storages, the
+device, PyTorch's version and the number of threads. A kept program is checked and priced as any
+other: one that does not suit is not used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rotor.common import cache
+from rotor.engines.graph.lowering import Lowered
+from rotor.engines.graph.profile import environment_of, keys_of
+from rotor.errors import InvalidSequenceError
+from rotor.graph.graph import Graph
+from rotor.graph.program import Program
+
+__all__ = ["Kept", "Known", "fingerprint", "options_number"]
+
+_KIND = "programs"
+_LOSS = "loss"
+_FIELDS = 5
+_DIGITS = 3
+
+
+def options_number(options: Mapping[str, Any]) -> int:
+    """Return a number for the options of a search."""
+    return zlib.crc32(repr(sorted(options.items())).encode())
+
+
+def fingerprint(lowered: Lowered, device: torch.device, keys: Sequence[str] | None = None) -> str:
+    """Return the text by which what was learnt on a graph is kept.
+
+    Parameters
+    ----------
+    lowered, device
+        Operations of the graph, and the device of the steps.
+    keys
+        Result of `rotor.engines.graph.profile.keys_of`, if at hand.
+    """
+    digest = hashlib.sha256()
+    keys = keys_of(lowered, device) if keys is None else keys
+    for key, task in zip(keys, lowered.tasks, strict=True):
+        made = sorted(task.made.items())
+        digest.update(
+            repr((key, task.name, task.phase, task.inputs, made, task.gradients)).encode()
+        )
+    digest.update(repr(lowered.storages).encode())
+    return f"{environment_of(device)} {digest.hexdigest()}"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Program of an earlier run.
+
+    Attributes
+    ----------
+    ops
+        Numbers of the operations.
+    limit_bytes, loss_bytes, reserve_bytes
+        Conditions of its search.
+    options
+        Number of the options of its search (`options_number`).
+    is_final
+        True if the search for a better one had ended.
+    """
+
+    ops: Sequence[int]
+    limit_bytes: int
+    loss_bytes: int
+    reserve_bytes: int
+    options: int
+    is_final: bool
+
+    def program(self, graph: Graph) -> Program | None:
+        """Return the program of a graph; ``None`` if it is none."""
+        try:
+            return Program(graph, np.asarray(self.ops, dtype=np.int32))
+        except (InvalidSequenceError, ValueError, OverflowError):
+            return None
+
+
+class Known:
+    """Knowledge on one graph.
+
+    Parameters
+    ----------
+    lowered, device, keys
+        As of `fingerprint`.
+    """
+
+    def __init__(
+        self, lowered: Lowered, device: torch.device, keys: Sequence[str] | None = None
+    ) -> None:
+        self._environment = fingerprint(lowered, device, keys)
+        self._rows = cache.load(_KIND, self._environment)
+
+    @property
+    def loss_bytes(self) -> int | None:
+        """Bytes of the caller's loss in the latest run; ``None`` if unknown."""
+        row = self._rows.get(_LOSS)
+        return row[0] if row else None
+
+    def programs(self) -> list[Kept]:
+        """Return the programs of earlier runs, under any limit."""
+        return [
+            Kept(row[_FIELDS:], row[0], row[1], row[2], row[3], bool(row[4]))
+            for name, row in self._rows.items()
+            if name != _LOSS and len(row) > _FIELDS
+        ]
+
+    def keep(self, found: Kept, loss_bytes: int | None) -> None:
+        """Keep a program on disk, in the place of one under nearly the same limit.
+
+        Parameters
+        ----------
+        found
+            Program.
+        loss_bytes
+            Bytes of the caller's loss, if metered.
+        """
+        name = f"limit {float(found.limit_bytes):.{_DIGITS}g}"
+        row = [
+            found.limit_bytes,
+            found.loss_bytes,
+            found.reserve_bytes,
+            found.options,
+            int(found.is_final),
+            *map(int, found.ops),
+        ]
+        rows = {name: row}
+        if loss_bytes is not None:
+            rows[_LOSS] = [loss_bytes]
+        if all(self._rows.get(key) == value for key, value in rows.items()):
+            return
+        self._rows.update(rows)
+        cache.store(_KIND, self._environment, rows)
