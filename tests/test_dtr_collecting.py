@@ -190,7 +190,7 @@ def test_storages_may_die_at_any_allocation(name: str, threshold: int):
 
 
 class Silent:
-    """Hears of everything, so that Python handles the operators."""
+    """Hears of everything."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name in ("constant", "operation", "released", "pinned", "evicted"):
@@ -198,8 +198,8 @@ class Silent:
         raise AttributeError(name)
 
 
-def test_operators_replayed_in_python_survive_collections():
-    """Storages that are resized instead of swapped: everything runs again in Python."""
+def test_operators_on_resized_storages_survive_collections():
+    """Storages that are resized instead of swapped."""
     expected = recur()
     with dtr.budget(60 * _KIB, strict=False, storage_swap=False) as session, collecting(1):
         found = recur()
