@@ -184,7 +184,7 @@ ODD_OPERATORS: dict[str, Treatment] = {
     "aten::bincount": Treatment(result_bytes=_counted_bytes),
     "aten::repeat_interleave.Tensor": Treatment(result_bytes=_repeated_bytes),
 }
-"""What schemas and tags do not say, by the name of an operator or of one of its overloads."""
+"""Facts beyond schemas and tags, by the name of an operator or of one of its overloads."""
 
 _ORDINARY = Treatment()
 

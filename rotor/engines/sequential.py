@@ -71,6 +71,13 @@ class Comparison:
         )
 
 
+class _WholeGraph(GraphEngine):
+    """Graph of a chain, captured and searched in full for each shape."""
+
+    improves = False
+    follows_shapes = False
+
+
 class SequentialEngine(ChainEngine):
     """Chain, or captured graph, by their predicted recomputation under the limit."""
 
@@ -194,6 +201,8 @@ class SequentialEngine(ChainEngine):
         """Return the reason not to capture a graph; empty without one."""
         if self._sharding is not None or self.context.peers.ranks is not None:
             return "not captured: ranks run one schedule"
+        if key.measured not in self._samples:
+            return "not captured: the stages were measured at other sizes only"
         if any(stage.state for stage in self._inspections[key.measured].stages):
             return "not captured: stages change state that is no tensor of the model"
         if not self.settings.preserve_rng_state:
@@ -209,7 +218,7 @@ class SequentialEngine(ChainEngine):
             No graph of the model exists, or no program fits.
         """
         if self._inner is None:
-            self._inner = GraphEngine(self.context)
+            self._inner = _WholeGraph(self.context)
         if not self._inner.is_measured(key):
             module = self.context.module
             with training_flags_kept(module), torch.enable_grad():

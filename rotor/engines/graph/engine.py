@@ -175,7 +175,7 @@ class GraphEngine(MeteredEngine):
         loss_fn = self.settings.loss_fn if call.targets else None
         cancel_running()
         arguments = (args, kwargs, call.targets)
-        if self.backend == "fx" and self.solve() is None:
+        if self.follows_shapes and self.backend == "fx" and self.solve() is None:
             step = self.sizing.step(key, loss_fn, arguments, call, self._new_capture, self.steps)
             if step is not None:
                 for measured, known in self.steps.items():
@@ -306,6 +306,9 @@ class GraphEngine(MeteredEngine):
 
     improves: ClassVar[bool] = True
     """True if better programs may be exchanged between steps."""
+
+    follows_shapes: ClassVar[bool] = True
+    """True if calls of several shapes share a capture."""
 
     def _is_improving(self) -> bool:
         return self.improves and self.improver.is_on()

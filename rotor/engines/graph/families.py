@@ -234,7 +234,7 @@ class Families:
 
     def of(self, measured: Any) -> Family | None:
         """Return the family of a kind of step, if it has one."""
-        return self._by_key.get(self._key(measured))
+        return self._by_key.get(self._key(measured)) if self._by_key else None
 
     def joined(self, measured: Any, module: nn.Module, arguments: Any) -> Family:
         """Return the family of a call, made if it is new."""
