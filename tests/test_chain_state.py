@@ -327,7 +327,7 @@ def test_options_of_graphs_are_used_where_a_sequential_becomes_one(monkeypatch) 
     for make, becomes_graph in ((WithAuxiliary, True), (Block, False)):
         efforts.clear()
         net = seeded(lambda make=make: nn.Sequential(make(), Block()))
-        chk = rotor.Checkpointable(net, mem_limit="1GiB", effort="fast", seed=3)
+        chk = rotor.Checkpointable(net, mem_limit="1GiB", effort="fast", seed=3, planning="before")
         train(net, chk)
         assert (chk.planned_as == "chain") != becomes_graph
         assert set(efforts) == ({("fast", 3)} if becomes_graph else set())
