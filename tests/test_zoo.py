@@ -14,6 +14,8 @@ import zoo.state  # noqa: F401
 from zoo.cases import ZOO
 from zoo.judge import Plain, covers, judge, train_plain
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+
 QUICK = (
     "auxiliary_loss_chain",
     "annealed_attribute_chain",
