@@ -35,7 +35,6 @@ import coverage_models  # noqa: E402
 
 COUNT = 64
 REPEATS = 4
-CLOSE = 1e-5
 
 
 @dataclass
@@ -114,7 +113,7 @@ def judge(name: str, steps: int) -> Row:
     row.outcome = "held"
     if row.measured > row.limit:
         row.outcome = "over"
-    elif row.different > CLOSE:
+    elif row.different > coverage.CLOSE:
         row.outcome = "differs"
     return row
 

@@ -28,7 +28,7 @@ from rotor.engines.contract import (
 from rotor.engines.graph.calls import check_arguments, run_once
 from rotor.engines.graph.capture import Capture, Unplanned, fresh
 from rotor.engines.graph.early import owners_of
-from rotor.engines.graph.improving import Improver, Solve
+from rotor.engines.graph.improving import Improver
 from rotor.engines.graph.loading import loaded_plan
 from rotor.engines.graph.planned import (
     CapturedStep,
@@ -316,13 +316,9 @@ class GraphEngine(MeteredEngine):
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> GraphPlan:
         """Return the fastest program found under a limit."""
         step = self._step_of(key)
+        planned = partial(self._planned, step, key, limit_bytes, reserve_bytes)
         if isinstance(step, ShapeStep):
-            return self._planned(step, key, limit_bytes, reserve_bytes, None)
-
-        def planned(solve: Solve | None) -> GraphPlan:
-            step = self._step_of(key)
-            return self._planned(step, key, limit_bytes, reserve_bytes, solve)
-
+            return planned(None)
         if self._is_improving():
             return self.improver.plan(key, self.steps[key.measured], limit_bytes, planned)
         self.improver.settle(key.measured, self.steps[key.measured])
@@ -344,23 +340,22 @@ class GraphEngine(MeteredEngine):
     def _planned(
         self, step: CapturedStep, key: Key, limit_bytes: int, reserve_bytes: int, solve: Any
     ) -> GraphPlan:
+        """Return a step's plan; one without doubtful tangents if no other fits."""
+
+        def plan_of(step: CapturedStep) -> GraphPlan:
+            make = partial(self._found, step, key, limit_bytes)
+            if isinstance(step, ShapeStep):
+                return self.sizing.plan(step, key, limit_bytes, reserve_bytes, make)
+            return make(reserve_bytes, solve)
+
         try:
-            return self._plan_of(step, key, limit_bytes, reserve_bytes, solve)
+            return plan_of(step)
         except InfeasibleError:
             doubtful = step.doubtful_tangents
             if not doubtful:
                 raise
         # The first step is metered, and shows which outputs have a gradient.
-        step = step.base.variant(step.existing, doubtful)
-        return self._plan_of(step, key, limit_bytes, reserve_bytes, solve)
-
-    def _plan_of(
-        self, step: CapturedStep, key: Key, limit_bytes: int, reserve_bytes: int, solve: Any
-    ) -> GraphPlan:
-        make = partial(self._found, step, key, limit_bytes)
-        if isinstance(step, ShapeStep):
-            return self.sizing.plan(step, key, limit_bytes, reserve_bytes, make)
-        return make(reserve_bytes, solve)
+        return plan_of(step.base.variant(step.existing, doubtful))
 
     def _found(
         self, step: CapturedStep, key: Key, limit_bytes: int, reserve_bytes: int, solve: Any
