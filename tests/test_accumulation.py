@@ -253,9 +253,10 @@ def test_gradients_that_exist_take_no_bytes(name, engine):
         floor = least_of_a_graph(copy.deepcopy(model), x) + 1.25 * largest + 16 * 1024
         # The code between parts holds a few numbers, which no plan knows.
         between = 64 if engine == "parts" else 0
-        # What the dynamic engine evicts depends on times: the very floor is not always held.
-        limit = 1.15 * floor if engine == "dynamic" else least_limit(chk) + between
-        assert engine == "dynamic" or limit <= floor
+        # What the dynamic engine evicts depends on times: of ViT, the floor is not always held.
+        room = 1.15 if (name, engine) == ("vit", "dynamic") else 1.0
+        limit = room * floor if engine == "dynamic" else least_limit(chk) + between
+        assert limit <= room * floor
     _, peak = trained(model, x, int(limit), engine, expected)
     assert peak <= limit
 
