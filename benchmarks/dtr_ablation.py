@@ -163,26 +163,37 @@ class _Keeper:
 
 @contextmanager
 def _at_most(seconds: float, device: torch.device) -> Iterator[None]:
-    """End the session within after so many seconds: of CPU time, or on CUDA of wall time."""
+    """Lift the session's limit within after so many seconds, and say so at the end.
+
+    The seconds are of CPU time, or on CUDA of wall time. Without a limit the step is over
+    soon; an exception of a signal could fall where Python drops it.
+
+    Raises
+    ------
+    TooSlow
+        At the end.
+    """
     on_cpu = device.type == "cpu"
     timer = signal.ITIMER_VIRTUAL if on_cpu else signal.ITIMER_REAL
     number = signal.SIGVTALRM if on_cpu else signal.SIGALRM
+    is_late = False
 
-    def stop(*_: Any) -> None:
+    def lift(*_: Any) -> None:
+        nonlocal is_late
+        is_late = True
         session = dtr.current()
         if session is not None:
-            # What is brought back on the way out evicts nothing any more.
             session.set_limit(None)
-            raise TooSlow
 
-    before = signal.signal(number, stop)
-    # More than once: Python drops exceptions in callbacks of weak references.
+    before = signal.signal(number, lift)
     signal.setitimer(timer, seconds, 0.2)
     try:
         yield
     finally:
         signal.setitimer(timer, 0)
         signal.signal(number, before)
+    if is_late:
+        raise TooSlow
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,7 @@ def test_on_cuda_wall_time_ends_a_step():
 
     def steps() -> None:
         with dtr_ablation._at_most(0.001, torch.device("cuda")), dtr.budget(10**9):
-            for _ in range(1000):
-                step(model, program.loss)
+            step(model, program.loss)
 
     with pytest.raises(dtr_ablation.TooSlow):
         steps()
