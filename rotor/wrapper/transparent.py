@@ -41,6 +41,20 @@ class TransparentModule(nn.Module):
             own[name] = module.__dict__[name]
 
     @property
+    def __class__(self) -> Any:
+        """Class of the wrapped module, for those who ask an object; ``type`` is the wrapper's."""
+        module = self.__dict__.get("module")
+        return type(self) if module is None else type(module)
+
+    @__class__.setter
+    def __class__(self, cls: type) -> None:
+        # fully_shard derives a class from the one it was shown.
+        shown = type(self.__dict__["module"])
+        bases = tuple([type(self) if base is shown else base for base in cls.__bases__])
+        body = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+        vars(object)["__class__"].__set__(self, type(cls.__name__, bases, body))
+
+    @property
     def training(self) -> bool:
         """True if the wrapped module is in training mode."""
         return bool(self.module.training)
@@ -82,6 +96,9 @@ class TransparentModule(nn.Module):
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self.module)})
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _unmade, (type(self),), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _SHARED}
@@ -142,3 +159,8 @@ class TransparentModule(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         self.module._apply(fn, recurse)
         return self
+
+
+def _unmade(cls: type) -> Any:
+    """Return an object of a class without a state."""
+    return cls.__new__(cls)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -287,7 +288,7 @@ class Measuring:
         self.last_input = kept if i == len(self.stages) - 1 else None
         output_bytes, gradient, parameters, *_ = metered[0]
         xbar, forward_tmp, nograd_tmp, peak = (
-            max(0, min(column))
+            max(0, median_low(column))
             for column in zip(*(figures for *_, figures in metered), strict=True)
         )
         return StageMeasure(
