@@ -210,7 +210,8 @@ KINDS = {"chain": Plan, "graph": GraphPlan, "parts": PartsPlan, "dynamic": Dynam
 QUICK = {
     *(("linear", engine) for engine in KINDS),
     *(("residual", engine) for engine in KINDS),
-    ("gpt", "chain"), ("large vocabulary", "chain"), ("vit", "dynamic"), ("embedding", "graph"), ("recurrent", "parts"),
+    ("gpt", "chain"), ("large vocabulary", "chain"), ("vit", "dynamic"),
+    ("embedding", "graph"), ("recurrent", "parts"),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -11,6 +12,40 @@ from torch import nn
 from rotor._pytorch import fsdp
 
 _SHARED = frozenset(vars(nn.Module())) - {"training"}
+
+
+class ShownForward:
+    """Method ``forward`` of a wrapper; bound, it has the signature of the wrapped module's.
+
+    Parameters
+    ----------
+    function
+        Method, as a function of the wrapper and the arguments.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__doc__ = function.__doc__
+        self._function = function
+
+    def __get__(self, wrapper: Any, owner: type) -> Any:
+        return self._function if wrapper is None else _BoundForward(self._function, wrapper)
+
+
+class _BoundForward:
+    """Method ``forward`` of one wrapper."""
+
+    def __init__(self, function: Callable[..., Any], wrapper: Any) -> None:
+        self.__func__ = function
+        self.__self__ = wrapper
+        self.__name__ = "forward"
+        self.__doc__ = function.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.__self__.module.forward)
 
 
 class TransparentModule(nn.Module):
@@ -161,6 +196,6 @@ class TransparentModule(nn.Module):
         return self
 
 
-def _unmade(cls: type) -> Any:
+def _unmade(cls: Any) -> Any:
     """Return an object of a class without a state."""
     return cls.__new__(cls)
