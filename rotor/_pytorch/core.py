@@ -544,6 +544,11 @@ def untraced(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     return call
 
 
+def rank() -> int:
+    """Return the number of this process among those that train together; 0 if it trains alone."""
+    return torch.distributed.get_rank() if is_distributed() else 0
+
+
 def is_distributed() -> bool:
     """Return whether this process trains with others."""
     return (

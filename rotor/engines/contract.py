@@ -25,10 +25,12 @@ from rotor.meter.step_meter import StepBytes, StepWatch, Verdict
 
 __all__ = [
     "DEFAULT_SLOTS",
+    "DEFAULT_VERBOSITY",
     "Call",
     "CannotPlan",
     "Context",
     "DefaultSlots",
+    "DefaultVerbosity",
     "Engine",
     "IsPending",
     "Key",
@@ -73,6 +75,13 @@ class DefaultSlots(int):
 
 
 DEFAULT_SLOTS = DefaultSlots(500)
+
+
+class DefaultVerbosity(int):
+    """Default verbosity: warnings, and a line on the first plan."""
+
+
+DEFAULT_VERBOSITY = DefaultVerbosity(0)
 
 
 class Key(NamedTuple):
@@ -137,7 +146,7 @@ class Settings:
     module: nn.Module
     mem_limit: int | None = None
     mem_slots: int = DEFAULT_SLOTS
-    verbosity: int = 0
+    verbosity: int = DEFAULT_VERBOSITY
     preserve_rng_state: bool = True
     loss_tmp_memory_usage: int = 0
     engine: str = "auto"

@@ -15,6 +15,7 @@ from rotor.common.checksums import Proved
 from rotor.common.tensor_trees import tree_tensors
 from rotor.common.timeline import Timeline
 from rotor.meter import allocator
+from rotor.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,15 @@ class Metered:
     key: Any = field(default=None, repr=False)
     earlier: StepBytes | None = field(default=None, repr=False)
     is_over: bool = field(default=False, repr=False)
+
+    def __repr__(self) -> str:
+        figures: Any = self
+        return f"<{type(self).__name__} within {format_bytes(figures.limit_bytes)}>"
+
+    @property
+    def unlimited_bytes(self) -> int | None:
+        """Predicted peak of a step that recomputes nothing; ``None`` where it is not known."""
+        return None
 
     @property
     def verdict(self) -> Verdict:

@@ -67,16 +67,16 @@ def stage_rows(plan: Plan) -> list[list[str]]:
 
 def plan_report(plan: Plan) -> Text:
     """Return the figures of a plan: limit, peak predicted and measured, time, and what it costs."""
-    ideal = plan.chain.ideal_time
     measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
     recomputed = len(plan.schedule.recomputed)
     lines = [
         ["limit", format_bytes(plan.limit_bytes)],
         ["peak, predicted", format_bytes(plan.predicted_bytes)],
         ["peak, measured", measured],
+        ["peak without recomputation", format_bytes(plan.unlimited_bytes)],
         *seen_rows(plan),
         ["step, predicted", format_seconds(plan.makespan)],
-        ["recomputation", f"{plan.sequence.makespan / ideal - 1:+.1%}" if ideal else "none"],
+        ["recomputation", f"{plan.recomputation:+.1%}"],
         ["stages recomputed", f"{recomputed} of {len(plan.chain)}"],
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
         *loss_rows(plan),
@@ -115,10 +115,11 @@ def graph_report(plan: GraphPlan) -> Text:
         ["limit", format_bytes(plan.limit_bytes)],
         ["peak, predicted", format_bytes(plan.predicted_bytes)],
         ["peak, measured", measured],
+        ["peak without recomputation", format_bytes(plan.unlimited_bytes)],
         *seen_rows(plan),
         ["lower bound of any plan", format_bytes(plan.lower_bound_bytes)],
         ["step, predicted", format_seconds(plan.makespan)],
-        ["recomputation", f"{plan.program.slowdown - 1:+.1%}"],
+        ["recomputation", f"{plan.recomputation:+.1%}"],
         ["operations run again", f"{plan.recomputed} of {len(plan.graph.operations)}"],
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
         *loss_rows(plan),

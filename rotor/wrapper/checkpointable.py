@@ -19,7 +19,7 @@ from rotor.common.model_state import refuse_replicated
 from rotor.common.ranks import Ranks
 from rotor.common.verbosity import heard
 from rotor.engines.chain.stages import find_stages
-from rotor.engines.contract import DEFAULT_SLOTS, Settings
+from rotor.engines.contract import DEFAULT_SLOTS, DEFAULT_VERBOSITY, Settings
 from rotor.engines.graph.calls import takes_targets
 from rotor.meter import allocator as memory
 from rotor.report import plans as views
@@ -77,7 +77,8 @@ class Checkpointable(TransparentModule):
         solver is used if it is cheap, and 500 slots otherwise.
     verbosity
         0: warnings, 1: what is done, 2: details; the level of ``logging.getLogger("rotor")`` while
-        this model is at work.
+        this model is at work. By default warnings, and one line when the first plan is run, with
+        its peak and its time, also when another plan took longer than a second and a step.
     preserve_rng_state
         Recompute with the random numbers of the first forward.
     loss_tmp_memory_usage
@@ -166,7 +167,7 @@ class Checkpointable(TransparentModule):
         custom_input: Any = None,
         mem_limit: int | str | None = None,
         mem_slots: int = DEFAULT_SLOTS,
-        verbosity: int = 0,
+        verbosity: int = DEFAULT_VERBOSITY,
         preserve_rng_state: bool = True,
         loss_tmp_memory_usage: int = 0,
         *,

@@ -42,6 +42,7 @@ from rotor.meter.limit import free_limit
 from rotor.meter.step_meter import StepBytes, StepMeter, StepWatch, cancel_running
 from rotor.meter.watch import PeakWatch, is_due, meter_again
 from rotor.units import format_bytes
+from rotor.wrapper.announcing import Announcer
 from rotor.wrapper.habits import warn_of_cache, warn_of_checkpointing
 from rotor.wrapper.registry import engines_for
 
@@ -82,6 +83,7 @@ class Driver:
         self._is_pending: IsPending = None
         self._is_crowded = False
         self._group_peers: Peers = Alone()
+        self._announcer = Announcer(settings.verbosity)
         _drivers.add(self)
         self._discover(None, set())
         self.engines[0].check_options(settings.options)
@@ -147,6 +149,7 @@ class Driver:
         self._wrapper = _reference(None)
         self._group_peers = Alone()
         self._is_pending, self._is_crowded = None, False
+        self._announcer = Announcer(self.settings.verbosity)
         _drivers.add(self)
         self._discover(None, state["warned"])
         self.context.learned_loss.update(state["learned_loss"])
@@ -230,7 +233,8 @@ class Driver:
             for engine in self.engines:
                 engine.forget(key.measured)
             try:
-                found = self._measure(key, call)
+                with self._announcer.timed():
+                    found = self._measure(key, call)
             except Unsuited:
                 return self._with_other_engines(self.engines[0]).measure(call)
             except NothingToPlan:
@@ -324,7 +328,8 @@ class Driver:
                 known.begin_planning()
             if key is None:
                 return None
-            plan = self._make(key)
+            with self._announcer.timed():
+                plan = self._make(key)
             return owner.result(plan)
         except BaseException:
             vars(settings).update(before[0])
@@ -406,6 +411,7 @@ class Driver:
         if plan is None:
             return self.plain(call)
         self.context.latest, self.context.latest_key = plan, plan.key
+        self._announcer.see(plan)
         key = plan.key
         if self.is_pending():
             self._warn_pending(plan.limit_bytes)
@@ -452,14 +458,15 @@ class Driver:
                 return plan
         if key.measured in self._unplanned:
             return None
-        if wants_measure:
-            try:
-                self._measure(key, call, again=is_stale)
-            except NothingToPlan:
-                self._unplanned.add(key.measured)
-                return None
-            key = self.engine_of(key).refined(key)
-        plan = self._replanned(key)
+        with self._announcer.timed():
+            if wants_measure:
+                try:
+                    self._measure(key, call, again=is_stale)
+                except NothingToPlan:
+                    self._unplanned.add(key.measured)
+                    return None
+                key = self.engine_of(key).refined(key)
+            plan = self._replanned(key)
         if plan.verdict is Verdict.GIVE_UP:
             return self._ready(key, call, is_one_behind=is_one_behind)
         return plan

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.algorithms.sequence import Sequence
 from rotor.algorithms.utils import DynamicAlgorithm, ProgressCallback
 from rotor.chain import Chain
@@ -23,7 +24,7 @@ from rotor.units import format_bytes
 _ATTEMPTS = 4
 
 
-@dataclass
+@dataclass(repr=False)
 class Plan(Metered):
     """Schedule and its figures; bytes are above the level at which a step begins.
 
@@ -73,6 +74,18 @@ class Plan(Metered):
     def predicted_bytes(self) -> int:
         """Peak of a step by the simulator, the executor's own bytes included."""
         return self.sequence.peak_bytes - self.chain.x_bytes[0] + self.executor_bytes
+
+    @property
+    def unlimited_bytes(self) -> int:
+        """Predicted peak of a step that recomputes nothing."""
+        (kept,) = NoCheckpoint().candidates(self.chain)
+        return kept.peak_bytes - self.chain.x_bytes[0]
+
+    @property
+    def recomputation(self) -> float:
+        """Time of recomputed stages, against that of a step without."""
+        ideal = self.chain.ideal_time
+        return self.sequence.makespan / ideal - 1 if ideal else 0.0
 
     @property
     def makespan(self) -> float:

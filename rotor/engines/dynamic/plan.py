@@ -52,7 +52,7 @@ class StepFigures:
     room_bytes: int
 
 
-@dataclass
+@dataclass(repr=False)
 class DynamicPlan(Metered):
     """Record of the steps that run under one limit on one device.
 

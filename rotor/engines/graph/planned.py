@@ -300,7 +300,7 @@ class PlanningRecord:
         return f"{self.origin}{times}, {state}, {self.seconds:.1f} s"
 
 
-@dataclass
+@dataclass(repr=False)
 class GraphPlan(Metered):
     """Program and its figures; bytes are above the level at which a step begins.
 
@@ -368,6 +368,16 @@ class GraphPlan(Metered):
     def lower_bound_bytes(self) -> int:
         """Bytes below which no program of this step can stay, with the loss as assumed."""
         return lower_bound_of(self.step, self.graph, self.limit_bytes) + self.reserve_bytes
+
+    @property
+    def unlimited_bytes(self) -> int:
+        """Predicted peak of a step that recomputes nothing, in the order of the model."""
+        return simulate(self.graph, range(len(self.graph))).peak_bytes
+
+    @property
+    def recomputation(self) -> float:
+        """Time of recomputed operations, against that of a step without."""
+        return self.program.slowdown - 1
 
     @property
     def makespan(self) -> float:

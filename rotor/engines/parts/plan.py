@@ -97,7 +97,7 @@ class Parts(ABC):
 P = TypeVar("P", bound=Parts)
 
 
-@dataclass
+@dataclass(repr=False)
 class PartsPlan(Metered, Generic[P]):
     """Choice of an option for each part of a model, under one limit.
 

@@ -1,0 +1,70 @@
+"""One line about the first plan of a model, and about each plan that took long."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rotor._pytorch import core
+from rotor.common.verbosity import logging_at
+from rotor.engines.contract import DefaultVerbosity
+from rotor.units import format_bytes, format_seconds
+
+__all__ = ["Announcer"]
+
+logger = logging.getLogger("rotor")
+_LONG_SECONDS = 1.0
+
+
+class Announcer:
+    """Line on the standard error stream, or in the log, when a model's first plan is run.
+
+    It is silent where a verbosity was given, where the level of ``logging.getLogger("rotor")`` is
+    above INFO, and on all ranks but the first.
+
+    Parameters
+    ----------
+    verbosity
+        Verbosity of the model.
+    """
+
+    def __init__(self, verbosity: int) -> None:
+        self._is_on = isinstance(verbosity, DefaultVerbosity)
+        self._is_first = True
+        self._seconds = 0.0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time of measuring and planning."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds += time.perf_counter() - begun
+
+    def see(self, plan: Any) -> None:
+        """Tell of a plan that is about to run, if time was spent on it."""
+        seconds, self._seconds = self._seconds, 0.0
+        if not seconds or not self._is_on or plan.unlimited_bytes is None:
+            return
+        if not self._is_first and seconds < max(_LONG_SECONDS, plan.makespan):
+            return
+        what = "planned" if self._is_first else "planned another kind of step"
+        self._is_first = False
+        if logger.level > logging.INFO or core.rank() > 0:
+            return
+        with logging_at(1):
+            logger.info("rotor: %s in %s: %s", what, format_seconds(seconds), _figures(plan))
+
+
+def _figures(plan: Any) -> str:
+    peak, most = plan.predicted_bytes, plan.unlimited_bytes
+    gain = f"peak {format_bytes(peak)} within {format_bytes(plan.limit_bytes)}"
+    if plan.recomputation > 0:
+        gain += f", {format_bytes(most)} without recomputation, step {plan.recomputation:+.1%}"
+    else:
+        gain += ", nothing is recomputed"
+    return f"{gain}; print(model.report()) for more"
