@@ -239,3 +239,12 @@ def test_a_model_goes_with_its_last_name(engine):
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("memlimit", "mem_limit"), ("efort", "effort"), ("loss_function", "loss_fn")],
+)
+def test_a_misspelt_argument_is_told_with_the_nearest_name(name, meant):
+    with pytest.raises(TypeError, match=f"unknown option '{name}': did you mean {meant}"):
+        rotor.Checkpointable(nn.Linear(2, 2), **{name: 1})

@@ -15,6 +15,9 @@ from rotor.graph.graph import Graph
 from rotor.graph.program import Program
 from rotor.units import parse_bytes
 
+OPTIONS = ("effort", "seed", "time_limit")
+"""Names of the options of `plan`."""
+
 # (random greedy runs, moves of the local search) of the named efforts.
 _EFFORTS = {"fast": (0, 12_000), "default": (100, 300_000)}
 _CURVE_EFFORTS = {"fast": (0, 1_500), "default": (4, 12_000)}
@@ -26,7 +29,7 @@ _LARGEST_EFFORT = 1_000_000
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise TypeError or ValueError for an option that `rotor.graph.plan` does not take."""
-    unknown = sorted(set(options) - {"effort", "seed", "time_limit"})
+    unknown = sorted(set(options) - {*OPTIONS})
     if unknown:
         raise TypeError(
             f"unknown option {unknown[0]!r}, expected effort, seed or time_limit of "

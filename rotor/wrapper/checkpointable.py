@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -21,6 +23,7 @@ from rotor.common.verbosity import heard
 from rotor.engines.chain.stages import find_stages
 from rotor.engines.contract import DEFAULT_SLOTS, DEFAULT_VERBOSITY, Settings
 from rotor.engines.graph.calls import takes_targets
+from rotor.graph.planner import OPTIONS as GRAPH_OPTIONS
 from rotor.meter import allocator as memory
 from rotor.report import plans as views
 from rotor.report.plot import plot_timeline
@@ -192,6 +195,7 @@ class Checkpointable(TransparentModule):
                     'use engine="graph"'
                 )
             _inductor.check()
+        _check_names(options)
         refuse_replicated(model)
         settings = self._settings_class(
             model,
@@ -553,3 +557,12 @@ class Checkpointable(TransparentModule):
         return driver.step(call) if driver.is_training(call) else driver.plain(call)
 
     forward = ShownForward(core.untraced(heard(forward), _NOT_COMPILED))  # type: ignore[assignment]
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    """Raise TypeError for an option that looks like a misspelt argument."""
+    known = [*inspect.signature(Checkpointable.__init__).parameters][2:-1]
+    for name in options:
+        near = difflib.get_close_matches(name, [*known, *GRAPH_OPTIONS], 1)
+        if near and near[0] != name:
+            raise TypeError(f"unknown option {name!r}: did you mean {near[0]}?")
