@@ -21,7 +21,7 @@ from torch import fx, nn
 from rotor._pytorch import core, symbols
 from rotor._pytorch import inductor as _inductor
 from rotor.common.generators import SPLIT_BACKWARD
-from rotor.common.undisturbed import generators_kept
+from rotor.common.undisturbed import collector_paused, generators_kept
 from rotor.engines.contract import NothingToPlan
 from rotor.engines.graph.early import Delivery
 from rotor.engines.graph.emit import StepCode, saved_primals
@@ -200,7 +200,7 @@ class Capture:
         for captured in self.graphs:
             captured.emitted = None
         # Code made by dynamo draws Python's random numbers before it calls the graph.
-        with generators_kept(module.modules()), symbols.marked(symbolic):
+        with generators_kept(module.modules()), symbols.marked(symbolic), collector_paused():
             try:
                 self(module, *args)
             except Unplanned as reached:
