@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rotor
-from rotor.engines.graph import capture, engine, sizing
+from rotor.engines.graph import capture, engine, shapes, sizing
 from rotor.engines.graph.shapes import ShapeStep
 from rotor.errors import InfeasibleError
 from rotor.meter import allocator as memory
@@ -362,3 +362,31 @@ def test_a_shape_that_is_too_large_names_the_largest_before_it_runs() -> None:
     batch = gpt_batch(4, named)
     assert alike(step(chk, batch, gpt_loss), step(model, batch, gpt_loss))
     assert chk.graph_plan().predicted_bytes <= limit
+
+
+class OwnLoss(Gpt):
+    """Decoder that returns its loss, and what its layers made."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        logits = super().forward(ids)
+        return logits.float().square().mean(), logits * 2
+
+
+def test_the_largest_shape_that_fits_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    largest_fitting = shapes.SymbolicGraph.largest_fitting
+
+    def counted(*args: Any) -> Any:
+        looked.append(args)
+        return largest_fitting(*args)
+
+    monkeypatch.setattr(shapes.SymbolicGraph, "largest_fitting", counted)
+    # No backward ran: the gradient of the second output may not come.
+    torch.manual_seed(0)
+    chk = rotor.Checkpointable(OwnLoss(), engine="graph", effort="fast", mem_limit="1 GB")
+    for length in (20, 30):
+        chk(**gpt_batch(4, length))
+    chk.compute_sequence(int(chk.graph_plan().predicted_bytes * 0.8))
+    with pytest.raises(InfeasibleError, match=r"fits ids \[4, 127\]"):
+        chk(**gpt_batch(4, 127))
+    assert len(looked) == 1

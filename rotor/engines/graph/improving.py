@@ -24,7 +24,8 @@ from rotor.engines.contract import Call, Context, Key
 from rotor.engines.graph.glance import Refinement, glance
 from rotor.engines.graph.known import Kept, Known, options_number
 from rotor.engines.graph.lowering import Lowered
-from rotor.engines.graph.planned import CapturedStep, GraphPlan, PlanningRecord, build_graph
+from rotor.engines.graph.planned import CapturedStep, GraphPlan, PlanningRecord
+from rotor.engines.graph.pricing import build_graph
 from rotor.engines.graph.profile import Cost, keys_of
 from rotor.engines.graph.repeating import keep_from_now_on, keep_unrepeatable
 from rotor.errors import InfeasibleError, InvalidSequenceError
@@ -267,7 +268,7 @@ class Improver:
     def plan(
         self,
         key: Key,
-        base: CapturedStep,
+        step: CapturedStep,
         limit_bytes: int,
         planned: Callable[[Solve | None], GraphPlan],
     ) -> GraphPlan:
@@ -277,8 +278,8 @@ class Improver:
         ----------
         key
             Kind of step.
-        base
-            Captured step, for no existing gradients.
+        step
+            Captured step, for the existing gradients.
         limit_bytes
             Limit.
         planned
@@ -291,10 +292,9 @@ class Improver:
         """
         begun = time.thread_time()
         context = self.context
-        step = base.variant(base.existing_among(key.absent), base.absent_tangents)
         if not step.is_provable(limit_bytes):
             # Nothing can be verified: what ran once must be tested.
-            self.settle(key.measured, base, limit_bytes)
+            self.settle(key.measured, step.base, limit_bytes)
         before = self._searches.pop(key, None)
         if before is not None and before.job is not None:
             before.job.stop()

@@ -22,7 +22,8 @@ from rotor.engines.graph.early import EarlyCode, EarlyStep, Owners, owners_of, s
 from rotor.engines.graph.emit import Emitted, StepCode, emit
 from rotor.engines.graph.handover import with_handovers
 from rotor.engines.graph.lowering import Lowered
-from rotor.engines.graph.planned import build_graph, executor_bytes
+from rotor.engines.graph.planned import executor_bytes
+from rotor.engines.graph.pricing import build_graph
 from rotor.engines.graph.profile import Cost
 from rotor.engines.graph.proving import Prover
 from rotor.engines.graph.repeating import keep_from_now_on
