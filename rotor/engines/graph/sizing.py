@@ -80,9 +80,9 @@ class Sizing:
         family.shapes[key.measured] = shapes
         found = None
         if differing and not family.refusal:
-            text = family.text(shapes, differing)
+            text, given = family.text(shapes, differing), (loss_fn, *arguments)
             with progress(1, f"capturing the model for any sizes ({text} first)"):
-                found = family.reach(make, self.context.module, loss_fn, arguments, differing)
+                found = family.reach(make, self.context.module, given, arguments, differing)
         if found is None:
             family.alone += 1
             return None
