@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_shapes import Block, alike, cnn_loss, plain_peak, step
@@ -88,10 +89,9 @@ def test_parts_search_at_their_own_shape_before_they_refuse(
     for length in (40, 60):
         step(chk, batch_of(length), cnn_loss)
     # Of the second shape, the program without recomputation alone is left.
-    kind = chk.plan.parts.sites[0].kind
-    for orders in kind.shared.orders.values():
-        del orders[:]
-        orders.append(range(len(kind.lowered.tasks)))
+    for kind in {site.kind for site in chk.plan.parts.sites}:
+        for orders in kind.shared.orders.values():
+            orders[:] = [np.arange(len(kind.lowered.tasks), dtype=np.int32)]
     searched = []
     search = Captures.search
 
