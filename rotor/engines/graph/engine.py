@@ -40,6 +40,7 @@ from rotor.engines.graph.planned import (
 from rotor.engines.graph.pricing import build_graph
 from rotor.engines.graph.proving import Tally
 from rotor.engines.graph.recorded import MEASURED, price, source_of
+from rotor.engines.graph.shape_improving import ShapeImprover
 from rotor.engines.graph.sizing import Sizing, warn_unrepeatable
 from rotor.engines.learning import MeteredEngine
 from rotor.engines.loss_guess import plan_with_guess
@@ -118,6 +119,7 @@ class GraphEngine(MeteredEngine):
         self.primals: list[Any] | None = None
         """List that takes the tensors of the next capture, or None."""
         self.improver = Improver(context)
+        self.shape_improver = ShapeImprover(self.improver)
 
     def check(self) -> None:
         """Raise if random numbers may differ, or the profile is invalid."""
@@ -295,6 +297,7 @@ class GraphEngine(MeteredEngine):
     def begin_planning(self) -> None:
         """Drop the compiled programs, and end the searches."""
         self.improver.stop()
+        self.shape_improver.stop()
         for step in self.steps.values():
             step.capture.forget_programs()
         self.sizing.forget_programs()
@@ -329,12 +332,16 @@ class GraphEngine(MeteredEngine):
     def improved(self, plan: GraphPlan, call: Call) -> GraphPlan:
         """Return the plan of the next step: a better one if a background search has found it."""
         if plan.step.shares_shapes:
-            return plan
+            return self.shape_improver.improved(plan) if self.improves else plan
         return self.improver.improved(plan, call, self.steps[plan.key.measured])
 
     def finish_planning(self, timeout: float | None) -> bool:
         """Wait for background searches; return whether none is left."""
-        return self.improver.finish(self.steps.__getitem__, timeout)
+        begun = time.monotonic()
+        if not self.improver.finish(self.steps.__getitem__, timeout):
+            return False
+        spent = time.monotonic() - begun
+        return self.shape_improver.finish(None if timeout is None else max(timeout - spent, 0))
 
     def _planned(
         self, step: CapturedStep, key: Key, limit_bytes: int, reserve_bytes: int, solve: Any

@@ -375,6 +375,16 @@ class ShapeStep(CapturedStep):
     def _variant(self) -> _Variant:
         return self.symbolic.variant(self.existing)
 
+    @property
+    def operations(self) -> object:
+        """Operations of the graph for the existing gradients: steps that share them are alike."""
+        return self._variant
+
+    def learn_program(self, program: Program) -> None:
+        """Add a program that was searched for at this shape to the ones of all shapes."""
+        self._variant.entry(program.ops).total = self.symbolic.total(self.values)
+        self._variant.prune()
+
     def graph(self, loss_bytes: int) -> Graph:
         """Return the cost model, with `loss_bytes` of workspace in the loss."""
         sizes, ns, workspaces = self._figures
@@ -438,8 +448,7 @@ class ShapeStep(CapturedStep):
             return known
         if known is not None and known.time_ns <= found.time_ns:
             return known
-        variant.entry(found.ops).total = total
-        variant.prune()
+        self.learn_program(found)
         return found
 
     def priced(self, graph: Graph, budget: int) -> Program | None:
