@@ -172,6 +172,7 @@ def measured_curve(
     most_bytes: int,
     points: int,
     on_step: Callable[[RanStep], None] = lambda ran: None,
+    limit_bytes: int | None = None,
 ) -> Curve:
     """Return step time against memory, by steps that are run within a limit.
 
@@ -185,6 +186,8 @@ def measured_curve(
         Number of limits from the least to the peak without recomputation.
     on_step
         Function called with each step that ran, or was refused.
+    limit_bytes
+        Limit of interest, which is run too.
 
     Raises
     ------
@@ -220,6 +223,8 @@ def measured_curve(
     gap = first.measured_bytes - high
     for k in range(max(points - 1, 1)):
         ran.append(run(high + gap * k // max(points - 1, 1)))
+    if limit_bytes is not None and high <= limit_bytes < first.measured_bytes:
+        ran.append(run(limit_bytes))
     return Curve.from_points(
         (one.measured_bytes, one.seconds)
         for one in ran
