@@ -152,8 +152,14 @@ def _file(path: Path) -> Any:
         sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except SyntaxError as error:
         raise ValueError(f"running {path} failed: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"running {path} failed: {type(error).__name__}: {error}. A factory is imported with "
+            "all code at the top level of its file: guard it with if __name__ == '__main__', or "
+            f"use rotor run {path}"
+        ) from error
     return module
 
 
