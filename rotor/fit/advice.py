@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,8 @@ from torch import nn
 from rotor.algorithms.curve import Curve
 from rotor.common.accounting import default_limit
 from rotor.common.tensor_trees import tree_tensors
-from rotor.errors import MemoryLimitWarning
+from rotor.engines.chain.stages import is_plain_sequential
+from rotor.errors import CaptureError, MemoryLimitWarning
 from rotor.fit import batches
 from rotor.fit.steps import LimitedSteps, has_single_plan, measured_curve
 from rotor.meter import allocator
@@ -82,6 +84,8 @@ def advise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         model.measure(*args, **kwargs)
         if has_single_plan(model):
             curve = model.curve(_POINTS)
+            if is_plain_sequential(module):
+                curve = _with_graph(curve, module, args, kwargs)
         else:
             curve = measured_curve(
                 LimitedSteps(
@@ -94,6 +98,19 @@ def advise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 5,
             )
     return Advice(curve, int(curve.bytes[-1]))
+
+
+def _with_graph(curve: Curve, module: nn.Module, args: Any, kwargs: Any) -> Curve:
+    """Return the better of a chain's curve and that of its graph, as engine="auto" chooses."""
+    make: Any = Checkpointable
+    graph: Checkpointable = make(module, engine="graph")
+    try:
+        graph.measure(*args, **kwargs)
+    except CaptureError:
+        return curve
+    both = [curve, graph.curve(_POINTS)]
+    points = [zip(one.bytes.tolist(), one.seconds.tolist(), strict=True) for one in both]
+    return Curve.from_points(chain(*points))
 
 
 def _step_of(module: nn.Module, model: Any, args: Any, kwargs: Any) -> Any:
