@@ -28,10 +28,12 @@ from common import (
     train_step,
 )
 from torch import nn
+from torch._dynamo.utils import compilation_time_metrics
 from torch.nn import functional as F
 
 import rotor
 from rotor import memory
+from rotor.engines.graph import capture
 from rotor.engines.graph.engine import GraphEngine
 from rotor.graph import Program
 
@@ -265,14 +267,43 @@ def figures(name: str, planning: str, steps: int) -> Found:
     return Found(plain, capture, times, [again - capture_again], slower, text)
 
 
-def capture_seconds(layers: int) -> float:
-    """CPU time of the capture of a transformer of alike layers."""
+PHASES = {
+    "dynamo's trace": "bytecode_tracing",
+    "AOT's metadata": "aot_collect_metadata",
+    "AOT's joint trace": "aot_trace_joint_graph",
+    "guards": "build_guards",
+}
+"""Phases of a capture, and PyTorch's names for them."""
+
+
+def capture_seconds(layers: int) -> dict[str, float]:
+    """Seconds of the capture of a transformer of alike layers, in all and by phase.
+
+    The whole is CPU time; PyTorch counts time on the wall for its phases.
+    """
     torch.manual_seed(0)
     batch = classification_batch(1, 64, CPU)
     chk = rotor.Checkpointable(VisionTransformer(layers), mem_limit="4GiB", engine="graph")
-    with Captures() as captures:
-        train_step(chk, batch)
-    return captures.seconds
+    compilation_time_metrics.clear()
+    original, lowering = capture.lower, 0.0
+
+    def timed(*args: object, **kwargs: object) -> object:
+        nonlocal lowering
+        begin = time.process_time()
+        found = original(*args, **kwargs)
+        lowering += time.process_time() - begin
+        return found
+
+    capture.lower = timed
+    try:
+        with Captures() as captures:
+            train_step(chk, batch)
+    finally:
+        capture.lower = original
+    found = {"whole": captures.seconds}
+    for phase, name in PHASES.items():
+        found[phase] = sum(compilation_time_metrics.get(name, [0.0]))
+    return {**found, "our lowering": lowering}
 
 
 def main() -> None:
@@ -295,8 +326,12 @@ def main() -> None:
     for name in names:
         print(figures(name, given.planning, given.steps).row(name), flush=True)
     if not given.words:
-        four, many = capture_seconds(4), capture_seconds(24)
-        print(f"capture of 24 alike layers: {many / four:.1f} x that of 4")
+        capture_seconds(2)
+        few, many = capture_seconds(4), capture_seconds(24)
+        print("capture of 4 and of 24 alike layers, seconds")
+        for phase, seconds in few.items():
+            ratio = many[phase] / seconds
+            print(f"{phase:18} {seconds:6.3f} {many[phase]:6.3f}   {ratio:.1f} x")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from rotor.errors import (
 
 if TYPE_CHECKING:
     from rotor.engines.chain.run import CheckpointOptim
+    from rotor.fit.decorator import fit_batch_size
     from rotor.fit.search import LargestBatch, largest_batch
     from rotor.rockmate import Hiremate, PureCheckmate, PureRockmate, PureRotor, Rockmate
     from rotor.wrapper.checkpointable import Checkpointable
@@ -44,6 +45,7 @@ __all__ = [
     "RecomputationError",
     "Rockmate",
     "__version__",
+    "fit_batch_size",
     "largest_batch",
 ]
 
@@ -56,6 +58,7 @@ _LAZY = {
     "PureRockmate": "rotor.rockmate",
     "PureRotor": "rotor.rockmate",
     "Rockmate": "rotor.rockmate",
+    "fit_batch_size": "rotor.fit.decorator",
     "largest_batch": "rotor.fit.search",
 }
 _MODEL_FAMILIES = ("densenet", "gpt", "inception", "resnet", "vgg")

@@ -74,6 +74,22 @@ def branches():
     return Branches(), torch.randn(2, 4)
 
 
+class Values(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            if float(x.detach().abs().sum()) >= 0:
+                x = x + torch.tanh(layer(x)) * torch.sigmoid(layer(x))
+        return x
+
+
+def chain_of_values():
+    return Values(), torch.randn(64, 16)
+
+
 class Odd(nn.Module):
     def forward(self, x):
         raise AssertionError("never" if self.training else "odd")
@@ -167,7 +183,7 @@ def test_planning_for_the_machine_of_a_profile(capsys, monkeypatch):
         raise AssertionError("something was run")
 
     monkeypatch.setattr("rotor.commands.factories.check_forward", runs)
-    monkeypatch.setattr("rotor.commands.factories.plain_peak", runs)
+    monkeypatch.setattr("rotor.commands.running.plain_step", runs)
     monkeypatch.setattr("rotor.engines.graph.profile.measure_ns", runs)
     there = Graph.from_dict(
         data_of(capsys, "measure", *GRAPH, "--profile", "there.json")["measured"]
@@ -240,12 +256,47 @@ def test_the_curve_of_a_chain(capsys):
 
 def test_the_curve_of_a_graph(capsys):
     code, out, _ = run(capsys, "curve", *GRAPH, "--arg", "width=8", "--points", 3, "--limit", 99)
-    assert code == 0
+    assert code == 2
     rows = out.splitlines()
+    assert rows[0].split() == [
+        "memory",
+        "of",
+        "a",
+        "step",
+        "%",
+        "of",
+        "plain",
+        "time",
+        "x",
+        "plain",
+    ]
     assert rows[2].split()[:2] == ["99", "B"]
     assert rows[2].endswith("the limit, nothing fits")
-    assert sum("plain PyTorch" in row for row in rows) == 1
-    assert "free on this machine" in rows[-1]
+    assert sum(row.endswith("  plain PyTorch") for row in rows) == 1
+    assert sum("free on this machine" in row for row in rows) == 1
+    assert "4 x the output" in rows[-2]
+    assert rows[-1].startswith("At your 99 B nothing fits: the least is ")
+    assert max(map(len, rows)) <= 80
+
+
+def test_a_known_loss_is_planned_and_nothing_is_set_aside(capsys):
+    unknown = data_of(capsys, "curve", *GRAPH, "--points", 3)
+    assert unknown["set_aside_bytes"] == 4 * 16 * 8 * 16 * 4
+    Path("loss.py").write_text("def total(output):\n    return output.square().sum()\n")
+    for loss in ("cross_entropy", "mse", "sum", "loss.py:total"):
+        known = data_of(capsys, "curve", *GRAPH, "--points", 3, "--loss", loss)
+        assert (known["loss"], known["set_aside_bytes"]) == (loss, 0)
+    least = known["minimum_bytes"]
+    assert least < known["plain_bytes"]
+    given = ("--points", 3, "--limit", least + 4096, "--loss", "loss.py:total")
+    code, out, _ = run(capsys, "curve", *GRAPH, *given)
+    assert code == 0
+    assert re.search(r"^At your .*: 1\.\d\d x the time; plain needs .*\.$", out.splitlines()[-1])
+    code, out, _ = run(capsys, "curve", *CHAIN, "--loss", "mse", "--limit", "1GiB")
+    assert "plain PyTorch fits" in out.splitlines()[-1]
+    assert "set aside for an unknown loss" in run(capsys, "plan", *GRAPH, "--limit", "1GiB")[1]
+    code, _, err = run(capsys, "curve", *GRAPH, "--loss", "hinge", "--quiet")
+    assert (code, "--loss 'hinge': expected cross_entropy" in err) == (2, True)
 
 
 def test_curves_are_thinned_and_marked():
@@ -254,9 +305,9 @@ def test_curves_are_thinned_and_marked():
     text = curve_text(curve, 5)
     rows = text.splitlines()[2:]
     assert len(rows) == 8
-    assert rows[1].split() == ["8", "B", "-", "-", "plain", "PyTorch"]
+    assert rows[1].split() == ["8", "B", "-", "-", "-", "plain", "PyTorch"]
     assert "nothing fits" in rows[0]
-    assert "+0.0%" in rows[-1]
+    assert rows[-1].split()[-1] == "1.00"
 
 
 def test_fitting(capsys):
@@ -285,7 +336,10 @@ def test_models_of_rotor_by_name_and_inputs_by_name(capsys):
     [
         (("curve", "missing.py:f", "--input", 3), "no file missing.py"),
         (("curve", "net.py", "--input", 3), "names no callable"),
-        (("curve", "net.py:none", "--input", 3), "no callable 'none'; it has Branches, Gated, Odd"),
+        (
+            ("curve", "net.py:none", "--input", 3),
+            "no callable 'none'; it has Branches, Gated",
+        ),
         (("curve", "no.such:f", "--input", 3), "no module 'no.such'"),
         (("curve", "resnet17", "--input", 3), "rotor.models has no callable 'resnet17'"),
         (("measure", "net.py:number"), "gave int, expected an nn.Module"),
@@ -351,12 +405,25 @@ def test_what_may_not_be_written_is_said_before_anything_is_run(capsys, monkeypa
     )
 
 
-def test_a_model_without_a_graph_is_told_apart(capsys):
-    for command, words in (("plan", "the dynamic engine runs"), ("curve", "without a graph")):
-        code, out, err = run(capsys, command, "net.py:branches", "--quiet")
-        assert (code, out) == (2, "")
-        assert words in err.splitlines()[-1]
+@pytest.mark.parametrize("model", ["net.py:branches", "net.py:chain_of_values"])
+def test_models_without_a_single_plan_have_figures_of_steps(capsys, model):
+    for engine in ("auto", "dynamic"):
+        given = (model, "--engine", engine, "--quiet")
+        code, out, err = run(capsys, "curve", *given, "--points", 3, "--limit", "1MiB")
+        assert code == 0
+        assert "steps that were run" in out
         assert "Traceback" not in err
+        code, out, _ = run(capsys, "plan", *given, "--limit", "1MiB", "--html", "steps.html")
+        assert code == 0
+        assert "a step, measured: " in out
+        assert Path("steps.html").exists()
+        code, out, _ = run(capsys, "measure", *given)
+        assert (code, "a step, measured: " in out) == (0, True)
+        code, out, err = run(capsys, "plan", *given, "--limit", "300")
+        assert (code, out) == (2, "")
+        assert "does not fit" in err.splitlines()[-1]
+        code, _, err = run(capsys, "plan", *given, "--out", "p.json")
+        assert (code, "leave --out out" in err) == (2, True)
 
 
 def test_failures_exit_with_1_and_tracebacks_are_shown_on_demand(capsys, monkeypatch):

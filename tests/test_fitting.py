@@ -11,7 +11,7 @@ from torch import distributed, nn
 
 import rotor
 from rotor import memory, timing
-from rotor.fit import batches, search
+from rotor.fit import batches, search, steps
 from rotor.fit.search import BatchFit, LargestBatch, largest_batch
 from rotor.meter import allocator
 
@@ -187,7 +187,7 @@ def test_the_search_ends_where_it_is_told():
 
 
 def test_without_timing_the_answer_is_the_same(monkeypatch):
-    monkeypatch.setattr(search, "_STEP_SECONDS", 0.01)
+    monkeypatch.setattr(steps, "STEP_SECONDS", 0.01)
     options = {"loss_fn": cross_entropy, "multiple_of": 16, "points": 1, "targets": (labels(8),)}
     usual = largest_batch(mlp(), torch.randn(8, 32), 60_000, **options)
     quick = largest_batch(mlp(), torch.randn(8, 32), 60_000, timed=False, **options)
@@ -251,7 +251,6 @@ def test_out_of_memory_is_a_size_that_does_not_fit(monkeypatch):
     [
         ({"model": 3}, TypeError, "must be an nn.Module, got int"),
         ({"model": rotor.Checkpointable(nn.Linear(2, 2))}, TypeError, "wrapped already"),
-        ({"engine": "dynamic"}, ValueError, "plans nothing"),
         ({"multiple_of": 0}, ValueError, "multiple_of = 0"),
         ({"points": True}, ValueError, "points = True"),
         ({"profile": "there.json"}, ValueError, "leave profile= out"),
@@ -299,22 +298,6 @@ def test_throughput():
 def test_the_examples_of_the_docstrings():
     results = doctest.testmod(search)
     assert (results.failed, results.attempted > 2) == (0, True)
-
-
-def test_a_model_that_cannot_be_planned_is_refused_with_the_reason():
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4))
-
-        def forward(self, x):
-            return x * self.weight if x.sum().item() > 0 else x - self.weight
-
-    with (
-        pytest.warns(rotor.MemoryLimitWarning, match="no single graph"),
-        pytest.raises(ValueError, match="no part of the model can be planned"),
-    ):
-        largest_batch(Branching(), torch.randn(4, 4), "1 MB")
 
 
 def test_without_a_limit_the_processes_of_a_machine_share_what_is_free(tmp_path, monkeypatch):

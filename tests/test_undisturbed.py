@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import numpy as np
@@ -11,7 +12,9 @@ from torch import nn
 
 from rotor._pytorch import core
 from rotor.common import undisturbed
+from rotor.engines.graph import capture
 from rotor.engines.graph.calls import run_once
+from rotor.engines.graph.lowering import lower
 
 CPU = torch.device("cpu")
 
@@ -145,3 +148,38 @@ def test_a_forward_that_fails_leaves_buffers_as_they_were():
     model = Failing()
     assert not run_once(model, (torch.ones(2),), {})
     assert model.seen.tolist() == [0, 0]
+
+
+def test_cycles_are_collected_after_a_capture_only(monkeypatch):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(2, 4)
+    seen = []
+
+    def lowered(*args, **kwargs):
+        seen.append(gc.isenabled())
+        return lower(*args, **kwargs)
+
+    def call(module, x):
+        return module.forward(x)
+
+    monkeypatch.setattr(capture, "lower", lowered)
+    capture.Capture(capture.fresh(call)).reach(model, x)
+    torch._dynamo.reset()
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_collector_is_put_back(is_enabled):
+    def failing():
+        with undisturbed.collector_paused():
+            assert not gc.isenabled()
+            raise ZeroDivisionError
+
+    try:
+        if not is_enabled:
+            gc.disable()
+        with pytest.raises(ZeroDivisionError):
+            failing()
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()

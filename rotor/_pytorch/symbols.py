@@ -14,6 +14,7 @@ Dimension = tuple[torch.Tensor, int]
 """Tensor, and the number of one of its dimensions."""
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_PROPAGATED = "_dynamo_propagated_dynamic_indices"
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 
 
@@ -87,6 +88,16 @@ def marked(dimensions: Iterable[Dimension]) -> Iterator[None]:
             for name in _MARKS:
                 if hasattr(tensor, name):
                     delattr(tensor, name)
+
+
+def forget_propagated(tensors: Iterable[torch.Tensor]) -> None:
+    """Have captures take no size of these tensors as a symbol because an earlier graph did.
+
+    AOTAutograd marks the tensors that a graph with symbols keeps for its backward, or returns.
+    """
+    for tensor in tensors:
+        if hasattr(tensor, _PROPAGATED):
+            delattr(tensor, _PROPAGATED)
 
 
 def line_of_constant(tensor: Any, dimension: int) -> str:

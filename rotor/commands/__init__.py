@@ -21,9 +21,13 @@ __all__ = [
     "number",
     "say",
     "tell",
+    "write_command_json",
     "write_json",
 ]
 
+
+FORMAT = "rotor.command"
+VERSION = 1
 
 _EXAMPLES = "examples:"
 
@@ -47,9 +51,9 @@ def say(text: str = "") -> None:
     sys.stdout.write(f"{text}\n")
 
 
-def tell(arguments: argparse.Namespace, text: str) -> None:
-    """Write a line on progress to stderr, unless ``--quiet`` is given."""
-    if not arguments.quiet:
+def tell(arguments: argparse.Namespace, text: str, *, always: bool = False) -> None:
+    """Write a line to stderr, on progress: unless ``--quiet`` is given; or always."""
+    if always or not arguments.quiet:
         sys.stderr.write(f"rotor: {text}\n")
 
 
@@ -137,9 +141,15 @@ def write_json(data: Any, target: str) -> None:
         Path(target).write_text(text + "\n", encoding="utf-8")
 
 
-def give(arguments: argparse.Namespace, data: Any, text: str) -> None:
+def write_command_json(arguments: argparse.Namespace, data: dict[str, Any], target: str) -> None:
+    """Write the results of a command as JSON: format, version and command, then its fields."""
+    head = {"format": FORMAT, "version": VERSION, "command": arguments.command_name}
+    write_json(head | data, target)
+
+
+def give(arguments: argparse.Namespace, data: dict[str, Any], text: str) -> None:
     """Write results: JSON if asked for, and text unless stdout has the JSON."""
     if arguments.json is not None:
-        write_json(data, arguments.json)
+        write_command_json(arguments, data, arguments.json)
     if arguments.json != "-":
         say(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from rotor.commands.model import Subject, add_model, add_profile, limit_of, wrap
 from rotor.report.text import table
 from rotor.units import format_bytes, format_seconds
 
-__all__ = ["add", "check_plot", "curve_text"]
+__all__ = ["CurveFacts", "add", "check_plot", "curve_text"]
 
 _ROOM = 2
 _POINTS = 16
 _PLAIN = "plain PyTorch"
+_LIMIT = "the limit"
 
 
 def add(commands: Any) -> None:
@@ -61,66 +63,166 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--points {arguments.points}: expected 2 or more")
     if arguments.plot is not None:
         check_plot(arguments.plot)
-    from rotor.commands import factories
+    from rotor.commands import factories, running
+    from rotor.common.accounting import default_limit
+    from rotor.fit import batches
+    from rotor.fit.steps import RanStep, has_single_plan, measured_curve
     from rotor.meter import allocator
 
     subject = Subject(arguments)
     subject.check()
     model = wrapped(subject, arguments, effort="fast")
-    found: Curve = model.curve(arguments.points)
-    plain, where = None, "this machine"
-    if subject.profile is not None:
-        free, where = subject.profile.free_bytes, "that machine"
-        plain = factories.planned_peak(model)
+    is_planned = has_single_plan(model)
+    here = subject.profile is None
+    free = (
+        allocator.free_bytes(subject.device)
+        if subject.profile is None
+        else subject.profile.free_bytes
+    )
+    if is_planned:
+        found: Curve = model.curve(arguments.points)
     else:
-        free = allocator.free_bytes(subject.device)
-        if not arguments.no_plain:
-            if int(found.bytes[-1]) * _ROOM <= free:
-                plain = factories.plain_peak(subject.model, subject.sample, one=subject.is_one)
-            else:
-                tell(arguments, "plain PyTorch was not run: it might need more than is free")
-    marks = [(_PLAIN, plain), ("the limit", limit), (f"free on {where}", free)]
+
+        def on_step(ran: RanStep) -> None:
+            shown = format_bytes(ran.limit_bytes)
+            tell(arguments, f"a step within {shown}: {'ran' if ran.fits else 'does not fit'}")
+
+        most = default_limit(allocator.free_bytes(subject.device))
+        tell(arguments, "the model has no single plan: steps are run under several limits")
+        with batches.unchanged(subject.model, subject.device):
+            steps = running.limited_steps(subject, model)
+            found = measured_curve(steps, most, arguments.points, on_step, limit)
+    facts = CurveFacts(limit_bytes=limit, is_measured=not is_planned)
+    if not here:
+        facts.plain_bytes = factories.planned_peak(model)
+    elif arguments.no_plain:
+        pass
+    elif free is not None and int(found.bytes[-1]) * _ROOM > free:
+        tell(arguments, "plain PyTorch was not run: it might need more than is free")
+    else:
+        facts.plain_bytes, facts.plain_seconds = running.plain_step(subject) or (None, None)
+    if here:
+        facts.set_aside_bytes = running.set_aside_bytes(subject) if is_planned else 0
+        facts.has_loss = subject.loss is not None
+    where = "this machine" if here else "that machine"
+    marks = [(_PLAIN, facts.plain_bytes), (_LIMIT, limit), (f"free on {where}", free)]
     found.marks = tuple([(name, size) for name, size in marks if size is not None])
     if arguments.plot is not None:
         axes = found.plot()
         axes.set_title(subject.name)
         axes.figure.savefig(arguments.plot)
         tell(arguments, f"{arguments.plot} has the picture")
-    data = subject.described() | {
+    data = subject.described() | facts.to_dict()
+    data |= {
         "curve": found.to_dict(),
         "minimum_bytes": found.minimum_bytes,
-        "plain_bytes": plain,
-        "limit_bytes": limit,
         "limit_seconds": _at(found, limit),
         "free_bytes": free,
     }
-    give(arguments, data, subject.heading() + curve_text(found, arguments.points))
-    return 0
+    text = curve_text(found, arguments.points, facts)
+    give(arguments, data, subject.heading() + text)
+    return 2 if limit is not None and limit < found.minimum_bytes else 0
+
+
+@dataclass
+class CurveFacts:
+    """Facts that a table of a curve shows beside its points.
+
+    Attributes
+    ----------
+    limit_bytes
+        Limit of the user.
+    plain_bytes, plain_seconds
+        Peak and time of a plain step; ``None`` if unknown.
+    set_aside_bytes
+        Bytes of every limit that are set aside for an unknown loss.
+    is_measured
+        True if the times are those of steps that were run, not planned.
+    has_loss
+        True if the loss was given.
+    """
+
+    limit_bytes: int | None = None
+    plain_bytes: int | None = None
+    plain_seconds: float | None = None
+    set_aside_bytes: int = 0
+    is_measured: bool = False
+    has_loss: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return them as plain data, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> CurveFacts:
+        """Return the facts in what a command wrote."""
+        return cls(**{one.name: data[one.name] for one in fields(cls) if one.name in data})
+
+    def base_seconds(self, curve: Curve) -> float:
+        """Return the time that others are compared with: plain, on the clock of the curve."""
+        if self.is_measured and self.plain_seconds is not None:
+            return self.plain_seconds
+        return float(curve.seconds[-1])
 
 
 def _at(curve: Curve, limit: int | None) -> float | None:
     return None if limit is None or limit < curve.minimum_bytes else curve.at(limit)
 
 
-def curve_text(curve: Curve, points: int) -> str:
-    """Return a table of a curve, at most so many of its points, with its marks among them."""
+def curve_text(curve: Curve, points: int, facts: CurveFacts | None = None) -> str:
+    """Return a table of a curve, at most so many of its points, with its marks, and a sentence."""
+    facts = facts or CurveFacts()
     count = len(curve.bytes)
     most = min(points, count)
     chosen = sorted({round(k * (count - 1) / max(most - 1, 1)) for k in range(most)})
-    fastest = float(curve.seconds[-1])
+    base = facts.base_seconds(curve)
     lines = [(int(curve.bytes[k]), float(curve.seconds[k]), "") for k in chosen]
     lines += [(size, _at(curve, size) or 0.0, name) for name, size in curve.marks]
-    rows = [["memory of a step", "time", "recomputation", ""]]
+    rows = [["memory of a step", "% of plain", "time", "x plain", ""]]
     for size, seconds, name in sorted(lines):
         # A plain step's peak is a fact; plans set more aside, for a loss that they cannot see.
         is_short = size < curve.minimum_bytes
         least = "nothing fits" if is_short and name != _PLAIN else ""
-        slower = f"{seconds / fastest - 1:+.1%}" if fastest and not is_short else "-"
+        share = f"{size / facts.plain_bytes:.0%}" if facts.plain_bytes else "-"
+        times = f"{seconds / base:.2f}" if base and not is_short else "-"
         time = "-" if is_short else format_seconds(seconds)
-        rows.append(
-            [format_bytes(size), time, slower, ", ".join(part for part in (name, least) if part)]
+        if name == _PLAIN and facts.plain_seconds is not None:
+            time, times = format_seconds(facts.plain_seconds), "1.00"
+        if name.startswith("free"):
+            share = time = times = ""
+        note = ", ".join(part for part in (name, least) if part)
+        rows.append([format_bytes(size), share, time, times, note])
+    return "\n".join([str(table(rows)), *_remarks(curve, facts, base)])
+
+
+def _remarks(curve: Curve, facts: CurveFacts, base: float) -> list[str]:
+    found = []
+    if facts.is_measured:
+        loss = "" if facts.has_loss else ",\nwith the sum of the outputs for a loss (--loss)"
+        found.append(f"Times and peaks are those of steps that were run{loss}.")
+    elif facts.plain_seconds is not None:
+        found.append(
+            f"Times are planned; plain PyTorch ran in {format_seconds(facts.plain_seconds)}."
         )
-    return table(rows)
+    if facts.set_aside_bytes:
+        found.append(
+            f"Of each limit {format_bytes(facts.set_aside_bytes)} are set aside for a loss that is "
+            "unknown:\n4 x the output (--loss cross_entropy plans the loss itself)."
+        )
+    limit, plain = facts.limit_bytes, facts.plain_bytes
+    if limit is None:
+        return found
+    needs = "" if plain is None else f"; plain needs {format_bytes(plain)}"
+    seconds = _at(curve, limit)
+    if seconds is None:
+        least = format_bytes(curve.minimum_bytes)
+        found.append(f"At your {format_bytes(limit)} nothing fits: the least is {least}{needs}.")
+    elif plain is not None and plain <= limit:
+        found.append(f"At your {format_bytes(limit)} plain PyTorch fits{needs}.")
+    else:
+        times = f"{seconds / base:.2f} x the time" if base else "no time"
+        found.append(f"At your {format_bytes(limit)}: {times}{needs}.")
+    return found
 
 
 def check_plot(path: str) -> None:

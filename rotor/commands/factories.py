@@ -19,7 +19,6 @@ from rotor.common.calls import sample_call
 from rotor.common.undisturbed import training_flags_kept
 from rotor.engines.chain.stages import is_plain_sequential
 from rotor.engines.graph.recorded import Profile
-from rotor.fit import batches
 from rotor.graph.graph import Graph
 from rotor.graph.program import simulate
 from rotor.wrapper.checkpointable import Checkpointable
@@ -153,8 +152,14 @@ def _file(path: Path) -> Any:
         sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except SyntaxError as error:
         raise ValueError(f"running {path} failed: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"running {path} failed: {type(error).__name__}: {error}. A factory is imported with "
+            "all code at the top level of its file: guard it with if __name__ == '__main__', or "
+            f"use rotor run {path}"
+        ) from error
     return module
 
 
@@ -317,8 +322,8 @@ def to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-def check_forward(model: nn.Module, sample: Any, *, one: bool) -> None:
-    """Run a model forward once, without gradients, in evaluation mode.
+def check_forward(model: nn.Module, sample: Any, *, one: bool) -> Any:
+    """Run a model forward once, without gradients, in evaluation mode; return the output.
 
     Parameters
     ----------
@@ -336,7 +341,7 @@ def check_forward(model: nn.Module, sample: Any, *, one: bool) -> None:
     try:
         with training_flags_kept(model), torch.no_grad():
             model.eval()
-            model(*args, **kwargs)
+            return model(*args, **kwargs)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -374,6 +379,11 @@ def device_of(name: str | None) -> torch.device:
     return torch.device("cpu")
 
 
+def no_targets(device: torch.device) -> tuple[Any, ...]:
+    """Return targets of a loss that uses none."""
+    return (torch.zeros(1, device=device),)
+
+
 def seed(number: int) -> None:
     """Seed the generators that parameters are drawn from."""
     torch.manual_seed(number)
@@ -387,6 +397,8 @@ def measured(
     engine: str = "auto",
     effort: str = "",
     profile: Profile | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    targets: tuple[Any, ...] = (),
 ) -> Checkpointable:
     """Return a model wrapped and measured on a sample, not planned yet.
 
@@ -398,6 +410,8 @@ def measured(
         Effort of planning with the graph engine; by default its own.
     profile
         Profile of the machine to plan for, if it is another one.
+    loss, targets
+        Function of the output that is planned with the model, and its unused targets.
 
     Returns
     -------
@@ -410,13 +424,34 @@ def measured(
         The model cannot be measured on the sample.
     """
     is_chain = engine == "chain" or takes_one(model, engine)
-    options: dict[str, Any] = {"effort": effort} if effort and not is_chain else {}
+    options: dict[str, Any] = (
+        {"effort": effort} if effort and not is_chain and engine != "dynamic" else {}
+    )
     if profile is not None:
         options["profile"] = profile
-    wrapped: Any = Checkpointable
-    wrapper: Checkpointable = wrapped(model, mem_limit=limit, engine=engine, **options)
-    wrapper.measure_sample(sample)
+    wrapper = wrapper_of(model, limit, engine, loss, **options)
+    if loss is None:
+        wrapper.measure_sample(sample)
+    else:
+        args, kwargs = sample_call(sample, is_one=takes_one(model, engine))
+        wrapper.measure(*args, targets=targets, **kwargs)
     return wrapper
+
+
+def wrapper_of(
+    model: nn.Module,
+    limit: int | None,
+    engine: str,
+    loss: Callable[[Any], torch.Tensor] | None,
+    **options: Any,
+) -> Checkpointable:
+    """Return a model wrapped, with a loss of the output alone."""
+    wrapped: Any = Checkpointable
+    loss_fn = None if loss is None else lambda output, *_: loss(output)
+    found: Checkpointable = wrapped(
+        model, mem_limit=limit, engine=engine, loss_fn=loss_fn, **options
+    )
+    return found
 
 
 def profile_of(path: str, engine: str) -> Profile:
@@ -427,20 +462,6 @@ def profile_of(path: str, engine: str) -> Profile:
         return Profile.load(Path(path))
     except ValueError as error:
         raise ValueError(f"--profile {path}: {error}") from None
-
-
-def no_plan(wrapper: Checkpointable) -> str:
-    """Return why a wrapped model has no single plan."""
-    if wrapper.plan.kind == "dynamic":
-        return (
-            "the dynamic engine runs the model, which decides while a step runs: it has no plan "
-            "to be shown, and training within the limit works (rotor.Checkpointable, "
-            "rotor.dtr.budget)"
-        )
-    return (
-        "the model runs in parts, without a single plan to be saved: `rotor curve` and `rotor fit` "
-        "work"
-    )
 
 
 def planned_peak(wrapper: Checkpointable) -> int | None:
@@ -456,26 +477,3 @@ def cost_model(wrapper: Checkpointable) -> Chain | Graph:
     """Return the measures of a wrapped model; ValueError: it has no single chain or graph."""
     found: Chain | Graph = wrapper.cost_model()
     return found
-
-
-def plain_peak(model: nn.Module, sample: Any, *, one: bool) -> int | None:
-    """Return the peak of a plain training step that was run; ``None`` if it is out of memory.
-
-    The loss is that of `rotor.fit.batches.sum_of`. Nothing of the model is changed.
-    """
-    args, kwargs = sample_call(sample, is_one=one)
-    device = batches.device_of((args, kwargs, ()))
-
-    def step() -> None:
-        batches.sum_of(model(*args, **kwargs)).backward()
-        for parameter in model.parameters():
-            parameter.grad = None
-
-    with batches.unchanged(model, device):
-        try:
-            step()
-            return batches.step_bytes(step, device)
-        except (RuntimeError, MemoryError) as error:
-            if not batches.is_out_of_memory(error):
-                raise
-            return None

@@ -25,6 +25,8 @@ def add(commands: Any) -> None:
             "fit resnet18 --input 8,3,224,224 --limit 2GiB",
             "fit resnet50 --input 8,3,224,224 --limit 8GiB --untimed --points 1",
             "fit train.py:make_model --input 8,512 --dtype int64 --high 1000 --multiple-of 8",
+            "fit train.py:make_model --input 8,128 --dtype int64 --high 1000 --limit 1GiB "
+            "--lengths lognormal:90,0.5,16,256",
         ),
     )
     add_model(sub)
@@ -48,6 +50,13 @@ def add(commands: Any) -> None:
         help="run stages and operations once instead of timing them: faster, with the same answer "
         "on memory; best with --points 1",
     )
+    sub.add_argument(
+        "--lengths",
+        metavar="FILE|DIST",
+        help="instead, tell what batches of these lengths cost beside plain PyTorch: a file of "
+        "whole numbers, uniform:LEAST,MOST, normal:MEAN,SPREAD,LEAST,MOST or "
+        "lognormal:MEDIAN,SIGMA,LEAST,MOST; the second size of the inputs is the length",
+    )
     sub.add_argument("--table", action="store_true", help="show every size that was tried")
     add_output(sub)
     sub.set_defaults(command=_run)
@@ -59,11 +68,29 @@ def _run(arguments: argparse.Namespace) -> int:
 
     subject = Subject(arguments)
     subject.check()
-    options = {} if arguments.effort is None else {"effort": arguments.effort}
+    if arguments.points < 1 or arguments.multiple_of < 1:
+        raise ValueError("--points and --multiple-of: expected whole numbers of 1 or more")
+    options: dict[str, Any] = {} if arguments.effort is None else {"effort": arguments.effort}
+    if arguments.lengths is not None:
+        from rotor.fit.lengths import cost_of_lengths, lengths_of
+
+        cost = cost_of_lengths(
+            subject.model,
+            subject.sample,
+            lengths_of(arguments.lengths, arguments.seed),
+            limit,
+            loss_fn=subject.loss,
+            engine=arguments.engine,
+            points=arguments.points,
+            **options,
+        )
+        give(arguments, subject.described() | cost.to_dict(), str(cost))
+        return 0
     found = largest_batch(
         subject.model,
         subject.sample,
         limit,
+        loss_fn=subject.loss,
         engine=arguments.engine,
         multiple_of=arguments.multiple_of,
         max_batch=arguments.max_batch,

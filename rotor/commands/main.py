@@ -30,13 +30,14 @@ from rotor.commands import (
     measure,
     plan,
     report,
+    run,
     simulate,
 )
 
 __all__ = ["main"]
 
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
-_COMMANDS = (info, measure, curve, plan, fit, report, simulate, experiment, heuristics)
+_COMMANDS = (info, run, measure, curve, plan, fit, report, simulate, experiment, heuristics)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser.parse_args(argv)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else _USAGE
+    if getattr(arguments, "is_script", False):
+        return _run_script(arguments)
     with warnings.catch_warnings(), _announced(arguments):
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = _show_warning
@@ -81,6 +84,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             shown = "" if arguments.debug else " (--debug shows where)"
             _report(arguments, f"failed: {type(error).__name__}: {_line(error)}{shown}")
             return _FAILED
+
+
+def _run_script(arguments: argparse.Namespace) -> int:
+    """Run a script, whose warnings and errors are its own."""
+    try:
+        check_folders(arguments)
+        command: Callable[[argparse.Namespace], int] = arguments.command
+        return command(arguments)
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return _INTERRUPTED
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        _report(arguments, f"error: {_line(error)}")
+        return _USAGE
 
 
 def _report(arguments: argparse.Namespace, text: str) -> None:
@@ -158,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rotor {rotor.__version__}")
     parser.set_defaults(quiet=False, debug=False)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command_name")
     for module in _COMMANDS:
         module.add(commands)
     return parser

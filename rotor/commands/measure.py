@@ -56,9 +56,33 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.save is not None and subject.is_one:
         raise ValueError("--save is of operations, not of stages: give --engine graph too")
     subject.check()
-    from rotor.commands import factories
+    from rotor.commands import factories, running
+    from rotor.common.accounting import default_limit
+    from rotor.fit import batches
+    from rotor.fit.steps import has_single_plan
+    from rotor.meter import allocator
 
-    found = factories.cost_model(wrapped(subject, arguments))
+    model = wrapped(subject, arguments)
+    if not has_single_plan(model):
+        if arguments.out is not None or arguments.save is not None:
+            raise ValueError(
+                "--out and --save are of a chain or a graph, and the model has none: it runs in "
+                "parts or by the dynamic engine; leave them out to see a step"
+            )
+        with batches.unchanged(subject.model, subject.device):
+            steps = running.limited_steps(subject, model)
+            steps.meter_parts()
+            ran = steps.run(default_limit(allocator.free_bytes(subject.device)))
+        if not ran.fits or ran.measured_bytes is None or ran.seconds is None:
+            raise ValueError(f"a step does not fit in {ran.limit_bytes} bytes, what is free here")
+        text = str(steps.runner.display())
+        text += f"\na step, measured: {format_bytes(ran.measured_bytes)}"
+        text += f", {format_seconds(ran.seconds)}"
+        step = {"bytes": ran.measured_bytes, "seconds": ran.seconds}
+        data = subject.described() | {"measured": None, "step": step}
+        give(arguments, data, text)
+        return 0
+    found = factories.cost_model(model)
     if isinstance(found, Chain):
         text = chain_text(found)
     else:

@@ -60,8 +60,14 @@ def add_model(sub: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--engine",
         default="auto",
-        choices=("auto", "chain", "graph"),
+        choices=("auto", "chain", "graph", "dynamic"),
         help="engine (default: auto: chain for an nn.Sequential, else graph)",
+    )
+    group.add_argument(
+        "--loss",
+        metavar="LOSS",
+        help="loss that is planned with the model: cross_entropy, mse, sum, or FILE.py:FUNCTION, a "
+        "function of the output (default: unknown, 4 x the output is set aside for it)",
     )
     group.add_argument(
         "--effort",
@@ -110,10 +116,14 @@ class Subject:
         The engine: "graph" if a profile is given.
     profile
         The `rotor.graph.Profile` of the machine that is planned for; ``None``: this one.
+    loss, targets
+        The loss, a function of the output, and its unused targets; ``None``, and nothing.
+    output
+        Output of the model, after `check`.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        from rotor.commands import factories
+        from rotor.commands import factories, losses
 
         path = getattr(arguments, "profile", None)
         self.profile = None if path is None else factories.profile_of(path, arguments.engine)
@@ -137,6 +147,10 @@ class Subject:
         self.model = made.model.to(self.device)
         self.sample = factories.to_device(sample, self.device)
         self.is_one = factories.takes_one(self.model, self.engine)
+        self.output: Any = None
+        self.loss_name: str | None = arguments.loss
+        self.loss = None if arguments.loss is None else losses.loss_of(arguments.loss)
+        self.targets = () if self.loss is None else factories.no_targets(self.device)
 
     def check(self) -> None:
         """Raise ValueError if the model does not run on its sample; not for other machines."""
@@ -144,11 +158,16 @@ class Subject:
 
         if self.profile is not None:
             return
-        factories.check_forward(self.model, self.sample, one=self.is_one)
+        self.output = factories.check_forward(self.model, self.sample, one=self.is_one)
 
     def described(self) -> dict[str, Any]:
         """Return it as plain data, for JSON."""
-        found = {"model": self.name, "inputs": self.inputs, "device": str(self.device)}
+        found = {
+            "model": self.name,
+            "inputs": self.inputs,
+            "device": str(self.device),
+            "loss": self.loss_name,
+        }
         return found if self.profile is None else found | {"profile": str(self.profile)}
 
     def heading(self) -> str:
@@ -180,4 +199,6 @@ def wrapped(
         engine=subject.engine,
         effort=chosen,
         profile=subject.profile,
+        loss=subject.loss,
+        targets=subject.targets,
     )

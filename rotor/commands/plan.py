@@ -8,7 +8,7 @@ from typing import Any
 from rotor.chain import write_json
 from rotor.commands import add_output, add_trace, check_pages, examples, give, tell
 from rotor.commands.model import Subject, add_model, add_profile, limit_of, wrapped
-from rotor.common.accounting import default_limit
+from rotor.units import format_bytes, format_seconds
 
 __all__ = ["add"]
 
@@ -50,7 +50,11 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     limit = limit_of(arguments.limit)
     check_pages(arguments)
-    from rotor.commands import factories
+    from rotor.commands import running
+    from rotor.common.accounting import default_limit
+    from rotor.fit import batches
+    from rotor.fit.steps import has_single_plan
+    from rotor.meter.limit import free_limit
 
     subject = Subject(arguments)
     subject.check()
@@ -60,20 +64,51 @@ def _run(arguments: argparse.Namespace) -> int:
             raise ValueError("the profile does not say what is free on that machine: give --limit")
         limit = default_limit(free)
     model = wrapped(subject, arguments, limit)
-    schedule = model.compute_sequence()
-    if schedule is None:
-        raise ValueError(factories.no_plan(model))
-    figures = {
+    schedule: Any = None
+    measured: dict[str, Any] = {}
+    if has_single_plan(model):
+        schedule = model.compute_sequence()
+        figures = (model.get_expected_memory(), model.get_expected_makespan())
+    else:
+        if arguments.out is not None:
+            raise ValueError(
+                f"--out {arguments.out}: the model runs in parts or by the dynamic engine, without "
+                "a single plan to be saved: leave --out out, the text and --html show steps"
+            )
+        limit = free_limit(subject.device) if limit is None else limit
+        with batches.unchanged(subject.model, subject.device):
+            steps = running.limited_steps(subject, model)
+            steps.meter_parts()
+            ran = steps.run(limit)
+        model = steps.runner
+        if not ran.fits or ran.measured_bytes is None or ran.seconds is None:
+            needs = "" if ran.least_bytes is None else f": about {ran.least_bytes} bytes would do"
+            raise ValueError(f"a step does not fit in {limit} bytes{needs}")
+        figures = (ran.measured_bytes, ran.seconds)
+        measured = {"measured_bytes": figures[0], "measured_seconds": figures[1]}
+        tell(arguments, "the model has no single plan: steps were run within the limit")
+    described = {
         "limit_bytes": model.mem_limit,
-        "predicted_bytes": model.get_expected_memory(),
-        "seconds": model.get_expected_makespan(),
+        "predicted_bytes": figures[0],
+        "seconds": figures[1],
+        "engine": model.plan.kind,
         **subject.described(),
+        **measured,
     }
-    data = schedule.to_dict() | {"plan": figures}
+    data = {"plan": described, "schedule": None if schedule is None else schedule.to_dict()}
     if arguments.out is not None:
-        write_json(data, arguments.out)
+        write_json(schedule.to_dict() | {"plan": described}, arguments.out)
         tell(arguments, f"{arguments.out} has the plan")
-    text = model.report(arguments.html)
+    text: str = model.report(arguments.html)
+    if measured:
+        text += f"\na step, measured: {format_bytes(figures[0])}, {format_seconds(figures[1])}"
+    aside = (
+        running.set_aside_bytes(subject)
+        if schedule is not None and subject.output is not None
+        else 0
+    )
+    if aside:
+        text += f"\nset aside for an unknown loss at most: {format_bytes(aside)} (--loss names it)"
     if arguments.html is not None:
         tell(arguments, f"{arguments.html} has the page")
     if arguments.trace is not None:

@@ -66,7 +66,8 @@ class TriedBatch:
     fits
         True if it stays within the limit.
     least_bytes
-        The least limit in which rotor can plan it; for plain PyTorch, the bytes that it needs.
+        The least limit in which rotor can plan it, ``None`` if unknown; for plain PyTorch, the
+        bytes that it needs.
     measured_bytes, seconds
         Figures of a step that was run, ``None`` if none was.
     """
@@ -92,7 +93,8 @@ class LargestBatch:
     limit_bytes
         The limit.
     engine
-        The engine: "chain" or "graph".
+        The engine of the largest batch: "chain" or "graph", "parts" or "dynamic" without a single
+        plan.
     device
         Device of the runs.
     multiple_of

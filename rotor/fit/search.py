@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor.common.accounting import METERED_STEPS
 from rotor.common.model_state import refuse_sharded
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.fit.batches import (
@@ -24,9 +23,10 @@ from rotor.fit.batches import (
     unchanged,
 )
 from rotor.fit.result import BatchFit, LargestBatch, TriedBatch
+from rotor.fit.steps import LimitedSteps, has_single_plan, seconds_of, settle
 from rotor.meter import allocator
 from rotor.meter.limit import free_limit
-from rotor.timing import measure_ns, single_runs
+from rotor.timing import single_runs
 from rotor.units import format_bytes, parse_bytes
 from rotor.wrapper.checkpointable import Checkpointable
 
@@ -39,7 +39,10 @@ _FIRST = 2
 _GROWTH = 8
 _SECANTS = 8
 _NEAR = 1.15
-_STEP_SECONDS = 2.0
+_SURE = 0.95
+"""Part of the limit up to which an expected need is taken to fit before a size has run."""
+_GROWTH_RUN = 2
+"""Growth of sizes that are run because nothing says before what they need."""
 
 
 def largest_batch(
@@ -63,6 +66,9 @@ def largest_batch(
     of the sizes below it: its measured peak is within the limit. Plain PyTorch runs small batches,
     from which the largest that fits is extrapolated, and then this largest batch.
 
+    A model without a single plan - in parts, or under the dynamic engine - is run in each size
+    that is tried, from small ones up, twice the largest so far at most.
+
     The model is restored afterwards: parameters, gradients, buffers, random states, training flags.
     Its own hooks run.
 
@@ -83,7 +89,7 @@ def largest_batch(
         ``loss_fn(output, *targets)``, part of the plan; `targets` is split as `sample` is. Without
         it, the loss is the ``loss`` of an output that has one, else the sum of the outputs.
     engine
-        "auto", "chain" or "graph", as for `Checkpointable`.
+        "auto", "chain", "graph" or "dynamic", as for `Checkpointable`.
     multiple_of
         Try multiples of this size only.
     max_batch
@@ -108,8 +114,8 @@ def largest_batch(
     InfeasibleError
         The smallest size does not fit; ``minimum_bytes`` is the least limit that it fits in.
     ValueError
-        The limit is more than the device has free; the model runs without a plan; the sample holds
-        no tensor, or targets are given without a loss; a number is not positive.
+        The limit is more than the device has free; the sample holds no tensor, or targets are given
+        without a loss; a number is not positive.
     TypeError
         The model is no module, or the callable returns something else.
 
@@ -125,11 +131,6 @@ def largest_batch(
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     if isinstance(model, Checkpointable):
         raise TypeError("model is wrapped already: give the plain one, model.module")
-    if engine == "dynamic":
-        raise ValueError(
-            'engine="dynamic" plans nothing, so no batch can be foreseen: use "auto", "chain" or '
-            '"graph"'
-        )
     if options.get("profile", "measured") != "measured":
         raise ValueError(
             "the answer is verified by runs, so it is one for this machine: leave profile= out, "
@@ -214,6 +215,9 @@ class _Search:
         self.line = _Line()
         self.warned = False
         self.timed = True
+        self.is_run = engine == "dynamic"
+        self.engines: dict[int, str] = {}
+        self.enough: int | None = None
 
     # -- batches and steps
 
@@ -248,8 +252,7 @@ class _Search:
         return step
 
     def _seconds(self, step: Callable[[], None]) -> float:
-        ns = measure_ns(step, self.device, min_repeats=3, max_repeats=9, max_seconds=_STEP_SECONDS)
-        return max(ns, 1) / 1e9
+        return seconds_of(step, self.device)
 
     def _note(self, runs: str, size: int, fits: bool, least: int | None, **ran: Any) -> None:
         batch = size * self.unit
@@ -284,26 +287,55 @@ class _Search:
         self._note("rotor", size, fits, least)
         return fits
 
-    def _planned(self, size: int) -> tuple[Checkpointable, int, bool]:
+    def _ran(self, model: Checkpointable, size: int) -> tuple[Checkpointable, int | None, bool]:
+        """Return a model without a single plan that has run a size, and its figures."""
+        (args, kwargs, targets), loss_fn = self._loss(size)
+        with nullcontext() if self.timed else single_runs():
+            if self.engine != "dynamic":
+                model.measure(*args, targets=targets, **kwargs)
+        wrap: Any = Checkpointable
+        steps = LimitedSteps(
+            model,
+            lambda wrapped: self._step(wrapped, size),
+            self.device,
+            lambda: wrap(self.model, engine="dynamic", loss_fn=loss_fn),
+        )
+        expected = self.line.at(size, self.limit)
+        if expected is not None and expected > _SURE * self.limit:
+            steps.run_dynamically()
+        least: int | None = steps.meter_parts() or None
+        ran = steps.run(self.limit, timed=False)
+        plan = steps.runner.plan
+        self.engines[size] = self.engine_name if plan is None else plan.kind
+        if not ran.fits:
+            self.enough = ran.least_bytes or self.enough
+        if plan is not None and plan.kind == "dynamic":
+            # The limit that a refused step names would do; the least one is unknown.
+            least = ran.measured_bytes if not ran.fits else None
+        return steps.runner, least, ran.fits
+
+    def _planned(self, size: int) -> tuple[Checkpointable, int | None, bool]:
         (args, kwargs, targets), loss_fn = self._loss(size)
         model: Any = Checkpointable(
             self.model, mem_limit=self.limit, engine=self.engine, loss_fn=loss_fn, **self.options
         )
         self.engine_name = model.planned_as
+        if self.is_run:
+            return self._ran(model, size)
         is_graph = self.engine_name != "chain"
         may_choose = is_graph and "effort" not in self.options
         fast = {"effort": "fast"} if may_choose else {}
         with nullcontext() if self.timed else single_runs():
             model.measure(*args, targets=targets, **kwargs)
+        if not has_single_plan(model):
+            self.is_run = True
+            return self._ran(model, size)
         try:
             model.compute_sequence(1, **fast)
         except InfeasibleError as error:
             least = error.minimum_bytes
         else:
-            raise ValueError(
-                "no part of the model can be planned, so no batch can be foreseen: "
-                f"{model.plan.reason}"
-            )
+            least = model.get_expected_memory()
         tries = [fast]
         if may_choose and self.limit < least <= _NEAR * self.limit:
             tries.append({"effort": "default"})
@@ -332,8 +364,10 @@ class _Search:
             tries += 1
             guess = self.line.largest_below(self.limit) if tries <= _SECANTS else None
             if guess is None:
-                guess = 2 * low if len(self.line.points) < 2 else (low + high) // 2
-            size = max(low + 1, min(guess, high - 1, _GROWTH * max(low, 1)))
+                is_growing = len(self.line.points) < 2 and 2 * low < high
+                guess = 2 * low if is_growing else (low + high) // 2
+            growth = _GROWTH_RUN if self.is_run else _GROWTH
+            size = max(low + 1, min(guess, high - 1, growth * max(low, 1)))
         return low
 
     def _verified(self, size: int) -> BatchFit | None:
@@ -347,15 +381,12 @@ class _Search:
                 warnings.simplefilter("ignore", MemoryLimitWarning)
                 step = self._step(model, size)
                 # The first steps are metered by the wrapper, and may be planned again.
-                for _ in range(METERED_STEPS + 1):
-                    step()
-                    if model.plan.measured_bytes is not None and not model.plan.outdated:
-                        break
+                settle(model, step)
                 measured = step_bytes(step, self.device)
                 predicted = model.get_expected_memory()
                 seconds = self._seconds(step) if measured <= self.limit else None
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+        except (InfeasibleError, RuntimeError, MemoryError) as error:
+            if not (isinstance(error, InfeasibleError) or is_out_of_memory(error)):
                 raise
             measured, predicted, seconds = None, 0, None
         fits = seconds is not None
@@ -365,6 +396,24 @@ class _Search:
         if seconds is None or measured is None:
             return None
         return BatchFit(size * self.unit, predicted, measured, seconds)
+
+    def _largest_verified(self, planned: int) -> tuple[int, BatchFit | None]:
+        """Return the largest size, up to a planned one, that ran within the limit; 0: none did."""
+        low, high, found = 0, planned + 1, None
+        size, step = planned, 1
+        while low + 1 < high:
+            fit = self._verified(size)
+            if fit is not None:
+                low, found = size, fit
+            else:
+                high = size
+            if low:
+                size = (low + high) // 2
+                continue
+            needed = self.rows["rotor", size * self.unit].least_bytes or self.limit
+            size = max(1, min(size * self.limit // max(needed, 1), size - step))
+            step *= 2
+        return low, found
 
     # -- with plain PyTorch
 
@@ -422,22 +471,22 @@ class _Search:
     # -- the whole search
 
     def run(self, points: int) -> LargestBatch:
-        highest = self.most + 1
-        while True:
-            size = self._largest(highest)
-            if not size:
-                least = [t.least_bytes for t in self.rows.values() if t.least_bytes is not None]
-                raise InfeasibleError(
-                    f"a batch of {self.unit} does not fit in {format_bytes(self.limit)} "
-                    f"({self.limit} bytes): the least that it fits in is "
-                    f"{min(least, default=self.limit + 1)} bytes. Raise mem_limit, or make the "
-                    "model or its input smaller",
-                    min(least, default=self.limit + 1),
-                )
-            largest = self._verified(size)
-            if largest is not None:
-                break
-            highest = size
+        size, largest = self._largest_verified(self._largest(self.most + 1))
+        if largest is None:
+            least = min(
+                (t.least_bytes for t in self.rows.values() if t.least_bytes is not None),
+                default=self.limit + 1,
+            )
+            needs = f"the least that it fits in is {least} bytes"
+            if self.is_run and self.enough is not None:
+                least = self.enough
+                needs = f"about {least} bytes would do"
+            raise InfeasibleError(
+                f"a batch of {self.unit} does not fit in {format_bytes(self.limit)} "
+                f"({self.limit} bytes): {needs}. Raise mem_limit, or make the model or its input "
+                "smaller",
+                least,
+            )
         plain = self._plain(size)
         fits = [(largest, "rotor")] + ([(plain, "plain")] if plain is not None else [])
         for other in self._others(size, plain, points - 1):
@@ -448,7 +497,7 @@ class _Search:
         rows = sorted(self.rows.values(), key=lambda tried: (tried.batch, tried.runs))
         return LargestBatch(
             self.limit,
-            self.engine_name,
+            self.engines.get(size, self.engine_name),
             str(self.device),
             self.unit,
             largest,

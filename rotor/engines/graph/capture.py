@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from torch import fx, nn
 from rotor._pytorch import core, symbols
 from rotor._pytorch import inductor as _inductor
 from rotor.common.generators import SPLIT_BACKWARD
-from rotor.common.undisturbed import generators_kept
+from rotor.common.tensor_trees import tree_tensors
+from rotor.common.undisturbed import collector_paused, generators_kept
 from rotor.engines.contract import NothingToPlan
 from rotor.engines.graph.early import Delivery
 from rotor.engines.graph.emit import StepCode, saved_primals
@@ -29,6 +30,7 @@ from rotor.engines.graph.false_edges import DEVICES, without_memory
 from rotor.engines.graph.inductor import draw_once
 from rotor.engines.graph.lowering import Lowered, lower
 from rotor.engines.graph.rewrite import as_in_eager
+from rotor.engines.graph.symbols import origin_values
 from rotor.errors import CaptureError
 
 __all__ = ["Capture", "Captured", "NothingToPlan", "Unplanned", "fresh"]
@@ -51,7 +53,7 @@ class Captured:
     absent
         Tangents that came in no backward so far; ``None`` before the first.
     zeros
-        Stand-ins for absent tangents.
+        Stand-ins for absent tangents, by number and shape.
     """
 
     lowered: Lowered
@@ -59,18 +61,36 @@ class Captured:
     saved: int = 0
     reached: list[frozenset[int]] | None = None
     absent: frozenset[int] | None = None
-    zeros: dict[int, torch.Tensor] = field(default_factory=dict)
+    zeros: dict[tuple[int, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
 
-    def fill(self, args: list[Any]) -> None:
-        """Replace absent tangents among the arguments of a backward, and note which came."""
+    def sizes(self, primals: Sequence[Any]) -> dict[str, int]:
+        """Return the values of the symbols in a call, by name."""
+        names = self.lowered.symbols
+        return dict(zip(names, origin_values(self.lowered, primals), strict=True)) if names else {}
+
+    def fill(self, args: list[Any], sizes: Mapping[str, int]) -> None:
+        """Replace absent tangents among the arguments of a backward, and note which came.
+
+        Parameters
+        ----------
+        args
+            The arguments; they are changed in place.
+        sizes
+            Values of the symbols by name.
+        """
         first = self.saved + 1
         absent = frozenset(k for k, tangent in enumerate(args[first:]) if tangent is None)
         self.absent = absent if self.absent is None else self.absent & absent
         for k in absent:
-            if k not in self.zeros:
-                value = self.lowered.tangents[k].meta["val"]
-                self.zeros[k] = without_memory(value.shape, value.stride(), value.dtype)
-            args[first + k] = self.zeros[k]
+            value = self.lowered.tangents[k].meta["val"]
+            shape, strides = (
+                tuple([int(symbols.evaluated(symbols.text_of(part), sizes)) for part in parts])
+                for parts in (value.shape, value.stride())
+            )
+            if (k, shape) not in self.zeros:
+                made = without_memory(torch.Size(shape), strides, value.dtype)
+                self.zeros[k, shape] = made
+            args[first + k] = self.zeros[k, shape]
 
 
 class Unplanned(Exception):
@@ -153,6 +173,7 @@ class Capture:
         """
         self.ran = None
         self._owner = weakref.ref(module)
+        symbols.forget_propagated(tree_tensors((args, kwargs)))
         try:
             with core.one_graph():
                 if self.graphs:
@@ -200,7 +221,7 @@ class Capture:
         for captured in self.graphs:
             captured.emitted = None
         # Code made by dynamo draws Python's random numbers before it calls the graph.
-        with generators_kept(module.modules()), symbols.marked(symbolic):
+        with generators_kept(module.modules()), symbols.marked(symbolic), collector_paused():
             try:
                 self(module, *args)
             except Unplanned as reached:
@@ -222,8 +243,10 @@ class Capture:
         if emitted is None:
             raise Unplanned(captured, list(args))
         self.ran = captured
+        sizes = captured.sizes(args)
         result = emitted.forward(args)
         token = result[-1]
+        token.sizes = sizes
         # The program may differ when the backward of this step comes.
         token.backward_of_program = emitted.backward
         token.absent = frozenset()
@@ -236,7 +259,7 @@ class Capture:
         token = args[captured.saved]
         absent = token.absent
         run = token.backward_of_program
-        owner = token.owner()
+        owner, sizes = token.owner(), token.sizes
         del token
         if owner is not None and core.splits_backward(owner.parameters()):
             raise RuntimeError(SPLIT_BACKWARD)
@@ -246,7 +269,7 @@ class Capture:
             withheld = frozenset(
                 index for index, tangents in enumerate(captured.reached) if tangents <= absent
             )
-        captured.fill(args)
+        captured.fill(args, sizes)
         if isinstance(run, Delivery):
             run.withheld = withheld
         gradients = run(args)

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from rotor._pytorch import core, symbols
+from rotor.engines.graph.false_edges import of_sizes
 from rotor.engines.graph.lowering import Lowered, Task, Value
 from rotor.engines.graph.proving import Prover
 from rotor.engines.graph.repeating import is_unspecified
@@ -142,6 +143,9 @@ class _Writer:
 
     def call(self, node: fx.Node) -> str:
         arguments = [self.argument(value) for value in node.args]
+        if node.target is of_sizes:
+            # Tuples of expressions, which read the symbols.
+            arguments[:2] = [f"({', '.join(sizes)},)" for sizes in node.args[:2]]  # type: ignore
         arguments += [f"{name}={self.argument(value)}" for name, value in node.kwargs.items()]
         # Real strides may differ from the captured ones; then a view has to be a copy.
         is_view = node.target is torch.ops.aten.view.default

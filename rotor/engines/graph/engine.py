@@ -33,14 +33,14 @@ from rotor.engines.graph.loading import loaded_plan
 from rotor.engines.graph.planned import (
     CapturedStep,
     GraphPlan,
-    build_graph,
     lower_bound_of,
     make_graph_plan,
     repriced,
 )
+from rotor.engines.graph.pricing import build_graph
 from rotor.engines.graph.proving import Tally
 from rotor.engines.graph.recorded import MEASURED, price, source_of
-from rotor.engines.graph.shapes import ShapeStep
+from rotor.engines.graph.shape_improving import ShapeImprover
 from rotor.engines.graph.sizing import Sizing, warn_unrepeatable
 from rotor.engines.learning import MeteredEngine
 from rotor.engines.loss_guess import plan_with_guess
@@ -119,6 +119,7 @@ class GraphEngine(MeteredEngine):
         self.primals: list[Any] | None = None
         """List that takes the tensors of the next capture, or None."""
         self.improver = Improver(context)
+        self.shape_improver = ShapeImprover(self.improver)
 
     def check(self) -> None:
         """Raise if random numbers may differ, or the profile is invalid."""
@@ -179,7 +180,7 @@ class GraphEngine(MeteredEngine):
             step = self.sizing.step(key, loss_fn, arguments, call, self._new_capture, self.steps)
             if step is not None:
                 for measured, known in self.steps.items():
-                    if isinstance(known, ShapeStep):
+                    if known.shares_shapes:
                         self.improver.forget(measured)
                 return step
         with progress(1, "capturing the model"):
@@ -296,6 +297,7 @@ class GraphEngine(MeteredEngine):
     def begin_planning(self) -> None:
         """Drop the compiled programs, and end the searches."""
         self.improver.stop()
+        self.shape_improver.stop()
         for step in self.steps.values():
             step.capture.forget_programs()
         self.sizing.forget_programs()
@@ -317,10 +319,10 @@ class GraphEngine(MeteredEngine):
         """Return the fastest program found under a limit."""
         step = self._step_of(key)
         planned = partial(self._planned, step, key, limit_bytes, reserve_bytes)
-        if isinstance(step, ShapeStep):
+        if step.shares_shapes:
             return planned(None)
         if self._is_improving():
-            return self.improver.plan(key, self.steps[key.measured], limit_bytes, planned)
+            return self.improver.plan(key, step, limit_bytes, planned)
         self.improver.settle(key.measured, self.steps[key.measured])
         begun = time.thread_time()
         plan = planned(self.solve())
@@ -329,13 +331,17 @@ class GraphEngine(MeteredEngine):
 
     def improved(self, plan: GraphPlan, call: Call) -> GraphPlan:
         """Return the plan of the next step: a better one if a background search has found it."""
-        if isinstance(plan.step, ShapeStep):
-            return plan
+        if plan.step.shares_shapes:
+            return self.shape_improver.improved(plan) if self.improves else plan
         return self.improver.improved(plan, call, self.steps[plan.key.measured])
 
     def finish_planning(self, timeout: float | None) -> bool:
         """Wait for background searches; return whether none is left."""
-        return self.improver.finish(self.steps.__getitem__, timeout)
+        begun = time.monotonic()
+        if not self.improver.finish(self.steps.__getitem__, timeout):
+            return False
+        spent = time.monotonic() - begun
+        return self.shape_improver.finish(None if timeout is None else max(timeout - spent, 0))
 
     def _planned(
         self, step: CapturedStep, key: Key, limit_bytes: int, reserve_bytes: int, solve: Any
@@ -344,18 +350,20 @@ class GraphEngine(MeteredEngine):
 
         def plan_of(step: CapturedStep) -> GraphPlan:
             make = partial(self._found, step, key, limit_bytes)
-            if isinstance(step, ShapeStep):
-                return self.sizing.plan(step, key, limit_bytes, reserve_bytes, make)
-            return make(reserve_bytes, solve)
+            return self.sizing.plan(step, key, reserve_bytes, solve, make)
 
         try:
             return plan_of(step)
-        except InfeasibleError:
+        except InfeasibleError as error:
             doubtful = step.doubtful_tangents
             if not doubtful:
-                raise
+                raise self.sizing.too_large(step, key, limit_bytes, error) from None
         # The first step is metered, and shows which outputs have a gradient.
-        return plan_of(step.base.variant(step.existing, doubtful))
+        step = step.base.variant(step.existing, doubtful)
+        try:
+            return plan_of(step)
+        except InfeasibleError as error:
+            raise self.sizing.too_large(step, key, limit_bytes, error) from None
 
     def _found(
         self, step: CapturedStep, key: Key, limit_bytes: int, reserve_bytes: int, solve: Any
@@ -476,9 +484,9 @@ class GraphEngine(MeteredEngine):
     def learn(self, plan: Any, step: StepBytes) -> None:
         """Compare a metered step with its plan, for the plans of other shapes too."""
         super().learn(plan, step)
-        if isinstance(plan.step, ShapeStep):
-            excess = step.peak_bytes - max(plan.predicted_bytes, self.repriced(plan))
-            plan.step.symbolic.excess[plan.step.values] = excess
+        if plan.step.shares_shapes:
+            predicted = max(plan.predicted_bytes, self.repriced(plan))
+            plan.step.note_excess(step.peak_bytes - predicted)
 
     def learn_loss(self, plan: GraphPlan, step: StepBytes) -> bool:
         """Note the need of the caller's loss; return whether it is new to the plan."""
@@ -486,11 +494,7 @@ class GraphEngine(MeteredEngine):
         is_new = absent != plan.step.absent
         now = plan.step.base.variant(plan.step.existing, absent)
         learned = max(step.loss_bytes - now.tangent_bytes, 0)
-        if isinstance(plan.step, ShapeStep):
-            plan.step.symbolic.losses[plan.step.values] = learned
-            if learned <= plan.loss_bytes:
-                return is_new
-        if plan.step.loss_captured or learned == plan.loss_bytes:
+        if not plan.step.note_loss(plan, learned) or plan.step.loss_captured:
             return is_new
         self.context.learned_loss[plan.key.measured] = learned
         return True

@@ -15,9 +15,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from rotor._pytorch import core
+from rotor._pytorch import core, symbols
 
-__all__ = ["DEVICES", "OF_FIRST", "OF_SECOND", "PREFIX", "drop_false_edges", "without_memory"]
+__all__ = [
+    "DEVICES",
+    "OF_FIRST",
+    "OF_SECOND",
+    "PREFIX",
+    "drop_false_edges",
+    "of_sizes",
+    "without_memory",
+]
 
 DEVICES = ("cpu",)
 """Types of devices whose kernels were compared; on others the edges stay."""
@@ -52,8 +60,6 @@ PREFIX = "_sizes_of_"
 
 def drop_false_edges(module: fx.GraphModule) -> int:
     """Replace arguments that are read for their sizes only.
-
-    An argument whose sizes are expressions stays.
 
     Parameters
     ----------
@@ -105,25 +111,37 @@ def _has_storage(node: Any) -> bool:
 
 
 def _is_known(node: Any) -> bool:
-    """Return whether a node is a tensor on a compared device, with numbers for sizes."""
-    if not _has_storage(node):
-        return False
-    value = node.meta["val"]
-    return value.device.type in DEVICES and all(
-        type(size) is int for size in (*value.shape, *value.stride())
-    )
+    """Return whether a node is a tensor on a compared device."""
+    return _has_storage(node) and node.meta["val"].device.type in DEVICES
 
 
 def _stand_in(module: fx.GraphModule, user: fx.Node, given: fx.Node, name: str) -> fx.Node:
     value = given.meta["val"]
-    with core.real_tensors():
-        made = without_memory(value.shape, value.stride(), value.dtype)
-    module.register_buffer(name, made, persistent=False)
-    with module.graph.inserting_before(user):
-        node = module.graph.get_attr(name)
-    with core.fake_mode_of([given]):
+    if any(map(symbols.is_symbol, (*value.shape, *value.stride()))):
+        # Its sizes are known when the step runs.
+        shape, strides = (
+            tuple([symbols.text_of(part) for part in parts])
+            for parts in (value.shape, value.stride())
+        )
+        with module.graph.inserting_before(user):
+            node = module.graph.call_function(of_sizes, (shape, strides, value.dtype))
+    else:
+        with core.real_tensors():
+            made = without_memory(value.shape, value.stride(), value.dtype)
+        module.register_buffer(name, made, persistent=False)
+        with module.graph.inserting_before(user):
+            node = module.graph.get_attr(name)
+    with core.fake_mode_of([given]), symbols.unguarded((*value.shape, *value.stride())):
         node.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
     return node
+
+
+def of_sizes(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor without memory.
+
+    Graphs with symbols call it where they need its sizes, which their nodes have as expressions.
+    """
+    return without_memory(torch.Size(shape), strides, dtype)
 
 
 def without_memory(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -123,7 +123,7 @@ class Family:
         self,
         make: Callable[[], Capture],
         module: nn.Module,
-        loss_fn: Any,
+        given: tuple[Any, ...],
         arguments: Any,
         differing: Dimensions,
     ) -> Unplanned | None:
@@ -133,8 +133,10 @@ class Family:
         ----------
         make
             Function that makes a capture.
-        module, loss_fn, arguments
-            Model, loss, and arguments of the call.
+        module, given
+            Module, and what the captured function takes beside it.
+        arguments
+            Arguments of the call, nested.
         differing
             Dimensions that become symbols.
         """
@@ -143,7 +145,7 @@ class Family:
             self.capture = make()
         marked = [(leaves[leaf], dimension) for leaf, dimension in differing]
         try:
-            found = self.capture.reach(module, loss_fn, *arguments, symbolic=marked)
+            found = self.capture.reach(module, *given, symbolic=marked)
         except CaptureError as error:
             lines = [text.strip() for text in str(error).splitlines() if text.strip()]
             shown = lines if len(lines) < 3 else [lines[0], *lines[-2:]]
@@ -227,7 +229,9 @@ class Families:
     def _key(measured: Any) -> Any:
         spec, leaves, *rest = measured
         kinds = [
-            (len(leaf[0]), *leaf[2:]) if isinstance(leaf[0], torch.Size) else leaf
+            (len(leaf[0]), *leaf[2:])
+            if isinstance(leaf, tuple) and isinstance(leaf[0], torch.Size)
+            else leaf
             for leaf in leaves
         ]
         return (spec, tuple(kinds), *rest)

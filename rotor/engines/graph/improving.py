@@ -18,15 +18,24 @@ import torch
 from torch import fx, nn
 
 from rotor._pytorch import core
-from rotor.common.background import Executor, Job, Stopped, Threads
+from rotor.common.background import Executor, Job, Threads
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.contract import Call, Context, Key
 from rotor.engines.graph.glance import Refinement, glance
 from rotor.engines.graph.known import Kept, Known, options_number
 from rotor.engines.graph.lowering import Lowered
-from rotor.engines.graph.planned import CapturedStep, GraphPlan, PlanningRecord, build_graph
+from rotor.engines.graph.planned import CapturedStep, GraphPlan, PlanningRecord
+from rotor.engines.graph.pricing import build_graph
 from rotor.engines.graph.profile import Cost, keys_of
 from rotor.engines.graph.repeating import keep_from_now_on, keep_unrepeatable
+from rotor.engines.graph.searching import (
+    LEAST_GAIN,
+    MOST_ROUNDS,
+    SMALL_GAIN,
+    begun_with,
+    exchanged,
+    outcome_of,
+)
 from rotor.errors import InfeasibleError, InvalidSequenceError
 from rotor.graph import planner
 from rotor.graph.graph import Graph
@@ -36,13 +45,6 @@ __all__ = ["Improver", "Rough"]
 
 _MEASURING_STEPS = 24
 """Steps within which all operations are measured."""
-
-_MOST_ROUNDS = 3
-_SMALL_GAIN = 0.01
-"""Gain of a search after which no other one follows."""
-
-_LEAST_GAIN = 0.001
-"""Gain for which a program is exchanged: its code has to be made."""
 
 _SEARCH_NS = 70_000
 """Time of a search with ``effort="fast"``, for each operation."""
@@ -95,23 +97,6 @@ def _same_program(old: GraphPlan, graph: Graph) -> Program | None:
         return Program(graph, old.program.ops)
     except InvalidSequenceError:
         return None
-
-
-def _search(
-    graph: Graph, budget: int, options: dict[str, Any], start: Program, stops: Callable[[], bool]
-) -> tuple[Program, float]:
-    """Return the best program found, and the seconds of CPU time that it took."""
-
-    def progress(done: int, total: int) -> None:
-        if stops():
-            raise Stopped
-
-    begun = time.thread_time()
-    try:
-        found = planner.plan(graph, budget, progress=progress, start=start, **options)
-    except InfeasibleError:
-        found = start
-    return found, time.thread_time() - begun
 
 
 @dataclass
@@ -267,7 +252,7 @@ class Improver:
     def plan(
         self,
         key: Key,
-        base: CapturedStep,
+        step: CapturedStep,
         limit_bytes: int,
         planned: Callable[[Solve | None], GraphPlan],
     ) -> GraphPlan:
@@ -277,8 +262,8 @@ class Improver:
         ----------
         key
             Kind of step.
-        base
-            Captured step, for no existing gradients.
+        step
+            Captured step, for the existing gradients.
         limit_bytes
             Limit.
         planned
@@ -291,10 +276,9 @@ class Improver:
         """
         begun = time.thread_time()
         context = self.context
-        step = base.variant(base.existing_among(key.absent), base.absent_tangents)
         if not step.is_provable(limit_bytes):
             # Nothing can be verified: what ran once must be tested.
-            self.settle(key.measured, base, limit_bytes)
+            self.settle(key.measured, step.base, limit_bytes)
         before = self._searches.pop(key, None)
         if before is not None and before.job is not None:
             before.job.stop()
@@ -398,7 +382,7 @@ class Improver:
             self._collect(search, job)
         elif self._measures(search, call, step):
             pass
-        elif search.rounds < _MOST_ROUNDS:
+        elif search.rounds < MOST_ROUNDS:
             self._start(search)
         return self._installed(plan, search)
 
@@ -429,24 +413,14 @@ class Improver:
             search.record.is_final = True
             return
         own = max(plan.executor_bytes, search.own_bytes)
-        budget = max(plan.limit_bytes - own - plan.reserve_bytes, 1)
-        options = dict(self.context.settings.options)
-        options["seed"] = options.get("seed", 0) + search.rounds
-        search.job = self.executor.start(partial(_search, graph, budget, options, start))
+        options = self.context.settings.options
+        work = begun_with(graph, plan, start, own, options, search.rounds)
+        search.job = self.executor.start(work)
 
     def _collect(self, search: _Search, job: Job) -> None:
         """Take the program of a search that has ended, if it is better and fits."""
-        try:
-            result = job.result()
-        except Exception as error:
-            search.record.is_final = True
-            self.context.warn(
-                "planning",
-                f"the search for a better plan failed ({type(error).__name__}: {error}), and the "
-                "model trains on under the plan so far, which keeps the limit: "
-                'planning="before" searches before the first step, and raises such errors',
-            )
-            return
+        result, has_failed = outcome_of(job, self.context)
+        search.record.is_final |= has_failed
         if result is None or search.plan.is_refuted:
             return
         found, seconds = result
@@ -455,13 +429,13 @@ class Improver:
         plan, graph = search.plan, found.graph
         before = Program(graph, plan.program.ops)
         gain = 1 - found.time_ns / max(before.time_ns, 1)
-        if gain >= _LEAST_GAIN:
+        if gain >= LEAST_GAIN:
             self._exchange(search, found)
         else:
             plan.graph, plan.program = graph, before
-        if gain < _SMALL_GAIN or search.rounds >= _MOST_ROUNDS:
+        if gain < SMALL_GAIN or search.rounds >= MOST_ROUNDS:
             search.record.is_final = True
-        if gain >= _LEAST_GAIN or search.record.is_final:
+        if gain >= LEAST_GAIN or search.record.is_final:
             self._keep(search)
 
     def _exchange(self, search: _Search, program: Program) -> None:
@@ -472,21 +446,7 @@ class Improver:
             # The next round leaves room for them.
             search.own_bytes = own
             return
-        new = GraphPlan(
-            old.step,
-            program.graph,
-            program,
-            old.limit_bytes,
-            own,
-            old.loss_bytes,
-            search.record,
-            reserve_bytes=old.reserve_bytes,
-            short_bytes=old.short_bytes,
-        )
-        new.warned_bytes = old.warned_bytes
-        new.sparse_bytes = old.sparse_bytes
-        search.record.improved += 1
-        search.plan = new
+        search.plan = exchanged(old, program, own, search.record)
 
     def _installed(self, old: GraphPlan, search: _Search) -> GraphPlan:
         new = search.plan

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from rotor.engines.graph.planned import CapturedStep, GraphPlan, PlanningRecord, build_graph
+from rotor.engines.graph.planned import CapturedStep, GraphPlan, PlanningRecord
+from rotor.engines.graph.pricing import build_graph
 from rotor.errors import InfeasibleError
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from rotor._pytorch import core, symbols
-from rotor.engines.graph.false_edges import drop_false_edges
+from rotor.engines.graph.false_edges import drop_false_edges, of_sizes
 from rotor.engines.graph.rewrite import split_convolutions
 from rotor.errors import CaptureError
 from rotor.meter import allocator
@@ -372,6 +372,10 @@ class _Lowering:
             raise CaptureError(f"the graph has a node of kind {node.op!r}: {node.format_node()}")
         if symbols.is_symbol(node.meta.get("val")):
             self.values[node] = Value("number", node)
+            return
+        if node.target is of_sizes:
+            self.values[node] = Value("view", node)
+            self.input_keys.add(_key(node.meta["val"]))
             return
         if node.target is operator.getitem:
             base = self.values[node.args[0]]  # type: ignore[index]

@@ -27,12 +27,13 @@ from rotor.engines.graph.false_edges import DEVICES
 from rotor.engines.graph.handover import with_handovers
 from rotor.engines.graph.inductor import Inductor
 from rotor.engines.graph.lowering import Lowered, Task
+from rotor.engines.graph.pricing import build_graph, search, sizes_of
 from rotor.engines.graph.profile import Cost
 from rotor.engines.graph.proving import Prover, Tally, proving_bytes
 from rotor.engines.graph.repeating import keep_from_now_on
 from rotor.errors import InfeasibleError
 from rotor.graph import planner
-from rotor.graph.graph import Graph, Operation
+from rotor.graph.graph import Graph
 from rotor.graph.program import Program, simulate
 from rotor.meter.step_meter import Metered
 
@@ -40,12 +41,10 @@ __all__ = [
     "CapturedStep",
     "GraphPlan",
     "PlanningRecord",
-    "build_graph",
     "executor_bytes",
     "lower_bound_of",
     "make_graph_plan",
     "repriced",
-    "search",
 ]
 
 
@@ -178,6 +177,35 @@ class CapturedStep:
         """True if gradients leave before the backward ends, to be added to existing ones."""
         return any(task.gradients for task in self.lowered.tasks)
 
+    @property
+    def shares_shapes(self) -> bool:
+        """True if costs and programs are shared with steps of other shapes."""
+        return False
+
+    @property
+    def expected_excess(self) -> int:
+        """Bytes by which the step may exceed its prediction, as far as known before it ran."""
+        return 0
+
+    @property
+    def solver(self) -> Callable[..., Program] | None:
+        """Search for its programs, called as `rotor.engines.graph.pricing.search`, if not that."""
+        return None
+
+    def adopt(self, plan: GraphPlan) -> None:
+        """Take note of a plan of the step."""
+
+    def note_excess(self, excess_bytes: int) -> None:
+        """Take note of the bytes by which a metered step has exceeded its prediction."""
+
+    def largest_fitting(self, limit_bytes: int, shapes: Any) -> Any:
+        """Return the shapes of the largest call that fits in a limit; ``None`` if unknown."""
+        return None
+
+    def note_loss(self, plan: GraphPlan, loss_bytes: int) -> bool:
+        """Take note of the need of the caller's loss; return whether a plan should follow it."""
+        return loss_bytes != plan.loss_bytes
+
     def graph(self, loss_bytes: int) -> Graph:
         """Return the cost model, with `loss_bytes` of workspace in the loss."""
         return build_graph(self.lowered, self.costs, loss_bytes)
@@ -205,7 +233,7 @@ class CapturedStep:
     @property
     def output_bytes(self) -> int:
         """Bytes of the outputs' storages."""
-        sizes = _sizes(self.lowered, self.costs)
+        sizes = sizes_of(self.lowered, self.costs)
         return sum(sizes[storage] for storage in self.lowered.tasks[self.lowered.loss].inputs)
 
     @property
@@ -513,36 +541,6 @@ class GraphPlan(Metered):
             self.step.captured.emitted = self.emitted
 
 
-def build_graph(lowered: Lowered, costs: list[Cost], loss_bytes: int) -> Graph:
-    """Return the cost model of captured operations, with `loss_bytes` of workspace in the loss."""
-    operations = []
-    for index, (task, cost) in enumerate(zip(lowered.tasks, costs, strict=True)):
-        operations.append(
-            Operation(
-                name=task.name,
-                cost_ns=cost.ns,
-                workspace_bytes=loss_bytes if index == lowered.loss else cost.workspace_bytes,
-                phase=task.phase,
-                inputs=tuple(task.inputs),
-                outputs=tuple(task.made.values()),
-                random=task.random,
-                once=task.once,
-                module=task.module,
-            )
-        )
-    pinned = [is_pinned for _, is_pinned in lowered.storages]
-    return Graph(_sizes(lowered, costs), pinned, operations)
-
-
-def _sizes(lowered: Lowered, costs: list[Cost]) -> list[int]:
-    """Return the bytes of every storage, as its operation makes it."""
-    sizes = [size for size, _ in lowered.storages]
-    for task, cost in zip(lowered.tasks, costs, strict=True):
-        for storage, size in zip(task.made.values(), cost.made_bytes, strict=True):
-            sizes[storage] = size
-    return sizes
-
-
 def make_graph_plan(
     step: CapturedStep,
     limit_bytes: int,
@@ -597,23 +595,6 @@ def make_graph_plan(
 def lower_bound_of(step: CapturedStep, graph: Graph, limit_bytes: int) -> int:
     """Return bytes below which no program of a step can stay."""
     return planner.lower_bound(graph) + step.executor_bytes(0, 0, limit_bytes)
-
-
-def search(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
-    """Return the planner's program; retry with more effort if a low one misses an existing one."""
-    try:
-        return planner.plan(graph, budget, progress=progress, **options)
-    except InfeasibleError as error:
-        if budget == 1:
-            raise
-        minimum = error.minimum_bytes
-    try:
-        planner.plan(graph, 1, progress=progress, **options)
-    except InfeasibleError as error:
-        minimum = min(minimum, error.minimum_bytes)
-    if minimum <= budget:
-        return planner.plan(graph, budget, progress=progress, **options | {"effort": "default"})
-    raise InfeasibleError(f"no program was found within {budget} bytes", minimum)
 
 
 def executor_bytes(device: torch.device, replayed: int) -> int:

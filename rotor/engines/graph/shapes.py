@@ -24,7 +24,8 @@ from rotor.engines.graph.emit import StepCode
 from rotor.engines.graph.fits import Fits, Point, work_of
 from rotor.engines.graph.handover import with_handovers
 from rotor.engines.graph.lowering import Lowered
-from rotor.engines.graph.planned import CapturedStep, GraphPlan, build_graph, search
+from rotor.engines.graph.planned import CapturedStep, GraphPlan
+from rotor.engines.graph.pricing import build_graph, search
 from rotor.engines.graph.profile import Cost, keys_of
 from rotor.engines.graph.symbols import Sizes, at
 from rotor.errors import InfeasibleError
@@ -374,6 +375,16 @@ class ShapeStep(CapturedStep):
     def _variant(self) -> _Variant:
         return self.symbolic.variant(self.existing)
 
+    @property
+    def operations(self) -> object:
+        """Operations of the graph for the existing gradients: steps that share them are alike."""
+        return self._variant
+
+    def learn_program(self, program: Program) -> None:
+        """Add a program that was searched for at this shape to the ones of all shapes."""
+        self._variant.entry(program.ops).total = self.symbolic.total(self.values)
+        self._variant.prune()
+
     def graph(self, loss_bytes: int) -> Graph:
         """Return the cost model, with `loss_bytes` of workspace in the loss."""
         sizes, ns, workspaces = self._figures
@@ -402,6 +413,16 @@ class ShapeStep(CapturedStep):
         return super().loss_workspace(given_bytes, learned_bytes)
 
     @property
+    def shares_shapes(self) -> bool:
+        """True: costs and programs are shared with steps of other shapes."""
+        return True
+
+    @property
+    def solver(self) -> Callable[..., Program]:
+        """Search among known programs first."""
+        return self.solve
+
+    @property
     def expected_excess(self) -> int:
         """Bytes by which the step may exceed its prediction, as steps of other shapes did."""
         known = self.symbolic.excess
@@ -427,8 +448,7 @@ class ShapeStep(CapturedStep):
             return known
         if known is not None and known.time_ns <= found.time_ns:
             return known
-        variant.entry(found.ops).total = total
-        variant.prune()
+        self.learn_program(found)
         return found
 
     def priced(self, graph: Graph, budget: int) -> Program | None:
@@ -453,11 +473,40 @@ class ShapeStep(CapturedStep):
             self._variant.entry(program.ops)
 
     def adopt(self, plan: GraphPlan) -> None:
-        """Share results of verified steps with plans of the same program."""
+        """Share results of verified steps with plans of the same program; trust it if others are.
+
+        Steps are not metered any more once those of other shapes were as predicted.
+        """
         entry = self._variant.entry(plan.program.ops)
         entry.proved.unproved = plan.proved.unproved
         plan.proved = entry.proved
         self.symbolic.held[self.values] = plan.limit_bytes
+        known = self.symbolic.excess
+        is_right = len(known) >= _TRUSTED_SHAPES and max(known.values()) <= 0
+        if is_right and plan.predicted_bytes * _MARGIN <= plan.limit_bytes:
+            plan.meterings = METERED_STEPS
+
+    def note_excess(self, excess_bytes: int) -> None:
+        """Have steps of other shapes expect what this one needed beyond its prediction."""
+        self.symbolic.excess[self.values] = excess_bytes
+
+    def largest_fitting(self, limit_bytes: int, shapes: Shapes) -> Shapes | None:
+        """Return the shapes of the largest call that fits in a limit; ``None`` if none is known.
+
+        Parameters
+        ----------
+        limit_bytes
+            Limit of the plans.
+        shapes
+            Shapes of this call, which fits in no plan.
+        """
+        found = self.symbolic.largest_fitting(self, limit_bytes)
+        return None if found is None else self.symbolic.shapes_at(found, shapes)
+
+    def note_loss(self, plan: GraphPlan, loss_bytes: int) -> bool:
+        """Have steps of other shapes expect the need of the loss; return whether it is larger."""
+        self.symbolic.losses[self.values] = loss_bytes
+        return loss_bytes > plan.loss_bytes
 
     def verified(self, ops: Any, make: Callable[[], Any]) -> Any:
         """Return a program's code with comparisons; other shapes share it."""
@@ -465,10 +514,3 @@ class ShapeStep(CapturedStep):
         if entry.verified is None:
             entry.verified = make()
         return entry.verified
-
-    def trust(self, plan: GraphPlan) -> None:
-        """Leave steps of a plan unmetered if steps of other shapes were as predicted."""
-        known = self.symbolic.excess
-        is_right = len(known) >= _TRUSTED_SHAPES and max(known.values()) <= 0
-        if is_right and plan.predicted_bytes * _MARGIN <= plan.limit_bytes:
-            plan.meterings = METERED_STEPS

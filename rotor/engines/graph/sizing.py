@@ -17,7 +17,7 @@ from rotor.engines.graph.planned import CapturedStep, GraphPlan
 from rotor.engines.graph.profile import keys_of
 from rotor.engines.graph.recorded import MEASURED, price
 from rotor.engines.graph.repeating import described_unrepeatable, keep_unrepeatable
-from rotor.engines.graph.shapes import ShapeStep, SymbolicGraph
+from rotor.engines.graph.shapes import SymbolicGraph
 from rotor.engines.graph.symbols import origin_values
 from rotor.errors import CaptureError, InfeasibleError
 from rotor.report.text import Text
@@ -80,9 +80,9 @@ class Sizing:
         family.shapes[key.measured] = shapes
         found = None
         if differing and not family.refusal:
-            text = family.text(shapes, differing)
+            text, given = family.text(shapes, differing), (loss_fn, *arguments)
             with progress(1, f"capturing the model for any sizes ({text} first)"):
-                found = family.reach(make, self.context.module, loss_fn, arguments, differing)
+                found = family.reach(make, self.context.module, given, arguments, differing)
         if found is None:
             family.alone += 1
             return None
@@ -146,7 +146,7 @@ class Sizing:
         graph.add_point(values, costs)
         for measured, shapes in family.shapes.items():
             step, there = steps.get(measured), graph.values_at(shapes)
-            if step is None or isinstance(step, ShapeStep) or there is None or there == values:
+            if step is None or step.shares_shapes or there is None or there == values:
                 continue
             known = dict(zip(keys_of(step.captured.lowered, device), step.costs, strict=True))
             graph.add_known(there, known)
@@ -181,36 +181,34 @@ class Sizing:
 
     def plan(
         self,
-        step: ShapeStep,
+        step: CapturedStep,
         key: Key,
-        limit_bytes: int,
         reserve_bytes: int,
+        solve: Any,
         make: Callable[[int, Any], GraphPlan],
     ) -> GraphPlan:
-        """Return the plan of a shape.
+        """Return the plan of a step, which shapes may share.
 
         Parameters
         ----------
-        step, key, limit_bytes, reserve_bytes
-            Step, its key, limit, and bytes set aside.
+        step, key, reserve_bytes
+            Step, its key, and bytes set aside.
+        solve
+            Search for its programs, if it has none of its own; ``None`` for the planner's.
         make
             Function of the bytes set aside, and of a search, that makes a plan.
 
         Raises
         ------
         InfeasibleError
-            No program fits; the message names the largest shape for which one does.
+            No program fits; `too_large` has a better message.
         """
         family, begun = self.families.of(key.measured), time.monotonic()
-        assert family is not None
-        try:
-            plan = make(max(reserve_bytes, step.expected_excess), step.solve)
-        except InfeasibleError as error:
-            raise self._too_large(family, step, key, limit_bytes, error) from None
+        plan = make(max(reserve_bytes, step.expected_excess), step.solver or solve)
         step.adopt(plan)
-        step.trust(plan)
-        spent = family.seconds.get(key.measured, 0.0)
-        family.seconds[key.measured] = spent + time.monotonic() - begun
+        if family is not None and step.shares_shapes:
+            spent = family.seconds.get(key.measured, 0.0)
+            family.seconds[key.measured] = spent + time.monotonic() - begun
         return plan
 
     def described(self, key: Key) -> str:
@@ -222,16 +220,27 @@ class Sizing:
         differing = family.differing(shapes)
         return f" for {family.text(shapes, differing)}" if differing else ""
 
-    def _too_large(
-        self, family: Family, step: ShapeStep, key: Key, limit: int, error: InfeasibleError
+    def too_large(
+        self, step: CapturedStep, key: Key, limit: int, error: InfeasibleError
     ) -> InfeasibleError:
-        """Return the error for a shape that fits in no plan, which names the largest that does."""
-        shapes, graph = family.shapes[key.measured], step.symbolic
+        """Return the error for a step that fits in no plan: it names the largest shape that does.
+
+        Parameters
+        ----------
+        step, key, limit
+            Step, its key, and the limit in bytes.
+        error
+            Error of the search for its plan, returned if no other shape is known.
+        """
+        family = self.families.of(key.measured)
+        if not step.shares_shapes or family is None:
+            return error
+        shapes = family.shapes[key.measured]
         differing = family.differing(shapes)
-        largest = graph.largest_fitting(step, limit)
+        largest = step.largest_fitting(limit, shapes)
         found = "none is known that fits"
         if largest is not None:
-            text = family.text(graph.shapes_at(largest, shapes), differing)
+            text = family.text(largest, differing)
             found = f"the largest on the way to it from shapes that fit is {text}"
         return InfeasibleError(
             f"no plan was found that fits {family.text(shapes, differing)} in {limit} bytes; the "

@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 
 from rotor._pytorch import core, symbols
 from rotor.engines.graph.estimate import flops_expression, moved_bytes
+from rotor.engines.graph.false_edges import of_sizes
 from rotor.engines.graph.lowering import Lowered, Task, Value
 from rotor.meter import allocator
 
@@ -163,10 +164,16 @@ class _Concrete:
             )
         return found
 
-    def argument(self, value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return self._nodes[value]
-        return value
+    def arguments(self, node: fx.Node) -> Any:
+        if node.target is not of_sizes:
+            return map_arg(node.args, self._mapped)
+        given: Any = node.args
+        shape, strides, dtype = given
+        found = [
+            tuple([int(symbols.evaluated(text, self._values)) for text in texts])
+            for texts in (shape, strides)
+        ]
+        return (*found, dtype)
 
     def run(self) -> dict[fx.Node, Any]:
         for node in self._lowered.module.graph.nodes:
@@ -179,7 +186,7 @@ class _Concrete:
             made = self._graph.create_node(
                 node.op,
                 node.target,
-                map_arg(node.args, self._mapped),
+                self.arguments(node),
                 map_arg(node.kwargs, self._mapped),
                 node.name,
             )

@@ -87,7 +87,8 @@ class PartsEngine(MeteredEngine):
         old = self.pieces.pop(key, None)
         if captures is None:
             options = {"effort": "fast"} | self.settings.options
-            captures = Captures(device, partial(price, self.settings.profile), options)
+            pricing = partial(price, self.settings.profile)
+            captures = Captures(device, pricing, options, shares_shapes=True)
         module = self.context.module
         lacking = self.context.structure.lacking_gradient(key.absent)
         existing = {id(p) for p in module.parameters() if p.requires_grad} - lacking

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -22,27 +24,45 @@ from rotor.engines.graph.early import EarlyCode, EarlyStep, Owners, owners_of, s
 from rotor.engines.graph.emit import Emitted, StepCode, emit
 from rotor.engines.graph.handover import with_handovers
 from rotor.engines.graph.lowering import Lowered
-from rotor.engines.graph.planned import build_graph, executor_bytes
+from rotor.engines.graph.planned import executor_bytes
+from rotor.engines.graph.pricing import build_graph
 from rotor.engines.graph.profile import Cost
 from rotor.engines.graph.proving import Prover
 from rotor.engines.graph.repeating import keep_from_now_on
+from rotor.engines.graph.shapes import ShapeStep
+from rotor.engines.parts.shaped import Price, SharedShapes
 from rotor.errors import CaptureError, InfeasibleError
 from rotor.graph import planner
 from rotor.graph.assembly import Option, undominated
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program
 
-__all__ = ["Captures", "Kind", "Price", "backward_marks", "marked"]
+__all__ = ["Captures", "Kind", "backward_marks", "marked"]
 
 logger = logging.getLogger("rotor")
-
-Price = Callable[[Lowered, torch.device, Sequence[Any]], list[Cost]]
 
 _LEVELS = 7
 
 
 def _run(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return module.forward(*args, **kwargs)
+
+
+@dataclass
+class Shared:
+    """Programs of one graph at any shape.
+
+    Attributes
+    ----------
+    orders
+        Orders of the operations, by existing gradients and unrepeatable operations.
+    emitted, verified
+        Functions, without and with comparisons, by these and by the order.
+    """
+
+    orders: dict[Any, list[npt.NDArray[np.int32]]] = field(default_factory=dict)
+    emitted: dict[Any, StepCode] = field(default_factory=dict)
+    verified: dict[Any, tuple[StepCode, Prover]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -57,6 +77,10 @@ class Kind:
         Origins of its primals that get gradients; ``None`` if unknown for one of them.
     existing
         Gradients that exist when a step begins: new ones are added to them.
+    shape
+        Sizes and costs at the shape of its calls, if other shapes share the graph.
+    shared
+        Programs and their functions, which other shapes share.
     programs
         Ways to run it; `options` has their needs.
     lowered
@@ -69,6 +93,8 @@ class Kind:
     device: torch.device
     owners: Owners | None = None
     existing: frozenset[int] = frozenset()
+    shape: ShapeStep | None = None
+    shared: Shared = field(default_factory=Shared)
     programs: list[Program] = field(default_factory=list)
     lowered: Lowered = field(init=False, repr=False)
     _emitted: dict[int, StepCode] = field(default_factory=dict)
@@ -76,15 +102,19 @@ class Kind:
     _variants: dict[frozenset[int], Kind] = field(default_factory=dict)
     _verified: dict[int, tuple[StepCode, Prover]] = field(default_factory=dict)
     _known: int = 0
+    is_carried: bool = False
 
     def __post_init__(self) -> None:
         lowered = self.captured.lowered
+        if self.shape is not None:
+            step = self.shape.variant(self.existing, frozenset())
+            lowered, self.costs = step.lowered, step.costs
         outputs = set(lowered.tasks[lowered.loss].inputs)
         storages = [
             (size, pinned and s not in outputs) for s, (size, pinned) in enumerate(lowered.storages)
         ]
         self.lowered = replace(lowered, storages=storages)
-        if self.existing:
+        if self.existing and self.shape is None:
             self.lowered, self.costs = with_handovers(self.lowered, self.costs, self.existing)
 
     def with_existing(self, module: nn.Module, existing: set[int], options: dict[str, Any]) -> Kind:
@@ -108,7 +138,16 @@ class Kind:
         if found == self.existing:
             return self
         if found not in self._variants:
-            kind = Kind(self.capture, self.captured, self.costs, self.device, self.owners, found)
+            kind = Kind(
+                self.capture,
+                self.captured,
+                self.costs,
+                self.device,
+                self.owners,
+                found,
+                self.shape,
+                self.shared,
+            )
             kind.find_programs(options)
             self._variants[found] = kind
         return self._variants[found]
@@ -116,10 +155,13 @@ class Kind:
     def emitted(self, number: int) -> StepCode:
         """Return the functions of a program."""
         if number not in self._emitted:
-            ops = self.programs[number].ops.tolist()
-            hands_over = any(task.gradients for task in self.lowered.tasks)
-            code = EarlyCode.of(self.lowered, ops) if hands_over else emit(self.lowered, ops)
-            self._emitted[number] = code
+            key = self._key(number)
+            if key not in self.shared.emitted:
+                ops = self.programs[number].ops.tolist()
+                hands_over = any(task.gradients for task in self.lowered.tasks)
+                code = EarlyCode.of(self.lowered, ops) if hands_over else emit(self.lowered, ops)
+                self.shared.emitted[key] = code
+            self._emitted[number] = self.shared.emitted[key]
         return self._emitted[number]
 
     def verified(self, number: int) -> tuple[StepCode, Prover] | None:
@@ -133,13 +175,16 @@ class Kind:
         ops = self.programs[number].ops.tolist()
         if len(ops) == len(set(ops)):
             return None
+        key = self._key(number)
+        if number not in self._verified and key in self.shared.verified:
+            self._verified[number] = self.shared.verified[key]
         if number not in self._verified:
             prover = Prover(self.lowered, partial(keep_from_now_on, self.captured.lowered))
             if any(task.gradients for task in self.lowered.tasks):
                 code: StepCode = EarlyCode.of(self.lowered, ops, prover=prover)
             else:
                 code = emit(self.lowered, ops, prover=prover)
-            self._verified[number] = code, prover
+            self._verified[number] = self.shared.verified[key] = code, prover
         return self._verified[number]
 
     @property
@@ -147,13 +192,32 @@ class Kind:
         """True if an operation gave other bits since the search for programs."""
         return len(self.captured.lowered.unrepeatable) != self._known
 
-    def find_programs(self, options: dict[str, Any]) -> None:
-        """Plan the graph for several amounts of kept memory, and several peaks."""
+    def _key(self, number: int) -> Any:
+        return self.existing, self._known, self.programs[number].ops.tobytes()
+
+    def find_programs(self, options: dict[str, Any], *, again: bool = False) -> None:
+        """Plan the graph for several amounts of kept memory, and several peaks.
+
+        Programs that were found at another shape are taken as they are.
+
+        Parameters
+        ----------
+        options
+            Options of `rotor.graph.plan`.
+        again
+            True to plan at this shape too.
+        """
         self._emitted.clear()
         self._options.clear()
         self._verified.clear()
         self._known = len(self.captured.lowered.unrepeatable)
         lowered = self.lowered
+        known = self.shared.orders.setdefault((self.existing, self._known), [])
+        self.is_carried = bool(known) and not again
+        if self.is_carried:
+            free = build_graph(lowered, self.costs, 0)
+            self._take_best([Program(free, ops) for ops in known])
+            return
         free = build_graph(lowered, self.costs, 0)
         unplanned = Program(free, range(len(free)))
         found = [unplanned]
@@ -187,7 +251,12 @@ class Kind:
         for peak in peaks:
             for cap in caps[::3]:
                 add(max(peak - cap - handed, 0), max(peak, 1))
-        # One program of each that no other beats with outputs held, or not held.
+        found += [Program(free, ops) for ops in known]
+        self._take_best(found)
+        known.extend(program.ops for program in self.programs)
+
+    def _take_best(self, found: list[Program]) -> None:
+        """Take one program of each that no other beats with outputs held, or not held."""
         best: list[Program] = []
         for is_held in (True, False):
             priced = [(self.option(program, is_held), program) for program in found]
@@ -356,20 +425,30 @@ class Captures:
         Function that returns the costs of captured operations.
     options
         Options of `rotor.graph.plan`.
+    shares_shapes
+        True to have calls that differ in sizes share a capture.
 
     Attributes
     ----------
     kinds
-        Captured graphs.
+        Captured graphs, by their id and the sizes of the call, if others share them.
     """
 
-    def __init__(self, device: torch.device, price: Price, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        price: Price,
+        options: dict[str, Any],
+        *,
+        shares_shapes: bool = False,
+    ) -> None:
         self._device = device
         self._price = price
         self._options = options
         self._captures: dict[Any, Capture] = {}
         self._failures: dict[Any, str] = {}
-        self.kinds: dict[int, Kind] = {}
+        self.kinds: dict[Any, Kind] = {}
+        self._shapes = SharedShapes(device, price) if shares_shapes else None
 
     def kind_of(
         self, path: str, module: nn.Module, signature: Any, args: Any, kwargs: Any
@@ -379,13 +458,15 @@ class Captures:
         if key in self._failures:
             return self._failures[key]
         logger.info("capturing %s", path)
+        if self._shapes is not None and key not in self._captures:
+            shaped = self._shaped(self._shapes, key, module, (args, kwargs))
+            if shaped is not None:
+                return shaped
         tried = [self._captures[key]] if key in self._captures else []
         for capture in [*tried, Capture(fresh(_run))]:
             capture.forget_programs()
             try:
-                with warnings.catch_warnings():
-                    # PyTorch reads the gradients of traced tensors, also of non-leaves.
-                    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+                with _quiet():
                     found = capture.reach(module, args, kwargs)
             except CaptureError as error:
                 # A capture that others share may have been made for too many values.
@@ -395,7 +476,7 @@ class Captures:
                 reason = "nothing in it needs a gradient"
                 break
             self._captures[key] = capture
-            return self._kind(capture, found, module, (args, kwargs))
+            return self._kind(capture, found, module, (args, kwargs), key)
         self._failures[key] = reason
         return reason
 
@@ -409,7 +490,46 @@ class Captures:
         """Return a kind for parameters with these ids that have gradients when a step begins."""
         return kind.with_existing(module, existing, self._options)
 
-    def _kind(self, capture: Capture, found: Unplanned, module: nn.Module, arguments: Any) -> Kind:
+    def _shaped(
+        self, shapes: SharedShapes, key: Any, module: nn.Module, arguments: tuple[Any, Any]
+    ) -> Kind | None:
+        """Return a graph that shapes share, at the shape of a call; ``None`` without one."""
+        try:
+            with _quiet():
+                make = partial(Capture, fresh(_run))
+                step = shapes.step(key[0], module, key[1], arguments, make)
+        except NothingToPlan:
+            return None
+        if step is None:
+            return None
+        place = (id(step.captured), step.values)
+        if place not in self.kinds:
+            shared = next((k.shared for (i, *_), k in self._shaped_kinds() if i == place[0]), None)
+            kind = Kind(
+                step.capture,
+                step.captured,
+                [],
+                self._device,
+                step.owners,
+                shape=step,
+                shared=shared or Shared(),
+            )
+            kind.find_programs(self._options)
+            self.kinds[place] = kind
+        return self.kinds[place]
+
+    def _shaped_kinds(self) -> list[tuple[Any, Kind]]:
+        return [(place, kind) for place, kind in self.kinds.items() if kind.shape is not None]
+
+    def search(self, kinds: Iterable[Kind]) -> None:
+        """Search at their own shape for programs of kinds that have those of another."""
+        for kind in dict.fromkeys(kinds):
+            if kind.is_carried:
+                kind.find_programs(self._options, again=True)
+
+    def _kind(
+        self, capture: Capture, found: Unplanned, module: nn.Module, arguments: Any, key: Any
+    ) -> Kind:
         captured = found.captured
         try:
             if id(captured) not in self.kinds:
@@ -418,10 +538,21 @@ class Captures:
                 kind = Kind(capture, captured, costs, self._device, owners)
                 kind.find_programs(self._options)
                 self.kinds[id(captured)] = kind
+                if self._shapes is not None:
+                    known = (captured.lowered, costs)
+                    self._shapes.note(key[0], module, key[1], arguments, known)
         finally:
             found.primals.clear()
             found.__traceback__ = None
         return self.kinds[id(captured)]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # PyTorch reads the gradients of traced tensors, also of non-leaves.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+        yield
 
 
 def _shape_of(module: nn.Module) -> Any:

@@ -46,6 +46,11 @@ def make_pieces_plan(
     options = pieces.options()
     alone = without_bases(pieces.bases)
     least_alone = least_bytes(options, alone)
+    if max(least_alone, least_bytes(options, pieces.bases)) > limit_bytes:
+        # Programs of another shape may keep more than need be.
+        pieces.captures.search(site.kind for site in pieces.sites)
+        options = pieces.options()
+        least_alone = least_bytes(options, alone)
     if least_alone > limit_bytes:
         raise InfeasibleError(
             f"no plan was found that fits in {limit_bytes} bytes; the captured parts of the model "

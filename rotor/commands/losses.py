@@ -1,0 +1,70 @@
+"""Losses of a command line: functions of the output alone, by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor.commands import factories
+from rotor.common.tensor_trees import output_tensors
+from rotor.fit import batches
+
+__all__ = ["loss_of"]
+
+_BUILT_IN = ("cross_entropy", "mse", "sum")
+
+
+def loss_of(name: str) -> Callable[[Any], torch.Tensor]:
+    """Return the loss of a name: a function of the model's output alone.
+
+    Parameters
+    ----------
+    name
+        "cross_entropy", "mse" or "sum", with targets of zeros; or the name of a callable, as for
+        `rotor.commands.factories.load`.
+
+    Raises
+    ------
+    ValueError
+        No such callable exists.
+    """
+    if name == "cross_entropy":
+        return _cross_entropy
+    if name == "mse":
+        return _mse
+    if name == "sum":
+        return batches.sum_of
+    if ":" not in name:
+        raise ValueError(
+            f"--loss {name!r}: expected {', '.join(_BUILT_IN)}, or FILE.py:FUNCTION, a function of "
+            "the output"
+        )
+    return factories.load(name)
+
+
+def _scores(output: Any) -> torch.Tensor:
+    logits = output.get("logits") if isinstance(output, dict) else None
+    found = [logits] if isinstance(logits, torch.Tensor) else output_tensors(output)
+    if not found or found[0].dim() < 2:
+        raise ValueError(
+            "--loss cross_entropy: the output has no dimension of classes; give FILE.py:FUNCTION"
+        )
+    return found[0]
+
+
+def _cross_entropy(output: Any) -> torch.Tensor:
+    """Return the cross-entropy; classes are the last dimension, or the second of four and more."""
+    scores = _scores(output)
+    if scores.dim() == 3:
+        scores = scores.flatten(0, 1)
+    shape = (scores.shape[0], *scores.shape[2:])
+    labels = torch.zeros(shape, dtype=torch.int64, device=scores.device)
+    return nn.functional.cross_entropy(scores, labels)
+
+
+def _mse(output: Any) -> torch.Tensor:
+    found = output_tensors(output)[0]
+    return nn.functional.mse_loss(found, torch.zeros_like(found))

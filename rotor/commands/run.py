@@ -1,0 +1,56 @@
+"""``rotor run``: a training script as it is, with an answer to ``out of memory``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rotor.commands import examples
+from rotor.commands.model import limit_of
+
+__all__ = ["add"]
+
+
+def add(commands: Any) -> None:
+    """Add ``run`` to the commands of a parser."""
+    sub = commands.add_parser(
+        "run",
+        help="a training script as it is, with an answer to `out of memory`",
+        usage="%(prog)s [--watch] [--limit BYTES] [options] SCRIPT.py [arguments of the script]",
+        description="Run a script as `python SCRIPT.py` does. Where it runs out of memory, or with "
+        "--watch, say in words what its training step needs, what a limit costs, and which line "
+        "to add. With --limit, train within that limit: the module that is called outermost gets "
+        "it, and nothing in the script changes. Options of rotor come before the script.",
+        epilog=examples(
+            "run train.py --epochs 3",
+            "run --watch train.py --epochs 3",
+            "run --limit 2GiB train.py --epochs 3",
+            "run --watch -m package.train",
+        ),
+    )
+    sub.add_argument("script", metavar="SCRIPT.py", help="the script; with -m, a module")
+    sub.add_argument(
+        "rest", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script"
+    )
+    sub.add_argument("-m", action="store_true", dest="is_module", help="run a module by its name")
+    sub.add_argument(
+        "--watch",
+        action="store_true",
+        help="meter the first training step, and say what a limit would cost; on a CPU, where "
+        "nothing runs out of memory by itself, this is the way",
+    )
+    sub.add_argument("--limit", metavar="BYTES", help="train within this limit, such as 2GiB")
+    group = sub.add_argument_group("output")
+    group.add_argument("--json", metavar="FILE", help="write the advice as JSON to a file")
+    group.add_argument("--quiet", action="store_true", help="write no progress to stderr")
+    group.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    sub.set_defaults(command=_run, is_script=True)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    limit = limit_of(arguments.limit)
+    if arguments.watch and limit is not None:
+        raise ValueError("--watch says what limits cost, and --limit keeps one: give one of them")
+    from rotor.commands import script
+
+    return script.run(arguments, limit)

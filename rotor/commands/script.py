@@ -1,0 +1,363 @@
+"""Scripts that are run as they are, while the outermost training forward is observed."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import gc
+import runpy
+import shlex
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor.commands import tell, write_command_json
+from rotor.common.accounting import default_limit
+from rotor.common.tensor_trees import output_tensors
+from rotor.errors import InfeasibleError
+from rotor.fit import batches
+from rotor.fit.advice import Advice, advise, device_of_call
+from rotor.integrations.planned import PlannedForward
+from rotor.meter import allocator
+from rotor.meter.step_meter import StepBytes, StepMeter
+from rotor.units import format_bytes
+from rotor.wrapper.checkpointable import Checkpointable
+from rotor.wrapper.outermost import OutermostCalls, unwrapped
+
+__all__ = ["run"]
+
+_FAILED, _USAGE = 1, 2
+_OWN = str(Path(__file__).resolve().parents[1])
+
+
+def run(arguments: argparse.Namespace, limit_bytes: int | None) -> int:
+    """Run a script, and return its exit code.
+
+    Parameters
+    ----------
+    arguments
+        Arguments of ``rotor run``.
+    limit_bytes
+        Limit for the outermost module; ``None``: the script runs as it is.
+    """
+    if not arguments.is_module and not Path(arguments.script).is_file():
+        raise ValueError(f"no file {arguments.script}: expected a script, before its arguments")
+    watcher = _Watcher(arguments, limit_bytes)
+    error: BaseException | None = None
+    try:
+        with OutermostCalls(watcher.call) as calls:
+            watcher.stop = calls.stop
+            _run_main(arguments)
+        code = 0
+    except SystemExit as ended:
+        code = _exit_code(ended)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as raised:
+        error, code = raised, _FAILED
+    sys.stdout.flush()
+    if error is None:
+        watcher.finish()
+        return code
+    if batches.is_out_of_memory(error):
+        place = _place_of(error)
+        tell(arguments, f"out of memory{place}: {_first_line(error)}", always=True)
+        if arguments.debug:
+            traceback.print_exception(error)
+        _forget(error)
+        del error
+        watcher.explain_failure()
+        return code
+    own = isinstance(error, InfeasibleError) and limit_bytes is not None
+    if own and not arguments.debug:
+        tell(arguments, f"error: {_first_line(error)}", always=True)
+        return _USAGE
+    traceback.print_exception(type(error), error, _of_script(error.__traceback__))
+    return code
+
+
+def _run_main(arguments: argparse.Namespace) -> None:
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [arguments.script, *arguments.rest]
+    try:
+        if arguments.is_module:
+            sys.path.insert(0, str(Path.cwd()))
+            runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(arguments.script).resolve().parent))
+            runpy.run_path(arguments.script, run_name="__main__")
+    finally:
+        sys.argv = argv
+        sys.path[:] = path
+
+
+def _exit_code(ended: SystemExit) -> int:
+    if ended.code is None or isinstance(ended.code, int):
+        return ended.code or 0
+    sys.stderr.write(f"{ended.code}\n")
+    return _FAILED
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _of_script(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Return the part of a traceback that begins in the script."""
+    found = trace
+    while found is not None:
+        name = found.tb_frame.f_code.co_filename
+        if not (name.startswith(_OWN) or "runpy" in name):
+            return found
+        found = found.tb_next
+    return trace
+
+
+def _place_of(error: BaseException) -> str:
+    frames = traceback.extract_tb(_of_script(error.__traceback__))
+    libraries = str(Path(torch.__file__).parent)
+    own = [f for f in frames if not f.filename.startswith((libraries, _OWN, "<"))]
+    return f" in {own[-1].filename}, line {own[-1].lineno}" if own else ""
+
+
+def _forget(error: BaseException) -> None:
+    """Free the tensors that the frames of an error hold."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen.__traceback__ = None
+        seen = seen.__context__
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class _Watcher:
+    """Observer of the outermost training forwards of a script."""
+
+    def __init__(self, arguments: argparse.Namespace, limit_bytes: int | None) -> None:
+        self._arguments = arguments
+        self._limit = limit_bytes
+        self.stop: Callable[[], None] = lambda: None
+        self._outer: nn.Module | None = None
+        self._module: nn.Module | None = None
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._name = ""
+        self._hint = ""
+        self._planned: PlannedForward | None = None
+        self._needs: int | None = None
+        self._is_explained = False
+        self._others: set[str] = set()
+
+    def _tell(self, text: str) -> None:
+        tell(self._arguments, text, always=True)
+
+    def call(self, module: nn.Module, plain: Any, args: Any, kwargs: Any) -> Any:
+        """Make an outermost call: note the first module, and plan or meter its steps."""
+        if isinstance(module, Checkpointable):
+            return plain(module, *args, **kwargs)
+        if self._outer is None:
+            self._begin(module, args, kwargs)
+        elif module is not self._outer:
+            self._others.add(type(unwrapped(module)).__name__)
+            return plain(module, *args, **kwargs)
+        elif self._limit is not None:
+            self.stop()
+            return plain(module, *args, **kwargs)
+        if not self._arguments.watch:
+            return plain(module, *args, **kwargs)
+        self._call = (args, kwargs)
+        if self._needs is not None:
+            self.stop()
+            self.explain()
+            return plain(module, *args, **kwargs)
+        return self._metered(module, plain, args, kwargs)
+
+    def _begin(self, outer: nn.Module, args: Any, kwargs: Any) -> None:
+        self._outer, self._call = outer, (args, kwargs)
+        self._module = module = unwrapped(outer)
+        self._name, self._hint = _variable(outer)
+        if self._limit is not None:
+            self._planned = PlannedForward(module, mem_limit=self._limit)
+            self._planned.install()
+            tell(
+                self._arguments,
+                f"{type(module).__name__} trains within {format_bytes(self._limit)}",
+            )
+        elif not self._arguments.watch:
+            self.stop()
+            if module is outer:
+                module.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._call = (args, kwargs)
+
+    def _metered(self, module: nn.Module, plain: Any, args: Any, kwargs: Any) -> Any:
+        def done(step: StepBytes) -> None:
+            self._needs = step.peak_bytes
+
+        device = device_of_call(module, args, kwargs)
+        existing = [p.grad for p in module.parameters() if p.grad is not None]
+        meter = StepMeter(device, done, existing)
+        try:
+            output = plain(module, *args, **kwargs)
+        except BaseException:
+            meter.cancel()
+            raise
+        meter.forward_done(output_tensors(output))
+        return output
+
+    def explain(self) -> None:
+        """Say what the step of the noted call needs, and what a limit costs."""
+        self._is_explained = True
+        assert self._module is not None
+        args, kwargs = self._call
+        try:
+            advice = advise(self._module, args, kwargs)
+        except (RuntimeError, ValueError, TypeError, MemoryError) as error:
+            needs = "" if self._needs is None else f"needs {format_bytes(self._needs)}, and "
+            self._tell(f"a training step {needs}could not be planned: {_first_line(error)}")
+            return
+        limit = advice.cheap_limit()
+        self._say(advice, limit)
+
+    def explain_failure(self) -> None:
+        """Say what the step that ran out of memory needs, and what the free memory costs."""
+        if self._module is None:
+            self._tell("no module was training before: the memory went elsewhere")
+            return
+        args, kwargs = self._call
+        device = device_of_call(self._module, args, kwargs)
+        for parameter in self._module.parameters():
+            parameter.grad = None
+        limit = default_limit(allocator.free_bytes(device))
+        try:
+            advice = advise(self._module, args, kwargs)
+        except (RuntimeError, ValueError, TypeError, MemoryError) as error:
+            self._tell(f"the training step could not be planned: {_first_line(error)}")
+            return
+        self._say(advice, limit)
+
+    def _say(self, advice: Advice, limit: int) -> None:
+        plain = advice.plain_bytes if self._needs is None else self._needs
+        needs = f"this step needs {format_bytes(plain)} above the model"
+        name = self._name or "model"
+        line: str | None = None
+        cost: float | None = None
+        if limit < advice.curve.minimum_bytes:
+            least = format_bytes(advice.curve.minimum_bytes)
+            self._tell(f"{needs}; within {format_bytes(limit)} nothing fits: the least is {least}")
+        elif limit >= plain and self._is_explained:
+            self._tell(f"{needs}; no plan needs less")
+        elif limit >= plain:
+            self._tell(f"{needs}; it fits in {format_bytes(limit)}")
+        else:
+            cost = advice.slowdown(limit) - 1
+            shown = _rounded(limit)
+            line = f'{name} = rotor.Checkpointable({name}, mem_limit="{shown}")'
+            self._tell(f"{needs}; within {shown} it costs {cost:+.0%}: add this line{self._hint}")
+            sys.stderr.write(f"    {line}\n")
+            if not self._name:
+                kind = type(self._module).__name__
+                self._tell(f"(no variable was found that holds the {kind}: it is named model here)")
+            flag = ["-m"] if self._arguments.is_module else []
+            words = [*flag, self._arguments.script, *self._arguments.rest]
+            self._tell(f"or run it so: rotor run --limit {shown} {shlex.join(words)}")
+        if self._arguments.json is not None:
+            data = {
+                "script": self._arguments.script,
+                "needs_bytes": plain,
+                "limit_bytes": limit,
+                "minimum_bytes": advice.curve.minimum_bytes,
+                "slowdown": None if cost is None else 1 + cost,
+                "line": line,
+                "variable": self._name or None,
+                "curve": advice.curve.to_dict(),
+            }
+            write_command_json(self._arguments, data, self._arguments.json)
+
+    def finish(self) -> None:
+        """Say what is still to be said at the end of the script."""
+        if self._arguments.watch and self._module is None:
+            self._tell("no module trained: nothing was seen to plan")
+        elif self._arguments.watch and not self._is_explained:
+            self.explain()
+        if self._limit is not None and self._planned is None:
+            self._tell("no module trained: the limit was for none")
+        if self._planned is not None:
+            self._finish_limit(self._planned.model)
+            self._planned.remove()
+
+    def _finish_limit(self, model: Checkpointable) -> None:
+        plan = model.plan
+        peak = None if plan is None else plan.measured_bytes
+        if peak is not None and self._limit is not None:
+            tell(
+                self._arguments,
+                f"the metered step peaked at {format_bytes(peak)} of {format_bytes(self._limit)}",
+            )
+        if self._others:
+            names = ", ".join(sorted(self._others))
+            self._tell(f"the limit was for {type(model.module).__name__} alone, not for {names}")
+
+
+def _rounded(nbytes: int) -> str:
+    """Return bytes as text that a limit is given in, rounded up to a whole unit below it."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= 8 * scale:
+            return f"{-(-nbytes // scale)}{unit}"
+    return str(nbytes)
+
+
+def _variable(module: nn.Module) -> tuple[str, str]:
+    """Return the variable of the script that holds a module, and where a line belongs."""
+    frame: types.FrameType | None = sys._getframe(1)
+    libraries = str(Path(torch.__file__).parent)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((libraries, _OWN, "<")) and "runpy" not in name:
+            found = _name_in(frame.f_locals, module) or _name_in(frame.f_globals, module)
+            if found:
+                return found, _assignment(name, found)
+        frame = frame.f_back
+    return "", ""
+
+
+def _name_in(names: dict[str, Any], module: nn.Module) -> str:
+    holders = []
+    for name, value in names.items():
+        if value is module:
+            return name
+        if name == "self" or not isinstance(value, type | types.ModuleType | nn.Module):
+            holders.append((name, getattr(value, "__dict__", None)))
+    for holder, attributes in holders:
+        if isinstance(attributes, dict):
+            for name, value in attributes.items():
+                if value is module:
+                    return f"{holder}.{name}"
+    return ""
+
+
+def _assignment(path: str, name: str) -> str:
+    """Return the place of the last assignment to a variable in a file, as text."""
+    try:
+        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    attribute = name.rpartition(".")[2]
+    lines = [
+        node.end_lineno or node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in (one for given in node.targets for one in ast.walk(given))
+        if (isinstance(target, ast.Name) and target.id == name)
+        or (isinstance(target, ast.Attribute) and "." in name and target.attr == attribute)
+    ]
+    return f" after line {max(lines)} of {Path(path).name}" if lines else ""

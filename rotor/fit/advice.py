@@ -1,0 +1,122 @@
+"""Advice on one call of a module: bytes of its training step, and the cost of a limit."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from rotor.algorithms.curve import Curve
+from rotor.common.accounting import default_limit
+from rotor.common.tensor_trees import tree_tensors
+from rotor.engines.chain.stages import is_plain_sequential
+from rotor.errors import CaptureError, MemoryLimitWarning
+from rotor.fit import batches
+from rotor.fit.steps import LimitedSteps, has_single_plan, measured_curve
+from rotor.meter import allocator
+from rotor.wrapper.checkpointable import Checkpointable
+
+__all__ = ["Advice", "advise", "device_of_call"]
+
+_CHEAP = 1.10
+_SAVES = 0.95
+_POINTS = 12
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Cost of limits for a step.
+
+    Attributes
+    ----------
+    curve
+        Step time against memory.
+    plain_bytes
+        Need of a step without recomputation.
+    """
+
+    curve: Curve
+    plain_bytes: int
+
+    def slowdown(self, limit_bytes: int) -> float:
+        """Return the time of a step within a limit, divided by that of the fastest."""
+        return self.curve.at(limit_bytes) / float(self.curve.seconds[-1])
+
+    def cheap_limit(self) -> int:
+        """Return the least limit that costs at most a tenth of the time.
+
+        If that saves next to nothing, return the least limit.
+        """
+        most = _CHEAP * float(self.curve.seconds[-1])
+        cheap = [
+            int(size)
+            for size, seconds in zip(self.curve.bytes, self.curve.seconds, strict=True)
+            if seconds <= most
+        ]
+        return min(cheap) if min(cheap) < _SAVES * self.plain_bytes else self.curve.minimum_bytes
+
+
+def device_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the device of a call."""
+    tensors = tree_tensors((args, kwargs)) or list(module.parameters())
+    return tensors[0].device
+
+
+def advise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Advice:
+    """Return the cost of limits for a training step with these arguments; leave no trace.
+
+    A model without a single plan runs steps, with the sum of the outputs for a loss, within the
+    free memory of the device.
+
+    Raises
+    ------
+    InfeasibleError, ValueError, CaptureError
+        No plan exists.
+    """
+    device = device_of_call(module, args, kwargs)
+    make: Any = Checkpointable
+    with batches.unchanged(module, device), warnings.catch_warnings():
+        warnings.simplefilter("ignore", MemoryLimitWarning)
+        model: Checkpointable = make(module)
+        model.measure(*args, **kwargs)
+        if has_single_plan(model):
+            curve = model.curve(_POINTS)
+            if is_plain_sequential(module):
+                curve = _with_graph(curve, module, args, kwargs)
+        else:
+            curve = measured_curve(
+                LimitedSteps(
+                    model,
+                    lambda wrapped: _step_of(module, wrapped, args, kwargs),
+                    device,
+                    lambda: make(module, engine="dynamic"),
+                ),
+                default_limit(allocator.free_bytes(device)),
+                5,
+            )
+    return Advice(curve, int(curve.bytes[-1]))
+
+
+def _with_graph(curve: Curve, module: nn.Module, args: Any, kwargs: Any) -> Curve:
+    """Return the better of a chain's curve and that of its graph, as engine="auto" chooses."""
+    make: Any = Checkpointable
+    graph: Checkpointable = make(module, engine="graph")
+    try:
+        graph.measure(*args, **kwargs)
+    except CaptureError:
+        return curve
+    both = [curve, graph.curve(_POINTS)]
+    points = [zip(one.bytes.tolist(), one.seconds.tolist(), strict=True) for one in both]
+    return Curve.from_points(chain(*points))
+
+
+def _step_of(module: nn.Module, model: Any, args: Any, kwargs: Any) -> Any:
+    def step() -> None:
+        batches.sum_of(model(*args, **kwargs)).backward()
+        for parameter in module.parameters():
+            parameter.grad = None
+
+    return step

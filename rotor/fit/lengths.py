@@ -1,0 +1,347 @@
+"""Cost of training on sequences of many lengths under one limit."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor._pytorch import core
+from rotor.common.calls import sample_call
+from rotor.errors import InfeasibleError, MemoryLimitWarning
+from rotor.fit.batches import device_of, is_out_of_memory, step_bytes, sum_of, unchanged
+from rotor.fit.steps import has_single_plan, seconds_of, settle
+from rotor.meter.limit import free_limit
+from rotor.report.text import table
+from rotor.units import format_bytes, format_seconds, parse_bytes
+from rotor.wrapper.checkpointable import Checkpointable
+
+__all__ = ["LengthCost", "LengthsCost", "cost_of_lengths", "lengths_of"]
+
+_DRAWN = 1000
+_DISTRIBUTIONS = {"uniform": 2, "normal": 4, "lognormal": 4}
+
+
+def lengths_of(text: str, seed: int = 0) -> Counter[int]:
+    """Return how often each length comes.
+
+    Parameters
+    ----------
+    text
+        File of whole numbers, or a distribution from which a thousand are drawn:
+        ``uniform:LEAST,MOST``, ``normal:MEAN,SPREAD,LEAST,MOST`` or
+        ``lognormal:MEDIAN,SIGMA,LEAST,MOST``.
+    seed
+        Seed of the draws.
+
+    Raises
+    ------
+    ValueError
+        The text is neither, or holds no length.
+    """
+    name, _, rest = text.partition(":")
+    if name in _DISTRIBUTIONS:
+        return _drawn(name, rest, seed)
+    if not Path(text).is_file():
+        raise ValueError(
+            f"lengths {text!r}: neither a file nor a distribution; expected a file of whole "
+            "numbers, uniform:LEAST,MOST, normal:MEAN,SPREAD,LEAST,MOST or "
+            "lognormal:MEDIAN,SIGMA,LEAST,MOST"
+        )
+    words = Path(text).read_text(encoding="utf-8").replace(",", " ").split()
+    wrong = next((word for word in words if not word.isdecimal() or not int(word)), None)
+    if wrong is not None or not words:
+        found = "no number" if wrong is None else repr(wrong)
+        raise ValueError(f"lengths {text!r}: found {found}, expected whole numbers of 1 or more")
+    return Counter(map(int, words))
+
+
+def _drawn(name: str, rest: str, seed: int) -> Counter[int]:
+    try:
+        numbers = [float(word) for word in rest.split(",")]
+    except ValueError:
+        numbers = []
+    *shape, least, most = numbers if len(numbers) == _DISTRIBUTIONS[name] else (0.0, 0.0, -1.0)
+    if not 1 <= least <= most or (name == "lognormal" and shape[0] <= 0):
+        raise ValueError(
+            f"lengths '{name}:{rest}': expected {_DISTRIBUTIONS[name]} numbers, the last two the "
+            "least and the most, of 1 or more, such as lognormal:90,0.5,16,256"
+        )
+    rng = random.Random(seed)
+    draws: dict[str, Callable[[], float]] = {
+        "uniform": lambda: rng.uniform(least - 0.5, most + 0.5),
+        "normal": lambda: rng.gauss(*shape),
+        "lognormal": lambda: rng.lognormvariate(math.log(shape[0]), shape[1]),
+    }
+    return Counter(
+        min(max(round(draws[name]()), math.ceil(least)), math.floor(most)) for _ in range(_DRAWN)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LengthCost:
+    """Steps of one length, as they ran; bytes are above the level at which a step begins.
+
+    Attributes
+    ----------
+    length
+        The length.
+    fits
+        True if a step runs within the limit.
+    least_bytes
+        Least limit for which a plan was found; ``None`` without a single plan.
+    measured_bytes, seconds
+        Peak and time of a step within the limit; ``None`` if it does not fit.
+    plain_bytes, plain_seconds
+        Peak and time of a plain step; ``None`` if the device has no room for it.
+    """
+
+    length: int
+    fits: bool
+    least_bytes: int | None
+    measured_bytes: int | None
+    seconds: float | None
+    plain_bytes: int | None
+    plain_seconds: float | None
+
+
+@dataclass(frozen=True)
+class LengthsCost:
+    """Result of `cost_of_lengths`.
+
+    Attributes
+    ----------
+    limit_bytes
+        The limit.
+    lengths
+        How often each length comes.
+    rows
+        Lengths that ran, ascending.
+    """
+
+    limit_bytes: int
+    lengths: Mapping[int, int]
+    rows: tuple[LengthCost, ...]
+
+    @property
+    def fitting_share(self) -> float:
+        """Share of the batches that are no longer than the longest that ran within the limit."""
+        longest = max((row.length for row in self.rows if row.fits), default=0)
+        counted = sum(count for length, count in self.lengths.items() if length <= longest)
+        return counted / sum(self.lengths.values())
+
+    @property
+    def slowdown(self) -> float | None:
+        """Time of all fitting batches over plain's; ``None`` if plain has no figure for them."""
+        ours, plain = self.seconds("seconds"), self.seconds("plain_seconds")
+        return None if ours is None or not plain else ours / plain
+
+    def seconds(self, name: str) -> float | None:
+        """Return the seconds of a batch on average, over the lengths that fit.
+
+        Parameters
+        ----------
+        name
+            "seconds" with the limit, or "plain_seconds".
+        """
+        rows = [row for row in self.rows if row.fits]
+        known = [(row.length, getattr(row, name)) for row in rows]
+        if not known or any(value is None for _, value in known):
+            return None
+        longest = known[-1][0]
+        fitting = [(n, count) for n, count in self.lengths.items() if n <= longest]
+        total = sum(count * _between(known, length) for length, count in fitting)
+        return total / sum(count for _, count in fitting)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data, for JSON."""
+        return {
+            "format": "rotor.lengths",
+            "version": 1,
+            "limit_bytes": self.limit_bytes,
+            "batches": sum(self.lengths.values()),
+            "fitting_share": self.fitting_share,
+            "seconds": self.seconds("seconds"),
+            "plain_seconds": self.seconds("plain_seconds"),
+            "slowdown": self.slowdown,
+            "rows": [
+                {name: getattr(row, name) for name in LengthCost.__slots__} for row in self.rows
+            ],
+        }
+
+    def __str__(self) -> str:
+        def size(value: int | None) -> str:
+            return "-" if value is None else format_bytes(value)
+
+        def span(value: float | None) -> str:
+            return "-" if value is None else format_seconds(value)
+
+        lines = [["length", "least", "peak", "step", "plain peak", "plain step"]]
+        lines += [
+            [
+                str(row.length),
+                size(row.least_bytes),
+                size(row.measured_bytes) if row.fits else "does not fit",
+                span(row.seconds),
+                size(row.plain_bytes),
+                span(row.plain_seconds),
+            ]
+            for row in self.rows
+        ]
+        count = sum(self.lengths.values())
+        text = [
+            table(lines),
+            "",
+            f"{count} batches of lengths {min(self.lengths)} to {max(self.lengths)} in "
+            f"{format_bytes(self.limit_bytes)}: {self.fitting_share:.1%} fit",
+        ]
+        if self.slowdown is not None:
+            text.append(
+                f"{span(self.seconds('seconds'))} a batch on average, {self.slowdown:.2f} x the "
+                f"{span(self.seconds('plain_seconds'))} of plain PyTorch (captures and planning "
+                "apart, which come once)"
+            )
+        return "\n".join(text)
+
+
+def _between(known: list[tuple[int, float]], length: int) -> float:
+    """Return a figure at a length, on straight lines between the known ones."""
+    place = bisect_left(known, (length,))
+    if place == 0:
+        return known[0][1]
+    (low, first), (high, last) = known[place - 1], known[place]
+    return first + (last - first) * (length - low) / (high - low)
+
+
+def _chosen(lengths: Mapping[int, int], points: int) -> list[int]:
+    """Return lengths to run: the extremes, and others at even shares of the batches."""
+    ordered = sorted(Counter(lengths).elements())
+    count = max(points - 1, 1)
+    return sorted({ordered[(len(ordered) - 1) * k // count] for k in range(count + 1)})
+
+
+def cost_of_lengths(
+    model: nn.Module,
+    sample: Any,
+    lengths: Mapping[int, int],
+    mem_limit: int | str | None = None,
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    engine: str = "auto",
+    points: int = 5,
+    **options: Any,
+) -> LengthsCost:
+    """Run training steps of a few lengths within a limit and plainly, and weigh them.
+
+    The model is restored afterwards, as by `rotor.largest_batch`.
+
+    Parameters
+    ----------
+    model
+        Any module, on the device that it is trained on.
+    sample
+        One batch: a tensor, a tuple of arguments, or a dictionary of keyword arguments. Tensors as
+        long in their second dimension as the first tensor are cut, or repeated, along it.
+    lengths
+        How often each length comes (`lengths_of`).
+    mem_limit
+        As for `rotor.Checkpointable`.
+    loss_fn
+        Loss of the output; by default the output's own loss, or the sum of its tensors.
+    engine, options
+        As for `rotor.Checkpointable`.
+    points
+        Most lengths to run; figures of the others lie on straight lines between theirs.
+
+    Raises
+    ------
+    ValueError
+        The sample has no second dimension, or no length is given.
+    """
+    if not lengths or points < 1:
+        raise ValueError("lengths or points are missing: expected at least one of each")
+    args, kwargs = sample_call(sample)
+    leaves, spec = core.tree_flatten((args, kwargs))
+    first = next((x for x in leaves if isinstance(x, torch.Tensor) and x.dim() > 1), None)
+    if first is None or not first.shape[1]:
+        raise ValueError(
+            "the sample holds no tensor with a second dimension, which is the length: expected "
+            "batches of sequences, such as --input 8,128"
+        )
+    whole = first.shape[1]
+    device = device_of((args, kwargs, ()))
+    limit = free_limit(device) if mem_limit is None else parse_bytes(mem_limit)
+    loss_of = loss_fn or sum_of
+
+    def batch_of(length: int) -> Any:
+        places = torch.arange(length) % whole
+
+        def cut(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2 or leaf.shape[1] != whole:
+                return leaf
+            found = leaf.detach().index_select(1, places.to(leaf.device))
+            return found.requires_grad_(leaf.requires_grad)
+
+        return core.tree_unflatten([cut(leaf) for leaf in leaves], spec)
+
+    def step_of(runner: Any, length: int) -> Callable[[], None]:
+        given, named = batch_of(length)
+
+        def step() -> None:
+            loss_of(runner(*given, **named)).backward()
+            for parameter in model.parameters():
+                parameter.grad = None
+
+        return step
+
+    rows = []
+    with unchanged(model, device):
+        wrapped = Checkpointable(model, mem_limit=limit, engine=engine, **options)
+        for length in _chosen(lengths, points):
+            found = _limited(wrapped, step_of(wrapped, length), device, limit)
+            rows.append(LengthCost(length, *found, *_plain(step_of(model, length), device)))
+    return LengthsCost(limit, dict(lengths), tuple(rows))
+
+
+def _plain(step: Callable[[], None], device: torch.device) -> tuple[int | None, float | None]:
+    try:
+        step()
+        return step_bytes(step, device), seconds_of(step, device)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return None, None
+
+
+def _limited(
+    model: Checkpointable, step: Callable[[], None], device: torch.device, limit: int
+) -> tuple[bool, int | None, int | None, float | None]:
+    """Return if a step fits, the least limit, and its peak and time."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MemoryLimitWarning)
+        try:
+            settle(model, step)
+            model.wait_for_planning()
+            peak = step_bytes(step, device)
+            seconds = seconds_of(step, device)
+        except InfeasibleError as error:
+            return False, error.minimum_bytes, None, None
+        least = None
+        if has_single_plan(model):
+            with suppress(InfeasibleError):
+                try:
+                    model.compute_sequence(1)
+                except InfeasibleError as error:
+                    least = error.minimum_bytes
+                model.compute_sequence(limit)
+    return peak <= limit, least, peak, seconds

@@ -1,0 +1,232 @@
+"""Training steps that are run under a limit, for models without a single plan."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rotor.algorithms.curve import Curve
+from rotor.common.accounting import METERED_STEPS
+from rotor.engines.contract import Verdict
+from rotor.errors import InfeasibleError, MemoryLimitWarning
+from rotor.fit.batches import is_out_of_memory, step_bytes
+from rotor.timing import measure_ns
+from rotor.wrapper.checkpointable import Checkpointable
+
+__all__ = ["LimitedSteps", "RanStep", "has_single_plan", "measured_curve", "seconds_of", "settle"]
+
+STEP_SECONDS = 2.0
+_MOST_STEPS = 2 * METERED_STEPS + 1
+"""Steps of two engines, the second after the first has exceeded the limit, and a last one."""
+_NEAR = 0.03
+_HALVINGS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RanStep:
+    """Step under a limit, as it ran.
+
+    Attributes
+    ----------
+    limit_bytes
+        The limit.
+    fits
+        True if the step ran within it.
+    measured_bytes, seconds
+        Peak above the level at its start, and median time; ``None`` if it did not run to its end.
+    least_bytes
+        Least limit that is known to be needed; ``None`` if unknown.
+    """
+
+    limit_bytes: int
+    fits: bool
+    measured_bytes: int | None = None
+    seconds: float | None = None
+    least_bytes: int | None = None
+
+
+def has_single_plan(model: Checkpointable) -> bool:
+    """Return whether a measured model has the plan of a chain or a graph."""
+    try:
+        model.cost_model()
+    except (AttributeError, ValueError):
+        return False
+    return True
+
+
+def seconds_of(step: Callable[[], object], device: torch.device) -> float:
+    """Return the median time of a step."""
+    ns = measure_ns(step, device, min_repeats=3, max_repeats=9, max_seconds=STEP_SECONDS)
+    return max(ns, 1) / 1e9
+
+
+def settle(model: Checkpointable, step: Callable[[], object]) -> None:
+    """Run steps until a metered one has confirmed the plan, a few at most."""
+    for _ in range(_MOST_STEPS):
+        step()
+        plan = model.plan
+        if plan.measured_bytes is not None and plan.verdict is Verdict.KEEP:
+            break
+
+
+class LimitedSteps:
+    """Steps of one batch under one limit after the other, for a model without a single plan.
+
+    A model in parts is first run at the least peak of its parts, which shows the memory of the
+    code between them. A limit that the parts cannot keep is given to the dynamic engine, which
+    refuses an operation before it exceeds the limit.
+
+    Parameters
+    ----------
+    model
+        Wrapped model, measured on the batch.
+    step_of
+        Function that makes a whole training step of a wrapped model.
+    device
+        Device of the steps.
+    dynamic
+        Function that wraps the model for the dynamic engine.
+    """
+
+    def __init__(
+        self,
+        model: Checkpointable,
+        step_of: Callable[[Any], Callable[[], None]],
+        device: torch.device,
+        dynamic: Callable[[], Checkpointable],
+    ) -> None:
+        self.model = model
+        self.device = device
+        self._step_of = step_of
+        self._make_dynamic = dynamic
+        self._dynamic: Checkpointable | None = model if model.planned_as == "dynamic" else None
+        self.least_parts_bytes = 0
+        self.runner = model
+
+    def run_dynamically(self) -> None:
+        """Have the dynamic engine run the steps from now on: the parts cannot keep the limit."""
+        if self._dynamic is None:
+            self.model = self._dynamic = self._make_dynamic()
+
+    def meter_parts(self) -> int:
+        """Run a step of a model in parts at their least peak; return the least limit of its plans.
+
+        Return 0 for a model that the dynamic engine runs.
+        """
+        if self._dynamic is not None:
+            return 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MemoryLimitWarning)
+            try:
+                self.model.compute_sequence(1)
+            except InfeasibleError as error:
+                self.model.compute_sequence(error.minimum_bytes)
+                self._step_of(self.model)()
+                plan = self.model.plan
+                self.least_parts_bytes = max(plan.least_bytes, error.minimum_bytes)
+                return self.least_parts_bytes
+        self._dynamic = self.model
+        return 0
+
+    def run(self, limit_bytes: int, *, timed: bool = True) -> RanStep:
+        """Return a step under a limit, run until it has settled, and measured."""
+        self.runner = self._chosen(limit_bytes)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", MemoryLimitWarning)
+                return self._measured(limit_bytes, timed)
+        except InfeasibleError as error:
+            return RanStep(limit_bytes, False, least_bytes=error.minimum_bytes)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return RanStep(limit_bytes, False)
+
+    def _chosen(self, limit_bytes: int) -> Checkpointable:
+        if self._dynamic is self.model or limit_bytes >= self.least_parts_bytes:
+            return self.model
+        if self._dynamic is None:
+            self._dynamic = self._make_dynamic()
+        return self._dynamic
+
+    def _measured(self, limit_bytes: int, timed: bool) -> RanStep:
+        model = self.runner
+        model.compute_sequence(limit_bytes)
+        step = self._step_of(model)
+        settle(model, step)
+        peak = model.plan.measured_bytes
+        if peak is None or peak <= limit_bytes:
+            peak = step_bytes(step, self.device)
+        if peak > limit_bytes:
+            return RanStep(limit_bytes, False, peak, least_bytes=peak)
+        seconds = seconds_of(step, self.device) if timed else None
+        return RanStep(limit_bytes, True, peak, seconds)
+
+
+def measured_curve(
+    steps: LimitedSteps,
+    most_bytes: int,
+    points: int,
+    on_step: Callable[[RanStep], None] = lambda ran: None,
+    limit_bytes: int | None = None,
+) -> Curve:
+    """Return step time against memory, by steps that are run within a limit.
+
+    Parameters
+    ----------
+    steps
+        The steps.
+    most_bytes
+        Largest limit.
+    points
+        Number of limits from the least to the peak without recomputation.
+    on_step
+        Function called with each step that ran, or was refused.
+    limit_bytes
+        Limit of interest, which is run too.
+
+    Raises
+    ------
+    InfeasibleError
+        No step fits in the largest limit.
+    """
+    least_parts = steps.meter_parts()
+
+    def run(limit: int, *, timed: bool = True) -> RanStep:
+        ran = steps.run(limit, timed=timed)
+        on_step(ran)
+        return ran
+
+    first = run(most_bytes)
+    if not first.fits or first.measured_bytes is None:
+        least = first.least_bytes or most_bytes + 1
+        raise InfeasibleError(
+            f"a step does not fit in {most_bytes} bytes: it needs {least} bytes. Make the model or "
+            "its input smaller",
+            least,
+        )
+    ran = [first]
+    high, low = first.measured_bytes, 0
+    for _ in range(_HALVINGS):
+        if high - low <= _NEAR * first.measured_bytes:
+            break
+        limit = (low + high) // 2
+        if low < least_parts < high:
+            limit = least_parts
+            least_parts = 0
+        tried = run(limit, timed=False)
+        low, high = (low, limit) if tried.fits else (limit, high)
+    gap = first.measured_bytes - high
+    for k in range(max(points - 1, 1)):
+        ran.append(run(high + gap * k // max(points - 1, 1)))
+    if limit_bytes is not None and high <= limit_bytes < first.measured_bytes:
+        ran.append(run(limit_bytes))
+    return Curve.from_points(
+        (one.measured_bytes, one.seconds)
+        for one in ran
+        if one.fits and one.measured_bytes is not None and one.seconds is not None
+    )

@@ -1,0 +1,253 @@
+"""Scripts that are run as they are: advice, limits, exit codes; batch sizes of a function."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import rotor
+from rotor.commands.main import main
+
+SCRIPT = """
+import argparse
+import sys
+
+import torch
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=3)
+parser.add_argument("--fail-at", type=int, default=-1)
+arguments = parser.parse_args()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(6)])
+
+    def forward(self, x, scale=1.0):
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * torch.sigmoid(layer(x) * scale)
+        return x
+
+
+torch.manual_seed(0)
+criterion = nn.MSELoss()
+net, data = (Net(), torch.randn(512, 32))
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+with torch.no_grad():
+    net(data)
+print(__name__, sys.argv[1:], flush=True)
+for step in range(arguments.steps):
+    if step == arguments.fail_at:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+    loss = criterion(net(data, scale=0.5), data)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"{step} {loss.item():.9f}", flush=True)
+sys.exit(4 if arguments.steps == 7 else 0)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    Path("train.py").write_text(SCRIPT, encoding="utf-8")
+
+
+def run(capsys, *arguments):
+    code = main(["run", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_script_runs_as_it_is(capsys):
+    plain = subprocess.run(
+        [sys.executable, "train.py", "--steps", "2"], capture_output=True, text=True, check=True
+    )
+    before, path = list(sys.argv), list(sys.path)
+    call = nn.Module.__call__
+    code, out, err = run(capsys, "train.py", "--steps", 2)
+    assert (code, out, err) == (0, plain.stdout, "")
+    assert (sys.argv, sys.path, nn.Module.__call__) == (before, path, call)
+    assert run(capsys, "train.py", "--steps", 7)[0] == 4
+    code, out, err = run(capsys, "train.py", "--bogus")
+    assert (code, out) == (2, "")
+    assert "train.py: error: unrecognized arguments: --bogus" in err
+
+
+def test_watching_says_what_a_limit_costs_and_which_line_to_add(capsys):
+    plain = run(capsys, "train.py")[1]
+    code, out, err = run(capsys, "--watch", "--json", "advice.json", "train.py", "--steps", 3)
+    assert code == 0
+    assert out.splitlines()[1:] == plain.splitlines()[1:]
+    said = re.search(
+        r"this step needs (\S+ \S+) above the model; within (\S+) it costs ([+-]\d+)%: add this "
+        r"line after line (\d+) of train.py\n    (.*)\n",
+        err,
+    )
+    assert said is not None
+    assert said[5] == f'net = rotor.Checkpointable(net, mem_limit="{said[2]}")'
+    assert "net, data = " in SCRIPT.splitlines()[int(said[4]) - 1]
+    assert f"rotor run --limit {said[2]} train.py --steps 3" in err
+    data = json.loads(Path("advice.json").read_text(encoding="utf-8"))
+    assert (data["format"], data["version"], data["command"]) == ("rotor.command", 1, "run")
+    assert data["limit_bytes"] < data["needs_bytes"]
+    assert data["line"] == said[5]
+    # The line, added where it is said, trains in that many bytes.
+    lines = SCRIPT.splitlines()
+    lines.insert(int(said[4]), said[5] + "\nprint('wrapped')")
+    text = "\n".join(lines).replace("import torch\n", "import rotor\nimport torch\n", 1)
+    Path("added.py").write_text(text + "\nassert net.plan.measured_bytes", encoding="utf-8")
+    code, out, err = run(capsys, "added.py")
+    assert (code, "wrapped" in out) == (0, True), err
+    losses = [line for line in out.splitlines() if line[0].isdigit()]
+    assert losses == [line for line in plain.splitlines() if line[0].isdigit()]
+
+
+def test_a_limit_is_kept_without_a_change_of_the_script(capsys):
+    plain = run(capsys, "train.py")[1]
+    code, out, err = run(capsys, "--limit", "500KiB", "train.py")
+    assert (code, out) == (0, plain)
+    peak = re.search(r"the metered step peaked at (\S+) KiB of 500 KiB", err)
+    assert peak is not None
+    assert 0 < float(peak[1]) <= 500
+    code, _, err = run(capsys, "--limit", "20KiB", "train.py")
+    assert code == 2
+    assert "error: no plan was found that fits in 20480 bytes" in err
+    assert "Traceback" not in err
+
+
+def test_out_of_memory_is_answered(capsys, monkeypatch):
+    monkeypatch.setattr("rotor.commands.script.allocator.free_bytes", lambda _: 600_000)
+    code, out, err = run(capsys, "train.py", "--fail-at", 1)
+    assert code == 1
+    assert out.splitlines()[-1].startswith("0 ")
+    line = next(n for n, text in enumerate(SCRIPT.splitlines(), 1) if "raise torch.Out" in text)
+    assert re.search(rf"out of memory in .*train.py, line {line}: CUDA out of memory", err)
+    assert re.search(r"this step needs .* above the model; within 528KiB it costs \+\d+%", err)
+    assert 'net = rotor.Checkpointable(net, mem_limit="528KiB")' in err
+    code, _, err = run(capsys, "train.py", "--fail-at", 0)
+    assert (code, "no module was training before" in err) == (1, True)
+
+
+def test_errors_of_the_script_are_its_own(capsys):
+    Path("wrong.py").write_text("import torch\n\n\ndef f():\n    return 1 / 0\n\n\nf()\n")
+    code, _, err = run(capsys, "wrong.py")
+    assert code == 1
+    assert err.splitlines()[-1] == "ZeroDivisionError: division by zero"
+    assert "runpy" not in err
+    assert "commands" not in err
+    code, _, err = run(capsys, "none.py")
+    assert (code, "no file none.py" in err) == (2, True)
+    code, _, err = run(capsys, "--watch", "--limit", "1GiB", "train.py")
+    assert (code, "give one of them" in err) == (2, True)
+    Path("quiet.py").write_text("import torch\n", encoding="utf-8")
+    assert "no module trained" in run(capsys, "--watch", "quiet.py")[2]
+    assert "no module trained" in run(capsys, "--limit", "1MiB", "quiet.py")[2]
+    Path("held.py").write_text(
+        "import torch\nclass Trainer:\n    def __init__(self):\n"
+        "        layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())\n"
+        "                  for _ in range(20)]\n"
+        "        self.network = torch.nn.Sequential(*layers)\n"
+        "    def fit(self):\n        self.network(torch.randn(4096, 8)).sum().backward()\n"
+        "Trainer().fit()\n"
+    )
+    code, _, err = run(capsys, "--watch", "held.py")
+    assert code == 0
+    assert "self.network = rotor.Checkpointable(self.network, mem_limit=" in err
+    assert "after line 6 of held.py" in err
+
+
+def test_modules_are_run_by_name(capsys, tmp_path):
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").touch()
+    (tmp_path / "pack" / "train.py").write_text(SCRIPT, encoding="utf-8")
+    code, out, _ = run(capsys, "-m", "pack.train", "--steps", 1)
+    assert (code, out.splitlines()[0]) == (0, "__main__ ['--steps', '1']")
+
+
+def test_a_factory_in_a_script_names_the_cure(capsys):
+    code = main(["curve", "train.py:Net", "--quiet"])
+    err = capsys.readouterr().err
+    assert code == 2
+    assert "guard it with if __name__ == '__main__', or use rotor run train.py" in err
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("kind", ["plain", "wrapped"])
+def test_a_function_gets_the_batch_that_fits(kind):
+    limit, sizes, peaks = 200_000, [], []
+
+    @rotor.fit_batch_size(limit, starting_batch_size=2048, multiple_of=16)
+    def train(batch_size, seed, *, steps):
+        sizes.append(batch_size)
+        torch.manual_seed(seed)
+        model = Plain() if kind == "plain" else rotor.Checkpointable(Plain(), mem_limit=limit)
+        x = torch.randn(batch_size, 32)
+        model(x).sum().backward()
+        for _ in range(steps):
+            model.zero_grad()
+            if kind == "wrapped":
+                model(x).sum().backward()
+                peaks.append(model.plan.most_bytes_seen)
+                continue
+            with rotor.memory.meter("cpu") as meter:
+                model(x).sum().backward()
+            peaks.append(meter.peak_bytes)
+        return batch_size
+
+    found = train(0, steps=2)
+    assert found == sizes[-1]
+    assert sizes[0] == 2048
+    assert found % 16 == 0
+    assert len(peaks) == 2
+    assert max(peaks) <= limit
+    assert max(peaks) > 0.5 * limit
+    assert len(sizes) <= 8
+
+
+def test_batch_sizes_that_cannot_be():
+    @rotor.fit_batch_size("1 KB", starting_batch_size=8)
+    def train(batch_size):
+        Plain()(torch.randn(batch_size, 32)).sum().backward()
+
+    with pytest.raises(rotor.InfeasibleError, match="a batch of 1 does not fit in"):
+        train()
+    for given, words in (({"multiple_of": 0}, "multiple_of = 0"), ({"multiple_of": 999}, "below")):
+        with pytest.raises(ValueError, match=words):
+            rotor.fit_batch_size("1 GB", **given)
+
+    @rotor.fit_batch_size("1 GB", starting_batch_size=8)
+    def awaits(batch_size):
+        if batch_size > 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return batch_size
+
+    assert awaits() == 2
+
+    @rotor.fit_batch_size("1 GB")
+    def fails(batch_size):
+        raise ZeroDivisionError(batch_size)
+
+    with pytest.raises(ZeroDivisionError, match="128"):
+        fails()
