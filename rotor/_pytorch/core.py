@@ -546,7 +546,9 @@ def untraced(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
 
 def rank() -> int:
     """Return the number of this process among those that train together; 0 if it trains alone."""
-    return torch.distributed.get_rank() if is_distributed() else 0
+    distributed = torch.distributed
+    is_ready = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_rank() if is_ready else 0
 
 
 def is_distributed() -> bool:
