@@ -252,6 +252,37 @@ def test_the_curve_of_a_chain(capsys):
     assert Path("curve.png").read_bytes().startswith(b"\x89PNG")
     Path("curve.json").write_text(json.dumps(data["curve"]), encoding="utf-8")
     assert data_of(capsys, "report", "curve.json")["points"] == len(curve.bytes)
+    Path("command.json").write_text(json.dumps(data), encoding="utf-8")
+    again = data_of(capsys, "report", "command.json")
+    assert (again["kind"], again["points"]) == ("rotor.curve", len(curve.bytes))
+    assert "plain PyTorch fits; plain needs" in run(capsys, "report", "command.json")[1]
+
+
+def test_the_json_of_every_command_has_one_head(capsys):
+    for command in (
+        ("info",),
+        ("heuristics",),
+        ("experiment", "list"),
+        ("measure", *GRAPH),
+        ("curve", *GRAPH, "--points", 2),
+        ("plan", *GRAPH, "--limit", "1 GiB"),
+        ("fit", *GRAPH, "--limit", "2 MiB", "--points", 1, "--max-batch", 32),
+    ):
+        data = data_of(capsys, *command)
+        assert (data["format"], data["version"]) == ("rotor.command", 1)
+        assert data["command"] == command[0]
+        Path("saved.json").write_text(json.dumps(data), encoding="utf-8")
+        code, _, err = run(capsys, "report", "saved.json", "--quiet")
+        is_read = command[0] in ("measure", "curve", "plan")
+        assert (code, "holds no plan" in err) == ((0, False) if is_read else (2, True))
+
+
+def test_a_tiny_limit_is_questioned(capsys):
+    code, _, err = run(capsys, "curve", *CHAIN, "--limit", "700", "--points", 2)
+    assert code == 2
+    assert "rotor: --limit 700 is 700 bytes, less than 1 MiB: was 700MiB or 700GiB meant?" in err
+    code, _, err = run(capsys, "curve", *CHAIN, "--limit", "2G", "--points", 2)
+    assert (code, "less than 1 MiB" in err) == (0, False)
 
 
 def test_the_curve_of_a_graph(capsys):
@@ -315,7 +346,7 @@ def test_fitting(capsys):
     data = data_of(capsys, "fit", *CHAIN, *options)
     assert data["largest"]["batch"] % 16 == 0
     assert data["largest"]["measured_bytes"] <= 200_000
-    assert data["format"] == "rotor.fit"
+    assert (data["format"], data["command"]) == ("rotor.command", "fit")
     code, out, err = run(capsys, "fit", "net.py:chain", "--input", "2,32", *options, "--table")
     assert code == 0
     assert "rotor, largest" in out

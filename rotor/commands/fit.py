@@ -54,7 +54,7 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    limit = limit_of(arguments.limit)
+    limit = limit_of(arguments)
     from rotor.fit.search import largest_batch
 
     subject = Subject(arguments)
@@ -75,5 +75,6 @@ def _run(arguments: argparse.Namespace) -> int:
         **options,
     )
     text = f"{found}\n\n{found.display()}" if arguments.table else str(found)
-    give(arguments, subject.described() | found.to_dict(), text)
+    figures = {k: v for k, v in found.to_dict().items() if k not in ("format", "version")}
+    give(arguments, subject.described() | figures, text)
     return 0

@@ -6,6 +6,7 @@ import argparse
 import ast
 from typing import TYPE_CHECKING, Any
 
+from rotor.commands import tell
 from rotor.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -94,9 +95,29 @@ def add_profile(sub: argparse.ArgumentParser) -> None:
     )
 
 
-def limit_of(text: str | None) -> int | None:
-    """Return the limit of a command line in bytes; ValueError: it cannot be read."""
-    return None if text is None else parse_bytes(text, name="--limit")
+_SMALL_BYTES = 1 << 20
+
+
+def limit_of(arguments: argparse.Namespace) -> int | None:
+    """Return the limit of a command line in bytes, and question one below 1 MiB.
+
+    Raises
+    ------
+    ValueError
+        It cannot be read.
+    """
+    text: str | None = arguments.limit
+    if text is None:
+        return None
+    found = parse_bytes(text, name="--limit")
+    if found < _SMALL_BYTES:
+        number = text.strip().rstrip("BbIiKkMm ")
+        tell(
+            arguments,
+            f"--limit {text} is {found} bytes, less than 1 MiB: was {number}MiB or {number}GiB "
+            "meant?",
+        )
+    return found
 
 
 class Subject:
