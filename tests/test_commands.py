@@ -507,6 +507,17 @@ def test_a_logger_is_left_as_it_was(capsys):
     assert (list(logger.handlers), logger.level) == before
 
 
+TRAIN = """
+import sys
+import torch
+from net import Net
+
+model = Net()
+for _ in range(2):
+    model(torch.randint(1000, (16, 32))).sum().backward()
+    model.zero_grad()
+print(sys.argv[1:])
+"""
 PAGE = Path(__file__).resolve().parents[1] / "docs/command-line.md"
 
 
@@ -515,6 +526,7 @@ def test_the_commands_of_the_page_run(capsys):
     code = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert code is not None
     Path("net.py").write_text(code[1], encoding="utf-8")
+    Path("train.py").write_text(TRAIN, encoding="utf-8")
     lines = re.findall(r"^\$ rotor (.*)$", text, re.MULTILINE)
     assert {shlex.split(line)[0] for line in lines} >= {"info", "curve", "fit", "measure", "plan"}
     for line in lines:
