@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -275,6 +276,38 @@ def test_the_json_of_every_command_has_one_head(capsys):
         code, _, err = run(capsys, "report", "saved.json", "--quiet")
         is_read = command[0] in ("measure", "curve", "plan")
         assert (code, "holds no plan" in err) == ((0, False) if is_read else (2, True))
+
+
+def test_a_terminal_has_colours_and_the_same_text(capsys, monkeypatch):
+    plain = run(capsys, "curve", *CHAIN, "--no-plain", "--limit", "1G")[1]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    text = run(capsys, "curve", *CHAIN, "--no-plain", "--limit", "1G")[1]
+    assert "\x1b[1mAt your 1 GiB" in text
+    assert re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()[0] == plain.splitlines()[0]
+
+
+def test_wrong_arguments_fail_without_pytorch():
+    lines = [
+        ["curve", "none.py:f"],
+        ["curve", "net.py:gated", "--input", "3,-1"],
+        ["plan", "net.py:gated", "--limit", "1 XB"],
+        ["plan", "net.py:gated", "--html", "plan.txt"],
+        ["fit", "net.py:gated", "--points", "0"],
+        ["measure", "net.py:gated", "--device", "tpu"],
+        ["measure", "net.py:gated", "--arg", "depth"],
+        ["curve", "net.py:gated", "--loss", "hinge"],
+        ["curve", "net.py:gated", "--plot", "a.doc"],
+    ]
+    check = (
+        "import sys; from rotor.commands.main import main; "
+        f"assert [main(line) for line in {lines!r}] == [2] * {len(lines)}; "
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stderr.splitlines()) == len(lines)
 
 
 def test_a_tiny_limit_is_questioned(capsys):

@@ -59,8 +59,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
     subject = Subject(arguments)
     subject.check()
-    if arguments.points < 1 or arguments.multiple_of < 1:
-        raise ValueError("--points and --multiple-of: expected whole numbers of 1 or more")
     options: dict[str, Any] = {} if arguments.effort is None else {"effort": arguments.effort}
     found = largest_batch(
         subject.model,
