@@ -23,6 +23,11 @@ _UNITS = {
     "mib": 1 << 20,
     "gib": 1 << 30,
     "tib": 1 << 40,
+    # As SLURM and Docker read them.
+    "k": 1 << 10,
+    "m": 1 << 20,
+    "g": 1 << 30,
+    "t": 1 << 40,
 }
 _TEXT = re.compile(r"\s*(\d+|\d*\.\d+|\d+\.)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
 _EXPECTED = 'expected a positive number of bytes, or text such as "700MiB" or "8 GB"'
@@ -36,8 +41,8 @@ def parse_bytes(value: object, name: str = "mem_limit") -> int:
     value
         A whole number (an ``int``, a NumPy integer, a ``float`` without a fraction), or text: a
         decimal number and a unit out of ``B``, ``KB MB GB TB`` (powers of 1000) and
-        ``KiB MiB GiB TiB`` (powers of 1024), in any case and with any spaces between; bytes where
-        without a unit. A fraction of a byte is rounded to the nearest.
+        ``KiB MiB GiB TiB`` or ``K M G T`` (powers of 1024), in any case and with any spaces
+        between; bytes where without a unit. A fraction of a byte is rounded to the nearest.
     name
         Name of the value in error messages.
 

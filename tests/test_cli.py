@@ -130,13 +130,19 @@ def test_json_on_stdout_and_in_a_file(log, tmp_path, capsys):
     code, out, _ = run(capsys, "simulate", log, "--ratio", 0.6, "--json")
     assert code == 0
     expected = simulate(log, ratio=0.6)
-    assert Result.from_json(out).n_remat == expected.n_remat
+    (found,) = json.loads(out)["results"]
+    assert Result.from_json(json.dumps(found)).n_remat == expected.n_remat
     target = tmp_path / "results.json"
     code, out, _ = run(capsys, "simulate", log, "--ratio", 0.6, 0.7, "--json", target)
     assert code == 0
     assert "slow-down" in out
     listed = json.loads(target.read_text(encoding="utf-8"))
-    assert [entry["ratio"] for entry in listed] == [0.6, 0.7]
+    assert (listed["format"], listed["version"], listed["command"]) == (
+        "rotor.command",
+        1,
+        "simulate",
+    )
+    assert [entry["ratio"] for entry in listed["results"]] == [0.6, 0.7]
 
 
 def test_stats_and_trace_of_one_run(log, tmp_path, capsys):
@@ -176,7 +182,7 @@ def test_options_reach_the_simulator(log, capsys):
         "--json",
     )
     assert code == 0
-    found = Result.from_json(out)
+    found = Result.from_json(json.dumps(json.loads(out)["results"][0]))
     assert (found.rebuild_classes_every, found.sample, found.ignore_small) == (1, True, True)
     assert (found.no_dealloc, found.seed, found.overhead_limit) == (True, 5, float("inf"))
 

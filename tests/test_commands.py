@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -252,6 +253,69 @@ def test_the_curve_of_a_chain(capsys):
     assert Path("curve.png").read_bytes().startswith(b"\x89PNG")
     Path("curve.json").write_text(json.dumps(data["curve"]), encoding="utf-8")
     assert data_of(capsys, "report", "curve.json")["points"] == len(curve.bytes)
+    Path("command.json").write_text(json.dumps(data), encoding="utf-8")
+    again = data_of(capsys, "report", "command.json")
+    assert (again["kind"], again["points"]) == ("rotor.curve", len(curve.bytes))
+    assert "plain PyTorch fits; plain needs" in run(capsys, "report", "command.json")[1]
+
+
+def test_the_json_of_every_command_has_one_head(capsys):
+    for command in (
+        ("info",),
+        ("heuristics",),
+        ("experiment", "list"),
+        ("measure", *GRAPH),
+        ("curve", *GRAPH, "--points", 2),
+        ("plan", *GRAPH, "--limit", "1 GiB"),
+        ("fit", *GRAPH, "--limit", "2 MiB", "--points", 1, "--max-batch", 32),
+    ):
+        data = data_of(capsys, *command)
+        assert (data["format"], data["version"]) == ("rotor.command", 1)
+        assert data["command"] == command[0]
+        Path("saved.json").write_text(json.dumps(data), encoding="utf-8")
+        code, _, err = run(capsys, "report", "saved.json", "--quiet")
+        is_read = command[0] in ("measure", "curve", "plan")
+        assert (code, "holds no plan" in err) == ((0, False) if is_read else (2, True))
+
+
+def test_a_terminal_has_colours_and_the_same_text(capsys, monkeypatch):
+    plain = run(capsys, "curve", *CHAIN, "--no-plain", "--limit", "1G")[1]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    text = run(capsys, "curve", *CHAIN, "--no-plain", "--limit", "1G")[1]
+    assert "\x1b[1mAt your 1 GiB" in text
+    assert re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()[0] == plain.splitlines()[0]
+
+
+def test_wrong_arguments_fail_without_pytorch():
+    lines = [
+        ["curve", "none.py:f"],
+        ["curve", "net.py:gated", "--input", "3,-1"],
+        ["plan", "net.py:gated", "--limit", "1 XB"],
+        ["plan", "net.py:gated", "--html", "plan.txt"],
+        ["fit", "net.py:gated", "--points", "0"],
+        ["measure", "net.py:gated", "--device", "tpu"],
+        ["measure", "net.py:gated", "--arg", "depth"],
+        ["curve", "net.py:gated", "--loss", "hinge"],
+        ["curve", "net.py:gated", "--plot", "a.doc"],
+    ]
+    check = (
+        "import sys; from rotor.commands.main import main; "
+        f"assert [main(line) for line in {lines!r}] == [2] * {len(lines)}; "
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stderr.splitlines()) == len(lines)
+
+
+def test_a_tiny_limit_is_questioned(capsys):
+    code, _, err = run(capsys, "curve", *CHAIN, "--limit", "700", "--points", 2)
+    assert code == 2
+    assert "rotor: --limit 700 is 700 bytes, less than 1 MiB: was 700MiB or 700GiB meant?" in err
+    code, _, err = run(capsys, "curve", *CHAIN, "--limit", "2G", "--points", 2)
+    assert (code, "less than 1 MiB" in err) == (0, False)
 
 
 def test_the_curve_of_a_graph(capsys):
@@ -315,7 +379,7 @@ def test_fitting(capsys):
     data = data_of(capsys, "fit", *CHAIN, *options)
     assert data["largest"]["batch"] % 16 == 0
     assert data["largest"]["measured_bytes"] <= 200_000
-    assert data["format"] == "rotor.fit"
+    assert (data["format"], data["command"]) == ("rotor.command", "fit")
     code, out, err = run(capsys, "fit", "net.py:chain", "--input", "2,32", *options, "--table")
     assert code == 0
     assert "rotor, largest" in out
@@ -476,6 +540,17 @@ def test_a_logger_is_left_as_it_was(capsys):
     assert (list(logger.handlers), logger.level) == before
 
 
+TRAIN = """
+import sys
+import torch
+from net import Net
+
+model = Net()
+for _ in range(2):
+    model(torch.randint(1000, (16, 32))).sum().backward()
+    model.zero_grad()
+print(sys.argv[1:])
+"""
 PAGE = Path(__file__).resolve().parents[1] / "docs/command-line.md"
 
 
@@ -484,6 +559,7 @@ def test_the_commands_of_the_page_run(capsys):
     code = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert code is not None
     Path("net.py").write_text(code[1], encoding="utf-8")
+    Path("train.py").write_text(TRAIN, encoding="utf-8")
     lines = re.findall(r"^\$ rotor (.*)$", text, re.MULTILINE)
     assert {shlex.split(line)[0] for line in lines} >= {"info", "curve", "fit", "measure", "plan"}
     for line in lines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ __all__ = [
     "give",
     "number",
     "say",
+    "show",
     "tell",
     "write_command_json",
     "write_json",
@@ -49,6 +51,28 @@ def examples(*lines: str) -> str:
 def say(text: str = "") -> None:
     """Write a line to stdout."""
     sys.stdout.write(f"{text}\n")
+
+
+_STYLES = {
+    r"(?m)^-[- ]*$": "dim",
+    r"(?m)^.*nothing fits.*$": "red",
+    r"(?m)^.*the limit$": "green",
+    r"(?m)^At your .*\.$": "bold",
+}
+
+
+def show(text: str) -> None:
+    """Write results to stdout, in colour on a terminal where rich is installed."""
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        say(text)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    styled = Text(text)
+    for pattern, style in _STYLES.items():
+        styled.highlight_regex(pattern, style)
+    Console(highlight=False, soft_wrap=True).print(styled)
 
 
 def tell(arguments: argparse.Namespace, text: str, *, always: bool = False) -> None:
@@ -152,4 +176,4 @@ def give(arguments: argparse.Namespace, data: dict[str, Any], text: str) -> None
     if arguments.json is not None:
         write_command_json(arguments, data, arguments.json)
     if arguments.json != "-":
-        say(text)
+        show(text)

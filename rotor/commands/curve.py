@@ -58,7 +58,7 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    limit = limit_of(arguments.limit)
+    limit = limit_of(arguments)
     if arguments.points < 2:
         raise ValueError(f"--points {arguments.points}: expected 2 or more")
     if arguments.plot is not None:

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from rotor import experiments
-from rotor.commands import add_output, columns, examples, give, number, say, tell, write_json
+from rotor.commands import (
+    add_output,
+    columns,
+    examples,
+    give,
+    number,
+    say,
+    tell,
+    write_command_json,
+)
 from rotor.experiments.cells import usable_cpus
 
 __all__ = ["add"]
@@ -345,7 +354,7 @@ def _all(arguments: argparse.Namespace) -> int:
         if arguments.json != "-":
             say(f"{text}\n")
     if arguments.json is not None:
-        write_json(found, arguments.json)
+        write_command_json(arguments, {"results": found}, arguments.json)
     return 0
 
 
@@ -408,8 +417,9 @@ def _list(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         shipped = {name: configuration.load(name) for name in configuration.shipped()}
         described = {name: config.description for name, config in shipped.items()}
-        data = {"experiments": _DESCRIBED, "configurations": described}
-        write_json(data | {"logs": {str(log.path): log.title for log in logs}}, arguments.json)
+        data: dict[str, Any] = {"experiments": _DESCRIBED, "configurations": described}
+        data["logs"] = {str(log.path): log.title for log in logs}
+        write_command_json(arguments, data, arguments.json)
     if arguments.json == "-":
         return 0
     rows = [["rotor experiment", "question"]]

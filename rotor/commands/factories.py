@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rotor.chain import Chain
+from rotor.commands.checks import parse_input
 from rotor.common.calls import sample_call
 from rotor.common.undisturbed import training_flags_kept
 from rotor.engines.chain.stages import is_plain_sequential
@@ -24,8 +25,6 @@ from rotor.graph.program import simulate
 from rotor.wrapper.checkpointable import Checkpointable
 
 __all__ = ["Input", "Made", "draw", "inputs", "load", "make", "measured", "parse_input"]
-
-_LONGEST = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -195,28 +194,6 @@ def make(name: str, arguments: Mapping[str, Any] | None = None) -> Made:
         return Made(made, sample)
     kind = "a class" if inspect.isclass(made) else f"{type(made).__name__}"
     raise ValueError(f"{name} gave {kind}, expected an nn.Module, or (an nn.Module, a sample)")
-
-
-def parse_input(text: str) -> tuple[str | None, tuple[int, ...]]:
-    """Return a name and a shape from text such as ``32,3,224,224`` or ``ids=8x128``.
-
-    Raises
-    ------
-    ValueError
-        It cannot be read, or a size is not positive.
-    """
-    name, separator, shape = text.rpartition("=")
-    try:
-        sizes = tuple(int(size) for size in shape.replace("x", ",").split(","))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1 or max(sizes) > _LONGEST:
-        raise ValueError(
-            f"--input {text!r} is no shape, expected positive sizes such as 32,3,224,224"
-        )
-    if separator and not name.isidentifier():
-        raise ValueError(f"--input {text!r}: {name!r} is no name of an argument")
-    return name or None, sizes
 
 
 def parse_dtype(text: str) -> torch.dtype:

@@ -63,13 +63,11 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    limit = limit_of(arguments.limit)
+    limit = limit_of(arguments)
     from rotor.fit.search import largest_batch
 
     subject = Subject(arguments)
     subject.check()
-    if arguments.points < 1 or arguments.multiple_of < 1:
-        raise ValueError("--points and --multiple-of: expected whole numbers of 1 or more")
     options: dict[str, Any] = {} if arguments.effort is None else {"effort": arguments.effort}
     if arguments.lengths is not None:
         from rotor.fit.lengths import cost_of_lengths, lengths_of
@@ -99,5 +97,6 @@ def _run(arguments: argparse.Namespace) -> int:
         **options,
     )
     text = f"{found}\n\n{found.display()}" if arguments.table else str(found)
-    give(arguments, subject.described() | found.to_dict(), text)
+    figures = {k: v for k, v in found.to_dict().items() if k not in ("format", "version")}
+    give(arguments, subject.described() | figures, text)
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rotor.commands import add_output, columns, say, write_json
+from rotor.commands import add_output, columns, say, write_command_json
 from rotor.simrd import heuristics, runtimes
 
 __all__ = ["add"]
@@ -37,7 +37,7 @@ def _data() -> dict[str, Any]:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
-        write_json(_data(), arguments.json)
+        write_command_json(arguments, _data(), arguments.json)
     if arguments.json == "-":
         return 0
     rows = [["heuristic", "needs", "cost: the least is evicted"]]

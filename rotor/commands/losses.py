@@ -14,8 +14,6 @@ from rotor.fit import batches
 
 __all__ = ["loss_of"]
 
-_BUILT_IN = ("cross_entropy", "mse", "sum")
-
 
 def loss_of(name: str) -> Callable[[Any], torch.Tensor]:
     """Return the loss of a name: a function of the model's output alone.
@@ -37,11 +35,6 @@ def loss_of(name: str) -> Callable[[Any], torch.Tensor]:
         return _mse
     if name == "sum":
         return batches.sum_of
-    if ":" not in name:
-        raise ValueError(
-            f"--loss {name!r}: expected {', '.join(_BUILT_IN)}, or FILE.py:FUNCTION, a function of "
-            "the output"
-        )
     return factories.load(name)
 
 

@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = _show_warning
         try:
             check_folders(arguments)
+            if "check" in arguments:
+                arguments.check(arguments)
             command: Callable[[argparse.Namespace], int] = arguments.command
             code = command(arguments)
             sys.stdout.flush()

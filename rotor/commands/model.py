@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import ast
 from typing import TYPE_CHECKING, Any
 
+from rotor.commands import tell
+from rotor.commands.checks import check_model, parse_argument
 from rotor.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def add_model(sub: argparse.ArgumentParser) -> None:
         metavar="N",
         help="seed of parameters and inputs (default: 0)",
     )
-    sub.set_defaults(announce=True)
+    sub.set_defaults(announce=True, check=check_model)
 
 
 def add_profile(sub: argparse.ArgumentParser) -> None:
@@ -94,9 +95,29 @@ def add_profile(sub: argparse.ArgumentParser) -> None:
     )
 
 
-def limit_of(text: str | None) -> int | None:
-    """Return the limit of a command line in bytes; ValueError: it cannot be read."""
-    return None if text is None else parse_bytes(text, name="--limit")
+_SMALL_BYTES = 1 << 20
+
+
+def limit_of(arguments: argparse.Namespace) -> int | None:
+    """Return the limit of a command line in bytes, and question one below 1 MiB.
+
+    Raises
+    ------
+    ValueError
+        It cannot be read.
+    """
+    text: str | None = arguments.limit
+    if text is None:
+        return None
+    found = parse_bytes(text, name="--limit")
+    if found < _SMALL_BYTES:
+        number = text.strip().rstrip("BbIiKkMm ")
+        tell(
+            arguments,
+            f"--limit {text} is {found} bytes, less than 1 MiB: was {number}MiB or {number}GiB "
+            "meant?",
+        )
+    return found
 
 
 class Subject:
@@ -129,12 +150,10 @@ class Subject:
         self.profile = None if path is None else factories.profile_of(path, arguments.engine)
         self.engine: str = arguments.engine if path is None else "graph"
         given = factories.inputs(arguments.input, arguments.dtype, arguments.high)
-        if not given and (arguments.dtype or arguments.high):
-            raise ValueError("--dtype and --high are of inputs: give --input too")
         self.name: str = arguments.factory
         self.device = factories.device_of(arguments.device)
         factories.seed(arguments.seed)
-        made = factories.make(self.name, dict(_argument(text) for text in arguments.arg))
+        made = factories.make(self.name, dict(parse_argument(text) for text in arguments.arg))
         sample = made.sample
         if given:
             sample = factories.draw(given, self.device, arguments.seed)
@@ -173,16 +192,6 @@ class Subject:
     def heading(self) -> str:
         """Return a line on the machine that is planned for, if it is another one."""
         return "" if self.profile is None else f"for {self.profile}\n"
-
-
-def _argument(text: str) -> tuple[str, Any]:
-    name, separator, value = text.partition("=")
-    if not separator or not name.isidentifier():
-        raise ValueError(f"--arg {text!r}: expected NAME=VALUE, such as layers=4")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
 
 
 def wrapped(

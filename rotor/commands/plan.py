@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    limit = limit_of(arguments.limit)
+    limit = limit_of(arguments)
     check_pages(arguments)
     from rotor.commands import running
     from rotor.common.accounting import default_limit

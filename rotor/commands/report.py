@@ -9,8 +9,17 @@ from typing import Any, NamedTuple
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence
 from rotor.chain import Chain, read_json
-from rotor.commands import add_output, add_trace, check_pages, examples, give, tell
-from rotor.commands.curve import curve_text
+from rotor.commands import (
+    FORMAT,
+    VERSION,
+    add_output,
+    add_trace,
+    check_pages,
+    examples,
+    give,
+    tell,
+)
+from rotor.commands.curve import CurveFacts, curve_text
 from rotor.commands.measure import chain_text, graph_text
 from rotor.graph import Graph, Program, render, summarise
 from rotor.report.html import sequence_page
@@ -62,6 +71,9 @@ def _run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise ValueError(f"{arguments.plan}: {error}") from None
     kind = data.get("format") if isinstance(data, dict) else None
+    if kind == FORMAT:
+        data = _of_command(arguments.plan, data)
+        kind = data.get("format")
     if kind not in _FORMATS:
         raise ValueError(
             f"{arguments.plan} holds {kind!r}, expected a file of `rotor plan --out` or `rotor "
@@ -81,6 +93,21 @@ def _run(arguments: argparse.Namespace) -> int:
         tell(arguments, f"{arguments.trace} has the trace")
     give(arguments, {"file": arguments.plan, "kind": kind, **figures}, text)
     return 0
+
+
+def _of_command(path: str, data: dict[str, Any]) -> dict[str, Any]:
+    """Return the chain, graph, schedule or curve in what a command wrote with ``--json``."""
+    if data.get("version") != VERSION:
+        raise ValueError(f"{path}: version {data.get('version')!r} is unknown, expected {VERSION}")
+    for name in ("curve", "measured", "schedule"):
+        found = data.get(name)
+        if isinstance(found, dict):
+            facts = data.get("plan") if name == "schedule" else data
+            return found if name == "measured" else found | {"plan": facts}
+    raise ValueError(
+        f"{path} is of `rotor {data.get('command')}` and holds no plan, expected the JSON of "
+        "curve, measure or plan, of a model with a single plan"
+    )
 
 
 def _known(data: dict[str, Any]) -> dict[str, Any]:
@@ -219,6 +246,10 @@ def _chain(data: dict[str, Any], files: _Files) -> tuple[dict[str, Any], str]:
 
 def _curve(data: dict[str, Any], files: _Files) -> tuple[dict[str, Any], str]:
     _no_page(files, "curve")
+    known = data.pop("plan", None) or {}
     curve = Curve.from_dict(data)
+    facts = CurveFacts.from_dict(known)
+    marks = [("plain PyTorch", facts.plain_bytes), ("the limit", facts.limit_bytes)]
+    curve.marks = tuple([(name, size) for name, size in marks if size is not None])
     figures = {"points": len(curve.bytes), "minimum_bytes": curve.minimum_bytes}
-    return figures, curve_text(curve, len(curve.bytes))
+    return figures, curve_text(curve, len(curve.bytes) if not known else 16, facts)

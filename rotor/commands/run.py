@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    limit = limit_of(arguments.limit)
+    limit = limit_of(arguments)
     if arguments.watch and limit is not None:
         raise ValueError("--watch says what limits cost, and --limit keeps one: give one of them")
     from rotor.commands import script

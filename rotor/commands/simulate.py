@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rotor.commands import add_output, examples, number, say, write_json
+from rotor.commands import add_output, examples, number, say, write_command_json
 from rotor.experiments import shipped_logs
 from rotor.report.text import table
 from rotor.simrd import heuristics, runtimes
@@ -157,15 +157,11 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if arguments.trace is not None:
         _write_trace(results[0], log, Path(arguments.trace))
     if arguments.json is not None:
-        _write_json(results, arguments.json)
+        data = {"results": [result.to_dict() for result in results]}
+        write_command_json(arguments, data, arguments.json)
     if arguments.json != "-":
         _show(log, results, stats=arguments.stats)
     return 0 if all(result.status == "ok" for result in results) else 1
-
-
-def _write_json(results: Sequence[Result], target: str) -> None:
-    data = [result.to_dict() for result in results]
-    write_json(data[0] if len(data) == 1 else data, target)
 
 
 def _path(name: str) -> str:
