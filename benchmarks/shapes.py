@@ -13,8 +13,10 @@ import copy
 import importlib.util
 import random
 import sys
+import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -163,6 +165,84 @@ def run(name: str, args: argparse.Namespace) -> list[str]:
     ]
 
 
+class Batches(torch.utils.data.IterableDataset):
+    """Batches of drawn lengths, whole: the Trainer pads nothing."""
+
+    def __init__(self, name: str, size: int, drawn: list[int]) -> None:
+        self.name, self.size, self.drawn = name, size, drawn
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        generator = torch.Generator().manual_seed(1)
+        for length in self.drawn:
+            yield batch_of(self.name, self.size, length, generator)
+
+
+def run_trainer(name: str, args: argparse.Namespace) -> list[str]:
+    """Train by the Trainer of Transformers, plainly and under a limit; return a row of figures."""
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    from rotor.integrations.transformers import RotorCallback
+
+    class Clock(TrainerCallback):
+        """CPU seconds of each step."""
+
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.begun = time.process_time()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.seconds.append(time.process_time() - self.begun)
+
+    torch.manual_seed(0)
+    model = {"bert": bert, "gpt2": gpt2}[name](args.layers, args.width).train()
+    drawn = lengths(args.steps)
+    generator = torch.Generator().manual_seed(2)
+    largest = batch_of(name, args.batch, max(drawn), generator)
+    limit = int(args.share * peak_of(copy.deepcopy(model), largest))
+    clocks, losses, given = [], [], RotorCallback(mem_limit=limit, engine="graph")
+    for callbacks in ([], [given]):
+        clock = Clock()
+        with tempfile.TemporaryDirectory() as directory:
+            trainer = Trainer(
+                copy.deepcopy(model),
+                TrainingArguments(
+                    directory,
+                    max_steps=len(drawn),
+                    per_device_train_batch_size=1,
+                    logging_steps=1,
+                    save_strategy="no",
+                    report_to=[],
+                    use_cpu=True,
+                    disable_tqdm=True,
+                    optim="sgd",
+                    seed=0,
+                ),
+                train_dataset=Batches(name, args.batch, drawn),
+                data_collator=lambda batches: batches[0],
+                callbacks=[clock, *callbacks],
+            )
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
+        clocks.append(clock.seconds)
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    plain, limited = clocks
+    first = {length: k for k, length in reversed(list(enumerate(drawn)))}
+    captures = set(sorted(first.values())[:2])
+    seen = [k for k in range(len(drawn)) if k not in captures]
+    predicted = max(plan.predicted_bytes for plan in given.model.plans.values())
+    return [
+        name,
+        str(len(first)),
+        f"{sum(limited) / sum(plain):.3f}",
+        f"{sum(limited[k] for k in seen) / sum(plain[k] for k in seen):.3f}",
+        " ".join(f"{limited[k]:.1f}" for k in sorted(captures)),
+        f"{predicted / limit:.3f}",
+        "equal" if losses[0] == losses[1] else "differ",
+    ]
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -172,11 +252,18 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--share", type=float, default=0.6, help="limit / largest plain peak")
+    parser.add_argument("--trainer", action="store_true", help="train by Transformers' Trainer")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
     if importlib.util.find_spec("transformers") is None:
         raise SystemExit("install transformers: pip install transformers")
     torch.set_num_threads(1)
+    if args.trainer:
+        head = ["Trainer", "lengths", "total / plain", "without captures", "captures, s"]
+        rows = [[*head, "plan / limit", "losses"]]
+        rows += [run_trainer(name, args) for name in ("bert", "gpt2") if args.only in (None, name)]
+        print(table(rows))
+        return
     rows = [
         [
             "model",
