@@ -1,7 +1,7 @@
 """Memory of a device: free bytes, rounded sizes of tensors, and exact meters of allocations.
 
-A meter counts the bytes that PyTorch's allocator has handed out: on CUDA by the caching allocator's
-own counters, on the CPU by the events that the allocator reports to a profiler. Memory that a
+A meter counts the bytes that PyTorch's allocator has handed out: on an accelerator by the
+allocator's own counters, on the CPU by the events that it reports to a profiler. Memory that a
 kernel takes from elsewhere is invisible to both, and resident set size is no measure of either.
 """
 
@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from rotor import _core
-from rotor._pytorch import core
+from rotor._pytorch import core, devices
 from rotor._pytorch import profiler as _profiler
 from rotor.common import accounting
 from rotor.common.timeline import Timeline, timeline_of
@@ -56,15 +56,15 @@ def free_bytes(device: torch.device | str) -> int:
     Parameters
     ----------
     device
-        A CPU or CUDA device.
+        The CPU or an accelerator.
 
     Returns
     -------
     int
         CPU: the smallest of the machine's available memory, the rest within the control groups
         (page cache that the kernel would give back counts as free) and the rest within the limits
-        on address space and data. CUDA: the driver's free bytes and the unallocated bytes of the
-        caching allocator, within the process's memory fraction.
+        on address space and data. Accelerator: the driver's free bytes and the unallocated bytes
+        of the caching allocator, within the process's memory fraction.
 
     Raises
     ------
@@ -75,14 +75,15 @@ def free_bytes(device: torch.device | str) -> int:
     if device.type == "cpu":
         free = _core.probe_memory()["free_bytes"]
         return free if free >= 0 else int(psutil.virtual_memory().available)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    found = _core.cuda_memory(index, None, "")
-    free, total = found["free_bytes"], found["total_bytes"]
+    free, total = -1, -1
+    if device.type == "cuda":
+        found = _core.cuda_memory(device.index, None, "")
+        free, total = found["free_bytes"], found["total_bytes"]
     if free < 0:  # No driver by its usual name, or no context yet.
-        free, total = torch.cuda.mem_get_info(device)
-    allocated = torch.cuda.memory_allocated(device)
-    free += torch.cuda.memory_reserved(device) - allocated
-    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - allocated
+        free, total = devices.free_and_total_bytes(device)
+    allocated = devices.allocated_bytes(device)
+    free += devices.reserved_bytes(device) - allocated
+    allowed = int(total * devices.memory_fraction(device)) - allocated
     return max(min(free, allowed), 0)
 
 
@@ -94,12 +95,12 @@ def rounded_bytes(nbytes: int, device: torch.device | str) -> int:
     nbytes
         Size of a storage, bytes.
     device
-        A CPU or CUDA device.
+        The CPU or an accelerator.
 
     Returns
     -------
     int
-        CPU: `nbytes`. CUDA: the next multiple of 512, in which the caching allocator gives out
+        CPU: `nbytes`. Accelerator: the next multiple of 512, in which caching allocators give out
         memory; blocks above 1 MiB may come out up to 1 MiB larger when a cached one is reused.
     """
     return accounting.rounded_bytes(nbytes, _checked(device).type)
@@ -150,8 +151,9 @@ class Meter(ABC):
     also sees memory that other threads, such as the threads of collectives, free. A meter stopped
     inside a backward has its figures when the backward has returned; `step_meter` shows how
     to stop one as soon as the backward ends. The release of a block from before the start is seen
-    only for the tensors given as `existing`. On CUDA a meter resets the peak
-    statistics of the device (``torch.cuda.max_memory_allocated``) at its start and at each mark.
+    only for the tensors given as `existing`. On an accelerator a meter resets the
+    peak statistics of the device (``torch.accelerator.max_memory_allocated``) at its start and at
+    each mark.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -187,7 +189,7 @@ class Meter(ABC):
 
     @property
     def timeline(self) -> Timeline | None:
-        """Live bytes over time; ``None`` unless asked for, and on CUDA."""
+        """Live bytes over time; ``None`` unless asked for, and on accelerators."""
         self._need_figures()
         return self._timeline
 
@@ -473,7 +475,7 @@ def _note(
         moments.append((event.ns, level, given))
 
 
-class _CudaMeter(Meter):
+class _CountedMeter(Meter):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._base = 0
@@ -481,21 +483,16 @@ class _CudaMeter(Meter):
         self._name: str | None = None
 
     def _begin(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._base, _ = self._counters()
-
-    def _counters(self) -> tuple[int, int]:
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        allocated = stats.get("allocated_bytes", {}).get("all", {"current": 0, "peak": 0})
-        return allocated["current"], allocated["peak"]
+        devices.reset_peak(self.device)
+        self._base, _ = devices.counters(self.device)
 
     def _mark(self, name: str) -> None:
         self._close_segment()
-        torch.cuda.reset_peak_memory_stats(self.device)
+        devices.reset_peak(self.device)
         self._name, self._start = name, self._end_bytes
 
     def _close_segment(self) -> None:
-        current, peak = self._counters()
+        current, peak = devices.counters(self.device)
         self._end_bytes = current - self._base
         self._peak_bytes = max(self._peak_bytes, peak - self._base)
         if self._name is not None:
@@ -519,13 +516,13 @@ def meter(
     Parameters
     ----------
     device
-        A CPU or CUDA device.
+        The CPU or an accelerator.
     existing
         Tensors whose storages may be freed while the meter runs, such as old gradients. On the
-        CPU the meter sees only the release of these; on CUDA it sees all.
+        CPU the meter sees only the release of these; on an accelerator it sees all.
     timeline
         Keep the live bytes over time too, at most ``timeline.MOST_POINTS`` moments, highs
-        and lows first. On the CPU only: CUDA's counters give peaks without their times.
+        and lows first. On the CPU only: counters of accelerators give peaks without their times.
 
     Examples
     --------
@@ -538,7 +535,12 @@ def meter(
     device = _checked(device)
     if device.type == "cpu":
         return _CpuMeter(device, list(existing), timeline)
-    return _CudaMeter(device)
+    if not devices.has_counters(device):
+        raise ValueError(
+            f"PyTorch has no counters of the memory of {device.type} devices: a limit cannot be "
+            "kept there, train without one or on another device"
+        )
+    return _CountedMeter(device)
 
 
 @contextmanager
@@ -594,11 +596,4 @@ def _check_cuda() -> None:
 
 
 def _checked(device: torch.device | str) -> torch.device:
-    device = torch.device(device)
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda":
-        raise ValueError(f"memory is known of cpu and cuda devices, got {str(device)!r}")
-    if ":" in str(device):
-        return device
-    return torch.device("cuda", torch.cuda.current_device())
+    return devices.known(device)

@@ -549,7 +549,7 @@ class Driver:
             return None
         if is_due(plan, self.context.structure.parameters):
             return meter_again(engine, plan)
-        return PeakWatch(engine, plan) if plan.device.type == "cuda" else engine.watch(plan)
+        return engine.watch(plan) if plan.device.type == "cpu" else PeakWatch(engine, plan)
 
 
 _drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
