@@ -78,7 +78,8 @@ class Clock:
         begin, end = self._events
         end.record(torch.accelerator.current_stream(self._device))
         end.synchronize()
-        return round(begin.elapsed_time(end) * _NS_PER_MS)
+        elapsed_ms: float = begin.elapsed_time(end)
+        return round(elapsed_ms * _NS_PER_MS)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rotor import _core, memory
+from rotor._pytorch import devices
 from rotor.memory import MeterBusyError, Segment, meter
 
 
@@ -18,6 +19,7 @@ class _FakeCuda:
             "get_memory_info",
         ):
             monkeypatch.setattr(torch.accelerator, name, getattr(self, name))
+        monkeypatch.setattr(devices, "settle_backwards", lambda _: None)
         fraction = self.get_per_process_memory_fraction
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", fraction)
         monkeypatch.setattr(_core, "cuda_memory", self.cuda_memory)

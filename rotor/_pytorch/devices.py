@@ -26,6 +26,7 @@ __all__ = [
     "name_of",
     "reserved_bytes",
     "reset_peak",
+    "settle_backwards",
     "synchronize",
 ]
 
@@ -90,7 +91,7 @@ def known(device: torch.device | str) -> torch.device:
             f"expected the CPU or an accelerator that PyTorch has a module for, such as cuda or "
             f"xpu, got {str(device)!r}"
         ) from None
-    if found.index is not None:
+    if ":" in str(found):
         return found
     return torch.device(found.type, getattr(module, "current_device", lambda: 0)())
 
@@ -168,6 +169,17 @@ def capturing(device: torch.device) -> Callable[[], bool] | None:
 def synchronize(device: torch.device) -> None:
     """Wait for all work on an accelerator."""
     torch.accelerator.synchronize(device)
+
+
+def settle_backwards(device: torch.device) -> None:
+    """Wait until an accelerator's thread of backwards has dropped what it ran.
+
+    A backward returns as soon as its last node has run, and the thread drops that node, with what
+    it saved, a moment later: the counters of memory fall at a time of its own.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        nothing = torch.empty(0, device=device, requires_grad=True)
+        nothing.view(0).backward(torch.empty(0, device=device))
 
 
 def count(device_type: str) -> int:

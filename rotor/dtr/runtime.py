@@ -196,8 +196,8 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
 
     # -- random numbers, and operators that are not PyTorch's own
 
-    def _generator(self, kwargs: dict[str, Any]) -> torch.Generator:
-        generator: torch.Generator | None = kwargs.get("generator")
+    def _generator(self, kwargs: dict[str, Any]) -> Any:
+        generator: Any | None = kwargs.get("generator")
         if generator is not None:
             return generator
         return devices.generator_of(self.device)

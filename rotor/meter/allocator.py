@@ -11,13 +11,12 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import psutil
 import torch
@@ -27,6 +26,8 @@ from rotor._pytorch import core, devices
 from rotor._pytorch import profiler as _profiler
 from rotor.common import accounting
 from rotor.common.timeline import Timeline, timeline_of
+from rotor.meter.blocks import Blocks
+from rotor.meter.collector import CollectorPause
 
 __all__ = [
     "Meter",
@@ -153,7 +154,8 @@ class Meter(ABC):
     to stop one as soon as the backward ends. The release of a block from before the start is seen
     only for the tensors given as `existing`. On an accelerator a meter resets the
     peak statistics of the device (``torch.accelerator.max_memory_allocated``) at its start and at
-    each mark.
+    each mark, and within a ``with`` block Python's collector of cycles waits: the counters are
+    those of the whole device, and what it frees would be taken for the block's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -363,70 +365,6 @@ class _Freed:
         self._trace.mark(self._name)
 
 
-class _Blocks:
-    """Live blocks of memory by address, and their total bytes.
-
-    A block freed on an unprofiled thread counts as freed once a new block overlaps it. Where totals
-    are known, it counts as freed as soon as the total has fallen by more than unprofiled threads
-    had allocated, although the block itself remains unknown.
-
-    Parameters
-    ----------
-    resident
-        Addresses of blocks from before the start whose release is reported separately.
-    """
-
-    def __init__(self, resident: Collection[int] = ()) -> None:
-        self._resident = resident
-        self._sizes: dict[int, int] = {}
-        self._addresses: list[int] = []
-        self._bytes = 0
-        self._total = -1
-        self._elsewhere = 0
-
-    @property
-    def level(self) -> int:
-        """Total bytes of the live blocks."""
-        return self._bytes + min(self._elsewhere, 0)
-
-    def add(self, event: _profiler.Allocation) -> None:
-        """Record an allocation or a release."""
-        if event.total_bytes >= 0:
-            if self._total >= 0:
-                self._elsewhere += event.total_bytes - self._total - event.nbytes
-            self._total = event.total_bytes
-        if event.nbytes > 0:
-            self._begin(event.address, event.nbytes)
-        else:
-            self._end(event.address, -event.nbytes)
-
-    def _begin(self, address: int, nbytes: int) -> None:
-        place = bisect_left(self._addresses, address)
-        if place and self._end_of(place - 1) > address:
-            place -= 1
-        last = bisect_left(self._addresses, address + nbytes, place)
-        gone = sum(self._sizes.pop(other) for other in self._addresses[place:last])
-        self._addresses[place:last] = [address]
-        self._sizes[address] = nbytes
-        self._bytes += nbytes - gone
-        if self._total >= 0:
-            self._elsewhere += gone
-
-    def _end(self, address: int, nbytes: int) -> None:
-        size = self._sizes.pop(address, None)
-        if size is not None:
-            del self._addresses[bisect_left(self._addresses, address)]
-            self._bytes -= size
-        elif address not in self._resident and nbytes <= self._elsewhere:
-            # Allocated by another thread. Otherwise it is from before the start, and its size as
-            # reported by PyTorch may be wrong.
-            self._elsewhere -= nbytes
-
-    def _end_of(self, place: int) -> int:
-        address = self._addresses[place]
-        return address + self._sizes[address]
-
-
 def _levels(
     events: Iterable[_profiler.Allocation | str],
     moments: list[tuple[int, int, int]] | None = None,
@@ -438,7 +376,7 @@ def _levels(
     each moment.
     """
     segments: list[Segment] = []
-    blocks = _Blocks(resident)
+    blocks = Blocks(resident)
     name: str | None = None
     freed = level = start = peak = highest = given = 0
     for event in events:
@@ -481,6 +419,32 @@ class _CountedMeter(Meter):
         self._base = 0
         self._start = 0
         self._name: str | None = None
+        self._pause = CollectorPause()
+
+    def __enter__(self) -> Self:
+        self._pause.begin()
+        try:
+            self._settle()
+            return super().__enter__()
+        except BaseException:
+            self._pause.end()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._settle()
+            super().__exit__(*error)
+        finally:
+            self._pause.end()
+
+    def mark(self, name: str) -> None:
+        if self._pause.is_on:
+            self._settle()
+        super().mark(name)
+
+    def _settle(self) -> None:
+        if not core.in_backward():
+            devices.settle_backwards(self.device)
 
     def _begin(self) -> None:
         devices.reset_peak(self.device)

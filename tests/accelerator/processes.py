@@ -67,9 +67,16 @@ def _reports_of(names: Sequence[str], root: Path) -> dict[str, list[Any]]:
         reports.touch()
         tests = str(Path(__file__).parent.parent)
         environment = os.environ | {"PYTHONPATH": tests, _REPORTS: str(reports)}
-        command = [sys.executable, "-m", "pytest", "-p", "accelerator.processes", *names]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "accelerator.processes",
+            "--show-capture=no",
+        ]
         done = subprocess.run(
-            command,
+            [*command, *names],
             cwd=root,
             env=environment,
             stdout=subprocess.PIPE,
