@@ -67,6 +67,10 @@ def compared(sim, make, batches, share, *, engine, inside=False, settings=None, 
     if inside:
         settings["loss_fn"] = distance
     wrapped = rotor.Checkpointable(model, mem_limit=limit, engine=engine, **settings)
+    if engine != "dynamic" and "autocast" not in options:
+        # Measuring has a bound of its own.
+        targets = {"targets": (torch.tensor(0.5, device="sim"),)} if inside else {}
+        wrapped.measure(batches[0], **targets)
     found = Trained(sim, wrapped, batches, inside=inside, **options)
     assert_equal(found, expected)
     return limit, expected, found

@@ -76,7 +76,7 @@ def _reports_of(names: Sequence[str], root: Path) -> dict[str, list[Any]]:
             "--show-capture=no",
         ]
         done = subprocess.run(
-            [*command, *names],
+            [*command, "-p", "accelerator.processes", *names],
             cwd=root,
             env=environment,
             stdout=subprocess.PIPE,
