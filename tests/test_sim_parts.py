@@ -18,8 +18,8 @@ class Broken(nn.Module):
 
     @staticmethod
     def block(dropout):
-        layers = (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)) * 1
-        return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.LayerNorm(WIDTH))
+        first = nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)
+        return nn.Sequential(*first, nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.LayerNorm(WIDTH))
 
     def forward(self, value):
         value = self.first(value)
@@ -30,6 +30,7 @@ class Broken(nn.Module):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.filterwarnings("ignore:no single graph")
+@pytest.mark.filterwarnings("ignore:the limit of .* was not kept in a first step")
 def test_bit_equal_within_the_limit(sim, dropout):
     torch.manual_seed(0)
     data = [torch.randn(ROWS, WIDTH, device="sim") for _ in range(4)]
