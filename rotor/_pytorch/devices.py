@@ -6,6 +6,7 @@ or one registered by a backend). What a module lacks is asked for here, in one p
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ __all__ = [
     "known",
     "memory_fraction",
     "name_of",
+    "prepare",
     "reserved_bytes",
     "reset_peak",
     "settle_backwards",
@@ -180,6 +182,29 @@ def settle_backwards(device: torch.device) -> None:
     with torch.inference_mode(False), torch.enable_grad():
         nothing = torch.empty(0, device=device, requires_grad=True)
         nothing.view(0).backward(torch.empty(0, device=device))
+
+
+def prepare(device: torch.device) -> None:
+    """Let libraries allocate what they keep for this thread and the one of backwards.
+
+    At the first matrix product of a thread, in each stream, an accelerator's library takes a
+    workspace that it keeps. Made here, it is part of the level before a step and not of its peak.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or device.type != accelerator.type:
+        return
+    key = (device, threading.get_ident(), torch.accelerator.current_stream(device).stream_id)
+    if key in _prepared:
+        return
+    _prepared.add(key)
+    autocast = torch.autocast(device.type, enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), autocast:
+        matrix = torch.zeros(8, 8, device=device, requires_grad=True)
+        torch.autograd.grad((matrix @ matrix).sum(), matrix)
+    settle_backwards(device)
+
+
+_prepared: set[tuple[torch.device, int, int]] = set()
 
 
 def count(device_type: str) -> int:
