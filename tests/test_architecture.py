@@ -366,10 +366,11 @@ PRIVATE_IN_TESTS = {
     "test_simrd_simulate": ["_core"],
     "test_stubs": ["_core"],
     "test_timing": ["_core"],
-    "test_memory_cuda": ["_core"],
+    "test_memory_cuda": ["_core", "_pytorch.devices"],
     "test_wrapping": ["common.model_state"],
     "test_integer_program": ["algorithms._integer_program"],
     "test_undisturbed": ["_pytorch.core"],
+    "test_varying_memory": ["_pytorch.devices"],
     "background_models": ["wrapper.checkpointable"],
 }
 

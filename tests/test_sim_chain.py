@@ -76,3 +76,15 @@ def test_trains_where_plain_runs_out_of_memory(sim):
     model.load_state_dict(state)
     ours = Trained(sim, wrapped, data, inside=True)
     assert_equal(ours, plain)
+
+
+@pytest.mark.parametrize("engine", ["chain", "graph"])
+def test_measuring_draws_no_numbers(sim, engine):
+    """Leave the states of the CPU's and the device's generators as they were."""
+    model = chain(0.3).to("sim")
+    wrapped = rotor.Checkpointable(model, mem_limit="2.5 MB", engine=engine, loss_fn=distance)
+    data = batches(1)[0]
+    states = torch.get_rng_state(), sim.get_rng_state()
+    wrapped.measure(data, targets=(torch.tensor(0.5, device="sim"),))
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert torch.equal(sim.get_rng_state(), states[1])

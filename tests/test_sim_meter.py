@@ -11,6 +11,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 def test_segments(sim):
     value = torch.zeros(1000, device="sim")
+    torch.zeros(MIB, device="sim")  # A peak of before.
     with meter("sim") as m:
         m.mark("a")
         copy = value.clone()
