@@ -123,6 +123,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     ),
     "gpt": (lambda: gpt(256, 512), lambda: torch.randint(512, (2, 32))),
     "gpt2": (lambda: gpt(768, 50257), lambda: torch.randint(50257, (1, 64))),
+    "large vocabulary": (
+        lambda: build_gpt(
+            "gpt2", layers=1, width=64, heads=2, vocab_size=8000, context_length=16, dropout=0.0
+        ),
+        lambda: torch.randint(8000, (1, 16)),
+    ),
     "vit": (lambda: Images(96, 4), lambda: torch.randn(2, 3, 32, 32)),
     "residual": (
         lambda: nn.Sequential(*(Residual(128) for _ in range(6))),
@@ -204,7 +210,8 @@ KINDS = {"chain": Plan, "graph": GraphPlan, "parts": PartsPlan, "dynamic": Dynam
 QUICK = {
     *(("linear", engine) for engine in KINDS),
     *(("residual", engine) for engine in KINDS),
-    ("gpt", "chain"), ("vit", "dynamic"), ("embedding", "graph"), ("recurrent", "parts"),
+    ("gpt", "chain"), ("large vocabulary", "chain"), ("vit", "dynamic"),
+    ("embedding", "graph"), ("recurrent", "parts"),
 }  # fmt: skip
 
 

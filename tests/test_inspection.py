@@ -68,7 +68,7 @@ def test_a_backward_that_frees_before_it_makes():
     )
     measure_ = inspection.measures[1]
     chain = inspection.chain(
-        loss_tmp_bytes=0, hold_output=True, missing=[[True] * 2, [], [True] * 2]
+        loss_tmp_bytes=0, hold_output=True, missing=[[True] * 2, [], [True] * 2], sums=[0] * 3
     )
     assert measure_.xbar_bytes > 2 * 64 * 4096 * F
     assert chain.backward_tmp_bytes[1] == measure_.backward_peak_bytes - measure_.grad_bytes

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
+import inspect
+import pickle
 import sys
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import torch
 from torch import nn
 from torchvision_standins import import_torchvision
 
+import rotor
 from rotor import memory
 
 with contextlib.suppress(ModuleNotFoundError):
@@ -204,7 +208,6 @@ def test_losses_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"gradient_checkpointing": True}, "gradient_checkpointing=True"),
         ({"torch_compile": True}, 'backend="inductor"'),
     ],
 )
@@ -261,17 +264,76 @@ def test_what_the_launcher_of_accelerate_brings_is_refused(plugin, monkeypatch):
         refused(model, "torch_compile=True", args)
 
 
-def test_a_model_that_checkpoints_by_itself_is_refused(tmp_path):
-    model = make_model()
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_model_that_checkpoints_by_itself_is_told(tmp_path, is_wrapped):
+    plain, model = make_model(), make_model()
+    train(plain, tmp_path)
+    limited = rotor.Checkpointable(model, mem_limit="1 MB") if is_wrapped else model
+    limits = [] if is_wrapped else [RotorCallback("1 MB")]
+    with pytest.warns(rotor.MemoryLimitWarning, match="gradient checkpointing is on"):
+        train(limited, tmp_path, *limits, gradient_checkpointing=True)
+    assert same_weights(plain, model)
+
+
+def test_a_wrapped_model_is_trained_evaluated_saved_and_resumed(tmp_path):
+    plain, model = make_model(), make_model()
+    wrapped = rotor.Checkpointable(model, mem_limit="1 MB", effort="fast")
+    arguments = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "steps": 4}
+    first = train(plain, tmp_path / "plain", save_steps=2, **arguments)
+    metered = Metered(4)
+    second = train(wrapped, tmp_path / "rotor", metered, save_steps=2, **arguments)
+    assert wrapped.plan.predicted_bytes <= 1_000_000
+    assert metered.peak_bytes <= 1_000_000
+    assert losses(first) == losses(second)
+    assert same_weights(plain, model)
+    assert second.label_names == ["labels"]
+    assert first.evaluate()["eval_loss"] == second.evaluate()["eval_loss"]
+    expected, found = (trainer.predict(texts(8)).predictions for trainer in (first, second))
+    assert found.shape == (8, LENGTH, WORDS)
+    assert (expected == found).all()
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "rotor" / "checkpoint-4")
+    assert same_weights(loaded, model)
+    tokens = texts(1)[0]["input_ids"][None, :4]
+    generated = [m.generate(tokens, max_new_tokens=3, do_sample=False) for m in (plain, wrapped)]
+    assert torch.equal(*generated)
+    other = rotor.Checkpointable(make_model(), mem_limit="1 MB", effort="fast")
+    checkpoint = str(tmp_path / "rotor" / "checkpoint-2")
+    train(other, tmp_path / "resumed", steps=4, resume=checkpoint)
+    assert same_weights(plain, other)
+
+
+def test_columns_that_the_model_does_not_take_are_left_out(tmp_path):
+    wrapped = rotor.Checkpointable(make_model(), mem_limit="1 MB", effort="fast")
+    assert inspect.signature(wrapped.forward) == inspect.signature(wrapped.module.forward)
+    data = [{**line, "source": "a page"} for line in texts(16)]
     trainer = Trainer(
-        model=model,
-        args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]),
-        train_dataset=texts(),
-        callbacks=[RotorCallback(LIMIT)],
+        model=wrapped,
+        args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], max_steps=1),
+        train_dataset=data,
     )
-    model.gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match="gradient_checkpointing=True"):
-        trainer.train()
+    trainer.train()
+    assert wrapped.plan is not None
+
+
+def test_a_wrapped_model_passes_for_its_class_and_is_copied():
+    wrapped = rotor.Checkpointable(make_model(), mem_limit="1 MB")
+    copies = [copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))]
+    for model in (wrapped, *copies):
+        assert isinstance(model, GPT2LMHeadModel)
+        assert isinstance(model, rotor.Checkpointable)
+        assert type(model) is rotor.Checkpointable
+        assert same_weights(model, wrapped)
+
+
+def test_a_cache_that_training_keeps_is_told():
+    tokens = torch.randint(WORDS, (8, LENGTH))
+    model = rotor.Checkpointable(make_model(), mem_limit="1 MB", effort="fast")
+    with pytest.warns(rotor.MemoryLimitWarning, match="past_key_values in training: 64 KiB of"):
+        model(tokens, labels=tokens).loss.backward()
+    model(tokens, labels=tokens).loss.backward()
+    silent = rotor.Checkpointable(make_model(), mem_limit="1 MB", effort="fast")
+    output = silent(tokens, labels=tokens, use_cache=False)
+    assert output.past_key_values is None
 
 
 def test_the_callback_comes_before_mixed_precision(tmp_path):

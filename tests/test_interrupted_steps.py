@@ -107,6 +107,16 @@ def _new(engine: str) -> tuple[Case, nn.Module, Any, torch.optim.Optimizer]:
     return case, net, model, case.optimizer(net)
 
 
+def _begun(engine: str, steps: int) -> tuple[Case, nn.Module, Any, torch.optim.Optimizer]:
+    """Return a new model after some steps, without gradients."""
+    case, net, model, optimizer = _new(engine)
+    for k in range(steps):
+        torch.manual_seed(98)
+        usual_step(case, model, net, optimizer, k)
+        optimizer.zero_grad()
+    return case, net, model, optimizer
+
+
 def _plain(engine: str, steps: int) -> list[Snapshot]:
     case = Case(CASES[engine])
     torch.manual_seed(1)
@@ -230,18 +240,12 @@ def test_a_step_that_fails_in_any_phase_can_be_repeated(phase: str, engine: str)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if calls == 0:
-                _, net, model, _ = _new(engine)
-                if not is_first:
-                    model(rows()[0]).sum().backward()
-                    net.zero_grad()
+                _, net, model, _ = _begun(engine, 0 if is_first else 1)
                 calls = _fail(phase, error, model, net, None)
                 if is_first and calls == 0:
                     assert engine == "dynamic"  # which knows no such phase
                     return
-            case, net, model, optimizer = _new(engine)
-            if not is_first:
-                torch.manual_seed(98)
-                usual_step(case, model, net, optimizer, 0)
+            case, net, model, optimizer = _begun(engine, 0 if is_first else 1)
             optimizer.zero_grad()
             before = Snapshot.of(case, net)
             with pytest.raises(error):

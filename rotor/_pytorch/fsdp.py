@@ -43,7 +43,8 @@ def is_loaded() -> bool:
 def is_unit(module: Any) -> bool:
     """Return whether ``fully_shard`` was applied to this very module."""
     known = _module_class()
-    return known is not None and isinstance(module, known)
+    # By its type: a wrapper shows the class of the module in it.
+    return known is not None and issubclass(type(module), known)
 
 
 def managed(modules: Iterable[nn.Module]) -> list[bool]:

@@ -53,8 +53,8 @@ class RotorCallback(Limited, TrainerCallback):
     ------
     TypeError, ValueError
         Errors of `rotor.Checkpointable`; when the ``Trainer`` is made, also if one of its arguments
-        does not go with a limit: gradient checkpointing, ``torch_compile``, FSDP, DeepSpeed,
-        several GPUs in one process, a model cut over devices.
+        does not go with a limit: ``torch_compile``, FSDP, DeepSpeed, several GPUs in one
+        process, a model cut over devices.
     """
 
     def __init__(
@@ -115,9 +115,6 @@ def _has_labels(arguments: Mapping[str, Any]) -> bool:
 
 def _check(args: Any, model: nn.Module) -> None:
     refused = {
-        "gradient_checkpointing=True recomputes whole layers already: leave it out, the limit "
-        "decides what is recomputed": args.gradient_checkpointing
-        or any(getattr(module, "gradient_checkpointing", False) for module in model.modules()),
         "torch_compile=True compiles the model as a whole: leave it out, and give RotorCallback "
         'backend="inductor" for compiled kernels': args.torch_compile or _launched("dynamo_plugin"),
         "fsdp, in the arguments or in Accelerate's configuration, shards the model, which is not "

@@ -28,7 +28,7 @@ from rotor.report.text import Text
 from rotor.units import parse_bytes
 from rotor.wrapper.driver import Driver
 from rotor.wrapper.registry import ENGINES
-from rotor.wrapper.transparent import TransparentModule
+from rotor.wrapper.transparent import ShownForward, TransparentModule
 
 __all__ = ["BACKENDS", "Checkpointable", "Setting"]
 
@@ -551,4 +551,4 @@ class Checkpointable(TransparentModule):
         call = driver.engines[0].call_of(args, kwargs, targets)
         return driver.step(call) if driver.is_training(call) else driver.plain(call)
 
-    forward = core.untraced(heard(forward), _NOT_COMPILED)
+    forward = ShownForward(core.untraced(heard(forward), _NOT_COMPILED))  # type: ignore[assignment]

@@ -43,6 +43,7 @@ from rotor.meter.limit import free_limit
 from rotor.meter.step_meter import StepBytes, StepMeter, StepWatch, cancel_running
 from rotor.meter.watch import PeakWatch, is_due, meter_again
 from rotor.units import format_bytes
+from rotor.wrapper.habits import warn_of_cache, warn_of_checkpointing
 from rotor.wrapper.registry import engines_for
 
 __all__ = ["Driver"]
@@ -261,6 +262,7 @@ class Driver:
             last = next(reversed(self.context.refusals.values()))
             self.context.refusals[key.measured] = last
         before = self.context.refusals.get(key.measured)
+        warn_of_checkpointing(self.context)
         while True:
             engine = self.engine_of(key)
             if engine.is_measured(key) and not again:
@@ -512,6 +514,7 @@ class Driver:
             for meter in started:
                 meter.cancel()
             raise
+        warn_of_cache(self.context, plan.limit_bytes, output)
         return output
 
     def _warn_pending(self, limit_bytes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -11,6 +12,40 @@ from torch import nn
 from rotor._pytorch import fsdp
 
 _SHARED = frozenset(vars(nn.Module())) - {"training"}
+
+
+class ShownForward:
+    """Method ``forward`` of a wrapper; bound, it has the signature of the wrapped module's.
+
+    Parameters
+    ----------
+    function
+        Method, as a function of the wrapper and the arguments.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__doc__ = function.__doc__
+        self._function = function
+
+    def __get__(self, wrapper: Any, owner: type) -> Any:
+        return self._function if wrapper is None else _BoundForward(self._function, wrapper)
+
+
+class _BoundForward:
+    """Method ``forward`` of one wrapper."""
+
+    def __init__(self, function: Callable[..., Any], wrapper: Any) -> None:
+        self.__func__ = function
+        self.__self__ = wrapper
+        self.__name__ = "forward"
+        self.__doc__ = function.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.__self__.module.forward)
 
 
 class TransparentModule(nn.Module):
@@ -39,6 +74,20 @@ class TransparentModule(nn.Module):
         own.pop("training", None)
         for name in _SHARED:
             own[name] = module.__dict__[name]
+
+    @property
+    def __class__(self) -> Any:
+        """Class of the wrapped module, for those who ask an object; ``type`` is the wrapper's."""
+        module = self.__dict__.get("module")
+        return type(self) if module is None else type(module)
+
+    @__class__.setter
+    def __class__(self, cls: type) -> None:
+        # fully_shard derives a class from the one it was shown.
+        shown = type(self.__dict__["module"])
+        bases = tuple([type(self) if base is shown else base for base in cls.__bases__])
+        body = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+        vars(object)["__class__"].__set__(self, type(cls.__name__, bases, body))
 
     @property
     def training(self) -> bool:
@@ -82,6 +131,9 @@ class TransparentModule(nn.Module):
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self.module)})
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _unmade, (type(self),), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _SHARED}
@@ -142,3 +194,8 @@ class TransparentModule(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         self.module._apply(fn, recurse)
         return self
+
+
+def _unmade(cls: Any) -> Any:
+    """Return an object of a class without a state."""
+    return cls.__new__(cls)

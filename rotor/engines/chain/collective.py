@@ -44,7 +44,7 @@ class ShardedMeasuring(Measuring):
     """Measuring of the stages of a sharded model, on every rank at once."""
 
     run_class = ShardedRun
-    # The meter of the CPU does not see blocks freed by a thread of gloo: the least is right.
+    # A thread of gloo frees blocks at another time now and then: the middle figures are right.
     metered_rounds = 3
 
     @staticmethod

@@ -37,7 +37,7 @@ from rotor.engines.chain.remeasure import measured_alike, with_other_input
 from rotor.engines.chain.run import Run, run_chain
 from rotor.engines.chain.sharded import ShardedRun, find_sharding
 from rotor.engines.chain.sharded_proofs import ShardedProof
-from rotor.engines.chain.stages import Stage, find_stages, shared_parameters
+from rotor.engines.chain.stages import Stage, find_stages, made_gradients, shared_parameters
 from rotor.engines.contract import Call, Context, DefaultSlots, IsPending, Key, StartMeter, Unsuited
 from rotor.engines.learning import MeteredEngine, confirmed
 from rotor.engines.loss_guess import plan_with_guess
@@ -317,15 +317,10 @@ class ChainEngine(PublishedChain, MeteredEngine):
         inspection = known_growth(self.watches, self._inspections[key.measured])
         # A parameter that several stages share gets its gradient in the last of them.
         lacking = self._flags.lacking_gradient(key.absent)
-        if self._sharding is None:
-            # Autograd adds up the gradients of several stages before it adds to an existing one.
-            lacking |= shared_parameters(inspection.stages)
-        missing = []
-        for stage in reversed(inspection.stages):
-            ids = [id(parameter) for parameter in stage.parameters()]
-            missing.append([i in lacking for i in ids])
-            lacking.difference_update(ids)
-        missing.reverse()
+        # Autograd adds up the gradients of several stages before it adds to an existing one.
+        shared = shared_parameters(inspection.stages) if self._sharding is None else set()
+        sizes = [m.pgrad_bytes for m in inspection.measures]
+        missing, sums = made_gradients(inspection.stages, sizes, lacking | shared, shared)
         gradients = None
         if self._sharding is not None:
             gradients = [
@@ -343,6 +338,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
             hold_output=inspection.loss_peak_bytes is None,
             rng=self.settings.preserve_rng_state,
             missing=missing,
+            sums=sums,
             gradients=gradients,
         )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -164,6 +165,7 @@ class Inspection:
         loss_tmp_bytes: int,
         hold_output: bool,
         missing: Sequence[Sequence[bool]],
+        sums: Sequence[int],
         rng: bool = True,
         gradients: Sequence[int] | None = None,
     ) -> Chain:
@@ -177,6 +179,9 @@ class Inspection:
             True if the caller holds the output.
         missing
             For each stage, flags of the parameters that have no gradient yet.
+        sums
+            Bytes of the largest gradient that autograd adds to one of a later stage, by stage:
+            both, and all gradients of the stage, exist until it has.
         rng
             True if random states are preserved: on the CPU one is held while a stage runs that
             will be recomputed, and two after its run.
@@ -192,7 +197,10 @@ class Inspection:
             [self.input_bytes, *(m.output_bytes for m in measures)],
             [m.xbar_bytes for m in measures],
             [m.forward_tmp_bytes for m in measures],
-            [m.backward_peak_bytes - m.grad_bytes for m in measures],
+            [
+                max(m.backward_peak_bytes - m.grad_bytes, added and added + sum(m.pgrad_bytes))
+                for m, added in zip(measures, sums, strict=True)
+            ],
             forward_nograd_tmp_bytes=[
                 state + max(state, m.forward_nograd_tmp_bytes) for m in measures
             ],
@@ -287,7 +295,7 @@ class Measuring:
         self.last_input = kept if i == len(self.stages) - 1 else None
         output_bytes, gradient, parameters, *_ = metered[0]
         xbar, forward_tmp, nograd_tmp, peak = (
-            max(0, min(column))
+            max(0, median_low(column))
             for column in zip(*(figures for *_, figures in metered), strict=True)
         )
         return StageMeasure(

@@ -6,7 +6,7 @@ only views its input belongs to the module before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -166,3 +166,35 @@ def shared_parameters(stages: Iterable[Stage]) -> set[int]:
         shared |= found & ids
         found |= ids
     return shared
+
+
+def made_gradients(
+    stages: Sequence[Stage],
+    sizes: Sequence[Sequence[int]],
+    lacking: Iterable[int],
+    shared: set[int],
+) -> tuple[list[list[bool]], list[int]]:
+    """Return which stages make gradients that last, and the largest sum that each completes.
+
+    Parameters
+    ----------
+    stages, sizes
+        The stages, and the bytes of the gradients of their parameters.
+    lacking
+        Ids of the parameters whose gradients last: the last stage that has one makes it.
+    shared
+        Ids of the parameters of several stages: a stage's gradient is added to that of a later one.
+
+    Returns
+    -------
+    Flags of each stage's parameters, and bytes by stage.
+    """
+    left, waiting = set(lacking), set[int]()
+    flags, sums = [], []
+    for stage, own in zip(reversed(stages), reversed(sizes), strict=True):
+        ids = [id(parameter) for parameter in stage.parameters()]
+        flags.append([i in left for i in ids])
+        left.difference_update(ids)
+        sums.append(max([b for i, b in zip(ids, own, strict=True) if i in waiting], default=0))
+        waiting.update(shared.intersection(ids))
+    return flags[::-1], sums[::-1]

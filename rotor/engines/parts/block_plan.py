@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import median, median_low
 from typing import Any, ClassVar
 
 import torch
@@ -354,13 +354,13 @@ def _priced(
     has_loss: bool,
     outside: dict[str, str],
 ) -> Blocks:
-    # The meter of the CPU does not see blocks freed by a thread of gloo: the least is right.
+    # A thread of gloo frees blocks at another time now and then: the middle figures are right.
     columns = zip(*(r.segments for r in rounds), strict=True)
     segments = {
         column[0].name: (
-            min(segment.start_bytes for segment in column),
-            min(segment.peak_bytes for segment in column),
-            min(segment.end_bytes for segment in column),
+            median_low(segment.start_bytes for segment in column),
+            median_low(segment.peak_bytes for segment in column),
+            median_low(segment.end_bytes for segment in column),
         )
         for column in columns
     }
@@ -379,7 +379,7 @@ def _priced(
             between[place] = max(between[place], peak + base)
     for k, block in enumerate(blocks):
         block.options = _options(k, block, segments, rounds, backward[k] - base)
-    last = min(r.segments[-1].end_bytes for r in rounds) + base
+    last = median_low(r.segments[-1].end_bytes for r in rounds) + base
     between[0] = max(between[0], last + sharding.final_reduce_bytes([b.stage for b in blocks]))
     return Blocks(
         blocks,

@@ -1,0 +1,42 @@
+"""Warnings about habits that cost memory or time under a limit, each once for a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rotor.common.tensor_trees import output_tensors
+from rotor.engines.contract import Context
+from rotor.meter import allocator
+from rotor.units import format_bytes
+
+__all__ = ["warn_of_cache", "warn_of_checkpointing"]
+
+_SHARE = 0.05
+"""Share of the limit from which a cache is worth a warning."""
+
+
+def warn_of_cache(context: Context, limit_bytes: int, output: Any) -> None:
+    """Warn if the output of a training step holds a cache of keys and values."""
+    cache = getattr(output, "past_key_values", None)
+    if cache is None or "cache" in context.warned:
+        return
+    size = allocator.storage_bytes(output_tensors(cache))
+    if size < _SHARE * limit_bytes:
+        return
+    context.warn(
+        "cache",
+        f"the model returns past_key_values in training: {format_bytes(size)} of the limit of "
+        f"{format_bytes(limit_bytes)} are kept for it to the end of the step. If nothing reads "
+        "them, call the model with use_cache=False, or set model.config.use_cache = False",
+    )
+
+
+def warn_of_checkpointing(context: Context) -> None:
+    """Warn if layers of the model recompute by themselves, as Hugging Face's can."""
+    if any(getattr(module, "gradient_checkpointing", False) for module in context.module.modules()):
+        context.warn(
+            "checkpointing",
+            "gradient checkpointing is on: layers that recompute by themselves leave less to "
+            "choose, and the limit decides what is recomputed. Call "
+            "model.gradient_checkpointing_disable(), or leave gradient_checkpointing=True out",
+        )
