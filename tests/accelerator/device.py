@@ -70,6 +70,8 @@ def register() -> ModuleType:
     global _registered
     if _registered is None:
         functions = _functions()
+        # Memory that other threads of a kernel allocate would not be the device's.
+        torch.set_num_threads(1)
         torch.utils.rename_privateuse1_backend("sim")
         functions.sim_initialize()
         _registered = _module(functions)
