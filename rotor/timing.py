@@ -1,7 +1,7 @@
 """Times of calls on a device, repeated until their median is stable.
 
 On the CPU the clock is the CPU time of the calling thread: on a machine that does other work the
-wall clock says little. On CUDA it is a pair of events in the current stream.
+wall clock says little. On an accelerator it is a pair of events in the current stream.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Clock:
     Parameters
     ----------
     device
-        A CPU or CUDA device.
+        The CPU or the accelerator.
 
     Raises
     ------
@@ -39,28 +39,27 @@ class Clock:
 
     Notes
     -----
-    CPU: CPU time of the calling thread. CUDA: time between two events in the device's current
-    stream; `stop` waits for the second one.
+    CPU: CPU time of the calling thread. Accelerator: time between two events in the device's
+    current stream; `stop` waits for the second one.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
-        if self._device.type not in ("cpu", "cuda"):
-            raise ValueError(f"times are taken on cpu and cuda devices, got {str(device)!r}")
-        self._is_cuda = self._device.type == "cuda"
+        if self._device.type == "meta":
+            raise ValueError("times are taken on the CPU and on accelerators, got 'meta'")
+        self._is_cpu = self._device.type == "cpu"
         self._events: list[Any] = []
         self._start_ns = -1
 
     def start(self) -> None:
         """Begin a measurement; an unfinished one is dropped."""
-        if self._is_cuda:
-            if not self._events:
-                with torch.cuda.device(self._device):
-                    self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            self._events[0].record(torch.cuda.current_stream(self._device))
-            self._start_ns = 0
-        else:
+        if self._is_cpu:
             self._start_ns = _core.thread_cpu_ns()
+            return
+        if not self._events:
+            self._events = [torch.Event(self._device, enable_timing=True) for _ in range(2)]
+        self._events[0].record(torch.accelerator.current_stream(self._device))
+        self._start_ns = 0
 
     def stop(self) -> int:
         """Return nanoseconds since `start`.
@@ -70,17 +69,17 @@ class Clock:
         RuntimeError
             `start` was not called since the last `stop`.
         """
-        stop_ns = 0 if self._is_cuda else _core.thread_cpu_ns()
+        stop_ns = _core.thread_cpu_ns() if self._is_cpu else 0
         start_ns, self._start_ns = self._start_ns, -1
         if start_ns < 0:
             raise RuntimeError("the clock is not running: call start() first")
-        if self._is_cuda:
-            begin, end = self._events
-            end.record(torch.cuda.current_stream(self._device))
-            end.synchronize()
-            elapsed_ms: float = begin.elapsed_time(end)
-            return round(elapsed_ms * _NS_PER_MS)
-        return stop_ns - start_ns
+        if self._is_cpu:
+            return stop_ns - start_ns
+        begin, end = self._events
+        end.record(torch.accelerator.current_stream(self._device))
+        end.synchronize()
+        elapsed_ms: float = begin.elapsed_time(end)
+        return round(elapsed_ms * _NS_PER_MS)
 
 
 @contextmanager
@@ -146,7 +145,7 @@ def measure_ns(
     call
         Called once to warm up, which is not counted, and then until the median is stable.
     device
-        The CPU or CUDA device that it runs on; see `Clock` for the kind of time.
+        The device that it runs on; see `Clock` for the kind of time.
     min_repeats, max_repeats
         Bounds of the number of counted calls.
     rel_tolerance

@@ -9,6 +9,47 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_runtest_protocol(item):
+    """Run tests on the simulated accelerator in a process of their own."""
+    if not item.path.name.startswith("test_sim_"):
+        return None
+    from accelerator import processes
+
+    if processes.is_child():
+        return None
+    processes.run_elsewhere(item)
+    return True
+
+
+@pytest.fixture
+def sim():
+    """Give the simulated accelerator, empty, with the settings it starts with."""
+    import gc
+
+    import torch
+    from accelerator import load
+
+    module = load()
+    module.set_handles()
+    module.set_devices(1)
+    module.set_capacity(256 << 20)
+    module.set_per_process_memory_fraction(1.0)
+    module.set_clock("real")
+    module.set_poison(1)
+    module.set_late_copies(1)
+    gc.collect()
+    module.forget_handles()
+    module.empty_cache()
+    module.reset_peak_memory_stats()
+    module.reset_accumulated_memory_stats()
+    torch.manual_seed(0)
+    module.planned_races = 0
+    races = module.races()
+    yield module
+    module.set_handles()
+    assert module.races() == races + module.planned_races, module.last_race()
+
+
 @pytest.fixture(autouse=True)
 def plans_stay(request, monkeypatch):
     """Let no search end while a test runs, and keep no programs for other tests.

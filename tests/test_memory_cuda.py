@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rotor import _core, memory
+from rotor._pytorch import devices
 from rotor.memory import MeterBusyError, Segment, meter
 
 
@@ -14,13 +15,13 @@ class _FakeCuda:
         self.current = self.peak = 1000
         for name in (
             "reset_peak_memory_stats",
-            "memory_stats_as_nested_dict",
-            "mem_get_info",
-            "memory_allocated",
-            "memory_reserved",
-            "get_per_process_memory_fraction",
+            "memory_stats",
+            "get_memory_info",
         ):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+            monkeypatch.setattr(torch.accelerator, name, getattr(self, name))
+        monkeypatch.setattr(devices, "settle_backwards", lambda _: None)
+        fraction = self.get_per_process_memory_fraction
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", fraction)
         monkeypatch.setattr(_core, "cuda_memory", self.cuda_memory)
 
     def cuda_memory(self, device, cuda_library, nvml_library):
@@ -36,17 +37,15 @@ class _FakeCuda:
     def reset_peak_memory_stats(self, device):
         self.peak = self.current
 
-    def memory_stats_as_nested_dict(self, device):
-        return {"allocated_bytes": {"all": {"current": self.current, "peak": self.peak}}}
+    def memory_stats(self, device):
+        return {
+            "allocated_bytes.all.current": self.current,
+            "allocated_bytes.all.peak": self.peak,
+            "reserved_bytes.all.current": 4000,
+        }
 
-    def mem_get_info(self, device):
+    def get_memory_info(self, device):
         return 5000, 20_000
-
-    def memory_allocated(self, device):
-        return self.current
-
-    def memory_reserved(self, device):
-        return 4000
 
     def get_per_process_memory_fraction(self, device):
         return self.fraction

@@ -168,7 +168,8 @@ def test_cuda_times_come_from_events(monkeypatch):
     log = []
 
     class Event:
-        def __init__(self, enable_timing):
+        def __init__(self, device, enable_timing):
+            assert device == torch.device("cuda", 1)
             assert enable_timing
             self.at_ms = None
 
@@ -182,19 +183,9 @@ def test_cuda_times_come_from_events(monkeypatch):
         def elapsed_time(self, end):
             return end.at_ms - self.at_ms
 
-    class Device:
-        def __init__(self, device):
-            assert device == torch.device("cuda", 1)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            return False
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch, "Event", Event)
+    stream = "stream of {}".format
+    monkeypatch.setattr(torch.accelerator, "current_stream", stream)
     clock = Clock("cuda:1")
     clock.start()
     assert clock.stop() == 2_500_000

@@ -13,6 +13,7 @@ from torch import nn
 
 import rotor
 from rotor import memory
+from rotor._pytorch import devices
 from rotor.algorithms import RecomputeAll
 from rotor.common import accounting
 from rotor.engines.chain import engine, growth
@@ -314,7 +315,7 @@ def test_watching_stops_for_a_meter_of_the_callers(monkeypatch):
 
 def test_the_peak_of_cuda_is_read_without_setting_it_back(monkeypatch):
     counters = iter([(100, 500), (120, 500), (100, 500), (110, 900), (100, 900), (100, 5000)])
-    monkeypatch.setattr(watching, "_cuda_counters", lambda _: next(counters))
+    monkeypatch.setattr(devices, "counters", lambda _: next(counters))
     seen = []
 
     class Engine:

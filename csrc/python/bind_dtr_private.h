@@ -52,7 +52,7 @@ enum {
     PART_SYNCHRONIZE,     /* waits for the device; None on the CPU */
     PART_IS_ENGINES,      /* whether only autograd's engine holds the first term of a sum */
     PART_SOLE_REFERENCES, /* to such a term, in Python; -1: never */
-    PART_CAPTURING,       /* whether a CUDA graph is being captured; None on the CPU */
+    PART_CAPTURING,       /* whether work is being captured; None where it cannot be */
     PART_EXCHANGE,        /* DLPack's capsule, or None */
     PART_COUNT
 };
@@ -108,7 +108,7 @@ typedef struct {
     void (*current_stream)(void);
 } py_dl_exchange_t;
 
-enum { ROTOR_DL_CPU = 1, ROTOR_DL_CUDA = 2, ROTOR_DL_COMPLEX = 5 };
+enum { ROTOR_DL_CPU = 1, ROTOR_DL_COMPLEX = 5 };
 
 /* A tensor among the arguments. */
 typedef struct {

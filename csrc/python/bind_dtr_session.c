@@ -260,16 +260,25 @@ static int find_device(py_handler_t *self) {
         self->device_type = ROTOR_DL_CPU;
         return 0;
     }
-    PyObject *kind = PyObject_GetAttrString(self->device, "type");
-    PyObject *index = PyObject_GetAttrString(self->device, "index");
-    if (kind != NULL && index != NULL && PyUnicode_Check(kind) && PyLong_Check(index) &&
-        PyUnicode_CompareWithASCIIString(kind, "cuda") == 0) {
-        self->device_type = ROTOR_DL_CUDA;
-        self->device_index = (int32_t)PyLong_AsLong(index);
+    if (self->exchange == NULL) {
+        return 0;
     }
-    Py_XDECREF(kind);
-    Py_XDECREF(index);
-    return PyErr_Occurred() ? -1 : 0;
+    // Only a tensor tells the number of the device's type: builds for ROCm call theirs "cuda" too.
+    PyObject *arguments = Py_BuildValue("(i)", 0);
+    PyObject *options = Py_BuildValue("{s:O}", "device", self->device);
+    PyObject *nothing = arguments == NULL || options == NULL
+                            ? NULL
+                            : PyObject_Call(self->parts[PART_EMPTY], arguments, options);
+    py_dl_tensor_t view;
+    if (nothing != NULL && self->exchange->view(nothing, &view) == 0) {
+        self->device_type = view.device_type;
+        self->device_index = view.device_index;
+    }
+    PyErr_Clear(); /* tensors are read by their attributes then */
+    Py_XDECREF(nothing);
+    Py_XDECREF(options);
+    Py_XDECREF(arguments);
+    return 0;
 }
 
 /* What needs no arguments; -1 with an exception. */

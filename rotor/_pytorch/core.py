@@ -19,6 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from rotor._pytorch import devices
+
 # -- modules, hooks, nested values
 
 Slot = tuple[dict[str, Any], str]
@@ -382,17 +384,12 @@ def splits_backward(parameters: Iterable[torch.Tensor]) -> bool:
 
 def get_generator_state(device: torch.device) -> torch.Tensor:
     """Return the state of a device's default generator."""
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
-    return torch.get_rng_state()
+    return devices.generator_of(device).get_state()
 
 
 def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
     """Set the state of a device's default generator."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+    devices.generator_of(device).set_state(state)
 
 
 def record_cuda_history(enabled: bool) -> None:

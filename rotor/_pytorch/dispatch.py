@@ -13,7 +13,7 @@ import torch
 from torch import autograd, overrides
 from torch.utils import _python_dispatch
 
-from rotor._pytorch import core
+from rotor._pytorch import core, devices
 
 
 def has_storage_swap() -> bool:
@@ -396,10 +396,10 @@ def handler_parts(device: torch.device) -> tuple[Any, ...]:
         _below_autograd,
         unconjugated,
         _copy,
-        None if is_cpu else partial(torch.cuda.synchronize, device),
+        None if is_cpu else partial(devices.synchronize, device),
         is_engines,
         -1 if (owners := sole_owners()) is None else owners[0],
-        None if is_cpu else torch.cuda.is_current_stream_capturing,
+        devices.capturing(device),
         getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
     )
 

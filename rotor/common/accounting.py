@@ -4,9 +4,9 @@ from __future__ import annotations
 
 __all__ = [
     "AHEAD",
+    "BLOCK_BYTES",
     "CODE_FACTOR",
     "COMPILED_HANDOVERS",
-    "CUDA_BLOCK_BYTES",
     "DYNAMIC_LOSS_FACTOR",
     "DYNAMIC_NOISE_BYTES",
     "ESTIMATE_MARGIN",
@@ -40,8 +40,8 @@ __all__ = [
     "scrap_bytes",
 ]
 
-CUDA_BLOCK_BYTES = 512
-"""Unit in which CUDA's caching allocator gives out memory."""
+BLOCK_BYTES = 512
+"""Unit in which the caching allocators of accelerators give out memory."""
 
 FREE_PERCENT = 90
 """Percentage of the free memory that is the limit where none is given."""
@@ -122,7 +122,7 @@ def rounded_bytes(nbytes: int, device_type: str) -> int:
     """Return the bytes that the allocator of a type of device counts for a block."""
     if device_type == "cpu":
         return nbytes
-    return -(-nbytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def default_limit(free_bytes: int, processes: int = 1) -> int:
@@ -138,7 +138,7 @@ def scalar_bytes(device_type: str) -> int:
 def generator_bytes(device_type: str, replayed: int) -> int:
     """Return the bytes of random states: one per replayed draw, and the current one.
 
-    The states of CUDA's generators lie in the host's memory.
+    The states of other generators lie in the host's memory too, which the limit does not count.
     """
     return GENERATOR_BYTES * (replayed + 1) if device_type == "cpu" and replayed else 0
 

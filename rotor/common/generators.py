@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rotor import _core
+from rotor._pytorch import devices
 
 States = list[tuple[torch.Tensor, Any]]
 """The state of each generator, and the same bytes as an array."""
@@ -27,9 +28,9 @@ class RngTracker:
     __slots__ = ("_generators", "latest")
 
     def __init__(self, device: torch.device) -> None:
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        self._generators: list[devices.Generator] = [torch.default_generator]
+        if device.type != "cpu":
+            self._generators.append(devices.generator_of(device))
         self.latest: States | None = None
         """Last states read, if nothing can have drawn random numbers since."""
 

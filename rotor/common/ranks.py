@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
+from rotor._pytorch import devices
 from rotor.units import format_bytes
 
 __all__ = ["RankError", "Ranks", "agree", "digest", "sharers"]
@@ -208,7 +209,7 @@ def sharers(device: torch.device) -> int:
     ):
         return 1
     here = max(int(declared), 1)
-    return here if device.type == "cpu" else -(-here // max(torch.cuda.device_count(), 1))
+    return here if device.type == "cpu" else -(-here // max(devices.count(device.type), 1))
 
 
 def agree(

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from rotor._pytorch import devices
 from rotor.dtr.guard import guarded
 from rotor.dtr.log import ProgramLog
 from rotor.dtr.recall import Observer
@@ -81,7 +82,7 @@ def budget(
         True: storages exchange their bytes (PyTorch 2.13). False: they are resized and copied. The
         default is the best that this PyTorch supports.
     device
-        Device whose memory is limited; CUDA where it is in use, else the CPU.
+        Device whose memory is limited; the accelerator where one is in use, else the CPU.
     verify
         "always": compare checksums of all bits when something is computed again; "off".
 
@@ -126,11 +127,7 @@ def budget(
             "rotor.dtr.budget cannot be entered in a function that is compiled: compile less, or "
             "use rotor.Checkpointable, whose graph engine plans compiled models"
         )
-    if device is None:
-        device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    found = torch.device(device)
-    if str(found) == "cuda":
-        found = torch.device("cuda", torch.cuda.current_device())
+    found = devices.accelerator_in_use() if device is None else devices.known(device)
     if verify not in ("always", "off"):
         raise ValueError(f'verify={verify!r}, expected "always" or "off"')
     if _current:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from rotor._pytorch import core, dispatch
+from rotor._pytorch import core, devices, dispatch
 from rotor.dtr.context import budget, current
 from rotor.dtr.guard import Guard
 from rotor.dtr.log import ProgramLog
@@ -147,9 +147,7 @@ def set_memory_budget(
 
 
 def _begin(limit: int | None, device: torch.device | str | None) -> Session:
-    found = torch.device(
-        device or ("cuda" if torch.cuda.is_initialized() else "cpu")  # as `budget` chooses
-    )
+    found = torch.device(device or devices.accelerator_in_use())  # as `budget` chooses
     level_bytes = _level(found)
     context = budget(
         None if limit is None else _above(limit, level_bytes),
@@ -176,8 +174,8 @@ def _above(limit: int, level_bytes: int) -> int:
 
 
 def _level(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return devices.allocated_bytes(device)
     gc.collect()
     tensors = []
     with warnings.catch_warnings():

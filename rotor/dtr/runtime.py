@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rotor import _core
-from rotor._pytorch import core, dispatch, profiler
+from rotor._pytorch import core, devices, dispatch, profiler
 from rotor.dtr.operators import Operator, kernel_of
 from rotor.dtr.recall import LONGEST_CHAIN, Recall, Stats
 from rotor.dtr.records import Needs, tensors_of
@@ -196,13 +196,11 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
 
     # -- random numbers, and operators that are not PyTorch's own
 
-    def _generator(self, kwargs: dict[str, Any]) -> torch.Generator:
-        generator: torch.Generator | None = kwargs.get("generator")
+    def _generator(self, kwargs: dict[str, Any]) -> Any:
+        generator: Any | None = kwargs.get("generator")
         if generator is not None:
             return generator
-        if self._is_cpu:
-            return torch.default_generator
-        return torch.cuda.default_generators[self.device.index or 0]
+        return devices.generator_of(self.device)
 
     def _state_bytes(self, generator: torch.Generator) -> int:
         """Return the bytes that a copy of a generator's state takes; states are CPU tensors."""

@@ -1,7 +1,7 @@
 """Memory of a device: free bytes, rounded sizes of tensors, and exact meters of allocations.
 
-A meter counts the bytes that PyTorch's allocator has handed out: on CUDA by the caching allocator's
-own counters, on the CPU by the events that the allocator reports to a profiler. Memory that a
+A meter counts the bytes that PyTorch's allocator has handed out: on an accelerator by the
+allocator's own counters, on the CPU by the events that it reports to a profiler. Memory that a
 kernel takes from elsewhere is invisible to both, and resident set size is no measure of either.
 """
 
@@ -11,22 +11,23 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import psutil
 import torch
 
 from rotor import _core
-from rotor._pytorch import core
+from rotor._pytorch import core, devices
 from rotor._pytorch import profiler as _profiler
 from rotor.common import accounting
 from rotor.common.timeline import Timeline, timeline_of
+from rotor.meter.blocks import Blocks
+from rotor.meter.collector import CollectorPause
 
 __all__ = [
     "Meter",
@@ -56,15 +57,15 @@ def free_bytes(device: torch.device | str) -> int:
     Parameters
     ----------
     device
-        A CPU or CUDA device.
+        The CPU or an accelerator.
 
     Returns
     -------
     int
         CPU: the smallest of the machine's available memory, the rest within the control groups
         (page cache that the kernel would give back counts as free) and the rest within the limits
-        on address space and data. CUDA: the driver's free bytes and the unallocated bytes of the
-        caching allocator, within the process's memory fraction.
+        on address space and data. Accelerator: the driver's free bytes and the unallocated bytes
+        of the caching allocator, within the process's memory fraction.
 
     Raises
     ------
@@ -75,14 +76,15 @@ def free_bytes(device: torch.device | str) -> int:
     if device.type == "cpu":
         free = _core.probe_memory()["free_bytes"]
         return free if free >= 0 else int(psutil.virtual_memory().available)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    found = _core.cuda_memory(index, None, "")
-    free, total = found["free_bytes"], found["total_bytes"]
+    free, total = -1, -1
+    if device.type == "cuda":
+        found = _core.cuda_memory(device.index, None, "")
+        free, total = found["free_bytes"], found["total_bytes"]
     if free < 0:  # No driver by its usual name, or no context yet.
-        free, total = torch.cuda.mem_get_info(device)
-    allocated = torch.cuda.memory_allocated(device)
-    free += torch.cuda.memory_reserved(device) - allocated
-    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - allocated
+        free, total = devices.free_and_total_bytes(device)
+    allocated = devices.allocated_bytes(device)
+    free += devices.reserved_bytes(device) - allocated
+    allowed = int(total * devices.memory_fraction(device)) - allocated
     return max(min(free, allowed), 0)
 
 
@@ -94,12 +96,12 @@ def rounded_bytes(nbytes: int, device: torch.device | str) -> int:
     nbytes
         Size of a storage, bytes.
     device
-        A CPU or CUDA device.
+        The CPU or an accelerator.
 
     Returns
     -------
     int
-        CPU: `nbytes`. CUDA: the next multiple of 512, in which the caching allocator gives out
+        CPU: `nbytes`. Accelerator: the next multiple of 512, in which caching allocators give out
         memory; blocks above 1 MiB may come out up to 1 MiB larger when a cached one is reused.
     """
     return accounting.rounded_bytes(nbytes, _checked(device).type)
@@ -150,8 +152,10 @@ class Meter(ABC):
     also sees memory that other threads, such as the threads of collectives, free. A meter stopped
     inside a backward has its figures when the backward has returned; `step_meter` shows how
     to stop one as soon as the backward ends. The release of a block from before the start is seen
-    only for the tensors given as `existing`. On CUDA a meter resets the peak
-    statistics of the device (``torch.cuda.max_memory_allocated``) at its start and at each mark.
+    only for the tensors given as `existing`. On an accelerator a meter resets the
+    peak statistics of the device (``torch.accelerator.max_memory_allocated``) at its start and at
+    each mark, and within a ``with`` block Python's collector of cycles waits: the counters are
+    those of the whole device, and what it frees would be taken for the block's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -187,7 +191,7 @@ class Meter(ABC):
 
     @property
     def timeline(self) -> Timeline | None:
-        """Live bytes over time; ``None`` unless asked for, and on CUDA."""
+        """Live bytes over time; ``None`` unless asked for, and on accelerators."""
         self._need_figures()
         return self._timeline
 
@@ -361,70 +365,6 @@ class _Freed:
         self._trace.mark(self._name)
 
 
-class _Blocks:
-    """Live blocks of memory by address, and their total bytes.
-
-    A block freed on an unprofiled thread counts as freed once a new block overlaps it. Where totals
-    are known, it counts as freed as soon as the total has fallen by more than unprofiled threads
-    had allocated, although the block itself remains unknown.
-
-    Parameters
-    ----------
-    resident
-        Addresses of blocks from before the start whose release is reported separately.
-    """
-
-    def __init__(self, resident: Collection[int] = ()) -> None:
-        self._resident = resident
-        self._sizes: dict[int, int] = {}
-        self._addresses: list[int] = []
-        self._bytes = 0
-        self._total = -1
-        self._elsewhere = 0
-
-    @property
-    def level(self) -> int:
-        """Total bytes of the live blocks."""
-        return self._bytes + min(self._elsewhere, 0)
-
-    def add(self, event: _profiler.Allocation) -> None:
-        """Record an allocation or a release."""
-        if event.total_bytes >= 0:
-            if self._total >= 0:
-                self._elsewhere += event.total_bytes - self._total - event.nbytes
-            self._total = event.total_bytes
-        if event.nbytes > 0:
-            self._begin(event.address, event.nbytes)
-        else:
-            self._end(event.address, -event.nbytes)
-
-    def _begin(self, address: int, nbytes: int) -> None:
-        place = bisect_left(self._addresses, address)
-        if place and self._end_of(place - 1) > address:
-            place -= 1
-        last = bisect_left(self._addresses, address + nbytes, place)
-        gone = sum(self._sizes.pop(other) for other in self._addresses[place:last])
-        self._addresses[place:last] = [address]
-        self._sizes[address] = nbytes
-        self._bytes += nbytes - gone
-        if self._total >= 0:
-            self._elsewhere += gone
-
-    def _end(self, address: int, nbytes: int) -> None:
-        size = self._sizes.pop(address, None)
-        if size is not None:
-            del self._addresses[bisect_left(self._addresses, address)]
-            self._bytes -= size
-        elif address not in self._resident and nbytes <= self._elsewhere:
-            # Allocated by another thread. Otherwise it is from before the start, and its size as
-            # reported by PyTorch may be wrong.
-            self._elsewhere -= nbytes
-
-    def _end_of(self, place: int) -> int:
-        address = self._addresses[place]
-        return address + self._sizes[address]
-
-
 def _levels(
     events: Iterable[_profiler.Allocation | str],
     moments: list[tuple[int, int, int]] | None = None,
@@ -436,7 +376,7 @@ def _levels(
     each moment.
     """
     segments: list[Segment] = []
-    blocks = _Blocks(resident)
+    blocks = Blocks(resident)
     name: str | None = None
     freed = level = start = peak = highest = given = 0
     for event in events:
@@ -473,29 +413,50 @@ def _note(
         moments.append((event.ns, level, given))
 
 
-class _CudaMeter(Meter):
+class _CountedMeter(Meter):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._base = 0
         self._start = 0
         self._name: str | None = None
+        self._pause = CollectorPause()
+
+    def __enter__(self) -> Self:
+        self._pause.begin()
+        try:
+            self._settle()
+            return super().__enter__()
+        except BaseException:
+            self._pause.end()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._settle()
+            super().__exit__(*error)
+        finally:
+            self._pause.end()
+
+    def mark(self, name: str) -> None:
+        if self._pause.is_on:
+            self._settle()
+        super().mark(name)
+
+    def _settle(self) -> None:
+        if not core.in_backward():
+            devices.settle_backwards(self.device)
 
     def _begin(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._base, _ = self._counters()
-
-    def _counters(self) -> tuple[int, int]:
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        allocated = stats.get("allocated_bytes", {}).get("all", {"current": 0, "peak": 0})
-        return allocated["current"], allocated["peak"]
+        devices.reset_peak(self.device)
+        self._base, _ = devices.counters(self.device)
 
     def _mark(self, name: str) -> None:
         self._close_segment()
-        torch.cuda.reset_peak_memory_stats(self.device)
+        devices.reset_peak(self.device)
         self._name, self._start = name, self._end_bytes
 
     def _close_segment(self) -> None:
-        current, peak = self._counters()
+        current, peak = devices.counters(self.device)
         self._end_bytes = current - self._base
         self._peak_bytes = max(self._peak_bytes, peak - self._base)
         if self._name is not None:
@@ -519,13 +480,13 @@ def meter(
     Parameters
     ----------
     device
-        A CPU or CUDA device.
+        The CPU or an accelerator.
     existing
         Tensors whose storages may be freed while the meter runs, such as old gradients. On the
-        CPU the meter sees only the release of these; on CUDA it sees all.
+        CPU the meter sees only the release of these; on an accelerator it sees all.
     timeline
         Keep the live bytes over time too, at most ``timeline.MOST_POINTS`` moments, highs
-        and lows first. On the CPU only: CUDA's counters give peaks without their times.
+        and lows first. On the CPU only: counters of accelerators give peaks without their times.
 
     Examples
     --------
@@ -538,7 +499,12 @@ def meter(
     device = _checked(device)
     if device.type == "cpu":
         return _CpuMeter(device, list(existing), timeline)
-    return _CudaMeter(device)
+    if not devices.has_counters(device):
+        raise ValueError(
+            f"PyTorch has no counters of the memory of {device.type} devices: a limit cannot be "
+            "kept there, train without one or on another device"
+        )
+    return _CountedMeter(device)
 
 
 @contextmanager
@@ -594,11 +560,4 @@ def _check_cuda() -> None:
 
 
 def _checked(device: torch.device | str) -> torch.device:
-    device = torch.device(device)
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda":
-        raise ValueError(f"memory is known of cpu and cuda devices, got {str(device)!r}")
-    if ":" in str(device):
-        return device
-    return torch.device("cuda", torch.cuda.current_device())
+    return devices.known(device)

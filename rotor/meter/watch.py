@@ -3,7 +3,7 @@
 A stage that works on selected rows, or eager code between captured parts, was measured on the first
 batch. The memory that they keep in later steps is compared with that: on the CPU by the level of
 the C library's heap before and after, which costs less than a microsecond. After a difference, and
-now and then, a step is metered again. On CUDA the allocator's own counter shows a new peak.
+now and then, a step is metered again. On an accelerator the allocator's counter shows a new peak.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rotor import _core
-from rotor._pytorch import core
+from rotor._pytorch import core, devices
 from rotor.common.accounting import is_metered_again, is_new_maximum, noise_bytes
 from rotor.common.tensor_trees import tree_tensors
 from rotor.errors import MemoryLimitWarning
@@ -34,13 +34,6 @@ __all__ = [
     "warn_excess",
     "warn_sparse",
 ]
-
-
-def _cuda_counters(device: torch.device) -> tuple[int, int]:
-    """Return the bytes that are allocated on a device, and the most since a reset."""
-    found = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {})
-    allocated = found.get("all", {"current": 0, "peak": 0})
-    return allocated["current"], allocated["peak"]
 
 
 class _Watch:
@@ -116,7 +109,7 @@ class LevelWatch(_Watch):
 
 
 class PeakWatch(_Watch):
-    """Reader of CUDA's peak counter around a step, without resetting it.
+    """Reader of an accelerator's peak counter around a step, without resetting it.
 
     Parameters
     ----------
@@ -127,10 +120,10 @@ class PeakWatch(_Watch):
 
     def __init__(self, engine: Any, plan: Any) -> None:
         super().__init__(engine, plan)
-        self._begin, self._before = _cuda_counters(plan.device)
+        self._begin, self._before = devices.counters(plan.device)
 
     def _finish(self) -> None:
-        _, peak = _cuda_counters(self._plan.device)
+        _, peak = devices.counters(self._plan.device)
         engine = self._engine()
         if peak > self._before and engine is not None:
             engine.learn_peak(self._plan, peak - self._begin)

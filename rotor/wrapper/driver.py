@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor._pytorch import core, fsdp
+from rotor._pytorch import core, devices, fsdp
 from rotor.algorithms.curve import Curve
 from rotor.common.accounting import METERED_STEPS
 from rotor.common.model_state import ModelState
 from rotor.common.ranks import Ranks
+from rotor.common.tensor_trees import tree_tensors
 from rotor.common.undisturbed import training_flags_kept
 from rotor.common.verbosity import logging_at
 from rotor.engines.contract import (
@@ -275,6 +276,8 @@ class Driver:
                     engine.try_out(key, call)
                 return None
             try:
+                for tensor in tree_tensors(call.arguments):
+                    devices.prepare(tensor.device)
                 return engine.measure(key, call)
             except CannotPlan as refused:
                 if not self._refuse(key, call, str(refused.error)):
@@ -559,7 +562,7 @@ class Driver:
             return None
         if is_due(plan, self.context.structure.parameters):
             return meter_again(engine, plan)
-        return PeakWatch(engine, plan) if plan.device.type == "cuda" else engine.watch(plan)
+        return engine.watch(plan) if plan.device.type == "cpu" else PeakWatch(engine, plan)
 
 
 _drivers: weakref.WeakSet[Driver] = weakref.WeakSet()

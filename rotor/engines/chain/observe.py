@@ -118,6 +118,8 @@ def undisturbed(stages: Sequence[Stage], device: torch.device) -> Iterator[Calla
     ValueError
         A stage holds a running generator, which cannot be set back.
     """
+    if device.type != "cpu":
+        gc.collect()  # Counters of the device would take what is freed later for a stage's.
     rng = RngTracker(device)
     states = rng.read()
     buffers = [(slot, slot[0][slot[1]]) for stage in stages for slot in stage.buffers]

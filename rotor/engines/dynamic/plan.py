@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rotor import _core, dtr
+from rotor._pytorch import devices
 from rotor.common.accounting import (
     DYNAMIC_LOSS_FACTOR,
     DYNAMIC_NOISE_BYTES,
@@ -188,7 +189,7 @@ class DynamicPlan(Metered):
             if self._knows(step.output_bytes) and not is_trial:
                 seen = _level(self.device) - level - session.current_bytes
                 # The level of the CPU's heap includes Python's objects.
-                known = min(held, max(seen, 0)) if self.device.type == "cuda" else held
+                known = held if self.device.type == "cpu" else min(held, max(seen, 0))
                 session.outside_bytes = self.reserve_bytes + known
                 held += 0 if level < 0 or step.is_metered else self._grown(step, seen)
             elif not is_trial:
@@ -243,9 +244,7 @@ class DynamicPlan(Metered):
 
 
 def _level(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return _core.heap_bytes()
+    return _core.heap_bytes() if device.type == "cpu" else devices.allocated_bytes(device)
 
 
 def _without_parts(timeline: Timeline | None) -> Timeline | None:

@@ -213,7 +213,7 @@ def _seen(
                     runs()
                 return runs, UNTESTED
             return runs, tested(task, runs, device)
-        except torch.cuda.OutOfMemoryError:
+        except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
             reason = error

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rotor._pytorch import core
+from rotor._pytorch import core, devices
 from rotor.common import cache
 from rotor.common.undisturbed import generators_kept, random_states_kept
 from rotor.engines.graph.lowering import Lowered, Task
@@ -256,8 +256,7 @@ class Arguments:
 
 def environment_of(device: torch.device) -> str:
     """Return the key of a table of costs: PyTorch's version, the device's name, the threads."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return repr((torch.__version__, name, torch.get_num_threads()))
+    return repr((torch.__version__, devices.name_of(device), torch.get_num_threads()))
 
 
 def profile(
@@ -431,7 +430,7 @@ def timed(task: Task, arguments: Arguments, device: torch.device) -> int | None:
             function, args, kwargs = arguments.of(task)
             call = partial(function, *args, **kwargs)
             return measure_ns(call, device, max_seconds=_SECONDS_PER_OPERATION)
-        except torch.cuda.OutOfMemoryError:
+        except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
             reason = error

@@ -62,7 +62,7 @@ class Profile:
         Parameters
         ----------
         device
-            A CPU or CUDA device.
+            The CPU or an accelerator.
         machine
             Speeds of the machine (`Machine.measure`), for unmeasured operations.
         """
@@ -215,7 +215,7 @@ def save_profile(
     path
         File to write, JSON; ``Checkpointable(..., profile=path)`` reads it.
     device
-        A CPU or CUDA device.
+        The CPU or an accelerator.
     machine
         Speeds of the device, saved with it: `Machine.measure` (device) returns them.
 

@@ -1,0 +1,227 @@
+"""Devices by PyTorch's common words, and what only some of them have.
+
+A device is the CPU or the accelerator that PyTorch has a module for (``torch.cuda``, ``torch.xpu``,
+or one registered by a backend). What a module lacks is asked for here, in one place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+__all__ = [
+    "Generator",
+    "accelerator_in_use",
+    "allocated_bytes",
+    "capturing",
+    "count",
+    "counters",
+    "free_and_total_bytes",
+    "generator_of",
+    "has_counters",
+    "known",
+    "memory_fraction",
+    "name_of",
+    "prepare",
+    "reserved_bytes",
+    "reset_peak",
+    "settle_backwards",
+    "synchronize",
+]
+
+
+class Generator(Protocol):
+    """Random generator whose state can be read and set."""
+
+    def get_state(self) -> torch.Tensor:
+        """Return the state, a tensor in the host's memory."""
+        ...
+
+    def set_state(self, new_state: torch.Tensor) -> Any:
+        """Set the state."""
+        ...
+
+
+class _ModuleGenerator:
+    """Default generator of a device whose module has functions for its state only.
+
+    Parameters
+    ----------
+    module
+        Module of the device.
+    arguments
+        The device, if the functions take one.
+    """
+
+    def __init__(self, module: Any, arguments: tuple[Any, ...]) -> None:
+        self._module, self._arguments = module, arguments
+
+    def get_state(self) -> torch.Tensor:
+        state: torch.Tensor = self._module.get_rng_state(*self._arguments)
+        return state
+
+    def set_state(self, new_state: torch.Tensor) -> None:
+        self._module.set_rng_state(new_state, *self._arguments)
+
+
+_ONE_DEVICE = {"mps"}
+"""Types with one device, whose functions take none."""
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+def known(device: torch.device | str) -> torch.device:
+    """Return a device with its index.
+
+    Raises
+    ------
+    ValueError
+        PyTorch has no module for devices of this type.
+    """
+    found = torch.device(device)
+    if found.type == "cpu":
+        return torch.device("cpu")
+    try:
+        module = _module(found)
+    except RuntimeError:
+        raise ValueError(
+            f"expected the CPU or an accelerator that PyTorch has a module for, such as cuda or "
+            f"xpu, got {str(device)!r}"
+        ) from None
+    if ":" in str(found):
+        return found
+    return torch.device(found.type, getattr(module, "current_device", lambda: 0)())
+
+
+def has_counters(device: torch.device) -> bool:
+    """Return whether an accelerator's allocator counts allocated bytes and their peak."""
+    return device.type not in _ONE_DEVICE
+
+
+def counters(device: torch.device) -> tuple[int, int]:
+    """Return the bytes that are allocated on an accelerator, and the most since a reset."""
+    stats = torch.accelerator.memory_stats(device)
+    allocated: int = stats.get("allocated_bytes.all.current", 0)
+    return allocated, stats.get("allocated_bytes.all.peak", 0)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Let the counter of the most allocated bytes begin at the current ones."""
+    torch.accelerator.reset_peak_memory_stats(device)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Return the bytes that are allocated on an accelerator."""
+    return counters(device)[0]
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Return the bytes that an accelerator's allocator has taken from it."""
+    found: int = torch.accelerator.memory_stats(device).get("reserved_bytes.all.current", 0)
+    return found
+
+
+def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of an accelerator that no process has taken, and all of them."""
+    free, total = torch.accelerator.get_memory_info(device)
+    return free, total
+
+
+def memory_fraction(device: torch.device) -> float:
+    """Return the part of an accelerator's memory that this process may take."""
+    read = getattr(_module(device), "get_per_process_memory_fraction", None)
+    return 1.0 if read is None else float(read(device))
+
+
+def generator_of(device: torch.device) -> Generator:
+    """Return the default generator of a device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = _module(device)
+    generators = getattr(module, "default_generators", ())
+    index = device.index or 0
+    if index < len(generators):
+        found: Generator = generators[index]
+        return found
+    return _ModuleGenerator(module, () if device.type in _ONE_DEVICE else (device,))
+
+
+def name_of(device: torch.device) -> str:
+    """Return the name of a device's model; "cpu" for the CPU."""
+    if device.type == "cpu":
+        return "cpu"
+    read = getattr(_module(device), "get_device_name", None)
+    return device.type if read is None else str(read(device))
+
+
+def capturing(device: torch.device) -> Callable[[], bool] | None:
+    """Return the question of whether work is being captured; ``None`` where it cannot be."""
+    if device.type == "cpu":
+        return None
+    asks: Callable[[], bool] | None
+    asks = getattr(_module(device), "is_current_stream_capturing", None)
+    return asks
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on an accelerator."""
+    torch.accelerator.synchronize(device)
+
+
+def settle_backwards(device: torch.device) -> None:
+    """Wait until an accelerator's thread of backwards has dropped what it ran.
+
+    A backward returns as soon as its last node has run, and the thread drops that node, with what
+    it saved, a moment later: the counters of memory fall at a time of its own.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        nothing = torch.empty(0, device=device, requires_grad=True)
+        nothing.view(0).backward(torch.empty(0, device=device))
+
+
+def prepare(device: torch.device) -> None:
+    """Let libraries allocate what they keep for this thread and the one of backwards.
+
+    At the first matrix product of a thread, in each stream, an accelerator's library takes a
+    workspace that it keeps. Made here, it is part of the level before a step and not of its peak.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or device.type != accelerator.type:
+        return
+    key = (device, threading.get_ident(), torch.accelerator.current_stream(device).stream_id)
+    if key in _prepared:
+        return
+    _prepared.add(key)
+    autocast = torch.autocast(device.type, enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), autocast:
+        matrix = torch.zeros(8, 8, device=device, requires_grad=True)
+        torch.autograd.grad((matrix @ matrix).sum(), matrix)
+    settle_backwards(device)
+
+
+_prepared: set[tuple[torch.device, int, int]] = set()
+
+
+def count(device_type: str) -> int:
+    """Return the number of devices of a type that this process sees; 0 for an unknown type."""
+    try:
+        module = torch.get_device_module(device_type)
+    except RuntimeError:
+        return 0
+    return int(module.device_count()) if module.is_available() else 0
+
+
+def accelerator_in_use() -> torch.device:
+    """Return the current device of the accelerator if it is in use, else the CPU."""
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return torch.device("cpu")
+    is_initialized = getattr(_module(found), "is_initialized", lambda: True)
+    if not is_initialized():
+        return torch.device("cpu")
+    return torch.device(found.type, torch.accelerator.current_device_index())

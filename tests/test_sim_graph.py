@@ -1,0 +1,75 @@
+"""The graph engine on an accelerator: bits, random states and peaks by the device's counters."""
+
+import pytest
+import torch
+from limited_on_sim import compared
+from torch import nn
+
+WIDTH, ROWS = 128, 512
+
+
+class Branches(nn.Module):
+    """A model that is no chain: two branches and skips, with dropout."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.left = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.right = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, value):
+        for left, right in zip(self.left, self.right, strict=True):
+            branches = torch.tanh(left(value)), self.drop(torch.relu(right(value)))
+            value = self.norm(value + branches[0] * branches[1])
+        return value
+
+
+def batches(count=3, rows=ROWS):
+    torch.manual_seed(0)
+    return [torch.randn(rows, WIDTH, device="sim") for _ in range(count)]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("inside", [True, False])
+def test_bit_equal_within_the_limit(sim, dropout, inside):
+    limit, plain, ours = compared(
+        sim, lambda: Branches(dropout), batches(), 0.6, engine="graph", inside=inside
+    )
+    assert min(plain.peaks) > limit
+    assert max(ours.peaks[0 if inside else 1 :]) <= limit
+
+
+def test_accumulation(sim):
+    limit, _, ours = compared(
+        sim, lambda: Branches(0.1), batches(4), 0.7, engine="graph", inside=True, accumulate=2
+    )
+    assert max(ours.peaks) <= limit
+
+
+def test_autocast(sim):
+    compared(
+        sim, lambda: Branches(0.1), batches(2), 0.8, engine="graph", inside=True,
+        autocast=torch.bfloat16,
+    )  # fmt: skip
+
+
+def test_attention_with_dropout(sim):
+    """Repeat the draws of attention, which takes no generator."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.ModuleList(
+                nn.TransformerEncoderLayer(32, 2, 64, dropout=0.2, batch_first=True)
+                for _ in range(2)
+            )
+
+        def forward(self, value):
+            for layer in self.inner:
+                value = layer(value)
+            return value
+
+    torch.manual_seed(0)
+    data = [torch.randn(16, 32, 32, device="sim") for _ in range(2)]
+    compared(sim, Attention, data, 0.6, engine="graph", inside=True)

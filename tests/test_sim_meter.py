@@ -1,0 +1,61 @@
+"""Meters of accelerators: the counters of the device, and nothing but the metered code's bytes."""
+
+import gc
+
+import torch
+
+from rotor.memory import Segment, free_bytes, meter, rounded_bytes
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def test_segments(sim):
+    value = torch.zeros(1000, device="sim")
+    torch.zeros(MIB, device="sim")  # A peak of before.
+    with meter("sim") as m:
+        m.mark("a")
+        copy = value.clone()
+        m.mark("b")
+        copy = copy + value.exp()
+        del copy
+    assert m.segments == [Segment("a", 0, 4096, 4096), Segment("b", 4096, 3 * 4096, 0)]
+    assert (m.peak_bytes, m.end_bytes) == (3 * 4096, 0)
+    assert m.device == torch.device("sim", 0)
+
+
+def test_free_bytes(sim):
+    sim.set_capacity(64 * MIB)
+    assert free_bytes("sim") == 64 * MIB
+    kept = torch.zeros(4 * MIB, dtype=torch.uint8, device="sim")
+    assert free_bytes("sim") == 60 * MIB  # 16 MiB are reserved and not allocated.
+    sim.set_per_process_memory_fraction(0.5)
+    assert free_bytes("sim:0") == 32 * MIB - kept.nbytes
+    assert [rounded_bytes(size, "sim") for size in (0, 1, 513)] == [0, 512, 1024]
+
+
+def test_cycles_of_others_are_not_collected_inside(sim):
+    """Measure a block during which Python's collector would free a tensor of before."""
+    gc.collect()
+    cycle = [torch.zeros(MIB, device="sim")]
+    cycle.append(cycle)
+    del cycle
+    with meter("sim") as m:
+        kept = [[[]] for _ in range(100_000)]  # As many new objects as start the collector.
+    assert m.end_bytes == 0
+    assert gc.isenabled()
+    assert len(kept)
+    gc.collect()
+    assert sim.memory_allocated() == 0
+
+
+def test_the_thread_of_backwards_has_dropped_its_last_node(sim):
+    """Measure right after a backward, whose thread frees the last gradient when it likes."""
+    value = torch.randn(64 * KIB, device="sim", requires_grad=True)
+    for _ in range(300):
+        torch.autograd.grad(value.tanh().sum(), value)
+        with meter("sim") as m:
+            m.mark("one")
+            result = value.detach() * 2
+            m.mark("two")
+        assert m.segments[0].end_bytes == 256 * KIB
+        del result
