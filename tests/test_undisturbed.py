@@ -12,6 +12,7 @@ from torch import nn
 
 from rotor._pytorch import core
 from rotor.common import undisturbed
+from rotor.common.collector import CollectorPause
 from rotor.engines.graph import capture
 from rotor.engines.graph.calls import run_once
 from rotor.engines.graph.lowering import lower
@@ -171,7 +172,7 @@ def test_cycles_are_collected_after_a_capture_only(monkeypatch):
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_the_collector_is_put_back(is_enabled):
     def failing():
-        with undisturbed.collector_paused():
+        with CollectorPause():
             assert not gc.isenabled()
             raise ZeroDivisionError
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +20,6 @@ __all__ = [
     "autocast_cache_dropped",
     "buffers_copied",
     "buffers_kept",
-    "collector_paused",
     "generators_kept",
     "gradients_aside",
     "model_kept",
@@ -56,21 +54,6 @@ def gradients_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Keep Python's collector of cycles from running inside: it walks all objects again and again.
-
-    It is for runs that make many objects which live on. Reference counts free memory as before.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

@@ -25,9 +25,9 @@ from rotor import _core
 from rotor._pytorch import core, devices
 from rotor._pytorch import profiler as _profiler
 from rotor.common import accounting
+from rotor.common.collector import CollectorPause
 from rotor.common.timeline import Timeline, timeline_of
 from rotor.meter.blocks import Blocks
-from rotor.meter.collector import CollectorPause
 
 __all__ = [
     "Meter",

@@ -84,7 +84,7 @@ def test_all_makes_every_figure_with_one_command(folder, capsys, monkeypatch):
         monkeypatch.setattr(module, "simulate", None, raising=False)
     code, text, _ = command(capsys, *arguments, "--formats", "--json")
     assert code == 0
-    assert list(json.loads(text)) == experiments.names()
+    assert list(json.loads(text)["results"]) == experiments.names()
     assert {path: path.read_bytes() for path in data.rglob("*") if path.is_file()} == files
 
 

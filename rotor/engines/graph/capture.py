@@ -20,9 +20,10 @@ from torch import fx, nn
 
 from rotor._pytorch import core, symbols
 from rotor._pytorch import inductor as _inductor
+from rotor.common.collector import CollectorPause
 from rotor.common.generators import SPLIT_BACKWARD
 from rotor.common.tensor_trees import tree_tensors
-from rotor.common.undisturbed import collector_paused, generators_kept
+from rotor.common.undisturbed import generators_kept
 from rotor.engines.contract import NothingToPlan
 from rotor.engines.graph.early import Delivery
 from rotor.engines.graph.emit import StepCode, saved_primals
@@ -221,7 +222,7 @@ class Capture:
         for captured in self.graphs:
             captured.emitted = None
         # Code made by dynamo draws Python's random numbers before it calls the graph.
-        with generators_kept(module.modules()), symbols.marked(symbolic), collector_paused():
+        with generators_kept(module.modules()), symbols.marked(symbolic), CollectorPause():
             try:
                 self(module, *args)
             except Unplanned as reached:

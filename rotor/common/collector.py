@@ -1,9 +1,14 @@
-"""Pauses of Python's collector of cycles, whose frees would be taken for those of metered code."""
+"""Pauses of Python's collector of cycles.
+
+Its frees would be taken for those of metered code; and it walks all objects again and again where
+many are made that live on, as in a capture.
+"""
 
 from __future__ import annotations
 
 import gc
 import threading
+from typing import Self
 
 __all__ = ["CollectorPause"]
 
@@ -13,11 +18,14 @@ _was_enabled = False
 
 
 class CollectorPause:
-    """Pause of the collector from `begin` to `end`; pauses may overlap, in any threads."""
+    """Pause of the collector from `begin` to `end`, or in a ``with`` block.
+
+    Pauses may overlap, in any threads. Reference counts free memory as before.
+    """
 
     def __init__(self) -> None:
         self.is_on = False
-        """Whether it has begun and not ended."""
+        """True between `begin` and `end`."""
 
     def begin(self) -> None:
         """Keep the collector from running by itself."""
@@ -39,3 +47,10 @@ class CollectorPause:
             _pauses -= 1
             if not _pauses and _was_enabled:
                 gc.enable()
+
+    def __enter__(self) -> Self:
+        self.begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
