@@ -443,7 +443,7 @@ def test_verbosity_is_of_one_model(heard, make):
     level = logging.getLogger("rotor").level
     assert level == logging.NOTSET
     heard.clear()
-    quiet = rotor.Checkpointable(make(), sample(), "1GB")
+    quiet = rotor.Checkpointable(make(), sample(), "1GB", verbosity=0)
     for _ in range(2):
         quiet(sample()).sum().backward()
     assert heard == []
