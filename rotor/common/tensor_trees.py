@@ -22,6 +22,18 @@ def tree_tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in core.tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
+def argument_tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in arguments, in order; plain containers are walked without pytrees."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return [tensor for part in value for tensor in argument_tensors(part)]
+    if kind is dict:
+        return [tensor for part in value.values() for tensor in argument_tensors(part)]
+    if value is None or isinstance(value, int | float | str):
+        return []
+    return tree_tensors(value)
+
+
 def output_tensors(value: Any) -> list[torch.Tensor]:
     """Return the tensors of a model's output, also in dataclasses, mappings and plain objects."""
     if isinstance(value, torch.Tensor):

@@ -22,7 +22,7 @@ from rotor._pytorch import core, symbols
 from rotor._pytorch import inductor as _inductor
 from rotor.common.collector import CollectorPause
 from rotor.common.generators import SPLIT_BACKWARD
-from rotor.common.tensor_trees import tree_tensors
+from rotor.common.tensor_trees import argument_tensors
 from rotor.common.undisturbed import generators_kept
 from rotor.engines.contract import NothingToPlan
 from rotor.engines.graph.early import Delivery
@@ -174,7 +174,7 @@ class Capture:
         """
         self.ran = None
         self._owner = weakref.ref(module)
-        symbols.forget_propagated(tree_tensors((args, kwargs)))
+        symbols.forget_propagated(argument_tensors((args, kwargs)))
         try:
             with core.one_graph():
                 if self.graphs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -425,7 +426,7 @@ class GraphPlan(Metered):
         ]
         return PredictedTimeline.of_runs(costs[ops], live, loss, np.array(new)[ops])
 
-    @property
+    @functools.cached_property
     def recomputed(self) -> int:
         """Operations that run more than once."""
         return int((self.program.runs > 1).sum())
