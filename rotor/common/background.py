@@ -76,7 +76,7 @@ class _ThreadJob:
             target=_run, args=(work, self._state), name="rotor-planning", daemon=True
         )
         weakref.finalize(self, setattr, self._state, "stops", True).atexit = False
-        _jobs.add(self)
+        _running[self._thread] = self._state
         self._thread.start()
 
     def _is_inherited(self) -> bool:
@@ -107,19 +107,24 @@ def _run(work: Work, state: _State) -> None:
     except BaseException as error:
         # Frames of the traceback would keep what the work refers to.
         state.error = error.with_traceback(None)
+    finally:
+        _running.pop(threading.current_thread(), None)
 
 
-_jobs: weakref.WeakSet[_ThreadJob] = weakref.WeakSet()
+_running: dict[threading.Thread, _State] = {}
+"""Threads that have not ended, those of dropped jobs too."""
+
+os.register_at_fork(after_in_child=_running.clear)
 
 
 @atexit.register
 def _stop_all() -> None:
-    """Stop all threads before the interpreter goes."""
-    jobs = list(_jobs)
-    for job in jobs:
-        job.stop()
-    for job in jobs:
-        job.wait()
+    """Stop all threads before the interpreter goes: one that is left would abort the process."""
+    running = list(_running.items())
+    for _, state in running:
+        state.stops = True
+    for thread, _ in running:
+        thread.join()
 
 
 class Threads:
