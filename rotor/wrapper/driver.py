@@ -44,6 +44,7 @@ from rotor.meter.step_meter import StepBytes, StepMeter, StepWatch, cancel_runni
 from rotor.meter.watch import PeakWatch, is_due, meter_again
 from rotor.units import format_bytes
 from rotor.wrapper.announcing import Announcer
+from rotor.wrapper.caches import CacheRule
 from rotor.wrapper.habits import warn_of_cache, warn_of_checkpointing
 from rotor.wrapper.registry import engines_for
 
@@ -91,7 +92,7 @@ class Driver:
         self.engines[0].check_sharding()
         self.engines[0].check()
 
-    def _discover(self, latest: Any, warned: set[str]) -> None:
+    def _discover(self, latest: Any, warned: set[str], *, is_read: bool = False) -> None:
         """Find the structure of the model and its engines."""
         self.context = Context(
             self.settings,
@@ -103,11 +104,12 @@ class Driver:
         )
         self._is_unit = fsdp.is_unit(self._wrapper())
         self._unplanned = set()
+        self._caches = CacheRule(self.context, is_read=is_read)
         self.engines = engines_for(self.context)
 
     def _rediscover(self) -> None:
         """Drop all measures, and find structure and engines again."""
-        self._discover(self.context.latest, self.context.warned)
+        self._discover(self.context.latest, self.context.warned, is_read=self._caches.is_read)
 
     def _rediscover_if_changed(self) -> None:
         if not self.engines[0].depends_on_structure:
@@ -227,6 +229,7 @@ class Driver:
             if not self.settings.module.training:
                 self.settings.module.train()
             call = self.engines[0].prepared(call)
+            call = self._caches.applied(call)
             key = self._agreed_key(call)[0]
             for plan_key in [k for k in self.context.plans if k.measured == key.measured]:
                 del self.context.plans[plan_key]
@@ -398,12 +401,15 @@ class Driver:
             # One backward will run several steps.
             cancel_running()
             self._is_crowded = True
-        context = self.context
+        context, caches = self.context, self._caches
+        trimmed = caches.applied(call)
+        forward = None if trimmed is call else caches.begin(call)
         context.is_stepping = True
         try:
-            return self._step(call)
+            output = self._step(trimmed)
         finally:
             context.is_stepping = False
+        return output if forward is None else caches.completed(output, forward)
 
     def _step(self, call: Call) -> Any:
         key, is_one_behind = self._agreed_key(call)

@@ -1,0 +1,247 @@
+"""Caches of keys and values that training steps of Hugging Face's models leave out.
+
+A causal model returns the keys and values of all its layers by default. As outputs they would be
+kept to the end of the step, though hardly any training loop reads them. A step leaves them out;
+its output has an `UnreadCache` in their place, which computes them when it is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor._pytorch import core
+from rotor.common.generators import AutocastState, RngTracker
+from rotor.common.tensor_trees import output_tensors, tree_tensors
+from rotor.common.undisturbed import (
+    attributes_kept,
+    buffers_copied,
+    generators_kept,
+    random_states_kept,
+    training_flags_kept,
+)
+from rotor.engines.contract import Call, Context
+from rotor.meter import allocator
+from rotor.meter.step_meter import cancel_running
+from rotor.units import format_bytes
+
+__all__ = ["CacheRule", "UnreadCache"]
+
+_ARGUMENT = "use_cache"
+_OUTPUT = "past_key_values"
+
+
+class UnreadCache:
+    """Keys and values of a training step, computed when they are first read.
+
+    It passes for a ``Cache`` of Transformers, and has the attributes and methods of the real one.
+
+    Parameters
+    ----------
+    compute
+        Function that returns the real cache.
+    """
+
+    __slots__ = ("_compute", "_real")
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        object.__setattr__(self, "_compute", compute)
+        object.__setattr__(self, "_real", None)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """Class of caches, for callers that ask an object; ``type`` is this class."""
+        if self._compute is None:
+            return type(self._real)
+        return getattr(sys.modules.get("transformers.cache_utils"), "Cache", UnreadCache)
+
+    def _read(self) -> Any:
+        if self._compute is not None:
+            object.__setattr__(self, "_real", self._compute())
+            object.__setattr__(self, "_compute", None)
+        return self._real
+
+    def __getattr__(self, name: str) -> Any:
+        is_special = name.startswith("__") and name.endswith("__")
+        if is_special or (hasattr(torch.Tensor, name) and not hasattr(self.__class__, name)):
+            # Utilities ask any part of an output for its dtype or its device.
+            raise AttributeError(f"a cache has no attribute {name!r}")
+        return getattr(self._read(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._read(), name, value)
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __iter__(self) -> Any:
+        return iter(self._read())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read()[index]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._read().__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        if self._compute is None:
+            return repr(self._real)
+        return "<keys and values of a training step, computed when they are read>"
+
+
+class CacheRule:
+    """Rule for the keys and values of one model's training steps.
+
+    They are left out where the model's configuration alone asks for them. Once a loop has read
+    them, they are outputs as any other.
+
+    Parameters
+    ----------
+    context
+        Context of the model's engines.
+
+    Attributes
+    ----------
+    is_read
+        True once the keys and values of a step were read.
+    """
+
+    def __init__(self, context: Context, *, is_read: bool = False) -> None:
+        self.is_read = is_read
+        self._context = context
+        self._names = _argument_names(context.module)
+
+    def applied(self, call: Call) -> Call:
+        """Return the call without a cache in its output; the same one where that is kept."""
+        if self.is_read or not self._leaves_out(call):
+            return call
+        return dataclasses.replace(call, kwargs={**call.kwargs, _ARGUMENT: False})
+
+    def _leaves_out(self, call: Call) -> bool:
+        config = getattr(self._context.module, "config", None)
+        if not self._names or getattr(config, _ARGUMENT, False) is not True:
+            return False
+        loss_fn = self._context.settings.loss_fn if call.targets else None
+        if loss_fn is not None and not getattr(loss_fn, "returns_output", False):
+            # The cache is no output then, and the loss may read it.
+            return False
+        given = {**dict(zip(self._names, call.args, strict=False)), **call.kwargs}
+        if given.get(_ARGUMENT) is not None or given.get(_OUTPUT) is not None:
+            return False
+        as_tuple = given.get("return_dict") is False or not getattr(config, "return_dict", True)
+        return not as_tuple and _ARGUMENT not in self._names[: len(call.args)]
+
+    def begin(self, call: Call) -> _Forward:
+        """Return a record of the state in which a call's forward begins."""
+        return _Forward(self._context, call)
+
+    def completed(self, output: Any, forward: _Forward) -> Any:
+        """Return an output with an `UnreadCache` in the place of the one that was left out."""
+        if not dataclasses.is_dataclass(output) or getattr(output, _OUTPUT, True) is not None:
+            return output
+
+        def compute() -> Any:
+            cancel_running()
+            cache = getattr(forward.output_again(), _OUTPUT)
+            self.is_read = True
+            size = allocator.storage_bytes(output_tensors(cache))
+            self._context.warn(
+                "cache",
+                f"past_key_values of a training step was read: {format_bytes(size)} of keys and "
+                f"values, which the step had left out{_of_limit(self._context)}, were computed by "
+                "a second forward, beside the limit. The following steps keep them to their end. "
+                "Call the model with use_cache=True to keep them from the first step on",
+            )
+            return cache
+
+        made: Any = type(output)
+        values = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+        return made(**values | {_OUTPUT: UnreadCache(compute)})
+
+
+class _Forward:
+    """State of a model, of its arguments, and of random generators when a forward begins."""
+
+    def __init__(self, context: Context, call: Call) -> None:
+        self._module, self._call = context.module, call
+        # A callback has its own forward in the place of this one, but while a step runs.
+        self._forward = context.module.forward
+        self._rng = RngTracker(call.device)
+        # The tensors of the states would count as memory of the step.
+        self._states = [state.tobytes() for _, state in self._rng.read()]
+        self._autocast = AutocastState(call.device.type)
+        self._flags = [module.training for module in self._module.modules()]
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> list[tuple[int, int]]:
+        tensors = [*self._module.parameters(), *tree_tensors(self._call.arguments)]
+        return [(id(tensor), tensor._version) for tensor in tensors]
+
+    def output_again(self) -> Any:
+        """Return the output of the plain model, from the same state.
+
+        Raises
+        ------
+        RuntimeError
+            A parameter or an argument has changed.
+        """
+        if self._current_versions() != self._versions:
+            raise RuntimeError(
+                "past_key_values of a training step was read after the model's parameters or the "
+                "batch had changed: the step had left them out, for nothing read them before. "
+                "Call the model with use_cache=True to keep them"
+            )
+        module = self._module
+        modules = list(module.modules())
+        states = [
+            (torch.frombuffer(bytearray(state), dtype=torch.uint8), None) for state in self._states
+        ]
+        with ExitStack() as stack:
+            stack.enter_context(training_flags_kept(module))
+            stack.enter_context(random_states_kept(self._call.device))
+            stack.enter_context(generators_kept(modules))
+            stack.enter_context(attributes_kept(modules))
+            slots = [slot for part in modules for slot in core.buffer_slots(part)]
+            stack.enter_context(buffers_copied(slots))
+            stack.enter_context(self._autocast)
+            stack.enter_context(torch.enable_grad())
+            for part, training in zip(modules, self._flags, strict=True):
+                part.training = training
+            self._rng.write(states)
+            return self._forward(*self._call.args, **self._call.kwargs)
+
+
+def _of_limit(context: Context) -> str:
+    limit = context.settings.mem_limit
+    return "" if limit is None else f" of its limit of {format_bytes(limit)}"
+
+
+def _argument_names(module: nn.Module) -> list[str]:
+    """Return the names of a forward's arguments; none unless it returns a cache by default.
+
+    These are models of Transformers that generate, as they are or within PEFT.
+    """
+    base: Any = module
+    if hasattr(base, "get_base_model"):
+        if getattr(getattr(base, "active_peft_config", None), "is_prompt_learning", True):
+            return []
+        base = base.get_base_model()
+    code = inspect.unwrap(type(base).forward)
+    config = getattr(base, "config", None)
+    is_decoder = getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", True)
+    if not (
+        code.__module__.startswith("transformers.models.")
+        and is_decoder
+        and callable(getattr(base, "can_generate", None))
+        and base.can_generate()
+        and _ARGUMENT in inspect.signature(code).parameters
+    ):
+        return []
+    return list(inspect.signature(type(module).forward).parameters)[1:]

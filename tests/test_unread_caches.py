@@ -1,0 +1,177 @@
+"""Keys and values of causal models: left out of a training step until they are read."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+
+import pytest
+import torch
+from torchvision_standins import import_torchvision
+
+import rotor
+
+with contextlib.suppress(ModuleNotFoundError):
+    # Transformers imports torchvision where it is there.
+    import_torchvision()
+transformers = pytest.importorskip("transformers")
+
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel  # noqa: E402
+from transformers.cache_utils import Cache  # noqa: E402
+
+WORDS, LENGTH, LAYERS, WIDTH, BATCH = 120, 32, 2, 32, 8
+LIMIT = 1_150_000
+
+
+def make_model(layers=LAYERS, **changes) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=WORDS,
+        n_positions=LENGTH,
+        n_embd=WIDTH,
+        n_layer=layers,
+        n_head=2,
+        bos_token_id=1,
+        eos_token_id=2,
+        loss_type="ForCausalLM",
+        **changes,
+    )
+    return GPT2LMHeadModel(config).train()
+
+
+def tokens(seed=1):
+    return torch.randint(WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def limited(model=None, limit="8 MB", **options):
+    model = make_model() if model is None else model
+    return rotor.Checkpointable(
+        model, mem_limit=limit, effort="fast", verbosity=0, planning="before", **options
+    )
+
+
+def step(model, ids, **arguments):
+    model.zero_grad()
+    torch.manual_seed(3)
+    output = model(ids, labels=ids, **arguments)
+    output.loss.backward()
+    return output
+
+
+def gradients(model):
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def equal(first, second) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_limit_without_room_for_the_cache_is_kept():
+    plain, model, limit = make_model(4), limited(make_model(4), LIMIT), LIMIT
+    expected, found = step(plain, tokens()), step(model, tokens())
+    assert torch.equal(expected.loss, found.loss)
+    assert equal(gradients(plain), gradients(model))
+    assert model.plan.measured_bytes <= limit
+    # Keys and values that are kept leave no plan under this limit.
+    with pytest.raises(rotor.InfeasibleError) as error:
+        step(limited(make_model(4), limit), tokens(), use_cache=True)
+    assert error.value.minimum_bytes > limit
+
+    assert type(found) is type(expected)
+    assert list(found.keys()) == list(expected.keys())
+    assert torch.equal(found[1], expected[1])
+    assert len(found.to_tuple()) == len(expected.to_tuple())
+    assert isinstance(found.past_key_values, Cache)
+    assert not hasattr(found.past_key_values, "dtype")
+    assert "when they are read" in repr(found)
+    assert type(torch.utils._pytree.tree_map(lambda part: part, found)) is type(expected)
+
+
+def test_reading_gives_the_values_and_one_warning_and_keeps_them_from_then_on():
+    plain, model = make_model(), limited()
+    ids = tokens()
+    expected, found = step(plain, ids), step(model, ids)
+    state = torch.get_rng_state()
+    with pytest.warns(rotor.MemoryLimitWarning, match="128 KiB .*use_cache=True") as caught:
+        assert len(found.past_key_values) == LAYERS
+    assert len(caught) == 1
+    assert torch.equal(state, torch.get_rng_state())
+    layers = [output.past_key_values.layers for output in (found, expected)]
+    for ours, theirs in zip(*layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys)
+        assert torch.equal(ours.values, theirs.values)
+    step(model, ids)
+    following = step(model, ids)
+    assert type(following.past_key_values) is DynamicCache
+    assert equal(gradients(plain), gradients(model))
+    assert model.plan.measured_bytes <= 8_000_000
+
+
+def test_gradients_flow_through_a_cache_that_is_read_before_the_backward():
+    ids = tokens()
+
+    def train(model, steps):
+        for _ in range(steps):
+            model.zero_grad()
+            torch.manual_seed(3)
+            output = model(ids, labels=ids)
+            extra = output.past_key_values.layers[1].values.square().mean()
+            (output.loss + extra).backward()
+        return gradients(model)
+
+    expected, model = train(make_model(), 1), limited()
+    with pytest.warns(rotor.MemoryLimitWarning, match="was read"):
+        found = train(model, 1)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    for ours, theirs in zip(train(model, 2), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_cache_is_copied_and_pickled_as_the_real_one():
+    model = limited()
+    model.transformer.requires_grad_(False)
+    model.transformer.ln_f.requires_grad_(True)
+    output = step(model, tokens())
+    with pytest.warns(rotor.MemoryLimitWarning, match="was read"):
+        assert type(copy.copy(output.past_key_values)) is DynamicCache
+    assert type(pickle.loads(pickle.dumps(output.past_key_values))) is DynamicCache
+
+
+def test_reading_after_the_update_names_the_cure():
+    model = limited()
+    output = step(model, tokens())
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match="use_cache=True to keep them"):
+        _ = output.past_key_values.layers
+
+
+@pytest.mark.parametrize(
+    "config, arguments, kind",
+    [
+        ({"use_cache": False}, {}, type(None)),
+        ({}, {"use_cache": True}, DynamicCache),
+        ({}, {"return_dict": False}, tuple),
+    ],
+)
+def test_the_output_is_as_asked_for(config, arguments, kind):
+    model = limited(make_model(1, **config), "1 GB")
+    output = model(tokens(), labels=tokens(), **arguments)
+    if kind is tuple:
+        assert type(output) is tuple
+        assert type(output[2]) is DynamicCache
+    else:
+        assert type(output.past_key_values) is kind
+
+
+def test_a_loss_that_reads_the_cache_gets_it():
+    def loss(output, *_):
+        return output.loss + output.past_key_values.layers[0].keys.mean()
+
+    ids, plain, model = tokens(), make_model(1), limited(make_model(1), loss_fn=loss)
+    torch.manual_seed(3)
+    loss(plain(ids, labels=ids)).backward()
+    torch.manual_seed(3)
+    model(ids, labels=ids, targets=(None,)).backward()
+    assert equal(gradients(plain), gradients(model))
