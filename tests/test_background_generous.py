@@ -16,7 +16,8 @@ from rotor.engines.graph.glance import Refinement
 
 
 @pytest.fixture
-def counts(monkeypatch):
+def counts(monkeypatch, tmp_path):
+    monkeypatch.setenv("ROTOR_CACHE_DIR", str(tmp_path))
     found: Counter = Counter()
 
     def counted(owner, name, topic):
