@@ -23,7 +23,7 @@ from rotor.graph.blockwise import plan_blocks
 from rotor.graph.graph import Graph, Storage
 from rotor.graph.program import Program
 from rotor.meter import allocator
-from rotor.units import parse_bytes
+from rotor.units import exact_bytes, parse_bytes
 from rotor.wrapper.checkpointable import Checkpointable, Setting
 
 __all__ = ["Hiremate", "PureCheckmate", "PureRockmate", "PureRotor", "Rockmate"]
@@ -137,8 +137,9 @@ class _BudgetEngine(GraphEngine):
                 raise
             least = error.minimum_bytes - (limit_bytes - budget)
             raise InfeasibleError(
-                f"no plan was found within a budget of {budget} bytes; the least for which "
-                f"one was found is {least} bytes, gradients of parameters aside: give at least "
+                f"no plan was found within a budget of {exact_bytes(budget)}; the least for "
+                f"which one was found is {exact_bytes(least)}, gradients of parameters aside: "
+                "give at least "
                 "that, or a smaller batch",
                 least,
             ) from error

@@ -6,7 +6,7 @@ import math
 import numbers
 import re
 
-__all__ = ["LARGEST_BYTES", "format_bytes", "format_seconds", "parse_bytes", "to_ns"]
+__all__ = ["LARGEST_BYTES", "exact_bytes", "format_bytes", "format_seconds", "parse_bytes", "to_ns"]
 
 LARGEST_BYTES = 1 << 62
 """The largest number of bytes that is accepted as a size."""
@@ -122,6 +122,27 @@ def format_bytes(n: int) -> str:
     digits = 2 if size < 9.995 else 1
     text = f"{size:.{digits}f}".rstrip("0").rstrip(".")
     return f"{sign}{text} {unit}"
+
+
+def exact_bytes(n: int) -> str:
+    """Return a number of bytes for messages: for people, and exactly.
+
+    Parameters
+    ----------
+    n
+        Bytes; may be negative.
+
+    Returns
+    -------
+    str
+        Such as "19.8 MiB (20796608 bytes)"; below 1 KiB the bytes alone.
+
+    Examples
+    --------
+    >>> exact_bytes(20796608)
+    '19.8 MiB (20796608 bytes)'
+    """
+    return f"{n} bytes" if abs(n) < 1024 else f"{format_bytes(n)} ({n} bytes)"
 
 
 def format_seconds(s: float) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import rotor
-from rotor.algorithms import persistent
+from rotor import _core
 from rotor.common.background import Threads
 from rotor.engines.graph.capture import Capture
 from rotor.engines.graph.glance import Refinement
@@ -29,7 +29,7 @@ def counts(monkeypatch, tmp_path):
 
         monkeypatch.setattr(owner, name, call)
 
-    counted(persistent._core, "frontier", "frontiers")
+    counted(_core, "frontier", "frontiers")
     counted(Threads, "start", "searches")
     counted(Refinement, "advance", "measurements")
     counted(Capture, "reach", "captures")

@@ -95,8 +95,8 @@ def test_first_step_is_metered_and_a_dear_loss_is_learned():
             measured.append(chk.plan.measured_bytes)
     assert least < limit < measured[0]
     assert len(caught) == 1
-    assert f"limit of {limit} bytes was not kept" in str(caught[0].message)
-    assert f"needed {measured[0]} bytes" in str(caught[0].message)
+    assert f"({limit} bytes) was not kept" in str(caught[0].message)
+    assert f"({measured[0]} bytes)" in str(caught[0].message)
     assert measured[1] <= limit
     assert step_peak(chk, x, dear) <= chk.get_expected_memory() <= limit
 
@@ -119,7 +119,7 @@ def test_a_limit_that_cannot_be_kept_warns_with_figures():
                 parameter.grad = None
             growing(chk(x)).backward()
 
-    with pytest.warns(rotor.MemoryLimitWarning, match=rf"limit of {plain_peak} bytes"):
+    with pytest.warns(rotor.MemoryLimitWarning, match=rf"limit of .*\({plain_peak} bytes\)"):
         train()
 
 

@@ -18,6 +18,7 @@ ERRORS = ROOT / "docs/errors.md"
 STATES = {
     *("RuntimeError", "MemoryError", "ImportError", "InfeasibleError", "BudgetError"),
     *("CaptureError", "RecomputationError", "MeterBusyError", "RankError", "warn", "_warn_once"),
+    "warn_caller",
 }
 """What is about the state of a model or machine; errors about arguments speak for themselves."""
 PASSED_ON = {

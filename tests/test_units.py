@@ -1,13 +1,24 @@
+import ast
 import subprocess
 import sys
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rotor.units import LARGEST_BYTES, format_bytes, format_seconds, parse_bytes, to_ns
+from rotor.units import (
+    LARGEST_BYTES,
+    exact_bytes,
+    format_bytes,
+    format_seconds,
+    parse_bytes,
+    to_ns,
+)
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -173,3 +184,46 @@ def test_times_that_are_no_numbers_are_refused(seconds):
 def test_units_need_no_torch():
     code = "import sys, rotor.units; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "size, text",
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (20796608, "19.8 MiB (20796608 bytes)"),
+        (20 << 20, "20 MiB (20971520 bytes)"),
+        (-2048, "-2 KiB (-2048 bytes)"),
+    ],
+)
+def test_messages_have_bytes_for_people_and_exactly(size, text):
+    assert exact_bytes(size) == text
+
+
+def test_every_message_has_its_bytes_in_both_forms():
+    """No message has a number of bytes alone, unless it names the argument of a log or a table."""
+    found = []
+    for path in (ROOT / "rotor").rglob("*.py"):
+        if path.parent.name in ("simrd", "experiments") or path.name == "units.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and raises(node)):
+                continue
+            for text in ast.walk(node):
+                if isinstance(text, ast.JoinedStr):
+                    found += [f"{path.name}:{text.lineno}" for _ in bare_bytes(text)]
+    assert found == []
+
+
+def raises(call: ast.Call) -> bool:
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    return name in ("InfeasibleError", "BudgetError", "warn", "warn_caller")
+
+
+def bare_bytes(text: ast.JoinedStr):
+    """Numbers of bytes in a message without `exact_bytes`, "give at least" aside."""
+    for before, value, after in zip(text.values, text.values[1:], text.values[2:], strict=False):
+        is_value = isinstance(value, ast.FormattedValue) and isinstance(after, ast.Constant)
+        is_cure = isinstance(before, ast.Constant) and "at least" in str(before.value)
+        if is_value and not is_cure and str(after.value).startswith(" bytes"):
+            yield value

@@ -97,7 +97,7 @@ def peak_of(model, selected):
 
 def told_bytes(caught):
     """The bytes that warnings of an excess named."""
-    found = [re.search(r"a step needed .*\((\d+) bytes\)", str(w.message)) for w in caught]
+    found = [re.search(r"a step needed .*?\((\d+) bytes\)", str(w.message)) for w in caught]
     return [int(match.group(1)) for match in found if match]
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "memory_fraction",
     "name_of",
     "prepare",
+    "release_cached",
     "reserved_bytes",
     "reset_peak",
     "settle_backwards",
@@ -214,6 +215,12 @@ def count(device_type: str) -> int:
     except RuntimeError:
         return 0
     return int(module.device_count()) if module.is_available() else 0
+
+
+def release_cached() -> None:
+    """Give the unused blocks of the accelerator's allocator back, if the accelerator is in use."""
+    if accelerator_in_use().type not in ("cpu", *_ONE_DEVICE):
+        torch.accelerator.empty_cache()
 
 
 def accelerator_in_use() -> torch.device:

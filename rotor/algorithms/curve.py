@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rotor.chain import check_header, read_json, write_json
 from rotor.errors import InfeasibleError
-from rotor.units import format_bytes, parse_bytes
+from rotor.units import exact_bytes, format_bytes, parse_bytes
 
 FORMAT = "rotor.curve"
 VERSION = 1
@@ -90,7 +90,8 @@ class Curve:
         index = int(np.searchsorted(self.bytes, budget, side="right")) - 1
         if index < 0:
             raise InfeasibleError(
-                f"a budget of {budget} bytes is below the {self.minimum_bytes} bytes at which "
+                f"a budget of {exact_bytes(budget)} is below the "
+                f"{exact_bytes(self.minimum_bytes)} at which "
                 "this curve begins",
                 self.minimum_bytes,
             )

@@ -12,7 +12,7 @@ from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence
 from rotor.chain import Chain
 from rotor.errors import InfeasibleError
-from rotor.units import parse_bytes
+from rotor.units import exact_bytes, parse_bytes
 
 _LARGEST_SLOTS = 1 << 28
 
@@ -105,7 +105,7 @@ def checked_slots(mem_slots: int) -> int:
 def infeasible(algorithm: str, budget_bytes: int, minimum_bytes: int) -> InfeasibleError:
     """Return the error to raise when `algorithm` has no schedule within a budget."""
     return InfeasibleError(
-        f"{algorithm} has no schedule of this chain within {budget_bytes} bytes; "
-        f"the least budget in which it has one is {minimum_bytes} bytes",
+        f"{algorithm} has no schedule of this chain within {exact_bytes(budget_bytes)}; "
+        f"the least budget in which it has one is {exact_bytes(minimum_bytes)}",
         minimum_bytes,
     )

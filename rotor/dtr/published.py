@@ -32,7 +32,7 @@ from rotor.dtr.runtime import Session
 from rotor.dtr.storages import StorageRef
 from rotor.meter import allocator as memory
 from rotor.simrd.log_writer import LogWriter
-from rotor.units import parse_bytes
+from rotor.units import exact_bytes, parse_bytes
 
 __all__ = [
     "annotate_log",
@@ -167,8 +167,9 @@ def _begin(limit: int | None, device: torch.device | str | None) -> Session:
 def _above(limit: int, level_bytes: int) -> int:
     if limit <= level_bytes:
         raise ValueError(
-            f"a budget of {limit} bytes is not above the {level_bytes} bytes that are allocated "
-            "already: budgets count everything on the device (rotor.dtr.budget counts above that)"
+            f"a budget of {exact_bytes(limit)} is not above the {exact_bytes(level_bytes)} that "
+            "are allocated already: budgets count everything on the device (rotor.dtr.budget "
+            "counts above that)"
         )
     return limit - level_bytes
 

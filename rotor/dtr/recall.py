@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from rotor import _core
 from rotor._pytorch import core, dispatch
 from rotor.common.accounting import SCRAPS_BYTES, scrap_bytes
+from rotor.common.frames import warn_caller
 from rotor.dtr.calling import ModulePaths
 from rotor.dtr.operators import KERNELS
 from rotor.dtr.repeating import Verifier
@@ -21,6 +21,7 @@ from rotor.dtr.signatures import known_needs
 from rotor.dtr.storages import StorageRef, bytes_of
 from rotor.errors import BudgetError, MemoryLimitWarning
 from rotor.meter import allocator
+from rotor.units import exact_bytes
 
 CLOCK: Callable[[], int] | None = None
 """Clock of the sessions that begin from now on, ns; ``None`` for the system's."""
@@ -238,9 +239,7 @@ class Recall:
         if self._strict and not self._is_leaving:
             raise self._no_room(current, least, nbytes)
         if self._overflows == 0 and not self._is_leaving:
-            warnings.warn(
-                str(self._no_room(current, least, nbytes)), MemoryLimitWarning, stacklevel=2
-            )
+            warn_caller(str(self._no_room(current, least, nbytes)), MemoryLimitWarning)
         self._overflows += 1
 
     def _no_room(self, current: int, nbytes: int, wished: int) -> BudgetError:
@@ -251,15 +250,21 @@ class Recall:
             if node.is_material and node.nbytes
         )
         named = ", ".join(
-            f"{size} bytes ({'in use now' if locks else 'an input, parameter, gradient or pinned'})"
+            f"{exact_bytes(size)}, "
+            f"{'in use now' if locks else 'an input, parameter, gradient or pinned'}"
             for size, _, locks in reversed(kept[-_NAMED:])
         )
         minimum = current + nbytes
-        outside = f", and {self.outside_bytes} outside the model" if self.outside_bytes else ""
+        outside = (
+            f", and {exact_bytes(self.outside_bytes)} outside the model"
+            if self.outside_bytes
+            else ""
+        )
         return BudgetError(
-            f"the budget of {self.limit} bytes is too small: the next operation needs {nbytes} "
-            f"bytes beside {current} that cannot be evicted ({len(kept)} storages, the largest "
-            f"{named}{outside}); a budget of {minimum} bytes gets past this operation",
+            f"the budget of {exact_bytes(self.limit or 0)} is too small: the next operation needs "
+            f"{exact_bytes(nbytes)} beside {exact_bytes(current)} that cannot be evicted "
+            f"({len(kept)} storages, the largest "
+            f"{named}{outside}); a budget of {exact_bytes(minimum)} gets past this operation",
             minimum,
             max(nbytes, wished // 2),
         )
@@ -273,16 +278,15 @@ class Recall:
     def _see_thrashing(self) -> None:
         found = self._book.counters()
         if self._thrashes == 0:
-            warnings.warn(
+            warn_caller(
                 f"thrashing: while {found['worst_operations']} operations of the program took "
                 f"{found['worst_base_ns'] / 1e9:.3g} s, {found['worst_repeats']} operations that "
                 f"had run again {_core.OFTEN} times and more ran once more, for "
                 f"{found['worst_repeat_ns'] / 1e9:.3g} s. What they make stays in memory from now "
-                f"on as far as the budget of {self.limit} bytes allows. With "
-                f"{found['held_peak_bytes'] + SCRAPS_BYTES} bytes nothing would have "
+                f"on as far as the budget of {exact_bytes(self.limit or 0)} allows. With "
+                f"{exact_bytes(found['held_peak_bytes'] + SCRAPS_BYTES)} nothing would have "
                 "been computed again until now",
                 MemoryLimitWarning,
-                stacklevel=2,
             )
         self._thrashes = found["thrashes"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from rotor import _core
 from rotor._pytorch import core, devices, dispatch, profiler
+from rotor.common.frames import warn_caller
 from rotor.dtr.operators import Operator, kernel_of
 from rotor.dtr.recall import LONGEST_CHAIN, Recall, Stats
 from rotor.dtr.records import Needs, tensors_of
@@ -18,6 +18,7 @@ from rotor.dtr.signatures import guess, remember, run_measured
 from rotor.dtr.storages import StorageRef
 from rotor.errors import MemoryLimitWarning
 from rotor.meter import allocator
+from rotor.units import exact_bytes
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBER_BYTES = 16
@@ -267,13 +268,12 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
     def _keep(self, operator: Operator) -> bool:
         if operator.name not in self._warned_kept:
             self._warned_kept.add(operator.name)
-            warnings.warn(
+            warn_caller(
                 f"{operator.name} does not repeat bit for bit, or could not be tested: what it "
                 "makes stays in memory, and is never computed again. Operators that draw from "
                 "torch's default generator, or nothing at random, and that write to none of their "
                 "arguments can be computed again",
                 MemoryLimitWarning,
-                stacklevel=4,
             )
         return False
 
@@ -281,12 +281,11 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
         """Keep a tensor that was written to very often."""
         if not self._warned_chain:
             self._warned_chain = True
-            warnings.warn(
+            warn_caller(
                 f"a tensor was written to in place {LONGEST_CHAIN} times: computing it again "
                 "would repeat every write, so it stays in memory. Collect the parts in a list and "
                 "use torch.stack or torch.cat to let it be evicted",
                 MemoryLimitWarning,
-                stacklevel=2,
             )
         self._restore([node])
 
@@ -308,10 +307,10 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
             self._handler.forget()
             self._drop_copies()
         if warn and self._overflows > overflows:
-            warnings.warn(
+            warn_caller(
                 "leaving the context brought back everything that was evicted and is still in "
-                f"use: {book.counters()['current_bytes']} bytes above the level on entry, over "
-                f"the budget of {self.limit}. Run the backward inside the context",
+                f"use: {exact_bytes(book.counters()['current_bytes'])} above the level on entry, "
+                f"over the budget of {exact_bytes(self.limit or 0)}. Run the backward inside the "
+                "context",
                 MemoryLimitWarning,
-                stacklevel=4,
             )

@@ -6,7 +6,6 @@ An engine knows how to measure a module, to plan a step under a limit, and to ru
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from torch import nn
 
 from rotor.algorithms.curve import Curve
 from rotor.common.calls import sample_call
+from rotor.common.frames import warn_caller
 from rotor.common.model_state import ModelState
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.peers import Alone, Peers
@@ -225,7 +225,7 @@ class Context:
         """Warn about the limit, once for each topic."""
         if topic not in self.warned:
             self.warned.add(topic)
-            warnings.warn(text, MemoryLimitWarning, stacklevel=7)
+            warn_caller(text, MemoryLimitWarning)
 
     def measured_key(self) -> Key:
         """Return the kind of the latest measured step; raise ValueError before one."""

@@ -13,7 +13,7 @@ from rotor.engines.contract import Engine
 from rotor.errors import InfeasibleError
 from rotor.meter.step_meter import StepBytes
 from rotor.meter.watch import note_peak, warn_excess
-from rotor.units import format_bytes
+from rotor.units import exact_bytes, format_bytes
 
 __all__ = ["MeteredEngine", "confirmed"]
 
@@ -103,8 +103,9 @@ class MeteredEngine(Engine):
         """Warn of an excess that the next plan makes room for."""
         self.context.warn(
             "early",
-            f"the limit of {plan.limit_bytes} bytes was not kept in a first step: it needed "
-            f"{plan.measured_bytes} bytes, {plan.predicted_bytes} were predicted, before all needs "
+            f"the limit of {exact_bytes(plan.limit_bytes)} was not kept in a first step: it "
+            f"needed {exact_bytes(plan.measured_bytes)}, {exact_bytes(plan.predicted_bytes)} were "
+            "predicted, before all needs "
             "had been measured, such as the need of a loss outside of the model. The following "
             "steps are planned for it; loss_fn= makes the loss part of the plan",
         )
@@ -128,8 +129,9 @@ class MeteredEngine(Engine):
         """Warn that the limit of a plan cannot be kept."""
         self.context.warn(
             "over",
-            f"the limit of {plan.limit_bytes} bytes could not be kept: the step needed "
-            f"{plan.measured_bytes} bytes, {plan.predicted_bytes} were predicted. Something "
+            f"the limit of {exact_bytes(plan.limit_bytes)} could not be kept: the step needed "
+            f"{exact_bytes(plan.measured_bytes)}, {exact_bytes(plan.predicted_bytes)} were "
+            "predicted. Something "
             "outside the model, such as the loss, allocates during the step; a limit of "
-            f"{least_bytes} bytes would do, and loss_fn= makes the loss part of the plan",
+            f"{exact_bytes(least_bytes)} would do, and loss_fn= makes the loss part of the plan",
         )

@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from rotor._pytorch import devices
 from rotor.errors import InfeasibleError
 from rotor.fit.advice import advise, device_of_call
 from rotor.fit.batches import is_out_of_memory
 from rotor.meter.limit import free_limit
-from rotor.units import format_bytes, parse_bytes
+from rotor.units import exact_bytes, parse_bytes
 from rotor.wrapper.checkpointable import Checkpointable
 from rotor.wrapper.outermost import OutermostCalls, unwrapped
 
@@ -112,8 +113,8 @@ def fit_batch_size(
                 _free()
                 if units == 1:
                     raise InfeasibleError(
-                        f"a batch of {size} does not fit in {format_bytes(allowed)} ({allowed} "
-                        f"bytes): its step needs {needed} bytes. Raise the limit, or wrap the "
+                        f"a batch of {size} does not fit in {exact_bytes(allowed)}: its step "
+                        f"needs {exact_bytes(needed)}. Raise the limit, or wrap the "
                         "model with rotor.Checkpointable",
                         needed,
                     )
@@ -147,5 +148,4 @@ class _Guard:
 
 def _free() -> None:
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    devices.release_cached()

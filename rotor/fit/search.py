@@ -27,7 +27,7 @@ from rotor.fit.steps import LimitedSteps, has_single_plan, seconds_of, settle
 from rotor.meter import allocator
 from rotor.meter.limit import free_limit
 from rotor.timing import single_runs
-from rotor.units import format_bytes, parse_bytes
+from rotor.units import exact_bytes, format_bytes, parse_bytes
 from rotor.wrapper.checkpointable import Checkpointable
 
 __all__ = ["BatchFit", "LargestBatch", "TriedBatch", "largest_batch"]
@@ -477,13 +477,13 @@ class _Search:
                 (t.least_bytes for t in self.rows.values() if t.least_bytes is not None),
                 default=self.limit + 1,
             )
-            needs = f"the least that it fits in is {least} bytes"
+            needs = f"the least that it fits in is {exact_bytes(least)}"
             if self.is_run and self.enough is not None:
                 least = self.enough
-                needs = f"about {least} bytes would do"
+                needs = f"about {exact_bytes(least)} would do"
             raise InfeasibleError(
-                f"a batch of {self.unit} does not fit in {format_bytes(self.limit)} "
-                f"({self.limit} bytes): {needs}. Raise mem_limit, or make the model or its input "
+                f"a batch of {self.unit} does not fit in {exact_bytes(self.limit)}: "
+                f"{needs}. Raise mem_limit, or make the model or its input "
                 "smaller",
                 least,
             )

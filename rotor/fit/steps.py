@@ -15,6 +15,7 @@ from rotor.engines.contract import Verdict
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.fit.batches import is_out_of_memory, step_bytes
 from rotor.timing import measure_ns
+from rotor.units import exact_bytes
 from rotor.wrapper.checkpointable import Checkpointable
 
 __all__ = ["LimitedSteps", "RanStep", "has_single_plan", "measured_curve", "seconds_of", "settle"]
@@ -205,8 +206,8 @@ def measured_curve(
     if not first.fits or first.measured_bytes is None:
         least = first.least_bytes or most_bytes + 1
         raise InfeasibleError(
-            f"a step does not fit in {most_bytes} bytes: it needs {least} bytes. Make the model or "
-            "its input smaller",
+            f"a step does not fit in {exact_bytes(most_bytes)}: it needs {exact_bytes(least)}. "
+            "Make the model or its input smaller",
             least,
         )
     ran = [first]

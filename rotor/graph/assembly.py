@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rotor.errors import InfeasibleError
+from rotor.units import exact_bytes
 
 __all__ = ["Bases", "Option", "Simulation", "choose", "least_bytes", "simulate", "undominated"]
 
@@ -203,8 +204,9 @@ def choose(pieces: Sequence[Sequence[Option]], bases: Bases, limit_bytes: int) -
     if not feasible:
         least = least_bytes(pieces, bases)
         raise InfeasibleError(
-            f"the captured parts and the code between them do not fit in {limit_bytes} bytes; the "
-            f"least limit for which a choice exists is {least} bytes",
+            f"the captured parts and the code between them do not fit in "
+            f"{exact_bytes(limit_bytes)}; the least limit for which a choice exists is "
+            f"{exact_bytes(least)}",
             least,
         )
     state = kept.size - 1

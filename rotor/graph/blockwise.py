@@ -16,7 +16,7 @@ from rotor.chain import Chain
 from rotor.errors import InfeasibleError
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program
-from rotor.units import parse_bytes
+from rotor.units import exact_bytes, parse_bytes
 
 __all__ = ["Blocks", "cut", "plan_blocks"]
 
@@ -226,8 +226,8 @@ def plan_blocks(graph: Graph, budget_bytes: int | str) -> Program:
             high = middle - 1
     if best.peak_bytes > budget:
         raise InfeasibleError(
-            f"no program of whole blocks was found within {budget} bytes; the smallest of "
-            f"{len(blocks.forward)} blocks needs {least.peak_bytes} bytes",
+            f"no program of whole blocks was found within {exact_bytes(budget)}; the smallest of "
+            f"{len(blocks.forward)} blocks needs {exact_bytes(least.peak_bytes)}",
             least.peak_bytes,
         )
     return best

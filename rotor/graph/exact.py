@@ -16,7 +16,7 @@ from rotor.errors import InfeasibleError
 from rotor.graph.graph import Graph
 from rotor.graph.planner import lower_bound
 from rotor.graph.program import Program
-from rotor.units import parse_bytes
+from rotor.units import exact_bytes, parse_bytes
 
 _MOST_OPERATIONS = 200
 
@@ -111,8 +111,9 @@ def checkmate(
     found = solve(_operations(graph, unit), budget // unit, time_limit=time_limit, gap=gap)
     if found.status == "infeasible":
         raise InfeasibleError(
-            f"no program whose first runs are in the order of the graph fits in {budget} bytes; "
-            f"no program at all fits in less than {lower_bound(graph)} bytes",
+            f"no program whose first runs are in the order of the graph fits in "
+            f"{exact_bytes(budget)}; "
+            f"no program at all fits in less than {exact_bytes(lower_bound(graph))}",
             max(lower_bound(graph), 1),
         )
     if found.runs is None:

@@ -13,7 +13,7 @@ from rotor.algorithms.utils import ProgressCallback
 from rotor.errors import InfeasibleError
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program
-from rotor.units import parse_bytes
+from rotor.units import exact_bytes, parse_bytes
 
 OPTIONS = ("effort", "seed", "time_limit")
 """Names of the options of `plan`."""
@@ -129,9 +129,9 @@ def plan(
     if ops is None:
         bound = lower_bound(graph)
         raise InfeasibleError(
-            f"no program was found within {budget} bytes; the least peak that was found is "
-            f"{minimum} bytes, and none can be below {bound} bytes: give at least "
-            f"{minimum} bytes, or more effort",
+            f"no program was found within {exact_bytes(budget)}; the least peak that "
+            f"was found is {exact_bytes(minimum)}, and none can be below {exact_bytes(bound)}: "
+            f"give at least {minimum} bytes, or more effort",
             minimum,
             bound,
         )

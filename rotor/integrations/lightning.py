@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from rotor.common.frames import warn_caller
 from rotor.errors import MemoryLimitWarning
 from rotor.integrations.limited import Limited
 
@@ -102,11 +102,10 @@ class RotorCallback(Limited, Callback):
         """Restore the plain module when ``fit`` ends."""
         self._remove()
         if self._planned is not None and not self._planned.ran and trainer.global_step:
-            warnings.warn(
+            warn_caller(
                 f"training_step never called {self._shown(pl_module)}, so nothing was limited: "
                 "give RotorCallback(module=) the name of what it calls",
                 MemoryLimitWarning,
-                stacklevel=2,
             )
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.function import Function
 
+from rotor.common.frames import fold, warn_caller
 from rotor.wrapper.checkpointable import Checkpointable
 
 __all__ = ["PlannedForward"]
@@ -132,10 +132,10 @@ class PlannedForward:
         count = len({id(getattr(step, "captured", step)) for step in steps})
         if count > _MANY_SHAPES and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_caller(
                 f"batches of {count} different shapes were planned, one after the other: pad them "
                 "to a few lengths, which takes less time than planning for each",
-                stacklevel=4,
+                UserWarning,
             )
 
 
@@ -144,7 +144,11 @@ def _forward_like(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[_SLOT].run(*args, **kwargs)
+        try:
+            return self.__dict__[_SLOT].run(*args, **kwargs)  # ROTOR_FULL_TRACEBACK=1: all
+        except Exception as error:
+            fold(error)
+            raise
 
     vars(forward)["_is_of_rotor"] = True
     return forward

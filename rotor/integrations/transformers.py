@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from rotor.common.frames import warn_caller
 from rotor.errors import MemoryLimitWarning
 from rotor.integrations.limited import Limited
 
@@ -87,10 +87,9 @@ class RotorCallback(Limited, TrainerCallback):
             return
         self._planned.remove()
         if not self._planned.ran and state.global_step:
-            warnings.warn(
+            warn_caller(
                 "the Trainer never called the forward of its model, so nothing was limited",
                 MemoryLimitWarning,
-                stacklevel=2,
             )
 
     def _install(self, args: Any, model: nn.Module) -> None:

@@ -8,7 +8,6 @@ now and then, a step is metered again. On an accelerator the allocator's counter
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,11 +17,12 @@ import torch
 from rotor import _core
 from rotor._pytorch import core, devices
 from rotor.common.accounting import is_metered_again, is_new_maximum, noise_bytes
+from rotor.common.frames import warn_caller
 from rotor.common.tensor_trees import tree_tensors
 from rotor.errors import MemoryLimitWarning
 from rotor.meter import allocator as memory
 from rotor.meter.step_meter import Metered, StepBytes, StepMeter
-from rotor.units import format_bytes
+from rotor.units import exact_bytes
 
 __all__ = [
     "LevelWatch",
@@ -191,7 +191,7 @@ def note_peak(plan: Metered, peak_bytes: int) -> None:
     plan.most_bytes_seen = max(plan.most_bytes_seen, peak_bytes)
 
 
-def warn_sparse(plan: Any, peak_bytes: int, *, stacklevel: int = 3) -> None:
+def warn_sparse(plan: Any, peak_bytes: int) -> None:
     """Warn of a step above the limit due to accumulated sparse gradients, as `warn_excess`.
 
     Parameters
@@ -204,21 +204,19 @@ def warn_sparse(plan: Any, peak_bytes: int, *, stacklevel: int = 3) -> None:
     if not is_new_maximum(peak_bytes, plan.limit_bytes, plan.warned_bytes):
         return
     plan.warned_bytes = peak_bytes
-    warnings.warn(
-        f"a step needed about {format_bytes(peak_bytes)} ({peak_bytes} bytes), and the limit is "
-        f"{format_bytes(plan.limit_bytes)}: {plan.sparse_bytes} bytes of sparse gradients existed, "
+    warn_caller(
+        f"a step needed about {exact_bytes(peak_bytes)}, and the limit is "
+        f"{exact_bytes(plan.limit_bytes)}: {exact_bytes(plan.sparse_bytes)} of sparse gradients "
+        "existed, "
         "which PyTorch puts side by side, not one on the other, and copies whenever more are "
         "added. They grow with every step of gradient accumulation, and no plan changes that: "
         "coalesce them after each backward (p.grad = p.grad.coalesce()), accumulate over fewer "
         "steps, or give a higher limit",
         MemoryLimitWarning,
-        stacklevel=stacklevel,
     )
 
 
-def warn_excess(
-    plan: Any, peak_bytes: int, where: Sequence[str] = (), *, stacklevel: int = 3
-) -> None:
+def warn_excess(plan: Any, peak_bytes: int, where: Sequence[str] = ()) -> None:
     """Warn of a step above the limit, once for each new maximum.
 
     Parameters
@@ -234,12 +232,11 @@ def warn_excess(
         return
     plan.warned_bytes = peak_bytes
     named = f" by {', '.join(where)}" if where else ""
-    warnings.warn(
-        f"a step needed about {format_bytes(peak_bytes)} ({peak_bytes} bytes), and the limit is "
-        f"{format_bytes(plan.limit_bytes)}: the memory of this model depends on the values of its "
+    warn_caller(
+        f"a step needed about {exact_bytes(peak_bytes)}, and the limit is "
+        f"{exact_bytes(plan.limit_bytes)}: the memory of this model depends on the values of its "
         f"input, and more was needed{named} than when it was measured. The following steps are "
         "planned for as much; measure the model on a batch that needs the most, or give a lower "
         "limit",
         MemoryLimitWarning,
-        stacklevel=stacklevel,
     )

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from rotor.algorithms._integer_program import Operations, Solution, solve
 from rotor.errors import InfeasibleError
 from rotor.simrd.program import Price, Program, price
-from rotor.units import parse_bytes
+from rotor.units import exact_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from rotor.simrd.logs import Log
@@ -123,20 +123,21 @@ def checkmate(
     model = _Model(program, budget, most_operations)
     if model.least_bytes > budget:
         raise InfeasibleError(
-            f"no schedule fits in {budget} bytes: one operation with its inputs and the constants "
-            f"takes {model.least_bytes} bytes",
+            f"no schedule fits in {exact_bytes(budget)}: one operation with its inputs and the "
+            f"constants takes {exact_bytes(model.least_bytes)}",
             model.least_bytes,
         )
     found = model.solve(time_limit, gap)
     if found.runs is None:
         if found.status == "infeasible":
             raise InfeasibleError(
-                f"no schedule fits in {budget} bytes (at least {model.least_bytes} are needed)",
+                f"no schedule fits in {exact_bytes(budget)}: at least "
+                f"{exact_bytes(model.least_bytes)} are needed",
                 model.least_bytes,
             )
         raise RuntimeError(
             f"HiGHS found no schedule in {time_limit:g} s for {len(model.nodes)} operations and "
-            f"{budget} bytes; give it more time or a larger budget"
+            f"{exact_bytes(budget)}; give it more time or a larger budget"
         )
     steps = model.steps(found.runs)
     priced = price(program, steps)

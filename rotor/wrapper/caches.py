@@ -30,7 +30,7 @@ from rotor.common.undisturbed import (
 from rotor.engines.contract import Call, Context
 from rotor.meter import allocator
 from rotor.meter.step_meter import cancel_running
-from rotor.units import format_bytes
+from rotor.units import exact_bytes
 
 __all__ = ["CacheRule", "UnreadCache"]
 
@@ -154,7 +154,7 @@ class CacheRule:
             size = allocator.storage_bytes(output_tensors(cache))
             self._context.warn(
                 "cache",
-                f"past_key_values of a training step was read: {format_bytes(size)} of keys and "
+                f"past_key_values of a training step was read: {exact_bytes(size)} of keys and "
                 f"values, which the step had left out{_of_limit(self._context)}, were computed by "
                 "a second forward, beside the limit. The following steps keep them to their end. "
                 "Call the model with use_cache=True to keep them from the first step on",
@@ -220,7 +220,7 @@ class _Forward:
 
 def _of_limit(context: Context) -> str:
     limit = context.settings.mem_limit
-    return "" if limit is None else f" of its limit of {format_bytes(limit)}"
+    return "" if limit is None else f" of its limit of {exact_bytes(limit)}"
 
 
 def _argument_names(module: nn.Module) -> list[str]:

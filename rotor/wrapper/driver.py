@@ -42,7 +42,7 @@ from rotor.meter import allocator
 from rotor.meter.limit import free_limit
 from rotor.meter.step_meter import StepBytes, StepMeter, StepWatch, cancel_running
 from rotor.meter.watch import PeakWatch, is_due, meter_again
-from rotor.units import format_bytes
+from rotor.units import exact_bytes
 from rotor.wrapper.announcing import Announcer
 from rotor.wrapper.caches import CacheRule
 from rotor.wrapper.habits import warn_of_cache, warn_of_checkpointing
@@ -403,13 +403,15 @@ class Driver:
             self._is_crowded = True
         context, caches = self.context, self._caches
         trimmed = caches.applied(call)
-        forward = None if trimmed is call else caches.begin(call)
         context.is_stepping = True
         try:
-            output = self._step(trimmed)
+            if trimmed is call:
+                # No variable: the frame may live on in the traceback of an error that is kept.
+                return self._step(call)
+            forward = caches.begin(call)
+            return caches.completed(self._step(trimmed), forward)
         finally:
             context.is_stepping = False
-        return output if forward is None else caches.completed(output, forward)
 
     def _step(self, call: Call) -> Any:
         key, is_one_behind = self._agreed_key(call)
@@ -534,7 +536,7 @@ class Driver:
         self.context.warn(
             "pending",
             "a forward began while the backward of an earlier one was still to come: each "
-            f"keeps its own limit's worth of memory ({format_bytes(limit_bytes)})",
+            f"keeps its own limit's worth of memory, {exact_bytes(limit_bytes)}",
         )
         # The needs of several steps at once do not describe one.
         cancel_running()

@@ -7,7 +7,7 @@ from typing import Any
 from rotor.common.tensor_trees import output_tensors
 from rotor.engines.contract import Context
 from rotor.meter import allocator
-from rotor.units import format_bytes
+from rotor.units import exact_bytes
 
 __all__ = ["warn_of_cache", "warn_of_checkpointing"]
 
@@ -25,8 +25,8 @@ def warn_of_cache(context: Context, limit_bytes: int, output: Any) -> None:
         return
     context.warn(
         "cache",
-        f"the model returns past_key_values in training: {format_bytes(size)} of the limit of "
-        f"{format_bytes(limit_bytes)} are kept for it to the end of the step. If nothing reads "
+        f"the model returns past_key_values in training: {exact_bytes(size)} of the limit of "
+        f"{exact_bytes(limit_bytes)} are kept for it to the end of the step. If nothing reads "
         "them, call the model with use_cache=False, or set model.config.use_cache = False",
     )
 

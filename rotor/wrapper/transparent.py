@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rotor._pytorch import fsdp
+from rotor.common.frames import fold
 
 _SHARED = frozenset(vars(nn.Module())) - {"training"}
 
@@ -41,7 +42,11 @@ class _BoundForward:
         self.__doc__ = function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__func__(self.__self__, *args, **kwargs)
+        try:
+            return self.__func__(self.__self__, *args, **kwargs)  # ROTOR_FULL_TRACEBACK=1: all
+        except Exception as error:
+            fold(error)
+            raise
 
     @property
     def __signature__(self) -> inspect.Signature:

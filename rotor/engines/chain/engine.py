@@ -47,7 +47,7 @@ from rotor.graph.planner import check_options
 from rotor.meter import allocator
 from rotor.meter.allocator import storage_bytes
 from rotor.meter.step_meter import StepBytes, cancel_running
-from rotor.units import format_bytes, parse_bytes
+from rotor.units import exact_bytes, format_bytes, parse_bytes
 
 __all__ = ["ChainEngine"]
 
@@ -488,8 +488,9 @@ class ChainEngine(PublishedChain, MeteredEngine):
                 raise
             least = error.minimum_bytes
             raise InfeasibleError(
-                f"the plan needs {least} bytes, and the limit is {limit_bytes} bytes: give at "
-                f"least {least} bytes, or a plan that was made for less",
+                f"the plan needs {exact_bytes(least)}, and the limit is "
+                f"{exact_bytes(limit_bytes)}: give at least {least} bytes, or a plan that was "
+                "made for less",
                 least,
             ) from error
         for other in [k for k in self.context.plans if k.measured == key.measured]:

@@ -19,7 +19,7 @@ from rotor.engines.chain.measure import Inspection
 from rotor.engines.chain.schedule import Schedule
 from rotor.errors import InfeasibleError
 from rotor.meter.step_meter import Metered
-from rotor.units import format_bytes
+from rotor.units import exact_bytes
 
 _ATTEMPTS = 4
 
@@ -218,8 +218,8 @@ def make_chain_plan(
         except InfeasibleError as error:
             least = error.minimum_bytes - resident + own + reserve_bytes
             raise InfeasibleError(
-                f"no schedule fits in a limit of {format_bytes(limit_bytes)} ({limit_bytes} "
-                f"bytes): the least that one fits in is {format_bytes(least)} ({least} bytes), "
+                f"no schedule fits in a limit of {exact_bytes(limit_bytes)}: the least "
+                f"that one fits in is {exact_bytes(least)}, "
                 "above the model and its input. Raise mem_limit, make the batch smaller, or cut "
                 f"the largest stage into several{kept_stages(inspection)}",
                 least,

@@ -15,6 +15,7 @@ from rotor.chain import Chain
 from rotor.engines.chain.measure import Inspection
 from rotor.engines.chain.stages import Stage
 from rotor.errors import InfeasibleError
+from rotor.units import exact_bytes
 
 __all__ = ["LoadedSequence", "PublishedChain", "checked_sequence", "modules_of"]
 
@@ -61,7 +62,7 @@ class LoadedSequence(DynamicAlgorithm):
             return sequence
         if self.otherwise is None:
             raise InfeasibleError(
-                f"the plan needs {sequence.peak_bytes} bytes", sequence.peak_bytes
+                f"the plan needs {exact_bytes(sequence.peak_bytes)}", sequence.peak_bytes
             )
         return self.otherwise.solve(chain, budget_bytes, mem_slots=mem_slots, progress=progress)
 

@@ -12,7 +12,6 @@ Stages that the schedule keeps right up to the loss run in plain autograd.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch.autograd.function import Function
 
 from rotor._pytorch import core
+from rotor.common.frames import warn_caller
 from rotor.common.generators import SPLIT_BACKWARD, AutocastState, RngTracker
 from rotor.common.tensor_trees import (
     Flags,
@@ -554,11 +554,11 @@ class CheckpointOptim(Function):
         schedule = Schedule(sequence, len(stages), plain_tail=False)
         ctx.is_one = isinstance(arg, torch.Tensor)
         if not any(tensor.requires_grad for tensor in tree_tensors(arg)):
-            warnings.warn(
+            warn_caller(
                 "the input requires no gradient, so autograd will not call the backward of the "
                 "chain and its parameters will get none: call arg.requires_grad_(), or use "
                 "Checkpointable",
-                stacklevel=2,
+                UserWarning,
             )
         run = Run(stages, schedule, arg, preserve_rng_state=preserve_rng_state, accumulate=True)
         run.forward()

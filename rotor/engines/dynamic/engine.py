@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -12,6 +11,7 @@ import torch
 from rotor import dtr
 from rotor.algorithms.curve import Curve
 from rotor.common.accounting import METERED_STEPS, SCRAPS_BYTES
+from rotor.common.frames import warn_caller
 from rotor.common.model_state import refuse_sharded
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.common.undisturbed import attributes_kept, generators_kept
@@ -21,6 +21,7 @@ from rotor.engines.dynamic.step import BudgetedStep
 from rotor.errors import MemoryLimitWarning, RecomputationError
 from rotor.meter.step_meter import StepBytes, StepMeter, cancel_running
 from rotor.meter.watch import note_peak
+from rotor.units import exact_bytes
 
 __all__ = ["DynamicEngine"]
 
@@ -232,14 +233,14 @@ class DynamicEngine(Engine):
         if step.peak_bytes > plan.warned_bytes and not is_reported:
             plan.warned_bytes = step.peak_bytes
             unknown = "" if knew_loss else ", of which nothing was known before"
-            warnings.warn(
-                f"the limit of {plan.limit_bytes} bytes could not be kept: the step needed "
-                f"{step.peak_bytes} bytes, {plan.loss_bytes} of them at most for the loss"
-                f"{unknown}. The next steps are run with as much less, and are refused where that "
-                f"is too little; a limit of {step.peak_bytes + 2 * SCRAPS_BYTES} bytes would do, "
-                "and loss_fn= makes the loss part of what is managed",
+            warn_caller(
+                f"the limit of {exact_bytes(plan.limit_bytes)} could not be kept: the step needed "
+                f"{exact_bytes(step.peak_bytes)}, {exact_bytes(plan.loss_bytes or 0)} of them at "
+                f"most for the loss{unknown}. The next steps are run with as much less, and are "
+                "refused where that is too little; a limit of "
+                f"{exact_bytes(step.peak_bytes + 2 * SCRAPS_BYTES)} would do, and loss_fn= makes "
+                "the loss part of what is managed",
                 MemoryLimitWarning,
-                stacklevel=2,
             )
 
     def learn_again(self, plan: DynamicPlan, step: StepBytes) -> None:

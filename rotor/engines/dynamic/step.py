@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import sys
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ from rotor.common.accounting import (
     LOSS_GRADIENTS,
     SCRAPS_BYTES,
 )
+from rotor.common.frames import warn_caller
 from rotor.common.generators import SPLIT_BACKWARD
 from rotor.common.hook_values import hook_places
 from rotor.common.places import tensors_in
@@ -36,6 +36,7 @@ from rotor.dtr.stepping import StepSession
 from rotor.engines.dynamic.additions import Additions, Arrivals
 from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning, RecomputationError
 from rotor.meter import allocator
+from rotor.units import exact_bytes
 
 __all__ = ["BudgetedStep"]
 
@@ -357,12 +358,12 @@ class BudgetedStep:
             before = self.session.stats.overflows
             self.session.close(warn=False)
             if self.session.stats.overflows > before and sys.exception() is None:
-                warnings.warn(
+                warn_caller(
                     "a step kept more than its outputs, the attributes of its modules and "
-                    f"gradients: {self.session.current_bytes} bytes were brought back at its end, "
-                    f"over the limit of {self.session.limit}",
+                    f"gradients: {exact_bytes(self.session.current_bytes)} were brought back at "
+                    "its end, "
+                    f"over the limit of {exact_bytes(self.session.limit or 0)}",
                     MemoryLimitWarning,
-                    stacklevel=2,
                 )
             ended(self)
 
@@ -411,10 +412,10 @@ class BudgetedStep:
         if added:
             gradients = f"but for {added} gradients that this step was added to already, "
         named = (
-            f"a step took no more than {minimum} bytes before: give such a limit"
+            f"a step took no more than {exact_bytes(minimum)} before: give such a limit"
             if minimum == self.tried_bytes
             else "with gradients that are still to come, give a limit of at least about "
-            f"{minimum} bytes"
+            f"{exact_bytes(minimum)}"
         )
         return InfeasibleError(
             f"the {self._phase} does not fit: {error}. The model, {gradients}buffers and the "

@@ -13,7 +13,7 @@ from rotor.engines.graph.planned import GraphPlan
 from rotor.errors import InfeasibleError
 from rotor.meter.step_meter import StepBytes
 from rotor.report.text import attempt_table
-from rotor.units import format_bytes
+from rotor.units import exact_bytes, format_bytes
 
 __all__ = ["CompiledEngine"]
 
@@ -93,11 +93,13 @@ class CompiledEngine(GraphEngine):
         self.attempts[plan.key.measured] = attempts
         plan.is_over = True
         found = ", ".join(
-            f"{a.measured_bytes} bytes ({a.predicted_bytes} planned)" for a in attempts
+            f"{exact_bytes(a.measured_bytes)}, {exact_bytes(a.predicted_bytes)} planned"
+            for a in attempts
         )
         self.context.warn(
             f"inductor {plan.key!r}",
-            f"the limit of {plan.limit_bytes} bytes was not kept by the code that Inductor "
-            f'compiled: it needed {found}. The next steps run our own code, backend="fx", which '
-            "needs what is planned; a higher limit or a smaller batch would let Inductor run",
+            f"the limit of {exact_bytes(plan.limit_bytes)} was not kept by the code that "
+            f"Inductor compiled: it needed {found}. The next steps run our own code, "
+            'backend="fx", which needs what is planned; a higher limit or a smaller batch would '
+            "let Inductor run",
         )

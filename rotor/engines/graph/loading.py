@@ -9,6 +9,7 @@ from rotor.engines.graph.pricing import build_graph
 from rotor.errors import InfeasibleError
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program
+from rotor.units import exact_bytes
 
 __all__ = ["loaded_plan"]
 
@@ -49,8 +50,9 @@ def loaded_plan(
     needed = program.peak_bytes + own
     if needed > limit_bytes:
         raise InfeasibleError(
-            f"the program needs {needed} bytes, and the limit is {limit_bytes} bytes: give at "
-            f"least {needed} bytes, or a program that was made for less",
+            f"the program needs {exact_bytes(needed)}, and the limit is "
+            f"{exact_bytes(limit_bytes)}: give at least {needed} bytes, or a program that was "
+            "made for less",
             needed,
         )
     record = PlanningRecord("loaded")

@@ -37,6 +37,7 @@ from rotor.graph import planner
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program, simulate
 from rotor.meter.step_meter import Metered
+from rotor.units import exact_bytes
 
 __all__ = [
     "CapturedStep",
@@ -572,9 +573,9 @@ def make_graph_plan(
             least = error.minimum_bytes + step.most_executor_bytes(limit_bytes) + reserve_bytes
             bound = lower_bound_of(step, graph, limit_bytes) + reserve_bytes
             raise InfeasibleError(
-                f"no plan was found that fits in {limit_bytes} bytes; the least limit for which "
-                f"one was found is {least} bytes, and provably none fits in less than {bound} "
-                "bytes: give at least the former, or a smaller batch",
+                f"no plan was found that fits in {exact_bytes(limit_bytes)}; the least limit for "
+                f"which one was found is {exact_bytes(least)}, and provably none fits in less "
+                f"than {exact_bytes(bound)}: give at least the former, or a smaller batch",
                 least,
                 bound,
             ) from None

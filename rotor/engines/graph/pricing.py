@@ -10,6 +10,7 @@ from rotor.errors import InfeasibleError
 from rotor.graph import planner
 from rotor.graph.graph import Graph, Operation
 from rotor.graph.program import Program
+from rotor.units import exact_bytes
 
 __all__ = ["build_graph", "search", "sizes_of"]
 
@@ -58,4 +59,4 @@ def search(graph: Graph, budget: int, options: dict[str, Any], progress: Any) ->
         minimum = min(minimum, error.minimum_bytes)
     if minimum <= budget:
         return planner.plan(graph, budget, progress=progress, **options | {"effort": "default"})
-    raise InfeasibleError(f"no program was found within {budget} bytes", minimum)
+    raise InfeasibleError(f"no program was found within {exact_bytes(budget)}", minimum)

@@ -21,6 +21,7 @@ from rotor.engines.graph.shapes import SymbolicGraph
 from rotor.engines.graph.symbols import origin_values
 from rotor.errors import CaptureError, InfeasibleError
 from rotor.report.text import Text
+from rotor.units import exact_bytes
 
 __all__ = ["Sizing", "warn_unrepeatable"]
 
@@ -243,9 +244,10 @@ class Sizing:
             text = family.text(largest, differing)
             found = f"the largest on the way to it from shapes that fit is {text}"
         return InfeasibleError(
-            f"no plan was found that fits {family.text(shapes, differing)} in {limit} bytes; the "
-            f"least limit for which one was found is {error.minimum_bytes} bytes, and at "
-            f"{limit} bytes {found}: give more bytes, or smaller batches",
+            f"no plan was found that fits {family.text(shapes, differing)} in "
+            f"{exact_bytes(limit)}; the least limit for which one was found is "
+            f"{exact_bytes(error.minimum_bytes)}, and at {exact_bytes(limit)} {found}: give more "
+            "bytes, or smaller batches",
             error.minimum_bytes,
         )
 

@@ -32,6 +32,7 @@ from rotor.errors import InfeasibleError
 from rotor.graph.assembly import Bases, Option, choose, largest_bases, least_bytes, simulate
 from rotor.meter import allocator
 from rotor.timing import Clock
+from rotor.units import exact_bytes
 
 __all__ = ["Block", "Blocks", "make_blocks_plan", "measure_blocks"]
 
@@ -502,8 +503,8 @@ def make_blocks_plan(
     def decide() -> tuple[list[int], str | int]:
         if least > limit:
             raise InfeasibleError(
-                f"no plan fits in {limit} bytes: under every choice for its {len(options)}"
-                f" blocks, the step needs {least} bytes{blocks.describe_outside()}. "
+                f"no plan fits in {exact_bytes(limit)}: under every choice for its {len(options)}"
+                f" blocks, the step needs {exact_bytes(least)}{blocks.describe_outside()}. "
                 "Give at least that, or a smaller batch",
                 least,
             )

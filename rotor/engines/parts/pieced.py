@@ -20,6 +20,7 @@ from rotor.engines.parts.plan import PartsPlan, choose_within, without_bases
 from rotor.errors import InfeasibleError
 from rotor.graph.assembly import least_bytes, simulate
 from rotor.meter.step_meter import StepWatch
+from rotor.units import exact_bytes
 
 __all__ = ["PiecesStep", "make_pieces_plan"]
 
@@ -53,8 +54,8 @@ def make_pieces_plan(
         least_alone = least_bytes(options, alone)
     if least_alone > limit_bytes:
         raise InfeasibleError(
-            f"no plan was found that fits in {limit_bytes} bytes; the captured parts of the model "
-            f"alone need {least_alone} bytes: give at least that, or a smaller batch",
+            f"no plan was found that fits in {exact_bytes(limit_bytes)}; the captured parts of the "
+            f"model alone need {exact_bytes(least_alone)}: give at least that, or a smaller batch",
             least_alone,
         )
     least = least_bytes(options, pieces.bases)

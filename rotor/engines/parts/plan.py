@@ -25,6 +25,7 @@ from rotor.graph.assembly import (
     simulate,
 )
 from rotor.meter.step_meter import Metered, StepBytes, Verdict
+from rotor.units import exact_bytes
 
 __all__ = [
     "Parts",
@@ -187,10 +188,12 @@ class PartsPlan(Metered, Generic[P]):
         """Return a sentence on a limit that could not be kept."""
         enough = max(self.least_bytes, self.limit_bytes, self.measured_bytes or 0)
         return (
-            f"the limit of {self.limit_bytes} bytes was not kept: the step needed "
-            f"{self.measured_bytes} bytes. {len(self.parts.sites)} {self.parts.label} of the model "
+            f"the limit of {exact_bytes(self.limit_bytes)} was not kept: the step needed "
+            f"{exact_bytes(self.measured_bytes or 0)}. {len(self.parts.sites)} {self.parts.label} "
+            "of the model "
             "are planned together, what the rest of it and the loss keep is not"
-            f"{self.parts.describe_outside()}: a limit of {enough} bytes, or a smaller batch, "
+            f"{self.parts.describe_outside()}: a limit of {exact_bytes(enough)}, or a smaller "
+            "batch, "
             "would do"
         )
 

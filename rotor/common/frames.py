@@ -1,0 +1,122 @@
+"""Frames of the caller's code: lines that warnings point at, and tracebacks without our frames."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+from types import CodeType, TracebackType
+
+import torch
+from torch import nn
+
+from rotor.errors import InfeasibleError
+
+__all__ = ["fold", "warn_caller"]
+
+FULL = "ROTOR_FULL_TRACEBACK"
+"""Environment variable that keeps tracebacks whole."""
+
+_ROTOR = str(Path(__file__).parents[1]) + os.sep
+_MODELS = str(Path(__file__).parents[1] / "models") + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_MODULES = str(Path(nn.modules.__file__).parent) + os.sep
+_STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
+_PACKAGES = str(Path(torch.__file__).parents[1]) + os.sep
+_FRAMEWORKS = tuple(
+    _PACKAGES + name + os.sep
+    for name in (
+        "accelerate",
+        "lightning",
+        "lightning_fabric",
+        "peft",
+        "pytorch_lightning",
+        "transformers",
+    )
+)
+
+
+def _is_ours(code: CodeType) -> bool:
+    name = code.co_filename
+    is_rotor = name.startswith(_ROTOR) and not name.startswith(_MODELS)
+    return is_rotor or name.startswith("<rotor ")
+
+
+def _is_library(code: CodeType) -> bool:
+    """Return whether code belongs to Python, PyTorch, or a framework that calls the caller's."""
+    name = code.co_filename
+    if name.startswith((_TORCH, *_FRAMEWORKS)) or name.startswith("<"):
+        return True
+    return name.startswith(_STANDARD) and not name.startswith(_PACKAGES)
+
+
+def warn_caller(text: str, category: type[Warning]) -> None:
+    """Warn at the line of the caller's own code: the innermost one outside of libraries.
+
+    Parameters
+    ----------
+    text
+        Message.
+    category
+        Class of the warning.
+    """
+    frame, level, found = sys._getframe(1), 2, 2
+    while frame is not None:
+        if not (_is_ours(frame.f_code) or _is_library(frame.f_code)):
+            found = level
+            break
+        frame, level = frame.f_back, level + 1  # type: ignore[assignment]
+    warnings.warn(text, category, stacklevel=found)
+
+
+def fold(error: BaseException) -> None:
+    """Take our frames out of the traceback of an error in the caller's model.
+
+    The frame that raised stays, and so does the first one. An error in our own code that no frame
+    of the model has led to keeps all frames, unless it is an `InfeasibleError`.
+
+    Parameters
+    ----------
+    error
+        Error that was caught; its traceback is changed.
+    """
+    first = error.__traceback__
+    if first is None or os.environ.get(FULL):
+        return
+    inner: list[TracebackType] = []
+    trace = first.tb_next
+    while trace is not None:
+        inner.append(trace)
+        trace = trace.tb_next
+    model = [k for k, trace in enumerate(inner) if _is_of_model(trace.tb_frame.f_code)]
+    if not model and not isinstance(error, InfeasibleError):
+        return
+    begin = model[0] if model else len(inner)
+    kept = [
+        trace
+        for k, trace in enumerate(inner)
+        if k + 1 == len(inner)
+        or not (_is_ours(trace.tb_frame.f_code) or (k < begin and _is_hidden(trace)))
+    ]
+    last = first
+    for trace in kept:
+        last.tb_next = trace
+        last = trace
+    last.tb_next = None
+
+
+def _is_of_model(code: CodeType) -> bool:
+    """Return whether code is the forward of a module, or else of the caller."""
+    if _is_ours(code):
+        return False
+    if code.co_filename.startswith(_TORCH):
+        return code.co_filename.startswith(_MODULES) and code.co_name == "forward"
+    return not _is_library(code)
+
+
+def _is_hidden(trace: TracebackType) -> bool:
+    """Return whether a frame between ours and the model's says nothing about the model."""
+    name = trace.tb_frame.f_code.co_filename
+    return name.startswith(_TORCH) and not name.startswith(_MODULES)
