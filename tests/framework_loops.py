@@ -10,11 +10,13 @@ import torch
 from loops import Loop, case, drawn, residual, words
 from torchvision_standins import import_torchvision
 
+with contextlib.suppress(ModuleNotFoundError):
+    # Transformers and Lightning import torchvision where it is there.
+    import_torchvision()
+
 
 def hugging_face(layers: int = 2) -> Any:
     """Return a small GPT-2."""
-    with contextlib.suppress(ModuleNotFoundError):
-        import_torchvision()
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -145,8 +147,6 @@ def trainer_resumed(loop: Loop) -> None:
 @case("Accelerate", needs=("accelerate",))
 def accelerated(loop: Loop) -> None:
     """Train with a prepared model, optimizer and loader."""
-    with contextlib.suppress(ModuleNotFoundError):
-        import_torchvision()
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -167,8 +167,6 @@ def accelerated(loop: Loop) -> None:
 @case("Lightning", needs=("lightning",), is_slow=True)
 def lightning(loop: Loop) -> None:
     """Train with Lightning's Trainer and the callback."""
-    with contextlib.suppress(ModuleNotFoundError):
-        import_torchvision()
     import lightning.pytorch as framework
 
     from rotor.integrations.lightning import RotorCallback
@@ -184,7 +182,8 @@ def lightning(loop: Loop) -> None:
             return loss
 
         def on_train_batch_start(self, batch: Any, index: int) -> None:
-            loop.begin()
+            # Lightning frees the old gradients between forward and backward.
+            loop.begin(p.grad for p in self.parameters() if p.grad is not None)
 
         def on_after_backward(self) -> None:
             loop.end()

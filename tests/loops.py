@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +38,7 @@ class Loop:
     steps
         Number of steps.
     losses, seconds, peaks
-        By step: its loss, its CPU time, its metered peak (not of every step within a limit).
+        By step: its loss, its CPU time in this thread, its metered peak (not of every step within a limit).
     limited
         Models within a limit.
     parameters
@@ -80,15 +80,21 @@ class Loop:
         ]
         return [plan for model in checked for plan in model.plans.values()]
 
-    def begin(self) -> None:
-        """Begin a step; meter it, unless rotor may."""
+    def begin(self, existing: Iterable[torch.Tensor] = ()) -> None:
+        """Begin a step; meter it, unless rotor may.
+
+        Parameters
+        ----------
+        existing
+            Gradients that are freed within the step.
+        """
         if self.limit_bytes is None or len(self.seconds) + 1 == self.steps:
-            self._meter = memory.meter("cpu").start()
-        self._begun = time.process_time()
+            self._meter = memory.meter("cpu", existing=list(existing)).start()
+        self._begun = time.thread_time()
 
     def end(self) -> None:
         """End a step, after its backward."""
-        self.seconds.append(time.process_time() - self._begun)
+        self.seconds.append(time.thread_time() - self._begun)
         if self._meter is not None:
             self._meter.stop()
             self.peaks.append(self._meter.peak_bytes)
