@@ -38,7 +38,8 @@ class Loop:
     steps
         Number of steps.
     losses, seconds, peaks
-        By step: its loss, its CPU time in this thread, its metered peak (not of every step within a limit).
+        By step: its loss, its CPU time in this thread, its metered peak; within a limit that of
+        the last step only.
     limited
         Models within a limit.
     parameters

@@ -337,3 +337,13 @@ def test_what_counts_as_worse(tmp_path):
     path.write_text('{"format": "rotor.regressions", "version": 2}', encoding="utf-8")
     with pytest.raises(ValueError, match="version 2"):
         regressions.read(path)
+
+
+def test_full_speed_is_reached_when_steps_take_as_long_as_the_last():
+    table = script("training_loops")
+    assert table.full_speed([1.0] * 9) == 0
+    assert table.full_speed([9.0, *[1.0] * 9]) == 1
+    assert table.full_speed([9.0, 9.0, 1.0, 4.0, *[1.0] * 9]) == 2
+    rows = table.table([("a loop", *"1234567")], markdown=True).splitlines()
+    assert rows[0].startswith("| loop | lines | losses |")
+    assert rows[2] == "| a loop | 1 | 2 | 3 | 4 | 5 | 6 | 7 |"

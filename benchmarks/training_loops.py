@@ -1,10 +1,10 @@
 """What a limit changes in the training loops that people have: a table of tests/loops.py.
 
-Run as ``python benchmarks/loops.py [--steps 80] [--markdown] [word ...]``. Each loop trains twice
-from the same seed, plainly and within a share of the plain run's peak. "lines" are those that name
-rotor; losses are compared bit for bit, under autocast within 5e-3; "planned" is the predicted time
-of recomputation; "full speed" the first step from which on no two of three steps take more than half
-as long again as the last ones do, in CPU time of one thread.
+Run as ``python benchmarks/training_loops.py [--steps 80] [--markdown] [word ...]``. Each loop
+trains twice from the same seed, plainly and within a share of the plain run's peak. "lines" are
+those that name rotor; losses are compared bit for bit, under autocast within 5e-3; "planned" is
+the predicted time of recomputation; "full speed" the first step from which on no two steps in a row
+take more than half as long again as the last ones do, in CPU time of one thread.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _SLOW = 1.5
 def full_speed(seconds: list[float]) -> int:
     """Return the number of steps before the time of a step stays near the last ones' median."""
     usual = statistics.median(seconds[-max(len(seconds) // 3, 1) :])
-    middle = [statistics.median(seconds[k : k + 3]) for k in range(len(seconds) - 3)]
-    slow = [k for k, one in enumerate(middle) if one > _SLOW * usual]
-    return slow[-1] + 2 if slow else int(seconds[0] > _SLOW * usual)
+    is_slow = [one > _SLOW * usual for one in seconds[:-1]]
+    pairs = [k for k in range(len(is_slow) - 1) if is_slow[k] and is_slow[k + 1]]
+    return pairs[-1] + 2 if pairs else int(is_slow[0])
 
 
 def compared(one: loops.Case, plain: loops.Loop, ours: loops.Loop) -> str:
