@@ -117,6 +117,7 @@ distributed.all_gather_object(found, {"limit": limit, "runs": runs})
 if rank == 0:
     with open("results.json", "w") as file:
         json.dump(found, file)
+distributed.barrier()                                      # gloo's threads let go of the gathered
 distributed.destroy_process_group()
 """
 ranks = torchrun(ddp_script)
@@ -199,6 +200,7 @@ distributed.all_gather_object(found, {"limit": limit, "runs": runs})
 if rank == 0:
     with open("results.json", "w") as file:
         json.dump(found, file)
+distributed.barrier()                                      # gloo's threads let go of the gathered
 distributed.destroy_process_group()
 """
 )
