@@ -53,6 +53,7 @@ def torchrun(script, *words):
 # %%
 ddp_script = """
 import json
+import time
 
 import torch
 from torch import distributed, nn
@@ -117,8 +118,8 @@ distributed.all_gather_object(found, {"limit": limit, "runs": runs})
 if rank == 0:
     with open("results.json", "w") as file:
         json.dump(found, file)
-distributed.barrier()                                      # gloo's threads let go of the gathered
 distributed.destroy_process_group()
+time.sleep(1)                                              # gloo's threads let go of their tensors
 """
 ranks = torchrun(ddp_script)
 for rank, found in enumerate(ranks):
@@ -200,8 +201,8 @@ distributed.all_gather_object(found, {"limit": limit, "runs": runs})
 if rank == 0:
     with open("results.json", "w") as file:
         json.dump(found, file)
-distributed.barrier()                                      # gloo's threads let go of the gathered
 distributed.destroy_process_group()
+time.sleep(1)                                              # gloo's threads let go of their tensors
 """
 )
 ranks = torchrun("from contextlib import nullcontext\n" + sharded_script)
