@@ -3,8 +3,9 @@
 Run as ``python benchmarks/training_loops.py [--steps 80] [--markdown] [word ...]``. Each loop
 trains twice from the same seed, plainly and within a share of the plain run's peak. "lines" are
 those that name rotor; losses are compared bit for bit, under autocast within 5e-3; "planned" is
-the predicted time of recomputation; "full speed" the first step from which on no two steps in a row
-take more than half as long again as the last ones do, in CPU time of one thread.
+the predicted time of recomputation, "first" the time of the first step, and "full speed" the first
+step from which on no three of five steps take more than half as long again as the last ones do,
+in CPU time of one thread.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import framework_loops
 import loops
 
-from rotor.units import format_bytes
+from rotor.units import format_bytes, format_seconds
 
-HEADER = ("loop", "lines", "losses", "plain", "limit", "peak", "planned", "full speed")
+HEADER = ("loop", "lines", "losses", "plain", "limit", "peak", "planned", "first", "full speed")
 _SLOW = 1.5
 
 
 def full_speed(seconds: list[float]) -> int:
     """Return the number of steps before the time of a step stays near the last ones' median."""
     usual = statistics.median(seconds[-max(len(seconds) // 3, 1) :])
-    is_slow = [one > _SLOW * usual for one in seconds[:-1]]
-    pairs = [k for k in range(len(is_slow) - 1) if is_slow[k] and is_slow[k + 1]]
-    return pairs[-1] + 2 if pairs else int(is_slow[0])
+    middle = [statistics.median(seconds[k : k + 5]) for k in range(len(seconds) - 5)]
+    slow = [k for k, one in enumerate(middle) if one > _SLOW * usual]
+    return slow[-1] + 3 if slow else sum(one > _SLOW * usual for one in seconds[:3])
 
 
 def compared(one: loops.Case, plain: loops.Loop, ours: loops.Loop) -> str:
@@ -65,6 +66,7 @@ def row(one: loops.Case, steps: int) -> tuple[str, ...]:
         format_bytes(limit),
         format_bytes(max(peaks + ours.peaks)),
         f"{max(planned):+.1%}" if planned else "as it runs",
+        format_seconds(ours.seconds[0]),
         f"step {full_speed(ours.seconds) + 1}",
     )
 

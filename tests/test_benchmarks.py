@@ -343,7 +343,8 @@ def test_full_speed_is_reached_when_steps_take_as_long_as_the_last():
     table = script("training_loops")
     assert table.full_speed([1.0] * 9) == 0
     assert table.full_speed([9.0, *[1.0] * 9]) == 1
-    assert table.full_speed([9.0, 9.0, 1.0, 4.0, *[1.0] * 9]) == 2
-    rows = table.table([("a loop", *"1234567")], markdown=True).splitlines()
+    assert table.full_speed([9.0, 9.0, *[1.0] * 9]) == 2
+    assert table.full_speed([9.0] * 7 + [1.0] * 20) == 7
+    rows = table.table([("a loop", *"12345678")], markdown=True).splitlines()
     assert rows[0].startswith("| loop | lines | losses |")
-    assert rows[2] == "| a loop | 1 | 2 | 3 | 4 | 5 | 6 | 7 |"
+    assert rows[2] == "| a loop | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 |"

@@ -11,6 +11,8 @@ import torch
 from torchvision_standins import import_torchvision
 
 import rotor
+from rotor.integrations.planned import PlannedForward
+from rotor.wrapper.caches import UnreadCache
 
 with contextlib.suppress(ModuleNotFoundError):
     # Transformers imports torchvision where it is there.
@@ -175,3 +177,29 @@ def test_a_loss_that_reads_the_cache_gets_it():
     torch.manual_seed(3)
     model(ids, labels=ids, targets=(None,)).backward()
     assert equal(gradients(plain), gradients(model))
+
+
+@pytest.mark.parametrize("has_loss", [None, lambda arguments: "labels" in arguments])
+def test_a_planned_forward_leaves_the_cache_out(has_loss):
+    plain, model, ids = make_model(1), make_model(1), tokens()
+    planned = PlannedForward(model, has_loss=has_loss, mem_limit="8 MB", effort="fast")
+    planned.install()
+    expected, found = step(plain, ids), step(model, ids)
+    assert equal(gradients(plain), gradients(model))
+    assert isinstance(found.past_key_values, UnreadCache)
+    with pytest.warns(rotor.MemoryLimitWarning, match="was read: 64 KiB"):
+        keys = found.past_key_values.layers[0].keys
+    assert torch.equal(keys, expected.past_key_values.layers[0].keys)
+    planned.remove()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_low_rank_parts_of_a_model_leave_the_cache_out():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    plain, model = (peft.get_peft_model(make_model(1), config) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    limit = limited(model)
+    expected, found = step(plain, tokens()), step(limit, tokens())
+    assert torch.equal(expected.loss, found.loss)
+    assert isinstance(found.past_key_values, UnreadCache)
