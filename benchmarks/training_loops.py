@@ -11,7 +11,9 @@ in CPU time of one thread.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import os
 import statistics
 import sys
@@ -97,7 +99,9 @@ def main(arguments: list[str] | None = None) -> None:
     for one in loops.CASES:
         is_wanted = not given.words or any(w in one.name.lower() for w in given.words)
         if is_wanted and all(importlib.util.find_spec(name) for name in one.needs):
-            rows.append(row(one, given.steps))
+            # Trainers print each loss.
+            with contextlib.redirect_stdout(io.StringIO()):
+                rows.append(row(one, given.steps))
             print("  ".join(rows[-1]), file=sys.stderr, flush=True)
     print(table(rows, markdown=given.markdown))
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import rotor
 from rotor import _core, memory
+from rotor.units import exact_bytes
 
 STEPS = 5
 FIRST = "the limit of .* of which nothing was known before"
@@ -268,7 +269,10 @@ def test_the_first_step_keeps_the_limit_or_says_that_it_did_not(name: str, fract
         assert texts == []
     else:
         assert len(texts) == 1
-        assert f"the limit of {limit} bytes could not be kept: the step needed {peak}" in texts[0]
+        assert (
+            f"{exact_bytes(limit)} could not be kept: the step needed {exact_bytes(peak)}"
+            in texts[0]
+        )
     try:
         peaks = peaks_from_the_second_step(make, limit, x, loss)
     except rotor.InfeasibleError as error:

@@ -231,8 +231,8 @@ def test_a_limit_that_the_loss_alone_passes_warns_with_figures():
         warnings.simplefilter("always")
         train()
     first, final = [str(w.message) for w in caught]
-    assert f"limit of {chk.mem_limit} bytes was not kept in a first step" in first
-    assert f"limit of {chk.mem_limit} bytes could not be kept" in final
+    assert f"({chk.mem_limit} bytes) was not kept in a first step" in first
+    assert f"({chk.mem_limit} bytes) could not be kept" in final
 
 
 @quiet

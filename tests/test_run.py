@@ -125,7 +125,7 @@ def test_a_limit_is_kept_without_a_change_of_the_script(capsys):
     assert 0 < float(peak[1]) <= 500
     code, _, err = run(capsys, "--limit", "20KiB", "train.py")
     assert code == 2
-    assert "error: no plan was found that fits in 20480 bytes" in err
+    assert "error: no plan was found that fits in 20 KiB (20480 bytes)" in err
     assert "Traceback" not in err
 
 
