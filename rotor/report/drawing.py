@@ -12,6 +12,7 @@ from rotor.graph.contraction import blocks, contract, places
 from rotor.graph.graph import Graph, Operation
 from rotor.graph.program import Program
 from rotor.graph.summaries import Summary, summarise
+from rotor.report.about import About
 from rotor.report.dot import DotEdge, DotNode, dot_source
 from rotor.report.html import graph_page, plan_page
 from rotor.units import format_bytes, format_seconds
@@ -97,10 +98,10 @@ def write_source(source: str, path: Path, kind: str) -> Path:
     return path
 
 
-def write_plan(plan: GraphPlan, path: str | os.PathLike[str]) -> Path:
-    """Write a page on the plan of a captured model; return the path."""
+def write_plan(plan: GraphPlan, path: str | os.PathLike[str], about: About | None = None) -> Path:
+    """Write a page on the plan of a captured model, with a heading; return the path."""
     path = Path(path)
-    text = plan_page(plan, places(plan.graph), summarise(plan.program))
+    text = plan_page(plan, places(plan.graph), summarise(plan.program), about)
     path.write_text(text, encoding="utf-8")
     return path
 
