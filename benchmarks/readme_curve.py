@@ -1,7 +1,7 @@
 """Draw the README's picture, and measure its table: a GPT-2 within less memory, by four methods.
 
-The model is Hugging Face's GPT-2 of 24 narrow layers. The curve is rotor's, as planned; the points are
-steps as they ran: plain, with Hugging Face's ``gradient_checkpointing_enable()``, with
+The model is Hugging Face's GPT-2 of 24 narrow layers. The curve is rotor's, as planned; the points
+are steps as they ran: plain, with Hugging Face's ``gradient_checkpointing_enable()``, with
 ``torch.utils.checkpoint`` around groups of blocks, and with rotor within the same bytes and within
 somewhat more. Memory is exact; times are medians of CPU time of steps run in turn. Writes
 ``docs/curve.svg``.
