@@ -13,6 +13,7 @@ from rotor.algorithms.curve import Curve
 from rotor.commands.main import main
 from rotor.fit.advice import better_of
 from rotor.report.curves import Point, write_curve
+from rotor.report.simrd_figures import overhead_grid, static_grid
 
 SEQUENTIAL = """
 import torch
@@ -112,6 +113,29 @@ def axes_of(draw) -> list:
 
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", lambda figure, *_, **__: found.extend(figure.axes))
+        made = Figure.subplots
+        patch.setattr(Figure, "savefig", lambda *_, **__: None)
+
+        def subplots(figure, *args, **options):
+            axes = made(figure, *args, **options)
+            found.extend(figure.axes)
+            return axes
+
+        patch.setattr(Figure, "subplots", subplots)
         draw()
     return found
+
+
+def test_figures_of_experiments_name_their_zones_and_failures(tmp_path):
+    failure = {"ratio": 0.4, "kind": "thrash"}
+    curve = {
+        **{"label": "LRU", "ratios": [0.4, 1.0], "values": [1.5, 1.0], "failure": failure},
+        **{"least": [1.5, 1.0], "most": [1.5, 1.0], "has_band": False, "is_static": True},
+    }
+    panel = {"title": "log", "constant_ratio": 0.1, "bottleneck_ratio": 0.2, "curves": [curve]}
+    for draw, names in (
+        (overhead_grid, {"constants", "largest operation", "LRU", "thrashes below"}),
+        (static_grid, {"constants", "largest operation", "LRU"}),
+    ):
+        (axes,) = axes_of(lambda draw=draw: draw([panel], tmp_path / "figure", []))
+        assert set(axes.get_legend_handles_labels()[1]) == names
