@@ -161,13 +161,13 @@ def main() -> None:
     if max(losses) - min(losses) > 1e-4:
         raise SystemExit(f"the methods do not compute the same loss: {losses}")
     measure([plain, eager], 1)
-    limits = [eager.bytes, *(int(eager.bytes * more) for more in MORE)]
+    limits = {f"rotor, {more:g} x these bytes": int(eager.bytes * more) for more in (1, *MORE)}
     rotors = []
-    for limit in limits:
+    for name, limit in limits.items():
         model = rotor.Checkpointable(
             copy.deepcopy(start), mem_limit=limit, planning="before", verbosity=0
         )
-        rotors.append(whole(f"rotor within {format_bytes(limit)}", model))
+        rotors.append(whole(name, model))
     methods = [plain, eager, *groups, *rotors]
     measure(methods, arguments.rounds)
     rows = [["", "memory of a step", "time of a step", "time over plain"]]
@@ -177,7 +177,7 @@ def main() -> None:
             [method.name, format_bytes(method.bytes), format_seconds(method.seconds), slower]
         )
     print(table(rows))
-    for limit, method in zip(limits, rotors, strict=True):
+    for limit, method in zip(limits.values(), rotors, strict=True):
         if method.bytes > limit:
             raise SystemExit(f"{method.name} needed {method.bytes} bytes")
     planned = rotor.Checkpointable(copy.deepcopy(start), verbosity=0)

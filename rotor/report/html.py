@@ -325,7 +325,7 @@ def _loss_rows(plan: Any) -> list[tuple[str, str]]:
 def _program_rows(program: Program, summary: Summary) -> list[tuple[str, str]]:
     again = sum(entry.runs - 1 for entry in summary.again)
     return [
-        ("peak of the storages, predicted", format_bytes(program.peak_bytes)),
+        ("peak of the graph, predicted", format_bytes(program.peak_bytes)),
         ("step, predicted", format_seconds(program.makespan)),
         ("recomputation", f"{program.slowdown - 1:+.1%}"),
         ("operations run again", f"{len(summary.again)} of {len(program.graph)}, {again} runs"),
