@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIALS = sorted((ROOT / "tutorials").glob("[0-9]*.py"))
-IN_CI = ("01_first_steps", "02_any_model")
+IN_CI = ("00_more_in_the_same_memory", "01_first_steps", "02_any_model")
 SECONDS = 400
 
 
@@ -49,8 +49,9 @@ def test_tutorial_runs(path, tmp_path):
     assert "1 passed" in done.stdout
 
 
-def test_all_six_are_there():
+def test_all_seven_are_there():
     assert [path.stem for path in TUTORIALS] == [
+        "00_more_in_the_same_memory",
         "01_first_steps",
         "02_any_model",
         "03_reading_the_curve",
