@@ -84,7 +84,9 @@ def gpt2(layers: int, width: int, length: int) -> nn.Module:
 
     import_torchvision()
     from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()
     torch.manual_seed(0)
     settings = GPT2Config(
         n_layer=layers,
