@@ -37,7 +37,7 @@ OFF = 0.05
 SECONDS = 120
 STEPS = 8
 TARGETS = (torch.zeros(()),)
-BATCHES = ("--multiple-of", 8, "--max-batch", 1024)
+BATCHES = ("--multiple-of", 2, "--max-batch", 512)
 
 
 def command(*words: object) -> tuple[dict[str, Any], float]:

@@ -9,9 +9,9 @@
 # %% [markdown]
 # # More in the same memory
 #
-# A GPT trains with batch 8, and there is no memory for more. With one line it trains with batch 24 in the
-# same bytes, and the gradients are the same. This notebook runs on a CPU in a minute; the bytes of a GPU are
-# counted in the same way.
+# A GPT trains with batch 8, and there is no memory for more. With one line it trains with batch 24
+# in the same bytes, and the gradients are the same. This notebook runs on a CPU in a minute; the
+# bytes of a GPU are counted in the same way.
 
 # %%
 import copy
@@ -24,16 +24,14 @@ import rotor
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
-model = rotor.gpt.gpt2(
-    layers=8, width=96, heads=4, vocab_size=500, context_length=96, dropout=0.0
-)
+model = rotor.gpt.gpt2(layers=8, width=96, heads=4, vocab_size=500, context_length=96, dropout=0.0)
 tokens = torch.randint(500, (24, 97))
 
 # %% [markdown]
 # ## Batch 8 fits
 #
-# How much memory does a step take? PyTorch's allocator knows, and `rotor.memory.meter` asks it. Let the answer
-# for batch 8 be all the memory that we have.
+# How much memory does a step take? PyTorch's allocator knows, and `rotor.memory.meter` asks it.
+# Let the answer for batch 8 be all the memory that we have.
 
 # %%
 with rotor.memory.meter("cpu") as meter:
@@ -57,13 +55,13 @@ print(f"plain PyTorch, batch 24: {meter.peak_bytes / 2**20:.0f} MiB, loss {loss.
 # %% [markdown]
 # ## With rotor it does
 #
-# One line gives the model the limit. The first step measures the model and plans: some activations are kept, the
-# others are dropped and computed again in the backward, as few as the limit allows.
+# One line gives the model the limit. The first step measures the model and plans: some activations
+# are kept, the others are dropped and computed again in the backward, as few as the limit allows.
 
 # %%
 model.zero_grad()
 limited = rotor.Checkpointable(model, mem_limit=limit)
-for step in range(3):
+for _ in range(3):
     limited.zero_grad()
     logits = limited(tokens[:, :-1])
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -82,7 +80,8 @@ _ = ax.legend()
 # %% [markdown]
 # ## What did it cost?
 #
-# The report has the time of what is computed again, and the gradients equal those of the plain step.
+# The report has the time of what is computed again, and the gradients equal those of the plain
+# step.
 
 # %%
 worst = max(

@@ -15,8 +15,8 @@
 # rotor drops some of it and computes it again when it is needed. You say how many bytes a step
 # may take; rotor finds the schedule that costs the least time.
 #
-# This tutorial begins with a model as you have one: put yours in its place. It goes from a plain training loop
-# to one with a limit, and looks at what happens on the way.
+# This tutorial begins with a model as you have one: put yours in its place. It goes from a plain
+# training loop to one with a limit, and looks at what happens on the way.
 
 # %%
 import copy
@@ -72,7 +72,8 @@ net = Net()
 images, labels = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
 
 # %% [markdown]
-# What does a step of it take, and what would a limit cost? The meter and the curve answer for any module:
+# What does a step of it take, and what would a limit cost? The meter and the curve answer for any
+# module:
 
 # %%
 with rotor.memory.meter("cpu") as meter:
@@ -89,13 +90,14 @@ for share in (0.8, 0.6):
     print(f"within {share:.0%} of the plain step: {slower:+.1%} time")
 
 # %% [markdown]
-# That is all there is to know before training: `rotor.Checkpointable(net, mem_limit=...)` takes any module, and the
-# [next tutorial](02_any_model.ipynb) goes on with it. The rest of this one looks inside.
+# That is all there is to know before training: `rotor.Checkpointable(net, mem_limit=...)` takes
+# any module, and the [next tutorial](02_any_model.ipynb) goes on with it. The rest of this one
+# looks inside.
 #
 # ## The same as a Sequential
 #
-# Here we write the model as an `nn.Sequential`, because a chain of stages is the case in which the best schedule can be
-# *proven*, and because you can read the schedule.
+# Here we write the model as an `nn.Sequential`, because a chain of stages is the case in which the
+# best schedule can be *proven*, and because you can read the schedule.
 #
 # Stages should be what you would keep or drop as a whole: a block, not a network, not an
 # addition.

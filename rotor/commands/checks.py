@@ -15,9 +15,7 @@ __all__ = ["check_model", "parse_argument", "parse_input"]
 _LONGEST = 1 << 40
 _LOSSES = ("cross_entropy", "mse", "sum")
 _WHOLE = re.compile(r"(torch\.)?(u?int(8|16|32|64)?|long|short)")
-_REAL = (
-    r"bfloat16|float(16|32|64|8_\w+)?|half|double|bool|c?half|c(float|double)|complex\d+"
-)
+_REAL = r"bfloat16|float(16|32|64|8_\w+)?|half|double|bool|c?half|c(float|double)|complex\d+"
 _TYPE = re.compile(rf"{_WHOLE.pattern}|(torch\.)?({_REAL})")
 
 
