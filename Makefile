@@ -22,7 +22,7 @@ C_TESTS := $(patsubst tests/c/%.c,build/c/%,$(wildcard tests/c/test_*.c))
 SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libstdc++.so)
 
 .SECONDARY: $(C_OBJECTS)
-.PHONY: help demo test test-all test-c test-sanitized lint docs notebooks bench docs-tables gpu regressions clean
+.PHONY: help demo test test-all test-c test-sanitized lint docs docs-fast notebooks bench docs-tables gpu regressions clean
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -47,7 +47,7 @@ $(VENV)/.dev: $(VENV)/.test
 	$(PIP) --no-build-isolation --editable ".[dev]"
 	touch $@
 
-demo: $(VENV)/.built ## train a ResNet-18 under a limit that plain PyTorch needs more than
+demo: $(VENV)/.built ## a ResNet-18 in 60 % of its memory: a table, the curve, a page
 	$(BIN)/python benchmarks/demo.py
 
 test: $(VENV)/.test test-c ## C tests under sanitizers, then the Python tests
@@ -82,6 +82,9 @@ lint: $(VENV)/.dev ## ruff, mypy
 
 docs: $(VENV)/.dev ## the documentation, warnings are errors
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+docs-fast: $(VENV)/.dev ## the same without executing the notebooks
+	$(BIN)/python -m sphinx -W --keep-going -b html -D tutorials_execute=0 docs docs/_build/fast
 
 notebooks: $(VENV)/.test ## the tutorials executed, as notebooks with their output
 	$(BIN)/python tutorials/make_notebooks.py

@@ -51,5 +51,18 @@ nitpick_ignore_regex = [
 ]
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
+html_js_files = ["fit.js"]
 html_title = f"rotor {release}"
 html_copy_source = False
+# The link to the code is that of the package's metadata, where it has one.
+_links = dict(
+    entry.split(", ", 1) for entry in metadata.metadata("rotor").get_all("Project-URL") or []
+)
+if "Source" in _links:
+    html_theme_options = {
+        "source_repository": _links["Source"],
+        "source_branch": "main",
+        "source_directory": "docs/",
+    }

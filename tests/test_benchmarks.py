@@ -348,3 +348,39 @@ def test_full_speed_is_reached_when_steps_take_as_long_as_the_last():
     rows = table.table([("a loop", *"12345678")], markdown=True).splitlines()
     assert rows[0].startswith("| loop | lines | losses |")
     assert rows[2] == "| a loop | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 |"
+
+
+def test_commands_that_say_wrong_figures_are_found(monkeypatch, tmp_path):
+    commands = script("commands")
+    said = {
+        "measure": {},
+        "curve": {"plain_bytes": 1000, "minimum_bytes": 400},
+        "plan": {"plan": {"predicted_bytes": 690}, "schedule": None},
+        "fit": {"largest": {"batch": 8}},
+    }
+    peaks = {(None, None): 1000, (700, None): 695, (700, 8): 650}
+    monkeypatch.setattr(commands, "command", lambda name, *_: (said[name], 1.0))
+    monkeypatch.setattr(
+        commands, "steps_peak", lambda _, limit, batch=None: peaks[limit, batch], raising=True
+    )
+    rows, faults = commands.check("net", tmp_path)
+    assert faults == []
+    assert [row[0] for row in rows] == [
+        *("net: measure", "net: curve, plain", "net: plan", "net: fit, batch 8"),
+    ]
+    said["curve"]["plain_bytes"] = 800
+    peaks[700, None], peaks[700, 8] = 760, 701
+    faults = commands.check("net", tmp_path)[1]
+    assert [fault.split()[1] for fault in faults] == ["curve,", "plan", "plan:", "fit,"]
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_command_is_what_a_step_needs():
+    """The cheapest part of `benchmarks/commands.py`."""
+    commands = script("commands")
+    limit = commands.steps_peak("unet", None) * 8 // 10
+    factory = (f"{commands.FILE}:unet", "--loss", "sum", "--effort", "fast")
+    planned, _ = commands.command("plan", *factory, "--limit", limit)
+    needed = commands.steps_peak("unet", limit)
+    assert needed <= limit
+    assert planned["plan"]["predicted_bytes"] == pytest.approx(needed, rel=commands.OFF)

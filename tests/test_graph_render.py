@@ -290,6 +290,34 @@ def test_dot_by_modules():
     assert len(re.findall(r"^ +n\d+ \[", source, re.MULTILINE)) == len(blocks(graph))
 
 
+def test_blocks_run_from_left_to_right_with_the_backward_below():
+    """One box for each block and phase; operations without a module join a neighbour."""
+    last = 5
+    layers = [Operation(f"f{k}", 1, (k - 1,) if k else (), (k,), module=f"h.{k}") for k in range(6)]
+    loss = Operation("loss", 1, (last,), (6,), phase="loss")
+    backward, made = [], 7
+    for k in reversed(range(6)):
+        module = f"h.{k}"
+        inputs = (made - 1, k)
+        backward.append(Operation(f"b{k}", 1, inputs, (made,), phase="backward", module=module))
+        backward.append(Operation(f"add{k}", 1, (made,), (made + 1,), phase="backward"))
+        made += 2
+    graph = Graph([1] * made, None, [*layers, loss, *backward])
+    source = to_dot(graph, level="modules")
+    assert 'rankdir="LR"' in source
+    boxes = re.findall(r'^ +n(\d+) \[label="([^"\\]+)', source, re.MULTILINE)
+    assert [name for _, name in boxes] == [
+        *(f"h.{k}" for k in range(6)),
+        "loss",
+        *(f"h.{k}" for k in reversed(range(6))),
+    ]
+    for k in range(6):
+        assert f"{{ rank=same; n{k}; n{12 - k}; }}" in source
+    assert re.search(r'n8 -> n7 \[.*dir="back"', source), "the backward runs to the left"
+    assert re.search(r'n0 -> n12 \[.*constraint="false"', source)
+    assert 'rankdir="TB"' in to_dot(graph, level="operations")
+
+
 def test_large_graphs_are_drawn_by_modules():
     many = 500
     operations = [

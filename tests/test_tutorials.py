@@ -6,13 +6,14 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIALS = sorted((ROOT / "tutorials").glob("[0-9]*.py"))
-IN_CI = ("01_first_steps", "02_any_model")
+IN_CI = ("00_more_in_the_same_memory", "01_first_steps", "02_any_model")
 SECONDS = 400
 
 
@@ -49,8 +50,9 @@ def test_tutorial_runs(path, tmp_path):
     assert "1 passed" in done.stdout
 
 
-def test_all_six_are_there():
+def test_all_seven_are_there():
     assert [path.stem for path in TUTORIALS] == [
+        "00_more_in_the_same_memory",
         "01_first_steps",
         "02_any_model",
         "03_reading_the_curve",
@@ -78,3 +80,25 @@ def test_tutorial_is_a_notebook_for_readers(path):
 def test_the_documentation_has_them_all():
     index = (ROOT / "docs/tutorials/index.md").read_text(encoding="utf-8")
     assert re.findall(r"^(\d\d_\w+)$", index, flags=re.MULTILINE) == [p.stem for p in TUTORIALS]
+
+
+def test_what_opens_and_runs_them_comes_with_an_extra():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    names = {
+        re.split(r"[^\w-]", wanted)[0]
+        for wanted in settings["project"]["optional-dependencies"]["tutorials"]
+    }
+    assert {"jupyterlab", "jupytext", "ipykernel", "nbclient"} <= names
+
+
+def test_the_documentation_is_built_without_them_too():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(r"^docs-fast:.*\n\t.*sphinx -W .*-D tutorials_execute=0 docs", makefile, re.M)
+
+
+def test_the_first_one_has_no_helpers():
+    """One line makes the difference; nothing else is to be read."""
+    jupytext = pytest.importorskip("jupytext")
+    cells = [cell.source for cell in jupytext.read(TUTORIALS[0]).cells if cell.cell_type == "code"]
+    assert not any("def " in source or "lambda" in source for source in cells)
+    assert sum("plt.subplots" in source for source in cells) == 1

@@ -15,8 +15,8 @@
 # rotor drops some of it and computes it again when it is needed. You say how many bytes a step
 # may take; rotor finds the schedule that costs the least time.
 #
-# This tutorial takes a small network from a plain training loop to one with a limit, and looks at
-# what happens on the way.
+# This tutorial begins with a model as you have one: put yours in its place. It goes from a plain
+# training loop to one with a limit, and looks at what happens on the way.
 
 # %%
 import copy
@@ -31,9 +31,9 @@ torch.manual_seed(0)
 torch.set_num_threads(1)
 
 # %% [markdown]
-# ## A model
+# ## Your model
 #
-# A few residual blocks, a head. Nothing in it knows of rotor.
+# Here a few residual blocks and a head. Nothing in it knows of rotor.
 
 
 # %%
@@ -69,13 +69,35 @@ class Net(nn.Module):
 
 
 net = Net()
+images, labels = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
 
 # %% [markdown]
+# What does a step of it take, and what would a limit cost? The meter and the curve answer for any
+# module:
+
+# %%
+with rotor.memory.meter("cpu") as meter:
+    nn.functional.cross_entropy(net(images), labels).backward()
+net.zero_grad()
+
+own = rotor.Checkpointable(copy.deepcopy(net), loss_fn=nn.functional.cross_entropy)
+own.measure(images, targets=(labels,))
+own_curve = own.curve()
+print(f"a plain step of your model takes {meter.peak_bytes / 1e6:.1f} MB")
+print(f"with {own_curve.minimum_bytes / 1e6:.1f} MB a step can do")
+for share in (0.8, 0.6):
+    slower = own_curve.at(int(meter.peak_bytes * share)) / own_curve.seconds[-1] - 1
+    print(f"within {share:.0%} of the plain step: {slower:+.1%} time")
+
+# %% [markdown]
+# That is all there is to know before training: `rotor.Checkpointable(net, mem_limit=...)` takes
+# any module, and the [next tutorial](02_any_model.ipynb) goes on with it. The rest of this one
+# looks inside.
+#
 # ## The same as a Sequential
 #
-# rotor takes `Net` as it is: the [next tutorial](02_any_model.ipynb) does that. Here we write it as
-# an `nn.Sequential`, because a chain of stages is the case in which the best schedule can be
-# *proven*, and because you can read the schedule.
+# Here we write the model as an `nn.Sequential`, because a chain of stages is the case in which the
+# best schedule can be *proven*, and because you can read the schedule.
 #
 # Stages should be what you would keep or drop as a whole: a block, not a network, not an
 # addition.
@@ -88,7 +110,6 @@ model = nn.Sequential(
     nn.Flatten(),
     net.head,
 )
-images, labels = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
 print("same output:", torch.equal(net.eval()(images), model.eval()(images)))
 _ = model.train()
 

@@ -8,10 +8,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rotor.fit.distributions import lengths_of
+
 __all__ = ["check_model", "parse_argument", "parse_input"]
 
 _LONGEST = 1 << 40
 _LOSSES = ("cross_entropy", "mse", "sum")
+_WHOLE = re.compile(r"(torch\.)?(u?int(8|16|32|64)?|long|short)")
+_REAL = r"bfloat16|float(16|32|64|8_\w+)?|half|double|bool|c?half|c(float|double)|complex\d+"
+_TYPE = re.compile(rf"{_WHOLE.pattern}|(torch\.)?({_REAL})")
 
 
 def parse_input(text: str) -> tuple[str | None, tuple[int, ...]]:
@@ -61,6 +66,7 @@ def check_model(arguments: argparse.Namespace) -> None:
         parse_input(text)
     if not arguments.input and (arguments.dtype or arguments.high):
         raise ValueError("--dtype and --high are of inputs: give --input too")
+    _check_types(len(arguments.input), arguments.dtype, arguments.high)
     where, separator, _ = arguments.factory.rpartition(":")
     if not separator and re.search(r"\.py$|[/.]", arguments.factory):
         raise ValueError(
@@ -69,6 +75,7 @@ def check_model(arguments: argparse.Namespace) -> None:
         )
     if re.search(r"\.py$|/", where) and not Path(where).is_file():
         raise ValueError(f"no file {where}")
+    _check_files(arguments)
     loss = arguments.loss
     if loss is not None and loss not in _LOSSES and ":" not in loss:
         raise ValueError(
@@ -82,3 +89,45 @@ def check_model(arguments: argparse.Namespace) -> None:
         if number is not None and number < 1:
             shown = name.replace("_", "-")
             raise ValueError(f"--{shown} {number}: expected a whole number of 1 or more")
+    least, most = getattr(arguments, "multiple_of", 1), getattr(arguments, "max_batch", None)
+    if most is not None and most < least:
+        raise ValueError(f"--max-batch {most} is below --multiple-of {least}: no batch is left")
+    if getattr(arguments, "lengths", None) is not None:
+        lengths_of(arguments.lengths, arguments.seed)
+
+
+def _check_types(inputs: int, types: list[str], highs: list[int]) -> None:
+    """Raise ValueError if types or bounds of the inputs are unknown, or too few or many."""
+    wrong = next((name for name in types if not _TYPE.fullmatch(name)), None)
+    if wrong is not None:
+        raise ValueError(f"no dtype {wrong!r}, expected one such as float32 or int64")
+    if len(types) > 1 and len(types) != inputs:
+        raise ValueError(
+            f"{len(types)} --dtype for {inputs} --input: give one for all, or one for each"
+        )
+    kinds = (types or ["float32"]) * (inputs if len(types) < 2 else 1)
+    whole = sum(bool(_WHOLE.fullmatch(name)) for name in kinds)
+    if len(highs) != whole and not (len(highs) == 1 and whole):
+        raise ValueError(
+            f"{len(highs)} --high for {whole} --input of whole numbers: give the number of "
+            "different values, such as --high 1000, one for all or one for each"
+        )
+    if highs and min(highs) < 1:
+        raise ValueError(f"--high {min(highs)}: expected a number of 1 or more")
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Raise if a file that is read is missing, or an option contradicts the profile."""
+    profile, loss = getattr(arguments, "profile", None), arguments.loss
+    if profile is not None:
+        if arguments.engine == "chain":
+            raise ValueError(
+                "--profile is of operations, and --engine chain measures stages here: leave one out"
+            )
+        if getattr(arguments, "save", None) is not None:
+            raise ValueError("--save is of this machine, and --profile of another: give one")
+        if not Path(profile).is_file():
+            raise ValueError(f"--profile {profile}: No such file or directory")
+    where = "" if loss is None else loss.rpartition(":")[0]
+    if where.endswith(".py") and not Path(where).is_file():
+        raise ValueError(f"--loss {loss}: no file {where}")

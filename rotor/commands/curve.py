@@ -10,6 +10,7 @@ from typing import Any
 from rotor.algorithms.curve import Curve
 from rotor.commands import add_output, examples, give, tell
 from rotor.commands.model import Subject, add_model, add_profile, limit_of, wrapped
+from rotor.report.curves import Point, write_curve
 from rotor.report.text import table
 from rotor.units import format_bytes, format_seconds
 
@@ -66,6 +67,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from rotor.commands import factories, running
     from rotor.common.accounting import default_limit
     from rotor.fit import batches
+    from rotor.fit.advice import better_of
     from rotor.fit.steps import RanStep, has_single_plan, measured_curve
     from rotor.meter import allocator
 
@@ -81,6 +83,9 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     if is_planned:
         found: Curve = model.curve(arguments.points)
+        if here and subject.is_one and arguments.engine == "auto":
+            tell(arguments, "planning the model as a graph too, as engine auto does")
+            found = better_of(found, _graph_curve(subject, arguments))
     else:
 
         def on_step(ran: RanStep) -> None:
@@ -108,9 +113,13 @@ def _run(arguments: argparse.Namespace) -> int:
     marks = [(_PLAIN, facts.plain_bytes), (_LIMIT, limit), (f"free on {where}", free)]
     found.marks = tuple([(name, size) for name, size in marks if size is not None])
     if arguments.plot is not None:
-        axes = found.plot()
-        axes.set_title(subject.name)
-        axes.figure.savefig(arguments.plot)
+        write_curve(
+            found,
+            Path(arguments.plot),
+            plain=_plain_point(found, facts),
+            limit_bytes=limit,
+            title=subject.name,
+        )
         tell(arguments, f"{arguments.plot} has the picture")
     data = subject.described() | facts.to_dict()
     data |= {
@@ -122,6 +131,25 @@ def _run(arguments: argparse.Namespace) -> int:
     text = curve_text(found, arguments.points, facts)
     give(arguments, data, subject.heading() + text)
     return 2 if limit is not None and limit < found.minimum_bytes else 0
+
+
+def _graph_curve(subject: Subject, arguments: argparse.Namespace) -> Curve | None:
+    """Return the curve of a Sequential's graph; ``None`` if none can be captured."""
+    from rotor.errors import CaptureError
+
+    try:
+        graph = wrapped(subject, arguments, effort="fast", engine="graph")
+    except CaptureError:
+        return None
+    found: Curve = graph.curve(arguments.points)
+    return found
+
+
+def _plain_point(curve: Curve, facts: CurveFacts) -> Point:
+    """Return the step that is 100 % in a picture: plain, or else the last point of the curve."""
+    if facts.plain_bytes is None:
+        return Point("no recomputation", int(curve.bytes[-1]), float(curve.seconds[-1]))
+    return Point(_PLAIN, facts.plain_bytes, facts.base_seconds(curve))
 
 
 @dataclass

@@ -50,8 +50,6 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.save is not None and arguments.profile is not None:
-        raise ValueError("--save is of this machine, and --profile of another: give one of them")
     subject = Subject(arguments)
     if arguments.save is not None and subject.is_one:
         raise ValueError("--save is of operations, not of stages: give --engine graph too")

@@ -195,9 +195,13 @@ class Subject:
 
 
 def wrapped(
-    subject: Subject, arguments: argparse.Namespace, limit: int | None = None, effort: str = ""
+    subject: Subject,
+    arguments: argparse.Namespace,
+    limit: int | None = None,
+    effort: str = "",
+    engine: str = "",
 ) -> Checkpointable:
-    """Return the model in a `rotor.Checkpointable`, measured on its sample."""
+    """Return the model in a `rotor.Checkpointable`, measured on its sample, by an engine."""
     from rotor.commands import factories
 
     chosen = arguments.effort or effort
@@ -205,7 +209,7 @@ def wrapped(
         subject.model,
         subject.sample,
         limit,
-        engine=subject.engine,
+        engine=engine or subject.engine,
         effort=chosen,
         profile=subject.profile,
         loss=subject.loss,

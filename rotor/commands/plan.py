@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rotor.chain import write_json
 from rotor.commands import add_output, add_trace, check_pages, examples, give, tell
 from rotor.commands.model import Subject, add_model, add_profile, limit_of, wrapped
 from rotor.units import format_bytes, format_seconds
 
+if TYPE_CHECKING:
+    from rotor.wrapper.checkpointable import Checkpointable
+
 __all__ = ["add"]
+
+_WORTH = 0.01
+"""Share of recomputation in a chain from which its graph is planned too."""
 
 
 def add(commands: Any) -> None:
@@ -47,6 +53,34 @@ def add(commands: Any) -> None:
     sub.set_defaults(command=_run)
 
 
+def _planned(
+    subject: Subject, arguments: argparse.Namespace, model: Checkpointable, limit: int | None
+) -> tuple[Checkpointable, Any]:
+    """Return the model and its schedule: of a Sequential's chain or graph, as engine auto does."""
+    from rotor.errors import CaptureError, InfeasibleError
+
+    refusal: InfeasibleError | None = None
+    schedule: Any = None
+    try:
+        schedule = model.compute_sequence()
+    except InfeasibleError as error:
+        refusal = error
+    is_auto = subject.is_one and arguments.engine == "auto" and subject.profile is None
+    if is_auto and (refusal is not None or model.plan.recomputation > _WORTH):
+        tell(arguments, "planning the model as a graph too, as engine auto does")
+        try:
+            graph = wrapped(subject, arguments, limit, engine="graph")
+            program = graph.compute_sequence()
+        except (CaptureError, InfeasibleError):
+            pass
+        else:
+            if refusal is not None or graph.plan.recomputation < model.plan.recomputation:
+                return graph, program
+    if refusal is not None:
+        raise refusal
+    return model, schedule
+
+
 def _run(arguments: argparse.Namespace) -> int:
     limit = limit_of(arguments)
     check_pages(arguments)
@@ -67,7 +101,7 @@ def _run(arguments: argparse.Namespace) -> int:
     schedule: Any = None
     measured: dict[str, Any] = {}
     if has_single_plan(model):
-        schedule = model.compute_sequence()
+        model, schedule = _planned(subject, arguments, model, limit)
         figures = (model.get_expected_memory(), model.get_expected_makespan())
     else:
         if arguments.out is not None:
@@ -108,7 +142,10 @@ def _run(arguments: argparse.Namespace) -> int:
         else 0
     )
     if aside:
-        text += f"\nset aside for an unknown loss at most: {format_bytes(aside)} (--loss names it)"
+        text += (
+            f"\nfor an unknown loss at most {format_bytes(aside)} are set aside, 4 x the output:\n"
+            "--loss cross_entropy plans the loss itself"
+        )
     if arguments.html is not None:
         tell(arguments, f"{arguments.html} has the page")
     if arguments.trace is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from rotor.commands import examples
@@ -51,6 +52,8 @@ def _run(arguments: argparse.Namespace) -> int:
     limit = limit_of(arguments)
     if arguments.watch and limit is not None:
         raise ValueError("--watch says what limits cost, and --limit keeps one: give one of them")
+    if not arguments.is_module and not Path(arguments.script).is_file():
+        raise ValueError(f"no file {arguments.script}: expected a script, before its arguments")
     from rotor.commands import script
 
     return script.run(arguments, limit)

@@ -47,8 +47,6 @@ def run(arguments: argparse.Namespace, limit_bytes: int | None) -> int:
     limit_bytes
         Limit for the outermost module; ``None``: the script runs as it is.
     """
-    if not arguments.is_module and not Path(arguments.script).is_file():
-        raise ValueError(f"no file {arguments.script}: expected a script, before its arguments")
     watcher = _Watcher(arguments, limit_bytes)
     error: BaseException | None = None
     try:

@@ -70,6 +70,9 @@ class PlanAgain(Exception):
     """Discovery of another capture for a call, which needs a plan of its own to run."""
 
 
+_MOST_SHAPES = 4
+
+
 class DefaultSlots(int):
     """Default slot count; distinguishes "not given" from an explicit 500."""
 
@@ -97,6 +100,26 @@ class Key(NamedTuple):
 
     measured: Any
     absent: Any
+
+    @property
+    def shapes(self) -> str:
+        """Shapes and types of the tensors that such a step takes, as text; empty if unknown."""
+        found = [
+            f"{'x'.join(map(str, shape)) or 'a number'} {str(dtype).removeprefix('torch.')}"
+            for shape, dtype in _shapes_within(self.measured)
+        ]
+        more = f" and {len(found) - _MOST_SHAPES} more" if len(found) > _MOST_SHAPES else ""
+        return ", ".join(found[:_MOST_SHAPES]) + more
+
+
+def _shapes_within(part: Any) -> list[tuple[torch.Size, torch.dtype]]:
+    """Return the shapes in a signature, each in a tuple with its type."""
+    if not isinstance(part, tuple):
+        return []
+    types = [item for item in part if isinstance(item, torch.dtype)]
+    if part and isinstance(part[0], torch.Size) and types:
+        return [(part[0], types[0])]
+    return [shape for item in part for shape in _shapes_within(item)]
 
 
 @dataclass(frozen=True)

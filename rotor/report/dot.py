@@ -115,6 +115,7 @@ def dot_source(
     title: str = "",
     legend: bool = False,
     rows: Sequence[Sequence[int]] = (),
+    across: bool = False,
 ) -> str:
     """Return a graph in the DOT language, boxes grouped by phase and module.
 
@@ -128,10 +129,12 @@ def dot_source(
         True: explain the colours of kept, dropped and recomputed values.
     rows
         Boxes, by their numbers, that are laid out beside each other.
+    across
+        True: from left to right, where "above" is on the left, and "beside" is below.
     """
     lines = [
         "digraph rotor {",
-        f"  graph [{_attributes(_graph_attributes(title, len(nodes) > _LARGE))}];",
+        f"  graph [{_attributes(_graph_attributes(title, len(nodes) > _LARGE, across))}];",
         '  node [shape=box, style="filled,rounded", fontname="Helvetica", fontsize=10, '
         'margin="0.12,0.05", penwidth=1];',
         '  edge [color="#66707a", fontname="Helvetica", fontsize=8, fontcolor="#66707a", '
@@ -171,8 +174,9 @@ def dot_source(
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def _graph_attributes(title: str, is_large: bool) -> list[tuple[str, str]]:
-    shape = [("rankdir", "TB"), ("nodesep", "0.18"), ("ranksep", "0.3"), ("newrank", "true")]
+def _graph_attributes(title: str, is_large: bool, across: bool) -> list[tuple[str, str]]:
+    ranks, between = ("LR", "0.35") if across else ("TB", "0.18")
+    shape = [("rankdir", ranks), ("nodesep", between), ("ranksep", "0.3"), ("newrank", "true")]
     text = [("fontname", "Helvetica"), ("label", title), ("labelloc", "t" if title else "")]
     limits = [("nslimit", "2"), ("mclimit", "0.3")] if is_large else []
     return [*shape, *text, *limits]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from rotor.graph.contraction import blocks, contract, places
 from rotor.graph.graph import Graph, Operation
 from rotor.graph.program import Program
 from rotor.graph.summaries import Summary, summarise
+from rotor.report.about import About
 from rotor.report.dot import DotEdge, DotNode, dot_source
 from rotor.report.html import graph_page, plan_page
 from rotor.units import format_bytes, format_seconds
@@ -53,8 +55,9 @@ def render(
         file: it zooms, folds groups, and has the timeline of live bytes. Graphviz draws "svg",
         "pdf" and "png"; "dot" is Graphviz's input.
     level
-        "operations", or "modules": one box for consecutive operations of a module's block. By
-        default operations up to 400 of them, or if modules are not known. A page has both.
+        "operations", from top to bottom; or "modules", from left to right: one box for consecutive
+        operations of a module's block, the backward below the forward. By default operations up to
+        400 of them, or if modules are not known. A page has both.
     limit_bytes
         A line in the timeline of a page.
     measured_bytes
@@ -97,10 +100,10 @@ def write_source(source: str, path: Path, kind: str) -> Path:
     return path
 
 
-def write_plan(plan: GraphPlan, path: str | os.PathLike[str]) -> Path:
-    """Write a page on the plan of a captured model; return the path."""
+def write_plan(plan: GraphPlan, path: str | os.PathLike[str], about: About | None = None) -> Path:
+    """Write a page on the plan of a captured model, with a heading; return the path."""
     path = Path(path)
-    text = plan_page(plan, places(plan.graph), summarise(plan.program))
+    text = plan_page(plan, places(plan.graph), summarise(plan.program), about)
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -118,13 +121,60 @@ def to_dot(graph: Graph, *, program: Program | None = None, level: str | None = 
         groups = [[index] for index in range(len(graph))]
         drawn = graph
     else:
-        groups = blocks(graph)
+        groups = _whole_blocks(graph)
         drawn = contract(graph, groups)
     nodes = [
         _node(graph, op, group, place, program, summary, level == "modules")
         for op, group, place in zip(drawn.operations, groups, places(drawn), strict=True)
     ]
-    return dot_source(nodes, _edges(drawn), title=graph.name, legend=summary is not None)
+    title, legend = graph.name, summary is not None
+    if level == "operations":
+        return dot_source(nodes, _edges(drawn), title=title, legend=legend)
+    edges, rows = _in_columns(drawn, _edges(drawn))
+    return dot_source(nodes, edges, title=title, legend=legend, rows=rows, across=True)
+
+
+def _whole_blocks(graph: Graph) -> list[list[int]]:
+    """Return `blocks`; operations of no module join the block after them, else the one before."""
+    found: list[list[int]] = []
+    waiting: list[int] = []
+    for group in blocks(graph):
+        members = [graph.operations[index] for index in group]
+        if waiting and graph.operations[waiting[0]].phase != members[0].phase:
+            found.append(waiting)
+            waiting = []
+        if not any(op.module for op in members) and members[0].phase != "loss":
+            waiting += group
+            continue
+        found.append([*waiting, *group])
+        waiting = []
+    if not waiting:
+        return found
+    phase = graph.operations[waiting[0]].phase
+    if found and graph.operations[found[-1][0]].phase == phase:
+        found[-1] += waiting
+    else:
+        found.append(waiting)
+    return found
+
+
+def _in_columns(
+    drawn: Graph, edges: Sequence[DotEdge]
+) -> tuple[list[DotEdge], list[tuple[int, int]]]:
+    """Return edges and rows that lay the forward out to the right, and the backward below it."""
+    phases = [op.phase for op in drawn.operations]
+    forward = {op.module: k for k, op in enumerate(drawn.operations) if op.phase == "forward"}
+    rows = []
+    for k, op in enumerate(drawn.operations):
+        if op.phase == "backward" and op.module in forward:
+            rows.append((forward.pop(op.module), k))
+    laid = []
+    for edge in edges:
+        ends = phases[edge.source], phases[edge.target]
+        is_back = ends == ("backward", "backward")
+        is_across = ends == ("forward", "backward")
+        laid.append(replace(edge, upward=is_back, sideways=is_across))
+    return laid, rows
 
 
 def _check_program(graph: Graph, program: Program | None) -> None:
@@ -168,9 +218,7 @@ def _node(
                 tips.append(f"{fate}: {format_bytes(total)}")
     flags = [name for name in ("random", "once") if getattr(op, name)]
     tips += [", ".join(flags)] if flags else []
-    path = place.split(".") if place else []
-    if whole and op.module:
-        path = path[:-1]
+    path = place.split(".") if place and not whole else []
     return DotNode(lines, kind, op.phase, path, "\n".join(tips))
 
 

@@ -6,8 +6,13 @@ import html
 import json
 from collections.abc import Sequence
 from importlib import resources
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from rotor.algorithms.no_checkpoint import NoCheckpoint
+from rotor.graph.program import simulate
+from rotor.report.about import About
+from rotor.report.text import aside_rows, loss_rows
 from rotor.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -62,12 +67,15 @@ def graph_page(
     if limit_bytes is not None:
         rows.append(("limit", format_bytes(limit_bytes)))
     data = _data(graph, places, program, summary)
-    data |= {"limit": limit_bytes, "measured": _plain(measured_bytes), "own": 0, "traced": None}
+    data |= {"limit": limit_bytes, "measured": _levels(measured_bytes), "own": 0, "traced": None}
+    data["plain"] = None if program is None else _plain_graph(program)
     tables = [("Recomputed most", _again_table(graph, summary))]
-    return _page(graph.name or "graph", rows, tables, data)
+    return _page(About(model=graph.name or "graph"), rows, tables, data)
 
 
-def plan_page(plan: GraphPlan, places: Sequence[str], summary: Summary) -> str:
+def plan_page(
+    plan: GraphPlan, places: Sequence[str], summary: Summary, about: About | None = None
+) -> str:
     """Return a page on the plan of a captured model: limit, peaks, timeline, operations.
 
     Parameters
@@ -78,6 +86,8 @@ def plan_page(plan: GraphPlan, places: Sequence[str], summary: Summary) -> str:
         The module that each operation is shown in.
     summary
         The summary of its program.
+    about
+        Heading of the page.
     """
     graph, program = plan.graph, plan.program
     measured = plan.measured_bytes
@@ -85,19 +95,22 @@ def plan_page(plan: GraphPlan, places: Sequence[str], summary: Summary) -> str:
         ("limit", format_bytes(plan.limit_bytes)),
         ("peak, predicted", format_bytes(plan.predicted_bytes)),
         ("peak, measured", "not yet" if measured is None else format_bytes(measured)),
+        ("peak without recomputation", format_bytes(plan.unlimited_bytes)),
+        *_loss_rows(plan),
         ("set aside after metering", format_bytes(plan.reserve_bytes)),
-        ("kept beside the storages", format_bytes(plan.executor_bytes)),
+        ("bytes beside the graph", format_bytes(plan.executor_bytes)),
         *_program_rows(program, summary),
         ("operations", str(len(graph))),
     ]
     data = _data(graph, places, program, summary)
-    data |= {"limit": plan.limit_bytes, "measured": _plain(measured), "own": plan.executor_bytes}
+    data |= {"limit": plan.limit_bytes, "measured": _levels(measured), "own": plan.executor_bytes}
     data["traced"] = _traced(plan.measured_timeline, plan.predicted_timeline)
+    data["plain"] = _plain_graph(program)
     tables = [("Recomputed most", _again_table(graph, summary))]
-    return _page("training step", rows, tables, data)
+    return _page(about or About(), rows, tables, data)
 
 
-def chain_page(plan: Plan, stages: Sequence[Sequence[str]]) -> str:
+def chain_page(plan: Plan, stages: Sequence[Sequence[str]], about: About | None = None) -> str:
     """Return a page on the plan of a chain: figures, timeline, operations, stages.
 
     Parameters
@@ -106,6 +119,8 @@ def chain_page(plan: Plan, stages: Sequence[Sequence[str]]) -> str:
         The plan.
     stages
         A table of the stages, its head first.
+    about
+        Heading of the page.
     """
     ideal, measured = plan.chain.ideal_time, plan.measured_bytes
     slower = f"{plan.sequence.makespan / ideal - 1:+.1%}" if ideal else "none"
@@ -114,18 +129,24 @@ def chain_page(plan: Plan, stages: Sequence[Sequence[str]]) -> str:
         ("limit", format_bytes(plan.limit_bytes)),
         ("peak, predicted", format_bytes(plan.predicted_bytes)),
         ("peak, measured", "not yet" if measured is None else format_bytes(measured)),
+        ("peak without recomputation", format_bytes(plan.unlimited_bytes)),
+        *_loss_rows(plan),
         ("set aside after metering", format_bytes(plan.reserve_bytes)),
+        ("bytes beside the stages", format_bytes(plan.executor_bytes)),
         ("step, predicted", format_seconds(plan.makespan)),
         ("recomputation", slower),
         ("stages recomputed", recomputed),
     ]
     data = _chain_data(plan)
     data["traced"] = _traced(plan.measured_timeline, plan.predicted_timeline)
-    return _page("training step", rows, [("Stages", stages)], data)
+    return _page(about or About(), rows, [("All stages", stages)], data)
 
 
 def measured_page(
-    plan: Any, figures: Sequence[Sequence[str]], table: tuple[str, Sequence[Sequence[str]]]
+    plan: Any,
+    figures: Sequence[Sequence[str]],
+    table: tuple[str, Sequence[Sequence[str]]],
+    about: About | None = None,
 ) -> str:
     """Return a page on a model without a single plan: figures, last metered step, a table.
 
@@ -137,10 +158,12 @@ def measured_page(
         Its figures, by name.
     table
         A title, and a table, its head first.
+    about
+        Heading of the page.
     """
     timeline: Timeline | None = plan.measured_timeline
     data: dict[str, Any] = {"ops": [], "storages": [], "program": [], "before": [], "peak": []}
-    data |= {"boundary": 0, "own": 0, "lanes": [], "planned": timeline is not None}
+    data |= {"boundary": 0, "own": 0, "lanes": [], "planned": timeline is not None, "plain": None}
     data |= {"limit": plan.limit_bytes, "measured": plan.measured_bytes, "traced": None}
     if timeline is not None:
         moments = (timeline.seconds * 1e9).round().astype(int).tolist()
@@ -152,7 +175,7 @@ def measured_page(
         data["traced"] = [(0, levels[0]), *((moment - begin, level) for moment, level in known)]
         data["marks"] = [max(round(seconds * 1e9) - begin, 0) for _, seconds in timeline.marks]
     rows = [(name, value) for name, value in figures]
-    return _page("training step", rows, [table], data)
+    return _page(about or About(), rows, [table], data)
 
 
 def sequence_page(
@@ -160,6 +183,7 @@ def sequence_page(
     figures: Sequence[tuple[str, str]],
     stages: Sequence[Sequence[str]],
     limit_bytes: int | None = None,
+    about: About | None = None,
 ) -> str:
     """Return a page on a schedule of a chain: figures, timeline, operations, stages.
 
@@ -173,12 +197,14 @@ def sequence_page(
         A table of the stages, its head first.
     limit_bytes
         The limit, drawn as a line in the timeline.
+    about
+        Heading of the page.
     """
     assert sequence.chain is not None
     names = sequence.chain.names or [str(i) for i in range(len(sequence.chain))]
     data = _sequence_data(sequence, sequence.chain, names, 0)
     data |= {"limit": limit_bytes, "measured": None, "own": 0, "traced": None}
-    return _page("training step", figures, [("Stages", stages)], data)
+    return _page(about or About(), figures, [("All stages", stages)], data)
 
 
 def _chain_data(plan: Plan) -> dict[str, Any]:
@@ -204,19 +230,22 @@ def _sequence_data(
     rows, storages = [], []
     for index, op in enumerate(distinct):
         phase = {"L": 1, "B": 2}.get(op.kind, 0)
+        seconds = _seconds_of(op, chain, loss_ns)
         if phase == 0:
-            seconds, kind = chain.forward_time[op.stage], "kept"
+            kind = "kept"
             made = chain.xbar_bytes[op.stage] if op.kind == "Fe" else chain.x_bytes[op.stage + 1]
             if forwards[op.stage] > 1:
                 kind = "recomputed"
         else:
-            seconds = loss_ns / 1e9 if phase == 1 else chain.backward_time[op.stage]
             kind, made = _PHASES[phase], chain.grad_bytes[op.stage]
         module = "" if phase == 1 else names[op.stage]
         runs = ops.count(op)
         cost = round(seconds * 1e9)
         rows.append(
-            [str(op), module, phase, cost, 0, [], [index], 0, runs, kind, module.replace(" ", "")]
+            [
+                *(str(op), module, phase, cost, 0, [], [index], 0, runs, kind),
+                *(module.replace(" ", ""), ""),
+            ]
         )
         storages.append([made, 0, index, kind if phase == 0 else ""])
     timeline = sequence.timeline
@@ -229,6 +258,7 @@ def _sequence_data(
         "before": [level - resident for level in before],
         "peak": (timeline.peak_bytes - resident).tolist(),
         "boundary": next(k for k, op in enumerate(ops) if op.kind == "L"),
+        "plain": _plain_chain(sequence, loss_ns),
         "kinds": _run_kinds(ops),
         "lanes": [op.stage for op in distinct],
     }
@@ -257,10 +287,45 @@ def _traced(
     return list(zip(moments.tolist(), measured.live_bytes.tolist(), strict=True))
 
 
+def _plain_graph(program: Program) -> list[tuple[int, int]] | None:
+    """Return (nanoseconds, bytes) of a step of every operation once; ``None`` if it is that."""
+    graph = program.graph
+    if len(program) == len(graph):
+        return None
+    peaks = simulate(graph, range(len(graph))).timeline().peak_bytes.tolist()
+    return _steps([op.cost_ns for op in graph.operations], peaks)
+
+
+def _plain_chain(sequence: Schedule, loss_ns: int) -> list[tuple[int, int]] | None:
+    """Return (nanoseconds, bytes) of a step of every stage once; ``None`` if it is that."""
+    chain = sequence.chain
+    assert chain is not None
+    (kept,) = NoCheckpoint().candidates(chain)
+    if len(kept) == len(sequence):
+        return None
+    costs = [round(_seconds_of(op, chain, loss_ns) * 1e9) for op in kept]
+    return _steps(costs, (kept.timeline.peak_bytes - chain.x_bytes[0]).tolist())
+
+
+def _steps(cost_ns: Sequence[int], levels: Sequence[int]) -> list[tuple[int, int]]:
+    moments = [0, *accumulate(max(cost, 1) for cost in cost_ns)]
+    return list(zip(moments, [*levels, 0], strict=True))
+
+
+def _seconds_of(op: Operation, chain: Chain, loss_ns: int) -> float:
+    if op.kind == "L":
+        return loss_ns / 1e9
+    return (chain.backward_time if op.kind == "B" else chain.forward_time)[op.stage]
+
+
+def _loss_rows(plan: Any) -> list[tuple[str, str]]:
+    return [(name, value) for name, value in [*aside_rows(plan), *loss_rows(plan)]]
+
+
 def _program_rows(program: Program, summary: Summary) -> list[tuple[str, str]]:
     again = sum(entry.runs - 1 for entry in summary.again)
     return [
-        ("peak of the storages, predicted", format_bytes(program.peak_bytes)),
+        ("peak of the graph, predicted", format_bytes(program.peak_bytes)),
         ("step, predicted", format_seconds(program.makespan)),
         ("recomputation", f"{program.slowdown - 1:+.1%}"),
         ("operations run again", f"{len(summary.again)} of {len(program.graph)}, {again} runs"),
@@ -292,7 +357,7 @@ def _check_levels(program: Program | None, measured: int | Sequence[int] | None)
         )
 
 
-def _plain(measured: int | Sequence[int] | None) -> int | list[int] | None:
+def _levels(measured: int | Sequence[int] | None) -> int | list[int] | None:
     if measured is None or isinstance(measured, int):
         return measured
     return [int(level) for level in measured]
@@ -321,6 +386,7 @@ def _data(
                 runs[index],
                 kinds[index],
                 places[index],
+                str(op.extra.get("source", "")),
             ]
             for index, op in enumerate(graph.operations)
         ],
@@ -361,8 +427,16 @@ def _table(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"<h2>{html.escape(title)}</h2>", *table]
 
 
+def _heading(about: About, limit: int | None) -> list[str]:
+    title = about.title("" if limit is None else format_bytes(limit)) or "A training step"
+    facts = html.escape(" \u00b7 ".join(about.facts))
+    command = f"<code>{html.escape(about.command)}</code>" if about.command else ""
+    lines = "<br>".join(part for part in (facts, command) if part)
+    return [f"<h1>{html.escape(title)}</h1>", *([f'<p class="about">{lines}</p>'] if lines else [])]
+
+
 def _page(
-    title: str,
+    about: About,
     rows: Sequence[tuple[str, str]],
     tables: Sequence[tuple[str, Sequence[Sequence[str]]]],
     data: dict[str, Any],
@@ -378,19 +452,20 @@ def _page(
         '<html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>rotor: {html.escape(title)}</title>",
+        f"<title>rotor: {html.escape(about.model or 'training step')}</title>",
         f"<style>\n{style}</style></head><body>",
-        f"<h1>{html.escape(title)}</h1>",
+        *_heading(about, data["limit"]),
         _figures(rows),
     ]
     own_table = "lanes" not in data
+    what = "Operations" if own_table else "Stages"
     if data["planned"]:
         schedule = " and schedule" if data["program"] else ""
         parts.append(f"<h2>Live bytes{schedule}</h2>")
         parts.append('<div id="timeline-tools" class="tools"></div><div id="timeline"></div>')
     parts += [
         "<section>" if data["ops"] else "<section hidden>",
-        "<h2>Operations</h2>",
+        f"<h2>{what}</h2>",
         '<div id="tools" class="tools"></div><div id="graph"></div><div id="details"></div>',
         "</section>",
         *[line for name, table in tables for line in _table(name, table)],

@@ -1,7 +1,9 @@
 // What is shown, and what all parts of the page share. The files are one script in the page.
 const data = JSON.parse(document.getElementById("data").textContent);
 const NAME = 0, MODULE = 1, PHASE = 2, COST = 3, WORKSPACE = 4, INPUTS = 5, OUTPUTS = 6;
-const FLAGS = 7, RUNS = 8, KIND = 9, PLACE = 10;
+const FLAGS = 7, RUNS = 8, KIND = 9, PLACE = 10, SOURCE = 11;
+// The parts of a chain are stages.
+const PART = data.lanes && data.lanes.length ? "stage" : "operation";
 const SIZE = 0, STAYS = 1, MAKER = 2, FATE = 3;
 const PHASES = ["forward", "loss", "backward"];
 const FATES = ["kept", "dropped", "recomputed"];
@@ -17,7 +19,7 @@ function time(ns) {
   if (ns >= 1e9) return digits(ns / 1e9) + " s";
   if (ns >= 1e6) return digits(ns / 1e6) + " ms";
   if (ns >= 1e3) return digits(ns / 1e3) + " us";
-  return digits(ns) + " ns";
+  return ns ? digits(ns) + " ns" : "0";
 }
 function total(list, size) { return list.reduce((sum, item) => sum + size(item), 0); }
 function made(tag, attributes, parent, text) {
@@ -53,7 +55,7 @@ function figures(ops) {
 }
 function described(title, module, ops) {
   const sum = figures(ops);
-  const lines = [title, "module: " + (module || "(the model)"),
+  const lines = [title, (PART === "stage" ? "stage: " : "module: ") + (module || "(the model)"),
     "phase: " + PHASES[data.ops[ops[0]][PHASE]],
     "time: " + time(sum.once) + (sum.extra ? " + " + time(sum.extra) + " again" : ""),
     "makes: " + bytes(sum.makes), "workspace: " + bytes(sum.workspace),
@@ -61,6 +63,7 @@ function described(title, module, ops) {
   if (ops.length > 1) lines.push("operations: " + ops.length);
   for (const fate of FATES) if (sum[fate]) lines.push(fate + ": " + bytes(sum[fate]));
   if (ops.length === 1) {
+    if (data.ops[ops[0]][SOURCE]) lines.push("code: " + data.ops[ops[0]][SOURCE]);
     const flags = data.ops[ops[0]][FLAGS];
     if (flags & 1) lines.push("random: replays its numbers");
     if (flags & 2) lines.push("runs exactly once");
@@ -73,7 +76,7 @@ function described(title, module, ops) {
 let colors = {};
 function readColors() {
   const style = getComputedStyle(document.documentElement);
-  const names = ["ink", "soft", "line", "paper", "group", "live", "live-line", "limit", "measured", "in", "out"];
+  const names = ["ink", "soft", "line", "paper", "group", "live", "live-line", "plain", "plain-line", "limit", "measured", "in", "out"];
   colors = {};
   for (const name of names) colors[name] = style.getPropertyValue("--" + name).trim();
   for (const name of [...FATES, ...PHASES]) {

@@ -116,6 +116,7 @@ function arrange() {
   // The backward begins where the forward ends: at the bottom.
   for (const row of lists[1]) row.y += low - ends[1];
   scene = { width: lists[1].length ? COLUMN + widths[1] : widths[0], height: low };
+  scene.first = widths[0];
   scene.titles = lists.map((list) => list.length > 0);
   shown = lists[0].concat(lists[1]);
   for (const row of shown) {
@@ -261,7 +262,7 @@ function choose(op, jump) {
     text += "\nreads:\n" + it[INPUTS].map((s) => part(s, ", made by " + data.ops[data.storages[s][MAKER]][NAME])).join("\n");
   }
   if (it[OUTPUTS].length && !data.lanes) {
-    text += "\nmakes:\n" + it[OUTPUTS].map((s) => part(s, ", read by " + (readers(s).join(", ") || "nobody"))).join("\n");
+    text += "\nmakes:\n" + it[OUTPUTS].map((s) => part(s, ", read by " + (readers(s).join(", ") || "none"))).join("\n");
   }
   document.getElementById("details").textContent = text;
 }
@@ -284,7 +285,10 @@ function whole() {
 }
 function begin() {
   whole();
-  if (view.scale < 0.75) view = { x: Math.max(20, (holder.clientWidth - scene.width) / 2), y: 12, scale: 1 };
+  if (view.scale >= 0.75) return;
+  // In a narrow window the whole of the first column is in view.
+  const scale = Math.min(1, (holder.clientWidth - 24) / scene.first);
+  view = { x: Math.max(12, (holder.clientWidth - scene.width * scale) / 2), y: 12, scale };
 }
 holder.addEventListener("wheel", (event) => {
   const box = holder.getBoundingClientRect();
@@ -356,7 +360,7 @@ function graphTools() {
     connect();
     graph.later();
   });
-  const search = made("input", { placeholder: "operation or module", "aria-label": "search" }, tools);
+  const search = made("input", { placeholder: PART === "stage" ? "stage" : "operation or module", "aria-label": "search" }, tools);
   search.addEventListener("input", () => {
     searched = search.value.trim().toLowerCase();
     mark();

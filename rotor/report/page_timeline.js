@@ -4,16 +4,17 @@ function timeline() {
   if (!holder) return;
   // Without a program there is only what was measured.
   const isPlanned = data.program.length > 0;
-  const L = 74, R = 14, T = 12, AXIS = 26, PICTURE = isPlanned ? 170 : 0, BOTTOM = isPlanned ? 10 : 4;
+  const L = 74, R = 14, T = 28, AXIS = 42, PICTURE = isPlanned ? 170 : 0, BOTTOM = isPlanned ? 24 : 2;
   const program = data.program, starts = new Float64Array(program.length + 1);
   program.forEach((op, k) => { starts[k + 1] = starts[k] + Math.max(data.ops[op][COST], 1); });
   const measured = data.measured === null ? [] : [].concat(data.measured);
-  const traced = data.traced || [];
+  const traced = data.traced || [], plain = data.plain || [];
   const end = isPlanned ? starts[program.length] : Math.max(traced[traced.length - 1][0], 1);
   const marks = isPlanned ? [starts[data.boundary]] : data.marks;
   const highest = (list) => list.reduce((most, level) => Math.max(most, level), 0);
   const predictedPeak = highest(data.peak) + data.own, measuredPeak = highest(measured);
-  const most = Math.max(data.limit || 0, measuredPeak, predictedPeak, highest(traced.map((at) => at[1]))) || 1;
+  const plainPeak = highest(plain.map((at) => at[1]));
+  const most = Math.max(data.limit || 0, measuredPeak, predictedPeak, plainPeak, highest(traced.map((at) => at[1]))) || 1;
   let from = 0, to = end, width = 0, bottom = 0;
 
   // Of runs, the first makes what is dropped later, the others make it again.
@@ -26,6 +27,15 @@ function timeline() {
   });
   const lanes = data.lanes || inLanes();
   const laneCount = lanes.reduce((high, lane) => Math.max(high, lane), 0) + 1;
+  const laneNames = new Array(laneCount).fill("");
+  data.ops.forEach((op, k) => { if (op[PHASE] === 0) laneNames[lanes[k]] = laneNames[lanes[k]] || blockOf(op); });
+
+  // The last names of a stage, or of the block that an operation belongs to: up to the first number.
+  function blockOf(op) {
+    if (PART === "stage") return op[MODULE].split(".").slice(-2).join(".");
+    const names = op[PLACE].split("."), first = names.findIndex((name) => /^[0-9]+$/.test(name));
+    return names.slice(0, first < 0 ? 1 : first + 1).slice(-2).join(".");
+  }
 
   // A backward stands where the forward of its module does; others are mirrored.
   function inLanes() {
@@ -49,11 +59,12 @@ function timeline() {
   const entries = !isPlanned ? [] : [["live", "predicted, peak " + bytes(predictedPeak)]];
   if (measured.length || traced.length) entries.push(["measured", "measured, peak " + bytes(measuredPeak)]);
   if (data.limit !== null) entries.push(["limit", "limit " + bytes(data.limit)]);
+  if (plain.length) entries.push(["plain", "without recomputation, peak " + bytes(plainPeak)]);
   const kindsShown = isPlanned ? [...FATES, "loss", "backward"] : [];
   legend(tools, [...entries, ...kindsShown.map((name) => [name, name])]);
   const reset = made("button", { type: "button" }, tools, "whole step");
   reset.hidden = true;
-  made("span", { class: "hint" }, tools, "drag to look closer" + (isPlanned ? ", click for the operation" : ""));
+  made("span", { class: "hint" }, tools, "drag to look closer" + (isPlanned ? ", click for the " + PART : ""));
 
   const x = (t) => L + (width - L - R) * (t - from) / (to - from);
   const timeAt = (place) => from + (place - L) / (width - L - R) * (to - from);
@@ -115,11 +126,25 @@ function timeline() {
       context.textAlign = x(t) > w - R - 24 ? "right" : x(t) < L + 10 ? "left" : "center";
       context.fillText(digitsOf(t), x(t), bottom + 16);
       line(context, x(t), bottom, x(t), bottom + 4);
+      if (isPlanned) context.fillText(digitsOf(t), x(t), h - 7);
     }
+    context.textAlign = "left";
+    context.fillText("live bytes", 8, 14);
+    if (isPlanned) context.fillText(PART === "stage" ? "stages" : "modules", 8, bottom + 36);
+    context.textAlign = "right";
+    context.fillText("time of the step", w - R, bottom + 36);
+    if (isPlanned) laneLabels(context, h, first, last);
     context.save();
     context.beginPath();
     context.rect(L, 0, w - L - R, h);
     context.clip();
+    if (plain.length) {
+      steps(context, 0, plain.length - 1, (k) => plain[k][0], (k) => plain[Math.min(k, plain.length - 2)][1], true);
+      context.fillStyle = colors.plain;
+      context.fill();
+      context.strokeStyle = colors["plain-line"];
+      context.stroke();
+    }
     if (isPlanned) {
       steps(context, first, last, (k) => starts[k], (k) => data.peak[k] + data.own, true);
       context.fillStyle = colors.live;
@@ -151,6 +176,11 @@ function timeline() {
     context.setLineDash([1, 3]);
     for (const at of marks) line(context, x(at), T, x(at), h - BOTTOM);
     context.setLineDash([]);
+    if (isPlanned) {
+      context.fillStyle = colors.soft;
+      context.textAlign = "left";
+      context.fillText("loss", x(marks[0]) + 4, T - 4);
+    }
     context.restore();
   }
   function line(context, x1, y1, x2, y2) {
@@ -159,7 +189,8 @@ function timeline() {
     context.lineTo(x2, y2);
     context.stroke();
   }
-  function picture(context, w, h, first, last) {
+  // The lanes in view, from the first to the last.
+  function lanesBetween(first, last) {
     let low = 0, high = laneCount - 1;
     if (from > 0 || to < end) {
       [low, high] = [high, low];
@@ -168,6 +199,24 @@ function timeline() {
         high = Math.max(high, lanes[program[k]]);
       }
     }
+    return [low, high];
+  }
+  function laneLabels(context, h, first, last) {
+    const [low, high] = lanesBetween(first, last);
+    const top = h - PICTURE - BOTTOM, lane = Math.min(PICTURE / (high - low + 1), 24);
+    let name = "", least = top + 10;
+    context.textAlign = "right";
+    for (let k = low; k <= high; k += 1) {
+      const y = top + (k - low) * lane + (lane > 12 ? lane / 2 + 4 : 10);
+      if (!laneNames[k] || laneNames[k] === name) continue;
+      name = laneNames[k];
+      if (y < least || y > h - BOTTOM) continue;
+      context.fillText(fit(context, name, L - 12), L - 6, y);
+      least = y + 13;
+    }
+  }
+  function picture(context, w, h, first, last) {
+    const [low, high] = lanesBetween(first, last);
     const top = h - PICTURE - BOTTOM, lane = Math.min(PICTURE / (high - low + 1), 24);
     const height = Math.max(lane - (lane > 4 ? 1 : 0), 1.5);
     context.strokeStyle = colors.line;
@@ -184,13 +233,13 @@ function timeline() {
   }
   const drawn = canvas(holder, "live bytes over the time of a step, and the operations that run", draw);
   const cursor = made("div", { class: "cursor" }, holder), range = made("div", { class: "range" }, holder);
-  const levelAt = (t) => {
-    let low = 0, high = traced.length - 1;
+  const levelAt = (t, levels = traced) => {
+    let low = 0, high = levels.length - 1;
     while (low < high) {
       const middle = (low + high + 1) >> 1;
-      if (traced[middle][0] <= t) low = middle; else high = middle - 1;
+      if (levels[middle][0] <= t) low = middle; else high = middle - 1;
     }
-    return traced[low][1];
+    return levels[low][1];
   };
   const placeOf = (event) => {
     const left = event.clientX - holder.getBoundingClientRect().left;
@@ -208,11 +257,13 @@ function timeline() {
     }
     if (!isPlanned) { showTip(event, `measured after ${time(t)}: ${bytes(levelAt(t))}`); return; }
     const k = runAt(t), op = data.ops[program[k]];
-    showTip(event, `run ${k}: ${op[NAME]} (${kinds[k]})\nmodule: ${op[MODULE] || "(the model)"}\n` +
+    showTip(event, `run ${k}: ${op[NAME]} (${kinds[k]})\n${PART === "stage" ? "stage" : "module"}: ${op[MODULE] || "(the model)"}\n` +
+      (op[SOURCE] ? op[SOURCE] + "\n" : "") +
       `begins at ${time(starts[k])}, takes ${time(op[COST])}\nlive before: ${bytes(data.before[k] + data.own)}\n` +
       `live while it runs: ${bytes(data.peak[k] + data.own)}` +
       (measured.length > 1 ? `\nmeasured: ${bytes(measured[k])}` : "") +
-      (traced.length ? `\nmeasured then: ${bytes(levelAt(t))}` : ""));
+      (traced.length ? `\nmeasured then: ${bytes(levelAt(t))}` : "") +
+      (plain.length ? `\nwithout recomputation then: ${bytes(levelAt(t, plain))}` : ""));
   });
   const away = () => {
     cursor.style.display = "none";

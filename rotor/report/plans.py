@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rotor.report.about import About
 from rotor.report.drawing import write_plan
 from rotor.report.html import chain_page, measured_page
 from rotor.report.text import (
@@ -30,24 +31,24 @@ from rotor.report.tracing import is_trace, write_plan_trace
 __all__ = ["checked_path", "describe", "tabulate", "write"]
 
 
-def _write_chain(plan: Any, path: Path) -> None:
-    path.write_text(chain_page(plan, stage_rows(plan)), encoding="utf-8")
+def _write_chain(plan: Any, path: Path, about: About) -> None:
+    path.write_text(chain_page(plan, stage_rows(plan), about), encoding="utf-8")
 
 
-def _write_parts(plan: Any, path: Path) -> None:
-    text = measured_page(plan, pieces_figures(plan), ("Parts", part_rows(plan)))
+def _write_parts(plan: Any, path: Path, about: About) -> None:
+    text = measured_page(plan, pieces_figures(plan), ("Parts", part_rows(plan)), about)
     path.write_text(text, encoding="utf-8")
 
 
-def _write_steps(plan: Any, path: Path) -> None:
-    text = measured_page(plan, dynamic_figures(plan), ("Last steps", step_rows(plan)))
+def _write_steps(plan: Any, path: Path, about: About) -> None:
+    text = measured_page(plan, dynamic_figures(plan), ("Last steps", step_rows(plan)), about)
     path.write_text(text, encoding="utf-8")
 
 
 class _View(NamedTuple):
     report: Callable[[Any], Text]
     table: Callable[[Any], Text]
-    write_page: Callable[[Any, Path], Any]
+    write_page: Callable[[Any, Path, About], Any]
 
 
 _VIEWS = {
@@ -80,10 +81,10 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
     return file
 
 
-def write(plan: Any, file: Path) -> None:
-    """Write a plan as a page, or as a trace, by the name of the file."""
+def write(plan: Any, file: Path, about: About | None = None) -> None:
+    """Write a plan as a page, with a heading, or as a trace, by the name of the file."""
     if _is_page(file):
-        _VIEWS[plan.kind].write_page(plan, file)
+        _VIEWS[plan.kind].write_page(plan, file, about or About())
     else:
         write_plan_trace(plan, file)
 

@@ -33,11 +33,22 @@ __all__ = [
 ]
 
 
+_FAILURES = {"oom": (":", "out of memory below"), "thrash": ("--", "thrashes below")}
+
+
 def _failure(ax: Any, curve: Mapping[str, Any], color: str) -> None:
     failure = curve["failure"]
     if failure is not None:
-        dash = ":" if failure["kind"] == "oom" else "--"
+        dash, text = _FAILURES[failure["kind"]]
         ax.axvline(failure["ratio"], color=color, linestyle=dash, linewidth=0.9)
+        ax.plot([], [], color="0.3", linestyle=dash, linewidth=0.9, label=text)
+
+
+def _zones(ax: Any, panel: Mapping[str, Any]) -> None:
+    """Shade the memory that no run can do without, with names for the legend."""
+    constant, bottleneck = panel["constant_ratio"], panel["bottleneck_ratio"]
+    ax.axvspan(0, constant, color="black", linewidth=0, label="constants")
+    ax.axvspan(constant, constant + bottleneck, color="0.8", linewidth=0, label="largest operation")
 
 
 @styled
@@ -68,9 +79,7 @@ def overhead_grid(
     """
     figure, axes = panel_grid(len(panels))
     for ax, panel in zip(axes, panels, strict=True):
-        constant = panel["constant_ratio"]
-        ax.axvspan(0, constant, color="black", linewidth=0)
-        ax.axvspan(constant, constant + panel["bottleneck_ratio"], color="0.8", linewidth=0)
+        _zones(ax, panel)
         for index, curve in enumerate(panel["curves"]):
             style = curve_style(index)
             ax.step(
@@ -133,9 +142,7 @@ def static_grid(
     """
     figure, axes = panel_grid(len(panels))
     for ax, panel in zip(axes, panels, strict=True):
-        constant = panel["constant_ratio"]
-        ax.axvspan(0, constant, color="black", linewidth=0)
-        ax.axvspan(constant, constant + panel["bottleneck_ratio"], color="0.8", linewidth=0)
+        _zones(ax, panel)
         for index, curve in enumerate(panel["curves"]):
             style = curve_style(index) | {"linestyle": "-", "linewidth": 1.8, "markersize": 3.5}
             if curve["is_static"]:

@@ -79,6 +79,7 @@ def plan_report(plan: Plan) -> Text:
         ["recomputation", f"{plan.recomputation:+.1%}"],
         ["stages recomputed", f"{recomputed} of {len(plan.chain)}"],
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
+        *aside_rows(plan),
         *loss_rows(plan),
         ["proof", plan.proof],
     ]
@@ -122,6 +123,7 @@ def graph_report(plan: GraphPlan) -> Text:
         ["recomputation", f"{plan.recomputation:+.1%}"],
         ["operations run again", f"{plan.recomputed} of {len(plan.graph.operations)}"],
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
+        *aside_rows(plan),
         *loss_rows(plan),
         ["planning", plan.planning.text],
         ["proof", plan.proof],
@@ -135,6 +137,15 @@ def seen_rows(plan: Metered) -> list[list[str]]:
     if not least or format_bytes(least) == format_bytes(most):
         return []
     return [["peaks seen", f"{format_bytes(least)} to {format_bytes(most)}"]]
+
+
+def aside_rows(plan: Plan | GraphPlan) -> list[list[str]]:
+    """Return a row on the bytes that a plan sets aside for a loss outside of it."""
+    size = plan.loss_room_bytes
+    if size is None:
+        return []
+    known = "" if plan.measured_bytes is not None else ", unknown until a step has run"
+    return [["set aside for the loss", f"{format_bytes(size)}{known}"]]
 
 
 def loss_rows(plan: Metered) -> list[list[str]]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rotor._pytorch import core
+from rotor._pytorch import core, devices
 from rotor._pytorch import inductor as _inductor
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.utils import checked_slots
@@ -26,6 +26,7 @@ from rotor.engines.graph.calls import takes_targets
 from rotor.graph.planner import OPTIONS as GRAPH_OPTIONS
 from rotor.meter import allocator as memory
 from rotor.report import plans as views
+from rotor.report.about import About
 from rotor.report.plot import plot_timeline
 from rotor.report.text import Text
 from rotor.units import parse_bytes
@@ -502,12 +503,26 @@ class Checkpointable(TransparentModule):
         file = views.checked_path(path)
         if snapshot:
             memory.save_snapshot(file.with_name(file.name.split(".")[0] + ".pickle"))
-        views.write(plan, file)
+        views.write(plan, file, self._about(plan))
         return text
+
+    def _about(self, plan: Any) -> About:
+        shapes = "" if plan.key is None else plan.key.shapes
+        device = devices.name_of(plan.device)
+        if plan.device.type == "cpu":
+            threads = torch.get_num_threads()
+            device = f"CPU, {threads} {'thread' if threads == 1 else 'threads'}"
+        plans = len(self._driver.context.plans)
+        return About.now(type(self.module).__name__, shapes, device, plans)
 
     def _with_remarks(self, text: Text) -> Text:
         driver = self._driver
-        remarks = driver.engines[0].remarks(driver.planned(), driver.context.latest_key)
+        plan, count = driver.planned(), len(driver.context.plans)
+        remarks = driver.engines[0].remarks(plan, driver.context.latest_key)
+        shapes = "" if plan.key is None else plan.key.shapes
+        if shapes:
+            others = f", one of {count} plans (model.plans)" if count > 1 else ""
+            remarks = [Text(f"for inputs {shapes}{others}"), *remarks]
         return Text("\n\n".join([text, *remarks])) if remarks else text
 
     def plot_timeline(self, ax: Any = None) -> Any:

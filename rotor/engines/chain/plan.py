@@ -82,6 +82,13 @@ class Plan(Metered):
         return kept.peak_bytes - self.chain.x_bytes[0]
 
     @property
+    def loss_room_bytes(self) -> int | None:
+        """Bytes for the caller's loss and the gradient it makes; ``None``: it is captured."""
+        if self.inspection.loss_peak_bytes is not None:
+            return None
+        return self.chain.loss_tmp_bytes + self.inspection.output_grad_bytes
+
+    @property
     def recomputation(self) -> float:
         """Time of recomputed stages, against that of a step without."""
         ideal = self.chain.ideal_time

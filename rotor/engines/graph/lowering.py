@@ -25,6 +25,7 @@ from torch import fx
 from rotor._pytorch import core, symbols
 from rotor.engines.graph.false_edges import drop_false_edges, of_sizes
 from rotor.engines.graph.rewrite import split_convolutions
+from rotor.engines.graph.sources import source_line
 from rotor.errors import CaptureError
 from rotor.meter import allocator
 
@@ -78,6 +79,8 @@ class Task:
         Path of its module.
     gradients
         Numbers of the gradients that it hands over, to be added to existing ones.
+    source
+        File, line and code of the model that it comes from; empty if unknown.
     """
 
     name: str
@@ -89,6 +92,7 @@ class Task:
     once: bool = False
     module: str = ""
     gradients: tuple[int, ...] = ()
+    source: str = ""
 
 
 @dataclass
@@ -406,6 +410,7 @@ class _Lowering:
         task = Task(
             node.name, node, phase, read, random=_is_random(node), module=_module_path(node)
         )
+        task.source = source_line(str(node.meta.get("stack_trace") or ""))
         for path, tensor in _tensors(node.meta.get("val")):
             key = _key(tensor)
             if key in self.by_key and self.by_key[key] in task.made.values():

@@ -395,6 +395,11 @@ class GraphPlan(Metered):
         return self.program.peak_bytes + self.executor_bytes
 
     @property
+    def loss_room_bytes(self) -> int | None:
+        """Bytes for the caller's loss and the gradients it makes; ``None``: it is captured."""
+        return None if self.step.loss_captured else self.loss_bytes + self.step.tangent_bytes
+
+    @property
     def lower_bound_bytes(self) -> int:
         """Bytes below which no program of this step can stay, with the loss as assumed."""
         return lower_bound_of(self.step, self.graph, self.limit_bytes) + self.reserve_bytes

@@ -30,6 +30,7 @@ def build_graph(lowered: Lowered, costs: list[Cost], loss_bytes: int) -> Graph:
                 random=task.random,
                 once=task.once,
                 module=task.module,
+                extra={"source": task.source} if task.source else {},
             )
         )
     pinned = [is_pinned for _, is_pinned in lowered.storages]

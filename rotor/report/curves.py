@@ -1,0 +1,162 @@
+"""Curves of time against memory as pictures: percent of a plain step on both axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rotor.algorithms.curve import Curve
+from rotor.report.figures import styled
+from rotor.units import format_bytes
+
+__all__ = ["Point", "curve_sketch", "write_curve"]
+
+_FAR = 2
+_MARKERS = ("s", "^", "D", "v")
+_COLORS = ("#ee6677", "#228833", "#ccbb44", "#aa3377")
+
+
+class Point(NamedTuple):
+    """Another method beside a curve: its name, its peak, and the time of its step."""
+
+    name: str
+    bytes: int
+    seconds: float
+
+
+@styled
+def write_curve(
+    curve: Curve,
+    path: Path,
+    *,
+    plain: Point,
+    limit_bytes: int | None = None,
+    points: Sequence[Point] = (),
+    title: str = "",
+    format: str | None = None,
+) -> list[Path]:
+    """Draw a curve to a file: memory and time in percent of a plain step, the limit marked.
+
+    Parameters
+    ----------
+    curve
+        Seconds against bytes.
+    path
+        File to write.
+    plain
+        The step that is 100 % on both axes.
+    limit_bytes
+        The limit that was chosen; its point is marked.
+    points
+        Other methods, with seconds on the clock of `plain`.
+    title
+        Text above the picture.
+    format
+        Format of the file, by default its ending.
+
+    Returns
+    -------
+    list of Path
+        The file.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+    ax = figure.subplots()
+    share = curve.bytes / plain.bytes * 100
+    times = curve.seconds / plain.seconds * 100
+    right = max(105.0, float(share[-1]) * 1.05)
+    ax.step(
+        [*share, right], [*times, times[-1]], where="post", label="rotor", color="#4477aa", lw=2
+    )
+    ax.plot([100], [100], "o", color="0.35", label=f"{plain.name}: {format_bytes(plain.bytes)}")
+    for index, point in enumerate(points):
+        at = point.bytes / plain.bytes * 100, point.seconds / plain.seconds * 100
+        color = _COLORS[index % len(_COLORS)]
+        ax.plot(*at, _MARKERS[index % len(_MARKERS)], color=color, label=point.name, linestyle="")
+        right = max(right, at[0] * 1.05)
+    right = _mark_limit(ax, curve, plain, limit_bytes, right)
+    ax.set_xlim(0, right)
+    ax.set_ylim(min(95.0, float(times[-1]) - 5))
+    ax.set_xlabel(f"memory of a training step (% of {plain.name})")
+    ax.set_ylabel("time of a step (%)")
+    if title:
+        ax.set_title(title)
+    ax.legend(loc="upper right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = format or path.suffix.removeprefix(".").lower()
+    metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {}
+    figure.savefig(path, format=kind, metadata=metadata)
+    return [path]
+
+
+def curve_sketch(
+    curve: Curve, *, plain: Point, limit_bytes: int | None = None, width: int = 60, height: int = 10
+) -> str:
+    """Return a curve drawn with characters: memory and time in percent of a plain step.
+
+    Parameters
+    ----------
+    curve, plain, limit_bytes
+        As for `write_curve`.
+    width, height
+        Characters and lines of the drawing, without its axes.
+    """
+    slowest = max(float(curve.seconds[0]) / plain.seconds * 100, 101.0)
+    fastest = min(float(curve.seconds[-1]) / plain.seconds * 100, 100.0)
+    rows = [[" "] * (width + 1) for _ in range(height)]
+
+    def row_of(seconds: float) -> int:
+        share = (slowest - seconds / plain.seconds * 100) / (slowest - fastest)
+        return round(min(max(share, 0.0), 1.0) * (height - 1))
+
+    before: int | None = None
+    for column in range(width + 1):
+        budget = round(plain.bytes * column / width)
+        if budget < curve.minimum_bytes:
+            continue
+        row = row_of(curve.at(budget))
+        for k in range(min(row, row if before is None else before), row):
+            rows[k][column] = "\u2502"
+        rows[row][column] = "\u2500"
+        before = row
+    rows[row_of(plain.seconds)][width] = "P"
+    legend = f"P {plain.name}, {format_bytes(plain.bytes)}"
+    if limit_bytes is not None and curve.minimum_bytes <= limit_bytes <= plain.bytes:
+        place = round(width * limit_bytes / plain.bytes)
+        rows[row_of(curve.at(limit_bytes))][place] = "\u25cf"
+        legend = f"\u25cf within {format_bytes(limit_bytes)}   {legend}"
+    labels = {0: f"{slowest:.0f} %", height - 1: f"{fastest:.0f} %"}
+    lines = [f"{labels.get(k, ''):>6} \u2502{''.join(row)}" for k, row in enumerate(rows)]
+    ticks = "".join(f"{f'{share} %':>{width // 4}}" for share in (25, 50, 75, 100))
+    return "\n".join(
+        [
+            "  time of a step",
+            *lines,
+            f"{'':>6} \u2514" + "\u2500" * (width + 1),
+            f"{'':>8}{ticks}",
+            f"{'':>8}{f'memory of a step, % of {plain.name}':^{width}}",
+            f"{'':>8}{legend}",
+        ]
+    )
+
+
+def _mark_limit(
+    ax: Any, curve: Curve, plain: Point, limit_bytes: int | None, right: float
+) -> float:
+    """Mark the point of a limit; return the right end of the axis."""
+    if limit_bytes is None:
+        return right
+    share = limit_bytes / plain.bytes * 100
+    text = f"limit: {format_bytes(limit_bytes)}"
+    if limit_bytes > _FAR * plain.bytes:
+        ax.plot([], [], " ", label=f"{text}, far to the right")
+        return right
+    if limit_bytes < curve.minimum_bytes:
+        ax.axvline(share, color="#cc3311", linestyle="--", label=f"{text}: nothing fits")
+        return right
+    time = curve.at(limit_bytes) / plain.seconds * 100
+    ax.axvline(share, color="#cc3311", linestyle="--", lw=1)
+    ax.plot([share], [time], "o", color="#cc3311", ms=8, label=f"{text}, {time:.0f} % of the time")
+    return max(right, share * 1.05)

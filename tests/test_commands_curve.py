@@ -1,0 +1,154 @@
+"""Curves of commands: those of engine auto for a Sequential, and their pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from rotor.algorithms.curve import Curve
+from rotor.commands.main import main
+from rotor.fit.advice import better_of
+from rotor.report.curves import Point, curve_sketch, write_curve
+from rotor.report.simrd_figures import overhead_grid, static_grid
+
+SEQUENTIAL = """
+import torch
+from torch import nn
+
+
+def blocks():
+    layer = lambda: nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Dropout(), nn.Linear(128, 32))
+    return nn.Sequential(*[Kept(layer()) for _ in range(4)]), torch.randn(256, 32)
+
+
+class Kept(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return x + self.inner(x)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "seq.py").write_text(SEQUENTIAL, encoding="utf-8")
+    return tmp_path
+
+
+def run(capsys, *arguments: object) -> tuple[int, str]:
+    code = main([str(argument) for argument in (*arguments, "--quiet")])
+    sys.modules.pop("rotor_factory_seq", None)
+    return code, capsys.readouterr().out
+
+
+def data_of(capsys, *arguments: object) -> dict:
+    code, out = run(capsys, *arguments, "--json")
+    assert code == 0
+    return json.loads(out)
+
+
+def test_the_curve_of_a_sequential_is_the_better_of_chain_and_graph(folder, capsys):
+    """What engine="auto" runs: below the least of the chain, its graph."""
+    found = {
+        engine: data_of(capsys, "curve", "seq.py:blocks", "--no-plain", "--engine", engine)
+        for engine in ("chain", "graph", "auto")
+    }
+    least = {engine: data["minimum_bytes"] for engine, data in found.items()}
+    assert least["graph"] < least["chain"]
+    assert least["auto"] == least["graph"]
+    limit = (least["graph"] + least["chain"]) // 2
+    code, out = run(capsys, "curve", "seq.py:blocks", "--limit", limit)
+    times = re.search(r"^At your .*: (\d+\.\d+) x the time; plain needs ", out, re.MULTILINE)
+    assert code == 0
+    assert times is not None
+    code, out = run(capsys, "plan", "seq.py:blocks", "--limit", limit)
+    assert float(times.group(1)) > 1
+    assert re.search(r"recomputation +\+(\d+\.\d+)%", out) is not None
+    assert code == 0
+
+
+def test_better_of_takes_the_plan_with_less_recomputation():
+    chain = Curve([10, 20, 30], [4.0, 3.0, 2.0])
+    graph = Curve([8, 20, 28], [1.5, 1.2, 1.0])
+    both = better_of(chain, graph)
+    assert both.bytes.tolist() == [8, 20, 28]
+    assert both.seconds.tolist() == [3.0, 2.4, 2.0]
+    assert better_of(chain, None) is chain
+
+
+def test_a_picture_of_a_curve_has_percent_of_plain_and_the_limit(tmp_path):
+    curve = Curve([10, 20, 40], [3.0, 2.0, 1.0])
+    plain = Point("plain PyTorch", 40, 1.0)
+    other = Point("gradient checkpointing", 15, 3.5)
+    path = tmp_path / "curve.svg"
+    write_curve(curve, path, plain=plain, limit_bytes=20, points=[other], title="net")
+    first = path.read_bytes()
+    write_curve(curve, path, plain=plain, limit_bytes=20, points=[other], title="net")
+    assert path.read_bytes() == first
+    for limit in (20, 5, 4000):
+        (axes,) = axes_of(
+            lambda limit=limit: write_curve(curve, path, plain=plain, limit_bytes=limit)
+        )
+        assert axes.get_xlabel() == "memory of a training step (% of plain PyTorch)"
+        assert axes.get_ylabel() == "time of a step (%)"
+        labels = axes.get_legend_handles_labels()[1]
+        assert [label for label in labels if label.startswith("limit")] == {
+            20: ["limit: 20 B, 200 % of the time"],
+            5: ["limit: 5 B: nothing fits"],
+            4000: ["limit: 3.91 KiB, far to the right"],
+        }[limit]
+
+
+def axes_of(draw) -> list:
+    """The axes of the figure that a function draws."""
+    from matplotlib.figure import Figure
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        made = Figure.subplots
+        patch.setattr(Figure, "savefig", lambda *_, **__: None)
+
+        def subplots(figure, *args, **options):
+            axes = made(figure, *args, **options)
+            found.extend(figure.axes)
+            return axes
+
+        patch.setattr(Figure, "subplots", subplots)
+        draw()
+    return found
+
+
+def test_figures_of_experiments_name_their_zones_and_failures(tmp_path):
+    failure = {"ratio": 0.4, "kind": "thrash"}
+    curve = {
+        **{"label": "LRU", "ratios": [0.4, 1.0], "values": [1.5, 1.0], "failure": failure},
+        **{"least": [1.5, 1.0], "most": [1.5, 1.0], "has_band": False, "is_static": True},
+    }
+    panel = {"title": "log", "constant_ratio": 0.1, "bottleneck_ratio": 0.2, "curves": [curve]}
+    for draw, names in (
+        (overhead_grid, {"constants", "largest operation", "LRU", "thrashes below"}),
+        (static_grid, {"constants", "largest operation", "LRU"}),
+    ):
+        (axes,) = axes_of(lambda draw=draw: draw([panel], tmp_path / "figure", []))
+        assert set(axes.get_legend_handles_labels()[1]) == names
+
+
+def test_a_sketch_of_a_curve():
+    curve = Curve([25, 50, 100], [2.0, 1.5, 1.0])
+    plain = Point("plain", 100, 1.0)
+    lines = curve_sketch(curve, plain=plain, limit_bytes=50, width=20, height=5).splitlines()
+    assert lines[1].startswith(" 200 % │     ─────")
+    assert lines[3].strip(" │").startswith("●─────────")
+    assert lines[5] == " 100 % │                    P"
+    assert lines[-1].strip() == "● within 50 B   P plain, 100 B"
+    assert max(map(len, lines)) <= 80
+    below = curve_sketch(curve, plain=plain, limit_bytes=20)
+    assert "●" not in below
