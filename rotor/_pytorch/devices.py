@@ -6,6 +6,7 @@ or one registered by a backend). What a module lacks is asked for here, in one p
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ __all__ = [
     "capturing",
     "count",
     "counters",
+    "expandable_segments",
     "free_and_total_bytes",
     "generator_of",
     "has_counters",
@@ -26,6 +28,7 @@ __all__ = [
     "memory_fraction",
     "name_of",
     "prepare",
+    "release_cached",
     "reserved_bytes",
     "reset_peak",
     "settle_backwards",
@@ -124,6 +127,19 @@ def reserved_bytes(device: torch.device) -> int:
     """Return the bytes that an accelerator's allocator has taken from it."""
     found: int = torch.accelerator.memory_stats(device).get("reserved_bytes.all.current", 0)
     return found
+
+
+def release_cached(device: torch.device) -> None:
+    """Let an accelerator's allocator give cached memory back to the device."""
+    with torch.accelerator.device_index(device.index or 0):
+        torch.accelerator.empty_cache()
+
+
+def expandable_segments() -> bool:
+    """Return whether the segments of the accelerator's allocator grow."""
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") if read is None else read()
+    return "expandable_segments:true" in settings.replace(" ", "").lower()
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:

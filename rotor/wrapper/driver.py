@@ -540,6 +540,8 @@ class Driver:
         is_crowded, self._is_crowded = self._is_crowded, False
         if is_crowded or core.in_pipeline():
             return None
+        if plan.reserving is not None:
+            plan.reserving.begin(plan.device)
         if plan.measured_bytes is not None or plan.meterings >= METERED_STEPS:
             return self._watch(engine, plan)
         learner, verbosity = weakref.ref(engine), self.settings.verbosity
@@ -551,7 +553,7 @@ class Driver:
                     found.learn(plan, step)
 
         try:
-            return StepMeter(plan.device, done, self.context.gradients)
+            return StepMeter(plan.device, done, self.context.gradients, plan.reserving)
         except allocator.MeterBusyError as error:
             self.context.warn("busy", f"this step's memory was not measured: {error}")
             return None
