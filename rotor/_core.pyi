@@ -406,6 +406,7 @@ class StorageRef:
 class Needs:
     made_bytes: int
     workspace_bytes: int
+    cost_ns: int
     is_measured: bool
     def __new__(cls, made_bytes: int, workspace_bytes: int, is_measured: bool) -> Needs: ...
 

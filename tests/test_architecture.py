@@ -363,6 +363,7 @@ PRIVATE_IN_TESTS = {
     "test_progress": ["common.progress"],
     "test_rkgb_graphs": ["rkgb.units"],
     "test_sim_blocks": ["_core"],
+    "test_sim_defects": ["_pytorch.devices"],
     "test_simrd_log_writer": ["_core"],
     "test_simrd_logs": ["_core"],
     "test_simrd_python": ["_core"],

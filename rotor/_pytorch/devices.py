@@ -20,11 +20,14 @@ __all__ = [
     "capturing",
     "count",
     "counters",
+    "departure",
     "expandable_segments",
     "free_and_total_bytes",
     "generator_of",
     "has_counters",
+    "is_capturing",
     "known",
+    "libraries",
     "memory_fraction",
     "name_of",
     "prepare",
@@ -135,6 +138,15 @@ def release_cached(device: torch.device) -> None:
         torch.accelerator.empty_cache()
 
 
+def libraries(device: torch.device) -> tuple[Any, ...]:
+    """Return versions and settings that decide about an accelerator's kernels and blocks."""
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") if read is None else read()
+    if device.type != "cuda":
+        return (settings,)
+    return settings, torch.version.cuda, torch.version.hip, torch.backends.cudnn.version()
+
+
 def expandable_segments() -> bool:
     """Return whether the segments of the accelerator's allocator grow."""
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
@@ -182,6 +194,29 @@ def capturing(device: torch.device) -> Callable[[], bool] | None:
     asks: Callable[[], bool] | None
     asks = getattr(_module(device), "is_current_stream_capturing", None)
     return asks
+
+
+def is_capturing() -> bool:
+    """Return whether work on the current accelerator is being captured."""
+    found = torch.accelerator.current_accelerator()
+    asks = None if found is None else capturing(found)
+    return asks is not None and asks()
+
+
+def departure(device: torch.device) -> Callable[[], bool] | None:
+    """Return the question of whether work now goes elsewhere than to the present stream.
+
+    It is true while work is captured, and on another stream; ``None`` on the CPU.
+    """
+    if device.type == "cpu":
+        return None
+    asks, index = capturing(device), device.index or 0
+    current = torch.accelerator.current_stream(index)
+
+    def has_left() -> bool:
+        return (asks is not None and asks()) or torch.accelerator.current_stream(index) != current
+
+    return has_left
 
 
 def synchronize(device: torch.device) -> None:

@@ -447,8 +447,14 @@ class _CountedMeter(Meter):
             devices.settle_backwards(self.device)
 
     def _begin(self) -> None:
-        devices.reset_peak(self.device)
-        self._base, _ = devices.counters(self.device)
+        try:
+            devices.reset_peak(self.device)
+            self._base, _ = devices.counters(self.device)
+        except RuntimeError as error:
+            raise MeterBusyError(
+                f"the allocator of {self.device} counts no bytes ({error}): use PyTorch's own "
+                "caching allocator, not a pluggable one"
+            ) from error
 
     def _mark(self, name: str) -> None:
         self._close_segment()

@@ -44,7 +44,7 @@ from rotor.meter.step_meter import StepBytes, StepMeter, StepWatch, cancel_runni
 from rotor.meter.watch import PeakWatch, is_due, meter_again
 from rotor.units import format_bytes
 from rotor.wrapper.announcing import Announcer
-from rotor.wrapper.habits import warn_of_cache, warn_of_checkpointing
+from rotor.wrapper.habits import refuse_graph_capture, warn_of_cache, warn_of_checkpointing
 from rotor.wrapper.registry import engines_for
 
 __all__ = ["Driver"]
@@ -276,9 +276,13 @@ class Driver:
                     engine.try_out(key, call)
                 return None
             try:
-                for tensor in tree_tensors(call.arguments):
-                    devices.prepare(tensor.device)
-                return engine.measure(key, call)
+                places = {tensor.device for tensor in tree_tensors(call.arguments)}
+                for device in places:
+                    devices.prepare(device)
+                found = engine.measure(key, call)
+                for device in places - {torch.device("cpu")}:
+                    devices.release_cached(device)
+                return found
             except CannotPlan as refused:
                 if not self._refuse(key, call, str(refused.error)):
                     raise refused.error from None
@@ -373,6 +377,7 @@ class Driver:
         if not (self.settings.module.training and torch.is_grad_enabled()):
             return False
         self.engines[0].check_sharding()
+        refuse_graph_capture()
         if core.in_functorch():
             raise RuntimeError(
                 "torch.func transforms (grad, vmap, functional_call inside them) cannot go through "
