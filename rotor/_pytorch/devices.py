@@ -1,7 +1,7 @@
 """Devices by PyTorch's common words, and what only some of them have.
 
-A device is the CPU or the accelerator that PyTorch has a module for (``torch.cuda``, ``torch.xpu``,
-or one registered by a backend). What a module lacks is asked for here, in one place.
+A device is the CPU or the accelerator that PyTorch has a module for (``torch.xpu``, or one that a
+backend registers). What a module lacks is asked for here, in one place.
 """
 
 from __future__ import annotations
@@ -18,19 +18,23 @@ __all__ = [
     "accelerator_in_use",
     "allocated_bytes",
     "capturing",
+    "chosen",
     "count",
     "counters",
+    "default_type",
     "departure",
     "expandable_segments",
     "free_and_total_bytes",
     "generator_of",
     "has_counters",
     "is_capturing",
+    "is_type",
     "known",
     "libraries",
     "memory_fraction",
     "name_of",
     "prepare",
+    "release_all",
     "release_cached",
     "reserved_bytes",
     "reset_peak",
@@ -96,8 +100,8 @@ def known(device: torch.device | str) -> torch.device:
         module = _module(found)
     except RuntimeError:
         raise ValueError(
-            f"expected the CPU or an accelerator that PyTorch has a module for, such as cuda or "
-            f"xpu, got {str(device)!r}"
+            f"expected the CPU or an accelerator that PyTorch has a module for, such as "
+            f"{default_type()}, got {str(device)!r}"
         ) from None
     if ":" in str(found):
         return found
@@ -135,6 +139,53 @@ def reserved_bytes(device: torch.device) -> int:
 def release_cached(device: torch.device) -> None:
     """Let an accelerator's allocator give cached memory back to the device."""
     with torch.accelerator.device_index(device.index or 0):
+        torch.accelerator.empty_cache()
+
+
+def default_type() -> str:
+    """Return the type of the accelerator here; without one, of the most common kind."""
+    found = torch.accelerator.current_accelerator()
+    return "cuda" if found is None else found.type
+
+
+def is_type(name: str) -> bool:
+    """Return whether a name is that of a type of devices that compute."""
+    try:
+        found = torch.device(name)
+    except (RuntimeError, TypeError):
+        return False
+    return found.type == name != "meta"
+
+
+def chosen(name: str | None) -> torch.device:
+    """Return the device of a name; by default the accelerator, if one is available.
+
+    Raises
+    ------
+    ValueError
+        No such device is here.
+    """
+    if name is None:
+        return torch.device(default_type(), 0) if torch.accelerator.is_available() else _CPU
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        kind = default_type()
+        raise ValueError(f"{name!r}: expected cpu, {kind}, or such as {kind}:1") from None
+    if device.type == "cpu":
+        return _CPU
+    found = count(device.type)
+    if (device.index or 0) >= found:
+        raise ValueError(f"{name!r}: this machine has {found} {device.type.upper()} devices")
+    return torch.device(device.type, device.index or 0)
+
+
+_CPU = torch.device("cpu")
+
+
+def release_all() -> None:
+    """Let the accelerator's allocator, if one is here, give cached memory back to the device."""
+    if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rotor._pytorch import devices
 from rotor.commands import tell, write_command_json
 from rotor.common.accounting import default_limit
 from rotor.common.tensor_trees import output_tensors
@@ -134,8 +135,7 @@ def _forget(error: BaseException) -> None:
         seen.__traceback__ = None
         seen = seen.__context__
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    devices.release_all()
 
 
 class _Watcher:

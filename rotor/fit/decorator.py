@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from rotor._pytorch import devices
 from rotor.errors import InfeasibleError
 from rotor.fit.advice import advise, device_of_call
 from rotor.fit.batches import is_out_of_memory
@@ -147,5 +148,4 @@ class _Guard:
 
 def _free() -> None:
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    devices.release_all()
