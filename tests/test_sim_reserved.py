@@ -188,3 +188,10 @@ def test_allocated_limits_count_the_slack_of_large_blocks(sim):
         wrapped.measure(batches[0], targets=(torch.tensor(0.5, device="sim"),))
         found = Trained(sim, wrapped, batches, inside=True)
         assert max(found.peaks) <= limit
+
+
+def test_metered_steps_count_reserved_bytes(sim):
+    """Measure what the allocator took, which is more than what tensors have."""
+    plan = check_held(sim, "skips", 0.75).plan
+    assert plan.measured_bytes % (2 * MIB) == 0
+    assert plan.measured_bytes > plan.program.peak_bytes
