@@ -124,6 +124,7 @@ def main(numbers: list[int]) -> int:
         for number, mutation in enumerate(MUTATIONS, start=1):
             if numbers and number not in numbers:
                 continue
+            shutil.rmtree(copied / "cache", ignore_errors=True)
             failed = _failed(copied, mutation)
             unseen += not failed
             print(f"{number:2}  {mutation.guard:55}  {failed or 'UNSEEN'}", flush=True)
@@ -141,7 +142,11 @@ def _failed(folder: Path, mutation: Mutation) -> str:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", *mutation.tests.split()],
             cwd=folder,
-            env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{folder / 'tests'}"},
+            env=os.environ
+            | {
+                "PYTHONPATH": f"{folder}{os.pathsep}{folder / 'tests'}",
+                "ROTOR_CACHE_DIR": str(folder / "cache"),  # Costs are measured, not remembered.
+            },
             capture_output=True,
             text=True,
             check=False,
