@@ -17,6 +17,7 @@ from rotor.errors import (
     MalformedLogError,
     MemoryLimitWarning,
     RecomputationError,
+    refuse_former_modules,
 )
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ _SUBMODULES = (
     "timing",
     "units",
 )
+
+refuse_former_modules()
 
 
 def __getattr__(name: str) -> Any:

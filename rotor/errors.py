@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 
 class InfeasibleError(ValueError):
     """Error: no schedule fits in the budget.
@@ -120,3 +122,41 @@ class BudgetError(MemoryError, ValueError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+FORMER_MODULES = frozenset(
+    f"rotor.{name}"
+    for name in (
+        "chained",
+        "dynamic",
+        "graphed",
+        "graphed_blocks",
+        "graphed_inductor",
+        "graphed_pieces",
+        "plan",
+        "schedule",
+        "sharded",
+        "stages",
+        "together",
+    )
+)
+
+
+class FormerModules:
+    """Finder of modules that says how the pickle of an earlier version is brought to this one."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """Raise ModuleNotFoundError for a module of an earlier version."""
+        if name in FORMER_MODULES:
+            raise ModuleNotFoundError(
+                f"{name} was a module of an earlier version of rotor, whose pickles of wrapped "
+                "models and plans this version cannot read: save model.state_dict() there, and "
+                "load it into a new rotor.Checkpointable here; files of `rotor plan --out` load",
+                name=name,
+            )
+
+
+def refuse_former_modules() -> None:
+    """Ask for modules of earlier versions last, after all finders of Python."""
+    sys.meta_path.append(FormerModules)

@@ -69,3 +69,4 @@ def plans_stay(request, monkeypatch):
 
     monkeypatch.setattr(improving, "Threads", Stepped)
     monkeypatch.setattr(known.Known, "keep", lambda *_: None)
+    monkeypatch.setattr(known.KnownOrders, "keep", lambda *_: None)

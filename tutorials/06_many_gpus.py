@@ -53,6 +53,7 @@ def torchrun(script, *words):
 # %%
 ddp_script = """
 import json
+import time
 
 import torch
 from torch import distributed, nn
@@ -118,6 +119,7 @@ if rank == 0:
     with open("results.json", "w") as file:
         json.dump(found, file)
 distributed.destroy_process_group()
+time.sleep(1)                                              # gloo's threads let go of their tensors
 """
 ranks = torchrun(ddp_script)
 for rank, found in enumerate(ranks):
@@ -200,6 +202,7 @@ if rank == 0:
     with open("results.json", "w") as file:
         json.dump(found, file)
 distributed.destroy_process_group()
+time.sleep(1)                                              # gloo's threads let go of their tensors
 """
 )
 ranks = torchrun("from contextlib import nullcontext\n" + sharded_script)

@@ -157,30 +157,6 @@ class Ranks:
             )
         return limit, max(reserve for _, reserve in given)
 
-    def all_same(self, value: T, what: str, cure: str) -> T:
-        """Return the value that all ranks have.
-
-        Parameters
-        ----------
-        value
-            Compared by ``==``.
-        what, cure
-            For the message: the name of the values, in the plural, and the remedy.
-
-        Raises
-        ------
-        RankError
-            Values differ; the message names two ranks and their values.
-        """
-        found = self.exchange(value)
-        for rank, other in enumerate(found):
-            if other != found[0]:
-                raise RankError(
-                    f"the {what} differ between ranks: rank 0 has {found[0]}, rank {rank} has "
-                    f"{other}. {cure}"
-                )
-        return value
-
     def __reduce__(self) -> Any:
         raise TypeError(
             "process groups cannot be pickled or copied: make the model again in the other process"

@@ -232,6 +232,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
                 targets=call.targets,
                 progress=update,
                 measuring_class=measuring_class,
+                few_rounds=self.settings.planning == "background",
                 observed=self._observed,
             )
 

@@ -9,7 +9,7 @@ autocast's cache are as before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median_low
@@ -30,6 +30,7 @@ from rotor.common.tensor_trees import (
     grad_flags,
     tree_tensors,
 )
+from rotor.engines.chain.alike import TimedStage, structure_of
 from rotor.engines.chain.merge import frozen_prefix, merge_stages
 from rotor.engines.chain.observe import Observation, copied_buffers, observe, undisturbed
 from rotor.engines.chain.run import Run
@@ -41,7 +42,7 @@ from rotor.meter.step_meter import check_idle
 __all__ = ["Chain", "Inspection", "Measuring", "StageMeasure", "measure", "merge_stages"]
 
 
-_MIN_REPEATS, _MAX_REPEATS = 5, 25
+_ROUNDS, _FEW_ROUNDS = (5, 25), (3, 3)
 _TOLERANCE = 0.03
 _NS_PER_STAGE = 2_000_000_000
 
@@ -245,10 +246,13 @@ class Measuring:
         Observation of each stage.
     hold_output
         True if the caller holds the output.
+    few_rounds
+        True to take the median of three rounds.
     """
 
     run_class = Run
     metered_rounds = 1
+    shares_times = True
 
     def __init__(
         self,
@@ -257,6 +261,7 @@ class Measuring:
         observations: Sequence[Observation],
         *,
         hold_output: bool,
+        few_rounds: bool = False,
     ) -> None:
         n = len(stages)
         order = [
@@ -272,6 +277,8 @@ class Measuring:
         self.observations = observations
         self.last_input: Any = None
         self._state = Saved([])
+        self._least_rounds, self._most_rounds = _FEW_ROUNDS if few_rounds else _ROUNDS
+        self._timed: dict[Hashable, TimedStage] = {}
 
     @staticmethod
     def around(stage: Stage) -> AbstractContextManager[Any]:
@@ -285,12 +292,23 @@ class Measuring:
         seen = self.observations[i]
         self.run.flags[i + 1] = seen.flags
         self._state = Saved(stage.state)
+        structure = self._structure(i, kept) if self.shares_times else None
+        earlier = None if structure is None else self._timed.get(structure)
         with copied_buffers(stage):
-            self._round(i, kept)
+            if earlier is None:
+                self._round(i, kept)
+            clock = timing.Clock(self.device)
+            clock.start()
             metered = [self._metered_round(i, kept) for _ in range(self.metered_rounds)]
-            forward, record, backward = self._times(i, kept)
+            rough_ns = clock.stop()
+            if earlier is not None and earlier.is_like(metered[0], rough_ns):
+                forward, record, backward = earlier.times
+            else:
+                forward, record, backward = self._times(i, kept)
             self._reset()
             self._forward(i, kept)
+        if structure is not None and earlier is None:
+            self._timed[structure] = TimedStage(metered[0], rough_ns, (forward, record, backward))
         self.run.x[i] = None
         self.last_input = kept if i == len(self.stages) - 1 else None
         output_bytes, gradient, parameters, *_ = metered[0]
@@ -339,6 +357,9 @@ class Measuring:
             back.peak_bytes - level,
         )
         return output_bytes, gradient, parameters, figures
+
+    def _structure(self, i: int, x: Any) -> Hashable | None:
+        return structure_of(self.stages[i], x, self.run.flags_of(i), self.observations[i])
 
     def _reset(self) -> None:
         """Restore the state with which the stage began."""
@@ -411,8 +432,8 @@ class Measuring:
             count,
             is_stable,
             spent_ns,
-            _MIN_REPEATS,
-            _MAX_REPEATS,
+            self._least_rounds,
+            self._most_rounds,
             _NS_PER_STAGE,
             min_comes_first=True,
         )
@@ -428,7 +449,7 @@ class Measuring:
         clock = timing.Clock(self.device)
         samples: tuple[list[int], list[int], list[int]] = ([], [], [])
         spent = 0
-        for count in range(1, _MAX_REPEATS + 1):
+        for count in range(1, self._most_rounds + 1):
             run.x[i] = x
             self.before(i)
             self._reset()
@@ -478,7 +499,7 @@ class Measuring:
             once(meter.mark)
         segments = {s.name: s for s in meter.segments}
         peak = segments["loss"].peak_bytes - segments["output"].start_bytes
-        repeats = 1 if timing.is_single() else _MIN_REPEATS
+        repeats = 1 if timing.is_single() else self._least_rounds
         return peak, timing.stable_median([once() for _ in range(repeats)], _TOLERANCE)[0]
 
 
@@ -514,6 +535,7 @@ def measure(
     targets: Sequence[Any] = (),
     progress: ProgressCallback | None = None,
     measuring_class: type[Measuring] = Measuring,
+    few_rounds: bool = False,
     observed: Callable[[list[Stage], list[Observation]], object] | None = None,
 ) -> Inspection:
     """Measure every stage of a model on a sample of its input.
@@ -531,6 +553,8 @@ def measure(
         Function called as ``progress(done, total)`` after each stage.
     measuring_class
         Class that measures a stage.
+    few_rounds
+        True to take the median of three rounds, instead of five to 25 until it is stable.
     observed
         Function called with the stages and their observations, before any is measured.
 
@@ -560,7 +584,9 @@ def measure(
         put_back()
         if observed is not None:
             observed(merged, seen)
-        measuring = measuring_class(merged, arg, seen, hold_output=loss_fn is None)
+        measuring = measuring_class(
+            merged, arg, seen, hold_output=loss_fn is None, few_rounds=few_rounds
+        )
         measures = []
         for i in range(len(merged)):
             measures.append(measuring.stage(i))

@@ -34,6 +34,7 @@ from rotor.common.places import tensors_in
 from rotor.common.tensor_trees import tree_tensors
 from rotor.dtr.stepping import StepSession
 from rotor.engines.dynamic.additions import Additions, Arrivals
+from rotor.engines.dynamic.undo import Undo
 from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning, RecomputationError
 from rotor.meter import allocator
 
@@ -97,7 +98,7 @@ class BudgetedStep:
             [(vars(m), vars(m).copy()) for m in self._modules] if is_trial else []
         )
         self._backward_began: Callable[[BudgetedStep], None] | None = backward_began
-        self._undo = _Undo(self._modules, device)
+        self._undo = Undo(self._modules, device)
         self._phase = "forward"
         self._edges: list[Any] | None = None
         self._outputs: list[torch.Tensor] = []
@@ -450,63 +451,10 @@ class _OwnCasts:
         torch.clear_autocast_cache()
 
 
-class _Undo:
-    """Saved values of tensors that a forward writes to."""
-
-    def __init__(self, modules: list[nn.Module], device: torch.device) -> None:
-        self._device = device
-        self._modules = modules
-        self._slots = [
-            (where, name, where[name]) for m in modules for where, name in core.buffer_slots(m)
-        ]
-        self._keys: set[int] | None = None
-        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._is_open = True
-        self.inputs: list[torch.Tensor] = []
-        self.random_state = core.get_generator_state(device)
-
-    def save(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
-        """Keep a copy of a storage of the model or its inputs; return the new copy."""
-        if not self._is_open:
-            return None
-        if self._keys is None:
-            parameters = [
-                where[name] for m in self._modules for where, name in core.parameter_slots(m)
-            ]
-            tensors = [*parameters, *(b for _, _, b in self._slots), *self.inputs]
-            self._keys = {
-                dispatch.storage_key(t.untyped_storage())
-                for t in tensors
-                if t.layout is torch.strided
-            }
-        key = dispatch.storage_key(storage)
-        if key not in self._keys or key in self._saved:
-            return None
-        copied: torch.UntypedStorage = storage.clone()
-        self._saved[key] = (storage, copied)
-        return copied
-
-    def run(self) -> None:
-        """Restore everything."""
-        for storage, saved in self._saved.values():
-            storage.copy_(saved)
-        for where, name, buffer in self._slots:
-            where[name] = buffer
-        core.set_generator_state(self._device, self.random_state)
-
-    def clear(self) -> None:
-        """Drop all copies."""
-        self._is_open = False
-        self._saved = {}
-        self._slots = []
-        self.inputs = []
-        self.random_state = torch.empty(0)
-
-
 class _BeforeWrite:
     """Observer that saves tensors before the running forward writes to them; warns paused steps."""
 
-    def __init__(self, undo: _Undo) -> None:
+    def __init__(self, undo: Undo) -> None:
         self._undo = undo
 
     def __call__(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:

@@ -48,7 +48,7 @@ __all__ = ["Refinement", "glance"]
 _KIND = "glances"
 """Table on disk of rough times."""
 
-_LONG_NS = 300_000
+_LONG_NS = 100_000
 _PLAIN = frozenset(
     [
         "_native_batch_norm_legit",

@@ -23,9 +23,11 @@ from rotor.errors import InvalidSequenceError
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program
 
-__all__ = ["Kept", "Known", "fingerprint", "options_number"]
+__all__ = ["Kept", "Known", "KnownOrders", "fingerprint", "options_number"]
 
 _KIND = "programs"
+_ORDERS = "orders"
+_MOST_ORDERS = 16
 _LOSS = "loss"
 _FIELDS = 5
 _DIGITS = 3
@@ -57,6 +59,27 @@ def fingerprint(lowered: Lowered, device: torch.device, keys: Sequence[str] | No
     return f"{environment_of(device)} {digest.hexdigest()}"
 
 
+def _structure(lowered: Lowered, device: torch.device) -> str:
+    """Return the text by which the programs for all shapes of a graph are kept."""
+    digest = hashlib.sha256()
+    for task in lowered.tasks:
+        target = None if task.node is None else str(task.node.target)
+        made = sorted(task.made.items())
+        digest.update(
+            repr((target, task.name, task.phase, task.inputs, made, task.gradients)).encode()
+        )
+    digest.update(repr([(str(size), pinned) for size, pinned in lowered.storages]).encode())
+    return f"{environment_of(device)} {digest.hexdigest()}"
+
+
+def _program(graph: Graph, ops: Sequence[int]) -> Program | None:
+    """Return a program of a graph; ``None`` if the operations make none."""
+    try:
+        return Program(graph, np.asarray(ops, dtype=np.int32))
+    except (InvalidSequenceError, ValueError, OverflowError):
+        return None
+
+
 @dataclass(frozen=True)
 class Kept:
     """Program of an earlier run.
@@ -82,10 +105,7 @@ class Kept:
 
     def program(self, graph: Graph) -> Program | None:
         """Return the program of a graph; ``None`` if it is none."""
-        try:
-            return Program(graph, np.asarray(self.ops, dtype=np.int32))
-        except (InvalidSequenceError, ValueError, OverflowError):
-            return None
+        return _program(graph, self.ops)
 
 
 class Known:
@@ -143,3 +163,41 @@ class Known:
             return
         self._rows.update(rows)
         cache.store(_KIND, self._environment, rows)
+
+
+class KnownOrders:
+    """Programs for all shapes of one graph, the latest ones.
+
+    Parameters
+    ----------
+    lowered
+        Operations of a graph with symbols.
+    device
+        Device of the steps.
+    """
+
+    def __init__(self, lowered: Lowered, device: torch.device) -> None:
+        self._environment = _structure(lowered, device)
+        self._rows = cache.load(_ORDERS, self._environment)
+        self._next = len(self._rows)
+
+    def programs(self, graph: Graph) -> list[tuple[int, Program]]:
+        """Return programs of earlier runs, each after the bytes of all storages at its shape.
+
+        Parameters
+        ----------
+        graph
+            The graph at any shape, by which programs are checked.
+        """
+        found = [(row[0], _program(graph, row[1:])) for row in self._rows.values() if row]
+        return [(total, program) for total, program in found if program is not None]
+
+    def keep(self, total: int, program: Program) -> None:
+        """Keep a program on disk that was searched for at a shape of `total` bytes."""
+        row = [total, *program.ops.tolist()]
+        if row in self._rows.values():
+            return
+        name = f"program {self._next % _MOST_ORDERS}"
+        self._next += 1
+        self._rows[name] = row
+        cache.store(_ORDERS, self._environment, {name: row})

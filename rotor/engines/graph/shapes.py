@@ -23,6 +23,7 @@ from rotor.engines.graph.early import Owners
 from rotor.engines.graph.emit import StepCode
 from rotor.engines.graph.fits import Fits, Point, work_of
 from rotor.engines.graph.handover import with_handovers
+from rotor.engines.graph.known import KnownOrders
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.planned import CapturedStep, GraphPlan
 from rotor.engines.graph.pricing import build_graph, search
@@ -87,7 +88,13 @@ class _Entry:
 class _Variant:
     """Operations of a graph for one set of existing gradients, and its programs."""
 
-    def __init__(self, lowered: Lowered, costs: Sequence[Cost], existing: frozenset[int]) -> None:
+    def __init__(
+        self,
+        lowered: Lowered,
+        costs: Sequence[Cost],
+        existing: frozenset[int],
+        known: Callable[[Lowered], KnownOrders] | None,
+    ) -> None:
         self.lowered = lowered
         if existing:
             self.lowered, _ = with_handovers(lowered, costs, existing)
@@ -95,10 +102,14 @@ class _Variant:
         self.origin = np.array([numbers.get(id(t), -1) for t in self.lowered.tasks])
         self.made = [list(task.made.values()) for task in self.lowered.tasks]
         priced = [costs[k] if k >= 0 else Cost(0, 0) for k in self.origin.tolist()]
-        self.resizing = Resizing(build_graph(self.lowered, priced, 0))
+        graph = build_graph(self.lowered, priced, 0)
+        self.resizing = Resizing(graph)
         self.programs: dict[bytes, _Entry] = {}
         self.choices = 0
         self.entry(range(len(self.lowered.tasks)))
+        self.known = None if known is None else known(self.lowered)
+        for total, program in [] if self.known is None else self.known.programs(graph):
+            self.entry(program.ops).total = total
 
     def spread(self, values: Numbers) -> Numbers:
         """Return figures of its operations, from those of the graph's."""
@@ -135,6 +146,8 @@ class SymbolicGraph:
         Device of the steps.
     loss_captured, planned_for, owners, verifies
         As of `CapturedStep`.
+    known
+        Function that gives the programs on disk of a graph; by default none are read or kept.
 
     Attributes
     ----------
@@ -167,7 +180,9 @@ class SymbolicGraph:
         verifies: bool,
         origins: list[tuple[int, int]] | None = None,
         leaf_sizes: dict[int, list[str]] | None = None,
+        known: Callable[[Lowered], KnownOrders] | None = None,
     ) -> None:
+        self._known = known
         self.origins, self.leaf_sizes = origins, leaf_sizes or {}
         self.capture, self.captured, self.device = capture, captured, device
         self.loss_captured, self.planned_for = loss_captured, planned_for
@@ -253,7 +268,7 @@ class SymbolicGraph:
         if key not in self._variants:
             costs = self.costs(self.fits.points[-1].values)
             self._variants = {k: v for k, v in self._variants.items() if k[1] == key[1]}
-            self._variants[key] = _Variant(lowered, costs, existing)
+            self._variants[key] = _Variant(lowered, costs, existing, self._known)
         return self._variants[key]
 
     def forget_programs(self) -> None:
@@ -382,7 +397,10 @@ class ShapeStep(CapturedStep):
 
     def learn_program(self, program: Program) -> None:
         """Add a program that was searched for at this shape to the ones of all shapes."""
-        self._variant.entry(program.ops).total = self.symbolic.total(self.values)
+        total = self.symbolic.total(self.values)
+        self._variant.entry(program.ops).total = total
+        if self._variant.known is not None:
+            self._variant.known.keep(total, program)
         self._variant.prune()
 
     def graph(self, loss_bytes: int) -> Graph:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+
+import torch
 
 from rotor._pytorch import core
 from rotor.common.progress import progress
@@ -12,6 +15,7 @@ from rotor.engines.contract import Call, CannotPlan, Context, Key
 from rotor.engines.graph.capture import Capture, Unplanned
 from rotor.engines.graph.early import owners_of
 from rotor.engines.graph.families import Families, Family, origins_of, shapes_of
+from rotor.engines.graph.known import KnownOrders
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.planned import CapturedStep, GraphPlan
 from rotor.engines.graph.profile import keys_of
@@ -136,6 +140,7 @@ class Sizing:
             verifies=settings.verify != "off",
             origins=origins,
             leaf_sizes=leaf_sizes,
+            known=self._known_orders(device),
         )
         with progress(1, "measuring the operations") as update:
             costs = price(
@@ -158,6 +163,13 @@ class Sizing:
             steps[measured] = graph.step(there)
             family.alone -= 1
         family.graphs.append(graph)
+
+    def _known_orders(self, device: torch.device) -> Callable[[Lowered], KnownOrders] | None:
+        """Return a function that reads programs from disk; ``None`` where a seed decides alone."""
+        context = self.context
+        alone = context.peers.ranks is None and not core.is_distributed()
+        is_open = alone and context.settings.planning == "background"
+        return partial(KnownOrders, device=device) if is_open else None
 
     def refuse(self, key: Key, error: CaptureError) -> None:
         """Have no other sizes of a call captured that could not be."""

@@ -222,9 +222,6 @@ def at(lowered: Lowered, sizes: Sequence[int], values: Sequence[int]) -> Lowered
             known[id(value)] = Value(value.kind, kept[value.node], base, value.storages)
         return known[id(value)]
 
-    def mapped(found: Any) -> Any:
-        return kept[found] if isinstance(found, fx.Node) else found
-
     tasks = [replace(t, node=None if t.node is None else kept[t.node]) for t in lowered.tasks]
     return replace(
         lowered,
