@@ -11,6 +11,14 @@ def checksum(
 ) -> int: ...
 def same_bytes(a: Any, b: Any, /) -> bool: ...
 
+# -- blocks of the caching allocator (csrc/python/bind_blocks.c)
+
+BLOCKS_RELEASE: int
+
+def replay_blocks(
+    events: Any, expandable: bool, capacity_bytes: int, levels: bool, /
+) -> tuple[dict[str, int], bytearray | None]: ...
+
 # -- chains (csrc/python/bind_chain.c)
 
 @final
@@ -398,6 +406,7 @@ class StorageRef:
 class Needs:
     made_bytes: int
     workspace_bytes: int
+    cost_ns: int
     is_measured: bool
     def __new__(cls, made_bytes: int, workspace_bytes: int, is_measured: bool) -> Needs: ...
 

@@ -40,6 +40,7 @@ def sim():
     gc.collect()
     module.forget_handles()
     module.empty_cache()
+    module.set_expandable(0)
     module.reset_peak_memory_stats()
     module.reset_accumulated_memory_stats()
     torch.manual_seed(0)

@@ -73,4 +73,5 @@ def compared(sim, make, batches, share, *, engine, inside=False, settings=None, 
         wrapped.measure(batches[0], **targets)
     found = Trained(sim, wrapped, batches, inside=inside, **options)
     assert_equal(found, expected)
+    found.model = wrapped
     return limit, expected, found

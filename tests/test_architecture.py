@@ -65,6 +65,7 @@ C_LEVELS = {
         ["bits", "chain", "checksum_blocks", "dataflow", "heuristics"],
         ["probe", "probe_cuda", "timing", "vector", "envelope"],
         [
+            "blocks",
             "checksum",
             "classes",
             "graph",
@@ -86,7 +87,8 @@ C_LEVELS = {
     ],
     "csrc/python": [
         ["support"],
-        ["bind_candidate", "bind_chain", "bind_checksum", "bind_log", "bind_log_writer"],
+        ["bind_blocks", "bind_candidate", "bind_chain", "bind_checksum", "bind_log"],
+        ["bind_log_writer"],
         [
             "bind_planner",
             "bind_probe",
@@ -361,6 +363,8 @@ PRIVATE_IN_TESTS = {
     "test_probe": ["_core"],
     "test_progress": ["common.progress"],
     "test_rkgb_graphs": ["rkgb.units"],
+    "test_sim_blocks": ["_core"],
+    "test_sim_defects": ["_pytorch.devices"],
     "test_simrd_log_writer": ["_core"],
     "test_simrd_logs": ["_core"],
     "test_simrd_python": ["_core"],

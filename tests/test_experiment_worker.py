@@ -153,7 +153,7 @@ def test_a_budget_below_the_model_is_an_error():
 
 
 def test_devices_are_checked():
-    with pytest.raises(ValueError, match="expected auto, cpu or cuda"):
+    with pytest.raises(ValueError, match="expected cpu, cuda, or such as cuda:1, or auto"):
         worker.run(request_for(device="gpu"), [].append, fake_workloads([]), fake_dtr([]))
 
 

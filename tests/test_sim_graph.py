@@ -40,6 +40,17 @@ def test_bit_equal_within_the_limit(sim, dropout, inside):
     assert max(ours.peaks[0 if inside else 1 :]) <= limit
 
 
+def test_draws_are_repeated(sim):
+    """Compute dropout again with the device's own random states, and disturb no later draw."""
+    _, _, ours = compared(
+        sim, lambda: Branches(0.3), batches(), 0.37, engine="graph", inside=True,
+        settings={"verbosity": 0},
+    )  # fmt: skip
+    plan = ours.model.plan
+    runs = zip(plan.graph.operations, plan.program.runs, strict=True)
+    assert any(operation.random and count > 1 for operation, count in runs)
+
+
 def test_accumulation(sim):
     limit, _, ours = compared(
         sim, lambda: Branches(0.1), batches(4), 0.7, engine="graph", inside=True, accumulate=2

@@ -298,7 +298,9 @@ def test_snapshots_are_of_cuda(tmp_path):
 def test_snapshots_stand_beside_the_page(tmp_path, monkeypatch):
     """What is called where there is CUDA."""
     calls = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    chk, _ = chain_step()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(
         torch.cuda.memory,
         "_record_memory_history",
@@ -307,7 +309,6 @@ def test_snapshots_stand_beside_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr(
         torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_bytes(b"snapshot")
     )
-    chk, _ = chain_step()
     with memory.record_history():
         chk.report(tmp_path / "plan.html", snapshot=True)
     assert {path.name for path in tmp_path.iterdir()} == {"plan.html", "plan.pickle"}

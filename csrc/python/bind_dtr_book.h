@@ -129,6 +129,7 @@ void py_pattern_release(py_pattern_t *pattern);
 typedef struct {
     PyObject_HEAD int64_t made_bytes;
     int64_t workspace_bytes;
+    int64_t cost_ns; /* of an accelerator's time, -1: not measured */
     char is_measured;
     py_pattern_t *pattern; /* NULL: not known, or not the same for all such arguments */
 } py_needs_t;

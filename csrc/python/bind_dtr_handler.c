@@ -352,13 +352,13 @@ static int get_ready(py_handler_t *self, py_run_t *run) {
 
 static PyObject *call(py_handler_t *self, py_run_t *run) {
     const py_kernel_t *kernel = run->kernel;
-    if ((kernel->traits & TRAIT_ODD) != 0 || (!run->needs->is_measured && self->is_cpu)) {
+    if ((kernel->traits & TRAIT_ODD) != 0 || py_lacks_needs(self, run)) {
         return py_odd_call(self, run);
     }
     int64_t start = py_handler_now(self);
     PyObject *results = PyObject_Call(run->is_in_place ? kernel->in_place : kernel->call,
                                       run->args, run->kwargs);
-    run->took_ns = py_handler_now(self) - start;
+    run->took_ns = self->is_cpu ? py_handler_now(self) - start : run->needs->cost_ns;
     return results;
 }
 

@@ -18,7 +18,7 @@
                                 entry(_protect) entry(_restore) entry(_end_chain) entry(_pin)      \
                                     entry(_guess) entry(_vary) entry(_note_varying)                \
                                         entry(_generator) entry(_state_bytes) entry(_states)       \
-                                            entry(_measure) entry(_has_run) entry(_may_repeat)     \
+                                            entry(_measure) entry(_time) entry(_has_run) entry(_may_repeat)     \
                                                 entry(ran) entry(replayed)
 
 enum {
@@ -49,10 +49,9 @@ enum {
     PART_BELOW_AUTOGRAD, /* makes an object: below autograd and autocast while it lives */
     PART_UNCONJUGATED,
     PART_COPY,            /* of a storage */
-    PART_SYNCHRONIZE,     /* waits for the device; None on the CPU */
     PART_IS_ENGINES,      /* whether only autograd's engine holds the first term of a sum */
     PART_SOLE_REFERENCES, /* to such a term, in Python; -1: never */
-    PART_CAPTURING,       /* whether work is being captured; None where it cannot be */
+    PART_CAPTURING,       /* whether work is captured, or on another stream; None on the CPU */
     PART_EXCHANGE,        /* DLPack's capsule, or None */
     PART_COUNT
 };
@@ -329,6 +328,8 @@ int py_odd_generator(py_handler_t *self, py_run_t *run);
 int py_odd_varying(py_handler_t *self, py_run_t *run);
 /* Runs it, with all that is unusual before and after. */
 PyObject *py_odd_call(py_handler_t *self, py_run_t *run);
+/* Whether the memory, or an accelerator's time, of such runs is still to be measured. */
+bool py_lacks_needs(const py_handler_t *self, const py_run_t *run);
 /* Notes the needs of an operator with data-dependent results. */
 int py_odd_note_varying(py_handler_t *self, const py_run_t *run);
 /* Tells the observer of an operation. */

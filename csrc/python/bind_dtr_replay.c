@@ -286,12 +286,9 @@ PyObject *py_record_run(py_handler_t *self, const py_record_t *record, PyObject 
     int64_t start = py_handler_now(self);
     if (ret == 0 && (ret = py_record_fill(self, record, storages, &args, &kwargs)) == 0) {
         results = call_again(record, around, args, kwargs);
-        if (results != NULL && self->parts[PART_SYNCHRONIZE] != Py_None &&
-            py_did(PyObject_CallNoArgs(self->parts[PART_SYNCHRONIZE])) != 0) {
-            Py_CLEAR(results);
-        }
     }
-    *took_ns = py_handler_now(self) - start;
+    *took_ns =
+        record->needs->cost_ns >= 0 ? record->needs->cost_ns : py_handler_now(self) - start;
     if (leave_settings(self, record, &settings) != 0) {
         Py_CLEAR(results);
     }

@@ -96,6 +96,7 @@ static PyObject *py_needs_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     if (self != NULL) {
         self->made_bytes = made;
         self->workspace_bytes = workspace;
+        self->cost_ns = -1;
         self->is_measured = is_measured != 0;
     }
     return (PyObject *)self;
@@ -124,6 +125,8 @@ static PyMemberDef needs_members[] = {
     {"made_bytes", T_LONGLONG, offsetof(py_needs_t, made_bytes), 0, "The storages that it makes."},
     {"workspace_bytes", T_LONGLONG, offsetof(py_needs_t, workspace_bytes), 0,
      "The most that it has in use beside them."},
+    {"cost_ns", T_LONGLONG, offsetof(py_needs_t, cost_ns), 0,
+     "Nanoseconds of an accelerator's time; -1 while they are not measured."},
     {"is_measured", T_BOOL, offsetof(py_needs_t, is_measured), 0, "False while these are guesses."},
     {NULL, 0, 0, 0, NULL},
 };

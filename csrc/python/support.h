@@ -133,5 +133,6 @@ int py_add_record(PyObject *module);
 int py_add_handler(PyObject *module);
 int py_add_modes(PyObject *module);
 int py_add_checksum(PyObject *module);
+int py_add_blocks(PyObject *module);
 
 #endif

@@ -392,14 +392,25 @@ def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
     devices.generator_of(device).set_state(state)
 
 
-def record_cuda_history(enabled: bool) -> None:
-    """Start or stop recording the actions of CUDA's allocator, with stacks of Python."""
-    torch.cuda.memory._record_memory_history("all" if enabled else None, stacks="python")
+def _history() -> Any:
+    found = torch.accelerator.current_accelerator()
+    memory = None if found is None else getattr(torch.get_device_module(found), "memory", None)
+    return memory if hasattr(memory, "_record_memory_history") else None
 
 
-def dump_cuda_snapshot(path: Path) -> None:
-    """Write the state of CUDA's allocator, and its recorded history, to a file."""
-    torch.cuda.memory._dump_snapshot(str(path))
+def has_history() -> bool:
+    """Return whether the accelerator's allocator records its actions."""
+    return torch.accelerator.is_available() and _history() is not None
+
+
+def record_history(enabled: bool) -> None:
+    """Start or stop recording the actions of the allocator, with stacks of Python."""
+    _history()._record_memory_history("all" if enabled else None, stacks="python")
+
+
+def dump_snapshot(path: Path) -> None:
+    """Write the state of the allocator, and its recorded history, to a file."""
+    _history()._dump_snapshot(str(path))
 
 
 # -- required names
@@ -416,8 +427,6 @@ _REQUIRED = (
     "_C._will_engine_execute_node",
     "autograd.Variable._execution_engine.queue_callback",
     "autograd.Variable._execution_engine.run_backward",
-    "cuda.memory._dump_snapshot",
-    "cuda.memory._record_memory_history",
     "utils._python_dispatch.is_traceable_wrapper_subclass",
     "utils._pytree.tree_flatten",
     "utils._pytree.tree_unflatten",

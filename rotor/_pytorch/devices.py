@@ -1,11 +1,12 @@
 """Devices by PyTorch's common words, and what only some of them have.
 
-A device is the CPU or the accelerator that PyTorch has a module for (``torch.cuda``, ``torch.xpu``,
-or one registered by a backend). What a module lacks is asked for here, in one place.
+A device is the CPU or the accelerator that PyTorch has a module for (``torch.xpu``, or one that a
+backend registers). What a module lacks is asked for here, in one place.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -17,15 +18,23 @@ __all__ = [
     "accelerator_in_use",
     "allocated_bytes",
     "capturing",
+    "chosen",
     "count",
     "counters",
+    "default_type",
+    "departure",
+    "expandable_segments",
     "free_and_total_bytes",
     "generator_of",
     "has_counters",
+    "is_capturing",
+    "is_type",
     "known",
+    "libraries",
     "memory_fraction",
     "name_of",
     "prepare",
+    "release_all",
     "release_cached",
     "reserved_bytes",
     "reset_peak",
@@ -91,8 +100,8 @@ def known(device: torch.device | str) -> torch.device:
         module = _module(found)
     except RuntimeError:
         raise ValueError(
-            f"expected the CPU or an accelerator that PyTorch has a module for, such as cuda or "
-            f"xpu, got {str(device)!r}"
+            f"expected the CPU or an accelerator that PyTorch has a module for, such as "
+            f"{default_type()}, got {str(device)!r}"
         ) from None
     if ":" in str(found):
         return found
@@ -125,6 +134,69 @@ def reserved_bytes(device: torch.device) -> int:
     """Return the bytes that an accelerator's allocator has taken from it."""
     found: int = torch.accelerator.memory_stats(device).get("reserved_bytes.all.current", 0)
     return found
+
+
+def release_cached(device: torch.device) -> None:
+    """Let an accelerator's allocator give cached memory back to the device."""
+    with torch.accelerator.device_index(device.index or 0):
+        torch.accelerator.empty_cache()
+
+
+def default_type() -> str:
+    """Return the type of the accelerator here; without one, of the most common kind."""
+    found = torch.accelerator.current_accelerator()
+    return "cuda" if found is None else found.type
+
+
+def is_type(name: str) -> bool:
+    """Return whether a name is that of a type of devices that compute."""
+    try:
+        found = torch.device(name)
+    except (RuntimeError, TypeError):
+        return False
+    return found.type == name != "meta"
+
+
+def chosen(name: str | None) -> torch.device:
+    """Return the device of a name; by default the accelerator, if one is available.
+
+    Raises
+    ------
+    ValueError
+        No such device is here.
+    """
+    if name is None:
+        return torch.device(default_type(), 0) if torch.accelerator.is_available() else _CPU
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        kind = default_type()
+        raise ValueError(f"{name!r}: expected cpu, {kind}, or such as {kind}:1") from None
+    if device.type == "cpu":
+        return _CPU
+    found = count(device.type)
+    if (device.index or 0) >= found:
+        raise ValueError(f"{name!r}: this machine has {found} {device.type.upper()} devices")
+    return torch.device(device.type, device.index or 0)
+
+
+_CPU = torch.device("cpu")
+
+
+def libraries(device: torch.device) -> tuple[Any, ...]:
+    """Return versions and settings that decide about an accelerator's kernels and blocks."""
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") if read is None else read()
+    if device.type != "cuda":
+        return (settings,)
+    return settings, torch.version.cuda, torch.version.hip, torch.backends.cudnn.version()
+
+
+def expandable_segments() -> bool:
+    """Return whether the segments of the accelerator's allocator grow."""
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") if read is None else read()
+    return "expandable_segments:true" in settings.replace(" ", "").lower()
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
@@ -167,6 +239,29 @@ def capturing(device: torch.device) -> Callable[[], bool] | None:
     asks: Callable[[], bool] | None
     asks = getattr(_module(device), "is_current_stream_capturing", None)
     return asks
+
+
+def is_capturing() -> bool:
+    """Return whether work on the current accelerator is being captured."""
+    found = torch.accelerator.current_accelerator()
+    asks = None if found is None else capturing(found)
+    return asks is not None and asks()
+
+
+def departure(device: torch.device) -> Callable[[], bool] | None:
+    """Return the question of whether work now goes elsewhere than to the present stream.
+
+    It is true while work is captured, and on another stream; ``None`` on the CPU.
+    """
+    if device.type == "cpu":
+        return None
+    asks, index = capturing(device), device.index or 0
+    current = torch.accelerator.current_stream(index)
+
+    def has_left() -> bool:
+        return (asks is not None and asks()) or torch.accelerator.current_stream(index) != current
+
+    return has_left
 
 
 def synchronize(device: torch.device) -> None:
@@ -217,7 +312,7 @@ def count(device_type: str) -> int:
     return int(module.device_count()) if module.is_available() else 0
 
 
-def release_cached() -> None:
+def release_all() -> None:
     """Give the unused blocks of the accelerator's allocator back, if the accelerator is in use."""
     if accelerator_in_use().type not in ("cpu", *_ONE_DEVICE):
         torch.accelerator.empty_cache()

@@ -375,7 +375,6 @@ def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 def handler_parts(device: torch.device) -> tuple[Any, ...]:
     """Return the parts of PyTorch that `rotor._core.Handler` needs (bind_dtr_private.h)."""
-    is_cpu = device.type == "cpu"
     return (
         torch.Tensor,
         (torch.Tensor, torch.nn.Parameter),
@@ -396,10 +395,9 @@ def handler_parts(device: torch.device) -> tuple[Any, ...]:
         _below_autograd,
         unconjugated,
         _copy,
-        None if is_cpu else partial(devices.synchronize, device),
         is_engines,
         -1 if (owners := sole_owners()) is None else owners[0],
-        devices.capturing(device),
+        devices.departure(device),
         getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
     )
 

@@ -82,7 +82,7 @@ def check_model(arguments: argparse.Namespace) -> None:
             f"--loss {loss!r}: expected {', '.join(_LOSSES)}, or FILE.py:FUNCTION, a function of "
             "the output"
         )
-    if arguments.device is not None and not re.fullmatch(r"(cpu|cuda)(:\d+)?", arguments.device):
+    if arguments.device is not None and not re.fullmatch(r"[a-z]+(:\d+)?", arguments.device):
         raise ValueError(f"--device {arguments.device!r}: expected cpu, cuda, or such as cuda:1")
     for name in ("points", "multiple_of", "max_batch"):
         number = getattr(arguments, name, None)

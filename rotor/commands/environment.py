@@ -72,6 +72,7 @@ def _of_torch(free_bytes: int | None) -> tuple[list[dict[str, Any]], str | None,
     try:
         import torch
 
+        from rotor._pytorch import devices as places
         from rotor._pytorch.dispatch import has_storage_swap
         from rotor.meter import allocator
     except ImportError:
@@ -85,15 +86,17 @@ def _of_torch(free_bytes: int | None) -> tuple[list[dict[str, Any]], str | None,
             "threads": torch.get_num_threads(),
         }
     ]
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
+    if torch.accelerator.is_available():
+        for index in range(torch.accelerator.device_count()):
+            device = torch.device(places.default_type(), index)
+            # The driver knows of a device that is not in use without taking memory on it.
+            free, total_bytes = allocator.driver_bytes(device)
             devices.append(
                 {
-                    "name": f"cuda:{index}",
-                    "model": properties.name,
-                    "free_bytes": allocator.free_bytes(f"cuda:{index}"),
-                    "total_bytes": properties.total_memory,
+                    "name": str(device),
+                    "model": places.name_of(device),
+                    "free_bytes": free,
+                    "total_bytes": total_bytes,
                 }
             )
     return devices, str(torch.__version__), has_storage_swap()

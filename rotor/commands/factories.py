@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rotor._pytorch import devices
 from rotor.chain import Chain
 from rotor.commands.checks import parse_input
 from rotor.common.calls import sample_call
@@ -333,27 +334,17 @@ def takes_one(model: nn.Module, engine: str) -> bool:
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the device of a name; by default CUDA's if available.
+    """Return the device of a name; by default the accelerator, if one is available.
 
     Raises
     ------
     ValueError
         The device does not exist here, or rotor does not support its type.
     """
-    if name is None:
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device {name!r}: expected cpu, cuda, or such as cuda:1") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device {name!r}: rotor plans for cpu and cuda devices")
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise ValueError(f"--device {name!r}: this machine has {count} CUDA devices")
-        return torch.device("cuda", device.index or 0)
-    return torch.device("cpu")
+        return devices.chosen(name)
+    except ValueError as error:
+        raise ValueError(f"--device {error}") from None
 
 
 def no_targets(device: torch.device) -> tuple[Any, ...]:

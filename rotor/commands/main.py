@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import rotor
 from rotor.commands import (
     HelpFormatter,
+    check,
     check_folders,
     curve,
     examples,
@@ -37,7 +38,7 @@ from rotor.commands import (
 __all__ = ["main"]
 
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
-_COMMANDS = (info, run, measure, curve, plan, fit, report, simulate, experiment, heuristics)
+_COMMANDS = (info, check, run, measure, curve, plan, fit, report, simulate, experiment, heuristics)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

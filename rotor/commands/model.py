@@ -56,7 +56,7 @@ def add_model(sub: argparse.ArgumentParser) -> None:
         help="keyword argument for the callable, such as layers=4; once for each",
     )
     group.add_argument(
-        "--device", default=None, help="device of the model (default: cuda if available, else cpu)"
+        "--device", default=None, help="device of the model (default: the accelerator, else cpu)"
     )
     group.add_argument(
         "--engine",

@@ -133,7 +133,7 @@ def _forget(error: BaseException) -> None:
         seen.__traceback__ = None
         seen = seen.__context__
     gc.collect()
-    devices.release_cached()
+    devices.release_all()
 
 
 class _Watcher:

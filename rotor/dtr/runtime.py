@@ -18,6 +18,7 @@ from rotor.dtr.signatures import guess, remember, run_measured
 from rotor.dtr.storages import StorageRef
 from rotor.errors import MemoryLimitWarning
 from rotor.meter import allocator
+from rotor.timing import Clock
 from rotor.units import exact_bytes
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -129,6 +130,14 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
         return None if all(kind in _PLAIN for kind in types) else NotImplemented
 
     def _refuse_capture(self) -> None:
+        asks = devices.capturing(self.device)
+        if not self._is_cpu and (asks is None or not asks()):
+            raise RuntimeError(
+                "an operator runs on another stream than the one on which rotor.dtr.budget was "
+                "entered: what one stream reads, the budget would free or compute again on the "
+                "other. Enter the budget on the stream of the computation, and move side streams "
+                "out of it"
+            )
         raise RuntimeError(
             "CUDA graphs cannot be captured within rotor.dtr.budget: what they read may be "
             "evicted. Capture before entering the context"
@@ -166,7 +175,17 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
         """Run an operator; return its results, and the bytes that it took or -1."""
         if profiler.profiler_in_use():
             return call(*args, **kwargs), -1
-        return run_measured(call, args, kwargs)
+        return run_measured(call, args, kwargs, self.device)
+
+    def _time(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, int]:
+        """Run an operator, the second time on such arguments; return its results and its time.
+
+        The time is the accelerator's: a launch takes the same for all operators.
+        """
+        clock = Clock(self.device)
+        clock.start()
+        results = call(*args, **kwargs)
+        return results, clock.stop()
 
     def _has_run(self, needs: Needs, state: torch.Tensor | None) -> None:
         """Note that an operator has run, before its results are recorded."""

@@ -178,6 +178,7 @@ class Settings:
     backend: str = "fx"
     verify: str | int = "first"
     planning: str = "background"
+    counts: str = "allocated"
     options: dict[str, Any] = field(default_factory=dict)
     algorithm: Any = None
     algorithm_options: dict[str, Any] = field(default_factory=dict)

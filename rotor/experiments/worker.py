@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 import rotor
+from rotor._pytorch import devices
 from rotor.meter import allocator
 from rotor.simrd.log_writer import LogWriter
 
@@ -80,7 +81,7 @@ def main(workloads: Any = None, dtr: Any = None) -> int:
 def describe(device: str, workloads: Any) -> dict[str, Any]:
     """Return the facts that a run depends on: models and their parameters, versions, device."""
     chosen = _device(device)
-    name = torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else "CPU"
+    name = "CPU" if chosen.type == "cpu" else devices.name_of(chosen)
     return {
         "models": {name: workloads.accepted(name) for name in workloads.names()},
         "device": str(chosen),
@@ -93,14 +94,11 @@ def describe(device: str, workloads: Any) -> dict[str, Any]:
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return devices.chosen(None)
     try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device = {name!r} is unknown: expected auto, cpu or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device = {name!r}, but PyTorch finds no CUDA device here")
-    return device
+        return devices.chosen(name)
+    except ValueError as error:
+        raise ValueError(f"device = {error}, or auto") from None
 
 
 def run(request: dict[str, Any], emit: Emit, workloads: Any, dtr: Any) -> None:
@@ -134,7 +132,7 @@ def run(request: dict[str, Any], emit: Emit, workloads: Any, dtr: Any) -> None:
         peaks.append(runner.repetition(metered=True)["total_mem"])
         emit({"event": "metered", "total_mem": peaks[0]})
     for number in range(request["n_reps"]):
-        measured = runner.repetition(metered=device.type == "cuda")
+        measured = runner.repetition(metered=device.type != "cpu")
         measured.setdefault("total_mem", max(peaks, default=0.0))
         emit({"event": "rep", "rep": number, **measured})
     if request["log"] is not None:
@@ -208,13 +206,13 @@ class _Runner:
 
     def _level(self, training: Any) -> int:
         """Return bytes allocated before the step."""
-        if self.device.type == "cuda":
-            return int(torch.cuda.memory_allocated(self.device))
+        if self.device.type != "cpu":
+            return devices.allocated_bytes(self.device)
         return int(training.model_bytes) + int(training.input_bytes)
 
     def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            devices.synchronize(self.device)
 
     def _step(self, training: Any, batch: Any, level: int, log: str | None) -> dict[str, Any]:
         if self.request["type"] == "baseline":
@@ -250,14 +248,15 @@ class _Runner:
         )
 
     def _timed(self, training: Any, batch: Any) -> dict[str, Any]:
-        is_cuda = self.device.type == "cuda"
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if is_cuda else []
-        with torch.cuda.device(self.device) if is_cuda else contextlib.nullcontext():
+        is_other = self.device.type != "cpu"
+        events = [torch.Event(self.device, enable_timing=True) for _ in range(2 * is_other)]
+        on_device = torch.accelerator.device_index(self.device.index or 0) if is_other else None
+        with contextlib.nullcontext() if on_device is None else on_device:
             begin, begin_cpu = time.perf_counter(), time.thread_time()
-            if is_cuda:
+            if is_other:
                 events[0].record()
             result = training.step(batch)
-            if is_cuda:
+            if is_other:
                 events[1].record()
             stepped = time.perf_counter()
             self._synchronize()
@@ -265,9 +264,9 @@ class _Runner:
         total = (end - begin) * _MS
         figures = {
             "time": total,
-            "gpu_time": events[0].elapsed_time(events[1]) if is_cuda else total,
+            "gpu_time": events[0].elapsed_time(events[1]) if is_other else total,
             "cpu_time": (end_cpu - begin_cpu) * _MS,
-            "sync_time": (end - stepped) * _MS if is_cuda else 0.0,
+            "sync_time": (end - stepped) * _MS if is_other else 0.0,
         }
         loss = result.item() if isinstance(result, torch.Tensor) and result.numel() == 1 else None
         # Exact text: it is compared, and JSON has no NaN.

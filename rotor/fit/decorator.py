@@ -148,4 +148,4 @@ class _Guard:
 
 def _free() -> None:
     gc.collect()
-    devices.release_cached()
+    devices.release_all()

@@ -33,6 +33,7 @@ __all__ = [
     "Meter",
     "MeterBusyError",
     "Segment",
+    "driver_bytes",
     "free_bytes",
     "meter",
     "record_history",
@@ -76,16 +77,22 @@ def free_bytes(device: torch.device | str) -> int:
     if device.type == "cpu":
         free = _core.probe_memory()["free_bytes"]
         return free if free >= 0 else int(psutil.virtual_memory().available)
+    free, total = driver_bytes(device)
+    allocated = devices.allocated_bytes(device)
+    free += devices.reserved_bytes(device) - allocated
+    allowed = int(total * devices.memory_fraction(device)) - allocated
+    return max(min(free, allowed), 0)
+
+
+def driver_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of an accelerator that no process has taken, and all of them."""
     free, total = -1, -1
     if device.type == "cuda":
         found = _core.cuda_memory(device.index, None, "")
         free, total = found["free_bytes"], found["total_bytes"]
     if free < 0:  # No driver by its usual name, or no context yet.
         free, total = devices.free_and_total_bytes(device)
-    allocated = devices.allocated_bytes(device)
-    free += devices.reserved_bytes(device) - allocated
-    allowed = int(total * devices.memory_fraction(device)) - allocated
-    return max(min(free, allowed), 0)
+    return free, total
 
 
 def rounded_bytes(nbytes: int, device: torch.device | str) -> int:
@@ -447,8 +454,14 @@ class _CountedMeter(Meter):
             devices.settle_backwards(self.device)
 
     def _begin(self) -> None:
-        devices.reset_peak(self.device)
-        self._base, _ = devices.counters(self.device)
+        try:
+            devices.reset_peak(self.device)
+            self._base, _ = devices.counters(self.device)
+        except RuntimeError as error:
+            raise MeterBusyError(
+                f"the allocator of {self.device} counts no bytes ({error}): use PyTorch's own "
+                "caching allocator, not a pluggable one"
+            ) from error
 
     def _mark(self, name: str) -> None:
         self._close_segment()
@@ -525,8 +538,8 @@ def record_history(path: str | os.PathLike[str] | None = None) -> Iterator[None]
     RuntimeError
         PyTorch sees no CUDA device.
     """
-    _check_cuda()
-    core.record_cuda_history(True)
+    _check_history()
+    core.record_history(True)
     try:
         yield
     finally:
@@ -534,7 +547,7 @@ def record_history(path: str | os.PathLike[str] | None = None) -> Iterator[None]
             if path is not None:
                 save_snapshot(path)
         finally:
-            core.record_cuda_history(False)
+            core.record_history(False)
 
 
 def save_snapshot(path: str | os.PathLike[str]) -> Path:
@@ -545,14 +558,14 @@ def save_snapshot(path: str | os.PathLike[str]) -> Path:
     RuntimeError
         PyTorch sees no CUDA device.
     """
-    _check_cuda()
+    _check_history()
     path = Path(path)
-    core.dump_cuda_snapshot(path)
+    core.dump_snapshot(path)
     return path
 
 
-def _check_cuda() -> None:
-    if not torch.cuda.is_available():
+def _check_history() -> None:
+    if not core.has_history():
         raise RuntimeError(
             "snapshots come from CUDA's allocator, and PyTorch sees no CUDA device here: on the "
             'CPU, report("trace.json") has the bytes of the last metered step over time'

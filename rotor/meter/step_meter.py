@@ -15,6 +15,7 @@ from rotor.common.checksums import Proved
 from rotor.common.tensor_trees import tree_tensors
 from rotor.common.timeline import Timeline
 from rotor.meter import allocator
+from rotor.meter.reserving import Reserving
 from rotor.units import format_bytes
 
 
@@ -98,6 +99,8 @@ class Metered:
         Largest excess that a warning has named.
     sparse_bytes
         Largest amount of sparse gradients that existed when a step was metered.
+    reserving
+        Level of reserved bytes, if the limit counts these.
     key
         Kind of step that runs under the plan.
     earlier
@@ -116,6 +119,7 @@ class Metered:
     differs: bool = field(default=False, repr=False)
     warned_bytes: int = 0
     sparse_bytes: int = field(default=0, repr=False)
+    reserving: Reserving | None = field(default=None, repr=False)
     measured_bytes: int | None = None
     measured_timeline: Timeline | None = field(default=None, repr=False)
     meterings: int = 0
@@ -191,6 +195,8 @@ class StepMeter:
         Function called with the result at the end of the backward.
     existing
         Tensors that may be freed during the step, such as existing gradients.
+    reserving
+        Level of reserved bytes, if the peak is to be counted in these.
 
     Raises
     ------
@@ -203,9 +209,11 @@ class StepMeter:
         device: torch.device,
         done: Callable[[StepBytes], None],
         existing: Iterable[torch.Tensor] = (),
+        reserving: Reserving | None = None,
     ) -> None:
         self._meter: allocator.Meter | None = None
         self._done = done
+        self._reserving = reserving
         self._in_backward = False
         self._output_held = True
         self._outputs: list[weakref.ref[torch.Tensor]] = []
@@ -247,9 +255,10 @@ class StepMeter:
         meter, self._meter = self._meter, None
         meter.stop()
         (loss,) = [segment for segment in meter.segments if segment.name == "loss"]
+        reserving = self._reserving
         self._done(
             StepBytes(
-                meter.peak_bytes,
+                meter.peak_bytes if reserving is None else reserving.grown_bytes(meter.device),
                 loss.peak_bytes - loss.start_bytes,
                 self._output_held,
                 tuple(meter.segments),

@@ -125,7 +125,12 @@ class PeakWatch(_Watch):
     def _finish(self) -> None:
         _, peak = devices.counters(self._plan.device)
         engine = self._engine()
-        if peak > self._before and engine is not None:
+        reserving = self._plan.reserving
+        if reserving is not None:
+            grown = reserving.grown_bytes(self._plan.device)
+            if grown > self._plan.most_bytes_seen and engine is not None:
+                engine.learn_peak(self._plan, grown)
+        elif peak > self._before and engine is not None:
             engine.learn_peak(self._plan, peak - self._begin)
 
 
@@ -180,7 +185,7 @@ def meter_again(engine: Any, plan: Any) -> StepMeter | None:
             found.learn_again(plan, step)
 
     try:
-        return StepMeter(plan.device, done, engine.context.gradients)
+        return StepMeter(plan.device, done, engine.context.gradients, plan.reserving)
     except memory.MeterBusyError:
         return None
 

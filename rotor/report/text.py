@@ -116,6 +116,7 @@ def graph_report(plan: GraphPlan) -> Text:
         ["limit", format_bytes(plan.limit_bytes)],
         ["peak, predicted", format_bytes(plan.predicted_bytes)],
         ["peak, measured", measured],
+        *reserved_rows(plan),
         ["peak without recomputation", format_bytes(plan.unlimited_bytes)],
         *seen_rows(plan),
         ["lower bound of any plan", format_bytes(plan.lower_bound_bytes)],
@@ -129,6 +130,17 @@ def graph_report(plan: GraphPlan) -> Text:
         ["proof", plan.proof],
     ]
     return table([["plan", ""], *lines])
+
+
+def reserved_rows(plan: GraphPlan) -> list[list[str]]:
+    """Return rows on allocated bytes and slack where the limit counts reserved bytes."""
+    if plan.reserving is None:
+        return []
+    return [
+        ["counted", "reserved bytes, taken by the allocator from the device"],
+        ["allocated of them, predicted", format_bytes(plan.program.peak_bytes)],
+        ["slack of the allocator", format_bytes(plan.executor_bytes)],
+    ]
 
 
 def seen_rows(plan: Metered) -> list[list[str]]:

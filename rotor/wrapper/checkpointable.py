@@ -23,6 +23,7 @@ from rotor.common.verbosity import heard
 from rotor.engines.chain.stages import find_stages
 from rotor.engines.contract import DEFAULT_SLOTS, DEFAULT_VERBOSITY, Settings
 from rotor.engines.graph.calls import takes_targets
+from rotor.engines.graph.counting import checked_counts
 from rotor.graph.planner import OPTIONS as GRAPH_OPTIONS
 from rotor.meter import allocator as memory
 from rotor.report import plans as views
@@ -112,6 +113,10 @@ class Checkpointable(TransparentModule):
         after a short search, and looks for better plans while training runs; "before" searches
         before the first step, so that a seed gives one plan. `custom_input`, `measure` and
         `compute_sequence` always search at once.
+    counts
+        Bytes that the limit counts on an accelerator: "allocated", the ones in tensors and
+        workspaces, or "reserved", the ones that the caching allocator takes from the device for
+        them (docs/gpu.md). Reserved bytes are planned for captured graphs.
     **options
         For graphs: ``effort``, ``seed`` and ``time_limit`` of `rotor.graph.plan`. With
         ``engine="auto"`` an ``nn.Sequential`` takes them too, and they have an effect only where
@@ -125,7 +130,7 @@ class Checkpointable(TransparentModule):
         Limit in bytes, ``None`` before it is known.
     mem_slots, verbosity, preserve_rng_state, loss_tmp_memory_usage, engine, loss_fn
         Values of the arguments.
-    backend, verify, planning
+    backend, verify, planning, counts
         Values of the arguments.
     plan
         Latest plan, run or made; ``None`` before one.
@@ -164,6 +169,7 @@ class Checkpointable(TransparentModule):
     backend = Setting()
     verify = Setting()
     planning = Setting()
+    counts = Setting()
 
     def __init__(
         self,
@@ -181,6 +187,7 @@ class Checkpointable(TransparentModule):
         backend: str = "fx",
         verify: str | int = "first",
         planning: str = "background",
+        counts: str = "allocated",
         **options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -212,6 +219,7 @@ class Checkpointable(TransparentModule):
             backend=backend,
             verify=checked_verify(verify),
             planning=checked_planning(planning),
+            counts=checked_counts(counts, engine, backend),
             options=options,
         )
         super().__init__(model)

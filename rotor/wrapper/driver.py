@@ -45,7 +45,7 @@ from rotor.meter.watch import PeakWatch, is_due, meter_again
 from rotor.units import exact_bytes
 from rotor.wrapper.announcing import Announcer
 from rotor.wrapper.caches import CacheRule
-from rotor.wrapper.habits import warn_of_cache, warn_of_checkpointing
+from rotor.wrapper.habits import refuse_graph_capture, warn_of_cache, warn_of_checkpointing
 from rotor.wrapper.registry import engines_for
 
 __all__ = ["Driver"]
@@ -279,9 +279,13 @@ class Driver:
                     engine.try_out(key, call)
                 return None
             try:
-                for tensor in tree_tensors(call.arguments):
-                    devices.prepare(tensor.device)
-                return engine.measure(key, call)
+                places = {tensor.device for tensor in tree_tensors(call.arguments)}
+                for device in places:
+                    devices.prepare(device)
+                found = engine.measure(key, call)
+                for device in places - {torch.device("cpu")}:
+                    devices.release_cached(device)
+                return found
             except CannotPlan as refused:
                 if not self._refuse(key, call, str(refused.error)):
                     raise refused.error from None
@@ -376,6 +380,7 @@ class Driver:
         if not (self.settings.module.training and torch.is_grad_enabled()):
             return False
         self.engines[0].check_sharding()
+        refuse_graph_capture()
         if core.in_functorch():
             raise RuntimeError(
                 "torch.func transforms (grad, vmap, functional_call inside them) cannot go through "
@@ -548,6 +553,8 @@ class Driver:
         is_crowded, self._is_crowded = self._is_crowded, False
         if is_crowded or core.in_pipeline():
             return None
+        if plan.reserving is not None:
+            plan.reserving.begin(plan.device)
         if plan.measured_bytes is not None or plan.meterings >= METERED_STEPS:
             return self._watch(engine, plan)
         learner, verbosity = weakref.ref(engine), self.settings.verbosity
@@ -559,7 +566,7 @@ class Driver:
                     found.learn(plan, step)
 
         try:
-            return StepMeter(plan.device, done, self.context.gradients)
+            return StepMeter(plan.device, done, self.context.gradients, plan.reserving)
         except allocator.MeterBusyError as error:
             self.context.warn("busy", f"this step's memory was not measured: {error}")
             return None

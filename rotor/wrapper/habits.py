@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from rotor._pytorch import devices
 from rotor.common.tensor_trees import output_tensors
 from rotor.engines.contract import Context
 from rotor.meter import allocator
 from rotor.units import exact_bytes
 
-__all__ = ["warn_of_cache", "warn_of_checkpointing"]
+__all__ = ["refuse_graph_capture", "warn_of_cache", "warn_of_checkpointing"]
 
 _SHARE = 0.05
 """Share of the limit from which a cache is worth a warning."""
+
+
+def refuse_graph_capture() -> None:
+    """Raise RuntimeError if an accelerator's graph is being captured."""
+    if devices.is_capturing():
+        raise RuntimeError(
+            "a training step under a limit cannot be captured as an accelerator's graph (such as "
+            "torch.cuda.graph): it restores random states and measures memory. Capture the plain "
+            "model, chk.module, or train without a capture"
+        )
 
 
 def warn_of_cache(context: Context, limit_bytes: int, output: Any) -> None:

@@ -10,6 +10,7 @@ import json
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from accelerator.build import library
@@ -45,8 +46,10 @@ def _functions() -> ctypes.CDLL:
         "initialize": [],
         "set_capacity": [number, size],
         "set_fraction": [number, real],
+        "set_expandable": [number, number],
         "set_poison": [number],
         "set_devices": [number],
+        "replay": [number, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p],
         "set_clock": [number],
         "set_link": [real, ctypes.c_int64],
         "set_compute": [real, real, ctypes.c_int64],
@@ -149,9 +152,24 @@ def _draw(module: Any, functions: ctypes.CDLL) -> None:
     module.manual_seed = lambda seed: functions.sim_manual_seed(_index(), seed % 2**64)
 
 
+def _set_expandable(functions: ctypes.CDLL, on: bool, device: int) -> None:
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{on}")
+    functions.sim_set_expandable(device, on)
+
+
+def _replayed(functions: ctypes.CDLL, events: Any, device: int) -> Any:
+    """Return the allocated and reserved bytes after each event (csrc/rotor/blocks.h)."""
+    events = np.ascontiguousarray(events, dtype=np.int64)
+    levels = np.zeros((len(events), 2), dtype=np.int64)
+    functions.sim_replay(device, events.ctypes.data, len(events), levels.ctypes.data)
+    return levels
+
+
 def _simulate(module: Any, functions: ctypes.CDLL) -> None:
     """Add the settings of the simulation, and what it has counted."""
     module.set_capacity = lambda nbytes, device=0: functions.sim_set_capacity(device, nbytes)
+    module.replay = lambda events, device=0: _replayed(functions, events, device)
+    module.set_expandable = lambda on, device=0: _set_expandable(functions, bool(on), device)
     module.set_devices = functions.sim_set_devices
     module.set_poison = functions.sim_set_poison
     module.set_late_copies = functions.sim_set_late_copies

@@ -66,7 +66,8 @@ def _reports_of(names: Sequence[str], root: Path) -> dict[str, list[Any]]:
         reports = Path(folder) / "reports"
         reports.touch()
         tests = str(Path(__file__).parent.parent)
-        environment = os.environ | {"PYTHONPATH": tests, _REPORTS: str(reports)}
+        paths = [tests, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), _REPORTS: str(reports)}
         command = [
             sys.executable,
             "-m",

@@ -92,6 +92,8 @@ struct Block {
     char *address = nullptr;
     size_t size = 0, requested = 0;
     bool allocated = false;
+    bool expandable = false;  // Part of a range that grows,
+    bool mapped = true;       // and false where it has no memory.
     int waits = 0;  // Events that have to pass before it may be reused.
     std::set<int> other_streams;
     Block *previous = nullptr, *next = nullptr;

@@ -27,14 +27,15 @@ from rotor.engines.contract import (
 )
 from rotor.engines.graph.calls import check_arguments, run_once
 from rotor.engines.graph.capture import Capture, Unplanned, fresh
+from rotor.engines.graph.counting import check_counts
 from rotor.engines.graph.early import owners_of
 from rotor.engines.graph.improving import Improver
 from rotor.engines.graph.loading import loaded_plan
+from rotor.engines.graph.making import make_graph_plan
 from rotor.engines.graph.planned import (
     CapturedStep,
     GraphPlan,
     lower_bound_of,
-    make_graph_plan,
     repriced,
 )
 from rotor.engines.graph.pricing import build_graph
@@ -49,6 +50,7 @@ from rotor.graph import planner
 from rotor.graph.graph import Graph
 from rotor.graph.planner import PlanCurve, check_options
 from rotor.graph.program import Program, simulate
+from rotor.meter.reserving import Reserving
 from rotor.meter.step_meter import StepBytes, cancel_running
 from rotor.units import format_bytes
 
@@ -87,6 +89,7 @@ def captured_key(context: Context, call: Call) -> Key:
             "rotor.graph.build(model, ..., profile=Machine(...)) and rotor.graph.plan plan "
             "without values"
         )
+    check_counts(context.settings.counts, tensors[0].device)
     required, absent = context.structure.parameter_flags()
     measured = (
         str(spec),
@@ -176,7 +179,8 @@ class GraphEngine(MeteredEngine):
         loss_fn = self.settings.loss_fn if call.targets else None
         cancel_running()
         arguments = (args, kwargs, call.targets)
-        if self.follows_shapes and self.backend == "fx" and self.solve() is None:
+        is_shared = self.follows_shapes and self.settings.counts == "allocated"
+        if is_shared and self.backend == "fx" and self.solve() is None:
             step = self.sizing.step(key, loss_fn, arguments, call, self._new_capture, self.steps)
             if step is not None:
                 for measured, known in self.steps.items():
@@ -231,6 +235,7 @@ class GraphEngine(MeteredEngine):
             capture, found.captured, costs, device, loss_captured, planned_for, owners
         )
         step.verifies = self.settings.verify != "off"
+        step.counts = self.settings.counts
         self.steps[key.measured] = step
         return step
 
@@ -423,6 +428,7 @@ class GraphEngine(MeteredEngine):
         """Return the plan of a saved program, priced by the times of this machine."""
         step = self._step_of(key)
         plan = loaded_plan(step, source, limit_bytes)
+        plan.reserving = Reserving() if step.counts == "reserved" else None
         if not step.loss_captured:
             # The program determines the need of the loss: seeing it again changes nothing.
             self.context.learned_loss[key.measured] = plan.loss_bytes

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from rotor._pytorch import core
+from rotor._pytorch import core, devices
 from rotor.chain import check_header, read_json, write_json
 from rotor.common.accounting import rounded_bytes
 from rotor.engines.graph.lowering import Lowered, Task
@@ -31,12 +31,11 @@ logger = logging.getLogger("rotor")
 
 FORMAT = "rotor.machine"
 VERSION = 1
-_DEVICES = ("cpu", "cuda")
 _NS = 1_000_000_000
 _LOW_PRECISION_BYTES = 2
 
-_SIDE = {"cpu": 768, "cuda": 4096}
-_COPIED_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}
+_SIDES = (768, 4096)  # On the CPU, and on an accelerator.
+_COPIED_BYTES = (1 << 25, 1 << 28)
 _SECONDS_PER_FIGURE = 0.3
 
 _AS = {
@@ -74,8 +73,9 @@ class Machine:
     low_precision_flops_per_second
         The same in types of two bytes and less; ``None``: as in float32.
     device
-        "cpu" or "cuda": the rounding of its allocator. The CPU's gives the size asked for, the
-        caching allocator of CUDA multiples of 512 bytes.
+        Type of the device, such as "cpu" or an accelerator's: the rounding of its allocator. The
+        CPU's gives the size asked for, the caching allocator of accelerators multiples of 512
+        bytes.
 
     Raises
     ------
@@ -111,8 +111,10 @@ class Machine:
             _check_figure(name, getattr(self, name), zero=name == "launch_seconds")
         if self.low_precision_flops_per_second is not None:
             _check_figure("low_precision_flops_per_second", self.low_precision_flops_per_second)
-        if self.device not in _DEVICES:
-            raise ValueError(f"device is {self.device!r}, expected one of {', '.join(_DEVICES)}")
+        if not devices.is_type(self.device):
+            raise ValueError(
+                f"device is {self.device!r}, expected one of cpu, {devices.default_type()}"
+            )
 
     @classmethod
     def measure(cls, device: torch.device | str = "cpu", name: str | None = None) -> Self:
@@ -134,15 +136,16 @@ class Machine:
         """
         device = torch.device(device)
         kind = device.type
-        if kind not in _DEVICES:
-            raise ValueError(f"expected a CPU or CUDA device, got {str(device)!r}")
-        if name is None:
-            name = torch.cuda.get_device_name(device) if kind == "cuda" else "cpu"
+        if kind != "cpu" and not devices.count(kind):
+            raise ValueError(
+                f"expected the CPU or an accelerator that is here, got {str(device)!r}"
+            )
+        name = devices.name_of(device) if name is None else name
         with torch.no_grad(), torch.autocast(kind, enabled=False):
             one = torch.ones(1, device=device)
             launch_ns = _timed(lambda: one + one, device)
             speeds = [_flops_per_second(device, t) for t in (torch.float32, torch.bfloat16)]
-            source = torch.ones(_COPIED_BYTES[kind], dtype=torch.uint8, device=device)
+            source = torch.ones(_COPIED_BYTES[kind != "cpu"], dtype=torch.uint8, device=device)
             target = torch.empty_like(source)
             copy_ns = max(_timed(lambda: target.copy_(source), device), 1)
         return cls(
@@ -222,7 +225,7 @@ def _timed(call: Callable[[], object], device: torch.device) -> int:
 
 
 def _flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    side = _SIDE[device.type]
+    side = _SIDES[device.type != "cpu"]
     a, b = (torch.full((side, side), 0.5, dtype=dtype, device=device) for _ in range(2))
     return 2 * side**3 * _NS / max(_timed(lambda: a @ b, device), 1)
 

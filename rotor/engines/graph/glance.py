@@ -36,6 +36,7 @@ from rotor.engines.graph.profile import (
     sizes_of,
     tested_alone,
     timed,
+    wholes_for,
 )
 from rotor.engines.graph.repeating import DIFFERS, NOT_RUN, UNTESTED, tested
 from rotor.meter import allocator as memory
@@ -204,7 +205,7 @@ def _seen(
     proves: bool,
 ) -> tuple[_Runs, int] | None:
     """Return the runs of an operation and its flags; ``None`` if it does not run."""
-    for arguments.whole in (0, 1):
+    for arguments.whole in wholes_for(task, device):
         try:
             runs = _Runs(task, arguments, f"{name}, {arguments.whole}", clock, meter)
             if proves and _is_plain(task, device):

@@ -441,7 +441,7 @@ class Improver:
     def _exchange(self, search: _Search, program: Program) -> None:
         """Make the plan of a better program, unless its random states do not fit."""
         old = search.plan
-        own = old.step.executor_bytes_of(program.ops.tolist(), old.limit_bytes)
+        own = old.step.bytes_beside(program, old.limit_bytes)
         if program.peak_bytes + own + old.reserve_bytes > old.limit_bytes:
             # The next round leaves room for them.
             search.own_bytes = own

@@ -46,7 +46,7 @@ def loaded_plan(
         )
     loss_bytes = saved.graph.operations[step.lowered.loss].workspace_bytes
     program = Program(build_graph(step.lowered, step.costs, loss_bytes), saved.ops)
-    own = step.executor_bytes_of(program.ops.tolist(), limit_bytes)
+    own = step.bytes_beside(program, limit_bytes)
     needed = program.peak_bytes + own
     if needed > limit_bytes:
         raise InfeasibleError(

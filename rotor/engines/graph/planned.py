@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from rotor._pytorch import core
+from rotor._pytorch import core, devices
 from rotor.common.accounting import (
     COMPILED_HANDOVERS,
     HANDOVERS,
@@ -28,16 +28,15 @@ from rotor.engines.graph.false_edges import DEVICES
 from rotor.engines.graph.handover import with_handovers
 from rotor.engines.graph.inductor import Inductor
 from rotor.engines.graph.lowering import Lowered, Task
-from rotor.engines.graph.pricing import build_graph, search, sizes_of
+from rotor.engines.graph.pricing import build_graph, sizes_of
 from rotor.engines.graph.profile import Cost
 from rotor.engines.graph.proving import Prover, Tally, proving_bytes
 from rotor.engines.graph.repeating import keep_from_now_on
-from rotor.errors import InfeasibleError
 from rotor.graph import planner
+from rotor.graph.blocks import program_bytes
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program, simulate
 from rotor.meter.step_meter import Metered
-from rotor.units import exact_bytes
 
 __all__ = [
     "CapturedStep",
@@ -45,7 +44,6 @@ __all__ = [
     "PlanningRecord",
     "executor_bytes",
     "lower_bound_of",
-    "make_graph_plan",
     "repriced",
 ]
 
@@ -68,6 +66,9 @@ class CapturedStep:
         Outputs whose gradients the loss does not hand to the backward, by number of the tangent.
     verifies
         True if recomputed values are compared in some steps.
+    counts
+        Bytes that a limit counts on an accelerator: "allocated" ones, or the "reserved" ones that
+        the allocator takes from the device for them.
     base
         The same step without existing gradients, with all tangents.
     inductor
@@ -84,6 +85,7 @@ class CapturedStep:
     existing: frozenset[int] = frozenset()
     absent: frozenset[int] = frozenset()
     verifies: bool = True
+    counts: str = "allocated"
     lowered: Lowered = field(init=False, repr=False)
     inductor: Inductor | None = field(init=False, default=None, repr=False)
     base: CapturedStep = field(init=False, repr=False)
@@ -279,6 +281,21 @@ class CapturedStep:
             replayed = 0
         return self.executor_bytes(int(replayed), checksums_of(self.lowered, ops), limit_bytes)
 
+    def bytes_beside(self, program: Program, limit_bytes: int) -> int:
+        """Return the bytes that a program needs beside the graph's storages.
+
+        On an accelerator they include the slack of the caching allocator: blocks that are larger
+        than their storages and, where reserved bytes count, holes between blocks.
+        """
+        own = self.executor_bytes_of(program.ops.tolist(), limit_bytes)
+        if self.device.type == "cpu" or self.inductor is not None:
+            return own
+        found = program_bytes(program, own, expandable=devices.expandable_segments())
+        needed = found.allocated_peak_bytes
+        if self.counts == "reserved":
+            needed = found.reserved_peak_bytes
+        return max(needed - program.peak_bytes, own)
+
     def most_executor_bytes(self, limit_bytes: int) -> int:
         """Return the most bytes kept beside the graph's storages, under any recomputation."""
         random = sum(task.random for task in self.lowered.tasks)
@@ -341,7 +358,8 @@ class GraphPlan(Metered):
     limit_bytes
         Limit of the plan.
     executor_bytes
-        Bytes kept beside the graph's storages: random states, the caller's scalars.
+        Bytes kept beside the graph's storages: random states, the caller's scalars, and on an
+        accelerator the slack of its allocator.
     planning
         Record of the search for the program.
     """
@@ -546,57 +564,6 @@ class GraphPlan(Metered):
         finally:
             # Another call may reach this graph; its parameters are then as they are.
             self.step.captured.emitted = self.emitted
-
-
-def make_graph_plan(
-    step: CapturedStep,
-    limit_bytes: int,
-    loss_bytes: int,
-    *,
-    reserve_bytes: int = 0,
-    options: dict[str, Any] | None = None,
-    progress: Any = None,
-    solve: Callable[..., Program] | None = None,
-) -> GraphPlan:
-    """Return the fastest program found under a limit.
-
-    `solve` is called as `search`, which plans by default.
-
-    Raises
-    ------
-    InfeasibleError
-        No plan was found; ``minimum_bytes`` is the least limit for which one was.
-    """
-    graph = step.graph(loss_bytes)
-    own = step.executor_bytes(0, 0, limit_bytes)
-    while True:
-        try:
-            budget = max(limit_bytes - own - reserve_bytes, 1)
-            program = (solve or search)(graph, budget, options or {}, progress)
-        except InfeasibleError as error:
-            # Under any recomputation in the program of that peak, its random states fit then.
-            least = error.minimum_bytes + step.most_executor_bytes(limit_bytes) + reserve_bytes
-            bound = lower_bound_of(step, graph, limit_bytes) + reserve_bytes
-            raise InfeasibleError(
-                f"no plan was found that fits in {exact_bytes(limit_bytes)}; the least limit for "
-                f"which one was found is {exact_bytes(least)}, and provably none fits in less "
-                f"than {exact_bytes(bound)}: give at least the former, or a smaller batch",
-                least,
-                bound,
-            ) from None
-        needed = step.executor_bytes_of(program.ops.tolist(), limit_bytes)
-        if program.peak_bytes + needed + reserve_bytes <= limit_bytes:
-            break
-        own = max(own, needed)
-    return GraphPlan(
-        step,
-        graph,
-        program,
-        limit_bytes,
-        needed,
-        loss_bytes,
-        reserve_bytes=reserve_bytes,
-    )
 
 
 def lower_bound_of(step: CapturedStep, graph: Graph, limit_bytes: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rotor._pytorch import core, devices
+from rotor._pytorch import core, devices, dispatch
 from rotor.common import cache
 from rotor.common.undisturbed import generators_kept, random_states_kept
 from rotor.engines.graph.lowering import Lowered, Task
@@ -45,6 +45,7 @@ __all__ = [
     "sizes_of",
     "tested_alone",
     "timed",
+    "wholes_for",
 ]
 
 logger = logging.getLogger("rotor")
@@ -255,8 +256,14 @@ class Arguments:
 
 
 def environment_of(device: torch.device) -> str:
-    """Return the key of a table of costs: PyTorch's version, the device's name, the threads."""
-    return repr((torch.__version__, devices.name_of(device), torch.get_num_threads()))
+    """Return the key of a table of costs: PyTorch, the device, threads, and an accelerator's flags.
+
+    Flags choose an accelerator's kernels: precisions, determinism, searches for algorithms.
+    """
+    parts = (torch.__version__, devices.name_of(device), torch.get_num_threads())
+    if device.type == "cpu":
+        return repr(parts)
+    return repr((*parts, dispatch.backend_flags(), devices.libraries(device)))
 
 
 def profile(
@@ -409,6 +416,23 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors_in(list(value.values()))
 
 
+def wholes_for(task: Task, device: torch.device) -> tuple[int, ...]:
+    """Return made-up whole numbers to try: some operations take no 0, as a number of heads.
+
+    An index out of bounds is an error on the CPU; on an accelerator it is an assertion of a kernel,
+    after which no kernel of the process runs. There, 1 is tried if all dimensions have it.
+    """
+    assert task.node is not None
+    values = [source.meta.get("val") for source in task.node.all_input_nodes]
+    tensors = [t for value in values for t in core.tree_flatten(value)[0] if _is_tensor(t)]
+    is_safe = device.type == "cpu" or all(1 not in t.shape for t in tensors)
+    return (0, 1) if is_safe else (0,)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
 def estimated_ns(task: Task) -> int:
     """Return a time by the bytes read and made, for operations that cannot run alone."""
     assert task.node is not None
@@ -425,7 +449,7 @@ def estimated_ns(task: Task) -> int:
 
 def timed(task: Task, arguments: Arguments, device: torch.device) -> int | None:
     """Return nanoseconds; ``None`` if the operation does not run on made-up arguments."""
-    for arguments.whole in (0, 1):
+    for arguments.whole in wholes_for(task, device):
         try:
             function, args, kwargs = arguments.of(task)
             call = partial(function, *args, **kwargs)

@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 
 import torch
 
+from rotor._pytorch import devices
 from rotor.chain import check_header, read_json, write_json
 from rotor.common import cache
 from rotor.engines.graph.estimate import Machine, estimate, estimated, made_bytes
@@ -72,11 +73,11 @@ class Profile:
 
     @property
     def device(self) -> str:
-        """Type of the measured device, "cpu" or "cuda"."""
-        return "cpu" if self._described()[1] == "cpu" else "cuda"
+        """Type of the measured device: "cpu", or an accelerator's."""
+        return "cpu" if self._described()[1] == "cpu" else devices.default_type()
 
     def _described(self) -> tuple[str, str, int]:
-        version, name, threads = ast.literal_eval(self.environment)
+        version, name, threads, *_ = ast.literal_eval(self.environment)
         return str(version), str(name), int(threads)
 
     def __str__(self) -> str:

@@ -170,7 +170,7 @@ class ShapeImprover:
             gain = 1 - found.time_ns / max(Program(found.graph, plan.program.ops).time_ns, 1)
             if gain >= LEAST_GAIN:
                 step = _step_of(plan)
-                own = step.executor_bytes_of(found.ops.tolist(), plan.limit_bytes)
+                own = step.bytes_beside(found, plan.limit_bytes)
                 state.own_bytes[target] = own
                 step.learn_program(found)
                 state.found += 1
@@ -190,7 +190,7 @@ class ShapeImprover:
         before = Program(graph, plan.program.ops)
         if best is None or 1 - best.time_ns / max(before.time_ns, 1) < LEAST_GAIN:
             return plan
-        own = step.executor_bytes_of(best.ops.tolist(), plan.limit_bytes)
+        own = step.bytes_beside(best, plan.limit_bytes)
         if best.peak_bytes + own > room:
             return plan
         new = exchanged(plan, best, own, plan.planning)

@@ -1,0 +1,128 @@
+"""Plans of captured graphs from a limit: searches until a program and its surroundings fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from rotor.engines.graph.planned import CapturedStep, GraphPlan, lower_bound_of
+from rotor.engines.graph.pricing import search
+from rotor.errors import InfeasibleError
+from rotor.graph.program import Program
+from rotor.meter.reserving import Reserving
+from rotor.units import exact_bytes
+
+__all__ = ["make_graph_plan"]
+
+_CLOSER = 4
+"""Searches between too little room beside a program, and enough."""
+
+_BETWEEN = 8
+"""Parts of the distance between too little room and more than there is."""
+
+_CLOSE_BYTES = 1 << 20
+"""Difference of two such rooms that is not searched."""
+
+
+def make_graph_plan(
+    step: CapturedStep,
+    limit_bytes: int,
+    loss_bytes: int,
+    *,
+    reserve_bytes: int = 0,
+    options: dict[str, Any] | None = None,
+    progress: Any = None,
+    solve: Callable[..., Program] | None = None,
+) -> GraphPlan:
+    """Return the fastest program found under a limit.
+
+    `solve` is called as `search`, which plans by default.
+
+    Raises
+    ------
+    InfeasibleError
+        No plan was found; ``minimum_bytes`` is the least limit for which one was.
+    """
+    graph = step.graph(loss_bytes)
+    find = solve or search
+
+    def found(own: int) -> Found:
+        budget = max(limit_bytes - own - reserve_bytes, 1)
+        program = find(graph, budget, options or {}, progress)
+        needed = step.bytes_beside(program, limit_bytes)
+        return Found(program, needed, program.peak_bytes + needed + reserve_bytes <= limit_bytes)
+
+    own = failed = step.executor_bytes(0, 0, limit_bytes)
+    while True:
+        try:
+            best = found(own)
+        except InfeasibleError as error:
+            between = _between(found, failed, own) if step.counts == "reserved" else None
+            if between is not None:
+                best, own = between, failed
+                break
+            # Under any recomputation in the program of that peak, its random states fit then.
+            most = max(step.most_executor_bytes(limit_bytes), own)
+            least = error.minimum_bytes + most + reserve_bytes
+            bound = lower_bound_of(step, graph, limit_bytes) + reserve_bytes
+            raise InfeasibleError(
+                f"no plan was found that fits in {exact_bytes(limit_bytes)}; the least limit for "
+                f"which one was found is {exact_bytes(least)}, and provably none fits in less "
+                f"than {exact_bytes(bound)}: give at least the former, or a smaller batch",
+                least,
+                bound,
+            ) from None
+        if best.fits:
+            break
+        failed, own = own, max(own, best.needed)
+    if step.counts == "reserved" and own > failed:
+        best = _closer(found, best, failed, own)
+    program, needed = best.program, best.needed
+    return GraphPlan(
+        step,
+        graph,
+        program,
+        limit_bytes,
+        needed,
+        loss_bytes,
+        reserve_bytes=reserve_bytes,
+        reserving=Reserving() if step.counts == "reserved" else None,
+    )
+
+
+class Found(NamedTuple):
+    """Program of a search, its bytes beside the graph's storages, and whether both fit."""
+
+    program: Program
+    needed: int
+    fits: bool
+
+
+def _between(found: Callable[[int], Found], failed: int, own: int) -> Found | None:
+    """Return a program with room between too little and more than there is; ``None``: none fits."""
+    for number in range(1, _BETWEEN):
+        try:
+            other = found(failed + (own - failed) * number // _BETWEEN)
+        except InfeasibleError:
+            return None
+        if other.fits:
+            return other
+    return None
+
+
+def _closer(found: Callable[[int], Found], best: Found, failed: int, own: int) -> Found:
+    """Return the fastest program between room that was too little and room that was enough.
+
+    Holes between blocks do not grow steadily: a program with less room beside it may fit too.
+    """
+    for _ in range(_CLOSER):
+        if own - failed < _CLOSE_BYTES:
+            break
+        middle = (failed + own) // 2
+        other = found(middle)
+        if other.fits:
+            own = middle
+            best = min(best, other, key=lambda one: one.program.time_ns)
+        else:
+            failed = middle
+    return best

@@ -1,0 +1,161 @@
+"""Does a test fail for every guard of the accelerator's path that is taken away?
+
+    PYTHONPATH=tests python -m accelerator.mutations [NUMBER ...]
+
+Each mutation replaces a line in a copy of the package, and runs the tests named beside it there.
+Prints a table; the exit code is 1 if a mutation goes unseen.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Mutation(NamedTuple):
+    """A guard: its name, its file, the text to replace, the new text, tests that should fail."""
+
+    guard: str
+    path: str
+    old: str
+    new: str
+    tests: str
+
+
+DEVICES = "rotor/_pytorch/devices.py"
+BLOCKS = "rotor/engines/graph/planned.py"
+LEVEL = "rotor/meter/reserving.py"
+METER = "rotor/meter/allocator.py"
+EMIT = "rotor/engines/graph/emit.py"
+GRAPH = "tests/test_sim_graph.py -k draws"
+CHAIN = "tests/test_sim_chain.py -k bit_equal"
+DYNAMIC = "tests/test_sim_dynamic.py"
+DEFECTS = "tests/test_sim_defects.py -k "
+RESERVED = "tests/test_sim_reserved.py -k "
+
+MUTATIONS = [
+    Mutation("a graph's replayed draws start from their state", EMIT,
+             'self.lines.append(f"set_state({replay[1:]}, {replay})")', "pass", GRAPH),
+    Mutation("draws after a graph's replay are undisturbed", EMIT,
+             'self.lines.append(f"set_state({replay[1:]}, now)")', "pass", GRAPH),
+    Mutation("a chain's replayed draws start from their state", "rotor/common/generators.py",
+             "generator.set_state(state)", "pass", CHAIN),
+    Mutation("measuring puts random states back", "rotor/common/undisturbed.py",
+             "rng.write(states)", "pass", "tests/test_sim_chain.py -k draws"),
+    Mutation("the device's own generator is kept", DEVICES,
+             "found: Generator = generators[index]", "found = torch.default_generator", CHAIN),
+    Mutation("the dynamic engine keeps the device's generator", "rotor/dtr/runtime.py",
+             "return devices.generator_of(self.device)", "return torch.default_generator", DYNAMIC),
+    Mutation("libraries are prepared before measuring", "rotor/wrapper/driver.py",
+             "devices.prepare(device)", "pass", "tests/test_sim_first_step.py"),
+    Mutation("the thread of backwards is prepared too", DEVICES,
+             "torch.autograd.grad((matrix @ matrix).sum(), matrix)", "matrix @ matrix",
+             "tests/test_sim_first_step.py"),
+    Mutation("cached memory is given back after measuring", "rotor/wrapper/driver.py",
+             "devices.release_cached(device)", "pass", DEFECTS + "cached"),
+    Mutation("a meter waits for the last node of a backward", DEVICES,
+             "nothing.view(0).backward(torch.empty(0, device=device))", "pass",
+             "tests/test_sim_meter.py"),
+    Mutation("a meter pauses the collector", METER, "self._pause.begin()\n        try:",
+             "try:", "tests/test_sim_meter.py"),
+    Mutation("a meter resets the peak", DEVICES,
+             "torch.accelerator.reset_peak_memory_stats(device)", "pass",
+             "tests/test_sim_meter.py"),
+    Mutation("free bytes include cached ones", METER,
+             "free += devices.reserved_bytes(device) - allocated", "pass",
+             "tests/test_sim_meter.py"),
+    Mutation("free bytes are within the process's fraction", METER,
+             "devices.memory_fraction(device)", "1.0", "tests/test_sim_meter.py"),
+    Mutation("plans include the slack of large blocks", BLOCKS,
+             "needed = found.allocated_peak_bytes", "needed = 0", RESERVED + "allocated_limits"),
+    Mutation("reserved limits price reserved bytes", BLOCKS,
+             "needed = found.reserved_peak_bytes", "pass", RESERVED + "a_reserved_limit"),
+    Mutation("reserved levels begin without cached memory", LEVEL,
+             "devices.release_cached(device)", "pass", RESERVED + "optimizer"),
+    Mutation("reserved levels follow other tensors", LEVEL,
+             "if known is None or abs(allocated - known) > _NOISE_BYTES:", "if known is None:",
+             RESERVED + "optimizer"),
+    Mutation("metered steps count reserved bytes", "rotor/meter/step_meter.py",
+             "meter.peak_bytes if reserving is None else reserving.grown_bytes(meter.device),",
+             "meter.peak_bytes,", RESERVED + "metered"),
+    Mutation("freed storages leave the model of the allocator", "rotor/graph/blocks.py",
+             "writer.drop(dying)", "pass", RESERVED + "a_reserved_limit"),
+    Mutation("workspaces are read from the device's allocator", "rotor/dtr/signatures.py",
+             "profiler.AllocationTrace(device_type=device.type)", "profiler.AllocationTrace()",
+             DYNAMIC),
+    Mutation("costs are times of the device", "rotor/dtr/runtime.py",
+             "return results, clock.stop()", "clock.stop()\n        return results, 1000",
+             DEFECTS + "times_of_the_device"),
+    Mutation("a budget refuses other streams", DEVICES,
+             "torch.accelerator.current_stream(index) != current", "False", DEFECTS + "stream"),
+    Mutation("captures are refused", "rotor/wrapper/habits.py", "if devices.is_capturing():",
+             "if False:", DEFECTS + "capture"),
+    Mutation("costs depend on flags", "rotor/engines/graph/profile.py",
+             "dispatch.backend_flags(), ", "", DEFECTS + "flags"),
+    Mutation("no index is made up out of bounds", "rotor/engines/graph/profile.py",
+             "return (0, 1) if is_safe else (0,)", "return (0, 1)", DEFECTS + "index"),
+    Mutation("allocators without counters are refused", METER, "except RuntimeError as error:",
+             "except KeyError as error:", DEFECTS + "counters"),
+    Mutation("the CPU takes no reserved limit", "rotor/engines/graph/counting.py",
+             'if counts == "reserved" and device.type == "cpu":', "if False:",
+             "tests/test_counts.py"),
+    Mutation("a clock waits for its last event", "rotor/timing.py", "end.synchronize()", "pass",
+             DEFECTS + "times_of_the_device"),
+]  # fmt: skip
+
+
+def main(numbers: list[int]) -> int:
+    """Run the mutations, all or some by number; return 1 if one goes unseen."""
+    unseen = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copied = Path(folder)
+        for name in ("rotor", "tests", "models"):
+            shutil.copytree(ROOT / name, copied / name, symlinks=True)
+        shutil.copy(ROOT / "pyproject.toml", copied)
+        (copied / "build").mkdir()
+        (copied / "build" / "accelerator").symlink_to(ROOT / "build" / "accelerator")
+        for number, mutation in enumerate(MUTATIONS, start=1):
+            if numbers and number not in numbers:
+                continue
+            shutil.rmtree(copied / "cache", ignore_errors=True)
+            failed = _failed(copied, mutation)
+            unseen += not failed
+            print(f"{number:2}  {mutation.guard:55}  {failed or 'UNSEEN'}", flush=True)
+    return 1 if unseen else 0
+
+
+def _failed(folder: Path, mutation: Mutation) -> str:
+    """Return the first test that fails under a mutation."""
+    path = folder / mutation.path
+    text = path.read_text()
+    if mutation.old not in text:
+        raise SystemExit(f"{mutation.path} has no longer {mutation.old!r}")
+    path.write_text(text.replace(mutation.old, mutation.new))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", *mutation.tests.split()],
+            cwd=folder,
+            env=os.environ
+            | {
+                "PYTHONPATH": f"{folder}{os.pathsep}{folder / 'tests'}",
+                "ROTOR_CACHE_DIR": str(folder / "cache"),  # Costs are measured, not remembered.
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        path.write_text(text)
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" ")[1] if failed and done.returncode else ""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main([int(number) for number in sys.argv[1:]]))

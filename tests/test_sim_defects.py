@@ -1,0 +1,148 @@
+"""What a CPU hides: learnt workspaces, times of launches, streams, captures, flags."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import rotor
+from rotor import dtr
+from rotor._pytorch import devices
+from rotor.engines.graph.profile import environment_of, wholes_for
+
+MIB = 1 << 20
+
+
+def tower(value, weight, count=8):
+    for _ in range(count):
+        value = torch.tanh(value @ weight)
+    return value.square().mean()
+
+
+def operands(rows=2048, width=256):
+    torch.manual_seed(0)
+    value = torch.randn(rows, width, device="sim")
+    return value, torch.randn(width, width, device="sim", requires_grad=True)
+
+
+def test_workspaces_are_learnt(sim):
+    """Evict nothing where everything fits, once the need of each operator is known."""
+    value, weight = operands()
+    level = sim.memory_allocated()
+    sim.reset_peak_memory_stats()
+    expected = torch.autograd.grad(tower(value, weight), weight)[0]
+    limit = sim.max_memory_allocated() - level + MIB
+    evictions = []
+    for _ in range(2):
+        with dtr.budget(limit) as session:
+            found = torch.autograd.grad(tower(value, weight), weight)[0]
+            evictions.append(session.stats.evictions)
+        assert torch.equal(found, expected)
+    assert evictions[1] == 0
+
+
+def test_costs_are_times_of_the_device(sim):
+    """Take an operator's cost from the device, whose work outlasts the launch by far."""
+    value, weight = operands(64, 64)
+    sim.set_clock("model")
+    sim.set_compute(gb_per_s=0.0001, launch_ns=1000)
+    try:
+        with dtr.budget("1 GiB") as session:
+            for _ in range(3):
+                tower(value, weight)
+            base_ns = session.stats.base_ns
+    finally:
+        sim.set_clock("real")
+        sim.set_compute()
+    # 32 operations of at least 16 KiB at 100 KB/s, the second and the third time.
+    assert base_ns > 32 * (16 << 10) / 0.0001
+
+
+def test_replays_wait_for_nothing(sim, monkeypatch):
+    """Keep the queue of the device filled while values are computed again."""
+    value, weight = operands()
+    waits = []
+    for name in ("synchronize",):
+        monkeypatch.setattr(torch.accelerator, name, lambda *_: waits.append(1))
+    for _ in range(3):
+        waits.clear()
+        with dtr.budget("10 MiB") as session:
+            torch.autograd.grad(tower(value, weight), weight)
+        assert session.stats.rematerializations > 0
+    assert not waits
+
+
+def test_another_stream_within_a_budget_is_refused(sim):
+    value, weight = operands()
+    side = torch.Stream("sim")
+    with (
+        dtr.budget("1 GiB"),
+        pytest.raises(RuntimeError, match="on another stream than the one"),
+        side,
+    ):
+        torch.tanh(value)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side, dtr.budget("1 GiB"):
+        tower(value, weight)
+    torch.accelerator.current_stream().wait_stream(side)
+
+
+def test_a_capture_is_refused(sim, monkeypatch):
+    wrapped = rotor.Checkpointable(nn.Linear(4, 4).to("sim"), mem_limit="1 MiB")
+    monkeypatch.setattr(sim, "is_current_stream_capturing", lambda: True, raising=False)
+    with pytest.raises(RuntimeError, match="cannot be captured"):
+        wrapped(torch.zeros(2, 4, device="sim"))
+
+
+def test_costs_depend_on_flags(sim):
+    """Keep costs apart that were measured under other flags of an accelerator's libraries."""
+    before = environment_of(torch.device("sim", 0))
+    on_cpu = environment_of(torch.device("cpu"))
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+    try:
+        assert environment_of(torch.device("sim", 0)) != before
+        assert environment_of(torch.device("cpu")) == on_cpu
+    finally:
+        torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert environment_of(torch.device("sim", 0)) != before
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert environment_of(torch.device("sim", 0)) == before
+
+
+def test_an_allocator_without_counters(sim, monkeypatch):
+    """Refuse to measure in words where a pluggable allocator counts nothing."""
+
+    def nothing(device):
+        raise RuntimeError("does not yet support getDeviceStats")
+
+    monkeypatch.setattr(devices, "reset_peak", nothing)
+    wrapped = rotor.Checkpointable(nn.Linear(4, 4).to("sim"), mem_limit="1 MiB")
+    with pytest.raises(RuntimeError, match="counts no bytes"):
+        wrapped(torch.zeros(2, 4, device="sim"))
+
+
+def test_measuring_leaves_no_cached_memory(sim):
+    """Give cached memory back after measuring: a limit by what is free counts it as free."""
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).to("sim")
+    value = torch.randn(4096, 512, device="sim")
+    sim.empty_cache()
+    before = sim.memory_reserved()
+    wrapped = rotor.Checkpointable(model, mem_limit="200 MiB", engine="graph")
+    wrapped.measure(value)
+    assert sim.memory_reserved() - before <= 4 * MIB
+
+
+@pytest.mark.parametrize(("shape", "expected"), [((64, 1, 8), (0,)), ((64, 2), (0, 1))])
+def test_no_index_is_made_up_out_of_bounds(sim, shape, expected):
+    """Try no 1 for whole numbers where a dimension has size 1: on a GPU it ends the context."""
+    graph = torch.fx.Graph()
+    given = graph.placeholder("given")
+    given.meta["val"] = torch.empty(shape, device="sim")
+    node = graph.call_function(torch.ops.aten.index.Tensor, (given,))
+    task = SimpleNamespace(node=node)
+    assert wholes_for(task, torch.device("sim", 0)) == expected
+    assert wholes_for(task, torch.device("cpu")) == (0, 1)
