@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import rotor
-from rotor.engines.graph.planned import make_graph_plan
+from rotor.engines.graph.making import make_graph_plan
 from rotor.engines.loss_guess import plan_with_guess
 from rotor.errors import InfeasibleError
 

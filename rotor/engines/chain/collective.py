@@ -19,7 +19,8 @@ from rotor.algorithms.sequence import Sequence as Operations
 from rotor.chain import Chain
 from rotor.common.ranks import RankError, Ranks
 from rotor.common.undisturbed import gradients_aside
-from rotor.engines.chain.measure import Inspection, Measuring, StageMeasure
+from rotor.engines.chain.measure import Measuring
+from rotor.engines.chain.measures import Inspection, StageMeasure
 from rotor.engines.chain.plan import Plan
 from rotor.engines.chain.schedule import Schedule
 from rotor.engines.chain.sharded import ShardedRun, ShardedStage, Sharding

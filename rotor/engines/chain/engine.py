@@ -23,7 +23,8 @@ from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain import collective
 from rotor.engines.chain.fitted import described, inferred
 from rotor.engines.chain.growth import StageWatch, known_growth, stage_watch
-from rotor.engines.chain.measure import Inspection, Measuring, measure
+from rotor.engines.chain.measure import Measuring, measure
+from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.observe import Observation
 from rotor.engines.chain.plan import Plan, executor_bytes, loss_reserve, make_chain_plan
 from rotor.engines.chain.proofs import StepProof

@@ -12,7 +12,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from rotor.engines.chain.measure import Inspection, StageMeasure
+from rotor.engines.chain.measures import Inspection, StageMeasure
 from rotor.report.text import Text
 
 __all__ = ["Measured", "between", "described", "inferred"]

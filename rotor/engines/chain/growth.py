@@ -17,7 +17,7 @@ from rotor import _core
 from rotor._pytorch import core
 from rotor.common.accounting import noise_bytes
 from rotor.common.tensor_trees import tree_tensors
-from rotor.engines.chain.measure import Inspection
+from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.observe import kept_bytes
 from rotor.engines.chain.stages import Stage
 from rotor.meter.watch import note_peak, warn_excess

@@ -15,7 +15,7 @@ from rotor.chain import Chain
 from rotor.common.accounting import assumed_loss_bytes, generator_bytes, scalar_bytes
 from rotor.common.checksums import NO_ROOM, has_room, proof_bytes
 from rotor.common.timeline import PredictedTimeline
-from rotor.engines.chain.measure import Inspection
+from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.schedule import Schedule
 from rotor.errors import InfeasibleError
 from rotor.meter.step_meter import Metered

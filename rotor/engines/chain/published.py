@@ -12,7 +12,7 @@ from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence
 from rotor.algorithms.utils import DynamicAlgorithm, ProgressCallback, parse_budget
 from rotor.chain import Chain
-from rotor.engines.chain.measure import Inspection
+from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.stages import Stage
 from rotor.errors import InfeasibleError
 from rotor.units import exact_bytes

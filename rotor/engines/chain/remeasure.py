@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from rotor.common.tensor_trees import grad_flags
-from rotor.engines.chain.measure import Inspection, measure
+from rotor.engines.chain.measure import measure
+from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.observe import Observation
 from rotor.engines.chain.stages import Stage
 
