@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 import subprocess
 import sys
 
@@ -33,7 +34,8 @@ def level():
     """What is allocated, as the message of an error says."""
     with pytest.raises(ValueError, match="allocated already") as caught:
         dtr.set_memory_budget(1)
-    return int(str(caught.value).split("above the ")[1].split(" ")[0])
+    text = str(caught.value).split("above the ")[1]
+    return int(re.search(r"(\d+) bytes", text)[1])
 
 
 def make(count=8):

@@ -25,12 +25,12 @@ def metered(monkeypatch):
     peaks: list[int] = []
     plain = driver.StepMeter
 
-    def start(device, done, existing=()):
+    def start(device, done, existing=(), reserving=None):
         def noted(step):
             peaks.append(step.peak_bytes)
             done(step)
 
-        return plain(device, noted, existing)
+        return plain(device, noted, existing, reserving)
 
     monkeypatch.setattr(driver, "StepMeter", start)
     return peaks

@@ -26,22 +26,6 @@ def operands(rows=2048, width=256):
     return value, torch.randn(width, width, device="sim", requires_grad=True)
 
 
-def test_workspaces_are_learnt(sim):
-    """Evict nothing where everything fits, once the need of each operator is known."""
-    value, weight = operands()
-    level = sim.memory_allocated()
-    sim.reset_peak_memory_stats()
-    expected = torch.autograd.grad(tower(value, weight), weight)[0]
-    limit = sim.max_memory_allocated() - level + MIB
-    evictions = []
-    for _ in range(2):
-        with dtr.budget(limit) as session:
-            found = torch.autograd.grad(tower(value, weight), weight)[0]
-            evictions.append(session.stats.evictions)
-        assert torch.equal(found, expected)
-    assert evictions[1] == 0
-
-
 def test_costs_are_times_of_the_device(sim):
     """Take an operator's cost from the device, whose work outlasts the launch by far."""
     value, weight = operands(64, 64)

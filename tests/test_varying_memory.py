@@ -324,6 +324,7 @@ def test_the_peak_of_cuda_is_read_without_setting_it_back(monkeypatch):
 
     class Plan:
         device = "cuda:0"
+        reserving = None
 
     engine = Engine()
     for _ in range(3):

@@ -97,7 +97,7 @@ int py_odd_note_varying(py_handler_t *self, const py_run_t *run) {
 }
 
 bool py_lacks_needs(const py_handler_t *self, const py_run_t *run) {
-    return !run->needs->is_measured || (!self->is_cpu && run->needs->cost_ns < 0);
+    return self->is_cpu ? !run->needs->is_measured : run->needs->cost_ns < 0;
 }
 
 /* A second run on an accelerator: its time there, which a launch does not show. */
@@ -172,10 +172,14 @@ PyObject *py_odd_call(py_handler_t *self, py_run_t *run) {
         }
     }
     int64_t start = py_handler_now(self);
-    results = run->varies || !run->needs->is_measured ? call_measured(self, run)
-              : py_lacks_needs(self, run)
-                  ? call_timed(self, run)
-                  : PyObject_Call(run->kernel->call, run->args, run->kwargs);
+    if (self->is_cpu && (run->varies || !run->needs->is_measured)) {
+        results = call_measured(self, run);
+    } else if (!self->is_cpu && run->needs->cost_ns == COST_RAN_ONCE) {
+        results = call_timed(self, run);
+    } else {
+        results = PyObject_Call(run->kernel->call, run->args, run->kwargs);
+        run->needs->cost_ns = rotor_max(run->needs->cost_ns, COST_RAN_ONCE);
+    }
     run->took_ns = run->needs->cost_ns >= 0 ? run->needs->cost_ns : py_handler_now(self) - start;
     if (results != NULL && !run->needs->is_measured) {
         ret = py_did(py_ask(self, run->session, _has_run, (PyObject *)run->needs,

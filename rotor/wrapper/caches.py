@@ -237,7 +237,7 @@ def _argument_names(module: nn.Module) -> list[str]:
     config = getattr(base, "config", None)
     is_decoder = getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", True)
     if not (
-        code.__module__.startswith("transformers.models.")
+        (code.__module__ or "").startswith("transformers.models.")
         and is_decoder
         and callable(getattr(base, "can_generate", None))
         and base.can_generate()

@@ -7,6 +7,7 @@ them in the same order by their names in `rotor.dtr`.
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -34,7 +35,8 @@ def level() -> int:
     """Bytes that are allocated, from the message of an error."""
     with pytest.raises(ValueError, match="allocated already") as caught:
         dtr.set_memory_budget(1)
-    return int(str(caught.value).split("above the ")[1].split(" ")[0])
+    text = str(caught.value).split("above the ")[1]
+    return int(re.search(r"(\d+) bytes", text)[1])
 
 
 def network() -> nn.Module:

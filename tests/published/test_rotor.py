@@ -346,9 +346,8 @@ def test_a_plan_of_the_command_line_is_loaded(tmp_path, capsys):
     chk = rotor.Checkpointable(net, x)
     limit = tight(chk)
     out = tmp_path / "plan.json"
-    assert (
-        main(["plan", f"{script}:make", "--limit", str(limit), "--out", str(out), "--quiet"]) == 0
-    )
+    words = ["plan", f"{script}:make", "--limit", str(limit), "--engine", "chain"]
+    assert main([*words, "--out", str(out), "--quiet"]) == 0
     capsys.readouterr()
     saved = json.loads(out.read_text())["operations"]
     assert any(kind == "Fck" for kind, _ in saved)
@@ -372,7 +371,7 @@ def test_a_loaded_plan_gives_way_where_it_does_not_fit():
     limit = tight(chk)
     chk.compute_sequence(limit)
     before = chk.sequence
-    with pytest.raises(rotor.InfeasibleError, match=r"the plan needs \d+ bytes, and the l") as e:
+    with pytest.raises(rotor.InfeasibleError, match=r"the plan needs .* bytes\), and the l") as e:
         chk.load_plan(everything)
     assert e.value.minimum_bytes > limit
     assert chk.sequence == before
