@@ -100,32 +100,17 @@ bool py_lacks_needs(const py_handler_t *self, const py_run_t *run) {
     return self->is_cpu ? !run->needs->is_measured : run->needs->cost_ns < 0;
 }
 
-/* A second run on an accelerator: its time there, which a launch does not show. */
-static PyObject *call_timed(py_handler_t *self, py_run_t *run) {
+/* Runs it by a method of the session, which gives the results and a number. */
+static PyObject *call_by(py_handler_t *self, py_run_t *run, PyObject *method, int64_t *number) {
     PyObject *kwargs = run->kwargs == NULL ? PyDict_New() : Py_NewRef(run->kwargs);
-    PyObject *pair = kwargs == NULL ? NULL
-                                    : py_ask(self, run->session, _time, run->kernel->call,
-                                             run->args, kwargs);
+    PyObject *pair =
+        kwargs == NULL ? NULL
+                       : PyObject_CallMethodObjArgs(run->session, method, run->kernel->call,
+                                                    run->args, kwargs, NULL);
     PyObject *results = NULL;
-    long long ns;
-    if (pair != NULL && PyArg_ParseTuple(pair, "OL", &results, &ns)) {
-        run->needs->cost_ns = ns;
-        Py_INCREF(results);
-    }
-    Py_XDECREF(kwargs);
-    Py_XDECREF(pair);
-    return results;
-}
-
-static PyObject *call_measured(py_handler_t *self, py_run_t *run) {
-    PyObject *kwargs = run->kwargs == NULL ? PyDict_New() : Py_NewRef(run->kwargs);
-    PyObject *pair = kwargs == NULL ? NULL
-                                    : py_ask(self, run->session, _measure, run->kernel->call,
-                                             run->args, kwargs);
-    PyObject *results = NULL;
-    long long peak;
-    if (pair != NULL && PyArg_ParseTuple(pair, "OL", &results, &peak)) {
-        run->peak_bytes = peak;
+    long long found;
+    if (pair != NULL && PyArg_ParseTuple(pair, "OL", &results, &found)) {
+        *number = found;
         Py_INCREF(results);
     }
     Py_XDECREF(kwargs);
@@ -173,9 +158,10 @@ PyObject *py_odd_call(py_handler_t *self, py_run_t *run) {
     }
     int64_t start = py_handler_now(self);
     if (self->is_cpu && (run->varies || !run->needs->is_measured)) {
-        results = call_measured(self, run);
+        results = call_by(self, run, self->names[NAME__measure], &run->peak_bytes);
     } else if (!self->is_cpu && run->needs->cost_ns == COST_RAN_ONCE) {
-        results = call_timed(self, run);
+        /* The second run: its time on the device, which a launch does not show. */
+        results = call_by(self, run, self->names[NAME__time], &run->needs->cost_ns);
     } else {
         results = PyObject_Call(run->kernel->call, run->args, run->kwargs);
         run->needs->cost_ns = rotor_max(run->needs->cost_ns, COST_RAN_ONCE);

@@ -183,10 +183,14 @@ def chosen(name: str | None) -> torch.device:
 _CPU = torch.device("cpu")
 
 
+def _allocator_settings() -> str:
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    return os.environ.get("PYTORCH_ALLOC_CONF", "") if read is None else str(read())
+
+
 def libraries(device: torch.device) -> tuple[Any, ...]:
     """Return versions and settings that decide about an accelerator's kernels and blocks."""
-    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") if read is None else read()
+    settings = _allocator_settings()
     if device.type != "cuda":
         return (settings,)
     return settings, torch.version.cuda, torch.version.hip, torch.backends.cudnn.version()
@@ -194,9 +198,7 @@ def libraries(device: torch.device) -> tuple[Any, ...]:
 
 def expandable_segments() -> bool:
     """Return whether the segments of the accelerator's allocator grow."""
-    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") if read is None else read()
-    return "expandable_segments:true" in settings.replace(" ", "").lower()
+    return "expandable_segments:true" in _allocator_settings().replace(" ", "").lower()
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:

@@ -50,7 +50,6 @@ from rotor.graph import planner
 from rotor.graph.graph import Graph
 from rotor.graph.planner import PlanCurve, check_options
 from rotor.graph.program import Program, simulate
-from rotor.meter.reserving import Reserving
 from rotor.meter.step_meter import StepBytes, cancel_running
 from rotor.units import format_bytes
 
@@ -428,7 +427,6 @@ class GraphEngine(MeteredEngine):
         """Return the plan of a saved program, priced by the times of this machine."""
         step = self._step_of(key)
         plan = loaded_plan(step, source, limit_bytes)
-        plan.reserving = Reserving() if step.counts == "reserved" else None
         if not step.loss_captured:
             # The program determines the need of the loss: seeing it again changes nothing.
             self.context.learned_loss[key.measured] = plan.loss_bytes

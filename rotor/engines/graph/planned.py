@@ -36,6 +36,7 @@ from rotor.graph import planner
 from rotor.graph.blocks import program_bytes
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program, simulate
+from rotor.meter.reserving import Reserving
 from rotor.meter.step_meter import Metered
 
 __all__ = [
@@ -380,6 +381,8 @@ class GraphPlan(Metered):
 
     def __post_init__(self) -> None:
         self._known = len(self.step.captured.lowered.unrepeatable)
+        if self.step.counts == "reserved":
+            self.reserving = Reserving()
         if self.step.inductor is not None:
             self.proved.unproved = "code that Inductor compiled is not compared"
         elif not self.step.is_provable(self.limit_bytes):
