@@ -167,14 +167,15 @@ static int prepare(py_handler_t *self, py_run_t *run) {
     return ret;
 }
 
-/* What running it took, where that was measured. */
+/* What it has made, and what running it took where that was measured. */
 static void note_needs(const py_run_t *run, const py_made_t *made) {
     int64_t new_bytes = 0;
-    if (run->peak_bytes < 0) {
-        return;
-    }
     for (int64_t k = 0; k < made->count; k++) {
         new_bytes += made->origins[k] < 0 ? made->bytes[k] : 0;
+    }
+    if (run->peak_bytes < 0) {
+        run->needs->made_bytes = rotor_max(run->needs->made_bytes, new_bytes);
+        return;
     }
     run->needs->made_bytes = new_bytes;
     run->needs->workspace_bytes = rotor_max(run->peak_bytes - new_bytes, 0);
