@@ -91,7 +91,7 @@ class DynamicPlan(Metered):
         Number of ended steps, and figures of the latest ones.
     """
 
-    kind: ClassVar[str] = "dynamic"
+    engine: ClassVar[str] = "dynamic"
 
     device: torch.device
     limit_bytes: int

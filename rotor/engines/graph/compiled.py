@@ -82,10 +82,10 @@ class CompiledEngine(GraphEngine):
 
     def remarks(self, plan: Any, key: Key | None) -> list[Any]:
         """Return a table of the compiled programs, and the present executor."""
-        if plan.kind == "graph" and plan.step.inductor is not None:
+        if plan.engine == "graph" and plan.step.inductor is not None:
             return [attempt_table(plan.step.inductor.attempts, "Inductor")]
         tried = [] if key is None else self.attempts.get(key.measured, [])
-        return [attempt_table(tried, "FX" if plan.kind == "graph" else "blocks")]
+        return [attempt_table(tried, "FX" if plan.engine == "graph" else "blocks")]
 
     def _give_up(self, plan: GraphPlan) -> None:
         assert plan.step.inductor is not None

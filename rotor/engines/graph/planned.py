@@ -365,7 +365,7 @@ class GraphPlan(Metered):
         Record of the search for the program.
     """
 
-    kind: ClassVar[str] = "graph"
+    engine: ClassVar[str] = "graph"
 
     step: CapturedStep
     graph: Graph
