@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rotor.chain import write_json
 from rotor.commands import add_output, add_trace, check_pages, examples, give, tell
-from rotor.commands.model import Subject, add_model, add_profile, limit_of, wrapped
+from rotor.commands.model import UNKNOWN, Subject, add_model, add_profile, limit_of, wrapped
 from rotor.units import exact_bytes, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ def _run(arguments: argparse.Namespace) -> int:
     text: str = model.report(arguments.html)
     if measured:
         text += f"\na step, measured: {format_bytes(figures[0])}, {format_seconds(figures[1])}"
+        text += "" if subject.knows_loss() else f",\nwith {UNKNOWN}"
     aside = (
         running.set_aside_bytes(subject)
         if schedule is not None and subject.output is not None
