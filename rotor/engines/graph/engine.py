@@ -32,6 +32,7 @@ from rotor.engines.graph.early import owners_of
 from rotor.engines.graph.improving import Improver
 from rotor.engines.graph.loading import loaded_plan
 from rotor.engines.graph.making import make_graph_plan
+from rotor.engines.graph.marks import drop_preferences
 from rotor.engines.graph.planned import (
     CapturedStep,
     GraphPlan,
@@ -354,6 +355,11 @@ class GraphEngine(MeteredEngine):
 
         def plan_of(step: CapturedStep) -> GraphPlan:
             make = partial(self._found, step, key, limit_bytes)
+            try:
+                return self.sizing.plan(step, key, reserve_bytes, solve, make)
+            except InfeasibleError:
+                if not drop_preferences(step.lowered.tasks):
+                    raise
             return self.sizing.plan(step, key, reserve_bytes, solve, make)
 
         try:

@@ -21,6 +21,7 @@ from rotor.common.accounting import (
 )
 from rotor.common.checksums import NO_ROOM, has_room
 from rotor.common.timeline import PredictedTimeline
+from rotor.engines.graph import marks
 from rotor.engines.graph.capture import Capture, Captured
 from rotor.engines.graph.early import EarlyCode, EarlyStep, Owners
 from rotor.engines.graph.emit import StepCode, checksums_of, emit
@@ -457,6 +458,11 @@ class GraphPlan(Metered):
     def recomputed(self) -> int:
         """Operations that run more than once."""
         return int((self.program.runs > 1).sum())
+
+    @property
+    def marks(self) -> str:
+        """Text on the operations that a policy of selective checkpointing marks; often empty."""
+        return marks.described(t.node for t in self.step.lowered.tasks if t.node is not None)
 
     @property
     def proof(self) -> str:
