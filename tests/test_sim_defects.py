@@ -26,6 +26,36 @@ def operands(rows=2048, width=256):
     return value, torch.randn(width, width, device="sim", requires_grad=True)
 
 
+def test_workspaces_are_learnt(sim):
+    """Evict nothing where everything fits, once the need of each operator is known."""
+    value, weight = operands()
+    level = sim.memory_allocated()
+    sim.reset_peak_memory_stats()
+    expected = torch.autograd.grad(tower(value, weight), weight)[0]
+    limit = sim.max_memory_allocated() - level + MIB
+    evictions = []
+    for _ in range(2):
+        with dtr.budget(limit) as session:
+            found = torch.autograd.grad(tower(value, weight), weight)[0]
+            evictions.append(session.stats.evictions)
+        assert torch.equal(found, expected)
+    assert evictions[1] == 0
+
+
+def test_checksums_are_within_the_budget(sim):
+    """Leave room for the checksums of what is evicted, which are made on the device."""
+    value, weight = operands(64, 128)
+    limit = 3 * MIB
+    for _ in range(3):
+        level = sim.memory_allocated()
+        sim.reset_peak_memory_stats()
+        with dtr.budget(limit, verify="always") as session:
+            torch.autograd.grad(tower(value, weight, 120), weight)
+            assert session.stats.evictions > 0
+        assert session.compared > 0
+        assert sim.max_memory_allocated() - level <= limit
+
+
 def test_costs_are_times_of_the_device(sim):
     """Take an operator's cost from the device, whose work outlasts the launch by far."""
     value, weight = operands(64, 64)

@@ -97,11 +97,11 @@ int py_odd_note_varying(py_handler_t *self, const py_run_t *run) {
 }
 
 bool py_lacks_needs(const py_handler_t *self, const py_run_t *run) {
-    return self->is_cpu ? !run->needs->is_measured : run->needs->cost_ns < 0;
+    return !run->needs->is_measured || (!self->is_cpu && run->needs->cost_ns < 0);
 }
 
 /* Runs it by a method of the session, which gives the results and a number. */
-static PyObject *call_by(py_handler_t *self, py_run_t *run, PyObject *method, int64_t *number) {
+static PyObject *call_by(py_run_t *run, PyObject *method, int64_t *number) {
     PyObject *kwargs = run->kwargs == NULL ? PyDict_New() : Py_NewRef(run->kwargs);
     PyObject *pair =
         kwargs == NULL ? NULL
@@ -157,14 +157,13 @@ PyObject *py_odd_call(py_handler_t *self, py_run_t *run) {
         }
     }
     int64_t start = py_handler_now(self);
-    if (self->is_cpu && (run->varies || !run->needs->is_measured)) {
-        results = call_by(self, run, self->names[NAME__measure], &run->peak_bytes);
-    } else if (!self->is_cpu && run->needs->cost_ns == COST_RAN_ONCE) {
+    if (run->varies || !run->needs->is_measured) {
+        results = call_by(run, self->names[NAME__measure], &run->peak_bytes);
+    } else if (py_lacks_needs(self, run)) {
         /* The second run: its time on the device, which a launch does not show. */
-        results = call_by(self, run, self->names[NAME__time], &run->needs->cost_ns);
+        results = call_by(run, self->names[NAME__time], &run->needs->cost_ns);
     } else {
         results = PyObject_Call(run->kernel->call, run->args, run->kwargs);
-        run->needs->cost_ns = rotor_max(run->needs->cost_ns, COST_RAN_ONCE);
     }
     run->took_ns = run->needs->cost_ns >= 0 ? run->needs->cost_ns : py_handler_now(self) - start;
     if (results != NULL && !run->needs->is_measured) {

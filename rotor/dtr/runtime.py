@@ -175,7 +175,7 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
         """Run an operator; return its results, and the bytes that it took or -1."""
         if profiler.profiler_in_use():
             return call(*args, **kwargs), -1
-        return run_measured(call, args, kwargs)
+        return run_measured(call, args, kwargs, self.device)
 
     def _time(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, int]:
         """Run an operator, the second time on such arguments; return its results and its time.

@@ -53,9 +53,11 @@ def guess(operator: Operator, args: Any, kwargs: dict[str, Any], read_bytes: int
     return Needs(made, made + read_bytes, False)
 
 
-def run_measured(call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, int]:
-    """Run an operator with the CPU's allocator watched; return its results and its peak bytes."""
-    trace = profiler.AllocationTrace()
+def run_measured(
+    call: Callable[..., Any], args: Any, kwargs: dict[str, Any], device: torch.device
+) -> tuple[Any, int]:
+    """Run an operator with a device's allocator watched; return its results and its peak bytes."""
+    trace = profiler.AllocationTrace(device_type=device.type)
     trace.start()
     try:
         results = call(*args, **kwargs)
