@@ -125,11 +125,13 @@ typedef struct {
 
 void py_pattern_release(py_pattern_t *pattern);
 
+enum { COST_UNKNOWN = -1 }; /* Another number below 0: it is being measured. */
+
 /* The memory that an operator takes on arguments of one layout. */
 typedef struct {
     PyObject_HEAD int64_t made_bytes;
     int64_t workspace_bytes;
-    int64_t cost_ns; /* of an accelerator's time, measured in its second run; -1: not yet */
+    int64_t cost_ns; /* of an accelerator's time, measured in its second run */
     char is_measured;
     py_pattern_t *pattern; /* NULL: not known, or not the same for all such arguments */
 } py_needs_t;

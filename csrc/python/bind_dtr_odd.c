@@ -97,16 +97,16 @@ int py_odd_note_varying(py_handler_t *self, const py_run_t *run) {
 }
 
 bool py_lacks_needs(const py_handler_t *self, const py_run_t *run) {
-    return !run->needs->is_measured || (!self->is_cpu && run->needs->cost_ns < 0);
+    return !run->needs->is_measured || (!self->is_cpu && run->needs->cost_ns == COST_UNKNOWN);
 }
 
-/* Runs it by a method of the session, which gives the results and a number. */
-static PyObject *call_by(py_run_t *run, PyObject *method, int64_t *number) {
+/* Runs it by a method of the session, which gives the results and a number; it may take the needs. */
+static PyObject *call_by(py_run_t *run, PyObject *method, PyObject *needs, int64_t *number) {
     PyObject *kwargs = run->kwargs == NULL ? PyDict_New() : Py_NewRef(run->kwargs);
     PyObject *pair =
         kwargs == NULL ? NULL
                        : PyObject_CallMethodObjArgs(run->session, method, run->kernel->call,
-                                                    run->args, kwargs, NULL);
+                                                    run->args, kwargs, needs, NULL);
     PyObject *results = NULL;
     long long found;
     if (pair != NULL && PyArg_ParseTuple(pair, "OL", &results, &found)) {
@@ -158,10 +158,11 @@ PyObject *py_odd_call(py_handler_t *self, py_run_t *run) {
     }
     int64_t start = py_handler_now(self);
     if (run->varies || !run->needs->is_measured) {
-        results = call_by(run, self->names[NAME__measure], &run->peak_bytes);
+        results = call_by(run, self->names[NAME__measure], NULL, &run->peak_bytes);
     } else if (py_lacks_needs(self, run)) {
         /* The second run: its time on the device, which a launch does not show. */
-        results = call_by(run, self->names[NAME__time], &run->needs->cost_ns);
+        results = call_by(run, self->names[NAME__time], (PyObject *)run->needs,
+                          &run->needs->cost_ns);
     } else {
         results = PyObject_Call(run->kernel->call, run->args, run->kwargs);
     }

@@ -27,12 +27,14 @@ __all__ = [
     "free_and_total_bytes",
     "generator_of",
     "has_counters",
+    "identity",
     "is_capturing",
     "is_type",
     "known",
     "libraries",
     "memory_fraction",
     "name_of",
+    "occupy",
     "prepare",
     "release_all",
     "release_cached",
@@ -234,6 +236,20 @@ def name_of(device: torch.device) -> str:
     return device.type if read is None else str(read(device))
 
 
+def identity(device: torch.device) -> str:
+    """Return what tells an accelerator from the others of its machine, in every process."""
+    read = getattr(_module(device), "get_device_properties", None)
+    found = None if read is None else getattr(read(device), "uuid", None)
+    if found is not None:
+        return str(found)
+    visible = [os.environ.get(name, "") for name in _VISIBLE]
+    return f"{device} of {' '.join(visible)}"
+
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""Variables that show a process some of the devices."""
+
+
 def capturing(device: torch.device) -> Callable[[], bool] | None:
     """Return the question of whether work is being captured; ``None`` where it cannot be."""
     if device.type == "cpu":
@@ -269,6 +285,21 @@ def departure(device: torch.device) -> Callable[[], bool] | None:
 def synchronize(device: torch.device) -> None:
     """Wait for all work on an accelerator."""
     torch.accelerator.synchronize(device)
+
+
+_BUSY_CYCLES = 1 << 20
+"""Cycles of the kernel that occupies a device: half a millisecond."""
+
+
+def occupy(device: torch.device) -> None:
+    """Have an accelerator's stream busy for half a millisecond, if its module has a kernel for it.
+
+    What is launched meanwhile runs without a gap: events around it show the device's own time.
+    """
+    sleep = getattr(_module(device), "_sleep", None)
+    if sleep is not None:
+        with torch.accelerator.device_index(device.index or 0):
+            sleep(_BUSY_CYCLES)
 
 
 def settle_backwards(device: torch.device) -> None:

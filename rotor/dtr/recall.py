@@ -17,7 +17,7 @@ from rotor.common.frames import warn_caller
 from rotor.dtr.calling import ModulePaths
 from rotor.dtr.operators import KERNELS
 from rotor.dtr.repeating import Verifier, verifying_bytes
-from rotor.dtr.signatures import known_needs
+from rotor.dtr.signatures import known_needs, read_times
 from rotor.dtr.storages import StorageRef, bytes_of
 from rotor.errors import BudgetError, MemoryLimitWarning
 from rotor.meter import allocator
@@ -216,6 +216,7 @@ class Recall:
 
         Where this is a wish, it may stay one.
         """
+        read_times(self.device)
         make_room, now = self._book.make_room, CLOCK or perf_counter_ns
         start = now()
         taking = 0

@@ -93,8 +93,8 @@ MUTATIONS = [
     Mutation("a budget has room for checksums", "rotor/dtr/recall.py",
              "return scrap_bytes(limit) + self._proof_bytes", "return scrap_bytes(limit)",
              DEFECTS + "checksums"),
-    Mutation("costs are times of the device", "rotor/dtr/runtime.py",
-             "return results, clock.stop()", "clock.stop()\n        return results, 1000",
+    Mutation("costs are times of the device", "rotor/dtr/signatures.py",
+             "needs.cost_ns = ns", "needs.cost_ns = 1000",
              DEFECTS + "times_of_the_device"),
     Mutation("a budget refuses other streams", DEVICES,
              "torch.accelerator.current_stream(index) != current", "False", DEFECTS + "stream"),
@@ -109,8 +109,12 @@ MUTATIONS = [
     Mutation("the CPU takes no reserved limit", "rotor/engines/graph/counting.py",
              'if counts == "reserved" and device.type == "cpu":', "if False:",
              "tests/test_counts.py"),
-    Mutation("a clock waits for its last event", "rotor/timing.py", "end.synchronize()", "pass",
-             DEFECTS + "times_of_the_device"),
+    Mutation("a clock waits for its last event", "rotor/timing.py",
+             "self._events[1].synchronize()", "pass", "tests/test_timing.py -k cuda"),
+    Mutation("times leave launches out", "rotor/timing.py", "devices.occupy(self._device)", "pass",
+             DEFECTS + "launches"),
+    Mutation("the runtime waits for no event", "rotor/dtr/signatures.py",
+             "clock.stop_later()", "clock.stop", DEFECTS + "waits"),
 ]  # fmt: skip
 
 

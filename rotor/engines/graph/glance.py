@@ -139,7 +139,7 @@ def _glance(
     for task, row in zip(tasks, found, strict=True):
         if row is None:
             made = planned_bytes(lowered, task)
-            costs.append(Cost(estimated_ns(task), 0, tuple(made), NOT_RUN))
+            costs.append(Cost(estimated_ns(task, device), 0, tuple(made), NOT_RUN))
             continue
         name, ns, made, flags = row
         segment = segments[name]

@@ -53,7 +53,7 @@ _SECONDS_PER_OPERATION = 0.5
 
 
 _RANDOM_BLOCK = 1 << 16
-_BYTES_PER_NS = 4
+_BYTES_PER_NS = (4, 500)  # On the CPU, and on an accelerator.
 _MOST_DEPTH = 30
 FAILURES = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError)
 _OVERHEAD_NS = 5_000
@@ -378,7 +378,7 @@ def _measure(
     costs = []
     for task, ns, made, found in zip(tasks, times, sizes, flags, strict=True):
         if ns is None:
-            costs.append(Cost(estimated_ns(task), 0, tuple(made), found))
+            costs.append(Cost(estimated_ns(task, device), 0, tuple(made), found))
             continue
         segment = next(segments)
         workspace = max(segment.peak_bytes - segment.start_bytes - sum(made), 0)
@@ -433,7 +433,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def estimated_ns(task: Task) -> int:
+def estimated_ns(task: Task, device: torch.device) -> int:
     """Return a time by the bytes read and made, for operations that cannot run alone."""
     assert task.node is not None
     nodes = [*task.node.all_input_nodes, task.node]
@@ -444,7 +444,7 @@ def estimated_ns(task: Task) -> int:
         if isinstance(t, torch.Tensor)
     ]
     total = sum(t.numel() * t.element_size() for t in tensors)
-    return _OVERHEAD_NS + total // _BYTES_PER_NS
+    return _OVERHEAD_NS + total // _BYTES_PER_NS[device.type != "cpu"]
 
 
 def timed(task: Task, arguments: Arguments, device: torch.device) -> int | None:
