@@ -57,6 +57,40 @@ def test_checksums_are_within_the_budget(sim):
         assert sim.max_memory_allocated() - level <= limit
 
 
+@torch.library.custom_op("rotor_sim::seeded", mutates_args=())
+def seeded(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Double, and return a seed on the CPU, as memory-efficient attention does."""
+    return value * 2, torch.zeros((), dtype=torch.int64, device="cpu")
+
+
+@seeded.register_fake
+def _(value):
+    return torch.empty_like(value), torch.zeros((), dtype=torch.int64, device="cpu")
+
+
+seeded.register_autograd(lambda context, gradient, seed: gradient * 2)
+
+
+def test_results_beside_a_seed_on_the_cpu_are_evicted(sim):
+    value, weight = operands(512, 128)
+
+    def loss():
+        found = value
+        for _ in range(12):
+            found = torch.sin(seeded(found @ weight)[0])
+        return found.square().mean()
+
+    expected = torch.autograd.grad(loss(), weight)[0]
+    for _ in range(2):
+        level = sim.memory_allocated()
+        sim.reset_peak_memory_stats()
+        with dtr.budget("2.5 MiB") as session:
+            found = torch.autograd.grad(loss(), weight)[0]
+            assert session.stats.evictions > 0
+        assert sim.max_memory_allocated() - level <= 5 * MIB // 2
+        assert torch.equal(found, expected)
+
+
 def test_costs_are_times_of_the_device(sim):
     """Take an operator's cost from the device, whose work outlasts the launch by far."""
     value, weight = operands(64, 64)
