@@ -35,12 +35,12 @@ def test_workspaces_are_learnt(sim):
     expected = torch.autograd.grad(tower(value, weight), weight)[0]
     limit = sim.max_memory_allocated() - level + MIB
     evictions = []
-    for _ in range(2):
+    for _ in range(3):
         with dtr.budget(limit) as session:
             found = torch.autograd.grad(tower(value, weight), weight)[0]
             evictions.append(session.stats.evictions)
         assert torch.equal(found, expected)
-    assert evictions[1] == 0
+    assert evictions[-1] == 0
 
 
 def test_checksums_are_within_the_budget(sim):
@@ -178,13 +178,15 @@ def test_costs_depend_on_flags(sim):
     assert environment_of(torch.device("sim", 0)) == before
 
 
-def test_an_allocator_without_counters(sim, monkeypatch):
+def test_an_allocator_without_counters(sim, monkeypatch, tmp_path):
     """Refuse to measure in words where a pluggable allocator counts nothing."""
+    monkeypatch.setenv("ROTOR_CACHE_DIR", str(tmp_path))  # Nothing is known from earlier runs.
 
     def nothing(device):
         raise RuntimeError("does not yet support getDeviceStats")
 
     monkeypatch.setattr(devices, "reset_peak", nothing)
+    monkeypatch.setattr(devices, "counters", nothing)
     wrapped = rotor.Checkpointable(nn.Linear(4, 4).to("sim"), mem_limit="1 MiB")
     with pytest.raises(RuntimeError, match="counts no bytes"):
         wrapped(torch.zeros(2, 4, device="sim"))

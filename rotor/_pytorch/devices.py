@@ -40,6 +40,8 @@ __all__ = [
     "release_cached",
     "reserved_bytes",
     "reset_peak",
+    "run_in_backward",
+    "searches",
     "settle_backwards",
     "synchronize",
 ]
@@ -311,6 +313,39 @@ def settle_backwards(device: torch.device) -> None:
     with torch.inference_mode(False), torch.enable_grad():
         nothing = torch.empty(0, device=device, requires_grad=True)
         nothing.view(0).backward(torch.empty(0, device=device))
+
+
+class _Calling(torch.autograd.Function):
+    """Function whose backward calls another one."""
+
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor, call: Callable[[], object]) -> torch.Tensor:
+        """Keep the function."""
+        context.call = call
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        """Call it."""
+        context.call()
+        return gradient, None
+
+
+def run_in_backward(device: torch.device, call: Callable[[], object]) -> None:
+    """Call a function in an accelerator's thread of backwards, without gradients."""
+    with torch.inference_mode(False), torch.enable_grad():
+        nothing = torch.empty(0, device=device, requires_grad=True)
+        made = _Calling.apply(nothing, call)
+        torch.autograd.grad(made, nothing, torch.empty(0, device=device))
+    settle_backwards(device)
+
+
+def searches(device: torch.device) -> bool:
+    """Return whether each thread searches algorithms at an operation's first call.
+
+    A search takes as much memory as it finds, once. CUDA searches if it is asked to.
+    """
+    return device.type != "cpu" and (device.type != "cuda" or torch.backends.cudnn.benchmark)
 
 
 def prepare(device: torch.device) -> None:

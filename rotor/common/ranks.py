@@ -174,9 +174,9 @@ def sharers(device: torch.device) -> int:
     """Return the number of training processes that share this memory; 1 if it is not declared.
 
     All processes on this machine share the CPU's memory, and all on one device its memory;
-    ``torchrun`` declares their number in ``LOCAL_WORLD_SIZE``. Where this process sees fewer devices
-    than there are processes, each may have been given one of its own: ranks then tell each other
-    theirs, without a collective operation.
+    ``torchrun`` declares their number in ``LOCAL_WORLD_SIZE``. Where this process sees fewer
+    devices than there are processes, each may have been given one of its own: ranks then tell
+    each other theirs, in no collective operation.
 
     Parameters
     ----------
@@ -210,7 +210,9 @@ def _found_sharers(device: torch.device, divided: int) -> int:
     try:
         store.wait(names, _PATIENCE)
     except RuntimeError:
-        logger.info("%d processes are taken to share %s: not all say which is theirs", divided, device)
+        logger.info(
+            "%d processes are taken to share %s: not all say which is theirs", divided, device
+        )
         return divided
     return sum(store.get(name).decode() == mine for name in names)
 

@@ -180,7 +180,7 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
     def _time(
         self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any], needs: Needs
     ) -> tuple[Any, int]:
-        """Run an operator, the second time on such arguments; return its results and a number."""
+        """Run an operator whose needs are known; return its results and a number."""
         return run_timed(call, args, kwargs, needs, self.device)
 
     def _has_run(self, needs: Needs, state: torch.Tensor | None) -> None:

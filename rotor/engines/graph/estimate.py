@@ -176,7 +176,9 @@ class Machine:
         if low_precision and self.low_precision_flops_per_second is not None:
             speed = self.low_precision_flops_per_second
         work = max(flops / speed, moved_bytes / self.bytes_per_second)
-        return self.launch_seconds + work if self.device == "cpu" else max(self.launch_seconds, work)
+        return (
+            self.launch_seconds + work if self.device == "cpu" else max(self.launch_seconds, work)
+        )
 
     def rounded_bytes(self, nbytes: int) -> int:
         """Bytes that the allocator of this machine counts for a block of `nbytes`."""

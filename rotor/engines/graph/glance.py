@@ -23,6 +23,7 @@ from rotor.engines.graph.profile import (
     FAILURES,
     Arguments,
     Cost,
+    choose_kernels,
     cost_of_row,
     distinct_operations,
     environment_of,
@@ -104,6 +105,7 @@ def glance(
         if cost is not None and (proves or cost.flags != UNTESTED):
             known[key] = cost
     todo = [key for key in distinct if key not in known]
+    choose_kernels(distinct.values(), lowered, device, primals)
     if todo:
         check_idle(device)
         tasks = [distinct[key] for key in todo]

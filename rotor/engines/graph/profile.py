@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -294,6 +294,7 @@ def profile(
     keys = keys_of(lowered, device)
     distinct, known = distinct_operations(lowered, keys, device)
     todo = [key for key in distinct if key not in known]
+    choose_kernels(distinct.values(), lowered, device, primals)
     if todo:
         check_idle(device)
         arguments = Arguments(lowered, primals)
@@ -305,6 +306,34 @@ def profile(
         if not is_single():
             cache.store("profile", environment_of(device), rows)
     return in_order(lowered, keys, known)
+
+
+def choose_kernels(
+    tasks: Iterable[Task], lowered: Lowered, device: torch.device, primals: Sequence[Any]
+) -> None:
+    """Have both threads of a step search the algorithms of convolutions before a step runs.
+
+    Parameters
+    ----------
+    tasks
+        Operations, also those whose costs are known.
+    lowered, device, primals
+        As of `profile`.
+    """
+    if not devices.searches(device):
+        return
+    found = [task for task in tasks if "convolution" in str(task.node and task.node.target)]
+    arguments = Arguments(lowered, primals)
+
+    def run() -> None:
+        for task in found:
+            with suppress(*FAILURES):
+                function, args, kwargs = arguments.of(task)
+                function(*args, **kwargs)
+
+    with isolated(device):
+        run()
+        devices.run_in_backward(device, run)
 
 
 def distinct_operations(
