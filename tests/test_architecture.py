@@ -74,6 +74,7 @@ C_LEVELS = {
             "log_writer",
             "program",
             "sequence",
+            "tier",
         ],
         ["floating", "persistent", "persistent_kernel", "frontier", "revolve"],
         ["log_commands", "log_reader", "log_fields", "log_instructions", "log"],
@@ -87,7 +88,7 @@ C_LEVELS = {
     ],
     "csrc/python": [
         ["support"],
-        ["bind_blocks", "bind_candidate", "bind_chain", "bind_checksum", "bind_log"],
+        ["bind_blocks", "bind_candidate", "bind_chain", "bind_checksum", "bind_log", "bind_tier"],
         ["bind_log_writer"],
         [
             "bind_planner",
@@ -117,7 +118,7 @@ C_LEVELS = {
 }
 C_SYSTEM_HEADERS = re.compile(
     r"(assert|ctype|dlfcn|errno|fcntl|float|inttypes|limits|mach/mach|malloc|malloc/malloc|math|"
-    r"stdbool|stddef|stdint|stdio|stdlib|string|sys/\w+|time|unistd|x86intrin|immintrin)\.h"
+    r"pthread|signal|stdbool|stddef|stdint|stdio|stdlib|string|sys/\w+|time|unistd|x86intrin|immintrin)\.h"
 )
 MOST_LINES = 620
 
