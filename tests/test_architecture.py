@@ -25,7 +25,7 @@ LAYERS = [
     ["chain", "timing", "_pytorch"],
     ["common", ""],
     ["meter", "algorithms"],
-    ["graph", "simrd"],
+    ["graph", "simrd", "tier"],
     ["report", "dtr"],
     ["engines"],
     ["wrapper", "memory", "inspection"],
@@ -42,7 +42,7 @@ ENGINES = [
     ["parts"],
     ["sequential"],
 ]
-MOST_LAYERS, MOST_NAMES = 11, 22
+MOST_LAYERS, MOST_NAMES = 11, 23
 
 WITHOUT_TORCH = (
     "errors",

@@ -1,0 +1,260 @@
+"""Offloaded values of a step: their places in a second tier, and their moves."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from rotor.engines.graph.actions import Action, Kind, actions_of, offloaded
+from rotor.engines.graph.lowering import Lowered
+from rotor.tier.interface import Tier
+
+__all__ = ["Layout", "StepTier", "Waits", "layout_of", "padded_bytes"]
+
+logger = logging.getLogger("rotor")
+
+
+@dataclass
+class Waits:
+    """Time that steps of a program have spent in waits for a tier.
+
+    Attributes
+    ----------
+    writing_ns, reading_ns
+        For offloads to end, and for fetches.
+    steps
+        Number of steps.
+    """
+
+    writing_ns: int = 0
+    reading_ns: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Places of a program's offloaded values in the area of a step.
+
+    Attributes
+    ----------
+    tier
+        Tier.
+    offsets
+        Begin of each storage's place.
+    sizes
+        Bytes of each storage.
+    nbytes
+        Bytes of the area.
+    waits
+        Record of the waits.
+    """
+
+    tier: Tier
+    offsets: dict[int, int]
+    sizes: dict[int, int]
+    nbytes: int
+    waits: Waits = field(default_factory=Waits)
+
+    def prepare(self) -> None:
+        """Reserve the area of a step now, where a full disk can still be named."""
+        self.tier.release(self.tier.allocate(self.nbytes))
+
+    def begin(self) -> StepTier:
+        """Return the offloaded values of a new step."""
+        self.waits.steps += 1
+        return StepTier(self)
+
+
+class StepTier:
+    """Offloaded values of one step; they go with the last reference to it.
+
+    Parameters
+    ----------
+    layout
+        Places.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._tickets: dict[tuple[Kind, int], tuple[Any, torch.Tensor]] = {}
+        self._forms: dict[int, tuple[Any, ...]] = {}
+        self._layout = layout
+        self._tier = layout.tier
+        self._area: Any = None
+        self._area = self._tier.allocate(layout.nbytes)
+
+    def write(self, storage: int, tensor: torch.Tensor) -> None:
+        """Begin to write the storage of a tensor."""
+        memory = tensor.untyped_storage()
+        nbytes = memory.nbytes()
+        if nbytes > self._layout.sizes[storage]:
+            raise RuntimeError(
+                f"a value of {nbytes} bytes is to be offloaded, and its plan has room for "
+                f"{self._layout.sizes[storage]}: an operation has made more than when it was "
+                "measured. Run measure() again"
+            )
+        source = _as_bytes(memory, 0, nbytes, tensor.device)
+        phase = source.data_ptr() % self._tier.alignment_bytes
+        form = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self._forms[storage] = tensor.dtype, tensor.device, form, nbytes, phase
+        # An earlier write of the same values, by a first backward, is complete.
+        ticket = self._tier.write(self._area, self._layout.offsets[storage], source)
+        self._tickets[Kind.FINISH, storage] = ticket, source
+
+    def written(self, storage: int) -> None:
+        """Wait until a storage is written, and let go of it."""
+        self._layout.waits.writing_ns += self._wait(Kind.FINISH, storage)
+
+    def fetch(self, storage: int) -> torch.Tensor:
+        """Return a new tensor of a storage's form, whose bytes are on their way."""
+        dtype, device, (shape, stride, offset), nbytes, phase = self._forms[storage]
+        alignment = self._tier.alignment_bytes
+        extra = alignment if alignment > 1 else 0
+        raw = torch.empty(nbytes + extra, dtype=torch.uint8, device=device)
+        memory = raw.untyped_storage()
+        begin = (phase - raw.data_ptr()) % alignment if extra else 0
+        target = _as_bytes(memory, begin, nbytes, device)
+        made = torch.empty(0, dtype=dtype, device=device)
+        made.set_(memory, begin // dtype.itemsize + offset, shape, stride)  # type: ignore[call-overload]
+        ticket = self._tier.read(self._area, self._layout.offsets[storage], target)
+        self._tickets[Kind.FETCH, storage] = ticket, target
+        return made
+
+    def fetched(self, storage: int) -> None:
+        """Wait until the bytes of a fetched storage have come."""
+        self._layout.waits.reading_ns += self._wait(Kind.FETCH, storage)
+
+    def _wait(self, kind: Kind, storage: int) -> int:
+        known = self._tickets.get((kind, storage))
+        if known is None:
+            # A second backward of the same step: it has been waited for.
+            return 0
+        begun = time.monotonic_ns()
+        self._tier.wait(known[0])
+        del self._tickets[kind, storage]
+        return time.monotonic_ns() - begun
+
+    def __del__(self) -> None:
+        # What still moves needs its memory and its place.
+        for ticket, _ in self._tickets.values():
+            try:
+                self._tier.wait(ticket)
+            except Exception as error:
+                logger.info("a transfer of a dropped step failed: %s", error)
+        self._tickets.clear()
+        if self._area is not None:
+            self._tier.release(self._area)
+
+
+def _as_bytes(
+    memory: torch.UntypedStorage, begin: int, nbytes: int, device: torch.device
+) -> torch.Tensor:
+    made = torch.empty(0, dtype=torch.uint8, device=device)
+    return made.set_(memory, begin, (nbytes,), (1,))  # type: ignore[call-overload, no-any-return]
+
+
+def layout_of(
+    tier: Tier, lowered: Lowered, numbers: Sequence[int], sizes: Sequence[int]
+) -> Layout | None:
+    """Return places for a program's offloaded values; ``None`` if it has none.
+
+    Parameters
+    ----------
+    tier
+        Tier.
+    lowered, numbers
+        Operations, and the actions of the program.
+    sizes
+        Bytes of the storages.
+    """
+    actions = actions_of(lowered, numbers)
+    lives = _lives(actions, lowered.loss)
+    if not lives:
+        return None
+    offsets, nbytes = _placed(lives, {s: tier.room(sizes[s]) for s in lives})
+    return Layout(tier, offsets, {s: sizes[s] for s in lives}, nbytes)
+
+
+def _lives(actions: Sequence[Action], loss: int) -> dict[int, tuple[int, int]]:
+    """Return when each storage has a place in the tier.
+
+    The values that a forward has written and a backward fetches stay to the end: a backward that
+    keeps its graph is followed by another one, which fetches them again.
+    """
+    boundary = next(
+        k for k, action in enumerate(actions) if action.kind is Kind.RUN and action.number == loss
+    )
+    fetched: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for position, action in enumerate(actions):
+        if action.kind is Kind.FETCH:
+            fetched[action.number] = last[action.number] = position
+        for storage in action.reads:
+            if fetched.get(storage) == last.get(storage) is not None:
+                # The first reading after the last fetch so far ends that.
+                last[storage] = position
+                del fetched[storage]
+    found = {}
+    for storage, places in offloaded(actions).items():
+        if places:
+            crosses = places[0] < boundary < last[storage]
+            found[storage] = places[0], len(actions) if crosses else last[storage]
+    return found
+
+
+def _placed(
+    lives: dict[int, tuple[int, int]], rooms: dict[int, int]
+) -> tuple[dict[int, int], int]:
+    """Return an offset for each storage, and the bytes in all: large ones first, lowest place."""
+    order = sorted(lives, key=lambda s: (-rooms[s], s))
+    begins = np.array([lives[s][0] for s in order], dtype=np.int64)
+    ends = np.array([lives[s][1] for s in order], dtype=np.int64)
+    lows = np.zeros(len(order), dtype=np.int64)
+    highs = np.zeros(len(order), dtype=np.int64)
+    for k, storage in enumerate(order):
+        beside = np.flatnonzero((begins[:k] <= ends[k]) & (begins[k] <= ends[:k]))
+        place = 0
+        for other in beside[np.argsort(lows[beside], kind="stable")]:
+            if lows[other] - place >= rooms[storage]:
+                break
+            place = max(place, int(highs[other]))
+        lows[k], highs[k] = place, place + rooms[storage]
+    offsets = {storage: int(lows[k]) for k, storage in enumerate(order)}
+    return offsets, int(highs.max(initial=0))
+
+
+def padded_bytes(
+    lowered: Lowered, numbers: Sequence[int], peak_bytes: Sequence[int], alignment_bytes: int
+) -> int:
+    """Return the peak of a program whose fetched values take `alignment_bytes` more each.
+
+    Parameters
+    ----------
+    lowered, numbers
+        Operations, and the actions of the program.
+    peak_bytes
+        Most live bytes at each action, without these.
+    alignment_bytes
+        Alignment of the tier; 1 for none.
+    """
+    peaks = np.array(peak_bytes, dtype=np.int64)
+    if alignment_bytes > 1:
+        actions = actions_of(lowered, numbers)
+        live = np.zeros(len(actions) + 1, dtype=np.int64)
+        last_read: dict[int, int] = {}
+        for position in range(len(actions) - 1, -1, -1):
+            action = actions[position]
+            for storage in action.makes:
+                last = last_read.pop(storage, position)
+                if action.kind is Kind.FETCH:
+                    live[position] += 1
+                    live[last + 1] -= 1
+            for storage in action.reads:
+                last_read.setdefault(storage, position)
+        peaks = peaks + alignment_bytes * np.cumsum(live[:-1])
+    return int(peaks.max(initial=0))
