@@ -279,6 +279,8 @@ def heuristics() -> list[tuple[str, tuple[str, ...]]]: ...
 
 # -- graphs, programs, planner (csrc/python/bind_planner.c)
 
+_Link = tuple[float, float, int, bool, int, int, int]
+
 @final
 class Dataflow:
     def __new__(
@@ -293,9 +295,12 @@ class Dataflow:
         outputs: Any,
         storage_bytes: Any,
         pinned: Any,
+        fixed: Any,
         /,
     ) -> Dataflow: ...
-    def simulate(self, ops: Any, /) -> tuple[int, int, bytearray, bytearray]: ...
+    def simulate(
+        self, ops: Any, link: _Link | None = None, /
+    ) -> tuple[int, int, bytearray, bytearray, int, int, int]: ...
     def lower_bound(self) -> int: ...
     def plan(
         self,

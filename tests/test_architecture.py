@@ -63,6 +63,7 @@ C_LEVELS = {
     "csrc/rotor": [
         ["core"],
         ["bits", "chain", "checksum_blocks", "dataflow", "heuristics"],
+        ["link"],
         ["probe", "probe_cuda", "timing", "vector", "envelope"],
         [
             "blocks",

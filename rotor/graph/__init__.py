@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rotor.engines.graph.recorded import Profile, save_profile
     from rotor.graph.exact import Proof, checkmate
     from rotor.graph.graph import Graph, Operation, Storage
+    from rotor.graph.link import Link
     from rotor.graph.planner import PlanCurve, curve, lower_bound, plan
     from rotor.graph.program import Program, Timeline, simulate
     from rotor.graph.summaries import Summary, summarise
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Graph",
+    "Link",
     "Machine",
     "Operation",
     "PlanCurve",
@@ -50,6 +52,7 @@ _LAZY = {
     "Graph": "rotor.graph.graph",
     "Operation": "rotor.graph.graph",
     "Storage": "rotor.graph.graph",
+    "Link": "rotor.graph.link",
     "Program": "rotor.graph.program",
     "Timeline": "rotor.graph.program",
     "simulate": "rotor.graph.program",

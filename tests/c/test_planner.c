@@ -15,12 +15,12 @@ static void build(rotor_dataflow_t *graph, int64_t layers, uint64_t seed) {
 }
 
 static int64_t in_order(const rotor_dataflow_t *graph, rotor_program_t *program) {
-    rotor_cost_t cost = {0, 0};
+    rotor_cost_t cost = {0};
     program->length = 0;
     for (int32_t k = 0; k < graph->operation_count; k++) {
         CHECK(rotor_program_append(program, k) == ROTOR_OK);
     }
-    CHECK(rotor_program_simulate(graph, program->ops, program->length, &cost, NULL, NULL, NULL) ==
+    CHECK(rotor_program_simulate(graph, NULL, program->ops, program->length, &cost, NULL, NULL, NULL) ==
           ROTOR_OK);
     return cost.peak_bytes;
 }
@@ -46,7 +46,7 @@ static void test_plans_are_valid_and_fit(void) {
             feasible++;
         }
         CHECK(ret == ROTOR_OK);
-        CHECK(rotor_program_simulate(&graph, program.ops, program.length, &again, NULL, NULL,
+        CHECK(rotor_program_simulate(&graph, NULL, program.ops, program.length, &again, NULL, NULL,
                                      NULL) == ROTOR_OK);
         CHECK(again.time_ns == cost.time_ns && again.peak_bytes == cost.peak_bytes);
         CHECK(cost.peak_bytes <= budget);
@@ -153,7 +153,7 @@ static void test_slots(void) {
                 CHECK(rotor_slots_add(&slots, slot, op) == ROTOR_OK);
             }
             CHECK(rotor_slots_store(&slots, &other) == ROTOR_OK);
-            CHECK(rotor_program_simulate(&graph, other.ops, other.length, &cost, NULL, NULL,
+            CHECK(rotor_program_simulate(&graph, NULL, other.ops, other.length, &cost, NULL, NULL,
                                          NULL) == ROTOR_OK);
             CHECK(cost.time_ns == slots.time_ns);
             CHECK(cost.peak_bytes == rotor_slots_most(&slots, NULL));
@@ -207,7 +207,7 @@ static void test_curve(void) {
     CHECK(count == POINTS && costs[count - 1].time_ns == graph.total_cost_ns);
     for (int64_t k = 0; k < count; k++) {
         rotor_cost_t again;
-        CHECK(rotor_program_simulate(&graph, programs[k].ops, programs[k].length, &again, NULL,
+        CHECK(rotor_program_simulate(&graph, NULL, programs[k].ops, programs[k].length, &again, NULL,
                                      NULL, NULL) == ROTOR_OK);
         CHECK(again.time_ns == costs[k].time_ns && again.peak_bytes == costs[k].peak_bytes);
     }

@@ -1,0 +1,197 @@
+"""Programs with a second tier in plain Python: validity, live bytes, clocks, host bytes.
+
+Actions are pairs: ("run", operation), ("finish", storage), ("fetch", storage).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from oracles import program as plain
+
+from rotor.graph import Graph, Link
+
+Action = tuple[str, int]
+
+
+def actions_of(graph: Graph, numbers: Sequence[int]) -> list[Action]:
+    n, m = len(graph), len(graph.storages)
+    return [
+        ("run", k) if k < n else ("finish", k - n) if k < n + m else ("fetch", k - n - m)
+        for k in numbers
+    ]
+
+
+def numbers_of(graph: Graph, actions: Sequence[Action]) -> list[int]:
+    n, m = len(graph), len(graph.storages)
+    offsets = {"run": 0, "finish": n, "fetch": n + m}
+    return [offsets[kind] + number for kind, number in actions]
+
+
+def moves(graph: Graph, link: Link, storage: int) -> bool:
+    item = graph.storages[storage]
+    maker = graph.operations[graph.producers[storage]]
+    return (
+        item.movable
+        and not item.pinned
+        and item.bytes >= max(1, link.least_bytes)
+        and maker.phase != "loss"
+    )
+
+
+def makes(graph: Graph, action: Action, storage: int) -> bool:
+    kind, number = action
+    return action == ("fetch", storage) or (
+        kind == "run" and storage in graph.operations[number].outputs
+    )
+
+
+def uses(graph: Graph, action: Action, storage: int) -> bool:
+    kind, number = action
+    return action == ("finish", storage) or (
+        kind == "run" and storage in graph.operations[number].inputs
+    )
+
+
+def fault(graph: Graph, link: Link, actions: Sequence[Action]) -> tuple[str, int] | None:
+    """What is wrong first, and where; None for a valid program."""
+    runs: list[int] = []
+    for position, (kind, number) in enumerate(actions):
+        before = actions[:position]
+        if kind == "run":
+            wrong = plain.fault(graph, [*runs, number])
+            if wrong is not None and wrong[0] == "input":
+                here = set(graph.operations[number].inputs)
+                made = {s for s in here if any(makes(graph, a, s) for a in before)}
+                wrong = wrong if here - made else None
+            if wrong is not None and wrong[0] != "every":
+                return wrong[0], position
+            runs.append(number)
+            waiting = [unused_fetch(graph, before, s) for s in graph.operations[number].outputs]
+            if any(k is not None for k in waiting):
+                return "unused", next(k for k in waiting if k is not None)
+            continue
+        if not moves(graph, link, number):
+            return "fixed", position
+        if kind == "finish":
+            if not any(makes(graph, a, number) for a in before):
+                return "not made", position
+            if ("finish", number) in before:
+                return "written", position
+        else:
+            if ("finish", number) not in before:
+                return "not written", position
+            waiting_at = unused_fetch(graph, before, number)
+            if waiting_at is not None:
+                return "unused", waiting_at
+    if len(set(runs)) < len(graph):
+        return "every", len(actions)
+    left = [unused_fetch(graph, actions, s) for s in range(len(graph.storages))]
+    if any(k is not None for k in left):
+        return "unused", min(k for k in left if k is not None)
+    levels = host_levels(graph, actions)
+    if link.host_bytes is not None and max(levels, default=0) > link.host_bytes:
+        return "host", next(k for k, level in enumerate(levels) if level > link.host_bytes)
+    return None
+
+
+def unused_fetch(graph: Graph, actions: Sequence[Action], storage: int) -> int | None:
+    """Position of the fetch that is the last making, where nothing uses the storage after it."""
+    for position in reversed(range(len(actions))):
+        if uses(graph, actions[position], storage):
+            return None
+        if makes(graph, actions[position], storage):
+            return position if actions[position][0] == "fetch" else None
+    return None
+
+
+def memory(graph: Graph, link: Link, actions: Sequence[Action]) -> tuple[list[int], list[int]]:
+    """Bytes live before each action, and at most during it."""
+    spans = []
+    for storage, item in enumerate(graph.storages):
+        made = [k for k, action in enumerate(actions) if makes(graph, action, storage)]
+        used = [k for k, action in enumerate(actions) if uses(graph, action, storage)]
+        for index, begin in enumerate(made):
+            until = made[index + 1] if index + 1 < len(made) else len(actions)
+            size = item.bytes + (link.padding_bytes if actions[begin][0] == "fetch" else 0)
+            if item.pinned:
+                end = len(actions) if index == 0 else begin
+            else:
+                end = max([begin, *(k for k in used if begin < k < until)])
+            spans.append((begin, end, size))
+    before = [
+        sum(size for begin, end, size in spans if begin < k <= end) for k in range(len(actions))
+    ]
+    peaks = [
+        before[k]
+        + sum(size for begin, _, size in spans if begin == k)
+        + (graph.operations[number].workspace_bytes if kind == "run" else 0)
+        for k, (kind, number) in enumerate(actions)
+    ]
+    return before, peaks
+
+
+def write_begins(graph: Graph, actions: Sequence[Action], finish: int) -> int:
+    storage = actions[finish][1]
+    return max(k for k in range(finish) if makes(graph, actions[k], storage))
+
+
+def host_levels(graph: Graph, actions: Sequence[Action]) -> list[int]:
+    """Bytes that the tier holds during each action."""
+    levels = [0] * len(actions)
+    for position, (kind, storage) in enumerate(actions):
+        if kind != "finish":
+            continue
+        last = position
+        for k, action in enumerate(actions):
+            if action == ("fetch", storage):
+                last = next(
+                    j for j in range(k + 1, len(actions)) if uses(graph, actions[j], storage)
+                )
+        for k in range(write_begins(graph, actions, position), last + 1):
+            levels[k] += graph.storages[storage].bytes
+    return levels
+
+
+def seconds(size: int, bytes_per_s: float, latency_ns: int) -> int:
+    """Nanoseconds of a transfer, rounded up."""
+    return latency_ns + math.ceil(Fraction(float(size) * 1e9 / bytes_per_s))
+
+
+def clocks(graph: Graph, link: Link, actions: Sequence[Action]) -> tuple[int, int, int]:
+    """Nanoseconds of the program, of its runs, of its transfers."""
+    starts: dict[int, set[int]] = {}
+    for position, (kind, storage) in enumerate(actions):
+        if kind == "finish":
+            starts.setdefault(write_begins(graph, actions, position), set()).add(storage)
+    free = {"write": 0, "read": 0}
+    ready: dict[int, int] = {}
+    written: dict[int, int] = {}
+    now = compute = busy = 0
+
+    def transfer(direction: str, storage: int, not_before: int) -> int:
+        nonlocal busy
+        rate = link.write_bytes_per_s if direction == "write" else link.read_bytes_per_s
+        length = seconds(graph.storages[storage].bytes, rate, link.latency_ns)
+        queue = [direction] if link.duplex else ["write", "read"]
+        done = max([not_before, *(free[name] for name in queue)]) + length
+        free.update(dict.fromkeys(queue, done))
+        busy += length
+        return done
+
+    for position, (kind, number) in enumerate(actions):
+        if kind == "finish":
+            now = max(now, written[number])
+        elif kind == "fetch":
+            ready[number] = transfer("read", number, max(now, written[number]))
+        else:
+            op = graph.operations[number]
+            now = max([now, *(ready.get(s, 0) for s in op.inputs)]) + op.cost_ns
+            compute += op.cost_ns
+            for storage in op.outputs:
+                ready.pop(storage, None)
+                if storage in starts.get(position, ()):
+                    written[storage] = transfer("write", storage, now)
+    return now, compute, busy
