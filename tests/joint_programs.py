@@ -94,12 +94,15 @@ def offload_at_random(
     for storage, found in events.items():
         if not may_move[storage]:
             continue
+        is_written = False
         for (_, position), (following, end) in zip(found, found[1:], strict=False):
             if following != "read" or rng.random() > share:
                 continue
-            # Between two events: an offload that is finished before the fetch begins.
+            # Each is written once; after that, a fetch is enough.
             first, second = sorted(rng.randint(position + 1, end) for _ in range(2))
-            before.setdefault(first, []).append(operations + storage)
+            if not is_written:
+                before.setdefault(first, []).append(operations + storage)
+            is_written = True
             before.setdefault(second, []).append(operations + storages + storage)
     actions: list[int] = []
     for position, index in enumerate(ops):

@@ -7,5 +7,6 @@ from __future__ import annotations
 
 from rotor.tier.disk import DiskTier
 from rotor.tier.interface import Tier, Traffic
+from rotor.tier.offload import measure_link
 
-__all__ = ["DiskTier", "Tier", "Traffic"]
+__all__ = ["DiskTier", "Tier", "Traffic", "measure_link"]

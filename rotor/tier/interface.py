@@ -66,6 +66,8 @@ class Tier(ABC):
     alignment_bytes
         Power of two: offsets are multiples of it, and a read goes to an address that equals,
         modulo this number, the address of the write. 1 leaves both free.
+    least_bytes
+        Size of the smallest value that is worth a transfer.
     device_types
         Types of the devices whose memory it reads and writes.
     traffic
@@ -73,6 +75,7 @@ class Tier(ABC):
     """
 
     alignment_bytes: int = 1
+    least_bytes: int = 1 << 16
     device_types: ClassVar[frozenset[str]] = frozenset({"cpu"})
     traffic: Traffic | None = None
 

@@ -52,6 +52,7 @@ from rotor.graph.planner import PlanCurve, check_options
 from rotor.graph.program import Program, simulate
 from rotor.meter.reserving import Reserving
 from rotor.meter.step_meter import StepBytes, cancel_running
+from rotor.tier.offload import check_device
 from rotor.units import format_bytes
 
 __all__ = ["GraphEngine", "captured_key", "check_generator", "warn_unrepeatable"]
@@ -179,7 +180,13 @@ class GraphEngine(MeteredEngine):
         loss_fn = self.settings.loss_fn if call.targets else None
         cancel_running()
         arguments = (args, kwargs, call.targets)
-        is_shared = self.follows_shapes and self.settings.counts == "allocated"
+        if self.settings.offload is not None:
+            check_device(self.settings.offload.tier, call.device)
+        is_shared = (
+            self.follows_shapes
+            and self.settings.counts == "allocated"
+            and self.settings.offload is None
+        )
         if is_shared and self.backend == "fx" and self.solve() is None:
             step = self.sizing.step(key, loss_fn, arguments, call, self._new_capture, self.steps)
             if step is not None:
@@ -236,6 +243,7 @@ class GraphEngine(MeteredEngine):
         )
         step.verifies = self.settings.verify != "off"
         step.counts = self.settings.counts
+        step.offload = self.settings.offload
         self.steps[key.measured] = step
         return step
 
@@ -318,7 +326,7 @@ class GraphEngine(MeteredEngine):
     """True if calls of several shapes share a capture."""
 
     def _is_improving(self) -> bool:
-        return self.improves and self.improver.is_on()
+        return self.improves and self.settings.offload is None and self.improver.is_on()
 
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> GraphPlan:
         """Return the fastest program found under a limit."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from rotor.engines.graph.planned import CapturedStep, GraphPlan, lower_bound_of
 from rotor.engines.graph.pricing import search
 from rotor.errors import InfeasibleError
+from rotor.graph.graph import Graph
 from rotor.graph.program import Program
 from rotor.meter.reserving import Reserving
 from rotor.units import exact_bytes
@@ -19,6 +22,9 @@ _CLOSER = 4
 
 _BETWEEN = 8
 """Parts of the distance between too little room and more than there is."""
+
+_ROOMIER = 4
+"""Searches for values that have places within the limit of a tier."""
 
 _CLOSE_BYTES = 1 << 20
 """Difference of two such rooms that is not searched."""
@@ -44,7 +50,7 @@ def make_graph_plan(
         No plan was found; ``minimum_bytes`` is the least limit for which one was.
     """
     graph = step.graph(loss_bytes)
-    find = solve or search
+    find = solve or (search if step.offload is None else partial(_search_with_tier, step))
 
     def found(own: int) -> Found:
         budget = max(limit_bytes - own - reserve_bytes, 1)
@@ -88,6 +94,26 @@ def make_graph_plan(
         reserve_bytes=reserve_bytes,
         reserving=Reserving() if step.counts == "reserved" else None,
     )
+
+
+def _search_with_tier(
+    step: CapturedStep, graph: Graph, budget: int, options: dict[str, Any], progress: Any
+) -> Program:
+    """Return the planner's program, whose values have places within the limit of the tier.
+
+    Places beside one another take a little more than the values: the search then has less.
+    """
+    offload, link = step.offload, step.link
+    assert offload is not None and link is not None
+    room = offload.limit_bytes
+    for _ in range(_ROOMIER):
+        program = search(graph, budget, options, progress, link)
+        layout = step.layout(program)
+        if layout is None or room is None or layout.nbytes <= room:
+            return program
+        most = link.host_bytes if link.host_bytes is not None else room
+        link = replace(link, host_bytes=max(most - (layout.nbytes - room), 0))
+    return search(graph, budget, options, progress)
 
 
 class Found(NamedTuple):

@@ -15,7 +15,7 @@ from rotor.engines.graph.actions import Action, Kind, actions_of, offloaded
 from rotor.engines.graph.lowering import Lowered
 from rotor.tier.interface import Tier
 
-__all__ = ["Layout", "StepTier", "Waits", "layout_of", "padded_bytes"]
+__all__ = ["Layout", "StepTier", "Waits", "layout_of"]
 
 logger = logging.getLogger("rotor")
 
@@ -226,35 +226,3 @@ def _placed(
         lows[k], highs[k] = place, place + rooms[storage]
     offsets = {storage: int(lows[k]) for k, storage in enumerate(order)}
     return offsets, int(highs.max(initial=0))
-
-
-def padded_bytes(
-    lowered: Lowered, numbers: Sequence[int], peak_bytes: Sequence[int], alignment_bytes: int
-) -> int:
-    """Return the peak of a program whose fetched values take `alignment_bytes` more each.
-
-    Parameters
-    ----------
-    lowered, numbers
-        Operations, and the actions of the program.
-    peak_bytes
-        Most live bytes at each action, without these.
-    alignment_bytes
-        Alignment of the tier; 1 for none.
-    """
-    peaks = np.array(peak_bytes, dtype=np.int64)
-    if alignment_bytes > 1:
-        actions = actions_of(lowered, numbers)
-        live = np.zeros(len(actions) + 1, dtype=np.int64)
-        last_read: dict[int, int] = {}
-        for position in range(len(actions) - 1, -1, -1):
-            action = actions[position]
-            for storage in action.makes:
-                last = last_read.pop(storage, position)
-                if action.kind is Kind.FETCH:
-                    live[position] += 1
-                    live[last + 1] -= 1
-            for storage in action.reads:
-                last_read.setdefault(storage, position)
-        peaks = peaks + alignment_bytes * np.cumsum(live[:-1])
-    return int(peaks.max(initial=0))
