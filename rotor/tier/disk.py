@@ -95,6 +95,11 @@ class DiskTier(Tier):
     def __repr__(self) -> str:
         return f"DiskTier({str(self.directory)!r}{', buffered=True' if self.buffered else ''})"
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that the file takes on the disk, for all areas that were used at one time."""
+        return self._reserved
+
     def allocate(self, nbytes: int) -> Any:
         """Return a range of the file, whose blocks on the disk are reserved."""
         area = _Area(*self._space.take(nbytes))
