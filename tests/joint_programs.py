@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ def offload_at_random(
         if not may_move[storage]:
             continue
         is_written = False
-        for (_, position), (following, end) in zip(found, found[1:], strict=False):
+        for (_, position), (following, end) in pairwise(found):
             if following != "read" or rng.random() > share:
                 continue
             # Each is written once; after that, a fetch is enough.

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import gc
 
 import pytest
 import torch
 from graph_modules import Planned, RandomNet, arguments, in_order, step
-from joint_programs import MemoryTier, offload_at_random, random_joint_program
-from test_graph_emit import dropout_net
-from torch import nn
+from joint_programs import MemoryTier, random_joint_program
 
 from rotor.tier import DiskTier, Tier
 

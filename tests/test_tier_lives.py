@@ -115,7 +115,7 @@ def test_a_failed_transfer_fails_the_step_and_no_other(kind):
     broken = {"now": True}
     tier = MemoryTier(lambda found, number: broken["now"] and found == kind and number > 2)
     model, twin, planned, x = offloading(tier)
-    with pytest.raises(OSError, match=f"{kind} .* failed") as caught:
+    with pytest.raises(OSError, match=rf"{kind} .* failed") as caught:
         planned(x).sum().backward()
     del caught
     gc.collect()
@@ -262,7 +262,7 @@ def test_a_child_process_is_refused_and_harms_nothing(tmp_path):
 
 def test_a_full_disk_is_named_before_a_step_runs(tmp_path):
     tier = DiskTier(tmp_path)
-    with pytest.raises(OSError, match="offloaded values need .* on the disk") as caught:
+    with pytest.raises(OSError, match=r"offloaded values need .* on the disk") as caught:
         tier.allocate(1 << 55)
     assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
     assert caught.value.filename == str(tmp_path)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from joint_programs import MemoryTier, random_joint_program
+from joint_programs import random_joint_program
 from limited_models import UNLIMITED
 from torch import nn
 

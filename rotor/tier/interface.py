@@ -68,6 +68,8 @@ class Tier(ABC):
         modulo this number, the address of the write. 1 leaves both free.
     least_bytes
         Size of the smallest value that is worth a transfer.
+    duplex
+        True if writes and reads do not wait for each other.
     device_types
         Types of the devices whose memory it reads and writes.
     traffic
@@ -76,6 +78,7 @@ class Tier(ABC):
 
     alignment_bytes: int = 1
     least_bytes: int = 1 << 16
+    duplex: bool = False
     device_types: ClassVar[frozenset[str]] = frozenset({"cpu"})
     traffic: Traffic | None = None
 
@@ -111,9 +114,13 @@ class Tier(ABC):
     def release(self, area: Any) -> None:
         """Free an area; the transfers of the step have been waited for."""
 
+    def reaches(self, device: torch.device) -> bool:
+        """Return whether the tier reads and writes the memory of a device."""
+        return device.type in self.device_types
+
     def room(self, nbytes: int) -> int:
         """Return the bytes of an area that a buffer takes."""
         return _core.tier_room(self.alignment_bytes, nbytes)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Give up the place; by default nothing has to be done."""

@@ -20,7 +20,7 @@ __all__ = ["PLANNED_SHARE", "Offload", "check_device", "checked_offload", "measu
 logger = logging.getLogger("rotor")
 
 PLANNED_SHARE = 0.75
-"""Share of a measured speed that plans count on: a slower link costs more than a faster one gains."""
+"""Share of a measured speed that plans count on: a slow link costs more than a fast one gains."""
 
 _SAMPLES = 5
 _SAMPLE_BYTES = 16 << 20
@@ -106,9 +106,7 @@ def checked_offload(
         return None
     is_known = isinstance(offload, Tier)
     if not is_known and not isinstance(offload, str):
-        raise TypeError(
-            f"offload must be None, text or a rotor.Tier, got {type(offload).__name__}"
-        )
+        raise TypeError(f"offload must be None, text or a rotor.Tier, got {type(offload).__name__}")
     name, _, directory = ("", "", "") if is_known else offload.partition(":")
     if not is_known and (name != "disk" or offload == "disk:"):
         raise ValueError(
@@ -158,6 +156,8 @@ def measure_link(tier: Tier, device: torch.device | str = "cpu") -> Link:
         ticket = (tier.write if is_write else tier.read)(area, 0, buffer[:nbytes])
         torch.mm(matrix, matrix)
         tier.wait(ticket)
+        if place.type != "cpu":
+            torch.accelerator.synchronize(place)
         if tier.traffic is None or before is None:
             return (time.monotonic_ns() - begun) / 1e9
         found = tier.traffic.since(before)
@@ -180,6 +180,7 @@ def measure_link(tier: Tier, device: torch.device | str = "cpu") -> Link:
         _SAMPLE_BYTES / max(write - latency, 1e-9),
         _SAMPLE_BYTES / max(read - latency, 1e-9),
         latency_s=latency,
+        duplex=tier.duplex,
         least_bytes=tier.least_bytes,
         padding_bytes=alignment if alignment > 1 else 0,
     )
@@ -187,8 +188,8 @@ def measure_link(tier: Tier, device: torch.device | str = "cpu") -> Link:
 
 def check_device(tier: Tier, device: torch.device) -> None:
     """Raise ValueError if a tier does not reach the memory of a device."""
-    if device.type not in tier.device_types:
+    if not tier.reaches(device):
         raise ValueError(
-            f"{tier!r} moves memory of {', '.join(sorted(tier.device_types))}, and this step runs "
-            f"on {device.type}: expected a tier for that device"
+            f"{type(tier).__name__} does not reach the memory of {device.type}, on which this step "
+            'runs: offload="disk" is for the CPU, offload="host" for accelerators'
         )

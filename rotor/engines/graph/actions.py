@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -144,7 +144,7 @@ def movable(lowered: Lowered, sizes: Sequence[int], least_bytes: int) -> list[bo
         for path, storage in task.made.items():
             owners[storage] = owners.get(storage, 0) + 1
             pinned = lowered.storages[storage][1]
-            value = task.node.meta.get("val")
+            value: Any = task.node.meta.get("val")
             for k in path:
                 value = value[k]
             is_plain = isinstance(value, torch.Tensor) and value.layout == torch.strided
@@ -157,9 +157,7 @@ def movable(lowered: Lowered, sizes: Sequence[int], least_bytes: int) -> list[bo
     return [flag and owners.get(s) == 1 for s, flag in enumerate(found)]
 
 
-def deaths(
-    lowered: Lowered, actions: Sequence[Action]
-) -> tuple[list[set[int]], list[set[int]]]:
+def deaths(lowered: Lowered, actions: Sequence[Action]) -> tuple[list[set[int]], list[set[int]]]:
     """Return per position of a program the used storages made there, and the last uses."""
     pinned = {s for s, (_, is_pinned) in enumerate(lowered.storages) if is_pinned}
     first_made: dict[int, int] = {}

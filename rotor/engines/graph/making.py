@@ -104,7 +104,8 @@ def _search_with_tier(
     Places beside one another take a little more than the values: the search then has less.
     """
     offload, link = step.offload, step.link
-    assert offload is not None and link is not None
+    assert offload is not None
+    assert link is not None
     room = offload.limit_bytes
     for _ in range(_ROOMIER):
         program = search(graph, budget, options, progress, link)

@@ -120,7 +120,7 @@ class StepTier:
         begin = (phase - raw.data_ptr()) % alignment if extra else 0
         target = _as_bytes(memory, begin, nbytes, device)
         made = torch.empty(0, dtype=dtype, device=device)
-        made.set_(memory, begin // dtype.itemsize + offset, shape, stride)  # type: ignore[call-overload]
+        made.set_(memory, begin // dtype.itemsize + offset, shape, stride)
         ticket = self._tier.read(self._area, self._layout.offsets[storage], target)
         self._tickets[Kind.FETCH, storage] = ticket, target
         return made
@@ -155,7 +155,7 @@ def _as_bytes(
     memory: torch.UntypedStorage, begin: int, nbytes: int, device: torch.device
 ) -> torch.Tensor:
     made = torch.empty(0, dtype=torch.uint8, device=device)
-    return made.set_(memory, begin, (nbytes,), (1,))  # type: ignore[call-overload, no-any-return]
+    return made.set_(memory, begin, (nbytes,), (1,))
 
 
 def layout_of(
@@ -207,9 +207,7 @@ def _lives(actions: Sequence[Action], loss: int) -> dict[int, tuple[int, int]]:
     return found
 
 
-def _placed(
-    lives: dict[int, tuple[int, int]], rooms: dict[int, int]
-) -> tuple[dict[int, int], int]:
+def _placed(lives: dict[int, tuple[int, int]], rooms: dict[int, int]) -> tuple[dict[int, int], int]:
     """Return an offset for each storage, and the bytes in all: large ones first, lowest place."""
     order = sorted(lives, key=lambda s: (-rooms[s], s))
     begins = np.array([lives[s][0] for s in order], dtype=np.int64)
