@@ -6,7 +6,8 @@ A plan with a tier keeps a value, computes it again, or moves it to the tier and
 from __future__ import annotations
 
 from rotor.tier.disk import DiskTier
+from rotor.tier.host import HostTier
 from rotor.tier.interface import Tier, Traffic
 from rotor.tier.offload import measure_link
 
-__all__ = ["DiskTier", "Tier", "Traffic", "measure_link"]
+__all__ = ["DiskTier", "HostTier", "Tier", "Traffic", "measure_link"]

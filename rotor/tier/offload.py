@@ -12,6 +12,7 @@ import torch
 
 from rotor.graph.link import Link
 from rotor.tier.disk import DiskTier
+from rotor.tier.host import HostTier
 from rotor.tier.interface import Tier
 from rotor.units import format_bytes, parse_bytes
 
@@ -86,7 +87,7 @@ def checked_offload(
     Parameters
     ----------
     offload
-        ``None``, "disk", "disk:" with a folder, or a `Tier`.
+        ``None``, "disk", "disk:" with a folder, "host", or a `Tier`.
     offload_limit
         Most bytes there.
     engine, backend
@@ -108,9 +109,9 @@ def checked_offload(
     if not is_known and not isinstance(offload, str):
         raise TypeError(f"offload must be None, text or a rotor.Tier, got {type(offload).__name__}")
     name, _, directory = ("", "", "") if is_known else offload.partition(":")
-    if not is_known and (name != "disk" or offload == "disk:"):
+    if not is_known and offload != "host" and (name != "disk" or offload == "disk:"):
         raise ValueError(
-            f'unknown offload {offload!r}, expected "disk", "disk:FOLDER" or a rotor.Tier'
+            f'unknown offload {offload!r}, expected "disk", "disk:FOLDER", "host" or a rotor.Tier'
         )
     if engine not in ("auto", "graph"):
         raise ValueError(
@@ -123,7 +124,9 @@ def checked_offload(
             'itself: use backend="fx"'
         )
     limit = None if offload_limit is None else parse_bytes(offload_limit, name="offload_limit")
-    return Offload(offload if is_known else DiskTier(directory or None), limit)
+    if is_known:
+        return Offload(offload, limit)
+    return Offload(HostTier() if offload == "host" else DiskTier(directory or None), limit)
 
 
 def measure_link(tier: Tier, device: torch.device | str = "cpu") -> Link:
