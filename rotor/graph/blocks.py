@@ -145,9 +145,7 @@ class _Writer:
                 self.events.append(-1 - place)
 
 
-def _deaths(
-    graph: Graph, actions: Sequence[Operation]
-) -> tuple[list[set[int]], list[list[int]]]:
+def _deaths(graph: Graph, actions: Sequence[Operation]) -> tuple[list[set[int]], list[list[int]]]:
     """Return per position the results that are used, and the storages read for the last time."""
     pinned = [storage.pinned for storage in graph.storages]
     first = {s: p for p in range(len(actions) - 1, -1, -1) for s in actions[p].outputs}

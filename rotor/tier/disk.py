@@ -62,6 +62,8 @@ class DiskTier(Tier):
         The file system moves nothing past the page cache.
     """
 
+    wears_out = True
+
     def __init__(
         self, directory: str | os.PathLike[str] | None = None, *, buffered: bool = False
     ) -> None:

@@ -49,6 +49,11 @@ class Traffic:
         """Return the transfers after an earlier moment."""
         return Traffic(*(getattr(self, f) - getattr(earlier, f) for f in self.__annotations__))
 
+    def take(self, other: Traffic) -> None:
+        """Take over the figures of another object."""
+        for name in self.__annotations__:
+            setattr(self, name, getattr(other, name))
+
     def copy(self) -> Traffic:
         """Return the same figures as another object."""
         return self.since(Traffic())
@@ -68,6 +73,8 @@ class Tier(ABC):
         modulo this number, the address of the write. 1 leaves both free.
     least_bytes
         Size of the smallest value that is worth a transfer.
+    wears_out
+        True if bytes written use up its life, which reports then name.
     duplex
         True if writes and reads do not wait for each other.
     device_types
@@ -79,6 +86,7 @@ class Tier(ABC):
     alignment_bytes: int = 1
     least_bytes: int = 1 << 16
     duplex: bool = False
+    wears_out: bool = False
     device_types: ClassVar[frozenset[str]] = frozenset({"cpu"})
     traffic: Traffic | None = None
 

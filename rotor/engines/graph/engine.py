@@ -30,6 +30,7 @@ from rotor.engines.graph.capture import Capture, Unplanned, fresh
 from rotor.engines.graph.counting import check_counts
 from rotor.engines.graph.early import owners_of
 from rotor.engines.graph.improving import Improver
+from rotor.engines.graph.link_learning import learn_link
 from rotor.engines.graph.loading import loaded_plan
 from rotor.engines.graph.making import make_graph_plan
 from rotor.engines.graph.planned import (
@@ -491,9 +492,10 @@ class GraphEngine(MeteredEngine):
     # -- learning
 
     def expect(self, plan: GraphPlan) -> None:
-        """Have a step planned again if an output has a gradient that was never there."""
+        """Have a step planned again if an output has a new gradient, or its tier another speed."""
         known = plan.step.captured.absent
         plan.outdated |= known is not None and not plan.step.absent <= known
+        plan.outdated |= learn_link(plan)
 
     def learn(self, plan: Any, step: StepBytes) -> None:
         """Compare a metered step with its plan, for the plans of other shapes too."""

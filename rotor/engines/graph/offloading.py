@@ -13,7 +13,7 @@ import torch
 
 from rotor.engines.graph.actions import Action, Kind, actions_of, offloaded
 from rotor.engines.graph.lowering import Lowered
-from rotor.tier.interface import Tier
+from rotor.tier.interface import Tier, Traffic
 
 __all__ = ["Layout", "StepTier", "Waits", "layout_of"]
 
@@ -30,11 +30,19 @@ class Waits:
         For offloads to end, and for fetches.
     steps
         Number of steps.
+    seen_ns, seen_steps
+        Sum of the times, and steps, at the latest comparison with the plan.
     """
 
     writing_ns: int = 0
     reading_ns: int = 0
     steps: int = 0
+    seen_ns: int = 0
+    seen_steps: int = 0
+
+    def see(self) -> None:
+        """Note a comparison."""
+        self.seen_ns, self.seen_steps = self.writing_ns + self.reading_ns, self.steps
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,8 @@ class Layout:
         Bytes of the area.
     waits
         Record of the waits.
+    seen
+        Traffic of the tier before the program's first step, then at the latest comparison.
     """
 
     tier: Tier
@@ -60,6 +70,7 @@ class Layout:
     sizes: dict[int, int]
     nbytes: int
     waits: Waits = field(default_factory=Waits)
+    seen: Traffic = field(default_factory=Traffic)
 
     def prepare(self) -> None:
         """Reserve the area of a step now, where a full disk can still be named."""
@@ -67,6 +78,8 @@ class Layout:
 
     def begin(self) -> StepTier:
         """Return the offloaded values of a new step."""
+        if self.waits.steps == 0 and self.tier.traffic is not None:
+            self.seen.take(self.tier.traffic)
         self.waits.steps += 1
         return StepTier(self)
 

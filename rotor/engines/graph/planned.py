@@ -427,7 +427,8 @@ class GraphPlan(Metered):
     @property
     def recomputation(self) -> float:
         """Time of recomputed operations, against that of a step without."""
-        return self.program.slowdown - 1
+        total = self.graph.total_time
+        return (self.program.makespan - self.program.waited) / total - 1 if total else 0.0
 
     @property
     def makespan(self) -> float:
