@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from rotor.commands import add_output, examples, give
-from rotor.commands.model import Subject, add_model, limit_of
+from rotor.commands.model import Subject, add_model, add_offload, limit_of
 
 __all__ = ["add"]
 
@@ -30,6 +30,7 @@ def add(commands: Any) -> None:
         ),
     )
     add_model(sub)
+    add_offload(sub)
     sub.add_argument(
         "--limit",
         metavar="BYTES",
@@ -69,6 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
     subject = Subject(arguments)
     subject.check()
     options: dict[str, Any] = {} if arguments.effort is None else {"effort": arguments.effort}
+    options |= subject.offload
     if arguments.lengths is not None:
         from rotor.fit.lengths import cost_of_lengths, lengths_of
 
@@ -78,7 +80,7 @@ def _run(arguments: argparse.Namespace) -> int:
             lengths_of(arguments.lengths, arguments.seed),
             limit,
             loss_fn=subject.loss,
-            engine=arguments.engine,
+            engine=subject.engine,
             points=arguments.points,
             **options,
         )
@@ -89,7 +91,7 @@ def _run(arguments: argparse.Namespace) -> int:
         subject.sample,
         limit,
         loss_fn=subject.loss,
-        engine=arguments.engine,
+        engine=subject.engine,
         multiple_of=arguments.multiple_of,
         max_batch=arguments.max_batch,
         points=arguments.points,

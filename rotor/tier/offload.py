@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from rotor.tier.host import HostTier
 from rotor.tier.interface import Tier
 from rotor.units import format_bytes, parse_bytes
 
-__all__ = ["PLANNED_SHARE", "Offload", "check_device", "checked_offload", "measure_link"]
+__all__ = ["PLANNED_SHARE", "Offload", "check_device", "checked_offload", "measure_link", "tier_of"]
 
 logger = logging.getLogger("rotor")
 
@@ -27,6 +28,9 @@ _SAMPLES = 5
 _SAMPLE_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 12
 _COMPUTED = 256
+
+
+_measured: weakref.WeakKeyDictionary[Tier, Link] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -53,7 +57,9 @@ class Offload:
     def known_link(self, device: torch.device) -> Link:
         """Return the link on which plans count, measured at the first time."""
         if self.link is None:
-            found = measure_link(self.tier, device)
+            found = _measured.get(self.tier)
+            if found is None:
+                found = _measured[self.tier] = measure_link(self.tier, device)
             self.link = replace(
                 found,
                 write_bytes_per_s=PLANNED_SHARE * found.write_bytes_per_s,
@@ -108,8 +114,8 @@ def checked_offload(
     is_known = isinstance(offload, Tier)
     if not is_known and not isinstance(offload, str):
         raise TypeError(f"offload must be None, text or a rotor.Tier, got {type(offload).__name__}")
-    name, _, directory = ("", "", "") if is_known else offload.partition(":")
-    if not is_known and offload != "host" and (name != "disk" or offload == "disk:"):
+    is_name = is_known or offload in ("disk", "host") or offload.startswith("disk:")
+    if not is_name or offload == "disk:":
         raise ValueError(
             f'unknown offload {offload!r}, expected "disk", "disk:FOLDER", "host" or a rotor.Tier'
         )
@@ -124,9 +130,12 @@ def checked_offload(
             'itself: use backend="fx"'
         )
     limit = None if offload_limit is None else parse_bytes(offload_limit, name="offload_limit")
-    if is_known:
-        return Offload(offload, limit)
-    return Offload(HostTier() if offload == "host" else DiskTier(directory or None), limit)
+    return Offload(offload if is_known else tier_of(offload), limit)
+
+
+def tier_of(offload: str) -> Tier:
+    """Return a new tier by its name, "host", "disk" or "disk:" with a folder."""
+    return HostTier() if offload == "host" else DiskTier(offload.partition(":")[2] or None)
 
 
 def measure_link(tier: Tier, device: torch.device | str = "cpu") -> Link:
