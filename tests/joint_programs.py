@@ -31,7 +31,7 @@ class MemoryTier(Tier):
         self.areas: list[torch.Tensor] = []
         self.fails = fails
         self._counts = {"write": 0, "read": 0}
-        self._waiting: list[Callable[[], None]] = []
+        self.waiting: list[Callable[[], None]] = []
 
     def allocate(self, nbytes: int) -> Any:
         self.log.append("allocate")
@@ -60,13 +60,13 @@ class MemoryTier(Tier):
             else:
                 act()
 
-        self._waiting.append(transfer)
+        self.waiting.append(transfer)
         return ticket
 
     def wait(self, ticket: Any) -> None:
         self.log.append("wait")
         while ticket[0] is None:
-            self._waiting.pop(0)()
+            self.waiting.pop(0)()
         if ticket[1] is not None:
             raise ticket[1]
 

@@ -90,7 +90,7 @@ def test_a_dropped_step_waits_for_its_writes():
     assert tier.areas == []
     assert tier.log[-1] == "release"
     # Every transfer that was begun has been waited for.
-    assert tier._waiting == []
+    assert tier.waiting == []
 
 
 def test_areas_are_used_again(tmp_path):

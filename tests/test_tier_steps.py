@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch import nn
 
 import rotor
 from rotor import graph as rg
+from rotor.report.transfers import transfers_of
+from rotor.units import format_bytes
 
 SECTOR = 512
 
@@ -107,3 +111,83 @@ def test_steps_are_equal_and_as_large_as_predicted(seed, disk):
     assert moved.written_bytes == 2 * program.offloaded_bytes > 0
     assert moved.read_bytes == 2 * program.fetched_bytes
     assert plan.predicted_bytes - SECTOR * fetches <= plan.measured_bytes <= plan.predicted_bytes
+
+
+@pytest.fixture
+def ran(disk):
+    """A model that has run two steps of a random program with fetches."""
+    model, _, x = pair()
+    chk = graph_engine(model, offload=disk)
+    step = chk.measure(x, targets=(x.sin(),))
+    chk.load_plan(joint(step, 1, 0.1, 0.8, step.link))
+    trained(model, chk, x)
+    return chk
+
+
+def test_reports_name_the_traffic(ran, tmp_path):
+    program = ran.plan.program
+    text = ran.report()
+    assert re.search(rf"written in a step +{format_bytes(program.offloaded_bytes)}\n", text)
+    assert re.search(rf"fetched in a step +{format_bytes(program.fetched_bytes)}\n", text)
+    assert "disks wear out" in text
+    assert "not yet" not in text.split("waits for the tier, measured")[1].splitlines()[0]
+    page = tmp_path / "plan.html"
+    ran.report(page)
+    assert "waits for the tier, predicted" in page.read_text()
+
+
+def test_traces_have_tracks_of_transfers(ran, tmp_path):
+    program = ran.plan.program
+    found = transfers_of(program)
+    assert found.end_ns == program.time_ns
+    assert sum(found.waits_ns) <= program.waited * 1e9 + 1
+    assert sum(one.end_ns - one.begin_ns for one in found.moved) == round(program.link_time * 1e9)
+    trace = tmp_path / "plan.json"
+    ran.report(trace)
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"second tier, written", "second tier, fetched"} <= names
+    moved = {kind: [e for e in events if e.get("cat") == kind] for kind in ("written", "fetched")}
+    assert sum(e["args"]["bytes"] for e in moved["written"]) == program.offloaded_bytes
+    assert sum(e["args"]["bytes"] for e in moved["fetched"]) == program.fetched_bytes
+
+
+def test_plans_are_saved_and_loaded(ran, disk):
+    text = ran.program.to_json()
+    model, _, x = pair()
+    chk = graph_engine(model, offload=disk)
+    chk.measure(x, targets=(x.sin(),))
+    chk.load_plan(text)
+    assert chk.program.actions.tolist() == ran.program.actions.tolist()
+    plain = graph_engine(model)
+    plain.measure(x, targets=(x.sin(),))
+    with pytest.raises(ValueError, match="moves values to a second tier, and the model has none"):
+        plain.load_plan(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload": "tape"}, "unknown offload 'tape'"),
+        ({"offload": "disk:"}, "unknown offload"),
+        ({"offload_limit": "1GiB"}, "offload is None"),
+        ({"offload": "disk", "engine": "chain"}, 'engine="chain" has none'),
+        ({"offload": "disk", "engine": "dynamic"}, 'engine="dynamic" has none'),
+        ({"offload": "disk", "backend": "inductor"}, 'backend="inductor" decides'),
+        ({"offload": "disk:/dev/null/no"}, "no file for offloaded values"),
+    ],
+)
+def test_unsuited_options_are_refused(options, message):
+    with pytest.raises((ValueError, OSError), match=message):
+        rotor.Checkpointable(nn.Sequential(nn.Linear(2, 2)), **options)
+    with pytest.raises(TypeError, match=r"rotor\.Tier"):
+        rotor.Checkpointable(nn.Sequential(nn.Linear(2, 2)), offload=3)
+
+
+def test_a_sequential_with_a_tier_is_planned_as_a_graph(tmp_path):
+    chain = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    assert rotor.Checkpointable(chain).planned_as == "chain"
+    chk = rotor.Checkpointable(chain, offload=f"disk:{tmp_path}", offload_limit="1GiB")
+    assert chk.planned_as == "graph"
+    assert chk.offload.limit_bytes == 1 << 30
+    assert copy.deepcopy(chk).offload.tier is not chk.offload.tier
