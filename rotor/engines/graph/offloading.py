@@ -103,17 +103,21 @@ class StepTier:
 
     def write(self, storage: int, tensor: torch.Tensor) -> None:
         """Begin to write the storage of a tensor."""
-        memory = tensor.untyped_storage()
+        memory, begin, room = tensor.untyped_storage(), 0, self._layout.sizes[storage]
         nbytes = memory.nbytes()
-        if nbytes > self._layout.sizes[storage]:
+        if nbytes > room:
+            # An operator has cloned more than the value: what lies before it, or beyond.
+            begin, nbytes = _extent(tensor)
+        if nbytes > room:
             raise RuntimeError(
-                f"a value of {nbytes} bytes is to be offloaded, and its plan has room for "
-                f"{self._layout.sizes[storage]}: an operation has made more than when it was "
-                "measured. Run measure() again"
+                f"a value of {nbytes} bytes is to be offloaded, and its plan has room for {room}: "
+                "an operation has made more than when it was measured. Run measure() again"
             )
-        source = _as_bytes(memory, 0, nbytes, tensor.device)
+        source = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        source.set_(memory, begin, (nbytes,), (1,))
         phase = source.data_ptr() % self._tier.alignment_bytes
-        form = tensor.shape, tensor.stride(), tensor.storage_offset()
+        offset = tensor.storage_offset() - begin // tensor.itemsize
+        form = tensor.shape, tensor.stride(), offset
         self._forms[storage] = tensor.dtype, tensor.device, form, nbytes, phase
         # An earlier write of the same values, by a first backward, is complete.
         ticket = self._tier.write(self._area, self._layout.offsets[storage], source)
@@ -126,14 +130,9 @@ class StepTier:
     def fetch(self, storage: int) -> torch.Tensor:
         """Return a new tensor of a storage's form, whose bytes are on their way."""
         dtype, device, (shape, stride, offset), nbytes, phase = self._forms[storage]
-        alignment = self._tier.alignment_bytes
-        extra = alignment if alignment > 1 else 0
-        raw = torch.empty(nbytes + extra, dtype=torch.uint8, device=device)
-        memory = raw.untyped_storage()
-        begin = (phase - raw.data_ptr()) % alignment if extra else 0
-        target = _as_bytes(memory, begin, nbytes, device)
+        target = _new_bytes(nbytes, phase, self._tier.alignment_bytes, device)
         made = torch.empty(0, dtype=dtype, device=device)
-        made.set_(memory, begin // dtype.itemsize + offset, shape, stride)
+        made.set_(target.untyped_storage(), offset, shape, stride)
         ticket = self._tier.read(self._area, self._layout.offsets[storage], target)
         self._tickets[Kind.FETCH, storage] = ticket, target
         return made
@@ -164,11 +163,24 @@ class StepTier:
             self._tier.release(self._area)
 
 
-def _as_bytes(
-    memory: torch.UntypedStorage, begin: int, nbytes: int, device: torch.device
-) -> torch.Tensor:
-    made = torch.empty(0, dtype=torch.uint8, device=device)
-    return made.set_(memory, begin, (nbytes,), (1,))
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the bytes up to its last one."""
+    reached = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    elements = 1 + reached if tensor.numel() else 0
+    return tensor.storage_offset() * tensor.itemsize, elements * tensor.itemsize
+
+
+def _new_bytes(nbytes: int, phase: int, alignment: int, device: torch.device) -> torch.Tensor:
+    """Return new bytes, a storage of their own, whose address has a phase modulo an alignment.
+
+    Operators that clone a tensor with its strides copy the storage from its begin: a value within
+    larger memory would make them allocate more than for the first one.
+    """
+    if alignment == 1:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    room = torch.empty(nbytes + alignment, dtype=torch.uint8)
+    begin = (phase - room.data_ptr()) % alignment
+    return torch.from_numpy(room.numpy()[begin : begin + nbytes])
 
 
 def layout_of(
