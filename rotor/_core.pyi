@@ -311,6 +311,7 @@ class Dataflow:
         time_limit_ns: int,
         progress: Callable[[int, int], object] | None,
         start: Any = None,
+        link: _Link | None = None,
         /,
     ) -> tuple[bytearray | None, int]: ...
     def curve(

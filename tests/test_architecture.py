@@ -83,9 +83,13 @@ C_LEVELS = {
         ["replay_private", "replay_tensors", "replay"],
         ["recorder_private", "recorder_check", "recorder_keeping", "recorder_nodes", "recorder"],
         ["recorder_queries"],
-        ["planner_random", "planner_stop", "planner_order", "planner_sequence"],
-        ["planner_sequence_check"],
-        ["planner_greedy", "planner_search", "planner_pool", "planner", "planner_curve"],
+        ["planner_random", "planner_stop", "planner_order", "planner_levels"],
+        ["planner_sequence"],
+        ["planner_sequence_check", "planner_clocks", "planner_edits"],
+        [
+            *("planner_greedy", "planner_search", "planner_pool", "planner", "planner_curve"),
+            *("planner_tier", "planner_joint"),
+        ],
     ],
     "csrc/python": [
         ["support"],

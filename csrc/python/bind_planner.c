@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-#include "planner.h"
+#include "planner_joint.h"
 
 typedef struct {
     PyObject_HEAD
@@ -267,14 +267,15 @@ static PyObject *program_bytes(const rotor_program_t *program) {
 
 PyDoc_STRVAR(
     plan_doc,
-    "plan(budget, random_runs, moves, seed, time_limit_ns, progress, start=None, /)\n--\n\n"
+    "plan(budget, random_runs, moves, seed, time_limit_ns, progress, start=None, link=None, /)\n"
+    "--\n\n"
     "Return (program, minimum): the best program found within a budget in bytes, as int32; None "
     "where none was found, and the least peak that was reached. The search begins from the program "
-    "`start`, of int32.");
+    "`start`, of int32. With a link, as simulate() takes it, programs may use a second tier.");
 
 /* Checks a program of int32 and copies it. */
-static int read_program(PyObject *module, const rotor_dataflow_t *graph, PyObject *given,
-                        rotor_program_t *program) {
+static int read_program(PyObject *module, const rotor_dataflow_t *graph, const rotor_link_t *link,
+                        PyObject *given, rotor_program_t *program) {
     rotor_fault_t fault = {.kind = ROTOR_FAULT_NONE};
     rotor_cost_t price;
     Py_buffer view;
@@ -287,7 +288,7 @@ static int read_program(PyObject *module, const rotor_dataflow_t *graph, PyObjec
         return -1;
     }
     int64_t length = view.len / (Py_ssize_t)sizeof(int32_t);
-    int ret = rotor_program_simulate(graph, NULL, view.buf, length, &price, NULL, NULL, &fault);
+    int ret = rotor_program_simulate(graph, link, view.buf, length, &price, NULL, NULL, &fault);
     if (ret == ROTOR_OK) {
         ret = rotor_program_assign(program, view.buf, length);
     }
@@ -308,7 +309,10 @@ static PyObject *py_dataflow_plan(PyObject *object, PyObject *args) {
     py_watch_t watch;
     PyObject *progress;
     PyObject *begin = Py_None;
+    PyObject *given = Py_None;
     PyObject *answer = NULL;
+    rotor_link_t tier;
+    const rotor_link_t *link = NULL;
     long long budget;
     long long random_runs;
     long long moves;
@@ -316,9 +320,15 @@ static PyObject *py_dataflow_plan(PyObject *object, PyObject *args) {
     long long time_limit;
     int64_t minimum = 0;
 
-    if (!PyArg_ParseTuple(args, "LLLKLO|O:plan", &budget, &random_runs, &moves, &seed, &time_limit,
-                          &progress, &begin)) {
+    if (!PyArg_ParseTuple(args, "LLLKLO|OO:plan", &budget, &random_runs, &moves, &seed, &time_limit,
+                          &progress, &begin, &given)) {
         return NULL;
+    }
+    if (given != Py_None) {
+        if (read_link(module, given, &tier) != 0) {
+            return NULL;
+        }
+        link = &tier;
     }
     options.random_runs = random_runs;
     options.moves = moves;
@@ -328,14 +338,17 @@ static PyObject *py_dataflow_plan(PyObject *object, PyObject *args) {
     rotor_program_init(&program);
     rotor_program_init(&start);
     if (begin != Py_None) {
-        if (read_program(module, &self->graph, begin, &start) != 0) {
+        if (read_program(module, &self->graph, link, begin, &start) != 0) {
             goto out;
         }
         options.start = &start;
     }
     py_watch_begin(&watch, progress);
-    int ret = rotor_planner_plan(&self->graph, budget, &options, &watch.callback, &program, &price,
-                                 &minimum);
+    int ret = link == NULL
+                  ? rotor_planner_plan(&self->graph, budget, &options, &watch.callback, &program,
+                                       &price, &minimum)
+                  : rotor_joint_plan(&self->graph, link, budget, &options, &watch.callback,
+                                     &program, &price, &minimum);
     py_watch_end(&watch);
     if (ret == ROTOR_OK) {
         answer = Py_BuildValue("NL", program_bytes(&program), (long long)price.peak_bytes);

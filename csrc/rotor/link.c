@@ -5,11 +5,6 @@
 #define NS_PER_S 1e9
 #define LONGEST (INT64_C(1) << 50) /* of one transfer: 13 days */
 
-/* Sums stay at ROTOR_LINK_ENDLESS instead of passing it. */
-static int64_t later(int64_t time_ns, int64_t ns) {
-    return rotor_min(time_ns + ns, ROTOR_LINK_ENDLESS);
-}
-
 static int check_rate(double bytes_per_s) {
     return bytes_per_s > 0.0 && isfinite(bytes_per_s) ? ROTOR_OK : ROTOR_ERR_NEGATIVE_SIZE;
 }
@@ -57,8 +52,8 @@ int64_t rotor_link_read_ns(const rotor_link_t *self, int64_t bytes) {
 
 int64_t rotor_clocks_write(rotor_clocks_t *self, const rotor_link_t *link, int64_t bytes) {
     int64_t ns = rotor_link_write_ns(link, bytes);
-    self->write_free = later(rotor_max(self->write_free, self->now), ns);
-    self->link_ns = later(self->link_ns, ns);
+    self->write_free = rotor_link_later(rotor_max(self->write_free, self->now), ns);
+    self->link_ns = rotor_link_later(self->link_ns, ns);
     if (!link->duplex) {
         self->read_free = self->write_free;
     }
@@ -68,8 +63,8 @@ int64_t rotor_clocks_write(rotor_clocks_t *self, const rotor_link_t *link, int64
 int64_t rotor_clocks_fetch(rotor_clocks_t *self, const rotor_link_t *link, int64_t bytes,
                            int64_t written) {
     int64_t ns = rotor_link_read_ns(link, bytes);
-    self->read_free = later(rotor_max(rotor_max(self->read_free, self->now), written), ns);
-    self->link_ns = later(self->link_ns, ns);
+    self->read_free = rotor_link_later(rotor_max(rotor_max(self->read_free, self->now), written), ns);
+    self->link_ns = rotor_link_later(self->link_ns, ns);
     if (!link->duplex) {
         self->write_free = self->read_free;
     }

@@ -38,6 +38,11 @@ bool rotor_link_moves(const rotor_link_t *self, const rotor_dataflow_t *graph, i
 int64_t rotor_link_write_ns(const rotor_link_t *self, int64_t bytes);
 int64_t rotor_link_read_ns(const rotor_link_t *self, int64_t bytes);
 
+/* Sums stay at ROTOR_LINK_ENDLESS instead of passing it. */
+static inline int64_t rotor_link_later(int64_t time_ns, int64_t ns) {
+    return rotor_min(time_ns + ns, ROTOR_LINK_ENDLESS);
+}
+
 typedef struct {
     /* state; times in ns since the program began */
     int64_t now;        /* of computing */

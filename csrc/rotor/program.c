@@ -195,7 +195,7 @@ static void pass(rotor_pricer_t *self, const rotor_dataflow_t *graph, int32_t it
     for (int32_t j = graph->input_start[item]; j < graph->input_start[item + 1]; j++) {
         clocks->now = rotor_max(clocks->now, moves->ready[graph->inputs[j]]);
     }
-    clocks->now = rotor_min(clocks->now + graph->cost_ns[item], ROTOR_LINK_ENDLESS);
+    clocks->now = rotor_link_later(clocks->now, graph->cost_ns[item]);
     for (int32_t j = graph->output_start[item]; j < graph->output_start[item + 1]; j++) {
         int32_t s = graph->outputs[j];
         moves->ready[s] = 0;

@@ -111,12 +111,12 @@ static void check_levels(const rotor_slots_t *slots) {
     int32_t at = 0;
     for (int32_t k = 0; k < slots->slot_count; k++) {
         int64_t level = level_of(slots, k);
-        CHECK(rotor_slots_level(slots, k) == level);
+        CHECK(rotor_levels_at(&slots->levels, k) == level);
         most = rotor_max(most, level);
     }
-    CHECK(rotor_slots_most(slots, &at) == most && level_of(slots, at) == most);
-    CHECK(rotor_slots_most_within(slots, 0, slots->slot_count - 1) == most);
-    CHECK(rotor_slots_most_within(slots, 3, 2) == 0);
+    CHECK(rotor_levels_most(&slots->levels, &at) == most && level_of(slots, at) == most);
+    CHECK(rotor_levels_most_within(&slots->levels, 0, slots->slot_count - 1) == most);
+    CHECK(rotor_levels_most_within(&slots->levels, 3, 2) == 0);
 }
 
 /* Runs are added and removed at random: levels and validity stay right, and undoing restores all. */
@@ -135,7 +135,7 @@ static void test_slots(void) {
         build(&graph, 12, seed);
         int64_t peak = in_order(&graph, &program);
         CHECK(rotor_slots_load(&slots, &graph, program.ops, program.length) == ROTOR_OK);
-        CHECK(slots.unit == 1 && rotor_slots_most(&slots, NULL) == peak);
+        CHECK(slots.unit == 1 && rotor_levels_most(&slots.levels, NULL) == peak);
         check_levels(&slots);
         for (int32_t k = 0; k < 200; k++) {
             int32_t slot = rotor_random_below(&random, slots.slot_count);
@@ -146,9 +146,9 @@ static void test_slots(void) {
             }
             if (first < 0 && rotor_slots_removable(&slots, slot)) {
                 bool useless = rotor_slots_useless(&slots, slot);
-                int32_t before = rotor_slots_most(&slots, NULL);
+                int32_t before = rotor_levels_most(&slots.levels, NULL);
                 CHECK(rotor_slots_remove(&slots, slot) == ROTOR_OK);
-                CHECK(!useless || rotor_slots_most(&slots, NULL) <= before);
+                CHECK(!useless || rotor_levels_most(&slots.levels, NULL) <= before);
             } else if (first > 0 && first < slot && !rotor_dataflow_once(&graph, op)) {
                 CHECK(rotor_slots_add(&slots, slot, op) == ROTOR_OK);
             }
@@ -156,7 +156,7 @@ static void test_slots(void) {
             CHECK(rotor_program_simulate(&graph, NULL, other.ops, other.length, &cost, NULL, NULL,
                                          NULL) == ROTOR_OK);
             CHECK(cost.time_ns == slots.time_ns);
-            CHECK(cost.peak_bytes == rotor_slots_most(&slots, NULL));
+            CHECK(cost.peak_bytes == rotor_levels_most(&slots.levels, NULL));
             CHECK(rotor_slots_check(&slots) == NULL);
         }
         check_levels(&slots);
@@ -164,7 +164,7 @@ static void test_slots(void) {
         rotor_slots_undo(&slots, 0);
         check_levels(&slots);
         CHECK(rotor_slots_check(&slots) == NULL);
-        int32_t *broken[] = {&slots.runs[0], &slots.block_most[0], &slots.op_at[0],
+        int32_t *broken[] = {&slots.runs[0], &slots.levels.block_most[0], &slots.op_at[0],
                              &slots.repeated_at[1], &slots.events[0].slots[0]};
         for (size_t k = 0; k < sizeof(broken) / sizeof(broken[0]); k++) {
             int32_t was = *broken[k];

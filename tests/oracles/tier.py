@@ -5,8 +5,9 @@ Actions are pairs: ("run", operation), ("finish", storage), ("fetch", storage).
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from oracles import program as plain
@@ -195,3 +196,117 @@ def clocks(graph: Graph, link: Link, actions: Sequence[Action]) -> tuple[int, in
                 if storage in starts.get(position, ()):
                     written[storage] = transfer("write", storage, now)
     return now, compute, busy
+
+
+State = tuple[
+    frozenset[int],  # operations that ran
+    frozenset[int],  # storages on the device
+    frozenset[int],  # storages whose offload is finished
+    tuple[tuple[int, int], ...],  # fetched ones on the device: until when they take, -1 once used
+    tuple[tuple[int, int], ...],  # ones whose offload has begun, until when it lasts
+    tuple[int, ...],  # until when the queues of writes and reads are busy
+]
+
+
+def best(graph: Graph, link: Link, budget: int) -> int | None:
+    """Least nanoseconds of any valid program within a budget: Dijkstra over what is there.
+
+    Dropping is free; clocks are relative to the one of computing. Every run may begin the offloads
+    of what it makes; the finish of one drops the storage. The tier holds anything.
+    """
+    start: State = (frozenset(), frozenset(), frozenset(), (), (), (0, 0))
+    costs = {start: 0}
+    queue: list[tuple[int, int, State]] = [(0, 0, start)]
+    count = 0
+    while queue:
+        cost, _, state = heapq.heappop(queue)
+        if cost > costs[state]:
+            continue
+        if len(state[0]) == len(graph):
+            return cost
+        for passed, after in (
+            *_moves(graph, link, budget, state),
+            *_runs(graph, link, budget, state),
+        ):
+            if cost + passed < costs.get(after, 1 << 62):
+                costs[after] = cost + passed
+                count += 1
+                heapq.heappush(queue, (cost + passed, count, after))
+    return None
+
+
+def _held(graph: Graph, link: Link, state: State) -> int:
+    fetched = len(state[3])
+    return sum(graph.storages[s].bytes for s in state[1]) + fetched * link.padding_bytes
+
+
+def _moves(graph: Graph, link: Link, budget: int, state: State) -> Iterator[tuple[int, State]]:
+    """Drops, finishes and fetches."""
+    ran, live, finished, ready, begun, free = state
+    ends = dict(begun)
+    for s in live:
+        if s in ends:
+            wait = ends[s]
+            yield (
+                wait,
+                _later((ran, live - {s}, finished | {s}, ready, _without(begun, s), free), wait),
+            )
+        elif not graph.storages[s].pinned and dict(ready).get(s, -1) < 0:
+            yield 0, (ran, live - {s}, finished, _without(ready, s), begun, free)
+    for s in finished - live:
+        size = graph.storages[s].bytes
+        if _held(graph, link, state) + size + link.padding_bytes <= budget:
+            done = free[1] + seconds(size, link.read_bytes_per_s, link.latency_ns)
+            queues = (free[0] if link.duplex else done, done)
+            yield (
+                0,
+                (ran, live | {s}, finished, tuple(sorted((*ready, (s, done)))), begun, queues),
+            )
+
+
+def _runs(graph: Graph, link: Link, budget: int, state: State) -> Iterator[tuple[int, State]]:
+    ran, live, finished, ready, begun, free = state
+    held = _held(graph, link, state)
+    for number, op in enumerate(graph.operations):
+        if not set(op.inputs) <= live or (number in ran and plain.runs_once(op)):
+            continue
+        if number not in ran and plain.fault_of_first(graph, number, ran):
+            continue
+        again = [s for s in op.outputs if s in live and not graph.storages[s].pinned]
+        need = sum(graph.storages[s].bytes for s in op.outputs) + op.workspace_bytes
+        if again or held + need > budget:
+            continue
+        waits = [end for s, end in ready if s in op.inputs]
+        now = max([0, *waits]) + op.cost_ns
+        may = [
+            s
+            for s in op.outputs
+            if s not in finished and s not in dict(begun) and moves(graph, link, s)
+        ]
+        used = tuple((s, -1 if s in op.inputs else end) for s, end in ready)
+        after = (ran | {number}, live | set(op.outputs), finished, used, begun, free)
+        for mask in range(1 << len(may)):
+            queues, writes = free, list(begun)
+            for s in (s for k, s in enumerate(may) if mask >> k & 1):
+                length = seconds(graph.storages[s].bytes, link.write_bytes_per_s, link.latency_ns)
+                done = max(now, queues[0]) + length
+                queues = (done, queues[1] if link.duplex else done)
+                writes.append((s, done))
+            yield now, _later((*after[:4], tuple(sorted(writes)), queues), now)
+
+
+def _without(pairs: tuple[tuple[int, int], ...], storage: int) -> tuple[tuple[int, int], ...]:
+    return tuple(pair for pair in pairs if pair[0] != storage)
+
+
+def _later(state: State, passed: int) -> State:
+    """The state when so much time has passed: what is over counts as 0."""
+    ran, live, finished, ready, begun, free = state
+    return (
+        ran,
+        live,
+        finished,
+        tuple((s, end if end < 0 else max(0, end - passed)) for s, end in ready),
+        tuple((s, max(0, end - passed)) for s, end in begun),
+        tuple(max(0, end - passed) for end in free),
+    )
