@@ -112,7 +112,7 @@ def check(seed: int, programs: int, disk: rotor.DiskTier) -> int:
         assert plan.program.actions.tolist() == actions
         difference = plan.predicted_bytes - plan.measured_bytes
         # Workspaces of operators that run again are the largest of several measurements.
-        assert 0 <= difference, (model.kinds, seed, k)
+        assert difference >= 0, (model.kinds, seed, k)
         assert plan.recomputed or difference <= SECTOR * max(number, 1), (model.kinds, seed, k)
         fetches += number
     torch._dynamo.reset()

@@ -166,8 +166,8 @@ class StepTier:
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its storage, and the bytes up to its last one."""
     reached = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    elements = 1 + reached if tensor.numel() else 0
-    return tensor.storage_offset() * tensor.itemsize, elements * tensor.itemsize
+    elements = 1 + int(reached) if tensor.numel() else 0
+    return int(tensor.storage_offset()) * tensor.itemsize, elements * tensor.itemsize
 
 
 def _new_bytes(nbytes: int, phase: int, alignment: int, device: torch.device) -> torch.Tensor:

@@ -574,6 +574,10 @@ class GraphPlan(Metered):
 
 def lower_bound_of(step: CapturedStep, graph: Graph, limit_bytes: int) -> int:
     """Return bytes below which no program of a step can stay."""
+    if step.offload is not None:
+        # What cannot be made again need not be in memory: it may be on the tier.
+        free = [replace(op, once=op.once and op.phase == "loss") for op in graph.operations]
+        graph = Graph(graph.storages, None, free)
     return planner.lower_bound(graph) + step.executor_bytes(0, 0, limit_bytes)
 
 
