@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -200,6 +201,48 @@ def test_the_speed_is_learnt_from_steps(subject):
     assert chk.offload.link.write_bytes_per_s == pytest.approx(0.75e12, rel=0.1)
     assert chk.plan.limit_bytes == first.limit_bytes
     assert chk.plan.predicted_bytes <= first.limit_bytes
+
+
+class Sleeping(Fast):
+    """Tier whose waits take longer than any plan says."""
+
+    def wait(self, ticket):
+        time.sleep(0.002)
+        super().wait(ticket)
+
+
+def test_waits_that_are_longer_than_planned_are_planned_for(subject):
+    """Also where the tier does not count its traffic."""
+    model, expected, peak, _ = subject
+    twin = copy.deepcopy(model)
+    chk = with_link(made(twin, int(0.5 * peak), offload=Sleeping()))
+    assert same(trained(twin, chk, 3), expected)
+    first = chk.plan
+    trained(twin, chk, 1)
+    assert chk.offload.learned == 1
+    assert chk.offload.link.write_bytes_per_s < 1e12
+    assert chk.plan is not first
+    assert chk.plan.predicted_bytes <= chk.plan.limit_bytes
+
+
+def test_ranks_do_not_share_plans_with_a_tier(subject):
+    chk = made(copy.deepcopy(subject[0]), "1 TB", offload=Fast())
+    with pytest.raises(ValueError, match="each process plans for itself"):
+        chk.share_plans()
+
+
+def test_the_largest_batch_with_a_tier(tmp_path):
+    """A tier makes room for a larger batch, whose peak is measured."""
+    torch.manual_seed(0)
+    net, sample = Net(3), torch.randn(8, WIDTH)
+    options = {"multiple_of": 8, "max_batch": 96, "points": 1, "timed": False, "engine": "graph"}
+    tier = rotor.DiskTier(tmp_path)
+    tier.least_bytes = 1024
+    found = rotor.largest_batch(net, sample, "300 KB", offload=tier, **options)
+    without = rotor.largest_batch(net, sample, "300 KB", **options)
+    assert found.largest.measured_bytes <= 300_000
+    assert found.largest.batch >= without.largest.batch
+    tier.close()
 
 
 def test_the_curve_has_the_tier(subject):

@@ -460,7 +460,14 @@ class Checkpointable(TransparentModule):
             No process group exists.
         TypeError
             The model is not planned as a chain.
+        ValueError
+            The model has a second tier.
         """
+        if self.offload is not None:
+            raise ValueError(
+                "share_plans() is for chains, and offload= plans a graph: leave one of them out; "
+                "each process plans for itself, with the same gradients"
+            )
         find_stages(self.module)
         self._driver.share_plans(Ranks(group))
 

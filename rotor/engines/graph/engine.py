@@ -136,7 +136,9 @@ class GraphEngine(MeteredEngine):
 
     def check_sharding(self) -> None:
         """Raise if the model is sharded, unless its graph was asked for."""
-        if self.settings.engine != "auto" or self.settings.backend == "inductor":
+        settings = self.settings
+        is_asked = settings.engine != "auto" or settings.offload is not None
+        if is_asked or settings.backend == "inductor":
             refuse_sharded(self.context.module)
 
     # -- measuring
