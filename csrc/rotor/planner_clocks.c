@@ -39,6 +39,8 @@ int rotor_clock_blocks_load(rotor_clock_blocks_t *self, rotor_slots_t *slots) {
         goto out;
     }
     self->kept[0] = (rotor_clocks_t){.now = 0};
+    memset(self->kept_written, 0,
+           (size_t)slots->graph->storage_count * sizeof(*self->kept_written));
     slots->moving.first_changed = 0;
     (void)rotor_clock_blocks_try(self, slots);
     rotor_clock_blocks_keep(self, slots);
@@ -60,24 +62,9 @@ static bool is_again(const rotor_clock_blocks_t *blocks, int32_t slot) {
     return slot >= blocks->first * ROTOR_BLOCK;
 }
 
-/* The slot of the run whose result is written, of the events of s before event k. */
-static int32_t begun_before(const rotor_slots_t *p, int32_t s, int32_t k) {
-    while (k > 0 && p->op_at[p->events[s].slots[k]] != p->graph->producer[s]) {
-        k--;
-    }
-    return p->events[s].slots[k];
-}
-
-/* The slot of the run whose result the finish of s waits for; -1 without a finish. */
+/* The slot of the run whose result the finish of s waits for. */
 static int32_t begun_of(const rotor_slots_t *p, int32_t s) {
-    const rotor_events_t *events = &p->events[s];
-    int32_t item = rotor_item_finish(p->graph, s);
-    for (int32_t k = 0; k < events->count; k++) {
-        if (p->op_at[events->slots[k]] == item) {
-            return begun_before(p, s, k);
-        }
-    }
-    return -1;
+    return rotor_slots_begun(p, s, rotor_slots_finish(p, s));
 }
 
 static int64_t written_at(const ticking_t *c, int32_t s) {

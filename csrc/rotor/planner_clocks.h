@@ -15,7 +15,7 @@ typedef struct {
     rotor_clocks_t *tried;
     int64_t *kept_ready; /* by slot: the end of the fetch that starts there */
     int64_t *tried_ready;
-    int64_t *kept_written; /* by storage: the end of its write */
+    int64_t *kept_written; /* by storage: the end of its write, 0 at first */
     int64_t *tried_written;
     int64_t work; /* elementary steps so far */
 } rotor_clock_blocks_t;

@@ -107,7 +107,7 @@ bool rotor_edits_host_fits(const rotor_edits_t *self, int32_t s, int32_t from, i
     return rotor_levels_most_within(&p->moving.host, first, until) + held <= self->host_budget;
 }
 
-int rotor_edits_write(rotor_edits_t *self, int32_t s, int32_t below, bool is_late) {
+int rotor_edits_write(rotor_edits_t *self, int32_t s, int32_t below, int32_t near) {
     rotor_slots_t *p = &self->slots;
     int32_t finish = rotor_slots_finish(p, s);
     int ret = ROTOR_OK;
@@ -116,8 +116,9 @@ int rotor_edits_write(rotor_edits_t *self, int32_t s, int32_t below, bool is_lat
     }
     int32_t at = rotor_events_below(&p->events[s], below);
     int32_t after = at > 0 ? p->events[s].slots[at - 1] : below;
-    int32_t slot = is_late ? rotor_slots_empty_below(p, below, after)
-                           : rotor_slots_empty_above(p, after, below);
+    near = near <= after ? after + 1 : near > below ? below : near;
+    int32_t slot = rotor_slots_empty_below(p, near, after);
+    slot = slot < 0 ? rotor_slots_empty_above(p, near - 1, below) : slot;
     if (slot < 0) {
         self->crowded++;
         return ROTOR_ERR_INFEASIBLE;
@@ -179,6 +180,13 @@ int rotor_edits_add(rotor_edits_t *q, int32_t slot, int32_t op) {
                            : ret;
 }
 
+/* Any slot after the last use of s below a slot. */
+static int32_t between(rotor_edits_t *q, int32_t s, int32_t below) {
+    const rotor_events_t *events = &q->slots.events[s];
+    int32_t after = events->slots[rotor_events_below(events, below) - 1];
+    return below - rotor_random_below(&q->random, below - after);
+}
+
 /* Fetches input s in slot `target`, below the run at `slot`; true if that is good to try. */
 static bool settle_by_fetch(rotor_edits_t *q, int32_t slot, int32_t target, int32_t s, int *ret) {
     rotor_slots_t *p = &q->slots;
@@ -195,7 +203,7 @@ static bool settle_by_fetch(rotor_edits_t *q, int32_t slot, int32_t target, int3
     if (!rotor_edits_host_fits(q, s, target, slot)) {
         return false;
     }
-    *ret = is_written ? ROTOR_OK : rotor_edits_write(q, s, target, false);
+    *ret = is_written ? ROTOR_OK : rotor_edits_write(q, s, target, between(q, s, target));
     if (*ret == ROTOR_OK) {
         *ret = rotor_edits_add(q, target, rotor_item_fetch(g, s));
     }

@@ -56,9 +56,9 @@ int rotor_edits_remove_useless(rotor_edits_t *self);
 int rotor_edits_delete(rotor_edits_t *self, int32_t slot);
 /* True if the tier may hold s from its last use below slot `from` to slot `until`. */
 bool rotor_edits_host_fits(const rotor_edits_t *self, int32_t s, int32_t from, int32_t until);
-/* Makes sure that s is written below a slot, and used there no more: where it is not, its finish goes
- * right after its last use before, or right below the slot. ROTOR_ERR_INFEASIBLE without an empty slot. */
-int rotor_edits_write(rotor_edits_t *self, int32_t s, int32_t below, bool is_late);
+/* Makes sure that s is written below a slot: where it is not, its finish goes below slot `near`, after
+ * its last use before. ROTOR_ERR_INFEASIBLE without an empty slot. */
+int rotor_edits_write(rotor_edits_t *self, int32_t s, int32_t below, int32_t near);
 /* Adds a run of op at an empty slot, and what it needs, to relieve slot w of `size` units.
  * ROTOR_ERR_INFEASIBLE where that takes too many runs. */
 int rotor_edits_place(rotor_edits_t *self, int32_t slot, int32_t op, int32_t w, int32_t size);

@@ -8,8 +8,9 @@
 
 #define FEW_MOVES 2000 /* of each start, and of the program for a larger budget */
 #define MORE_MOVES 20  /* of each start, per operation */
+#define MOST_ROUNDS 6  /* of all starts */
 
-enum { STARTS = 4 };
+enum { STARTS = 4, FEW = 3 };
 
 typedef struct {
     const rotor_dataflow_t *graph;
@@ -22,6 +23,11 @@ typedef struct {
     rotor_tiering_t search;
     rotor_pricer_t pricer;
     rotor_random_t random;
+    rotor_program_t work;
+    rotor_program_t start;
+    rotor_program_t few[FEW]; /* within the budget, fastest first */
+    int64_t few_ns[FEW];
+    int32_t few_count;
     rotor_program_t best;
     rotor_cost_t price;
     bool is_found;
@@ -57,15 +63,35 @@ static int joint_offer(joint_t *c, rotor_program_t *program) {
     return ret;
 }
 
-/* Improves a start, and offers it. It is left as it was found to be best, empty where it was not. */
-static int joint_improve(joint_t *c, rotor_program_t *start, int64_t moves) {
-    int ret = rotor_tiering_improve(&c->search, c->graph, c->budget,
-                                    rotor_random_next(&c->random), moves, &c->stop, start);
-    if (ret == ROTOR_ERR_INFEASIBLE) {
-        start->length = 0;
+/* Improves a copy of a program, offers it, and keeps it for more where it is one of the few best. */
+static int joint_improve(joint_t *c, const rotor_program_t *start, int64_t moves) {
+    rotor_cost_t price = {0};
+    int32_t at = c->few_count;
+    int ret = rotor_program_assign(&c->work, start->ops, start->length);
+    if (ret == ROTOR_OK) {
+        ret = rotor_tiering_improve(&c->search, c->graph, c->budget,
+                                    rotor_random_next(&c->random), moves, &c->stop, &c->work);
+    }
+    if (ret == ROTOR_OK && (ret = joint_offer(c, &c->work)) == ROTOR_OK) {
+        ret = rotor_pricer_price(&c->pricer, c->graph, c->work.ops, c->work.length, &price);
+    }
+    if (ret != ROTOR_OK) {
+        return ret == ROTOR_ERR_INFEASIBLE ? ROTOR_OK : ret;
+    }
+    while (at > 0 && price.time_ns < c->few_ns[at - 1]) {
+        at--;
+    }
+    if (at == FEW) {
         return ROTOR_OK;
     }
-    return ret == ROTOR_OK ? joint_offer(c, start) : ret;
+    rotor_program_t last = c->few[FEW - 1];
+    memmove(&c->few[at + 1], &c->few[at], (size_t)(FEW - 1 - at) * sizeof(c->few[0]));
+    memmove(&c->few_ns[at + 1], &c->few_ns[at], (size_t)(FEW - 1 - at) * sizeof(c->few_ns[0]));
+    c->few[at] = c->work;
+    c->work = last;
+    c->few_ns[at] = price.time_ns;
+    c->few_count += c->few_count < FEW;
+    return ROTOR_OK;
 }
 
 /* A program without the tier for a budget, empty where none was found. */
@@ -113,20 +139,34 @@ static int find_starts(joint_t *c, const rotor_planner_options_t *options,
     return ret;
 }
 
-/* The search from all starts a little, then from the best one. */
-static int joint_search(joint_t *c, int64_t moves, rotor_program_t *starts) {
-    int64_t each =
-        rotor_min(moves / 10, FEW_MOVES + MORE_MOVES * (int64_t)c->graph->operation_count);
+/*
+ * The search from all starts a little, a few times where the graph is small, from the few best of these
+ * programs, and from the best of all.
+ */
+static int joint_search(joint_t *c, int64_t moves, const rotor_program_t *starts) {
+    int64_t n = c->graph->operation_count;
+    int64_t enough = FEW_MOVES + MORE_MOVES * n;
+    int64_t rounds = rotor_max(1, rotor_min(MOST_ROUNDS, moves / 2 / (enough * STARTS)));
+    int64_t each = rotor_min(moves / 10, enough);
+    int64_t left = moves;
     int ret = ROTOR_OK;
-    for (int32_t k = 0; k < STARTS && ret == ROTOR_OK && !c->stop.is_over; k++) {
-        if (starts[k].length > 0) {
-            ret = joint_improve(c, &starts[k], each);
-            moves -= each;
+    for (int64_t k = 0; k < rounds * STARTS && ret == ROTOR_OK && !c->stop.is_over; k++) {
+        if (starts[k % STARTS].length > 0) {
+            ret = joint_improve(c, &starts[k % STARTS], each);
+            left -= each;
         }
     }
-    if (ret == ROTOR_OK && c->is_found && moves > 0 && !c->stop.is_over) {
-        ret = rotor_program_assign(&starts[0], c->best.ops, c->best.length);
-        ret = ret == ROTOR_OK ? joint_improve(c, &starts[0], moves) : ret;
+    each = left / (2 * FEW);
+    for (int32_t k = 0; k < FEW && rounds > 1 && ret == ROTOR_OK && !c->stop.is_over; k++) {
+        if (k < c->few_count) {
+            ret = rotor_program_assign(&c->start, c->few[k].ops, c->few[k].length);
+            ret = ret == ROTOR_OK ? joint_improve(c, &c->start, each) : ret;
+            left -= each;
+        }
+    }
+    if (ret == ROTOR_OK && c->is_found && left > 0 && !c->stop.is_over) {
+        ret = rotor_program_assign(&c->start, c->best.ops, c->best.length);
+        ret = ret == ROTOR_OK ? joint_improve(c, &c->start, left) : ret;
     }
     return ret;
 }
@@ -150,12 +190,12 @@ int rotor_joint_plan(const rotor_dataflow_t *graph, const rotor_link_t *link, in
     int64_t began = options->time_limit_ns == 0 ? 0 : rotor_clock_ns();
     rotor_tiering_init(&c.search, link);
     rotor_pricer_init(&c.pricer);
-    rotor_program_init(&c.best);
     for (int32_t k = 0; k < STARTS; k++) {
         rotor_program_init(&starts[k]);
     }
     c.pricer.link = link;
-    c.total = parts + options->moves;
+    int64_t moves = options->moves == 0 ? 0 : 2 * options->moves + 5 * graph->operation_count;
+    c.total = parts + moves;
     rotor_random_init(&c.random, options->seed);
     alone.time_limit_ns = options->time_limit_ns / 2 + (options->time_limit_ns > 0);
     alone.start = has_actions(graph, options->start) ? NULL : options->start;
@@ -173,10 +213,10 @@ int rotor_joint_plan(const rotor_dataflow_t *graph, const rotor_link_t *link, in
     c.stop = (rotor_stop_t){
         .callback = &rest,
         .deadline_ns = options->time_limit_ns == 0 ? 0 : began + options->time_limit_ns,
-        .total = options->moves,
+        .total = moves,
         .step = 1};
     if ((ret = find_starts(&c, options, starts)) != ROTOR_OK ||
-        (ret = joint_search(&c, options->moves, starts)) != ROTOR_OK) {
+        (ret = joint_search(&c, moves, starts)) != ROTOR_OK) {
         goto out;
     }
     if (!c.is_found) {
@@ -192,6 +232,11 @@ out:
     for (int32_t k = 0; k < STARTS; k++) {
         rotor_program_free(&starts[k]);
     }
+    for (int32_t k = 0; k < FEW; k++) {
+        rotor_program_free(&c.few[k]);
+    }
+    rotor_program_free(&c.work);
+    rotor_program_free(&c.start);
     rotor_program_free(&c.best);
     rotor_pricer_free(&c.pricer);
     rotor_tiering_free(&c.search);

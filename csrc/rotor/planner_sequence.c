@@ -505,6 +505,15 @@ int32_t rotor_slots_finish(const rotor_slots_t *self, int32_t s) {
     return -1;
 }
 
+int32_t rotor_slots_begun(const rotor_slots_t *self, int32_t s, int32_t below) {
+    const rotor_events_t *events = &self->events[s];
+    int32_t k = rotor_events_below(events, below) - 1;
+    while (k > 0 && self->op_at[events->slots[k]] != self->graph->producer[s]) {
+        k--;
+    }
+    return events->slots[k];
+}
+
 int32_t rotor_slots_empty_below(const rotor_slots_t *self, int32_t slot, int32_t floor) {
     for (int32_t k = slot - 1; k > floor; k--) {
         if (self->op_at[k] < 0) {

@@ -109,6 +109,9 @@ static inline void rotor_slots_settle(rotor_slots_t *self) {
 /* The slot of the finish of s; -1 without any. */
 int32_t rotor_slots_finish(const rotor_slots_t *self, int32_t s);
 
+/* The last slot below another one where s is made by a run; there is one. */
+int32_t rotor_slots_begun(const rotor_slots_t *self, int32_t s, int32_t below);
+
 /* The number of events of a storage below a slot: the index of the first that is not. */
 static inline int32_t rotor_events_below(const rotor_events_t *self, int32_t slot) {
     int32_t low = 0;

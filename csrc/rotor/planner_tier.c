@@ -72,6 +72,30 @@ static int32_t fetch_slot(rotor_tiering_t *q, int32_t s, int32_t low, int32_t b)
     return slot;
 }
 
+/* The first slot in which a write of s is done, about; between its last use below a slot and that. */
+static int32_t written_slot(rotor_tiering_t *q, int32_t s, int32_t below) {
+    const rotor_slots_t *p = &q->edits.slots;
+    const rotor_events_t *events = &p->events[s];
+    int32_t first = events->slots[rotor_events_below(events, below) - 1] + 1;
+    if (rotor_random_below(&q->edits.random, 2) == 0) {
+        return below - rotor_random_below(&q->edits.random, below - first + 1);
+    }
+    int32_t made = rotor_slots_begun(p, s, below);
+    double u = rotor_random_unit(&q->edits.random);
+    int64_t done = time_at(q, made) + p->graph->cost_ns[p->op_at[made]] +
+                   (int64_t)((double)p->moving.write_ns[s] * (1.0 + 2.0 * u * u));
+    int32_t last = below;
+    while (first < last) {
+        int32_t middle = first + (last - first) / 2;
+        if (time_at(q, middle) >= done) {
+            last = middle;
+        } else {
+            first = middle + 1;
+        }
+    }
+    return first;
+}
+
 static int add_fetch(rotor_tiering_t *q, int32_t s, int32_t low, int32_t b) {
     int32_t slot = fetch_slot(q, s, low, b);
     return slot < 0 ? ROTOR_ERR_INFEASIBLE
@@ -188,32 +212,10 @@ static int delay(rotor_tiering_t *q, const option_t *option, int32_t w) {
                            : ret;
 }
 
-/* A slot below w for the finish of s, which ends its use before. */
-static int32_t finish_slot(rotor_tiering_t *q, int32_t s, int32_t w) {
-    const rotor_slots_t *p = &q->edits.slots;
-    int32_t after = p->events[s].slots[rotor_events_below(&p->events[s], w) - 1];
-    int32_t from = rotor_random_below(&q->edits.random, 3) > 0 || w - after < 2
-                       ? w
-                       : after + 1 + rotor_random_below(&q->edits.random, w - after);
-    return rotor_slots_empty_below(p, from, after);
-}
-
 static int move_over(rotor_tiering_t *q, const option_t *option, int32_t w) {
-    rotor_slots_t *p = &q->edits.slots;
     int32_t s = option->storage;
-    int32_t finish = rotor_slots_finish(p, s);
-    int ret = ROTOR_OK;
-    if (finish < 0 || finish > w) {
-        int32_t slot = finish_slot(q, s, w);
-        if (slot < 0) {
-            q->edits.crowded++;
-            return ROTOR_ERR_INFEASIBLE;
-        }
-        if (finish >= 0 && (ret = rotor_slots_remove(p, finish)) != ROTOR_OK) {
-            return ret;
-        }
-        ret = rotor_edits_add(&q->edits, slot, rotor_item_finish(p->graph, s));
-    }
+    int32_t near = rotor_random_below(&q->edits.random, 3) > 0 ? w : written_slot(q, s, w);
+    int ret = rotor_edits_write(&q->edits, s, w, near);
     if (ret != ROTOR_OK || option->how == WRITE_EARLIER) {
         return ret;
     }
@@ -306,7 +308,7 @@ static int run_to_fetch(rotor_tiering_t *q) {
         if (p->moving.read_ns[s] < 0 || !rotor_edits_host_fits(&q->edits, s, slot, until)) {
             return ROTOR_ERR_INFEASIBLE;
         }
-        ret = rotor_edits_write(&q->edits, s, slot, rotor_random_below(&q->edits.random, 2) == 0);
+        ret = rotor_edits_write(&q->edits, s, slot, written_slot(q, s, slot));
         if (ret == ROTOR_OK) {
             int32_t finish = rotor_slots_finish(p, s);
             ret = add_fetch(q, s, finish > after ? finish : after, until);
@@ -365,8 +367,7 @@ static int shift(rotor_tiering_t *q, bool is_fetch) {
     if (rotor_random_below(&q->edits.random, 3) > 0) {
         target = slot + rotor_random_below(&q->edits.random, 2 * SHIFT + 1) - SHIFT;
     } else {
-        target = is_fetch ? fetch_slot(q, s, before, after)
-                          : before + 1 + rotor_random_below(&q->edits.random, after - before);
+        target = is_fetch ? fetch_slot(q, s, before, after) : written_slot(q, s, slot) - 1;
     }
     target = target <= before ? before : target >= after ? after - 1 : target;
     int32_t empty = rotor_slots_empty_below(p, target + 1, before);

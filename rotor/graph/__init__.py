@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rotor.engines.graph.estimate import Machine
     from rotor.engines.graph.recorded import Profile, save_profile
+    from rotor.graph.bound import offload_bound
     from rotor.graph.exact import Proof, checkmate
     from rotor.graph.graph import Graph, Operation, Storage
     from rotor.graph.link import Link
@@ -39,6 +40,7 @@ __all__ = [
     "curve",
     "load_program",
     "lower_bound",
+    "offload_bound",
     "plan",
     "render",
     "save_profile",
@@ -61,6 +63,7 @@ _LAZY = {
     "checkmate": "rotor.graph.exact",
     "curve": "rotor.graph.planner",
     "lower_bound": "rotor.graph.planner",
+    "offload_bound": "rotor.graph.bound",
     "plan": "rotor.graph.planner",
     "build": "rotor.wrapper.building",
     "render": "rotor.report.drawing",

@@ -139,8 +139,8 @@ def plan(
     if ops is None and link is not None:
         raise InfeasibleError(
             f"no program was found within {exact_bytes(budget)}, with the second tier or without; "
-            f"the least peak that was found without it is {exact_bytes(minimum)}: give more memory, "
-            "more effort, or a tier that holds more",
+            f"the least peak that was found without it is {exact_bytes(minimum)}: give more "
+            "memory, more effort, or a tier that holds more",
             minimum,
         )
     if ops is None:
