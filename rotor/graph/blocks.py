@@ -17,6 +17,8 @@ from rotor.graph.program import Program
 
 __all__ = ["BlockBytes", "program_bytes", "program_events", "replay"]
 
+_FETCH = "<fetch>"
+
 
 @dataclass(frozen=True)
 class BlockBytes:
@@ -86,13 +88,24 @@ def program_events(
     workspace_first
         True if the workspace of an operation is allocated before its results.
     """
-    graph, ops = program.graph, program.ops.tolist()
+    graph, padding = program.graph, 0 if program.link is None else program.link.padding_bytes
+    actions = [_action(graph, number) for number in program.actions.tolist()]
     writer = _Writer(graph)
     writer.take(beside_bytes)
-    for index, kept, dying in zip(ops, *_deaths(graph, ops), strict=True):
-        writer.run(graph.operations[index], kept, workspace_first)
+    for action, kept, dying in zip(actions, *_deaths(graph, actions), strict=True):
+        writer.run(action, kept, workspace_first, padding if action.name == _FETCH else 0)
         writer.drop(dying)
     return np.array(writer.events, dtype=np.int64)
+
+
+def _action(graph: Graph, number: int) -> Operation:
+    """Return an action of a program as an operation."""
+    storage = (number - len(graph)) % len(graph.storages)
+    if number < len(graph):
+        return graph.operations[number]
+    if number < len(graph) + len(graph.storages):
+        return Operation("finish", 0, (storage,), ())
+    return Operation(_FETCH, 0, (), (storage,))
 
 
 class _Writer:
@@ -115,11 +128,13 @@ class _Writer:
             if place is not None:
                 self.events.append(-1 - place)
 
-    def run(self, operation: Operation, kept: set[int], workspace_first: bool) -> None:
+    def run(
+        self, operation: Operation, kept: set[int], workspace_first: bool, padding: int
+    ) -> None:
         """Allocate for a run; free the workspace, and the results that nothing reads."""
         workspace = max(operation.workspace_bytes, 0)
         scratch = self.take(workspace) if workspace_first else -1
-        made = [(storage, self.take(self._sizes[storage])) for storage in operation.outputs]
+        made = [(s, self.take(self._sizes[s] + padding)) for s in operation.outputs]
         if not workspace_first:
             scratch = self.take(workspace)
         self.events.append(-1 - scratch)
@@ -130,15 +145,15 @@ class _Writer:
                 self.events.append(-1 - place)
 
 
-def _deaths(graph: Graph, ops: Sequence[int]) -> tuple[list[set[int]], list[list[int]]]:
+def _deaths(graph: Graph, actions: Sequence[Operation]) -> tuple[list[set[int]], list[list[int]]]:
     """Return per position the results that are used, and the storages read for the last time."""
     pinned = [storage.pinned for storage in graph.storages]
-    first = {s: p for p in range(len(ops) - 1, -1, -1) for s in graph.operations[ops[p]].outputs}
+    first = {s: p for p in range(len(actions) - 1, -1, -1) for s in actions[p].outputs}
     needed: set[int] = set()
     kept: list[set[int]] = []
     dying: list[list[int]] = []
-    for position in range(len(ops) - 1, -1, -1):
-        operation = graph.operations[ops[position]]
+    for position in range(len(actions) - 1, -1, -1):
+        operation = actions[position]
         kept.append(
             {s for s in operation.outputs if (first[s] == position if pinned[s] else s in needed)}
         )

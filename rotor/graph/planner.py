@@ -12,6 +12,7 @@ from rotor.algorithms.curve import Curve
 from rotor.algorithms.utils import ProgressCallback
 from rotor.errors import InfeasibleError
 from rotor.graph.graph import Graph
+from rotor.graph.link import Link
 from rotor.graph.program import Program
 from rotor.units import exact_bytes, parse_bytes
 
@@ -82,6 +83,7 @@ def plan(
     seed: int = 0,
     progress: ProgressCallback | None = None,
     start: Program | None = None,
+    link: Link | None = None,
 ) -> Program:
     """Return the fastest program found whose peak is within a budget.
 
@@ -104,6 +106,11 @@ def plan(
     start
         Program of the same operations to begin from; above the budget it is repaired. An effort
         without random greedy runs, such as "fast", then takes no other walks.
+    link
+        Link to a second tier of memory: each storage is then kept, made again, or moved to the tier
+        and back, as is fastest by the link's speed, and never slower than without the tier. Plan
+        with less than the speed that was measured: a link half as fast as was planned with costs
+        more than the tier gains.
 
     Returns
     -------
@@ -122,10 +129,20 @@ def plan(
     """
     budget = parse_bytes(budget_bytes, name="budget_bytes")
     runs, moves = _effort(effort, _EFFORTS)
-    begin = None if start is None else start.ops
+    if link is not None and not isinstance(link, Link):
+        raise TypeError(f"link must be a rotor.graph.Link or None, got {link!r}")
+    begin = None if start is None else start.ops if link is None else start.actions
+    tier = None if link is None else link.core
     ops, minimum = graph.core.plan(
-        budget, runs, moves, _seed(seed), _limit_ns(time_limit), progress, begin
+        budget, runs, moves, _seed(seed), _limit_ns(time_limit), progress, begin, tier
     )
+    if ops is None and link is not None:
+        raise InfeasibleError(
+            f"no program was found within {exact_bytes(budget)}, with the second tier or without; "
+            f"the least peak that was found without it is {exact_bytes(minimum)}: give more "
+            "memory, more effort, or a tier that holds more",
+            minimum,
+        )
     if ops is None:
         bound = lower_bound(graph)
         raise InfeasibleError(
@@ -135,7 +152,7 @@ def plan(
             minimum,
             bound,
         )
-    return Program(graph, np.frombuffer(ops, dtype=np.int32))
+    return Program(graph, np.frombuffer(ops, dtype=np.int32), link)
 
 
 class PlanCurve(Curve):

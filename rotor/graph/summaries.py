@@ -8,11 +8,12 @@ from rotor.graph.program import Program
 
 __all__ = ["FATES", "Again", "StorageSummary", "Summary", "summarise"]
 
-FATES = ("kept", "dropped", "recomputed", "backward")
+FATES = ("kept", "dropped", "recomputed", "offloaded", "backward")
 """Treatments of a storage.
 
 "kept": made in the forward, and in memory when the forward ends. "dropped": made in the forward,
 freed before it ends, and never needed again. "recomputed": dropped, made again, and read again.
+"offloaded": moved to a second tier and back.
 "backward": made by the loss or the backward.
 """
 
@@ -108,6 +109,11 @@ class Summary:
         return self.bytes_of("recomputed")
 
     @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of storages that are moved to a second tier and back."""
+        return self.bytes_of("offloaded")
+
+    @property
     def extra_ns(self) -> int:
         """Nanoseconds of all runs but the first ones."""
         return sum(entry.extra_ns for entry in self.again)
@@ -128,6 +134,8 @@ def summarise(program: Program) -> Summary:
     graph = program.graph
     operations = graph.operations
     ops = program.ops.tolist()
+    first_fetch = len(graph) + len(graph.storages)
+    moved = {k - first_fetch for k in program.actions.tolist() if k >= first_fetch}
     boundary = next((k for k, op in enumerate(ops) if operations[op].phase != "forward"), len(ops))
     made = [0] * len(graph.storages)
     read_again = [False] * len(graph.storages)
@@ -150,7 +158,9 @@ def summarise(program: Program) -> Summary:
     storages = []
     for s, storage in enumerate(graph.storages):
         maker = graph.producers[s]
-        if read_again[s] and not storage.pinned:
+        if s in moved:
+            fate = "offloaded"
+        elif read_again[s] and not storage.pinned:
             fate = "recomputed"
         elif operations[maker].phase != "forward":
             fate = "backward"
