@@ -14,7 +14,7 @@ from oracles import tier as oracle
 from random_graphs import GRAPHS, training_graph
 
 from rotor.errors import InfeasibleError
-from rotor.graph import Graph, Link, Operation, Program, plan, simulate
+from rotor.graph import Graph, Link, Operation, Program, curve, plan, simulate
 
 FACTS = {("unet", 0.4): 1.034, ("unet", 0.25): 1.103, ("gpt6", 0.4): 1.043, ("gpt6", 0.25): 1.093}
 """Slow-downs at which a search without incremental pricing arrives, by graph and budget."""
@@ -193,3 +193,37 @@ def test_json_of_a_plan(tmp_path):
     assert again == program
     assert json.loads((tmp_path / "joint.json").read_text())["version"] == 2
     assert np.array_equal(again.timeline().peak_bytes, program.timeline().peak_bytes)
+
+
+def test_the_curve_with_a_tier_lies_nowhere_above_the_one_without():
+    graph = Graph.load(GRAPHS / "unet.g")
+    link = link_of(graph, 1.0)
+    seen: list[tuple[int, int]] = []
+    alone = curve(graph, 8, effort="fast")
+    joint = curve(
+        graph,
+        8,
+        effort="fast",
+        link=link,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert joint.minimum_bytes <= alone.minimum_bytes
+    faster = 0
+    for program in alone.programs:
+        at = joint.at(program.peak_bytes)
+        assert at <= program.makespan
+        faster += at < program.makespan * 0.99
+    assert faster >= 3
+    assert len(joint) <= 16
+    assert any(program.offloaded_bytes for program in joint.programs)
+    assert all(program.link == link for program in joint.programs)
+    again = curve(graph, 8, effort="fast", link=link)
+    assert [p.actions.tolist() for p in again.programs] == [
+        p.actions.tolist() for p in joint.programs
+    ]
+    assert joint.lower_bound_bytes == 0
+    assert alone.lower_bound_bytes > 0
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert len(curve(graph, 1, effort="fast", link=link)) == 1
+    with pytest.raises(TypeError, match="link"):
+        curve(graph, 3, link="disk")
