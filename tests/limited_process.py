@@ -1,7 +1,7 @@
 """A training whose process may not take more memory than it has when training begins, and a margin.
 
-Run as a script: ``limited_process.py KIND MARGIN_MIB FOLDER STEPS``, KIND one of plain, tier. It prints
-the losses; MARGIN_MIB 0 sets no margin.
+Run as a script: ``limited_process.py KIND MARGIN_MIB FOLDER STEPS``, KIND one of plain, tier. It
+prints the losses; MARGIN_MIB 0 sets no margin.
 """
 
 from __future__ import annotations

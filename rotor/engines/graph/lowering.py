@@ -35,6 +35,10 @@ _MUTATION_BLIND = ("_native_batch_norm_legit_functional", "native_batch_norm_bac
 """Operators that read running statistics in training only to make new ones, which are discarded."""
 
 
+_SAVED = ("MUST_SAVE", "MUST_CPU_OFFLOAD")
+"""Names of `torch.utils.checkpoint.CheckpointPolicy` whose values are computed once."""
+
+
 @dataclass
 class Value:
     """Tensor (or tuple of tensors) of the joint graph.
@@ -422,7 +426,12 @@ class _Lowering:
             task.made[path] = self._new_storage(tensor)
         self.values[node] = Value("output", node, None, tuple(task.made.values()))
         self.tasks.append(task)
-        task.once = node in self.tainted or not task.made
+        task.once = node in self.tainted or not task.made or _must_be_saved(node)
+
+
+def _must_be_saved(node: fx.Node) -> bool:
+    """Return whether a policy of selective checkpointing forbids to compute a value again."""
+    return getattr(node.meta.get("recompute"), "name", "") in _SAVED
 
 
 def _unique(items: Iterable[int]) -> list[int]:
