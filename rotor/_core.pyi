@@ -322,6 +322,7 @@ class Dataflow:
         seed: int,
         time_limit_ns: int,
         progress: Callable[[int, int], object] | None,
+        link: _Link | None = None,
         /,
     ) -> list[bytearray]: ...
 

@@ -88,7 +88,7 @@ C_LEVELS = {
         ["planner_sequence_check", "planner_clocks", "planner_edits"],
         [
             *("planner_greedy", "planner_search", "planner_pool", "planner", "planner_curve"),
-            *("planner_tier", "planner_joint"),
+            *("planner_tier", "planner_joint", "planner_joint_curve"),
         ],
     ],
     "csrc/python": [

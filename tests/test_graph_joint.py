@@ -14,7 +14,8 @@ from oracles import tier as oracle
 from random_graphs import GRAPHS, training_graph
 
 from rotor.errors import InfeasibleError
-from rotor.graph import Graph, Link, Operation, Program, plan, simulate
+from rotor.graph import Graph, Link, Operation, Program, curve, plan, simulate, summarise
+from rotor.graph.blocks import program_bytes, program_events
 
 FACTS = {("unet", 0.4): 1.034, ("unet", 0.25): 1.103, ("gpt6", 0.4): 1.043, ("gpt6", 0.25): 1.093}
 """Slow-downs at which a search without incremental pricing arrives, by graph and budget."""
@@ -193,3 +194,63 @@ def test_json_of_a_plan(tmp_path):
     assert again == program
     assert json.loads((tmp_path / "joint.json").read_text())["version"] == 2
     assert np.array_equal(again.timeline().peak_bytes, program.timeline().peak_bytes)
+
+
+def test_the_curve_with_a_tier_lies_nowhere_above_the_one_without():
+    graph = Graph.load(GRAPHS / "unet.g")
+    link = link_of(graph, 1.0)
+    seen: list[tuple[int, int]] = []
+    alone = curve(graph, 8, effort="fast")
+    joint = curve(
+        graph,
+        8,
+        effort="fast",
+        link=link,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert joint.minimum_bytes <= alone.minimum_bytes
+    faster = 0
+    for program in alone.programs:
+        at = joint.at(program.peak_bytes)
+        assert at <= program.makespan
+        faster += at < program.makespan * 0.99
+    assert faster >= 3
+    assert len(joint) <= 16
+    assert any(program.offloaded_bytes for program in joint.programs)
+    assert all(program.link == link for program in joint.programs)
+    again = curve(graph, 8, effort="fast", link=link)
+    assert [p.actions.tolist() for p in again.programs] == [
+        p.actions.tolist() for p in joint.programs
+    ]
+    assert joint.lower_bound_bytes == 0
+    assert alone.lower_bound_bytes > 0
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert len(curve(graph, 1, effort="fast", link=link)) == 1
+    with pytest.raises(TypeError, match="link"):
+        curve(graph, 3, link="disk")
+
+
+def test_summaries_and_allocations_know_what_moves():
+    graph = Graph.load(GRAPHS / "unet.g")
+    link = link_of(graph, 1.0, padding_bytes=512)
+    program = plan(graph, int(peak_of(graph) * 0.4), effort="fast", link=link)
+    summary = summarise(program)
+    moved = [s for s, one in enumerate(summary.storages) if one.fate == "offloaded"]
+    fetches = program.actions[program.actions >= len(graph) + len(graph.storages)]
+    assert moved == sorted({k - len(graph) - len(graph.storages) for k in fetches.tolist()})
+    assert summary.offloaded_bytes == program.offloaded_bytes
+    assert "offloaded" not in summary.operations
+    runs = program.timeline(runs_only=True)
+    assert len(runs.peak_bytes) == len(program.ops) < len(program.timeline().peak_bytes)
+    # The allocations of the program, frees at once: they are those of the simulator.
+    sizes: list[int] = []
+    live = most = 0
+    for event in program_events(program).tolist():
+        if event >= 0:
+            sizes.append(event)
+            live += event
+        else:
+            live -= sizes[-1 - event]
+        most = max(most, live)
+    assert most == program.peak_bytes
+    assert program_bytes(program).allocated_peak_bytes >= program.peak_bytes

@@ -364,8 +364,9 @@ out:
 }
 
 PyDoc_STRVAR(curve_doc,
-             "curve(points, random_runs, moves, seed, time_limit_ns, progress, /)\n--\n\n"
-             "Return the programs found for budgets in equal steps, ascending, as int32 each.");
+             "curve(points, random_runs, moves, seed, time_limit_ns, progress, link=None, /)\n--\n\n"
+             "Return the programs found for budgets in equal steps, ascending, as int32 each; with a "
+             "link, programs with a second tier after those.");
 
 static PyObject *program_list(const rotor_program_t *programs, int64_t count) {
     PyObject *list = PyList_New((Py_ssize_t)count);
@@ -388,7 +389,9 @@ static PyObject *py_dataflow_curve(PyObject *object, PyObject *args) {
     rotor_cost_t *costs = NULL;
     py_watch_t watch;
     PyObject *progress;
+    PyObject *given = Py_None;
     PyObject *answer = NULL;
+    rotor_link_t link;
     long long points;
     long long random_runs;
     long long moves;
@@ -396,31 +399,36 @@ static PyObject *py_dataflow_curve(PyObject *object, PyObject *args) {
     long long time_limit;
     int64_t count = 0;
 
-    if (!PyArg_ParseTuple(args, "LLLKLO:curve", &points, &random_runs, &moves, &seed, &time_limit,
-                          &progress)) {
+    if (!PyArg_ParseTuple(args, "LLLKLO|O:curve", &points, &random_runs, &moves, &seed,
+                          &time_limit, &progress, &given)) {
         return NULL;
     }
     if (points < 1) {
         return PyErr_Format(PyExc_ValueError, "points = %lld, expected at least 1", points);
+    }
+    if (given != Py_None && read_link(module, given, &link) != 0) {
+        return NULL;
     }
     options.random_runs = random_runs;
     options.moves = moves;
     options.seed = seed;
     options.time_limit_ns = time_limit;
     options.start = NULL;
-    programs = rotor_calloc((size_t)points, sizeof(*programs));
-    costs = rotor_calloc((size_t)points, sizeof(*costs));
+    programs = rotor_calloc((size_t)points, 2 * sizeof(*programs));
+    costs = rotor_calloc((size_t)points, 2 * sizeof(*costs));
     if (programs == NULL || costs == NULL) {
         PyErr_NoMemory();
         goto out;
     }
     py_watch_begin(&watch, progress);
-    int ret = rotor_planner_curve(&self->graph, points, &options, &watch.callback, programs, costs,
-                                  &count);
+    int ret = given == Py_None ? rotor_planner_curve(&self->graph, points, &options,
+                                                     &watch.callback, programs, costs, &count)
+                               : rotor_joint_curve(&self->graph, &link, points, &options,
+                                                   &watch.callback, programs, costs, &count);
     py_watch_end(&watch);
     answer = ret == ROTOR_OK ? program_list(programs, count) : py_raise_status(module, ret);
 out:
-    for (int64_t k = 0; programs != NULL && k < points; k++) {
+    for (int64_t k = 0; programs != NULL && k < 2 * points; k++) {
         rotor_program_free(&programs[k]);
     }
     rotor_free(programs);

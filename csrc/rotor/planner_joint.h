@@ -18,4 +18,13 @@ int rotor_joint_plan(const rotor_dataflow_t *graph, const rotor_link_t *link, in
                      const rotor_planner_options_t *options, const rotor_callback_t *callback,
                      rotor_program_t *program, rotor_cost_t *price, int64_t *minimum);
 
+/*
+ * As rotor_planner_curve(), with a link: its programs, and joint ones for `points` budgets in equal steps
+ * from the least peak that is reached with the tier. `programs` and `costs` have 2 * points elements. Some
+ * may beat others in both peak and time.
+ */
+int rotor_joint_curve(const rotor_dataflow_t *graph, const rotor_link_t *link, int64_t points,
+                      const rotor_planner_options_t *options, const rotor_callback_t *callback,
+                      rotor_program_t *programs, rotor_cost_t *costs, int64_t *count);
+
 #endif

@@ -17,8 +17,6 @@ from rotor.graph.program import Program
 
 __all__ = ["BlockBytes", "program_bytes", "program_events", "replay"]
 
-_FETCH = "<fetch>"
-
 
 @dataclass(frozen=True)
 class BlockBytes:
@@ -88,24 +86,16 @@ def program_events(
     workspace_first
         True if the workspace of an operation is allocated before its results.
     """
-    graph, padding = program.graph, 0 if program.link is None else program.link.padding_bytes
-    actions = [_action(graph, number) for number in program.actions.tolist()]
+    graph, actions = program.graph, program.actions.tolist()
     writer = _Writer(graph)
     writer.take(beside_bytes)
     for action, kept, dying in zip(actions, *_deaths(graph, actions), strict=True):
-        writer.run(action, kept, workspace_first, padding if action.name == _FETCH else 0)
+        if action < len(graph):
+            writer.run(graph.operations[action], kept, workspace_first)
+        elif kept and program.link is not None:
+            writer.fetch(next(iter(kept)), program.link.padding_bytes)
         writer.drop(dying)
     return np.array(writer.events, dtype=np.int64)
-
-
-def _action(graph: Graph, number: int) -> Operation:
-    """Return an action of a program as an operation."""
-    storage = (number - len(graph)) % len(graph.storages)
-    if number < len(graph):
-        return graph.operations[number]
-    if number < len(graph) + len(graph.storages):
-        return Operation("finish", 0, (storage,), ())
-    return Operation(_FETCH, 0, (), (storage,))
 
 
 class _Writer:
@@ -128,13 +118,15 @@ class _Writer:
             if place is not None:
                 self.events.append(-1 - place)
 
-    def run(
-        self, operation: Operation, kept: set[int], workspace_first: bool, padding: int
-    ) -> None:
+    def fetch(self, storage: int, padding_bytes: int) -> None:
+        """Allocate for what comes back from a second tier."""
+        self._places[storage] = self.take(self._sizes[storage] + padding_bytes)
+
+    def run(self, operation: Operation, kept: set[int], workspace_first: bool) -> None:
         """Allocate for a run; free the workspace, and the results that nothing reads."""
         workspace = max(operation.workspace_bytes, 0)
         scratch = self.take(workspace) if workspace_first else -1
-        made = [(s, self.take(self._sizes[s] + padding)) for s in operation.outputs]
+        made = [(storage, self.take(self._sizes[storage])) for storage in operation.outputs]
         if not workspace_first:
             scratch = self.take(workspace)
         self.events.append(-1 - scratch)
@@ -145,20 +137,30 @@ class _Writer:
                 self.events.append(-1 - place)
 
 
-def _deaths(graph: Graph, actions: Sequence[Operation]) -> tuple[list[set[int]], list[list[int]]]:
-    """Return per position the results that are used, and the storages read for the last time."""
+def _uses_and_makings(graph: Graph, action: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the storages that a run, a finish or a fetch uses, and those that it makes."""
+    count, total = len(graph), len(graph.storages)
+    if action < count:
+        operation = graph.operations[action]
+        return operation.inputs, operation.outputs
+    if action < count + total:
+        return (action - count,), ()
+    return (), (action - count - total,)
+
+
+def _deaths(graph: Graph, actions: Sequence[int]) -> tuple[list[set[int]], list[list[int]]]:
+    """Return per position the results that are used, and the storages used for the last time."""
     pinned = [storage.pinned for storage in graph.storages]
-    first = {s: p for p in range(len(actions) - 1, -1, -1) for s in actions[p].outputs}
+    events = [_uses_and_makings(graph, action) for action in actions]
+    first = {s: p for p in range(len(actions) - 1, -1, -1) for s in events[p][1]}
     needed: set[int] = set()
     kept: list[set[int]] = []
     dying: list[list[int]] = []
     for position in range(len(actions) - 1, -1, -1):
-        operation = actions[position]
-        kept.append(
-            {s for s in operation.outputs if (first[s] == position if pinned[s] else s in needed)}
-        )
-        needed.difference_update(operation.outputs)
-        last = [s for s in dict.fromkeys(operation.inputs) if s not in needed and not pinned[s]]
-        needed.update(operation.inputs)
+        uses, makes = events[position]
+        kept.append({s for s in makes if (first[s] == position if pinned[s] else s in needed)})
+        needed.difference_update(makes)
+        last = [s for s in dict.fromkeys(uses) if s not in needed and not pinned[s]]
+        needed.update(uses)
         dying.append(last)
     return kept[::-1], dying[::-1]

@@ -129,10 +129,8 @@ def plan(
     """
     budget = parse_bytes(budget_bytes, name="budget_bytes")
     runs, moves = _effort(effort, _EFFORTS)
-    if link is not None and not isinstance(link, Link):
-        raise TypeError(f"link must be a rotor.graph.Link or None, got {link!r}")
+    tier = _tier(link)
     begin = None if start is None else start.ops if link is None else start.actions
-    tier = None if link is None else link.core
     ops, minimum = graph.core.plan(
         budget, runs, moves, _seed(seed), _limit_ns(time_limit), progress, begin, tier
     )
@@ -168,7 +166,7 @@ class PlanCurve(Curve):
     programs
         One for each point of the curve, in its order.
     lower_bound_bytes
-        Bytes below which no program can stay.
+        Bytes below which no program can stay; 0 where programs may use a second tier.
     """
 
     def __init__(self, programs: Sequence[Program]) -> None:
@@ -177,7 +175,8 @@ class PlanCurve(Curve):
             [program.makespan for program in programs],
         )
         self.programs = tuple(programs)
-        self.lower_bound_bytes = lower_bound(programs[0].graph)
+        first = programs[0]
+        self.lower_bound_bytes = lower_bound(first.graph) if first.link is None else 0
 
     @classmethod
     def of(cls, programs: Iterable[Program]) -> PlanCurve:
@@ -197,6 +196,7 @@ def curve(
     time_limit: float | None = None,
     seed: int = 0,
     progress: ProgressCallback | None = None,
+    link: Link | None = None,
 ) -> PlanCurve:
     """Return plans for many budgets, each begun from its neighbours.
 
@@ -216,11 +216,15 @@ def curve(
         Seed of the search; equal seeds give equal programs.
     progress
         Called with ``(done, total)`` about every 0.05 s.
+    link
+        Link to a second tier of memory, which programs may then use, as for `plan`. The curve
+        nowhere lies above the one without it.
 
     Returns
     -------
     PlanCurve
-        The programs of which none beats another; at most `points` of them.
+        The programs of which none beats another; at most `points` of them, twice as many with a
+        link.
 
     Raises
     ------
@@ -232,8 +236,16 @@ def curve(
     if not 1 <= points <= _MOST_POINTS:
         raise ValueError(f"points = {points}, expected 1 to {_MOST_POINTS}")
     runs, moves = _effort(effort, _CURVE_EFFORTS)
-    found = graph.core.curve(points, runs, moves, _seed(seed), _limit_ns(time_limit), progress)
-    return PlanCurve.of(Program(graph, np.frombuffer(ops, dtype=np.int32)) for ops in found)
+    found = graph.core.curve(
+        points, runs, moves, _seed(seed), _limit_ns(time_limit), progress, _tier(link)
+    )
+    return PlanCurve.of(Program(graph, np.frombuffer(ops, dtype=np.int32), link) for ops in found)
+
+
+def _tier(link: Link | None) -> tuple[float, float, int, bool, int, int, int] | None:
+    if link is not None and not isinstance(link, Link):
+        raise TypeError(f"link must be a rotor.graph.Link or None, got {link!r}")
+    return None if link is None else link.core
 
 
 def lower_bound(graph: Graph) -> int:

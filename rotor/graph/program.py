@@ -165,9 +165,18 @@ class Program:
         """Return the number of times that each operation runs, int64 [operations]."""
         return np.bincount(self.ops, minlength=len(self.graph))
 
-    def timeline(self) -> Timeline:
-        """Return the live bytes along the program."""
-        return self._timeline
+    def timeline(self, *, runs_only: bool = False) -> Timeline:
+        """Return the live bytes along the program.
+
+        Parameters
+        ----------
+        runs_only
+            True for an entry for each of `ops`, without the actions of a second tier.
+        """
+        if not runs_only or len(self.ops) == len(self.actions):
+            return self._timeline
+        runs = self.actions < len(self.graph)
+        return Timeline(self._timeline.before_bytes[runs], self._timeline.peak_bytes[runs])
 
     def __len__(self) -> int:
         """Return the number of runs."""

@@ -1,4 +1,4 @@
-"""A program's treatment of each storage: kept for the backward, dropped, or made again."""
+"""A program's treatment of each storage: kept, dropped, made again, or moved to a second tier."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ FATES = ("kept", "dropped", "recomputed", "offloaded", "backward")
 
 "kept": made in the forward, and in memory when the forward ends. "dropped": made in the forward,
 freed before it ends, and never needed again. "recomputed": dropped, made again, and read again.
-"offloaded": moved to a second tier and back.
-"backward": made by the loss or the backward.
+"offloaded": fetched from a second tier. "backward": made by the loss or the backward.
 """
 
 
@@ -110,7 +109,7 @@ class Summary:
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes of storages that are moved to a second tier and back."""
+        """Bytes of storages that are fetched from a second tier."""
         return self.bytes_of("offloaded")
 
     @property
@@ -120,7 +119,7 @@ class Summary:
 
 
 def summarise(program: Program) -> Summary:
-    """Return which storages a program keeps, drops and recomputes.
+    """Return which storages a program keeps, drops, recomputes and offloads.
 
     Parameters
     ----------
@@ -134,9 +133,8 @@ def summarise(program: Program) -> Summary:
     graph = program.graph
     operations = graph.operations
     ops = program.ops.tolist()
-    first_fetch = len(graph) + len(graph.storages)
-    moved = {k - first_fetch for k in program.actions.tolist() if k >= first_fetch}
     boundary = next((k for k, op in enumerate(ops) if operations[op].phase != "forward"), len(ops))
+    fetched = set((program.actions - len(graph) - len(graph.storages)).tolist())
     made = [0] * len(graph.storages)
     read_again = [False] * len(graph.storages)
     first_event: dict[int, str] = {}
@@ -158,7 +156,7 @@ def summarise(program: Program) -> Summary:
     storages = []
     for s, storage in enumerate(graph.storages):
         maker = graph.producers[s]
-        if s in moved:
+        if s in fetched:
             fate = "offloaded"
         elif read_again[s] and not storage.pinned:
             fate = "recomputed"
@@ -192,4 +190,4 @@ def _of_operation(phase: str, runs: int, fates: list[str]) -> str:
         return "recomputed"
     if phase != "forward":
         return phase
-    return "kept" if "kept" in fates else "dropped"
+    return "kept" if {"kept", "offloaded"}.intersection(fates) else "dropped"

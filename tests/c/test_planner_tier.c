@@ -233,6 +233,40 @@ static void test_infeasible(void) {
     rotor_dataflow_free(&graph);
 }
 
+enum { POINTS = 5 };
+
+static void test_curve(void) {
+    rotor_planner_options_t options = {.random_runs = 1, .moves = 300, .seed = 2};
+    int ret = ROTOR_ERR_NO_MEMORY;
+    for (int64_t n = 0; n < 2 || ret == ROTOR_ERR_NO_MEMORY; n++) {
+        rotor_dataflow_t graph;
+        rotor_program_t programs[2 * POINTS];
+        rotor_cost_t costs[2 * POINTS];
+        int64_t count = 0;
+        int64_t joint = 0;
+        build(&graph, n == 0 ? 30 : 6, 7);
+        for (int32_t k = 0; k < 2 * POINTS; k++) {
+            rotor_program_init(&programs[k]);
+        }
+        rotor_testing_fail_after(n == 0 ? 0 : n * 7);
+        ret = rotor_joint_curve(&graph, &plain, POINTS, &options, NULL, programs, costs, &count);
+        rotor_testing_fail_after(0);
+        CHECK(ret == ROTOR_OK || (n > 0 && ret == ROTOR_ERR_NO_MEMORY));
+        for (int64_t k = 0; k < count && ret == ROTOR_OK; k++) {
+            rotor_cost_t again;
+            CHECK(rotor_program_simulate(&graph, &plain, programs[k].ops, programs[k].length,
+                                         &again, NULL, NULL, NULL) == ROTOR_OK);
+            CHECK(again.time_ns == costs[k].time_ns && again.peak_bytes == costs[k].peak_bytes);
+            joint += again.link_ns > 0;
+        }
+        CHECK(n > 0 || joint > 0);
+        for (int32_t k = 0; k < 2 * POINTS; k++) {
+            rotor_program_free(&programs[k]);
+        }
+        rotor_dataflow_free(&graph);
+    }
+}
+
 static void test_out_of_memory(void) {
     rotor_planner_options_t options = {.random_runs = 0, .moves = 200, .seed = 1};
     rotor_dataflow_t graph;
@@ -254,7 +288,9 @@ static void test_out_of_memory(void) {
 }
 
 static const test_case_t cases[] = {
-    {"slots", test_slots},           {"plans", test_plans},
+    {"slots", test_slots},
+    {"plans", test_plans},
+    {"curve", test_curve},
     {"interrupted", test_interrupted}, {"infeasible", test_infeasible},
     {"out_of_memory", test_out_of_memory},
 };
