@@ -99,7 +99,7 @@ def _step(model: Any, x: torch.Tensor) -> float:
 
 
 def _slower(plan: Any) -> float:
-    if plan.kind == "graph":
+    if plan.engine == "graph":
         return float(plan.program.slowdown) - 1
     return float(plan.sequence.makespan / plan.chain.ideal_time) - 1
 
@@ -137,7 +137,7 @@ def compare(name: str, share: float) -> dict[str, Any]:
     for engine, chk in found.items():
         row[engine] = _slower(chk.plan) if chk else None
         row[f"{engine}_s"] = min(times[engine]) if chk else None
-    row["runs"] = found["auto"].plan.kind if found["auto"] else None
+    row["runs"] = found["auto"].plan.engine if found["auto"] else None
     return row
 
 

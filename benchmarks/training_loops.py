@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import framework_loops
 import loops
 
+from rotor.report.text import table as plain_table
 from rotor.units import format_bytes, format_seconds
 
 HEADER = ("loop", "lines", "losses", "plain", "limit", "peak", "planned", "first", "full speed")
@@ -75,13 +76,10 @@ def row(one: loops.Case, steps: int) -> tuple[str, ...]:
 
 def table(rows: list[tuple[str, ...]], *, markdown: bool) -> str:
     """Return rows as a table."""
-    rows = [HEADER, *rows]
-    if markdown:
-        lines = ["| " + " | ".join(cells) + " |" for cells in rows]
-        return "\n".join([lines[0], "|---" * len(HEADER) + "|", *lines[1:]])
-    widths = [max(len(cells[k]) for cells in rows) for k in range(len(HEADER))]
-    padded = [[c.ljust(w) for c, w in zip(cells, widths, strict=True)] for cells in rows]
-    return "\n".join("  ".join(cells).rstrip() for cells in padded)
+    if not markdown:
+        return plain_table([HEADER, *rows])
+    lines = ["| " + " | ".join(cells) + " |" for cells in (HEADER, *rows)]
+    return "\n".join([lines[0], "|---" * len(HEADER) + "|", *lines[1:]])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -97,7 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
     assert framework_loops.hugging_face is not None
     rows: list[Any] = []
     for one in loops.CASES:
-        is_wanted = not given.words or any(w in one.name.lower() for w in given.words)
+        is_wanted = not given.words or any(w.lower() in one.name.lower() for w in given.words)
         if is_wanted and all(importlib.util.find_spec(name) for name in one.needs):
             # Trainers print each loss.
             with contextlib.redirect_stdout(io.StringIO()):

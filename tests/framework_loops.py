@@ -7,6 +7,7 @@ import tempfile
 from typing import Any
 
 import torch
+from gpt2_models import small_gpt2
 from loops import Loop, case, drawn, residual, words
 from torchvision_standins import import_torchvision
 
@@ -17,19 +18,7 @@ with contextlib.suppress(ModuleNotFoundError):
 
 def hugging_face(layers: int = 2) -> Any:
     """Return a small GPT-2."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=64,
-        n_positions=32,
-        n_embd=32,
-        n_layer=layers,
-        n_head=2,
-        bos_token_id=1,
-        eos_token_id=2,
-        loss_type="ForCausalLM",
-    )
-    return GPT2LMHeadModel(config)
+    return small_gpt2(layers, 64, 32)
 
 
 def trained(loop: Loop, model: Any, callbacks: Any = (), **arguments: Any) -> Any:

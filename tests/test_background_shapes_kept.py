@@ -43,14 +43,14 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def train(**options: Any) -> list[bool]:
+def train(lengths: tuple[int, ...] = LENGTHS, **options: Any) -> list[bool]:
     """Train a model on batches of different lengths; return which steps equal the plain ones."""
     torch.manual_seed(0)
     model = Gpt()
     limit = int(0.7 * plain_peak(model, gpt_batch(4, 90), gpt_loss))
     chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit, engine="graph", **options)
     equal = []
-    for length in LENGTHS:
+    for length in lengths:
         batch = gpt_batch(4, length)
         equal.append(alike(step(chk, batch, gpt_loss), step(model, batch, gpt_loss)))
         assert chk.graph_plan().predicted_bytes <= limit
@@ -62,6 +62,13 @@ def test_a_second_run_searches_for_no_shape(searched: list[Any]) -> None:
     assert searched
     searched.clear()
     assert all(train())
+    assert not searched
+
+
+def test_a_run_of_other_lengths_first_searches_for_no_shape(searched: list[Any]) -> None:
+    assert all(train())
+    searched.clear()
+    assert all(train((60, 75, 40, 90)))
     assert not searched
 
 

@@ -44,6 +44,10 @@ def chain(depth=6, width=32):
     return nn.Sequential(*layers)
 
 
+def scores():
+    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 400)), torch.randn(16, 16)
+
+
 def with_sample():
     return chain(), torch.randn(64, 32)
 
@@ -418,6 +422,19 @@ def test_fitting(capsys):
     assert "rotor, largest" in out
     assert "least" in out
     assert "batch 32 (rotor): least" in err
+    assert "rotor: planned in " in err
+    assert "rotor: rotor:" not in err
+
+
+def test_batches_of_an_unknown_loss_have_room_for_a_cross_entropy(capsys):
+    command = ("fit", "net.py:scores", "--limit", "2 MB", "--points", 1, "--untimed")
+    batches = {}
+    for loss in ("cross_entropy", "sum", None):
+        given = () if loss is None else ("--loss", loss)
+        batches[loss] = data_of(capsys, *command, *given)["largest"]["batch"]
+    assert batches[None] <= batches["cross_entropy"] < batches["sum"]
+    assert "yours is unknown" in run(capsys, *command)[1]
+    assert "unknown" not in run(capsys, *command, "--loss", "sum")[1]
 
 
 def test_models_of_rotor_by_name_and_inputs_by_name(capsys):

@@ -291,3 +291,30 @@ def test_room_is_made_for_a_large_loss_of_which_nothing_is_known(loss: Callable[
     chk = rotor.Checkpointable(sequential(), mem_limit=limit, engine="dynamic")
     train(chk, x, loss, 1)
     assert chk.plan.measured_bytes <= limit
+
+
+class Tagger(nn.Module):
+    """An LSTM whose operator leaves a part of a result unwritten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 64)
+        self.lstm = nn.LSTM(64, 64, 2, batch_first=True)
+        self.head = nn.Linear(64, 100)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(self.embed(words))[0])
+
+
+@pytest.mark.filterwarnings("ignore:this step's memory was not measured")
+def test_the_proof_of_a_first_step_keeps_the_limit():
+    model, words = Tagger(), torch.randint(100, (16, 32))
+    with memory.meter("cpu") as meter:
+        model(words).sum().backward()
+    plain = meter.peak_bytes
+    model.zero_grad(set_to_none=True)
+    chk = rotor.Checkpointable(model, mem_limit=int(0.7 * plain), engine="dynamic")
+    with memory.meter("cpu") as meter:
+        chk(words).sum().backward()
+    assert meter.peak_bytes <= 0.7 * plain
+    assert "1 step: " in chk.plan.proved.text("first")

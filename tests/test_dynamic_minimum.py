@@ -131,7 +131,7 @@ def test_the_limit_that_is_named_works_when_it_is_tried(name: str, part: float):
         limit, text = error.minimum_bytes, str(error)
         model = rotor.Checkpointable(make(), mem_limit=limit, engine="dynamic")
         steps(model, x)
-        named = re.search(r"(?:at least about|no more than) [^(]*\((\d+) bytes\)", text)
+        named = re.search(r"(?:try a limit of|no more than) [^(]*\((\d+) bytes\)", text)
         assert named is not None
         assert int(named[1]) == limit <= 2.5 * meter.peak_bytes
     assert model.plan.measured_bytes <= limit

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpt2_models import small_gpt2
 from torch import nn
 from torchvision_standins import import_torchvision
 
@@ -25,7 +26,6 @@ pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 from transformers import (  # noqa: E402
-    GPT2Config,
     GPT2LMHeadModel,
     Trainer,
     TrainerCallback,
@@ -47,17 +47,7 @@ WORDS, LENGTH = 120, 32
 
 def make_model(layers: int = 1) -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=WORDS,
-        n_positions=LENGTH,
-        n_embd=32,
-        n_layer=layers,
-        n_head=2,
-        bos_token_id=1,
-        eos_token_id=2,
-        loss_type="ForCausalLM",
-    )
-    return GPT2LMHeadModel(config)
+    return small_gpt2(layers, WORDS, LENGTH)
 
 
 def texts(count: int = 64) -> list[dict[str, torch.Tensor]]:

@@ -1,12 +1,15 @@
-"""Marks of selective checkpointing that plans honour."""
+"""Marks of selective activation checkpointing in the plans of captured graphs."""
 
 from __future__ import annotations
 
+import copy
+import logging
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from graph_modules import Planned
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -16,56 +19,137 @@ from torch.utils.checkpoint import (
 
 import rotor
 
-
-@pytest.fixture(autouse=True)
-def _no_compiled_code_stays():
-    yield
-    torch._dynamo.reset()
+GELU = torch.ops.aten.gelu.default
 
 
-def policy_of(saved, ctx, op, *args, **kwargs):
-    is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return saved if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+def saves(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator is GELU else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def prefers(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_SAVE if operator is GELU else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def repeats(*args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+def decides(*args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Marked(nn.Module):
-    def __init__(self, saved: CheckpointPolicy) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(5))
-        policy = partial(policy_of, saved)
-        self.context = partial(create_selective_checkpoint_contexts, policy)
+    """Residual layers whose operators a policy marks."""
 
-    def inner(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
+    def __init__(self, policy: Callable[..., CheckpointPolicy], drop: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(drop), nn.Linear(128, 32))
+            for _ in range(4)
+        )
+        self.policy = policy
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False, context_fn=self.context).sin()
+        contexts = partial(create_selective_checkpoint_contexts, self.policy)
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+        return x
 
 
-def products(saved: CheckpointPolicy) -> list[bool]:
-    """Whether each product of the forward may be computed once only."""
-    lowered = Planned(Marked(saved), (torch.randn(4, 16),)).lowered
-    forward = [task for task in lowered.tasks if task.phase == "forward" and task.node]
-    return [task.once for task in forward if "mm" in str(task.node.target)]
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    """Silence what Dynamo says of policies."""
+    logger = logging.getLogger("torch._dynamo")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(level)
 
 
-def test_values_that_must_be_saved_are_computed_once():
-    assert products(CheckpointPolicy.MUST_SAVE) == [True] * 5
-    assert products(CheckpointPolicy.PREFER_RECOMPUTE) == [False] * 5
+def stepped(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    out = model(x)
+    out.square().mean().backward()
+    return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def test_plans_keep_them_however_tight_the_limit():
-    runs = {}
-    for saved in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE):
-        chk = rotor.Checkpointable(Marked(saved), engine="graph", effort="fast", verbosity=0)
-        chk.measure(torch.randn(512, 16))
-        try:
-            program = chk.compute_sequence(mem_limit=1)
-        except rotor.InfeasibleError as error:
-            program = chk.compute_sequence(mem_limit=error.minimum_bytes * 21 // 20)
-        pairs = zip(chk.graph.operations, program.runs.tolist(), strict=True)
-        runs[saved] = max(count for op, count in pairs if "mm" in op.name)
-    assert runs[CheckpointPolicy.MUST_SAVE] == 1 < runs[CheckpointPolicy.PREFER_RECOMPUTE]
+def wrapped(model: nn.Module, limit: int | str) -> Any:
+    return rotor.Checkpointable(
+        copy.deepcopy(model), mem_limit=limit, engine="graph", planning="before"
+    )
+
+
+def runs_of(chk: Any, of: Callable[[str], bool]) -> list[int]:
+    plan = chk.plan
+    tasks = plan.step.lowered.tasks
+    return [int(plan.program.runs[k]) for k, task in enumerate(tasks) if of(task.name)]
+
+
+def least_and_most(model: nn.Module, x: torch.Tensor) -> tuple[int, int]:
+    chk = wrapped(model, "1GiB")
+    stepped(chk, x)
+    curve = chk.curve()
+    return curve.minimum_bytes, int(curve.bytes[-1])
+
+
+def is_activation(name: str) -> bool:
+    return name.startswith("gelu") and "backward" not in name
+
+
+def test_what_must_be_saved_is_never_computed_again() -> None:
+    x = torch.randn(128, 32)
+    free = Marked(decides)
+    least, _ = least_and_most(free, x)
+    marked = Marked(saves)
+    limit, _ = least_and_most(marked, x)
+    assert limit > least
+    chk = wrapped(free, limit)
+    stepped(chk, x)
+    assert max(runs_of(chk, is_activation)) > 1
+    chk = wrapped(marked, limit)
+    found = stepped(chk, x)
+    assert runs_of(chk, is_activation) == [1] * 4
+    assert all(map(torch.equal, found, stepped(marked, x)))
+    assert "4 MUST_SAVE" in chk.report()
+
+
+def test_what_prefers_to_be_saved_is_computed_again_where_nothing_else_fits() -> None:
+    x = torch.randn(128, 32)
+    preferring = Marked(prefers)
+    kept, most = least_and_most(Marked(saves), x)
+    chk = wrapped(preferring, (kept + most) // 2)
+    stepped(chk, x)
+    assert runs_of(chk, is_activation) == [1] * 4
+    chk = wrapped(preferring, (least_and_most(Marked(decides), x)[0] + kept) // 2)
+    found = stepped(chk, x)
+    assert max(runs_of(chk, is_activation)) > 1
+    assert all(map(torch.equal, found, stepped(preferring, x)))
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.2])
+def test_what_must_be_computed_again_does_not_wait_for_the_backward(drop: float) -> None:
+    x = torch.randn(128, 32)
+    marked = Marked(repeats, drop)
+    chk = wrapped(marked, "1GiB")
+    found = stepped(chk, x)
+    assert all(map(torch.equal, found, stepped(copy.deepcopy(marked), x)))
+    lowered = chk.plan.step.lowered
+    phases = [t.phase for t in lowered.tasks if is_activation(t.name)]
+    assert phases.count("forward") == 4
+    # With dropout the backward reads none of them.
+    assert phases.count("backward") == (0 if drop else 4)
+    free = wrapped(Marked(decides, drop), "1GiB")
+    stepped(free, x)
+    assert chk.plan.predicted_bytes < free.plan.predicted_bytes
+
+
+def test_shapes_that_share_a_graph_keep_what_must_be_saved() -> None:
+    marked = Marked(saves)
+    chk = wrapped(marked, "340KB")
+    for rows in (64, 96, 80):
+        x = torch.randn(rows, 32)
+        found = stepped(chk, x)
+        assert all(map(torch.equal, found, stepped(marked, x)))
+        assert runs_of(chk, is_activation) == [1] * 4
+        chk.zero_grad(set_to_none=True)
+        marked.zero_grad(set_to_none=True)

@@ -55,7 +55,7 @@ def test_the_plan_with_less_recomputation_runs(share):
     chain = chain_of(model)
     chain.compute_sequence(mem_limit=limit)
     slower = chain.plan.sequence.makespan / chain.plan.chain.ideal_time
-    assert chk.plan.kind == "graph"
+    assert chk.plan.engine == "graph"
     assert chk.program.slowdown < slower
     rows = rows_of(chk)
     assert rows["graph"].endswith("runs")
@@ -68,7 +68,7 @@ def test_a_chain_that_recomputes_nothing_is_not_captured(monkeypatch):
     model = feed_forward()
     chk = rotor.Checkpointable(model, mem_limit="1GB")
     stepped(chk)
-    assert chk.plan.kind == "chain"
+    assert chk.plan.engine == "chain"
     assert "compared" not in chk.report()
 
 
@@ -77,7 +77,7 @@ def test_what_only_chains_take_keeps_the_chain(options):
     model = feed_forward()
     chk = rotor.Checkpointable(model, mem_limit=limit_of(model, 0.6), **options)
     stepped(chk)
-    assert chk.plan.kind == "chain"
+    assert chk.plan.engine == "chain"
     assert "compared" not in chk.report()
 
 
@@ -89,7 +89,7 @@ def test_the_published_method_gives_a_schedule(options):
     found = chk.compute_sequence(limit_of(model, 0.6), **options)
     assert isinstance(found, rotor.algorithms.sequence.Sequence)
     stepped(chk)
-    assert chk.plan.kind == "chain"
+    assert chk.plan.engine == "chain"
     with pytest.raises(ValueError, match="runs as a chain"):
         _ = chk.program
 
@@ -113,7 +113,7 @@ def test_what_cannot_be_captured_is_a_chain_and_the_report_says_why():
     chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit)
     for ours, theirs in zip(stepped(chk), stepped(model), strict=True):
         assert torch.equal(ours, theirs)
-    assert chk.plan.kind == "chain"
+    assert chk.plan.engine == "chain"
     assert "not captured: " in rows_of(chk)["graph"]
     assert rows_of(chk)["chain"].endswith("runs")
 
@@ -130,7 +130,7 @@ def test_a_limit_below_the_chain_is_held_by_the_graph():
     for _ in range(2):
         stepped(chk)
         assert chk.plan.measured_bytes <= int(0.9 * least)
-    assert chk.plan.kind == "graph"
+    assert chk.plan.engine == "graph"
     assert "needs" in rows_of(chk)["chain"]
     with pytest.raises(rotor.InfeasibleError):
         chain.compute_sequence(mem_limit=int(0.9 * least))
@@ -153,4 +153,4 @@ def test_a_copy_plans_for_itself():
     other = copy.deepcopy(chk)
     for ours, theirs in zip(stepped(other), stepped(model), strict=True):
         assert torch.equal(ours, theirs)
-    assert other.plan.kind == chk.plan.kind == "graph"
+    assert other.plan.engine == chk.plan.engine == "graph"

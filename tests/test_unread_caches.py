@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from gpt2_models import small_gpt2
 from torchvision_standins import import_torchvision
 
 import rotor
@@ -19,7 +20,7 @@ with contextlib.suppress(ModuleNotFoundError):
     import_torchvision()
 transformers = pytest.importorskip("transformers")
 
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel  # noqa: E402
+from transformers import DynamicCache, GPT2LMHeadModel  # noqa: E402
 from transformers.cache_utils import Cache  # noqa: E402
 
 WORDS, LENGTH, LAYERS, WIDTH, BATCH = 120, 32, 2, 32, 8
@@ -28,18 +29,7 @@ LIMIT = 1_150_000
 
 def make_model(layers=LAYERS, **changes) -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=WORDS,
-        n_positions=LENGTH,
-        n_embd=WIDTH,
-        n_layer=layers,
-        n_head=2,
-        bos_token_id=1,
-        eos_token_id=2,
-        loss_type="ForCausalLM",
-        **changes,
-    )
-    return GPT2LMHeadModel(config).train()
+    return small_gpt2(layers, WORDS, LENGTH, **changes)
 
 
 def tokens(seed=1):

@@ -162,13 +162,15 @@ class AllocationTrace:
         return [entry for _, entry in timed]
 
     def _on_device(self, result: Any) -> list[Allocation | str]:
-        """Return the events of an accelerator, which are in no tree; addresses are unknown."""
-        return [
-            Allocation(0, event.nbytes(), event.start_ns(), -1)
-            for event in result.events()
-            if event.name() == "[memory]"
-            and str(event.device_type()).rpartition(".")[2].lower() == self._device_type
-        ]
+        """Return marks and an accelerator's events, which are in no tree and without addresses."""
+        found: list[Allocation | str] = []
+        for event in sorted(result.events(), key=lambda event: event.start_ns()):
+            kind = str(event.device_type()).rpartition(".")[2].lower()
+            if event.name() != "[memory]":
+                found.append(Mark.at(event.name(), event.start_ns()))
+            elif kind == self._device_type:
+                found.append(Allocation(0, event.nbytes(), event.start_ns()))
+        return found
 
 
 core.check(

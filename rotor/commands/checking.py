@@ -15,6 +15,7 @@ from torch import nn
 from rotor._pytorch import devices
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.meter import allocator
+from rotor.units import exact_bytes
 from rotor.wrapper.checkpointable import Checkpointable
 
 __all__ = ["checked", "settings_of"]
@@ -105,7 +106,7 @@ def checked(name: str, device: torch.device, size: int, share: float) -> dict[st
             wrapped.measure(batches[0], targets=(batches[0],))
             found = _Training(wrapped, batches, device, counts)
         except InfeasibleError as error:
-            return figures | {"refused": f"infeasible below {error.minimum_bytes} bytes"}
+            return figures | {"refused": f"infeasible below {exact_bytes(error.minimum_bytes)}"}
     plan: Any = wrapped.plan
     predicted = None if name == "dynamic" else plan.predicted_bytes
     measured = max(found.peak_bytes, plan.measured_bytes or 0)

@@ -9,7 +9,15 @@ from typing import Any
 
 from rotor.algorithms.curve import Curve
 from rotor.commands import add_output, examples, give, tell
-from rotor.commands.model import Subject, add_model, add_offload, add_profile, limit_of, wrapped
+from rotor.commands.model import (
+    UNKNOWN,
+    Subject,
+    add_model,
+    add_offload,
+    add_profile,
+    limit_of,
+    wrapped,
+)
 from rotor.report.curves import Point, write_curve
 from rotor.report.text import table
 from rotor.units import format_bytes, format_seconds
@@ -109,7 +117,7 @@ def _run(arguments: argparse.Namespace) -> int:
         facts.plain_bytes, facts.plain_seconds = running.plain_step(subject) or (None, None)
     if here:
         facts.set_aside_bytes = running.set_aside_bytes(subject) if is_planned else 0
-        facts.has_loss = subject.loss is not None
+        facts.has_loss = subject.knows_loss()
     where = "this machine" if here else "that machine"
     marks = [(_PLAIN, facts.plain_bytes), (_LIMIT, limit), (f"free on {where}", free)]
     found.marks = tuple([(name, size) for name, size in marks if size is not None])
@@ -227,7 +235,7 @@ def curve_text(curve: Curve, points: int, facts: CurveFacts | None = None) -> st
 def _remarks(curve: Curve, facts: CurveFacts, base: float) -> list[str]:
     found = []
     if facts.is_measured:
-        loss = "" if facts.has_loss else ",\nwith the sum of the outputs for a loss (--loss)"
+        loss = "" if facts.has_loss else f",\nwith {UNKNOWN}"
         found.append(f"Times and peaks are those of steps that were run{loss}.")
     elif facts.plain_seconds is not None:
         found.append(

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from rotor.commands import add_output, examples, give
-from rotor.commands.model import Subject, add_model, add_offload, limit_of
+from rotor.commands.model import UNKNOWN, Subject, add_model, add_offload, limit_of
 
 __all__ = ["add"]
 
@@ -65,10 +65,13 @@ def add(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     limit = limit_of(arguments)
+    from rotor.commands.losses import likely_loss
     from rotor.fit.search import largest_batch
 
     subject = Subject(arguments)
     subject.check()
+    loss = subject.loss or likely_loss
+    remark = "" if subject.knows_loss() else f"\nwith {UNKNOWN}"
     options: dict[str, Any] = {} if arguments.effort is None else {"effort": arguments.effort}
     options |= subject.offload
     if arguments.lengths is not None:
@@ -79,18 +82,18 @@ def _run(arguments: argparse.Namespace) -> int:
             subject.sample,
             lengths_of(arguments.lengths, arguments.seed),
             limit,
-            loss_fn=subject.loss,
+            loss_fn=loss,
             engine=subject.engine,
             points=arguments.points,
             **options,
         )
-        give(arguments, subject.described() | cost.to_dict(), str(cost))
+        give(arguments, subject.described() | cost.to_dict(), f"{cost}{remark}")
         return 0
     found = largest_batch(
         subject.model,
         subject.sample,
         limit,
-        loss_fn=subject.loss,
+        loss_fn=loss,
         engine=subject.engine,
         multiple_of=arguments.multiple_of,
         max_batch=arguments.max_batch,
@@ -98,7 +101,9 @@ def _run(arguments: argparse.Namespace) -> int:
         timed=not arguments.untimed,
         **options,
     )
-    text = f"{found}\n\n{found.display()}" if arguments.table else str(found)
+    text = f"{found}{remark}"
+    if arguments.table:
+        text += f"\n\n{found.display()}"
     figures = {k: v for k, v in found.to_dict().items() if k not in ("format", "version")}
     give(arguments, subject.described() | figures, text)
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from rotor.commands import factories
 from rotor.common.tensor_trees import output_tensors
 from rotor.fit import batches
 
-__all__ = ["loss_of"]
+__all__ = ["has_own_loss", "likely_loss", "loss_of"]
 
 
 def loss_of(name: str) -> Callable[[Any], torch.Tensor]:
@@ -36,6 +36,22 @@ def loss_of(name: str) -> Callable[[Any], torch.Tensor]:
     if name == "sum":
         return batches.sum_of
     return factories.load(name)
+
+
+def has_own_loss(output: Any) -> bool:
+    """Return whether an output holds the loss."""
+    return isinstance(output, Mapping) and output.get("loss") is not None
+
+
+def likely_loss(output: Any) -> torch.Tensor:
+    """Return the loss of an output that has one, else one as large in memory as most are.
+
+    Every output that needs a gradient is normalised as a cross-entropy does, in float32.
+    """
+    if has_own_loss(output):
+        return batches.sum_of(output)
+    found = [t for t in output_tensors(output) if t.requires_grad and t.dim()]
+    return batches.sum_of([nn.functional.log_softmax(t, -1, dtype=torch.float32) for t in found])
 
 
 def _scores(output: Any) -> torch.Tensor:

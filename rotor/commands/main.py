@@ -128,7 +128,7 @@ class _Lines(logging.Handler):
     """Handler that writes log records as lines on the current stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        _complain(record.getMessage())
+        _complain(record.getMessage().removeprefix("rotor: "))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from rotor.chain import Chain
 from rotor.commands import add_output, examples, give, tell
 from rotor.commands.model import Subject, add_model, add_profile, wrapped
 from rotor.report.text import table
-from rotor.units import format_bytes, format_seconds
+from rotor.units import exact_bytes, format_bytes, format_seconds
 
 __all__ = ["add", "chain_text", "graph_text"]
 
@@ -72,7 +72,9 @@ def _run(arguments: argparse.Namespace) -> int:
             steps.meter_parts()
             ran = steps.run(default_limit(allocator.free_bytes(subject.device)))
         if not ran.fits or ran.measured_bytes is None or ran.seconds is None:
-            raise ValueError(f"a step does not fit in {ran.limit_bytes} bytes, what is free here")
+            raise ValueError(
+                f"a step does not fit in {exact_bytes(ran.limit_bytes)}, what is free here"
+            )
         text = str(steps.runner.display())
         text += f"\na step, measured: {format_bytes(ran.measured_bytes)}"
         text += f", {format_seconds(ran.seconds)}"

@@ -12,7 +12,13 @@ from rotor.units import parse_bytes
 if TYPE_CHECKING:
     from rotor.wrapper.checkpointable import Checkpointable
 
-__all__ = ["Subject", "add_model", "add_profile", "limit_of", "wrapped"]
+__all__ = ["UNKNOWN", "Subject", "add_model", "add_profile", "limit_of", "wrapped"]
+
+UNKNOWN = (
+    "a loss as large in memory as a cross-entropy of the outputs: yours is unknown\n"
+    "(--loss cross_entropy, mse, or FILE.py:FUNCTION)"
+)
+"""Noun phrase for `rotor.commands.losses.likely_loss`."""
 
 
 def add_model(sub: argparse.ArgumentParser) -> None:
@@ -202,6 +208,12 @@ class Subject:
         if self.profile is not None:
             return
         self.output = factories.check_forward(self.model, self.sample, one=self.is_one)
+
+    def knows_loss(self) -> bool:
+        """Return whether the loss is given, or an output of the model."""
+        from rotor.commands.losses import has_own_loss
+
+        return self.loss is not None or has_own_loss(self.output)
 
     def described(self) -> dict[str, Any]:
         """Return it as plain data, for JSON."""

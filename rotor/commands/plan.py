@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from rotor.chain import write_json
 from rotor.commands import add_output, add_trace, check_pages, examples, give, tell
-from rotor.commands.model import Subject, add_model, add_offload, add_profile, limit_of, wrapped
-from rotor.units import format_bytes, format_seconds
+from rotor.commands.model import (
+    UNKNOWN,
+    Subject,
+    add_model,
+    add_offload,
+    add_profile,
+    limit_of,
+    wrapped,
+)
+from rotor.units import exact_bytes, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rotor.wrapper.checkpointable import Checkpointable
@@ -117,8 +125,8 @@ def _run(arguments: argparse.Namespace) -> int:
             ran = steps.run(limit)
         model = steps.runner
         if not ran.fits or ran.measured_bytes is None or ran.seconds is None:
-            needs = "" if ran.least_bytes is None else f": about {ran.least_bytes} bytes would do"
-            raise ValueError(f"a step does not fit in {limit} bytes{needs}")
+            needs = f": try {exact_bytes(ran.least_bytes)}" if ran.least_bytes else ""
+            raise ValueError(f"a step does not fit in {exact_bytes(limit)}{needs}")
         figures = (ran.measured_bytes, ran.seconds)
         measured = {"measured_bytes": figures[0], "measured_seconds": figures[1]}
         tell(arguments, "the model has no single plan: steps were run within the limit")
@@ -126,7 +134,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "limit_bytes": model.mem_limit,
         "predicted_bytes": figures[0],
         "seconds": figures[1],
-        "engine": model.plan.kind,
+        "engine": model.plan.engine,
         **subject.described(),
         **measured,
     }
@@ -137,6 +145,7 @@ def _run(arguments: argparse.Namespace) -> int:
     text: str = model.report(arguments.html)
     if measured:
         text += f"\na step, measured: {format_bytes(figures[0])}, {format_seconds(figures[1])}"
+        text += "" if subject.knows_loss() else f",\nwith {UNKNOWN}"
     aside = (
         running.set_aside_bytes(subject)
         if schedule is not None and subject.output is not None

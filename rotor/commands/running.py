@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rotor.commands import factories
+from rotor.commands.losses import likely_loss
 from rotor.commands.model import Subject
 from rotor.common.accounting import assumed_loss_bytes
 from rotor.common.calls import sample_call
@@ -20,7 +21,7 @@ __all__ = ["limited_steps", "plain_step", "set_aside_bytes"]
 
 def _step_of(subject: Subject, model: Any) -> Callable[[], None]:
     args, kwargs = sample_call(subject.sample, is_one=subject.is_one)
-    loss = subject.loss or batches.sum_of
+    loss = subject.loss or likely_loss
     parameters = list(subject.model.parameters())
 
     def step() -> None:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from rotor._pytorch import core
 from rotor.algorithms.curve import Curve
 from rotor.common.calls import sample_call
 from rotor.common.frames import warn_caller
@@ -254,6 +255,17 @@ class Context:
         if topic not in self.warned:
             self.warned.add(topic)
             warn_caller(text, MemoryLimitWarning)
+
+    def may_improve_plans(self) -> bool:
+        """Return whether plans get better between steps.
+
+        Ranks that train together exchange none: they plan before the step.
+        """
+        return (
+            self.settings.planning == "background"
+            and self.peers.ranks is None
+            and not core.is_distributed()
+        )
 
     def measured_key(self) -> Key:
         """Return the kind of the latest measured step; raise ValueError before one."""

@@ -98,7 +98,7 @@ class SequentialEngine(ChainEngine):
     def is_portable(self) -> bool:
         """Return whether a copy of the model shares all state, and no plan is a graph's."""
         plans = self.context.plans.values()
-        return super().is_portable() and all(plan.kind == "chain" for plan in plans)
+        return super().is_portable() and all(plan.engine == "chain" for plan in plans)
 
     @property
     def graph(self) -> Any:
@@ -115,7 +115,7 @@ class SequentialEngine(ChainEngine):
         plan = self.context.latest
         if plan is None:
             raise ValueError("no plan was made: call compute_sequence(), or train a step")
-        if plan.kind != "graph":
+        if plan.engine != "graph":
             raise ValueError('the model runs as a chain: give engine="graph" for a graph')
         return plan
 
@@ -182,7 +182,7 @@ class SequentialEngine(ChainEngine):
         told = _infeasible(refusal) if chain is None else _prediction(chain.makespan, slower)
         if graph is not None:
             reason = _prediction(graph.makespan, graph.program.slowdown - 1)
-        self._compared[key] = Comparison(chosen.kind, told, reason)
+        self._compared[key] = Comparison(chosen.engine, told, reason)
         logger.info("compared: chain %s; graph %s", told, reason)
         return chosen
 
@@ -237,7 +237,7 @@ class SequentialEngine(ChainEngine):
 
     def _owner(self, plan: Any) -> GraphEngine | None:
         """Return the engine of a graph's plan; ``None`` for a chain's."""
-        return self._inner if plan.kind == "graph" else None
+        return self._inner if plan.engine == "graph" else None
 
     def result(self, plan: Any) -> Any:
         """Return the schedule, or the program, of a plan."""

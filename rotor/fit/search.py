@@ -312,10 +312,10 @@ class _Search:
         least: int | None = steps.meter_parts() or None
         ran = steps.run(self.limit, timed=False)
         plan = steps.runner.plan
-        self.engines[size] = self.engine_name if plan is None else plan.kind
+        self.engines[size] = self.engine_name if plan is None else plan.engine
         if not ran.fits:
             self.enough = ran.least_bytes or self.enough
-        if plan is not None and plan.kind == "dynamic":
+        if plan is not None and plan.engine == "dynamic":
             # The limit that a refused step names would do; the least one is unknown.
             least = ran.measured_bytes if not ran.fits else None
         return steps.runner, least, ran.fits

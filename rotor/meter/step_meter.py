@@ -13,7 +13,7 @@ import torch
 from rotor._pytorch import core
 from rotor.common.checksums import Proved
 from rotor.common.tensor_trees import tree_tensors
-from rotor.common.timeline import Timeline
+from rotor.common.timeline import PredictedTimeline, Timeline
 from rotor.meter import allocator
 from rotor.meter.reserving import Reserving
 from rotor.units import format_bytes
@@ -68,16 +68,46 @@ class Verdict(Enum):
     GIVE_UP = "it cannot keep the limit: another engine"
 
 
+@dataclass(frozen=True)
+class PlanView:
+    """Figures of a plan, as data.
+
+    Attributes
+    ----------
+    engine
+        Name of the plan's form: "chain", "graph", "parts" or "dynamic".
+    limit_bytes
+        Limit of the plan.
+    predicted_bytes, makespan
+        Peak and seconds of a step, as predicted; as in the latest step where the engine decides
+        while it runs.
+    measured_bytes
+        Peak of the last metered step; ``None`` before one.
+    predicted_timeline, measured_timeline
+        Live bytes over time; ``None`` where they are not known.
+    """
+
+    engine: str
+    limit_bytes: int
+    predicted_bytes: int
+    makespan: float
+    measured_bytes: int | None
+    predicted_timeline: PredictedTimeline | None
+    measured_timeline: Timeline | None
+
+
 @dataclass(kw_only=True)
 class Metered:
     """Facts on the steps that ran under a plan, common to plans of every kind.
 
     Attributes
     ----------
-    kind
+    engine
         Name of the plan's form: "chain", "graph", "parts" or "dynamic".
     reserve_bytes
         Bytes set aside because a step needed more than predicted.
+    has_given_back
+        True once the reserve was reduced, because a later step needed less.
     measured_bytes, measured_timeline
         Peak of the last metered step, and its live bytes over time; ``None`` before one.
     meterings
@@ -109,9 +139,10 @@ class Metered:
         True if a step needed more than the limit, and no other plan of the engine would help.
     """
 
-    kind: ClassVar[str]
+    engine: ClassVar[str]
 
     reserve_bytes: int = 0
+    has_given_back: bool = field(default=False, repr=False)
     short_bytes: int = 0
     least_bytes_seen: int = 0
     most_bytes_seen: int = 0
@@ -132,6 +163,24 @@ class Metered:
     def __repr__(self) -> str:
         figures: Any = self
         return f"<{type(self).__name__} within {format_bytes(figures.limit_bytes)}>"
+
+    @property
+    def predicted_timeline(self) -> PredictedTimeline | None:
+        """Predicted live bytes of a step over time; ``None`` where they are not known."""
+        return None
+
+    def view(self) -> PlanView:
+        """Return the plan's figures; ValueError: nothing is known before a step has run."""
+        plan: Any = self
+        return PlanView(
+            plan.engine,
+            plan.limit_bytes,
+            plan.predicted_bytes,
+            plan.makespan,
+            plan.measured_bytes,
+            plan.predicted_timeline,
+            plan.measured_timeline,
+        )
 
     @property
     def unlimited_bytes(self) -> int | None:
@@ -173,7 +222,8 @@ class StepWatch(Protocol):
 def check_idle(device: torch.device) -> None:
     """Raise MeterBusyError if another meter or profiler prevents measuring a model."""
     try:
-        allocator.meter(device).start().stop()
+        with allocator.meter(device):
+            pass
     except allocator.MeterBusyError as error:
         raise allocator.MeterBusyError(
             f"the model cannot be measured now: {error}. Measure it before: "

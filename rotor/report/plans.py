@@ -57,17 +57,17 @@ _VIEWS = {
     "parts": _View(pieces_report, pieces_table, _write_parts),
     "dynamic": _View(dynamic_report, dynamic_table, _write_steps),
 }
-"""Functions by `rotor.meter.step_meter.Metered.kind`."""
+"""Functions by `rotor.meter.step_meter.Metered.engine`."""
 
 
 def describe(plan: Any) -> Text:
     """Return limit, predicted and measured peak, and time of a plan."""
-    return _VIEWS[plan.kind].report(plan)
+    return _VIEWS[plan.engine].report(plan)
 
 
 def tabulate(plan: Any) -> Text:
     """Return a table of the parts of the model, and the plan's choice for each."""
-    return _VIEWS[plan.kind].table(plan)
+    return _VIEWS[plan.engine].table(plan)
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
@@ -84,7 +84,7 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
 def write(plan: Any, file: Path, about: About | None = None) -> None:
     """Write a plan as a page, with a heading, or as a trace, by the name of the file."""
     if _is_page(file):
-        _VIEWS[plan.kind].write_page(plan, file, about or About())
+        _VIEWS[plan.engine].write_page(plan, file, about or About())
     else:
         write_plan_trace(plan, file)
 

@@ -32,7 +32,7 @@ def plot_timeline(plan: Any, ax: Any = None) -> Any:
     ValueError
         The plan predicts nothing, and no step was metered.
     """
-    predicted = getattr(plan, "predicted_timeline", None)
+    predicted = plan.predicted_timeline
     measured = plan.measured_timeline
     if predicted is None and measured is None:
         raise ValueError("no timeline to draw: nothing is predicted, and no step was metered yet")

@@ -124,6 +124,7 @@ def graph_report(plan: GraphPlan) -> Text:
         ["recomputation", f"{plan.recomputation:+.1%}"],
         ["operations run again", f"{plan.recomputed} of {len(plan.graph.operations)}"],
         *offload_rows(plan),
+        *([["marked in the model", plan.marks]] if plan.marks else []),
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
         *aside_rows(plan),
         *loss_rows(plan),

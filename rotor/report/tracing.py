@@ -33,9 +33,9 @@ def write_plan_trace(plan: Any, path: str | os.PathLike[str]) -> Path:
     ValueError
         Nothing is predicted, and no step was metered over time.
     """
-    if plan.kind == "graph":
+    if plan.engine == "graph":
         made = trace.graph_trace(plan, places(plan.graph), summarise(plan.program))
-    elif plan.kind == "chain":
+    elif plan.engine == "chain":
         made = trace.chain_trace(plan)
     else:
         made = trace.measured_trace(plan)

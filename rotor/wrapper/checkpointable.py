@@ -215,7 +215,7 @@ class Checkpointable(TransparentModule):
                     f'backend="inductor" compiles captured graphs, and engine="{engine}" has none: '
                     'use engine="graph"'
                 )
-            _inductor.check()
+            _inductor.check({parameter.device.type for parameter in model.parameters()})
         _check_names(options)
         refuse_replicated(model)
         settings = self._settings_class(

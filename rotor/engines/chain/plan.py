@@ -42,7 +42,7 @@ class Plan(Metered):
         True if a recomputed value differed.
     """
 
-    kind: ClassVar[str] = "chain"
+    engine: ClassVar[str] = "chain"
 
     inspection: Inspection
     chain: Chain

@@ -415,8 +415,8 @@ class BudgetedStep:
         named = (
             f"a step took no more than {exact_bytes(minimum)} before: give such a limit"
             if minimum == self.tried_bytes
-            else "with gradients that are still to come, give a limit of at least about "
-            f"{exact_bytes(minimum)}"
+            else f"try a limit of {exact_bytes(minimum)}, estimated with room for the operations "
+            "and gradients that are still to come"
         )
         return InfeasibleError(
             f"the {self._phase} does not fit: {error}. The model, {gradients}buffers and the "

@@ -10,6 +10,7 @@ from rotor.engines.contract import Context, Key
 from rotor.engines.graph.engine import GraphEngine
 from rotor.engines.graph.inductor import Attempt
 from rotor.engines.graph.planned import GraphPlan
+from rotor.engines.learning import confirmed
 from rotor.errors import InfeasibleError
 from rotor.meter.step_meter import StepBytes
 from rotor.report.text import attempt_table
@@ -52,6 +53,12 @@ class CompiledEngine(GraphEngine):
         if not self.context.is_current(plan):
             super().learn(plan, step)
             return
+        if plan.device.type != "cpu":
+            # Triton tunes kernels at their first call, with memory of its own.
+            known = confirmed(plan, step, is_doubtful=step.peak_bytes > plan.limit_bytes)
+            if known is None:
+                return
+            step = known
         plan.measured_bytes = step.peak_bytes
         inductor.learn(plan.limit_bytes - plan.reserve_bytes, plan.predicted_bytes, step.peak_bytes)
         logger.info(
@@ -82,10 +89,10 @@ class CompiledEngine(GraphEngine):
 
     def remarks(self, plan: Any, key: Key | None) -> list[Any]:
         """Return a table of the compiled programs, and the present executor."""
-        if plan.kind == "graph" and plan.step.inductor is not None:
+        if plan.engine == "graph" and plan.step.inductor is not None:
             return [attempt_table(plan.step.inductor.attempts, "Inductor")]
         tried = [] if key is None else self.attempts.get(key.measured, [])
-        return [attempt_table(tried, "FX" if plan.kind == "graph" else "blocks")]
+        return [attempt_table(tried, "FX" if plan.engine == "graph" else "blocks")]
 
     def _give_up(self, plan: GraphPlan) -> None:
         assert plan.step.inductor is not None

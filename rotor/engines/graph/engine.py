@@ -33,6 +33,7 @@ from rotor.engines.graph.improving import Improver
 from rotor.engines.graph.link_learning import learn_link
 from rotor.engines.graph.loading import loaded_plan
 from rotor.engines.graph.making import make_graph_plan
+from rotor.engines.graph.marks import drop_preferences
 from rotor.engines.graph.planned import (
     CapturedStep,
     GraphPlan,
@@ -51,7 +52,6 @@ from rotor.graph import planner
 from rotor.graph.graph import Graph
 from rotor.graph.planner import PlanCurve, check_options
 from rotor.graph.program import Program, simulate
-from rotor.meter.reserving import Reserving
 from rotor.meter.step_meter import StepBytes, cancel_running
 from rotor.tier.offload import check_device
 from rotor.units import format_bytes
@@ -366,6 +366,11 @@ class GraphEngine(MeteredEngine):
 
         def plan_of(step: CapturedStep) -> GraphPlan:
             make = partial(self._found, step, key, limit_bytes)
+            try:
+                return self.sizing.plan(step, key, reserve_bytes, solve, make)
+            except InfeasibleError:
+                if not drop_preferences(step.lowered.tasks):
+                    raise
             return self.sizing.plan(step, key, reserve_bytes, solve, make)
 
         try:
@@ -441,7 +446,6 @@ class GraphEngine(MeteredEngine):
         """Return the plan of a saved program, priced by the times of this machine."""
         step = self._step_of(key)
         plan = loaded_plan(step, source, limit_bytes)
-        plan.reserving = Reserving() if step.counts == "reserved" else None
         if not step.loss_captured:
             # The program determines the need of the loss: seeing it again changes nothing.
             self.context.learned_loss[key.measured] = plan.loss_bytes

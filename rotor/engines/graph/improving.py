@@ -169,17 +169,8 @@ class Improver:
         self._priced_seconds = 0.0
 
     def is_on(self) -> bool:
-        """Return whether a step waits for its plan, and the process may exchange plans later.
-
-        Ranks that train together exchange none: they plan before the step.
-        """
-        settings = self.context.settings
-        return (
-            self.context.is_stepping
-            and settings.planning == "background"
-            and self.context.peers.ranks is None
-            and not core.is_distributed()
-        )
+        """Return whether a step waits for its plan, which may be exchanged for a better one."""
+        return self.context.is_stepping and self.context.may_improve_plans()
 
     # -- costs
 

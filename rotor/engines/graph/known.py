@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import fx
 
+from rotor._pytorch import core
 from rotor.common import cache
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.profile import environment_of, keys_of
@@ -48,27 +50,34 @@ def fingerprint(lowered: Lowered, device: torch.device, keys: Sequence[str] | No
     keys
         Result of `rotor.engines.graph.profile.keys_of`, if at hand.
     """
-    digest = hashlib.sha256()
     keys = keys_of(lowered, device) if keys is None else keys
-    for key, task in zip(keys, lowered.tasks, strict=True):
-        made = sorted(task.made.items())
-        digest.update(
-            repr((key, task.name, task.phase, task.inputs, made, task.gradients)).encode()
-        )
-    digest.update(repr(lowered.storages).encode())
-    return f"{environment_of(device)} {digest.hexdigest()}"
+    return _digest(lowered, device, keys, lowered.storages)
 
 
 def _structure(lowered: Lowered, device: torch.device) -> str:
-    """Return the text by which the programs for all shapes of a graph are kept."""
+    """Return the text by which the programs for all shapes of a graph are kept.
+
+    The sizes of storages are those of the shape seen first: the text has the symbols instead.
+    """
+    calls = [None if task.node is None else _call(task.node) for task in lowered.tasks]
+    return _digest(lowered, device, calls, [pinned for _, pinned in lowered.storages])
+
+
+def _call(node: fx.Node) -> tuple[str, list[str]]:
+    results = core.tree_flatten(node.meta.get("val"))[0]
+    return str(node.target), [str(getattr(result, "shape", "")) for result in results]
+
+
+def _digest(
+    lowered: Lowered, device: torch.device, calls: Sequence[Any], storages: Sequence[Any]
+) -> str:
     digest = hashlib.sha256()
-    for task in lowered.tasks:
-        target = None if task.node is None else str(task.node.target)
+    for call, task in zip(calls, lowered.tasks, strict=True):
         made = sorted(task.made.items())
         digest.update(
-            repr((target, task.name, task.phase, task.inputs, made, task.gradients)).encode()
+            repr((call, task.name, task.phase, task.inputs, made, task.gradients)).encode()
         )
-    digest.update(repr([(str(size), pinned) for size, pinned in lowered.storages]).encode())
+    digest.update(repr(storages).encode())
     return f"{environment_of(device)} {digest.hexdigest()}"
 
 

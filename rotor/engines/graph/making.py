@@ -12,7 +12,6 @@ from rotor.engines.graph.pricing import search
 from rotor.errors import InfeasibleError
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program
-from rotor.meter.reserving import Reserving
 from rotor.units import exact_bytes
 
 __all__ = ["make_graph_plan"]
@@ -92,7 +91,6 @@ def make_graph_plan(
         needed,
         loss_bytes,
         reserve_bytes=reserve_bytes,
-        reserving=Reserving() if step.counts == "reserved" else None,
     )
 
 

@@ -21,6 +21,7 @@ from rotor.common.accounting import (
 )
 from rotor.common.checksums import NO_ROOM, has_room
 from rotor.common.timeline import PredictedTimeline
+from rotor.engines.graph import marks
 from rotor.engines.graph.actions import renumbered, runs_among
 from rotor.engines.graph.capture import Capture, Captured
 from rotor.engines.graph.early import EarlyCode, EarlyStep, Owners
@@ -40,6 +41,7 @@ from rotor.graph.blocks import program_bytes
 from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.graph.program import Program, simulate
+from rotor.meter.reserving import Reserving
 from rotor.meter.step_meter import Metered
 from rotor.tier.offload import Offload
 
@@ -356,7 +358,7 @@ class GraphPlan(Metered):
         Record of the search for the program.
     """
 
-    kind: ClassVar[str] = "graph"
+    engine: ClassVar[str] = "graph"
 
     step: CapturedStep
     graph: Graph
@@ -372,6 +374,8 @@ class GraphPlan(Metered):
 
     def __post_init__(self) -> None:
         self._known = len(self.step.captured.lowered.unrepeatable)
+        if self.step.counts == "reserved":
+            self.reserving = Reserving()
         if self.step.inductor is not None:
             self.proved.unproved = "code that Inductor compiled is not compared"
         elif not self.step.is_provable(self.limit_bytes):
@@ -453,6 +457,11 @@ class GraphPlan(Metered):
     def recomputed(self) -> int:
         """Operations that run more than once."""
         return int((self.program.runs > 1).sum())
+
+    @property
+    def marks(self) -> str:
+        """Text on the operations that a policy of selective checkpointing marks; often empty."""
+        return marks.described(t.node for t in self.step.lowered.tasks if t.node is not None)
 
     @property
     def proof(self) -> str:

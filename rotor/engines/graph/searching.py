@@ -14,7 +14,6 @@ from rotor.errors import InfeasibleError
 from rotor.graph import planner
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program
-from rotor.meter.reserving import Reserving
 
 __all__ = ["LEAST_GAIN", "MOST_ROUNDS", "SMALL_GAIN", "begun_with", "exchanged", "outcome_of"]
 
@@ -112,6 +111,5 @@ def exchanged(old: GraphPlan, program: Program, own: int, record: PlanningRecord
     )
     new.warned_bytes = old.warned_bytes
     new.sparse_bytes = old.sparse_bytes
-    new.reserving = None if old.reserving is None else Reserving()
     record.improved += 1
     return new

@@ -167,9 +167,7 @@ class Sizing:
 
     def _known_orders(self, device: torch.device) -> Callable[[Lowered], KnownOrders] | None:
         """Return a function that reads programs from disk; ``None`` where a seed decides alone."""
-        context = self.context
-        alone = context.peers.ranks is None and not core.is_distributed()
-        is_open = alone and context.settings.planning == "background"
+        is_open = self.context.may_improve_plans()
         return partial(KnownOrders, device=device) if is_open else None
 
     def refuse(self, key: Key, error: CaptureError) -> None:

@@ -122,7 +122,7 @@ class PartsPlan(Metered, Generic[P]):
         Memory beside the parts in the metered steps of this plan.
     """
 
-    kind: ClassVar[str] = "parts"
+    engine: ClassVar[str] = "parts"
 
     device: torch.device
     reason: str
