@@ -97,7 +97,7 @@ class _Moment:
         self.rows.append((terms, 0.0 if other else -1.0))
 
     def _need(self) -> None:
-        """What is read later is there, in memory or not; so are the inputs of what runs again."""
+        """Demand all that is read later, and the inputs of runs; limit what is in memory."""
         ops = self.graph.operations
         later = {s for op in ops[self.begin :] for s in op.inputs if s in self.index}
         for storage in sorted(later):
@@ -113,7 +113,7 @@ class _Moment:
         self.rows.append((held, (self.budget - own) * _SCALE))
 
     def _pass(self) -> None:
-        """The time before has all writes and runs once; the time after reads and all other runs."""
+        """Relate the time before to writes, the time after to reads and to runs."""
         ops, link = self.graph.operations, self.link
         before, after = self.count - 2, self.count - 1
         costs = [op.cost_ns * _SCALE for op in ops]

@@ -112,12 +112,6 @@ MUTATIONS = [
     Mutation("the CPU takes no reserved limit", "rotor/engines/graph/counting.py",
              'if counts == "reserved" and device.type == "cpu":', "if False:",
              "tests/test_counts.py"),
-    Mutation("a clock waits for its last event", "rotor/timing.py",
-             "self._events[1].synchronize()", "pass", "tests/test_timing.py -k cuda"),
-    Mutation("times leave launches out", "rotor/timing.py", "devices.occupy(self._device)", "pass",
-             DEFECTS + "launches"),
-    Mutation("the runtime waits for no event", "rotor/dtr/signatures.py",
-             "clock.stop_later()", "clock.stop", DEFECTS + "waits"),
     Mutation("a write to the host waits for the value", HOST,
              "to_host.wait_event(computing.record_event())", "pass", TIER + "for_the_value"),
     Mutation("a fetch waits for its memory", HOST,
@@ -136,6 +130,12 @@ MUTATIONS = [
              'writer.lines.append(f"tier._tickets.popitem()")', TIER + "as_large"),
     Mutation("a step waits for fetches before their first use", MOVES,
              'writer.lines.append(f"tier.fetched({storage})")', "pass", TIER + "as_large"),
+    Mutation("a clock waits for its last event", "rotor/timing.py",
+             "self._events[1].synchronize()", "pass", "tests/test_timing.py -k cuda"),
+    Mutation("times leave launches out", "rotor/timing.py", "devices.occupy(self._device)", "pass",
+             DEFECTS + "launches"),
+    Mutation("the runtime waits for no event", "rotor/dtr/signatures.py",
+             "clock.stop_later()", "clock.stop", DEFECTS + "waits"),
 ]  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from rotor.engines.graph.early import owners_of
 from rotor.engines.graph.improving import Improver
 from rotor.engines.graph.link_learning import learn_link
 from rotor.engines.graph.loading import loaded_plan
-from rotor.engines.graph.making import curve_of, make_graph_plan
+from rotor.engines.graph.making import make_graph_plan
 from rotor.engines.graph.marks import drop_preferences
 from rotor.engines.graph.planned import (
     CapturedStep,
@@ -48,6 +48,7 @@ from rotor.engines.graph.sizing import Sizing, warn_unrepeatable
 from rotor.engines.learning import MeteredEngine
 from rotor.engines.loss_guess import plan_with_guess
 from rotor.errors import CaptureError, InfeasibleError
+from rotor.graph import planner
 from rotor.graph.graph import Graph
 from rotor.graph.planner import PlanCurve, check_options
 from rotor.graph.program import Program, simulate
@@ -427,14 +428,15 @@ class GraphEngine(MeteredEngine):
         step = self._step_of(key)
         least = graph = step.graph(self._loss_bytes(key))
         with progress(points, "computing the curve") as update:
-            find = partial(curve_of, step, points, self.settings.options, update)
-            found = find(graph)
+            options = {"link": step.link, "progress": update, **self.settings.options}
+            found = planner.curve(graph, points, **options)
             if not self._knows_loss(key):
                 # Limits with less room than the loss is assumed to need have plans too.
                 least = step.graph(0)
                 first = found.programs[0]
                 if simulate(least, first.actions, first.link).peak_bytes < found.minimum_bytes:
-                    found = PlanCurve.of([*found.programs, *find(least).programs])
+                    below = planner.curve(least, points, **options)
+                    found = PlanCurve.of([*found.programs, *below.programs])
         own = [step.most_executor_bytes(peak) for peak in found.bytes.tolist()]
         curve = Curve(found.bytes + own, found.seconds)
         curve.lower_bound_bytes = lower_bound_of(step, least, curve.minimum_bytes)

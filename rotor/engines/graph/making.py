@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 from rotor.engines.graph.planned import CapturedStep, GraphPlan, lower_bound_of
 from rotor.engines.graph.pricing import search
 from rotor.errors import InfeasibleError
-from rotor.graph import planner
 from rotor.graph.graph import Graph
-from rotor.graph.planner import PlanCurve
 from rotor.graph.program import Program
 from rotor.units import exact_bytes
 
-__all__ = ["curve_of", "make_graph_plan"]
+__all__ = ["make_graph_plan"]
 
 _CLOSER = 4
 """Searches between too little room beside a program, and enough."""
@@ -115,35 +113,6 @@ def _search_with_tier(
         most = link.host_bytes if link.host_bytes is not None else room
         link = replace(link, host_bytes=max(most - (layout.nbytes - room), 0))
     return search(graph, budget, options, progress)
-
-
-def curve_of(
-    step: CapturedStep, points: int, options: dict[str, Any], progress: Any, graph: Graph
-) -> PlanCurve:
-    """Return programs of a step for many budgets, with its second tier if it has one.
-
-    Parameters
-    ----------
-    step, graph
-        Captured step, and its cost model.
-    points, options, progress
-        As of `rotor.graph.curve`.
-    """
-    plain = planner.curve(graph, points, progress=progress, **options)
-    link = step.link
-    if link is None:
-        return plain
-    most = int(plain.bytes[-1])
-    least = min(planner.lower_bound(graph), plain.minimum_bytes)
-    programs = list(plain.programs)
-    given = {"effort": "fast", **options}
-    for number in range(points, 0, -1):
-        budget = least + (most - least) * number // points
-        try:
-            programs.append(planner.plan(graph, budget, link=link, **given))
-        except InfeasibleError:
-            break
-    return PlanCurve.of(programs)
 
 
 class Found(NamedTuple):
