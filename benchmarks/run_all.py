@@ -184,6 +184,11 @@ BENCHMARKS = (
         _words("--seconds 0.5 --sizes 1000 --curve-sizes 200 --graphs none"),
     ),
     Benchmark(
+        "tier_plans.py",
+        "plans with a second tier beside recomputation and the bound",
+        _words("--effort fast --sizes 1000"),
+    ),
+    Benchmark(
         "sharded.py",
         "a model sharded by FSDP2 on two processes",
         _words("--blocks 2 --width 32 --length 32 --steps 2 --shares 0.8"),

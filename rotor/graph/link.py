@@ -28,7 +28,7 @@ class Link:
     duplex
         True if writes and reads do not wait for each other.
     host_bytes
-        The most bytes that the tier may hold, or text such as "16GiB"; ``None`` for any.
+        The most bytes that the tier may hold; ``None`` for any.
     least_bytes
         Size of the smallest storage that is worth moving.
     padding_bytes
