@@ -337,14 +337,6 @@ def fake_mode_of(nodes: Iterable[Any]) -> Any:
     raise RuntimeError("the graph has no fake tensors")
 
 
-def fake_mode_of_values(values: Iterable[Any]) -> Any:
-    """Return the fake mode in which some of these values live."""
-    for value in values:
-        if isinstance(value, torch._subclasses.FakeTensor):
-            return value.fake_mode
-    raise RuntimeError("none of the values is a fake tensor")
-
-
 def real_tensors() -> Any:
     """Return a context within a capture in which tensors are made with values."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily

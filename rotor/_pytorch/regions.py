@@ -481,9 +481,8 @@ def joint_graph(
         raise _Traced(body, -1)
 
     compiler = core.aot_backend(partition, no_backward, no_backward, no_backward, decompositions)
-    mode = core.fake_mode_of_values(inputs)
     try:
-        with tracing(TracingContext(mode)):
+        with tracing(TracingContext(_mode())):
             compiler(body, list(inputs))
     except _Traced as traced:
         return None if traced.outputs < 0 else (traced.module, traced.outputs)
@@ -553,17 +552,9 @@ def is_plain(node: fx.Node) -> bool:
     return all(isinstance(one, results) for one in node.meta.get("desc") or [object()])
 
 
-def stand_in(tensor: Any, like: Any = None) -> Any:
-    """Return a new fake tensor of a tensor's layout.
-
-    Parameters
-    ----------
-    tensor
-        Fake or real tensor.
-    like
-        Fake tensor of the mode; by default the tensor itself.
-    """
-    with core.fake_mode_of_values([tensor if like is None else like]):
+def stand_in(tensor: Any) -> Any:
+    """Return a new fake tensor of a tensor's layout, in the mode of the running capture."""
+    with _mode():
         return torch.empty_strided(
             tensor.shape,
             tensor.stride(),
@@ -571,6 +562,14 @@ def stand_in(tensor: Any, like: Any = None) -> Any:
             device=tensor.device,
             requires_grad=tensor.requires_grad,
         )
+
+
+def _mode() -> Any:
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    assert context is not None
+    return context.fake_mode
 
 
 def new_storage(tensor: torch.Tensor) -> torch.UntypedStorage:

@@ -238,7 +238,6 @@ class Folding:
             traced, shared = call.template, templates[node.args[1]].args[2:]
             slots = own_slots(call.module)
             arguments: list[Any] = [None] * len(traced.inputs)
-            like = node.meta["example_value"][0]
             after = _last_known(graph.graph, call.before)
             for number, origin in sorted(
                 enumerate(traced.inputs), key=lambda p: order[shared[p[0]]]
@@ -250,7 +249,7 @@ class Folding:
                 else:
                     tensor = call.captured[number]
                     with graph.graph.inserting_after(after):
-                        value = regions.stand_in(tensor, like)
+                        value = regions.stand_in(tensor)
                         after = regions.add_input(graph.graph, f"{node.name}_{number}", value)
                     after.meta[_SLOT] = slots[id(tensor)]
                     arguments[number] = after
