@@ -61,7 +61,7 @@ build/c/%.o: csrc/rotor/%.c $(C_HEADERS)
 	$(CC) $(C_FLAGS) -c $< -o $@
 
 build/c/test_%: tests/c/test_%.c $(C_OBJECTS) $(C_HEADERS)
-	$(CC) $(C_FLAGS) $< $(C_OBJECTS) -o $@ -ldl -lm
+	$(CC) $(C_FLAGS) $< $(C_OBJECTS) -o $@ -ldl -lm -pthread
 
 test-c: $(C_TESTS) ## the C core's tests, under the address and undefined-behaviour sanitizers
 	@for t in $(C_TESTS); do echo "== $$t"; $$t || exit 1; done

@@ -46,7 +46,7 @@ if os.environ.get("ROTOR_SANITIZE") == "1":
     compile_args += [*sanitizers, "-O1", "-g", "-fno-omit-frame-pointer"]
     link_args += sanitizers
 if sys.platform.startswith("linux"):
-    libraries += ["dl", "m"]
+    libraries += ["dl", "m", "pthread"]
     macros.append(("_GNU_SOURCE", None))
 
 setup(

@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
     assert framework_loops.hugging_face is not None
     rows: list[Any] = []
     for one in loops.CASES:
-        is_wanted = not given.words or any(w in one.name.lower() for w in given.words)
+        is_wanted = not given.words or any(w.lower() in one.name.lower() for w in given.words)
         if is_wanted and all(importlib.util.find_spec(name) for name in one.needs):
             # Trainers print each loss.
             with contextlib.redirect_stdout(io.StringIO()):

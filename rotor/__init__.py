@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from rotor.fit.decorator import fit_batch_size
     from rotor.fit.search import LargestBatch, largest_batch
     from rotor.rockmate import Hiremate, PureCheckmate, PureRockmate, PureRotor, Rockmate
+    from rotor.tier.disk import DiskTier
+    from rotor.tier.interface import Tier
     from rotor.wrapper.checkpointable import Checkpointable
 
 __version__ = "2.0.0"
@@ -34,6 +36,7 @@ __all__ = [
     "Chain",
     "CheckpointOptim",
     "Checkpointable",
+    "DiskTier",
     "Hiremate",
     "InfeasibleError",
     "InvalidSequenceError",
@@ -45,6 +48,7 @@ __all__ = [
     "PureRotor",
     "RecomputationError",
     "Rockmate",
+    "Tier",
     "__version__",
     "fit_batch_size",
     "largest_batch",
@@ -53,12 +57,14 @@ __all__ = [
 _LAZY = {
     "Checkpointable": "rotor.wrapper.checkpointable",
     "CheckpointOptim": "rotor.engines.chain.run",
+    "DiskTier": "rotor.tier.disk",
     "LargestBatch": "rotor.fit.search",
     "Hiremate": "rotor.rockmate",
     "PureCheckmate": "rotor.rockmate",
     "PureRockmate": "rotor.rockmate",
     "PureRotor": "rotor.rockmate",
     "Rockmate": "rotor.rockmate",
+    "Tier": "rotor.tier.interface",
     "fit_batch_size": "rotor.fit.decorator",
     "largest_batch": "rotor.fit.search",
 }
@@ -73,6 +79,7 @@ _SUBMODULES = (
     "models",
     "rkgb",
     "simrd",
+    "tier",
     "timing",
     "units",
 )

@@ -279,6 +279,8 @@ def heuristics() -> list[tuple[str, tuple[str, ...]]]: ...
 
 # -- graphs, programs, planner (csrc/python/bind_planner.c)
 
+_Link = tuple[float, float, int, bool, int, int, int]
+
 @final
 class Dataflow:
     def __new__(
@@ -293,9 +295,12 @@ class Dataflow:
         outputs: Any,
         storage_bytes: Any,
         pinned: Any,
+        fixed: Any,
         /,
     ) -> Dataflow: ...
-    def simulate(self, ops: Any, /) -> tuple[int, int, bytearray, bytearray]: ...
+    def simulate(
+        self, ops: Any, link: _Link | None = None, /
+    ) -> tuple[int, int, bytearray, bytearray, int, int, int]: ...
     def lower_bound(self) -> int: ...
     def plan(
         self,
@@ -306,6 +311,7 @@ class Dataflow:
         time_limit_ns: int,
         progress: Callable[[int, int], object] | None,
         start: Any = None,
+        link: _Link | None = None,
         /,
     ) -> tuple[bytearray | None, int]: ...
     def curve(
@@ -316,6 +322,7 @@ class Dataflow:
         seed: int,
         time_limit_ns: int,
         progress: Callable[[int, int], object] | None,
+        link: _Link | None = None,
         /,
     ) -> list[bytearray]: ...
 
@@ -503,3 +510,25 @@ class FunctionMode:
     def __torch_function__(
         self, func: Any, types: Any, args: Any, kwargs: dict[str, Any] | None = None, /
     ) -> Any: ...
+
+# -- a file as a second tier of memory (csrc/python/bind_tier.c)
+
+@final
+class DiskFile:
+    def __new__(cls, directory: str | bytes | PathLike[str], buffered: bool = False) -> Self: ...
+    @property
+    def sector_bytes(self) -> int: ...
+    def reserve(self, nbytes: int, /) -> None: ...
+    def begin(
+        self, writes: bool, address: int, nbytes: int, offset: int, held: object, /
+    ) -> Transfer: ...
+    def drain(self) -> None: ...
+    def close(self) -> None: ...
+
+@final
+class Transfer:
+    @property
+    def busy_ns(self) -> int: ...
+    def wait(self) -> None: ...
+
+def tier_room(sector_bytes: int, nbytes: int, /) -> int: ...

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rotor import _core
+from rotor._pytorch import devices
 
 __all__ = ["Clock", "is_single", "measure_ns", "single_runs", "stable_median"]
 
@@ -40,7 +41,8 @@ class Clock:
     Notes
     -----
     CPU: CPU time of the calling thread. Accelerator: time between two events in the device's
-    current stream; `stop` waits for the second one.
+    current stream; `stop` waits for the second one. The stream is kept busy before the first event,
+    where PyTorch can, so that launches are no part of the time.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -58,6 +60,7 @@ class Clock:
             return
         if not self._events:
             self._events = [torch.Event(self._device, enable_timing=True) for _ in range(2)]
+        devices.occupy(self._device)
         self._events[0].record(torch.accelerator.current_stream(self._device))
         self._start_ns = 0
 
@@ -70,16 +73,42 @@ class Clock:
             `start` was not called since the last `stop`.
         """
         stop_ns = _core.thread_cpu_ns() if self._is_cpu else 0
+        start_ns = self._start_ns
+        self._check_running()
+        if self._is_cpu:
+            return stop_ns - start_ns
+        self._end()
+        self._events[1].synchronize()
+        return _between_ns(*self._events)
+
+    def stop_later(self) -> Callable[[], int]:
+        """Stop on an accelerator without waiting; return a function that asks for the time.
+
+        It returns nanoseconds, or -1 as long as the device has not come to the end. The clock
+        can be started again at once.
+        """
+        self._check_running()
+        self._end()
+        began, ended = self._events
+        self._events = []
+
+        def found() -> int:
+            return _between_ns(began, ended) if ended.query() else -1
+
+        return found
+
+    def _check_running(self) -> None:
         start_ns, self._start_ns = self._start_ns, -1
         if start_ns < 0:
             raise RuntimeError("the clock is not running: call start() first")
-        if self._is_cpu:
-            return stop_ns - start_ns
-        begin, end = self._events
-        end.record(torch.accelerator.current_stream(self._device))
-        end.synchronize()
-        elapsed_ms: float = begin.elapsed_time(end)
-        return round(elapsed_ms * _NS_PER_MS)
+
+    def _end(self) -> None:
+        self._events[1].record(torch.accelerator.current_stream(self._device))
+
+
+def _between_ns(began: Any, ended: Any) -> int:
+    elapsed_ms: float = began.elapsed_time(ended)
+    return round(elapsed_ms * _NS_PER_MS)
 
 
 @contextmanager

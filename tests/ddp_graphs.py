@@ -254,6 +254,25 @@ def wrapped_from_outside(rank: int) -> list[str]:
     return differ
 
 
+def offloaded(rank: int) -> list[str]:
+    """Each process has a file of its own, and gradients leave early as without."""
+    torch.manual_seed(7)
+    plain = Net()
+    planned: Any = rotor.Checkpointable(
+        copy.deepcopy(plain), mem_limit="1 TB", engine="graph", effort="fast", offload="disk"
+    )
+    tier = planned.offload.tier
+    planned.offload.link = rotor.graph.Link(
+        1e12, 1e12, least_bytes=1, padding_bytes=tier.alignment_bytes
+    )
+    planned.measure(batch(0, 0))
+    planned.compute_sequence(mem_limit=planned.compute_sequence().peak_bytes * 7 // 10)
+    found = [train(rank, DistributedDataParallel(model), 3) for model in (plain, planned)]
+    if not tier.traffic.writes:
+        return ["nothing was offloaded"]
+    return differences(*found)
+
+
 def scenarios() -> dict[str, Callable[[int], list[str]]]:
     """By name: each gives what is wrong."""
     made: list[Graphs] = []
@@ -272,5 +291,6 @@ def scenarios() -> dict[str, Callable[[int], list[str]]]:
         "graph, inside": inside_of_a_model,
         "graph, compiled": compiled_with_existing_views,
         "graph, unused parameters": unused_parameters,
+        "graph, offloaded": offloaded,
         "wrapped from outside": wrapped_from_outside,
     }

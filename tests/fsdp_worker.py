@@ -44,6 +44,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 
 import rotor
+from rotor._pytorch.fsdp import Unit
 
 
 def orders(*, root: bool, reshard: bool, shard_first: bool) -> list[str]:
@@ -119,23 +120,53 @@ def mixed_precision() -> list[str]:
 
 
 def prefetches_and_meshes() -> list[str]:
-    """Blocks that are gathered ahead on request; replicas of shards."""
+    """Blocks that are gathered ahead on request; replicas of shards, reduced in another type."""
     found = []
-    for shape, asked in (((1, 2), True), ((2, 1), False)):
+    low = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
+    cases: list[tuple[tuple[int, int], bool, dict[str, Any]]]
+    cases = [((1, 2), True, {}), ((2, 1), False, {}), ((2, 1), False, low)]
+    for shape, asked, policy in cases:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
         models = []
         for _ in range(2):
             model = make_model()
-            blocks = [fully_shard(block, mesh=mesh) for block in list(model)[1:-1]]
+            blocks = [fully_shard(block, mesh=mesh, **policy) for block in list(model)[1:-1]]
             for first, second in pairwise(blocks):
                 if asked:
                     first.set_modules_to_forward_prefetch([second])
                     second.set_modules_to_backward_prefetch([first])
-            models.append(fully_shard(model, mesh=mesh))
+            models.append(fully_shard(model, mesh=mesh, **policy))
         plain, planned = models[0], rotor.Checkpointable(models[1])
         planned.measure(batch(0))
         limit = tighten(planned)
         found += compare(plain, planned, 4) + kept(planned, limit)
+    return found
+
+
+def replicas_keep_what_they_reduce() -> list[str]:
+    """Buffers of all-reductions, which live to the end of a backward, are among those counted."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    found = []
+    for reduce_dtype in (torch.bfloat16, None):
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+        model = make_model()
+        blocks = [fully_shard(part, mesh=mesh, mp_policy=policy) for part in list(model)[1:-1]]
+        units = [Unit(block._get_fsdp_state()) for block in blocks]
+        seen: list[int] = []
+
+        def look(_: torch.Tensor, units: list[Unit] = units, seen: list[int] = seen) -> None:
+            groups = [group for unit in units for group in unit._groups]
+            states = [group._all_reduce_state for group in groups]
+            seen.append(sum(state.all_reduce_input.nbytes for state in states if state))
+
+        value = batch(0).requires_grad_()
+        value.register_hook(look)
+        model(value).square().sum().backward()
+        counted = sum(unit.all_reduced_bytes for unit in units)
+        if reduce_dtype is None and counted:
+            found.append(f"{counted} bytes counted twice")
+        elif reduce_dtype is not None and (not counted or seen != [counted]):
+            found.append(f"{seen} bytes kept, {counted} counted")
     return found
 
 
@@ -303,6 +334,7 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "inside of a sharded model": inside_of_a_sharded_model,
     "mixed precision": mixed_precision,
     "prefetches and meshes": prefetches_and_meshes,
+    "replicas keep what they reduce": replicas_keep_what_they_reduce,
     "accumulation": accumulation,
     "sharded after planning": sharded_after_planning,
     "unusual stages": unusual_stages,

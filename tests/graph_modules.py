@@ -15,6 +15,8 @@ from rotor.common.tensor_trees import output_tensors
 from rotor.engines.graph.capture import Capture, Unplanned, fresh
 from rotor.engines.graph.emit import emit
 from rotor.engines.graph.lowering import Lowered
+from rotor.engines.graph.offloading import layout_of
+from rotor.tier import Tier
 
 BATCH, TIME, WIDTH = 3, 4, 8
 KINDS = [
@@ -260,6 +262,16 @@ class Planned:
     def set_program(self, ops: list[int]) -> None:
         """Run these operations from now on."""
         self.captured.emitted = emit(self.lowered, ops)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of the storages, and room for what operators make beyond the capture."""
+        return [2 * size + 1024 for size, _ in self.lowered.storages]
+
+    def set_actions(self, actions: list[int], tier: Tier) -> None:
+        """Run these actions, with a second tier, from now on."""
+        layout = layout_of(tier, self.lowered, actions, self.sizes)
+        self.captured.emitted = emit(self.lowered, actions, layout=layout)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.capture(self.model, args, kwargs)

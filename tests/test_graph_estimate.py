@@ -134,6 +134,8 @@ def test_roofline():
     assert SLOW.seconds(1_000_000, 10) == 1e-6 + 1e-3
     assert SLOW.seconds(1_000_000, 10, low_precision=True) == 1e-6 + 2.5e-4
     assert SLOW.seconds(10, 1_000_000) == 1e-6 + 1e-4
+    ahead = rg.Machine("", 1e9, 1e10, 1e-6, device="cuda")
+    assert (ahead.seconds(1_000_000, 10), ahead.seconds(10, 10)) == (1e-3, 1e-6)
     assert rg.Machine("", 1e9, 1e9, 0).seconds(1000, 0, low_precision=True) == 1e-6
     assert (SLOW.rounded_bytes(1), CUDA.rounded_bytes(1), CUDA.rounded_bytes(512)) == (1, 512, 512)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import warnings
 
 import pytest
@@ -47,6 +48,15 @@ def _quick_compiler():
             warnings.simplefilter("ignore", category)
         warnings.simplefilter("error", rotor.MemoryLimitWarning)
         yield
+
+
+def test_a_gpu_needs_triton(monkeypatch):
+    """Raise at once, not at the first step."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "g++")
+    _inductor.check({"cpu"})
+    with pytest.raises(RuntimeError, match="Triton is missing"):
+        _inductor.check({"cpu", "cuda"})
 
 
 class Tiny(nn.Module):

@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from rotor import _core, memory
 from rotor._pytorch import core, profiler
 from rotor.memory import MeterBusyError, Segment, meter
-from rotor.meter import allocator
+from rotor.meter.segments import levels_of
 
 
 @pytest.fixture(autouse=True)
@@ -258,7 +258,7 @@ def test_gradients_dropped_within_a_step_are_seen():
 
 def test_levels_do_not_trust_frees_of_what_was_not_allocated_before_their_eyes():
     a = profiler.Allocation
-    segments, peak, level = allocator._levels(
+    segments, peak, level = levels_of(
         [
             a(1000, 100),
             a(9000, -70),  # allocated before: what the profiler remembers of it may be wrong
@@ -277,7 +277,7 @@ def test_levels_do_not_trust_frees_of_what_was_not_allocated_before_their_eyes()
 
 def test_blocks_that_others_overlap_were_freed_unseen():
     a = profiler.Allocation
-    _, peak, level = allocator._levels(
+    _, peak, level = levels_of(
         [a(1000, 100), a(1100, 100), a(1300, 50), a(1150, 170), a(1000, -100), "rotor.end"]
     )
     assert (peak, level) == (270, 170)
@@ -298,14 +298,14 @@ def test_totals_tell_what_other_threads_free():
         a(8000, 5, total_bytes=615),  # now 50 of this thread are gone
         "rotor.end",
     ]
-    segments, peak, level = allocator._levels(events)
+    segments, peak, level = levels_of(events)
     assert segments == [Segment("x", 60, 100, 55)]
     assert (peak, level) == (150, 55)
     # A block that the meter was told of is not taken for one of another thread.
     told = [a(100, 5, total_bytes=9), a(200, 5, total_bytes=94), a(700, -80, total_bytes=14)]
     told.append(a(300, 1, total_bytes=10))
-    assert allocator._levels([*told, "rotor.end"], None, {700})[2] == 11
-    assert allocator._levels([*told, "rotor.end"])[2] == 6
+    assert levels_of([*told, "rotor.end"], None, {700})[2] == 11
+    assert levels_of([*told, "rotor.end"])[2] == 6
 
 
 def test_what_threads_of_collectives_free_is_seen(monkeypatch):

@@ -2,8 +2,11 @@
 
 import gc
 
+import pytest
 import torch
+from torch import nn
 
+import rotor
 from rotor.memory import Segment, free_bytes, meter, rounded_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -21,6 +24,39 @@ def test_segments(sim):
     assert m.segments == [Segment("a", 0, 4096, 4096), Segment("b", 4096, 3 * 4096, 0)]
     assert (m.peak_bytes, m.end_bytes) == (3 * 4096, 0)
     assert m.device == torch.device("sim", 0)
+
+
+def test_segments_by_counters(sim):
+    """Give the same figures where a backward ends, in another thread, or a profiler runs."""
+    torch.zeros(MIB, device="sim")
+    value = torch.zeros(1000, device="sim")
+    torch.zeros(MIB, device="sim")  # A peak of before.
+    m = meter("sim", timeline=True).start()
+    m.mark("a")
+    copy = value.clone()
+    m.mark("b")
+    copy = copy + value.exp()
+    del copy
+    m.stop()
+    assert m.segments == [Segment("a", 0, 4096, 4096), Segment("b", 4096, 3 * 4096, 0)]
+    assert (m.peak_bytes, m.end_bytes, m.timeline) == (3 * 4096, 0, None)
+    with torch.profiler.profile(), meter("sim") as m:
+        value.clone()
+    assert m.peak_bytes == 4096
+
+
+def test_a_backward_in_another_thread(sim):
+    """See what the thread of backwards allocates, and when."""
+    weight = torch.randn(256, 256, device="sim", requires_grad=True)
+    with meter("sim", timeline=True) as m:
+        m.mark("forward")
+        loss = (weight @ weight).sum()
+        m.mark("backward")
+        loss.backward()
+        del loss
+    assert m.end_bytes == weight.nbytes
+    assert m.peak_bytes == m.segments[1].peak_bytes > 2 * weight.nbytes
+    assert m.timeline.peak_bytes == m.peak_bytes
 
 
 def test_free_bytes(sim):
@@ -59,3 +95,14 @@ def test_the_thread_of_backwards_has_dropped_its_last_node(sim):
             m.mark("two")
         assert m.segments[0].end_bytes == 256 * KIB
         del result
+
+
+@pytest.mark.parametrize("engine", ["chain", "graph"])
+def test_measuring_leaves_peak_statistics(sim, engine):
+    """Keep what a user reads from max_memory_allocated()."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).to("sim")
+    value = torch.randn(256, 64, device="sim")
+    torch.zeros(16 * MIB, device="sim")
+    peak = sim.max_memory_allocated()
+    rotor.Checkpointable(model, mem_limit="8 MiB", engine=engine).measure(value)
+    assert sim.max_memory_allocated() == peak

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from rotor import _core
+from rotor._pytorch import devices
 from rotor.timing import Clock, measure_ns, stable_median
 
 
@@ -186,9 +187,11 @@ def test_cuda_times_come_from_events(monkeypatch):
     monkeypatch.setattr(torch, "Event", Event)
     stream = "stream of {}".format
     monkeypatch.setattr(torch.accelerator, "current_stream", stream)
+    monkeypatch.setattr(devices, "occupy", lambda device: log.append(("busy", str(device))))
     clock = Clock("cuda:1")
     clock.start()
     assert clock.stop() == 2_500_000
-    assert log == [("record", "stream of cuda:1")] * 2 + ["synchronize"]
+    record = "record", "stream of cuda:1"
+    assert log == [("busy", "cuda:1"), record, record, "synchronize"]
     with pytest.raises(RuntimeError, match=r"call start\(\) first"):
         clock.stop()

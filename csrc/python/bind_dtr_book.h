@@ -125,13 +125,15 @@ typedef struct {
 
 void py_pattern_release(py_pattern_t *pattern);
 
-/* The memory that an operator takes on arguments of one layout. */
-enum { COST_UNKNOWN = -2, COST_RAN_ONCE };
+/* Below 0 an accelerator's time is not known: before a first run, after it, and while events have
+ * not passed. */
+enum { COST_UNKNOWN = -1, COST_WAITS = -2, COST_RAN = -3 };
 
+/* The memory that an operator takes on arguments of one layout. */
 typedef struct {
     PyObject_HEAD int64_t made_bytes;
     int64_t workspace_bytes;
-    int64_t cost_ns; /* of an accelerator's time, from its second run on; below 0: not measured */
+    int64_t cost_ns; /* of an accelerator's time, from a run after its first ones */
     char is_measured;
     py_pattern_t *pattern; /* NULL: not known, or not the same for all such arguments */
 } py_needs_t;

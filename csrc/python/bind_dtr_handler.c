@@ -5,19 +5,19 @@
 
 #include "vector.h"
 
-/* 1 for a result that is strided, on another device than the one that counts; 0 for one without a
- * place in the session, whose parts are counted and whose inputs stay; -1 with an exception. */
+/* Counts a result without a place in the session, such as a seed on the CPU: others of the operator
+ * may still be evicted. Of a result in another layout, the inputs stay. */
 static int take_odd(py_handler_t *self, py_run_t *run, PyObject *tensor) {
-    run->is_recording = false;
     if (py_did(py_ask(self, run->session, _refuse_opaque, tensor)) != 0) {
         return -1;
     }
     int is_strided = py_tensor_is_strided(self, tensor);
+    int ret = is_strided < 0 ? -1 : py_did(py_ask(self, run->session, _see_parts, tensor));
     if (is_strided != 0) {
-        return is_strided;
+        return ret;
     }
     /* Tensors of other layouts cannot be evicted or computed again. */
-    int ret = py_did(py_ask(self, run->session, _see_parts, tensor));
+    run->is_recording = false;
     for (int64_t k = 0; k < self->node_count && ret == 0; k++) {
         PyObject *number = PyLong_FromLong(self->nodes[k]);
         ret = number == NULL ? -1 : py_did(py_ask(self, run->session, _pin, number));
@@ -30,9 +30,8 @@ static int take_tensor(py_handler_t *self, py_run_t *run, PyObject *tensor, int3
                        py_made_t *made) {
     enum py_reading found = py_tensor_look(self, tensor);
     bool is_new;
-    int ret = found == READ_ERROR ? -1 : found == READ_ODD ? take_odd(self, run, tensor) : 1;
-    if (ret <= 0) {
-        return ret;
+    if (found != READ_OK) {
+        return found == READ_ERROR ? -1 : take_odd(self, run, tensor);
     }
     PyObject *storage = PyObject_CallMethodNoArgs(tensor, self->names[NAME_untyped_storage]);
     py_ref_t *ref = storage == NULL ? NULL : py_table_enter(self, storage, &is_new);
@@ -40,7 +39,7 @@ static int take_tensor(py_handler_t *self, py_run_t *run, PyObject *tensor, int3
         Py_XDECREF(storage);
         return ref == NULL ? -1 : 0;
     }
-    int64_t bytes = found == READ_OK ? py_bytes_of(self, storage) : 0;
+    int64_t bytes = py_bytes_of(self, storage);
     Py_DECREF(storage);
     if (bytes < 0) {
         return -1;

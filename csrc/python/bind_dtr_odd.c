@@ -97,16 +97,18 @@ int py_odd_note_varying(py_handler_t *self, const py_run_t *run) {
 }
 
 bool py_lacks_needs(const py_handler_t *self, const py_run_t *run) {
-    return self->is_cpu ? !run->needs->is_measured : run->needs->cost_ns < 0;
+    int64_t cost_ns = run->needs->cost_ns;
+    return !run->needs->is_measured ||
+           (!self->is_cpu && (cost_ns == COST_UNKNOWN || cost_ns == COST_RAN));
 }
 
-/* Runs it by a method of the session, which gives the results and a number. */
-static PyObject *call_by(py_handler_t *self, py_run_t *run, PyObject *method, int64_t *number) {
+/* Runs it by a method of the session, which gives the results and a number; it may take the needs. */
+static PyObject *call_by(py_run_t *run, PyObject *method, PyObject *needs, int64_t *number) {
     PyObject *kwargs = run->kwargs == NULL ? PyDict_New() : Py_NewRef(run->kwargs);
     PyObject *pair =
         kwargs == NULL ? NULL
                        : PyObject_CallMethodObjArgs(run->session, method, run->kernel->call,
-                                                    run->args, kwargs, NULL);
+                                                    run->args, kwargs, needs, NULL);
     PyObject *results = NULL;
     long long found;
     if (pair != NULL && PyArg_ParseTuple(pair, "OL", &results, &found)) {
@@ -157,14 +159,18 @@ PyObject *py_odd_call(py_handler_t *self, py_run_t *run) {
         }
     }
     int64_t start = py_handler_now(self);
-    if (self->is_cpu && (run->varies || !run->needs->is_measured)) {
-        results = call_by(self, run, self->names[NAME__measure], &run->peak_bytes);
-    } else if (!self->is_cpu && run->needs->cost_ns == COST_RAN_ONCE) {
-        /* The second run: its time on the device, which a launch does not show. */
-        results = call_by(self, run, self->names[NAME__time], &run->needs->cost_ns);
+    if (!self->is_cpu && !run->varies && run->needs->cost_ns == COST_UNKNOWN) {
+        /* Libraries of kernels take memory at a first call that no other one takes. */
+        run->needs->cost_ns = COST_RAN;
+        results = PyObject_Call(run->kernel->call, run->args, run->kwargs);
+    } else if (run->varies || !run->needs->is_measured) {
+        results = call_by(run, self->names[NAME__measure], NULL, &run->peak_bytes);
+    } else if (py_lacks_needs(self, run)) {
+        /* Its time on the device, which a launch does not show. */
+        results = call_by(run, self->names[NAME__time], (PyObject *)run->needs,
+                          &run->needs->cost_ns);
     } else {
         results = PyObject_Call(run->kernel->call, run->args, run->kwargs);
-        run->needs->cost_ns = rotor_max(run->needs->cost_ns, COST_RAN_ONCE);
     }
     run->took_ns = run->needs->cost_ns >= 0 ? run->needs->cost_ns : py_handler_now(self) - start;
     if (results != NULL && !run->needs->is_measured) {

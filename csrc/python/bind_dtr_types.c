@@ -126,7 +126,7 @@ static PyMemberDef needs_members[] = {
     {"workspace_bytes", T_LONGLONG, offsetof(py_needs_t, workspace_bytes), 0,
      "The most that it has in use beside them."},
     {"cost_ns", T_LONGLONG, offsetof(py_needs_t, cost_ns), 0,
-     "Nanoseconds of an accelerator's time; below 0 while they are not measured."},
+     "Nanoseconds of an accelerator's time; below 0 while they are not known."},
     {"is_measured", T_BOOL, offsetof(py_needs_t, is_measured), 0, "False while these are guesses."},
     {NULL, 0, 0, 0, NULL},
 };

@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-#include "planner.h"
+#include "planner_joint.h"
 
 typedef struct {
     PyObject_HEAD
@@ -11,8 +11,8 @@ typedef struct {
 
 static const char *const array_names[] = {
     "cost_ns", "workspace_bytes", "phase", "flags", "input_start", "inputs",
-    "output_start", "outputs", "storage_bytes", "pinned"};
-enum { ARRAYS = 10 };
+    "output_start", "outputs", "storage_bytes", "pinned", "fixed"};
+enum { ARRAYS = 11 };
 
 static int64_t last_of(const Py_buffer *view) {
     return ((const int64_t *)view->buf)[view->shape[0] - 1];
@@ -24,7 +24,7 @@ static int check_lengths(const Py_buffer *views) {
     for (int k = 1; k < ARRAYS; k++) {
         Py_ssize_t expected = k < 4              ? n
                               : k == 4 || k == 6 ? n + 1
-                              : k == 9           ? views[8].shape[0]
+                              : k >= 9           ? views[8].shape[0]
                                                  : views[k].shape[0];
         if (views[k].shape[0] != expected) {
             PyErr_Format(PyExc_ValueError, "%s has %zd entries, expected %zd", array_names[k],
@@ -50,9 +50,9 @@ static PyObject *py_dataflow_new(PyTypeObject *type, PyObject *args, PyObject *k
     if (module == NULL || (kwargs != NULL && PyDict_GET_SIZE(kwargs) != 0)) {
         return PyErr_Format(PyExc_TypeError, "Dataflow takes positional arguments only");
     }
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOO:Dataflow", &arrays[0], &arrays[1], &arrays[2],
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOO:Dataflow", &arrays[0], &arrays[1], &arrays[2],
                           &arrays[3], &arrays[4], &arrays[5], &arrays[6], &arrays[7], &arrays[8],
-                          &arrays[9])) {
+                          &arrays[9], &arrays[10])) {
         return NULL;
     }
     for (; count < ARRAYS; count++) {
@@ -78,6 +78,7 @@ static PyObject *py_dataflow_new(PyTypeObject *type, PyObject *args, PyObject *k
             .outputs = views[7].buf,
             .storage_bytes = views[8].buf,
             .pinned = views[9].buf,
+            .fixed = views[10].buf,
         };
         int ret = rotor_dataflow_build(&self->graph, &source);
         if (ret == ROTOR_ERR_BAD_LENGTH) {
@@ -117,6 +118,20 @@ static const char *fault_text(enum rotor_fault kind) {
         return "the operation may run once only";
     case ROTOR_FAULT_MISSING:
         return "the program ends before every operation of the graph has run";
+    case ROTOR_FAULT_LINK:
+        return "the program moves a storage to a second tier, and no link was given";
+    case ROTOR_FAULT_FIXED:
+        return "the storage does not move: it is pinned, fixed, too small, or made by the loss";
+    case ROTOR_FAULT_NOT_MADE:
+        return "the offload of the storage is finished before it is made";
+    case ROTOR_FAULT_WRITTEN:
+        return "the offload of the storage is finished a second time, once is enough";
+    case ROTOR_FAULT_NOT_WRITTEN:
+        return "the storage is fetched before its offload is finished";
+    case ROTOR_FAULT_UNUSED:
+        return "the storage is fetched, and nothing reads it before it is made again";
+    case ROTOR_FAULT_HOST:
+        return "the second tier holds more than the host_bytes of the link";
     case ROTOR_FAULT_NONE:
         break;
     }
@@ -147,9 +162,38 @@ static PyObject *raise_fault(PyObject *module, int status, const rotor_fault_t *
 }
 
 PyDoc_STRVAR(simulate_doc,
-             "simulate(ops, /)\n--\n\n"
-             "Check and price a program of int32: (time_ns, peak_bytes, before, peaks), the last "
-             "two int64 bytearrays.");
+             "simulate(ops, link=None, /)\n--\n\n"
+             "Check and price a program of int32, with a link as read_link() reads it: (time_ns, "
+             "peak_bytes, before, peaks, compute_ns, link_ns, host_bytes), the third and fourth "
+             "int64 bytearrays.");
+
+/* Reads (write_bytes_per_s, read_bytes_per_s, latency_ns, duplex, host_bytes, least_bytes,
+ * padding_bytes); host_bytes is -1 for any. */
+static int read_link(PyObject *module, PyObject *given, rotor_link_t *link) {
+    long long latency;
+    long long host;
+    long long least;
+    long long padding;
+    int duplex;
+    if (!PyTuple_Check(given)) {
+        PyErr_SetString(PyExc_TypeError, "a link must be a tuple of seven numbers");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(given, "ddLpLLL:link", &link->write_bytes_per_s, &link->read_bytes_per_s,
+                          &latency, &duplex, &host, &least, &padding)) {
+        return -1;
+    }
+    link->latency_ns = latency;
+    link->duplex = duplex != 0;
+    link->host_bytes = host == -1 ? INT64_MAX : host;
+    link->least_bytes = least;
+    link->padding_bytes = padding;
+    int ret = rotor_link_check(link);
+    if (ret != ROTOR_OK) {
+        py_raise_status(module, ret);
+    }
+    return ret == ROTOR_OK ? 0 : -1;
+}
 
 static PyObject *py_dataflow_simulate(PyObject *object, PyTypeObject *cls, PyObject *const *args,
                                       Py_ssize_t nargs, PyObject *names) {
@@ -158,13 +202,18 @@ static PyObject *py_dataflow_simulate(PyObject *object, PyTypeObject *cls, PyObj
     PyObject *before = NULL;
     PyObject *peaks = NULL;
     PyObject *answer = NULL;
-    rotor_cost_t price = {0, 0};
+    rotor_cost_t price = {0};
     rotor_fault_t fault;
+    rotor_link_t link;
+    bool has_link = nargs == 2 && args[1] != Py_None;
     Py_buffer view;
     int ret;
 
-    if (nargs != 1 || names != NULL) {
-        return PyErr_Format(PyExc_TypeError, "simulate takes one positional argument");
+    if (nargs < 1 || nargs > 2 || names != NULL) {
+        return PyErr_Format(PyExc_TypeError, "simulate takes one or two positional arguments");
+    }
+    if (has_link && read_link(module, args[1], &link) != 0) {
+        return NULL;
     }
     if (PyObject_GetBuffer(args[0], &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
         return NULL;
@@ -182,12 +231,13 @@ static PyObject *py_dataflow_simulate(PyObject *object, PyTypeObject *cls, PyObj
     int64_t *before_data = (int64_t *)(void *)PyByteArray_AS_STRING(before);
     int64_t *peaks_data = (int64_t *)(void *)PyByteArray_AS_STRING(peaks);
     Py_BEGIN_ALLOW_THREADS;
-    ret = rotor_program_simulate(&self->graph, view.buf, length, &price, before_data, peaks_data,
-                                 &fault);
+    ret = rotor_program_simulate(&self->graph, has_link ? &link : NULL, view.buf, length, &price,
+                                 before_data, peaks_data, &fault);
     Py_END_ALLOW_THREADS;
     if (ret == ROTOR_OK) {
-        answer = Py_BuildValue("LLOO", (long long)price.time_ns, (long long)price.peak_bytes,
-                               before, peaks);
+        answer = Py_BuildValue("LLOOLLL", (long long)price.time_ns, (long long)price.peak_bytes,
+                               before, peaks, (long long)price.compute_ns,
+                               (long long)price.link_ns, (long long)price.host_bytes);
     } else {
         raise_fault(module, ret, &fault);
     }
@@ -217,14 +267,15 @@ static PyObject *program_bytes(const rotor_program_t *program) {
 
 PyDoc_STRVAR(
     plan_doc,
-    "plan(budget, random_runs, moves, seed, time_limit_ns, progress, start=None, /)\n--\n\n"
+    "plan(budget, random_runs, moves, seed, time_limit_ns, progress, start=None, link=None, /)\n"
+    "--\n\n"
     "Return (program, minimum): the best program found within a budget in bytes, as int32; None "
     "where none was found, and the least peak that was reached. The search begins from the program "
-    "`start`, of int32.");
+    "`start`, of int32. With a link, as simulate() takes it, programs may use a second tier.");
 
 /* Checks a program of int32 and copies it. */
-static int read_program(PyObject *module, const rotor_dataflow_t *graph, PyObject *given,
-                        rotor_program_t *program) {
+static int read_program(PyObject *module, const rotor_dataflow_t *graph, const rotor_link_t *link,
+                        PyObject *given, rotor_program_t *program) {
     rotor_fault_t fault = {.kind = ROTOR_FAULT_NONE};
     rotor_cost_t price;
     Py_buffer view;
@@ -237,7 +288,7 @@ static int read_program(PyObject *module, const rotor_dataflow_t *graph, PyObjec
         return -1;
     }
     int64_t length = view.len / (Py_ssize_t)sizeof(int32_t);
-    int ret = rotor_program_simulate(graph, view.buf, length, &price, NULL, NULL, &fault);
+    int ret = rotor_program_simulate(graph, link, view.buf, length, &price, NULL, NULL, &fault);
     if (ret == ROTOR_OK) {
         ret = rotor_program_assign(program, view.buf, length);
     }
@@ -258,7 +309,10 @@ static PyObject *py_dataflow_plan(PyObject *object, PyObject *args) {
     py_watch_t watch;
     PyObject *progress;
     PyObject *begin = Py_None;
+    PyObject *given = Py_None;
     PyObject *answer = NULL;
+    rotor_link_t tier;
+    const rotor_link_t *link = NULL;
     long long budget;
     long long random_runs;
     long long moves;
@@ -266,9 +320,15 @@ static PyObject *py_dataflow_plan(PyObject *object, PyObject *args) {
     long long time_limit;
     int64_t minimum = 0;
 
-    if (!PyArg_ParseTuple(args, "LLLKLO|O:plan", &budget, &random_runs, &moves, &seed, &time_limit,
-                          &progress, &begin)) {
+    if (!PyArg_ParseTuple(args, "LLLKLO|OO:plan", &budget, &random_runs, &moves, &seed, &time_limit,
+                          &progress, &begin, &given)) {
         return NULL;
+    }
+    if (given != Py_None) {
+        if (read_link(module, given, &tier) != 0) {
+            return NULL;
+        }
+        link = &tier;
     }
     options.random_runs = random_runs;
     options.moves = moves;
@@ -278,14 +338,17 @@ static PyObject *py_dataflow_plan(PyObject *object, PyObject *args) {
     rotor_program_init(&program);
     rotor_program_init(&start);
     if (begin != Py_None) {
-        if (read_program(module, &self->graph, begin, &start) != 0) {
+        if (read_program(module, &self->graph, link, begin, &start) != 0) {
             goto out;
         }
         options.start = &start;
     }
     py_watch_begin(&watch, progress);
-    int ret = rotor_planner_plan(&self->graph, budget, &options, &watch.callback, &program, &price,
-                                 &minimum);
+    int ret = link == NULL
+                  ? rotor_planner_plan(&self->graph, budget, &options, &watch.callback, &program,
+                                       &price, &minimum)
+                  : rotor_joint_plan(&self->graph, link, budget, &options, &watch.callback,
+                                     &program, &price, &minimum);
     py_watch_end(&watch);
     if (ret == ROTOR_OK) {
         answer = Py_BuildValue("NL", program_bytes(&program), (long long)price.peak_bytes);
@@ -301,8 +364,9 @@ out:
 }
 
 PyDoc_STRVAR(curve_doc,
-             "curve(points, random_runs, moves, seed, time_limit_ns, progress, /)\n--\n\n"
-             "Return the programs found for budgets in equal steps, ascending, as int32 each.");
+             "curve(points, random_runs, moves, seed, time_limit_ns, progress, link=None, /)\n--\n\n"
+             "Return the programs found for budgets in equal steps, ascending, as int32 each; with a "
+             "link, programs with a second tier after those.");
 
 static PyObject *program_list(const rotor_program_t *programs, int64_t count) {
     PyObject *list = PyList_New((Py_ssize_t)count);
@@ -325,7 +389,9 @@ static PyObject *py_dataflow_curve(PyObject *object, PyObject *args) {
     rotor_cost_t *costs = NULL;
     py_watch_t watch;
     PyObject *progress;
+    PyObject *given = Py_None;
     PyObject *answer = NULL;
+    rotor_link_t link;
     long long points;
     long long random_runs;
     long long moves;
@@ -333,31 +399,36 @@ static PyObject *py_dataflow_curve(PyObject *object, PyObject *args) {
     long long time_limit;
     int64_t count = 0;
 
-    if (!PyArg_ParseTuple(args, "LLLKLO:curve", &points, &random_runs, &moves, &seed, &time_limit,
-                          &progress)) {
+    if (!PyArg_ParseTuple(args, "LLLKLO|O:curve", &points, &random_runs, &moves, &seed,
+                          &time_limit, &progress, &given)) {
         return NULL;
     }
     if (points < 1) {
         return PyErr_Format(PyExc_ValueError, "points = %lld, expected at least 1", points);
+    }
+    if (given != Py_None && read_link(module, given, &link) != 0) {
+        return NULL;
     }
     options.random_runs = random_runs;
     options.moves = moves;
     options.seed = seed;
     options.time_limit_ns = time_limit;
     options.start = NULL;
-    programs = rotor_calloc((size_t)points, sizeof(*programs));
-    costs = rotor_calloc((size_t)points, sizeof(*costs));
+    programs = rotor_calloc((size_t)points, 2 * sizeof(*programs));
+    costs = rotor_calloc((size_t)points, 2 * sizeof(*costs));
     if (programs == NULL || costs == NULL) {
         PyErr_NoMemory();
         goto out;
     }
     py_watch_begin(&watch, progress);
-    int ret = rotor_planner_curve(&self->graph, points, &options, &watch.callback, programs, costs,
-                                  &count);
+    int ret = given == Py_None ? rotor_planner_curve(&self->graph, points, &options,
+                                                     &watch.callback, programs, costs, &count)
+                               : rotor_joint_curve(&self->graph, &link, points, &options,
+                                                   &watch.callback, programs, costs, &count);
     py_watch_end(&watch);
     answer = ret == ROTOR_OK ? program_list(programs, count) : py_raise_status(module, ret);
 out:
-    for (int64_t k = 0; programs != NULL && k < points; k++) {
+    for (int64_t k = 0; programs != NULL && k < 2 * points; k++) {
         rotor_program_free(&programs[k]);
     }
     rotor_free(programs);
@@ -376,7 +447,7 @@ static PyMethodDef dataflow_methods[] = {
 
 PyDoc_STRVAR(dataflow_doc,
              "Dataflow(cost_ns, workspace_bytes, phase, flags, input_start, inputs, output_start, "
-             "outputs, storage_bytes, pinned, /)\n--\n\n"
+             "outputs, storage_bytes, pinned, fixed, /)\n--\n\n"
              "A graph of operations on storages, for programs and the planner.");
 
 static PyType_Slot dataflow_slots[] = {

@@ -20,7 +20,8 @@
                 entry(PyTypeObject, candidate_type) entry(PyTypeObject, ref_type)                  \
                     entry(PyTypeObject, needs_type) entry(PyTypeObject, recorder_type)             \
                         entry(PyTypeObject, kernel_type) entry(PyTypeObject, node_type)                  \
-                            entry(PyTypeObject, record_type)
+                            entry(PyTypeObject, record_type)                       \
+                                entry(PyTypeObject, transfer_type)
 
 typedef struct {
 #define AS_FIELD(type, name) type *name;
@@ -134,5 +135,6 @@ int py_add_handler(PyObject *module);
 int py_add_modes(PyObject *module);
 int py_add_checksum(PyObject *module);
 int py_add_blocks(PyObject *module);
+int py_add_tier(PyObject *module);
 
 #endif

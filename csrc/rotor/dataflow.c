@@ -18,6 +18,7 @@ void rotor_dataflow_free(rotor_dataflow_t *self) {
     rotor_free(self->outputs);
     rotor_free(self->bytes);
     rotor_free(self->pinned);
+    rotor_free(self->fixed);
     rotor_free(self->producer);
     rotor_free(self->user_start);
     rotor_free(self->users);
@@ -77,7 +78,8 @@ static int dataflow_check(const rotor_dataflow_arrays_t *a) {
         if ((ret = check_size(a->storage_bytes[s])) != ROTOR_OK) {
             return ret;
         }
-        if (a->pinned[s] != 0 && a->pinned[s] != 1) {
+        if ((a->pinned[s] != 0 && a->pinned[s] != 1) ||
+            (a->fixed != NULL && a->fixed[s] != 0 && a->fixed[s] != 1)) {
             return ROTOR_ERR_BAD_OPERATION;
         }
         bytes += a->storage_bytes[s];
@@ -117,13 +119,14 @@ static int dataflow_allocate(rotor_dataflow_t *g, const rotor_dataflow_arrays_t 
     g->outputs = rotor_malloc_array(a->output_start[n], sizeof(*g->outputs));
     g->bytes = rotor_malloc_array(m, sizeof(*g->bytes));
     g->pinned = rotor_malloc_array(m, sizeof(*g->pinned));
+    g->fixed = rotor_malloc_array(m, sizeof(*g->fixed));
     g->producer = rotor_malloc_array(m, sizeof(*g->producer));
     g->user_start = rotor_calloc((size_t)m + 1, sizeof(*g->user_start));
     g->users = rotor_malloc_array(a->input_start[n], sizeof(*g->users));
     return g->cost_ns == NULL || g->workspace_bytes == NULL || g->output_bytes == NULL ||
                    g->phase == NULL || g->flags == NULL || g->input_start == NULL ||
                    g->inputs == NULL || g->output_start == NULL || g->outputs == NULL ||
-                   g->bytes == NULL || g->pinned == NULL || g->producer == NULL ||
+                   g->bytes == NULL || g->pinned == NULL || g->fixed == NULL || g->producer == NULL ||
                    g->user_start == NULL || g->users == NULL
                ? ROTOR_ERR_NO_MEMORY
                : ROTOR_OK;
@@ -202,6 +205,7 @@ int rotor_dataflow_build(rotor_dataflow_t *self, const rotor_dataflow_arrays_t *
     for (int32_t s = 0; s < g.storage_count; s++) {
         g.bytes[s] = arrays->storage_bytes[s];
         g.pinned[s] = (uint8_t)arrays->pinned[s];
+        g.fixed[s] = arrays->fixed != NULL ? (uint8_t)arrays->fixed[s] : 0;
         g.producer[s] = -1;
         g.total_bytes += g.bytes[s];
         scratch[s] = -1;

@@ -33,6 +33,7 @@ typedef struct {
     const int64_t *outputs;
     const int64_t *storage_bytes;
     const int64_t *pinned; /* 1: once made, kept to the end */
+    const int64_t *fixed;  /* 1: never moved to a second tier; NULL: none */
 } rotor_dataflow_arrays_t;
 
 typedef struct {
@@ -50,6 +51,7 @@ typedef struct {
     int32_t *outputs;
     int64_t *bytes;
     uint8_t *pinned;
+    uint8_t *fixed;
     int32_t *producer;   /* of a storage */
     int32_t *user_start; /* by storage */
     int32_t *users;      /* operations, ascending */

@@ -103,7 +103,7 @@ static int keep_fast(rotor_planner_t *self, const rotor_program_t *program, roto
 }
 
 int rotor_planner_offer(rotor_planner_t *self, rotor_program_t *program) {
-    rotor_cost_t cost = {0, 0};
+    rotor_cost_t cost = {0};
     int ret = rotor_pricer_prune(&self->pricer, self->graph, program);
     if (ret != ROTOR_OK ||
         (ret = rotor_pricer_price(&self->pricer, self->graph, program->ops, program->length,

@@ -4,10 +4,24 @@
 
 #include "vector.h"
 
-#define BLOCK 64
+#define BLOCK ROTOR_BLOCK
 #define SPACING 4 /* slots per run */
 
 void rotor_slots_init(rotor_slots_t *self) { memset(self, 0, sizeof(*self)); }
+
+static void moving_free(rotor_moving_t *moving) {
+    rotor_free(moving->actions);
+    rotor_free(moving->list);
+    rotor_free(moving->list_at);
+    rotor_free(moving->write_ns);
+    rotor_free(moving->read_ns);
+    rotor_free(moving->tags);
+    rotor_free(moving->tagged);
+    rotor_free(moving->before_ns);
+    rotor_free(moving->block_ns);
+    rotor_levels_free(&moving->host);
+    memset(moving, 0, sizeof(*moving));
+}
 
 void rotor_slots_free(rotor_slots_t *self) {
     if (self->events != NULL) {
@@ -19,21 +33,89 @@ void rotor_slots_free(rotor_slots_t *self) {
     rotor_free(self->size);
     rotor_free(self->workspace);
     rotor_free(self->op_at);
-    rotor_free(self->level);
-    rotor_free(self->block_level);
-    rotor_free(self->block_most);
+    rotor_levels_free(&self->levels);
+    moving_free(&self->moving);
     rotor_free(self->runs);
     rotor_free(self->repeated);
     rotor_free(self->repeated_at);
     rotor_free(self->changes);
+    const rotor_link_t *link = self->link;
     rotor_slots_init(self);
+    self->link = link;
+}
+
+/* All storages at once, and what their fetches add. */
+static int64_t most_bytes(const rotor_dataflow_t *graph, const rotor_link_t *link) {
+    int64_t most = INT64_MAX / 4;
+    int64_t padding = link == NULL ? 0 : link->padding_bytes;
+    bool is_small = padding == 0 || graph->storage_count < most / padding;
+    return graph->total_bytes + (is_small ? graph->storage_count * padding : most);
+}
+
+static int moving_allocate(rotor_slots_t *p, const rotor_dataflow_t *graph) {
+    rotor_moving_t *moving = &p->moving;
+    int64_t m = graph->storage_count;
+    moving->actions = rotor_malloc_array(m, sizeof(*moving->actions));
+    moving->list = rotor_malloc_array(m, sizeof(*moving->list));
+    moving->list_at = rotor_malloc_array(m, sizeof(*moving->list_at));
+    moving->write_ns = rotor_malloc_array(m, sizeof(*moving->write_ns));
+    moving->read_ns = rotor_malloc_array(m, sizeof(*moving->read_ns));
+    if (moving->actions == NULL || moving->list == NULL || moving->list_at == NULL ||
+        moving->write_ns == NULL || moving->read_ns == NULL) {
+        return ROTOR_ERR_NO_MEMORY;
+    }
+    for (int32_t s = 0; s < m; s++) {
+        bool moves = rotor_link_moves(p->link, graph, s);
+        moving->write_ns[s] = moves ? rotor_link_write_ns(p->link, graph->bytes[s]) : -1;
+        moving->read_ns[s] = moves ? rotor_link_read_ns(p->link, graph->bytes[s]) : -1;
+    }
+    moving->padding = (int32_t)((p->link->padding_bytes + p->unit - 1) / p->unit);
+    return ROTOR_OK;
+}
+
+static int moving_reset(rotor_slots_t *p) {
+    rotor_moving_t *moving = &p->moving;
+    if (p->block_count > moving->block_capacity) {
+        int64_t capacity = p->block_count + p->block_count / 4;
+        rotor_free(moving->tags);
+        rotor_free(moving->tagged);
+        rotor_free(moving->before_ns);
+        rotor_free(moving->block_ns);
+        moving->block_capacity = 0;
+        moving->tags = rotor_malloc_array(capacity * BLOCK, sizeof(*moving->tags));
+        moving->tagged = rotor_malloc_array(capacity, sizeof(*moving->tagged));
+        moving->before_ns = rotor_malloc_array(capacity * BLOCK, sizeof(*moving->before_ns));
+        moving->block_ns = rotor_malloc_array(capacity, sizeof(*moving->block_ns));
+        if (moving->tags == NULL || moving->tagged == NULL || moving->before_ns == NULL ||
+            moving->block_ns == NULL) {
+            return ROTOR_ERR_NO_MEMORY;
+        }
+        moving->block_capacity = (int32_t)capacity;
+    }
+    size_t slots = (size_t)p->slot_count;
+    size_t blocks = (size_t)p->block_count;
+    memset(moving->tags, 0, slots * sizeof(*moving->tags));
+    memset(moving->tagged, 0, blocks * sizeof(*moving->tagged));
+    memset(moving->before_ns, 0, slots * sizeof(*moving->before_ns));
+    memset(moving->block_ns, 0, blocks * sizeof(*moving->block_ns));
+    for (int32_t s = 0; s < p->graph->storage_count; s++) {
+        moving->actions[s] = 0;
+        moving->list_at[s] = -1;
+    }
+    moving->list_count = 0;
+    moving->link_ns = 0;
+    moving->first_changed = 0;
+    return rotor_levels_reset(&moving->host, p->block_count);
 }
 
 static int allocate_graph(rotor_slots_t *p, const rotor_dataflow_t *graph) {
     int64_t n = graph->operation_count;
     int64_t m = graph->storage_count;
     p->graph = graph;
-    p->unit = graph->total_bytes / (INT64_C(1) << 28) + 1;
+    p->unit = most_bytes(graph, p->link) / (INT64_C(1) << 28) + 1;
+    if (p->link != NULL && moving_allocate(p, graph) != ROTOR_OK) {
+        return ROTOR_ERR_NO_MEMORY;
+    }
     p->size = rotor_malloc_array(m, sizeof(*p->size));
     p->workspace = rotor_malloc_array(n, sizeof(*p->workspace));
     p->events = rotor_calloc((size_t)m, sizeof(*p->events));
@@ -61,113 +143,32 @@ static int allocate_slots(rotor_slots_t *p, int64_t length) {
     if (count > p->slot_capacity) {
         int64_t capacity = count + count / 4 / BLOCK * BLOCK;
         rotor_free(p->op_at);
-        rotor_free(p->level);
-        rotor_free(p->block_level);
-        rotor_free(p->block_most);
         p->slot_capacity = 0;
         p->op_at = rotor_malloc_array(capacity, sizeof(*p->op_at));
-        p->level = rotor_malloc_array(capacity, sizeof(*p->level));
-        p->block_level = rotor_malloc_array(capacity / BLOCK, sizeof(*p->block_level));
-        p->block_most = rotor_malloc_array(capacity / BLOCK, sizeof(*p->block_most));
-        if (p->op_at == NULL || p->level == NULL || p->block_level == NULL ||
-            p->block_most == NULL) {
+        if (p->op_at == NULL) {
             return ROTOR_ERR_NO_MEMORY;
         }
         p->slot_capacity = (int32_t)capacity;
     }
     p->slot_count = (int32_t)count;
     p->block_count = (int32_t)(count / BLOCK);
-    return ROTOR_OK;
+    return rotor_levels_reset(&p->levels, p->block_count);
 }
 
-static void refresh(rotor_slots_t *p, int32_t block) {
-    const int32_t *level = p->level + (int64_t)block * BLOCK;
-    int32_t most = level[0];
-    for (int32_t k = 1; k < BLOCK; k++) {
-        most = level[k] > most ? level[k] : most;
-    }
-    p->block_most[block] = most;
-}
+static int32_t earlier(int32_t a, int32_t b) { return a < b ? a : b; }
 
-static void raise_part(rotor_slots_t *p, int32_t block, int32_t first, int32_t last,
-                       int32_t amount) {
-    int32_t *level = p->level + (int64_t)block * BLOCK;
-    for (int32_t k = first; k <= last; k++) {
-        level[k] += amount;
+/* The number of actions of a storage changes; the list has the storages with any. */
+static void count_actions(rotor_moving_t *moving, int32_t s, int32_t change) {
+    moving->actions[s] += change;
+    if (moving->actions[s] > 0 && moving->list_at[s] < 0) {
+        moving->list_at[s] = moving->list_count;
+        moving->list[moving->list_count++] = s;
+    } else if (moving->actions[s] == 0 && moving->list_at[s] >= 0) {
+        int32_t last = moving->list[--moving->list_count];
+        moving->list[moving->list_at[s]] = last;
+        moving->list_at[last] = moving->list_at[s];
+        moving->list_at[s] = -1;
     }
-    refresh(p, block);
-}
-
-/* Adds to the levels of the slots from first to last; nothing when they are none. */
-static void raise_levels(rotor_slots_t *p, int32_t first, int32_t last, int32_t amount) {
-    if (first > last || amount == 0) {
-        return;
-    }
-    int32_t low = first / BLOCK;
-    int32_t high = last / BLOCK;
-    p->work += 2 + (high - low) / 8;
-    if (low == high) {
-        raise_part(p, low, first % BLOCK, last % BLOCK, amount);
-        return;
-    }
-    raise_part(p, low, first % BLOCK, BLOCK - 1, amount);
-    for (int32_t b = low + 1; b < high; b++) {
-        p->block_level[b] += amount;
-    }
-    raise_part(p, high, 0, last % BLOCK, amount);
-}
-
-int32_t rotor_slots_level(const rotor_slots_t *self, int32_t slot) {
-    return self->level[slot] + self->block_level[slot / BLOCK];
-}
-
-int32_t rotor_slots_most(const rotor_slots_t *self, int32_t *slot) {
-    int32_t most = self->block_most[0] + self->block_level[0];
-    int32_t block = 0;
-    for (int32_t b = 1; b < self->block_count; b++) {
-        int32_t value = self->block_most[b] + self->block_level[b];
-        if (value > most) {
-            most = value;
-            block = b;
-        }
-    }
-    if (slot != NULL) {
-        const int32_t *level = self->level + (int64_t)block * BLOCK;
-        int32_t k = 0;
-        while (level[k] != self->block_most[block]) {
-            k++;
-        }
-        *slot = block * BLOCK + k;
-    }
-    return most;
-}
-
-static int32_t most_of_part(const rotor_slots_t *p, int32_t block, int32_t first, int32_t last) {
-    const int32_t *level = p->level + (int64_t)block * BLOCK;
-    int32_t most = level[first];
-    for (int32_t k = first + 1; k <= last; k++) {
-        most = level[k] > most ? level[k] : most;
-    }
-    return most + p->block_level[block];
-}
-
-int32_t rotor_slots_most_within(const rotor_slots_t *self, int32_t first, int32_t last) {
-    int32_t low = first / BLOCK;
-    int32_t high = last / BLOCK;
-    if (first > last) {
-        return 0;
-    }
-    if (low == high) {
-        return most_of_part(self, low, first % BLOCK, last % BLOCK);
-    }
-    int32_t most = most_of_part(self, low, first % BLOCK, BLOCK - 1);
-    int32_t end = most_of_part(self, high, 0, last % BLOCK);
-    most = end > most ? end : most;
-    for (int32_t b = low + 1; b < high; b++) {
-        int32_t value = self->block_most[b] + self->block_level[b];
-        most = value > most ? value : most;
-    }
-    return most;
 }
 
 /* slots_prepare() has made room. */
@@ -184,33 +185,146 @@ static void delete_event(rotor_events_t *events, int32_t at) {
             (size_t)(events->count - at) * sizeof(*events->slots));
 }
 
+/* The size of a storage from event `at` on, as the making at or before it left it. */
+static int32_t span_size(const rotor_slots_t *p, int32_t s, int32_t at) {
+    const rotor_events_t *events = &p->events[s];
+    if (p->link == NULL || p->moving.actions[s] == 0) {
+        return p->size[s];
+    }
+    while (at >= 0 && !rotor_slots_makes(p, s, at)) {
+        at--;
+    }
+    bool is_fetch = at >= 0 && rotor_item_is_fetch(p->graph, p->op_at[events->slots[at]]);
+    return p->size[s] + (is_fetch ? p->moving.padding : 0);
+}
+
+/* The last use after event `at`, a making, and before the next one; its own slot where there is none. */
+static int32_t last_use(const rotor_slots_t *p, int32_t s, int32_t at) {
+    const rotor_events_t *events = &p->events[s];
+    while (at + 1 < events->count && !rotor_slots_makes(p, s, at + 1)) {
+        at++;
+    }
+    return events->slots[at];
+}
+
 /* The change of the level by event `at` of s, a reading or a making; times `sign`. */
 static void apply_use(rotor_slots_t *p, int32_t s, int32_t at, int32_t sign) {
     const rotor_events_t *events = &p->events[s];
     bool is_inside = at + 1 < events->count && !rotor_slots_makes(p, s, at + 1);
     if (!p->graph->pinned[s] && !is_inside) {
-        raise_levels(p, events->slots[at - 1] + 1, events->slots[at], sign * p->size[s]);
+        rotor_levels_raise(&p->levels, events->slots[at - 1] + 1, events->slots[at],
+                           sign * span_size(p, s, at - 1));
     }
 }
 
 static void apply_make(rotor_slots_t *p, int32_t s, int32_t at, int32_t sign) {
     const rotor_events_t *events = &p->events[s];
     int32_t slot = events->slots[at];
-    int32_t amount = sign * p->size[s];
+    int32_t size = span_size(p, s, at);
     if (p->graph->pinned[s]) {
         if (at > 0) {
-            raise_levels(p, slot, slot, amount);
+            rotor_levels_raise(&p->levels, slot, slot, sign * size);
         } else if (events->count > 1) {
-            raise_levels(p, slot, events->slots[1] - 1, amount);
-            raise_levels(p, events->slots[1], events->slots[1], amount);
+            rotor_levels_raise(&p->levels, slot, events->slots[1] - 1, sign * size);
+            rotor_levels_raise(&p->levels, events->slots[1], events->slots[1], sign * size);
         } else {
-            raise_levels(p, slot, p->slot_count - 1, amount);
+            rotor_levels_raise(&p->levels, slot, p->slot_count - 1, sign * size);
         }
     } else if (at + 1 < events->count && !rotor_slots_makes(p, s, at + 1)) {
-        raise_levels(p, events->slots[at - 1] + 1, slot - 1, -amount);
+        int32_t before = span_size(p, s, at - 1);
+        rotor_levels_raise(&p->levels, events->slots[at - 1] + 1, slot - 1, -sign * before);
+        rotor_levels_raise(&p->levels, slot, last_use(p, s, at), sign * (size - before));
     } else {
-        raise_levels(p, slot, slot, amount);
+        rotor_levels_raise(&p->levels, slot, slot, sign * size);
     }
+}
+
+static void tag(rotor_slots_t *p, int32_t slot, int32_t sign) {
+    rotor_moving_t *moving = &p->moving;
+    uint64_t bit = UINT64_C(1) << (slot % BLOCK);
+    moving->tags[slot] += sign;
+    if (moving->tags[slot] > 0) {
+        moving->tagged[slot / BLOCK] |= bit;
+    } else {
+        moving->tagged[slot / BLOCK] &= ~bit;
+    }
+}
+
+/* Marks, or unmarks, the slots where the clocks have to do with s, and what the tier holds of it. */
+static void mark_moves(rotor_slots_t *p, int32_t s, int32_t sign) {
+    const rotor_events_t *events = &p->events[s];
+    int32_t n = p->graph->operation_count;
+    int32_t made = -1;
+    int32_t begun = -1;
+    int32_t until = -1;
+    if (p->link == NULL || p->moving.actions[s] == 0) {
+        return;
+    }
+    for (int32_t k = 0; k < events->count; k++) {
+        int32_t slot = events->slots[k];
+        int32_t item = p->op_at[slot];
+        if (item < n) {
+            made = item == p->graph->producer[s] ? slot : made;
+        } else if (rotor_item_is_fetch(p->graph, item)) {
+            tag(p, slot, sign);
+            until = k + 1 < events->count ? events->slots[k + 1] : slot;
+            tag(p, until, sign);
+        } else {
+            begun = made;
+            until = slot;
+            tag(p, slot, sign);
+            tag(p, begun, sign);
+        }
+    }
+    if (begun >= 0) {
+        rotor_levels_raise(&p->moving.host, begun, until, sign * p->size[s]);
+        p->moving.first_changed = earlier(p->moving.first_changed, begun / BLOCK);
+    }
+}
+
+/* Where event `at` of s was put, or will be taken: uses and makings are told from what is there. */
+static void apply_event(rotor_slots_t *p, int32_t s, int32_t at, int32_t sign) {
+    if (rotor_slots_makes(p, s, at)) {
+        apply_make(p, s, at, sign);
+    } else {
+        apply_use(p, s, at, sign);
+    }
+}
+
+static void put_event(rotor_slots_t *p, int32_t s, int32_t slot, int32_t actions) {
+    int32_t at = rotor_events_below(&p->events[s], slot);
+    mark_moves(p, s, -1);
+    if (actions != 0) {
+        count_actions(&p->moving, s, actions);
+    }
+    insert_event(&p->events[s], at, slot);
+    apply_event(p, s, at, 1);
+    mark_moves(p, s, 1);
+}
+
+static void take_event(rotor_slots_t *p, int32_t s, int32_t slot, int32_t actions) {
+    int32_t at = rotor_events_below(&p->events[s], slot);
+    mark_moves(p, s, -1);
+    apply_event(p, s, at, -1);
+    delete_event(&p->events[s], at);
+    if (actions != 0) {
+        count_actions(&p->moving, s, -actions);
+    }
+    mark_moves(p, s, 1);
+}
+
+/* Adds to the time of the runs in a slot. */
+static void spend(rotor_slots_t *p, int32_t slot, int64_t ns) {
+    rotor_moving_t *moving = &p->moving;
+    int32_t block = slot / BLOCK;
+    if (p->link == NULL) {
+        return;
+    }
+    for (int32_t k = slot + 1; k < (block + 1) * BLOCK; k++) {
+        moving->before_ns[k] += ns;
+    }
+    moving->block_ns[block] += ns;
+    moving->first_changed = earlier(moving->first_changed, block);
 }
 
 static void count_runs(rotor_slots_t *p, int32_t op, int32_t change) {
@@ -227,71 +341,82 @@ static void count_runs(rotor_slots_t *p, int32_t op, int32_t change) {
     p->time_ns += change * p->graph->cost_ns[op];
 }
 
-/* Makes sure that adding a run of op cannot fail half-way. */
-static int slots_prepare(rotor_slots_t *p, int32_t op) {
-    const rotor_dataflow_t *g = p->graph;
-    for (int32_t pass = 0; pass < 2; pass++) {
-        const int32_t *start = pass == 0 ? g->input_start : g->output_start;
-        const int32_t *list = pass == 0 ? g->inputs : g->outputs;
-        for (int32_t j = start[op]; j < start[op + 1]; j++) {
-            rotor_events_t *events = &p->events[list[j]];
-            int64_t capacity = events->capacity;
-            int ret = rotor_grow((void **)&events->slots, &capacity, (int64_t)events->count + 1,
-                                 sizeof(*events->slots));
-            if (ret != ROTOR_OK) {
-                return ret;
-            }
-            events->capacity = (int32_t)capacity;
-        }
-    }
-    return ROTOR_OK;
+static int grow_events(rotor_events_t *events) {
+    int64_t capacity = events->capacity;
+    int ret = rotor_grow((void **)&events->slots, &capacity, (int64_t)events->count + 1,
+                         sizeof(*events->slots));
+    events->capacity = ret == ROTOR_OK ? (int32_t)capacity : events->capacity;
+    return ret;
 }
 
-static void slots_put(rotor_slots_t *p, int32_t slot, int32_t op) {
+/* Makes sure that adding an item cannot fail half-way. */
+static int slots_prepare(rotor_slots_t *p, int32_t item) {
     const rotor_dataflow_t *g = p->graph;
-    p->op_at[slot] = op;
-    count_runs(p, op, 1);
-    raise_levels(p, slot, slot, p->workspace[op]);
-    for (int32_t j = g->input_start[op]; j < g->input_start[op + 1]; j++) {
-        int32_t s = g->inputs[j];
-        int32_t at = rotor_events_below(&p->events[s], slot);
-        insert_event(&p->events[s], at, slot);
-        apply_use(p, s, at, 1);
+    int ret = ROTOR_OK;
+    if (!rotor_item_is_run(g, item)) {
+        return grow_events(&p->events[rotor_item_storage(g, item)]);
     }
-    for (int32_t j = g->output_start[op]; j < g->output_start[op + 1]; j++) {
-        int32_t s = g->outputs[j];
-        int32_t at = rotor_events_below(&p->events[s], slot);
-        insert_event(&p->events[s], at, slot);
-        apply_make(p, s, at, 1);
+    for (int32_t j = g->input_start[item]; j < g->input_start[item + 1] && ret == ROTOR_OK; j++) {
+        ret = grow_events(&p->events[g->inputs[j]]);
+    }
+    for (int32_t j = g->output_start[item]; j < g->output_start[item + 1] && ret == ROTOR_OK;
+         j++) {
+        ret = grow_events(&p->events[g->outputs[j]]);
+    }
+    return ret;
+}
+
+static int64_t action_ns(const rotor_slots_t *p, int32_t item) {
+    int32_t s = rotor_item_storage(p->graph, item);
+    return rotor_item_is_fetch(p->graph, item) ? p->moving.read_ns[s] : p->moving.write_ns[s];
+}
+
+static void slots_put(rotor_slots_t *p, int32_t slot, int32_t item) {
+    const rotor_dataflow_t *g = p->graph;
+    p->op_at[slot] = item;
+    if (!rotor_item_is_run(g, item)) {
+        p->moving.link_ns += action_ns(p, item);
+        put_event(p, rotor_item_storage(g, item), slot, 1);
+        return;
+    }
+    count_runs(p, item, 1);
+    spend(p, slot, g->cost_ns[item]);
+    rotor_levels_raise(&p->levels, slot, slot, p->workspace[item]);
+    for (int32_t j = g->input_start[item]; j < g->input_start[item + 1]; j++) {
+        put_event(p, g->inputs[j], slot, 0);
+    }
+    for (int32_t j = g->output_start[item]; j < g->output_start[item + 1]; j++) {
+        put_event(p, g->outputs[j], slot, 0);
     }
 }
 
 static void slots_take(rotor_slots_t *p, int32_t slot) {
     const rotor_dataflow_t *g = p->graph;
-    int32_t op = p->op_at[slot];
-    for (int32_t j = g->output_start[op]; j < g->output_start[op + 1]; j++) {
-        int32_t s = g->outputs[j];
-        int32_t at = rotor_events_below(&p->events[s], slot);
-        apply_make(p, s, at, -1);
-        delete_event(&p->events[s], at);
+    int32_t item = p->op_at[slot];
+    if (!rotor_item_is_run(g, item)) {
+        take_event(p, rotor_item_storage(g, item), slot, 1);
+        p->moving.link_ns -= action_ns(p, item);
+        p->op_at[slot] = -1;
+        return;
     }
-    for (int32_t j = g->input_start[op]; j < g->input_start[op + 1]; j++) {
-        int32_t s = g->inputs[j];
-        int32_t at = rotor_events_below(&p->events[s], slot);
-        apply_use(p, s, at, -1);
-        delete_event(&p->events[s], at);
+    for (int32_t j = g->output_start[item]; j < g->output_start[item + 1]; j++) {
+        take_event(p, g->outputs[j], slot, 0);
     }
-    raise_levels(p, slot, slot, -p->workspace[op]);
-    count_runs(p, op, -1);
+    for (int32_t j = g->input_start[item]; j < g->input_start[item + 1]; j++) {
+        take_event(p, g->inputs[j], slot, 0);
+    }
+    rotor_levels_raise(&p->levels, slot, slot, -p->workspace[item]);
+    spend(p, slot, -g->cost_ns[item]);
+    count_runs(p, item, -1);
     p->op_at[slot] = -1;
 }
 
-int rotor_slots_add(rotor_slots_t *self, int32_t slot, int32_t operation) {
+int rotor_slots_add(rotor_slots_t *self, int32_t slot, int32_t item) {
     int ret = ROTOR_RESERVE(self->changes, self->change_count, self->change_capacity, 1);
-    if (ret == ROTOR_OK && (ret = slots_prepare(self, operation)) == ROTOR_OK) {
+    if (ret == ROTOR_OK && (ret = slots_prepare(self, item)) == ROTOR_OK) {
         self->changes[self->change_count++] =
-            (rotor_change_t){.slot = slot, .operation = operation};
-        slots_put(self, slot, operation);
+            (rotor_change_t){.slot = slot, .item = item};
+        slots_put(self, slot, item);
     }
     return ret;
 }
@@ -300,7 +425,7 @@ int rotor_slots_remove(rotor_slots_t *self, int32_t slot) {
     int ret = ROTOR_RESERVE(self->changes, self->change_count, self->change_capacity, 1);
     if (ret == ROTOR_OK) {
         self->changes[self->change_count++] =
-            (rotor_change_t){.slot = slot, .operation = -1 - self->op_at[slot]};
+            (rotor_change_t){.slot = slot, .item = -1 - self->op_at[slot]};
         slots_take(self, slot);
     }
     return ret;
@@ -309,10 +434,10 @@ int rotor_slots_remove(rotor_slots_t *self, int32_t slot) {
 void rotor_slots_undo(rotor_slots_t *self, int64_t count) {
     while (self->change_count > count) {
         rotor_change_t change = self->changes[--self->change_count];
-        if (change.operation >= 0) {
+        if (change.item >= 0) {
             slots_take(self, change.slot);
         } else {
-            slots_put(self, change.slot, -1 - change.operation);
+            slots_put(self, change.slot, -1 - change.item);
         }
     }
 }
@@ -338,9 +463,23 @@ bool rotor_slots_removable(const rotor_slots_t *self, int32_t slot) {
     return true;
 }
 
+/* True for a fetch that nothing uses, and for a finish without a fetch after it. */
+static bool is_action_useless(const rotor_slots_t *p, int32_t slot) {
+    int32_t s = rotor_item_storage(p->graph, p->op_at[slot]);
+    const rotor_events_t *events = &p->events[s];
+    int32_t at = rotor_events_below(events, slot);
+    if (rotor_item_is_fetch(p->graph, p->op_at[slot])) {
+        return at + 1 >= events->count || rotor_slots_makes(p, s, at + 1);
+    }
+    return p->moving.actions[s] < 2;
+}
+
 bool rotor_slots_useless(const rotor_slots_t *self, int32_t slot) {
     const rotor_dataflow_t *g = self->graph;
     int32_t op = self->op_at[slot];
+    if (!rotor_item_is_run(g, op)) {
+        return is_action_useless(self, slot);
+    }
     if (!rotor_slots_removable(self, slot)) {
         return false;
     }
@@ -353,6 +492,26 @@ bool rotor_slots_useless(const rotor_slots_t *self, int32_t slot) {
         }
     }
     return true;
+}
+
+int32_t rotor_slots_finish(const rotor_slots_t *self, int32_t s) {
+    const rotor_events_t *events = &self->events[s];
+    int32_t item = rotor_item_finish(self->graph, s);
+    for (int32_t k = 0; self->moving.actions[s] > 0 && k < events->count; k++) {
+        if (self->op_at[events->slots[k]] == item) {
+            return events->slots[k];
+        }
+    }
+    return -1;
+}
+
+int32_t rotor_slots_begun(const rotor_slots_t *self, int32_t s, int32_t below) {
+    const rotor_events_t *events = &self->events[s];
+    int32_t k = rotor_events_below(events, below) - 1;
+    while (k > 0 && self->op_at[events->slots[k]] != self->graph->producer[s]) {
+        k--;
+    }
+    return events->slots[k];
 }
 
 int32_t rotor_slots_empty_below(const rotor_slots_t *self, int32_t slot, int32_t floor) {
@@ -379,7 +538,7 @@ static void find_phases(rotor_slots_t *p, const int32_t *ops, int64_t length) {
     p->phase_start[1] = p->phase_start[2] = p->phase_start[3] = p->slot_count;
     memset(p->runs, 0, (size_t)p->graph->operation_count * sizeof(*p->runs));
     for (int64_t k = 0; k < length; k++) {
-        if (p->runs[ops[k]]++ == 0) {
+        if (rotor_item_is_run(p->graph, ops[k]) && p->runs[ops[k]]++ == 0) {
             for (; phase < p->graph->phase[ops[k]]; phase++) {
                 p->phase_start[phase + 1] = (int32_t)k * SPACING;
             }
@@ -398,10 +557,10 @@ int rotor_slots_load(rotor_slots_t *self, const rotor_dataflow_t *graph, const i
     }
     for (int32_t k = 0; k < self->slot_count; k++) {
         self->op_at[k] = -1;
-        self->level[k] = 0;
     }
-    memset(self->block_level, 0, (size_t)self->block_count * sizeof(*self->block_level));
-    memset(self->block_most, 0, (size_t)self->block_count * sizeof(*self->block_most));
+    if (self->link != NULL && (ret = moving_reset(self)) != ROTOR_OK) {
+        goto fail;
+    }
     for (int32_t s = 0; s < graph->storage_count; s++) {
         self->events[s].count = 0;
     }

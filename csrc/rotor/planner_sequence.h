@@ -1,15 +1,20 @@
 /*
- * A program under change: runs in slots with gaps between them, the memory of every slot, and a log
+ * A program under change: items in slots with gaps between them, the memory of every slot, and a log
  * of changes that can be taken back.
  *
  * A storage's events are the slots where it is made or read, ascending. From a making to the last
  * reading before the next making its bytes count in every slot, the empty ones too: there the level
  * is never above that of the run before. Sizes are in units that keep all sums within int32, rounded
  * up, the budget rounded down.
+ *
+ * With a link, items may be actions of a second tier: uses and makings like others. `tagged` has the slots
+ * where the clocks have more to do than to add the time of a run: actions, runs whose result is
+ * written, the first uses of what is fetched. A storage has at most one finish.
  */
 #ifndef ROTOR_PLANNER_SEQUENCE_H
 #define ROTOR_PLANNER_SEQUENCE_H
 
+#include "planner_levels.h"
 #include "program.h"
 
 typedef struct {
@@ -22,11 +27,32 @@ typedef struct {
 typedef struct {
     /* state */
     int32_t slot;
-    int32_t operation; /* -1 - operation where the run was removed */
+    int32_t item; /* -1 - item where it was removed */
 } rotor_change_t;
+
+/* What a link adds to the slots. */
+typedef struct {
+    /* state */
+    int32_t padding;    /* of a fetch, units */
+    int32_t *actions;   /* by storage, their number */
+    int32_t *list;      /* storages with actions */
+    int32_t *list_at;   /* by storage, in list, -1 */
+    int32_t list_count;
+    int64_t *write_ns;  /* by storage; -1 where it does not move */
+    int64_t *read_ns;
+    int64_t link_ns;     /* of all transfers */
+    int32_t block_capacity;
+    int32_t *tags;       /* by slot: reasons for its bit in tagged */
+    uint64_t *tagged;    /* by block, a bit for each slot */
+    int64_t *before_ns;  /* by slot: of the runs below it in its block */
+    int64_t *block_ns;   /* by block: of its runs */
+    rotor_levels_t host; /* what the tier holds */
+    int32_t first_changed; /* block, since rotor_slots_settle() */
+} rotor_moving_t;
 
 typedef struct {
     /* input */
+    const rotor_link_t *link; /* NULL: runs alone; set before the first rotor_slots_load() */
     const rotor_dataflow_t *graph;
     /* state */
     int64_t unit;
@@ -35,10 +61,9 @@ typedef struct {
     int32_t slot_count;
     int32_t slot_capacity;
     int32_t *op_at; /* by slot, -1: empty */
-    int32_t *level; /* by slot, less that of its block */
     int32_t block_count;
-    int32_t *block_level;
-    int32_t *block_most; /* of level */
+    rotor_levels_t levels;
+    rotor_moving_t moving;
     rotor_events_t *events; /* by storage */
     int32_t *runs;          /* by operation */
     int32_t *repeated;      /* operations with two runs or more */
@@ -49,10 +74,10 @@ typedef struct {
     rotor_change_t *changes;
     int64_t change_count;
     int64_t change_capacity;
-    int64_t work; /* elementary steps so far */
 } rotor_slots_t;
 
 void rotor_slots_init(rotor_slots_t *self);
+/* Frees the memory; the link stays. */
 void rotor_slots_free(rotor_slots_t *self);
 
 /* Lays out a valid program; may be called again with others of the same graph. */
@@ -60,26 +85,32 @@ int rotor_slots_load(rotor_slots_t *self, const rotor_dataflow_t *graph, const i
                      int64_t length);
 int rotor_slots_store(const rotor_slots_t *self, rotor_program_t *program);
 
-/* Adds or removes a run and logs it. All inputs of a run that is added must have been made before the
- * slot, which must be empty; a run that is removed must be removable. */
-int rotor_slots_add(rotor_slots_t *self, int32_t slot, int32_t operation);
+/* Adds or removes an item and logs it. All inputs of a run that is added must have been made before the
+ * slot, which must be empty; a run that is removed must be removable. A storage is made before its
+ * finish, and fetches are after that. */
+int rotor_slots_add(rotor_slots_t *self, int32_t slot, int32_t item);
 int rotor_slots_remove(rotor_slots_t *self, int32_t slot);
 /* Takes back all changes beyond the first `count`. Cannot fail. */
 void rotor_slots_undo(rotor_slots_t *self, int64_t count);
 
 /* True if the program stays valid without the run. */
 bool rotor_slots_removable(const rotor_slots_t *self, int32_t slot);
-/* True if it is removable and nothing reads what it makes. */
+/* True if it is removable and nothing uses what it makes, or if the action has no use. */
 bool rotor_slots_useless(const rotor_slots_t *self, int32_t slot);
 /* The empty slot next below `slot`, above `floor`; -1 for none. */
 int32_t rotor_slots_empty_below(const rotor_slots_t *self, int32_t slot, int32_t floor);
 int32_t rotor_slots_empty_above(const rotor_slots_t *self, int32_t slot, int32_t ceiling);
 
-/* The highest level and a slot that has it. */
-int32_t rotor_slots_most(const rotor_slots_t *self, int32_t *slot);
-/* The highest level of the slots from first to last. */
-int32_t rotor_slots_most_within(const rotor_slots_t *self, int32_t first, int32_t last);
-int32_t rotor_slots_level(const rotor_slots_t *self, int32_t slot);
+/* From now on `first_changed` is that of later changes. */
+static inline void rotor_slots_settle(rotor_slots_t *self) {
+    self->moving.first_changed = self->block_count;
+}
+
+/* The slot of the finish of s; -1 without any. */
+int32_t rotor_slots_finish(const rotor_slots_t *self, int32_t s);
+
+/* The last slot below another one where s is made by a run; there is one. */
+int32_t rotor_slots_begun(const rotor_slots_t *self, int32_t s, int32_t below);
 
 /* The number of events of a storage below a slot: the index of the first that is not. */
 static inline int32_t rotor_events_below(const rotor_events_t *self, int32_t slot) {
@@ -98,7 +129,8 @@ static inline int32_t rotor_events_below(const rotor_events_t *self, int32_t slo
 
 /* True if event k of storage s is a making. */
 static inline bool rotor_slots_makes(const rotor_slots_t *self, int32_t s, int32_t k) {
-    return self->op_at[self->events[s].slots[k]] == self->graph->producer[s];
+    int32_t item = self->op_at[self->events[s].slots[k]];
+    return item == self->graph->producer[s] || item == rotor_item_fetch(self->graph, s);
 }
 
 #endif

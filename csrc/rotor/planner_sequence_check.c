@@ -3,8 +3,14 @@
 static const char *check_runs(const rotor_slots_t *self) {
     int64_t time_ns = 0;
     int64_t runs = 0;
+    int32_t items = self->link == NULL
+                        ? self->graph->operation_count
+                        : self->graph->operation_count + 2 * self->graph->storage_count;
     for (int32_t slot = 0; slot < self->slot_count; slot++) {
-        runs += self->op_at[slot] >= 0;
+        if (self->op_at[slot] >= items) {
+            return "an item has a number that the graph does not have";
+        }
+        runs += self->op_at[slot] >= 0 && rotor_item_is_run(self->graph, self->op_at[slot]);
     }
     for (int32_t op = 0; op < self->graph->operation_count; op++) {
         int32_t at = self->repeated_at[op];
@@ -24,7 +30,7 @@ static const char *check_events(const rotor_slots_t *self) {
     int64_t events = 0;
     for (int32_t s = 0; s < graph->storage_count; s++) {
         const rotor_events_t *list = &self->events[s];
-        events += list->count;
+        events += list->count - (self->link == NULL ? 0 : self->moving.actions[s]);
         for (int32_t k = 0; k < list->count; k++) {
             if (self->op_at[list->slots[k]] < 0 ||
                 (k > 0 && list->slots[k - 1] >= list->slots[k])) {
@@ -45,16 +51,17 @@ static const char *check_events(const rotor_slots_t *self) {
 
 /* Levels are never negative, and block_most is the largest of each block. */
 static const char *check_levels(const rotor_slots_t *self) {
+    const rotor_levels_t *levels = &self->levels;
     int32_t width = self->slot_count / self->block_count;
     for (int32_t block = 0; block < self->block_count; block++) {
-        int32_t most = self->level[block * width];
+        int32_t most = levels->level[block * width];
         for (int32_t slot = block * width; slot < (block + 1) * width; slot++) {
-            most = self->level[slot] > most ? self->level[slot] : most;
-            if (rotor_slots_level(self, slot) < 0) {
+            most = levels->level[slot] > most ? levels->level[slot] : most;
+            if (rotor_levels_at(levels, slot) < 0) {
                 return "a level is negative";
             }
         }
-        if (most != self->block_most[block]) {
+        if (most != levels->block_most[block]) {
             return "block_most is not the highest level of its block";
         }
     }

@@ -565,6 +565,11 @@ def rank() -> int:
     return distributed.get_rank() if is_ready else 0
 
 
+def default_store() -> Any:
+    """Return the store through which all ranks of the default process group found each other."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 def is_distributed() -> bool:
     """Return whether this process trains with others."""
     return (

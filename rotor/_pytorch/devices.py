@@ -27,17 +27,21 @@ __all__ = [
     "free_and_total_bytes",
     "generator_of",
     "has_counters",
+    "identity",
     "is_capturing",
     "is_type",
     "known",
     "libraries",
     "memory_fraction",
     "name_of",
+    "occupy",
     "prepare",
     "release_all",
     "release_cached",
     "reserved_bytes",
     "reset_peak",
+    "run_in_backward",
+    "searches",
     "settle_backwards",
     "synchronize",
 ]
@@ -234,6 +238,20 @@ def name_of(device: torch.device) -> str:
     return device.type if read is None else str(read(device))
 
 
+def identity(device: torch.device) -> str:
+    """Return what tells an accelerator from the others of its machine, in every process."""
+    read = getattr(_module(device), "get_device_properties", None)
+    found = None if read is None else getattr(read(device), "uuid", None)
+    if found is not None:
+        return str(found)
+    visible = [os.environ.get(name, "") for name in _VISIBLE]
+    return f"{device} of {' '.join(visible)}"
+
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""Variables that show a process some of the devices."""
+
+
 def capturing(device: torch.device) -> Callable[[], bool] | None:
     """Return the question of whether work is being captured; ``None`` where it cannot be."""
     if device.type == "cpu":
@@ -271,6 +289,21 @@ def synchronize(device: torch.device) -> None:
     torch.accelerator.synchronize(device)
 
 
+_BUSY_CYCLES = 1 << 20
+"""Cycles of the kernel that occupies a device: half a millisecond."""
+
+
+def occupy(device: torch.device) -> None:
+    """Have an accelerator's stream busy for half a millisecond, if its module has a kernel for it.
+
+    What is launched meanwhile runs without a gap: events around it show the device's own time.
+    """
+    sleep = getattr(_module(device), "_sleep", None)
+    if sleep is not None:
+        with torch.accelerator.device_index(device.index or 0):
+            sleep(_BUSY_CYCLES)
+
+
 def settle_backwards(device: torch.device) -> None:
     """Wait until an accelerator's thread of backwards has dropped what it ran.
 
@@ -280,6 +313,39 @@ def settle_backwards(device: torch.device) -> None:
     with torch.inference_mode(False), torch.enable_grad():
         nothing = torch.empty(0, device=device, requires_grad=True)
         nothing.view(0).backward(torch.empty(0, device=device))
+
+
+class _Calling(torch.autograd.Function):
+    """Function whose backward calls another one."""
+
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor, call: Callable[[], object]) -> torch.Tensor:
+        """Keep the function."""
+        context.call = call
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        """Call it."""
+        context.call()
+        return gradient, None
+
+
+def run_in_backward(device: torch.device, call: Callable[[], object]) -> None:
+    """Call a function in an accelerator's thread of backwards, without gradients."""
+    with torch.inference_mode(False), torch.enable_grad():
+        nothing = torch.empty(0, device=device, requires_grad=True)
+        made = _Calling.apply(nothing, call)
+        torch.autograd.grad(made, nothing, torch.empty(0, device=device))
+    settle_backwards(device)
+
+
+def searches(device: torch.device) -> bool:
+    """Return whether each thread searches algorithms at an operation's first call.
+
+    A search takes as much memory as it finds, once. CUDA searches if it is asked to.
+    """
+    return device.type != "cpu" and (device.type != "cuda" or torch.backends.cudnn.benchmark)
 
 
 def prepare(device: torch.device) -> None:

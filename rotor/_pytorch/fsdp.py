@@ -107,6 +107,11 @@ class ShardedParameter:
         return self.gathered_numel * int((self._param.reduce_dtype or kept).itemsize)
 
     @property
+    def is_converted(self) -> bool:
+        """True if its gradient is reduced in another type than its own."""
+        return self._param.reduce_dtype not in (None, self._param.orig_dtype)
+
+    @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's shard of the gradient."""
         return int(self._param.sharded_param._local_tensor.numel()) * int(
@@ -213,6 +218,16 @@ class Unit:
     def reduced_bytes(self) -> int:
         """Bytes of its whole gradients, as they are reduced."""
         return sum(p.reduced_bytes for p in self.parameters if p.shard.requires_grad)
+
+    @property
+    def all_reduced_bytes(self) -> int:
+        """Bytes of shards in the type of reductions, kept to the end of a backward by replicas.
+
+        Where gradients have that type, they are the same memory, and nothing more is kept.
+        """
+        replicas = getattr(self._groups[0].mesh_info, "replicate_mesh_size", 1)
+        kept = [p for p in self.parameters if p.shard.requires_grad and p.is_converted]
+        return sum(p.reduced_bytes // self.world_size for p in kept) if replicas > 1 else 0
 
     @property
     def is_gathered(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -31,15 +32,24 @@ _REQUIRED = (
 )
 
 
-def check() -> None:
+_TRITON = frozenset({"cuda", "xpu"})
+"""Types of devices for which Inductor writes Triton."""
+
+
+def check(device_types: Iterable[str] = ()) -> None:
     """Raise if a name or a compiler that Inductor needs is missing.
+
+    Parameters
+    ----------
+    device_types
+        Types of the devices of a model, if they are known already.
 
     Raises
     ------
     ImportError
         The message lists the missing names, and the PyTorch versions that work.
     RuntimeError
-        No C++ compiler was found.
+        No C++ compiler was found, or no Triton for a GPU.
     """
     for name in (
         "choices",
@@ -61,6 +71,11 @@ def check() -> None:
             "Inductor compiles C++ and finds no compiler here: install g++ or clang++, or name one "
             f'in the environment as CXX; backend="fx" needs none ({error})'
         ) from None
+    if _TRITON & set(device_types) and importlib.util.find_spec("triton") is None:
+        raise RuntimeError(
+            "Inductor writes Triton for a GPU, and Triton is missing here: install triton, or use "
+            'backend="fx", which needs none'
+        )
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:

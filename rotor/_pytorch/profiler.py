@@ -78,7 +78,7 @@ def _cpp_flags() -> tuple[ctypes.c_int | None, ctypes.c_bool | None]:
 
 
 class AllocationTrace:
-    """Recorder of the CPU allocator's events in this thread and in the backwards it runs.
+    """Recorder of an allocator's events in this thread and in the backwards it runs.
 
     The public ``prof.events()`` leaves them out. Only events and marks are recorded, no operations.
     PyTorch does not see the release of memory from before the start. While a trace
@@ -88,9 +88,12 @@ class AllocationTrace:
     ----------
     totals
         True if allocations carry, where PyTorch can, the total of all threads.
+    device_type
+        Type of the device whose allocator is recorded.
     """
 
-    def __init__(self, *, totals: bool = False) -> None:
+    def __init__(self, *, totals: bool = False, device_type: str = "cpu") -> None:
+        self._device_type = device_type
         self._level, counting = _cpp_flags()
         self._counting = counting if totals else None
         self._old_level = 0
@@ -139,6 +142,8 @@ class AllocationTrace:
             self._counting.value = self._old_counting
         if self._level is not None:
             self._level.value = self._old_level
+        if self._device_type != "cpu":
+            return self._on_device(result)
         timed: list[tuple[int, Allocation | str]] = []
         pending = list(reversed(result.experimental_event_tree()))
         while pending:
@@ -155,6 +160,17 @@ class AllocationTrace:
                 pending.extend(reversed(event.children))
         timed.sort(key=lambda entry: entry[0])
         return [entry for _, entry in timed]
+
+    def _on_device(self, result: Any) -> list[Allocation | str]:
+        """Return marks and an accelerator's events, which are in no tree and without addresses."""
+        found: list[Allocation | str] = []
+        for event in sorted(result.events(), key=lambda event: event.start_ns()):
+            kind = str(event.device_type()).rpartition(".")[2].lower()
+            if event.name() != "[memory]":
+                found.append(Mark.at(event.name(), event.start_ns()))
+            elif kind == self._device_type:
+                found.append(Allocation(0, event.nbytes(), event.start_ns()))
+        return found
 
 
 core.check(

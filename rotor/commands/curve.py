@@ -9,7 +9,15 @@ from typing import Any
 
 from rotor.algorithms.curve import Curve
 from rotor.commands import add_output, examples, give, tell
-from rotor.commands.model import UNKNOWN, Subject, add_model, add_profile, limit_of, wrapped
+from rotor.commands.model import (
+    UNKNOWN,
+    Subject,
+    add_model,
+    add_offload,
+    add_profile,
+    limit_of,
+    wrapped,
+)
 from rotor.report.curves import Point, write_curve
 from rotor.report.text import table
 from rotor.units import format_bytes, format_seconds
@@ -40,6 +48,7 @@ def add(commands: Any) -> None:
     )
     add_model(sub)
     add_profile(sub)
+    add_offload(sub)
     sub.add_argument("--limit", metavar="BYTES", help='mark a limit, such as 700MiB or "8 GB"')
     sub.add_argument(
         "--points",
@@ -83,7 +92,7 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     if is_planned:
         found: Curve = model.curve(arguments.points)
-        if here and subject.is_one and arguments.engine == "auto":
+        if here and subject.is_one and subject.engine == "auto":
             tell(arguments, "planning the model as a graph too, as engine auto does")
             found = better_of(found, _graph_curve(subject, arguments))
     else:

@@ -367,6 +367,7 @@ def measured(
     profile: Profile | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     targets: tuple[Any, ...] = (),
+    **others: Any,
 ) -> Checkpointable:
     """Return a model wrapped and measured on a sample, not planned yet.
 
@@ -380,6 +381,8 @@ def measured(
         Profile of the machine to plan for, if it is another one.
     loss, targets
         Function of the output that is planned with the model, and its unused targets.
+    **others
+        Other options of `rotor.Checkpointable`.
 
     Returns
     -------
@@ -397,6 +400,7 @@ def measured(
     )
     if profile is not None:
         options["profile"] = profile
+    options |= others
     wrapper = wrapper_of(model, limit, engine, loss, **options)
     if loss is None:
         wrapper.measure_sample(sample)

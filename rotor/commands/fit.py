@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from rotor.commands import add_output, examples, give
-from rotor.commands.model import UNKNOWN, Subject, add_model, limit_of
+from rotor.commands.model import UNKNOWN, Subject, add_model, add_offload, limit_of
 
 __all__ = ["add"]
 
@@ -30,6 +30,7 @@ def add(commands: Any) -> None:
         ),
     )
     add_model(sub)
+    add_offload(sub)
     sub.add_argument(
         "--limit",
         metavar="BYTES",
@@ -72,6 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
     loss = subject.loss or likely_loss
     remark = "" if subject.knows_loss() else f"\nwith {UNKNOWN}"
     options: dict[str, Any] = {} if arguments.effort is None else {"effort": arguments.effort}
+    options |= subject.offload
     if arguments.lengths is not None:
         from rotor.fit.lengths import cost_of_lengths, lengths_of
 
@@ -81,7 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
             lengths_of(arguments.lengths, arguments.seed),
             limit,
             loss_fn=loss,
-            engine=arguments.engine,
+            engine=subject.engine,
             points=arguments.points,
             **options,
         )
@@ -92,7 +94,7 @@ def _run(arguments: argparse.Namespace) -> int:
         subject.sample,
         limit,
         loss_fn=loss,
-        engine=arguments.engine,
+        engine=subject.engine,
         multiple_of=arguments.multiple_of,
         max_batch=arguments.max_batch,
         points=arguments.points,

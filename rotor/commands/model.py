@@ -101,6 +101,26 @@ def add_profile(sub: argparse.ArgumentParser) -> None:
     )
 
 
+def add_offload(sub: argparse.ArgumentParser) -> None:
+    """Add the options of a second tier."""
+    sub.add_argument(
+        "--offload",
+        metavar="TIER",
+        help="plan with a second tier of memory: disk, disk:FOLDER or, for accelerators, host",
+    )
+    sub.add_argument(
+        "--offload-limit", metavar="BYTES", help="most bytes of a step there, such as 16GiB"
+    )
+
+
+def offload_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `rotor.Checkpointable` for a second tier; none without one."""
+    offload, most = getattr(arguments, "offload", None), getattr(arguments, "offload_limit", None)
+    if offload is None and most is not None:
+        raise ValueError("--offload-limit is for --offload: give --offload disk, or leave it out")
+    return {} if offload is None else {"offload": offload, "offload_limit": most}
+
+
 _SMALL_BYTES = 1 << 20
 
 
@@ -140,7 +160,9 @@ class Subject:
     inputs
         The shapes, for people; empty if the callable gave the sample.
     engine
-        The engine: "graph" if a profile is given.
+        The engine: "graph" if a profile or a second tier is given.
+    offload
+        Options of a second tier.
     profile
         The `rotor.graph.Profile` of the machine that is planned for; ``None``: this one.
     loss, targets
@@ -154,7 +176,9 @@ class Subject:
 
         path = getattr(arguments, "profile", None)
         self.profile = None if path is None else factories.profile_of(path, arguments.engine)
-        self.engine: str = arguments.engine if path is None else "graph"
+        self.offload = offload_of(arguments)
+        is_graph = path is not None or (self.offload and arguments.engine == "auto")
+        self.engine: str = "graph" if is_graph else arguments.engine
         given = factories.inputs(arguments.input, arguments.dtype, arguments.high)
         self.name: str = arguments.factory
         self.device = factories.device_of(arguments.device)
@@ -226,4 +250,5 @@ def wrapped(
         profile=subject.profile,
         loss=subject.loss,
         targets=subject.targets,
+        **subject.offload,
     )

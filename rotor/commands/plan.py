@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from rotor.chain import write_json
 from rotor.commands import add_output, add_trace, check_pages, examples, give, tell
-from rotor.commands.model import UNKNOWN, Subject, add_model, add_profile, limit_of, wrapped
+from rotor.commands.model import (
+    UNKNOWN,
+    Subject,
+    add_model,
+    add_offload,
+    add_profile,
+    limit_of,
+    wrapped,
+)
 from rotor.units import exact_bytes, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -36,6 +44,7 @@ def add(commands: Any) -> None:
     )
     add_model(sub)
     add_profile(sub)
+    add_offload(sub)
     sub.add_argument("--limit", metavar="BYTES", help='of a step, such as 700MiB or "8 GB"')
     sub.add_argument(
         "--out",
@@ -65,7 +74,7 @@ def _planned(
         schedule = model.compute_sequence()
     except InfeasibleError as error:
         refusal = error
-    is_auto = subject.is_one and arguments.engine == "auto" and subject.profile is None
+    is_auto = subject.is_one and subject.engine == "auto" and subject.profile is None
     if is_auto and (refusal is not None or model.plan.recomputation > _WORTH):
         tell(arguments, "planning the model as a graph too, as engine auto does")
         try:

@@ -11,14 +11,16 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import socket
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
-from rotor._pytorch import devices
+from rotor._pytorch import core, devices
 from rotor.units import format_bytes
 
 __all__ = ["RankError", "Ranks", "agree", "digest", "sharers"]
@@ -172,7 +174,9 @@ def sharers(device: torch.device) -> int:
     """Return the number of training processes that share this memory; 1 if it is not declared.
 
     All processes on this machine share the CPU's memory, and all on one device its memory;
-    ``torchrun`` declares their number in ``LOCAL_WORLD_SIZE``.
+    ``torchrun`` declares their number in ``LOCAL_WORLD_SIZE``. Where this process sees fewer
+    devices than there are processes, each may have been given one of its own: ranks then tell
+    each other theirs, in no collective operation.
 
     Parameters
     ----------
@@ -185,7 +189,32 @@ def sharers(device: torch.device) -> int:
     ):
         return 1
     here = max(int(declared), 1)
-    return here if device.type == "cpu" else -(-here // max(devices.count(device.type), 1))
+    if device.type == "cpu":
+        return here
+    divided = -(-here // max(devices.count(device.type), 1))
+    if divided > 1 and device not in _sharers:
+        _sharers[device] = _found_sharers(device, divided)
+    return _sharers[device] if divided > 1 else 1
+
+
+_sharers: dict[torch.device, int] = {}
+_PATIENCE = timedelta(seconds=20)
+
+
+def _found_sharers(device: torch.device, divided: int) -> int:
+    """Return the number of ranks on the same physical device; `divided` if one does not say."""
+    store = core.default_store()
+    mine = f"{socket.gethostname()} {devices.identity(device)}"
+    store.set(f"rotor/device/{distributed.get_rank()}", mine)
+    names = [f"rotor/device/{rank}" for rank in range(distributed.get_world_size())]
+    try:
+        store.wait(names, _PATIENCE)
+    except RuntimeError:
+        logger.info(
+            "%d processes are taken to share %s: not all say which is theirs", divided, device
+        )
+        return divided
+    return sum(store.get(name).decode() == mine for name in names)
 
 
 def agree(

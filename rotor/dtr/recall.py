@@ -16,8 +16,8 @@ from rotor.common.accounting import SCRAPS_BYTES, scrap_bytes
 from rotor.common.frames import warn_caller
 from rotor.dtr.calling import ModulePaths
 from rotor.dtr.operators import KERNELS
-from rotor.dtr.repeating import Verifier
-from rotor.dtr.signatures import known_needs
+from rotor.dtr.repeating import Verifier, verifying_bytes
+from rotor.dtr.signatures import known_needs, read_times
 from rotor.dtr.storages import StorageRef, bytes_of
 from rotor.errors import BudgetError, MemoryLimitWarning
 from rotor.meter import allocator
@@ -147,9 +147,10 @@ class Recall:
         self.limit = limit
         self._strict = strict
         self._bytes = bytes_of(storage_swap)
+        self._proof_bytes = verifying_bytes(device) if verify else 0
         self._book = _core.Recorder(
             heuristic,
-            -1 if limit is None else limit - scrap_bytes(limit),
+            -1 if limit is None else max(limit - self._apart_bytes(limit), 0),
             seed=seed,
             sample=sample,
             ignore_small=ignore_small,
@@ -206,11 +207,16 @@ class Recall:
         """Compare nothing from now on."""
         self._verifier = self._handler.verifier = None
 
+    def _apart_bytes(self, limit: int) -> int:
+        """Return the bytes of a limit for what no operator makes: scraps, and checksums."""
+        return scrap_bytes(limit) + self._proof_bytes
+
     def _make_room(self, nbytes: int, least: int, *, is_wish: bool = False) -> None:
         """Evict until `nbytes` fit, or, where nothing is left to evict, at least `least`.
 
         Where this is a wish, it may stay one.
         """
+        read_times(self.device)
         make_room, now = self._book.make_room, CLOCK or perf_counter_ns
         start = now()
         taking = 0
@@ -232,7 +238,9 @@ class Recall:
             return
         assert self.limit is not None
         current = (
-            self._book.counters()["current_bytes"] + scrap_bytes(self.limit) + self.outside_bytes
+            self._book.counters()["current_bytes"]
+            + self._apart_bytes(self.limit)
+            + self.outside_bytes
         )
         if is_wish or current + least <= self.limit:
             return
@@ -319,7 +327,7 @@ class Recall:
     def set_limit(self, limit: int | None) -> None:
         """Keep another limit from the next operator on, bytes above the level on entry."""
         self.limit = limit
-        self._book.limit(-1 if limit is None else max(limit - scrap_bytes(limit), 0))
+        self._book.limit(-1 if limit is None else max(limit - self._apart_bytes(limit), 0))
 
     def consider(self, *, sample: bool, ignore_small: bool) -> None:
         """Choose among other candidates from the next eviction on.
@@ -405,7 +413,7 @@ class Recall:
     def _fits(self, nbytes: int) -> bool:
         assert self.limit is not None
         current = self._book.counters()["current_bytes"] + self.outside_bytes
-        return current + nbytes + scrap_bytes(self.limit) <= self.limit
+        return current + nbytes + self._apart_bytes(self.limit) <= self.limit
 
     def _drop_copies(self) -> None:
         """Free the copies of sources: nothing will run again."""

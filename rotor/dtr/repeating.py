@@ -14,13 +14,13 @@ import torch
 
 from rotor import _core
 from rotor._pytorch import core
-from rotor.common.checksums import EMPTY_OPERATORS, UNSPECIFIED_OUTPUTS, checksum
+from rotor.common.checksums import EMPTY_OPERATORS, UNSPECIFIED_OUTPUTS, checksum, proof_bytes
 from rotor.common.undisturbed import generators_kept
 from rotor.dtr.operators import Operator
 from rotor.dtr.records import filled_memory, tensors_of
 from rotor.errors import RecomputationError
 
-__all__ = ["Verifier", "known_repeats", "repeats"]
+__all__ = ["Verifier", "known_repeats", "repeats", "verifying_bytes"]
 
 _known: dict[Any, bool] = {}
 _unwritten = {("aten::mkldnn_rnn_layer", 3)}
@@ -129,6 +129,21 @@ def _is_fill(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype == torch.bool:
         return tensor
     return tensor == torch.iinfo(tensor.dtype).max
+
+
+def verifying_bytes(device: torch.device) -> int:
+    """Return the bytes that comparing takes from a device's allocator, and its waiting checksums.
+
+    Parameters
+    ----------
+    device
+        Device of the session.
+    """
+    return 0 if device.type == "cpu" else proof_bytes(device, 1) + _WAITING * _BLOCK_BYTES
+
+
+_WAITING = 2048
+_BLOCK_BYTES = 512
 
 
 class Verifier:

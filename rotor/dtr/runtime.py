@@ -14,11 +14,10 @@ from rotor.dtr.operators import Operator, kernel_of
 from rotor.dtr.recall import LONGEST_CHAIN, Recall, Stats
 from rotor.dtr.records import Needs, tensors_of
 from rotor.dtr.repeating import known_repeats, repeats
-from rotor.dtr.signatures import guess, remember, run_measured
+from rotor.dtr.signatures import guess, read_times, remember, run_measured, run_timed
 from rotor.dtr.storages import StorageRef
 from rotor.errors import MemoryLimitWarning
 from rotor.meter import allocator
-from rotor.timing import Clock
 from rotor.units import exact_bytes
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -46,6 +45,7 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
     @property
     def stats(self) -> Stats:
         """Counts and times of the session."""
+        read_times(self.device)
         counters = self._book.counters()
         return Stats(
             budget_bytes=self.limit,
@@ -175,17 +175,13 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
         """Run an operator; return its results, and the bytes that it took or -1."""
         if profiler.profiler_in_use():
             return call(*args, **kwargs), -1
-        return run_measured(call, args, kwargs)
+        return run_measured(call, args, kwargs, self.device)
 
-    def _time(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, int]:
-        """Run an operator, the second time on such arguments; return its results and its time.
-
-        The time is the accelerator's: a launch takes the same for all operators.
-        """
-        clock = Clock(self.device)
-        clock.start()
-        results = call(*args, **kwargs)
-        return results, clock.stop()
+    def _time(
+        self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any], needs: Needs
+    ) -> tuple[Any, int]:
+        """Run an operator whose needs are known; return its results and a number."""
+        return run_timed(call, args, kwargs, needs, self.device)
 
     def _has_run(self, needs: Needs, state: torch.Tensor | None) -> None:
         """Note that an operator has run, before its results are recorded."""

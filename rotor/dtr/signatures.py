@@ -10,9 +10,12 @@ import torch
 from rotor._pytorch import dispatch, profiler
 from rotor.dtr.operators import Operator, on_meta
 from rotor.dtr.records import Needs, tensors_of
+from rotor.timing import Clock
 
 _MOST_KNOWN = 1 << 16
+_IS_TIMED = -2
 _needs: dict[str, dict[Any, Needs]] = {}
+_timed: dict[torch.device, list[tuple[Needs, Callable[[], int]]]] = {}
 
 
 def known_needs(device: torch.device) -> dict[Any, Needs]:
@@ -53,9 +56,11 @@ def guess(operator: Operator, args: Any, kwargs: dict[str, Any], read_bytes: int
     return Needs(made, made + read_bytes, False)
 
 
-def run_measured(call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, int]:
-    """Run an operator with the CPU's allocator watched; return its results and its peak bytes."""
-    trace = profiler.AllocationTrace()
+def run_measured(
+    call: Callable[..., Any], args: Any, kwargs: dict[str, Any], device: torch.device
+) -> tuple[Any, int]:
+    """Run an operator with a device's allocator watched; return its results and its peak bytes."""
+    trace = profiler.AllocationTrace(device_type=device.type)
     trace.start()
     try:
         results = call(*args, **kwargs)
@@ -67,3 +72,32 @@ def run_measured(call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
             level += event.nbytes
             peak = max(peak, level)
     return results, peak
+
+
+def run_timed(
+    call: Callable[..., Any], args: Any, kwargs: dict[str, Any], needs: Needs, device: torch.device
+) -> tuple[Any, int]:
+    """Run an operator between two events; return its results, and a number for its unknown time.
+
+    The time is the accelerator's: a launch takes the same for all operators. The needs get it from
+    `read_times`, once the device has come that far; the host waits for nothing.
+    """
+    clock = Clock(device)
+    clock.start()
+    results = call(*args, **kwargs)
+    _timed.setdefault(device, []).append((needs, clock.stop_later()))
+    return results, _IS_TIMED
+
+
+def read_times(device: torch.device) -> None:
+    """Note the times of operators whose events have passed."""
+    waiting = _timed.pop(device, None)
+    if waiting is None:
+        return
+    for place, (needs, found) in enumerate(waiting):
+        ns = found()
+        if ns < 0:
+            # A stream passes its events in order.
+            _timed[device] = waiting[place:]
+            return
+        needs.cost_ns = ns

@@ -117,7 +117,7 @@ class StepSession(Session):
 
     def aim(self, wished: int) -> None:
         """Keep within so many bytes if possible, and within the limit in any case."""
-        self._book.limit(max(wished, 0))
+        self._book.limit(max(wished - self._proof_bytes, 0))
 
     def leave_room(self, nbytes: int, least: int) -> None:
         """Evict until `nbytes` of the limit are left; BudgetError: fewer than `least` are."""

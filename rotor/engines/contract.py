@@ -23,6 +23,7 @@ from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.peers import Alone, Peers
 from rotor.errors import MemoryLimitWarning
 from rotor.meter.step_meter import StepBytes, StepWatch, Verdict
+from rotor.tier.offload import Offload
 
 __all__ = [
     "DEFAULT_SLOTS",
@@ -163,6 +164,8 @@ class Settings:
         Names of engines that cannot plan the model.
     graph_class
         Engine of captured graphs, if not the default one.
+    offload
+        Second tier; ``None`` for none.
 
     Other attributes have the meaning of `rotor.Checkpointable`.
     """
@@ -180,6 +183,7 @@ class Settings:
     verify: str | int = "first"
     planning: str = "background"
     counts: str = "allocated"
+    offload: Offload | None = None
     options: dict[str, Any] = field(default_factory=dict)
     algorithm: Any = None
     algorithm_options: dict[str, Any] = field(default_factory=dict)

@@ -23,8 +23,8 @@ logger = logging.getLogger("rotor")
 def confirmed(plan: Any, step: StepBytes, *, is_doubtful: bool) -> StepBytes | None:
     """Return a step whose figures count; ``None`` if another step has to confirm them.
 
-    On the CPU, threads of gloo give buffers back late. Of two steps the lower peak is right, and
-    the larger loss.
+    On the CPU, threads of gloo give buffers back late; on an accelerator, libraries of kernels take
+    memory at their first calls. Of two steps the lower peak is right, and the larger loss.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ def confirmed(plan: Any, step: StepBytes, *, is_doubtful: bool) -> StepBytes | N
     step
         Metered step.
     is_doubtful
-        True if late buffers would explain its figures.
+        True if late buffers or first calls would explain its figures.
     """
     earlier = plan.earlier
     if earlier is None:
@@ -62,12 +62,17 @@ class MeteredEngine(Engine):
             if old.is_refuted:
                 raise
             old.outdated = False
-            self.warn_over(old, error.minimum_bytes)
+            if old.device.type != "cpu" and old.meterings == 1:
+                # A first step is no evidence there: another one is metered.
+                old.reserve_bytes, old.measured_bytes = 0, None
+            else:
+                self.warn_over(old, error.minimum_bytes)
             return old
         plan.meterings = old.meterings
         plan.differs = old.meterings >= METERED_STEPS
         plan.least_bytes_seen, plan.most_bytes_seen = old.least_bytes_seen, old.most_bytes_seen
         plan.warned_bytes = old.warned_bytes
+        plan.has_given_back = old.has_given_back
         return plan
 
     def learn(self, plan: Any, step: StepBytes) -> None:
@@ -92,12 +97,24 @@ class MeteredEngine(Engine):
             if over > 0:
                 self.warn_over(plan, step.peak_bytes)
             return
+        self._give_back(plan, step)
         if over > 0 or new_loss:
             explained = self.repriced(plan)
             plan.reserve_bytes = max(plan.reserve_bytes, step.peak_bytes - explained)
             plan.outdated = True
         if over > 0:
             self.warn_early(plan)
+
+    def _give_back(self, plan: Any, step: StepBytes) -> None:
+        """Reduce a reserve, once, of which a step on an accelerator needed less than half.
+
+        A first step is no evidence there: libraries of kernels take memory at their first calls.
+        """
+        if plan.device.type == "cpu" or plan.has_given_back or not plan.reserve_bytes:
+            return
+        needed = max(step.peak_bytes - self.repriced(plan), 0)
+        if 2 * needed < plan.reserve_bytes:
+            plan.reserve_bytes, plan.has_given_back, plan.outdated = needed, True, True
 
     def warn_early(self, plan: Any) -> None:
         """Warn of an excess that the next plan makes room for."""
@@ -113,6 +130,8 @@ class MeteredEngine(Engine):
     def learn_again(self, plan: Any, step: StepBytes) -> None:
         """Compare a step that was metered later with its plan."""
         self.learn_peak(plan, step.peak_bytes)
+        if self.context.is_current(plan):
+            self._give_back(plan, step)
 
     def learn_peak(self, plan: Any, peak_bytes: int) -> None:
         """Have the next step planned for a need beyond the limit."""

@@ -26,6 +26,7 @@ from rotor.fit.result import BatchFit, LargestBatch, TriedBatch
 from rotor.fit.steps import LimitedSteps, has_single_plan, seconds_of, settle
 from rotor.meter import allocator
 from rotor.meter.limit import free_limit
+from rotor.tier.offload import checked_offload
 from rotor.timing import single_runs
 from rotor.units import exact_bytes, format_bytes, parse_bytes
 from rotor.wrapper.checkpointable import Checkpointable
@@ -102,7 +103,8 @@ def largest_batch(
         which takes a fraction of the time, and finds the same largest batch; plans are then made
         from rough times, so that steps may be a little slower. Throughput is measured either way.
     **options
-        Options of `Checkpointable`. Graphs are planned with ``effort="fast"`` by default.
+        Options of `Checkpointable`, such as ``offload``. Graphs are planned with ``effort="fast"``
+        by default.
 
     Returns
     -------
@@ -137,6 +139,10 @@ def largest_batch(
             "and ask for the curve of another machine"
         )
     refuse_sharded(model)
+    if isinstance(options.get("offload"), str):
+        # All sizes share a file, and its measured speed.
+        checked = checked_offload(options["offload"], None, engine, "fx")
+        options = {**options, "offload": None if checked is None else checked.tier}
     for name, value in (("multiple_of", multiple_of), ("max_batch", max_batch), ("points", points)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} = {value!r}, expected a whole number of 1 or more")

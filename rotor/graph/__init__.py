@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rotor.engines.graph.estimate import Machine
     from rotor.engines.graph.recorded import Profile, save_profile
+    from rotor.graph.bound import offload_bound
     from rotor.graph.exact import Proof, checkmate
     from rotor.graph.graph import Graph, Operation, Storage
+    from rotor.graph.link import Link
     from rotor.graph.planner import PlanCurve, curve, lower_bound, plan
     from rotor.graph.program import Program, Timeline, simulate
     from rotor.graph.summaries import Summary, summarise
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Graph",
+    "Link",
     "Machine",
     "Operation",
     "PlanCurve",
@@ -37,6 +40,7 @@ __all__ = [
     "curve",
     "load_program",
     "lower_bound",
+    "offload_bound",
     "plan",
     "render",
     "save_profile",
@@ -50,6 +54,7 @@ _LAZY = {
     "Graph": "rotor.graph.graph",
     "Operation": "rotor.graph.graph",
     "Storage": "rotor.graph.graph",
+    "Link": "rotor.graph.link",
     "Program": "rotor.graph.program",
     "Timeline": "rotor.graph.program",
     "simulate": "rotor.graph.program",
@@ -58,6 +63,7 @@ _LAZY = {
     "checkmate": "rotor.graph.exact",
     "curve": "rotor.graph.planner",
     "lower_bound": "rotor.graph.planner",
+    "offload_bound": "rotor.graph.bound",
     "plan": "rotor.graph.planner",
     "build": "rotor.wrapper.building",
     "render": "rotor.report.drawing",

@@ -86,11 +86,14 @@ def program_events(
     workspace_first
         True if the workspace of an operation is allocated before its results.
     """
-    graph, ops = program.graph, program.ops.tolist()
+    graph, actions = program.graph, program.actions.tolist()
     writer = _Writer(graph)
     writer.take(beside_bytes)
-    for index, kept, dying in zip(ops, *_deaths(graph, ops), strict=True):
-        writer.run(graph.operations[index], kept, workspace_first)
+    for action, kept, dying in zip(actions, *_deaths(graph, actions), strict=True):
+        if action < len(graph):
+            writer.run(graph.operations[action], kept, workspace_first)
+        elif kept and program.link is not None:
+            writer.fetch(next(iter(kept)), program.link.padding_bytes)
         writer.drop(dying)
     return np.array(writer.events, dtype=np.int64)
 
@@ -115,6 +118,10 @@ class _Writer:
             if place is not None:
                 self.events.append(-1 - place)
 
+    def fetch(self, storage: int, padding_bytes: int) -> None:
+        """Allocate for what comes back from a second tier."""
+        self._places[storage] = self.take(self._sizes[storage] + padding_bytes)
+
     def run(self, operation: Operation, kept: set[int], workspace_first: bool) -> None:
         """Allocate for a run; free the workspace, and the results that nothing reads."""
         workspace = max(operation.workspace_bytes, 0)
@@ -130,20 +137,30 @@ class _Writer:
                 self.events.append(-1 - place)
 
 
-def _deaths(graph: Graph, ops: Sequence[int]) -> tuple[list[set[int]], list[list[int]]]:
-    """Return per position the results that are used, and the storages read for the last time."""
+def _uses_and_makings(graph: Graph, action: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the storages that a run, a finish or a fetch uses, and those that it makes."""
+    count, total = len(graph), len(graph.storages)
+    if action < count:
+        operation = graph.operations[action]
+        return operation.inputs, operation.outputs
+    if action < count + total:
+        return (action - count,), ()
+    return (), (action - count - total,)
+
+
+def _deaths(graph: Graph, actions: Sequence[int]) -> tuple[list[set[int]], list[list[int]]]:
+    """Return per position the results that are used, and the storages used for the last time."""
     pinned = [storage.pinned for storage in graph.storages]
-    first = {s: p for p in range(len(ops) - 1, -1, -1) for s in graph.operations[ops[p]].outputs}
+    events = [_uses_and_makings(graph, action) for action in actions]
+    first = {s: p for p in range(len(actions) - 1, -1, -1) for s in events[p][1]}
     needed: set[int] = set()
     kept: list[set[int]] = []
     dying: list[list[int]] = []
-    for position in range(len(ops) - 1, -1, -1):
-        operation = graph.operations[ops[position]]
-        kept.append(
-            {s for s in operation.outputs if (first[s] == position if pinned[s] else s in needed)}
-        )
-        needed.difference_update(operation.outputs)
-        last = [s for s in dict.fromkeys(operation.inputs) if s not in needed and not pinned[s]]
-        needed.update(operation.inputs)
+    for position in range(len(actions) - 1, -1, -1):
+        uses, makes = events[position]
+        kept.append({s for s in makes if (first[s] == position if pinned[s] else s in needed)})
+        needed.difference_update(makes)
+        last = [s for s in dict.fromkeys(uses) if s not in needed and not pinned[s]]
+        needed.update(uses)
         dying.append(last)
     return kept[::-1], dying[::-1]

@@ -139,7 +139,13 @@ def contract(
         for group, label in zip(groups, labels, strict=True)
     ]
     storages = [
-        Storage(graph.storages[s].bytes, graph.storages[s].pinned, {"storage": s}) for s in kept
+        Storage(
+            graph.storages[s].bytes,
+            graph.storages[s].pinned,
+            {"storage": s},
+            graph.storages[s].movable,
+        )
+        for s in kept
     ]
     return Graph(storages, None, operations, name=graph.name)
 

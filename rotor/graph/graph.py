@@ -72,11 +72,15 @@ class Storage:
         True if it stays once it is made: outputs, gradients of parameters.
     extra
         Further fields, kept in JSON.
+    movable
+        False if it must not move to a second tier of memory. Pinned storages, empty ones and those
+        of the loss never do.
     """
 
     bytes: int
     pinned: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
+    movable: bool = True
 
 
 def _whole(where: str, value: Any, largest: int = _LARGEST) -> int:
@@ -187,6 +191,7 @@ class Graph:
             *self._structure(),
             _array(storage.bytes for storage in self.storages),
             _array(int(storage.pinned) for storage in self.storages),
+            _array(int(not storage.movable) for storage in self.storages),
         )
         return _core.Dataflow(*parts)
 
@@ -234,7 +239,13 @@ class Graph:
             "format": FORMAT,
             "version": VERSION,
             "storages": [
-                {**s.extra, "bytes": int(s.bytes), "pinned": bool(s.pinned)} for s in self.storages
+                {
+                    **s.extra,
+                    "bytes": int(s.bytes),
+                    "pinned": bool(s.pinned),
+                    **({} if s.movable else {"movable": False}),
+                }
+                for s in self.storages
             ],
             "ops": [
                 {
@@ -385,6 +396,7 @@ class Resizing:
         self._graph = graph
         self._structure = graph._structure()
         self._pinned = _array(int(storage.pinned) for storage in graph.storages)
+        self._fixed = _array(int(not storage.movable) for storage in graph.storages)
 
     def graph(
         self,
@@ -418,7 +430,7 @@ class Resizing:
             if count and not 0 <= values.min() <= values.max() <= _LARGEST:
                 raise ValueError(f"{name} has numbers out of range, expected 0 to {_LARGEST}")
         core = _core.Dataflow(
-            cost_ns, workspace_bytes, *self._structure, storage_bytes, self._pinned
+            cost_ns, workspace_bytes, *self._structure, storage_bytes, self._pinned, self._fixed
         )
         return _Resized(self._graph, core, storage_bytes, cost_ns, workspace_bytes)
 
@@ -451,7 +463,7 @@ class _Resized(Graph):
     @cached_property
     def storages(self) -> tuple[Storage, ...]:  # type: ignore[override]
         return tuple(
-            Storage(size, storage.pinned)
+            Storage(size, storage.pinned, movable=storage.movable)
             for size, storage in zip(self._sizes.tolist(), self._origin.storages, strict=True)
         )
 
@@ -518,7 +530,9 @@ def _take(where: str, fields: dict[str, Any], name: str, kind: Any, default: Any
 def _storage(index: int, fields: dict[str, Any]) -> Storage:
     where = f"storage {index}"
     size = _take(where, fields, "bytes", int)
-    return Storage(size, _take(where, fields, "pinned", bool, False), fields)
+    pinned = _take(where, fields, "pinned", bool, False)
+    movable = _take(where, fields, "movable", bool, True)
+    return Storage(size, pinned, fields, movable)
 
 
 def _operation(index: int, fields: dict[str, Any]) -> Operation:

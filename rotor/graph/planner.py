@@ -12,6 +12,7 @@ from rotor.algorithms.curve import Curve
 from rotor.algorithms.utils import ProgressCallback
 from rotor.errors import InfeasibleError
 from rotor.graph.graph import Graph
+from rotor.graph.link import Link
 from rotor.graph.program import Program
 from rotor.units import exact_bytes, parse_bytes
 
@@ -82,6 +83,7 @@ def plan(
     seed: int = 0,
     progress: ProgressCallback | None = None,
     start: Program | None = None,
+    link: Link | None = None,
 ) -> Program:
     """Return the fastest program found whose peak is within a budget.
 
@@ -104,6 +106,11 @@ def plan(
     start
         Program of the same operations to begin from; above the budget it is repaired. An effort
         without random greedy runs, such as "fast", then takes no other walks.
+    link
+        Link to a second tier of memory: each storage is then kept, made again, or moved to the tier
+        and back, as is fastest by the link's speed, and never slower than without the tier. Plan
+        with less than the speed that was measured: a link half as fast as was planned with costs
+        more than the tier gains.
 
     Returns
     -------
@@ -122,10 +129,18 @@ def plan(
     """
     budget = parse_bytes(budget_bytes, name="budget_bytes")
     runs, moves = _effort(effort, _EFFORTS)
-    begin = None if start is None else start.ops
+    tier = _tier(link)
+    begin = None if start is None else start.ops if link is None else start.actions
     ops, minimum = graph.core.plan(
-        budget, runs, moves, _seed(seed), _limit_ns(time_limit), progress, begin
+        budget, runs, moves, _seed(seed), _limit_ns(time_limit), progress, begin, tier
     )
+    if ops is None and link is not None:
+        raise InfeasibleError(
+            f"no program was found within {exact_bytes(budget)}, with the second tier or without; "
+            f"the least peak that was found without it is {exact_bytes(minimum)}: give more "
+            "memory, more effort, or a tier that holds more",
+            minimum,
+        )
     if ops is None:
         bound = lower_bound(graph)
         raise InfeasibleError(
@@ -135,7 +150,7 @@ def plan(
             minimum,
             bound,
         )
-    return Program(graph, np.frombuffer(ops, dtype=np.int32))
+    return Program(graph, np.frombuffer(ops, dtype=np.int32), link)
 
 
 class PlanCurve(Curve):
@@ -151,7 +166,7 @@ class PlanCurve(Curve):
     programs
         One for each point of the curve, in its order.
     lower_bound_bytes
-        Bytes below which no program can stay.
+        Bytes below which no program can stay; 0 where programs may use a second tier.
     """
 
     def __init__(self, programs: Sequence[Program]) -> None:
@@ -160,7 +175,8 @@ class PlanCurve(Curve):
             [program.makespan for program in programs],
         )
         self.programs = tuple(programs)
-        self.lower_bound_bytes = lower_bound(programs[0].graph)
+        first = programs[0]
+        self.lower_bound_bytes = lower_bound(first.graph) if first.link is None else 0
 
     @classmethod
     def of(cls, programs: Iterable[Program]) -> PlanCurve:
@@ -180,6 +196,7 @@ def curve(
     time_limit: float | None = None,
     seed: int = 0,
     progress: ProgressCallback | None = None,
+    link: Link | None = None,
 ) -> PlanCurve:
     """Return plans for many budgets, each begun from its neighbours.
 
@@ -199,11 +216,15 @@ def curve(
         Seed of the search; equal seeds give equal programs.
     progress
         Called with ``(done, total)`` about every 0.05 s.
+    link
+        Link to a second tier of memory, which programs may then use, as for `plan`. The curve
+        nowhere lies above the one without it.
 
     Returns
     -------
     PlanCurve
-        The programs of which none beats another; at most `points` of them.
+        The programs of which none beats another; at most `points` of them, twice as many with a
+        link.
 
     Raises
     ------
@@ -215,8 +236,16 @@ def curve(
     if not 1 <= points <= _MOST_POINTS:
         raise ValueError(f"points = {points}, expected 1 to {_MOST_POINTS}")
     runs, moves = _effort(effort, _CURVE_EFFORTS)
-    found = graph.core.curve(points, runs, moves, _seed(seed), _limit_ns(time_limit), progress)
-    return PlanCurve.of(Program(graph, np.frombuffer(ops, dtype=np.int32)) for ops in found)
+    found = graph.core.curve(
+        points, runs, moves, _seed(seed), _limit_ns(time_limit), progress, _tier(link)
+    )
+    return PlanCurve.of(Program(graph, np.frombuffer(ops, dtype=np.int32), link) for ops in found)
+
+
+def _tier(link: Link | None) -> tuple[float, float, int, bool, int, int, int] | None:
+    if link is not None and not isinstance(link, Link):
+        raise TypeError(f"link must be a rotor.graph.Link or None, got {link!r}")
+    return None if link is None else link.core
 
 
 def lower_bound(graph: Graph) -> int:

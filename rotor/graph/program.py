@@ -1,4 +1,4 @@
-"""Programs: the operations of a graph in the order in which they run, with repeats."""
+"""Programs: the operations of a graph in the order in which they run, with repeats and actions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import numpy.typing as npt
 
 from rotor.chain import check_header, read_json, write_json
 from rotor.graph.graph import Graph
+from rotor.graph.link import Link
 
 FORMAT = "rotor.program"
 VERSION = 1
+VERSION_WITH_ACTIONS = 2
 _NS = 1_000_000_000
 _LARGEST = (1 << 31) - 1
 
@@ -26,9 +28,9 @@ class Timeline:
     Attributes
     ----------
     before_bytes
-        Bytes that are live when each operation begins, int64 [length].
+        Bytes that are live when each action begins, int64 [length].
     peak_bytes
-        The most bytes live while it runs, its outputs and workspace counted, int64 [length].
+        The most bytes live while it lasts; outputs and workspace of a run counted, int64 [length].
     """
 
     before_bytes: npt.NDArray[np.int64]
@@ -42,33 +44,65 @@ class Program:
     from its first making on. While an operation runs, everything live before it, all its outputs,
     and its workspace are in memory.
 
+    With n operations and m storages, action k is the run of operation k below n; the finish of the
+    offload of storage k - n below n + m; the start of the fetch of storage k - n - m from there on.
+    A finish waits until the second tier has the storage and is a use of it. A fetch is another
+    making, of its bytes and the link's padding. An offload starts when the last run that makes the
+    storage before the finish ends, a fetch is complete before the first use after its start. The
+    memory depends on the order of the actions alone, never on the speed of the link.
+
     Parameters
     ----------
     graph
         The graph of its operations.
-    ops
-        Numbers of operations in the order in which they run, with repeats.
+    actions
+        Numbers of operations in the order in which they run, with repeats, and of actions of a
+        second tier.
+    link
+        The link to the second tier; ``None`` for a program of runs alone.
 
     Attributes
     ----------
     graph
         The graph.
-    ops
+    link
+        The link, or None.
+    actions
         The numbers, int32 [length].
+    ops
+        The runs alone, int32 [runs].
 
     Raises
     ------
     InvalidSequenceError
         An input is not in memory, a phase begins before another ends, an operation runs too
-        often or never; ``position`` says where.
+        often or never; a storage moves that cannot, is fetched before its offload is finished or
+        without a use, or the tier holds too much; ``position`` says where.
     """
 
-    def __init__(self, graph: Graph, ops: Iterable[int] | npt.NDArray[np.int32]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        actions: Iterable[int] | npt.NDArray[np.int32],
+        link: Link | None = None,
+    ) -> None:
+        if link is not None and not isinstance(link, Link):
+            raise TypeError(f"link must be a rotor.graph.Link or None, got {link!r}")
         self.graph = graph
-        self.ops = _numbers(ops)
-        self.ops.flags.writeable = False
-        time_ns, peak, before, peaks = graph.core.simulate(self.ops)
+        self.link = link
+        self.actions = _numbers(actions)
+        self.actions.flags.writeable = False
+        time_ns, peak, before, peaks, compute_ns, link_ns, host = graph.core.simulate(
+            self.actions, None if link is None else link.core
+        )
+        self.ops = self.actions
+        if link is not None:
+            self.ops = self.actions[self.actions < len(graph)]
+            self.ops.flags.writeable = False
         self._time_ns = time_ns
+        self._compute_ns = compute_ns
+        self._link_ns = link_ns
+        self._host_peak_bytes = host
         self._peak_bytes = peak
         self._timeline = Timeline(
             np.frombuffer(before, dtype=np.int64), np.frombuffer(peaks, dtype=np.int64)
@@ -90,6 +124,37 @@ class Program:
         return self._peak_bytes
 
     @property
+    def waited(self) -> float:
+        """Seconds of one step in which computing waits for the second tier."""
+        return (self._time_ns - self._compute_ns) / _NS
+
+    @property
+    def link_time(self) -> float:
+        """Seconds that the transfers of one step take, both directions together."""
+        return self._link_ns / _NS
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The most bytes that the second tier holds at any moment."""
+        return self._host_peak_bytes
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that are written to the second tier in one step."""
+        return self._moved(0)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes that are read from the second tier in one step."""
+        return self._moved(1)
+
+    def _moved(self, direction: int) -> int:
+        first = len(self.graph) + direction * len(self.graph.storages)
+        numbers = self.actions[self.actions >= first] - first
+        storages = self.graph.storages
+        return sum(storages[s].bytes for s in numbers.tolist() if s < len(storages))
+
+    @property
     def slowdown(self) -> float:
         """Time against the time of every operation once; 1 if nothing takes any time."""
         total = sum(op.cost_ns for op in self.graph.operations)
@@ -100,9 +165,18 @@ class Program:
         """Return the number of times that each operation runs, int64 [operations]."""
         return np.bincount(self.ops, minlength=len(self.graph))
 
-    def timeline(self) -> Timeline:
-        """Return the live bytes along the program."""
-        return self._timeline
+    def timeline(self, *, runs_only: bool = False) -> Timeline:
+        """Return the live bytes along the program.
+
+        Parameters
+        ----------
+        runs_only
+            True for an entry for each of `ops`, without the actions of a second tier.
+        """
+        if not runs_only or len(self.ops) == len(self.actions):
+            return self._timeline
+        runs = self.actions < len(self.graph)
+        return Timeline(self._timeline.before_bytes[runs], self._timeline.peak_bytes[runs])
 
     def __len__(self) -> int:
         """Return the number of runs."""
@@ -111,23 +185,31 @@ class Program:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Program):
             return NotImplemented
-        return np.array_equal(self.ops, other.ops)
+        return np.array_equal(self.actions, other.actions) and self.link == other.link
 
     def __hash__(self) -> int:
-        return hash(self.ops.tobytes())
+        return hash(self.actions.tobytes())
 
     def __repr__(self) -> str:
+        moves = len(self.actions) - len(self.ops)
         return (
-            f"<Program of {len(self)} runs of {len(self.graph)} operations, {self.makespan:.6g} s, "
+            f"<Program of {len(self)} runs of {len(self.graph)} operations, "
+            f"{f'{moves} actions of a second tier, ' if moves else ''}{self.makespan:.6g} s, "
             f"{self.peak_bytes} bytes>"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the program with its graph as plain data, for JSON."""
+        """Return the program with its graph as plain data, for JSON.
+
+        The version is 2, with "actions" for "ops", where the program uses a second tier.
+        """
+        moves = len(self.actions) > len(self.ops)
+        link = {} if self.link is None else {"link": self.link.to_dict()}
         return {
             "format": FORMAT,
-            "version": VERSION,
-            "ops": self.ops.tolist(),
+            "version": VERSION_WITH_ACTIONS if moves else VERSION,
+            "actions" if moves else "ops": self.actions.tolist(),
+            **link,
             "graph": self.graph.to_dict(),
         }
 
@@ -140,15 +222,19 @@ class Program:
         ValueError
             Another format or version, a field missing or wrong, or a program that is not valid.
         """
-        fields = check_header(data, FORMAT, VERSION)
-        ops = fields.get("ops")
+        has_actions = isinstance(data, dict) and data.get("version") == VERSION_WITH_ACTIONS
+        fields = check_header(data, FORMAT, VERSION_WITH_ACTIONS if has_actions else VERSION)
+        name = "actions" if has_actions else "ops"
+        ops = fields.get(name)
         if not isinstance(ops, list) or "graph" not in fields:
-            raise ValueError("a program needs the fields 'ops', a list, and 'graph'")
+            raise ValueError(f"a program needs the fields {name!r}, a list, and 'graph'")
         try:
             numbers = _numbers(ops)
         except TypeError as error:
             raise ValueError(f"malformed program: {error}") from error
-        return cls(Graph.from_dict(fields["graph"]), numbers)
+        given = fields.get("link")
+        link = None if given is None else Link.from_dict(given)
+        return cls(Graph.from_dict(fields["graph"]), numbers, link)
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return the program with its graph as JSON text; write it to `path` too if given."""
@@ -177,15 +263,22 @@ def _numbers(ops: Iterable[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32
     return array.astype(np.int32)
 
 
-def simulate(graph: Graph, ops: Iterable[int] | npt.NDArray[np.int32]) -> Program:
+def simulate(
+    graph: Graph,
+    actions: Iterable[int] | npt.NDArray[np.int32],
+    link: Link | None = None,
+) -> Program:
     """Check and price a program.
 
     Parameters
     ----------
     graph
         The graph of its operations.
-    ops
-        Numbers of operations in the order in which they run, with repeats.
+    actions
+        Numbers of operations in the order in which they run, with repeats, and of actions of a
+        second tier, as `Program` says.
+    link
+        The link to the second tier; ``None`` for a program of runs alone.
 
     Returns
     -------
@@ -197,4 +290,4 @@ def simulate(graph: Graph, ops: Iterable[int] | npt.NDArray[np.int32]) -> Progra
     InvalidSequenceError
         The program is not valid; ``position`` says where.
     """
-    return Program(graph, ops)
+    return Program(graph, actions, link)

@@ -1,4 +1,4 @@
-"""A program's treatment of each storage: kept for the backward, dropped, or made again."""
+"""A program's treatment of each storage: kept, dropped, made again, or moved to a second tier."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from rotor.graph.program import Program
 
 __all__ = ["FATES", "Again", "StorageSummary", "Summary", "summarise"]
 
-FATES = ("kept", "dropped", "recomputed", "backward")
+FATES = ("kept", "dropped", "recomputed", "offloaded", "backward")
 """Treatments of a storage.
 
 "kept": made in the forward, and in memory when the forward ends. "dropped": made in the forward,
 freed before it ends, and never needed again. "recomputed": dropped, made again, and read again.
-"backward": made by the loss or the backward.
+"offloaded": fetched from a second tier. "backward": made by the loss or the backward.
 """
 
 
@@ -108,13 +108,18 @@ class Summary:
         return self.bytes_of("recomputed")
 
     @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of storages that are fetched from a second tier."""
+        return self.bytes_of("offloaded")
+
+    @property
     def extra_ns(self) -> int:
         """Nanoseconds of all runs but the first ones."""
         return sum(entry.extra_ns for entry in self.again)
 
 
 def summarise(program: Program) -> Summary:
-    """Return which storages a program keeps, drops and recomputes.
+    """Return which storages a program keeps, drops, recomputes and offloads.
 
     Parameters
     ----------
@@ -129,6 +134,7 @@ def summarise(program: Program) -> Summary:
     operations = graph.operations
     ops = program.ops.tolist()
     boundary = next((k for k, op in enumerate(ops) if operations[op].phase != "forward"), len(ops))
+    fetched = set((program.actions - len(graph) - len(graph.storages)).tolist())
     made = [0] * len(graph.storages)
     read_again = [False] * len(graph.storages)
     first_event: dict[int, str] = {}
@@ -150,7 +156,9 @@ def summarise(program: Program) -> Summary:
     storages = []
     for s, storage in enumerate(graph.storages):
         maker = graph.producers[s]
-        if read_again[s] and not storage.pinned:
+        if s in fetched:
+            fate = "offloaded"
+        elif read_again[s] and not storage.pinned:
             fate = "recomputed"
         elif operations[maker].phase != "forward":
             fate = "backward"
@@ -182,4 +190,4 @@ def _of_operation(phase: str, runs: int, fates: list[str]) -> str:
         return "recomputed"
     if phase != "forward":
         return phase
-    return "kept" if "kept" in fates else "dropped"
+    return "kept" if {"kept", "offloaded"}.intersection(fates) else "dropped"

@@ -13,7 +13,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,7 +26,16 @@ from rotor._pytorch import profiler as _profiler
 from rotor.common import accounting
 from rotor.common.collector import CollectorPause
 from rotor.common.timeline import Timeline, timeline_of
-from rotor.meter.blocks import Blocks
+from rotor.meter.segments import (
+    END,
+    FREED,
+    MARK,
+    START,
+    Segment,
+    counted_levels,
+    levels_of,
+    marks_of,
+)
 
 __all__ = [
     "Meter",
@@ -41,11 +49,6 @@ __all__ = [
     "save_snapshot",
     "storage_bytes",
 ]
-
-_MARK = "rotor.mark."
-_FREED = "rotor.freed."
-_END = "rotor.end"
-_START = "rotor.start"
 
 
 class MeterBusyError(RuntimeError):
@@ -123,28 +126,6 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(rounded_bytes(size, device) for (device, _), size in sizes.items())
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Levels between two marks of a meter, in bytes above the level at its start.
-
-    Attributes
-    ----------
-    Name given to `Meter.mark`.
-        The name given to `Meter.mark`.
-    Bytes allocated at the mark.
-        Allocated at the mark.
-    peak_bytes
-        Maximum from the mark to the next one; at least `start_bytes`.
-    end_bytes
-        Bytes allocated at the next mark, or at the end.
-    """
-
-    name: str
-    start_bytes: int
-    peak_bytes: int
-    end_bytes: int
-
-
 class Meter(ABC):
     """Exact meter of the bytes allocated on a device; made by `meter`.
 
@@ -198,7 +179,7 @@ class Meter(ABC):
 
     @property
     def timeline(self) -> Timeline | None:
-        """Live bytes over time; ``None`` unless asked for, and on accelerators."""
+        """Live bytes over time; ``None`` unless asked for, and where counters alone are read."""
         self._need_figures()
         return self._timeline
 
@@ -325,17 +306,17 @@ class _CpuMeter(Meter):
         self._resident = set(storages)
         self._thread = threading.get_ident()
         self._trace.start()
-        self._trace.mark(_START)
+        self._trace.mark(START)
         for storage in storages.values():
             self._watched.append(weakref.ref(storage, _Freed(self._trace, storage.nbytes())))
 
     def _mark(self, name: str) -> None:
-        self._trace.mark(_MARK + name)
+        self._trace.mark(MARK + name)
 
     def _stop(self) -> None:
         if threading.get_ident() != self._thread:
             raise RuntimeError("a meter of the CPU must be stopped by the thread that started it")
-        self._trace.mark(_END)
+        self._trace.mark(END)
         self._watched.clear()
         if core.in_backward():
             self._state = "stopping"
@@ -350,14 +331,11 @@ class _CpuMeter(Meter):
         events = self._trace.stop()
         _vacate(self)
         moments: list[tuple[int, int, int]] | None = [] if self._wants_timeline else None
-        self._segments, self._peak_bytes, self._end_bytes = _levels(events, moments, self._resident)
+        self._segments, self._peak_bytes, self._end_bytes = levels_of(
+            events, moments, self._resident
+        )
         if moments:
-            marks = [
-                (event.removeprefix(_MARK), event.ns)
-                for event in events
-                if isinstance(event, _profiler.Mark) and event.startswith(_MARK)
-            ]
-            self._timeline = timeline_of(moments, marks)
+            self._timeline = timeline_of(moments, marks_of(events))
         self._state = "done"
 
 
@@ -366,72 +344,35 @@ class _Freed:
 
     def __init__(self, trace: _profiler.AllocationTrace, nbytes: int) -> None:
         self._trace = trace
-        self._name = f"{_FREED}{nbytes}"
+        self._name = f"{FREED}{nbytes}"
 
     def __call__(self, reference: object) -> None:
         self._trace.mark(self._name)
 
 
-def _levels(
-    events: Iterable[_profiler.Allocation | str],
-    moments: list[tuple[int, int, int]] | None = None,
-    resident: Collection[int] = (),
-) -> tuple[list[Segment], int, int]:
-    """Return the segments, the peak and the last level of allocations and marks.
+class _DeviceMeter(Meter):
+    """Meter of an accelerator: by its allocator's events in a ``with`` block, else by its counters.
 
-    A list of moments, if given, receives (nanoseconds, level, bytes given out so far) for
-    each moment.
+    Counters give a peak after a reset only, which is the user's too. Events end in the thread in
+    which they began: a backward ends in another one. They do not nest.
     """
-    segments: list[Segment] = []
-    blocks = Blocks(resident)
-    name: str | None = None
-    freed = level = start = peak = highest = given = 0
-    for event in events:
-        if isinstance(event, _profiler.Allocation):
-            blocks.add(event)
-            level = blocks.level - freed
-            if event.nbytes > 0:
-                given += event.nbytes
-                peak = max(peak, level)
-        elif event.startswith(_FREED):
-            freed += int(event.removeprefix(_FREED))
-            level = blocks.level - freed
-        elif event == _END or event.startswith(_MARK):
-            highest = max(highest, peak)
-            if name is not None:
-                segments.append(Segment(name, start, peak, level))
-            if event == _END:
-                _note(moments, event, level, given)
-                break
-            name = event.removeprefix(_MARK)
-            start = peak = level
-        _note(moments, event, level, given)
-    return segments, highest, level
 
-
-def _note(
-    moments: list[tuple[int, int, int]] | None,
-    event: _profiler.Allocation | str,
-    level: int,
-    given: int,
-) -> None:
-    if moments is not None:
-        assert isinstance(event, _profiler.Allocation | _profiler.Mark)
-        moments.append((event.ns, level, given))
-
-
-class _CountedMeter(Meter):
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timeline: bool) -> None:
         super().__init__(device)
+        self._wants_timeline = timeline
         self._base = 0
         self._start = 0
         self._name: str | None = None
         self._pause = CollectorPause()
+        self._trace: _profiler.AllocationTrace | None = None
+        self._levels: list[int] = []
 
     def __enter__(self) -> Self:
         self._pause.begin()
         try:
             self._settle()
+            if not core.in_backward() and not _profiler.profiler_in_use():
+                self._trace = _profiler.AllocationTrace(device_type=self.device.type)
             return super().__enter__()
         except BaseException:
             self._pause.end()
@@ -455,15 +396,22 @@ class _CountedMeter(Meter):
 
     def _begin(self) -> None:
         try:
-            devices.reset_peak(self.device)
+            if self._trace is None:
+                devices.reset_peak(self.device)
             self._base, _ = devices.counters(self.device)
         except RuntimeError as error:
             raise MeterBusyError(
                 f"the allocator of {self.device} counts no bytes ({error}): use PyTorch's own "
                 "caching allocator, not a pluggable one"
             ) from error
+        if self._trace is not None:
+            self._trace.start()
 
     def _mark(self, name: str) -> None:
+        if self._trace is not None:
+            self._levels.append(devices.allocated_bytes(self.device) - self._base)
+            self._trace.mark(MARK + name)
+            return
         self._close_segment()
         devices.reset_peak(self.device)
         self._name, self._start = name, self._end_bytes
@@ -477,9 +425,21 @@ class _CountedMeter(Meter):
             self._segments.append(segment)
 
     def _stop(self) -> None:
-        self._close_segment()
+        if self._trace is None:
+            self._close_segment()
+        else:
+            self._read(self._trace)
         _vacate(self)
         self._state = "done"
+
+    def _read(self, trace: _profiler.AllocationTrace) -> None:
+        levels = [*self._levels, devices.allocated_bytes(self.device) - self._base]
+        moments: list[tuple[int, int, int]] = []
+        events = trace.stop()
+        self._segments, self._peak_bytes = counted_levels(events, levels, moments)
+        self._end_bytes = levels[-1]
+        if self._wants_timeline and moments:
+            self._timeline = timeline_of(moments, marks_of(events))
 
 
 def meter(
@@ -499,7 +459,7 @@ def meter(
         CPU the meter sees only the release of these; on an accelerator it sees all.
     timeline
         Keep the live bytes over time too, at most ``timeline.MOST_POINTS`` moments, highs
-        and lows first. On the CPU only: counters of accelerators give peaks without their times.
+        and lows first; on an accelerator, within a ``with`` block.
 
     Examples
     --------
@@ -517,7 +477,7 @@ def meter(
             f"PyTorch has no counters of the memory of {device.type} devices: a limit cannot be "
             "kept there, train without one or on another device"
         )
-    return _CountedMeter(device)
+    return _DeviceMeter(device, timeline)
 
 
 @contextmanager

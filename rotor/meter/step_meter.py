@@ -106,6 +106,8 @@ class Metered:
         Name of the plan's form: "chain", "graph", "parts" or "dynamic".
     reserve_bytes
         Bytes set aside because a step needed more than predicted.
+    has_given_back
+        True once the reserve was reduced, because a later step needed less.
     measured_bytes, measured_timeline
         Peak of the last metered step, and its live bytes over time; ``None`` before one.
     meterings
@@ -140,6 +142,7 @@ class Metered:
     engine: ClassVar[str]
 
     reserve_bytes: int = 0
+    has_given_back: bool = field(default=False, repr=False)
     short_bytes: int = 0
     least_bytes_seen: int = 0
     most_bytes_seen: int = 0
@@ -219,7 +222,8 @@ class StepWatch(Protocol):
 def check_idle(device: torch.device) -> None:
     """Raise MeterBusyError if another meter or profiler prevents measuring a model."""
     try:
-        allocator.meter(device).start().stop()
+        with allocator.meter(device):
+            pass
     except allocator.MeterBusyError as error:
         raise allocator.MeterBusyError(
             f"the model cannot be measured now: {error}. Measure it before: "

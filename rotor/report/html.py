@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.graph.program import simulate
 from rotor.report.about import About
-from rotor.report.text import aside_rows, loss_rows
+from rotor.report.text import aside_rows, loss_rows, offload_rows
 from rotor.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ def plan_page(
         ("peak, measured", "not yet" if measured is None else format_bytes(measured)),
         ("peak without recomputation", format_bytes(plan.unlimited_bytes)),
         *_loss_rows(plan),
+        *((name, value) for name, value in offload_rows(plan)),
         ("set aside after metering", format_bytes(plan.reserve_bytes)),
         ("bytes beside the graph", format_bytes(plan.executor_bytes)),
         *_program_rows(program, summary),
@@ -290,7 +291,7 @@ def _traced(
 def _plain_graph(program: Program) -> list[tuple[int, int]] | None:
     """Return (nanoseconds, bytes) of a step of every operation once; ``None`` if it is that."""
     graph = program.graph
-    if len(program) == len(graph):
+    if len(program.actions) == len(graph):
         return None
     peaks = simulate(graph, range(len(graph))).timeline().peak_bytes.tolist()
     return _steps([op.cost_ns for op in graph.operations], peaks)
@@ -327,12 +328,18 @@ def _program_rows(program: Program, summary: Summary) -> list[tuple[str, str]]:
     return [
         ("peak of the graph, predicted", format_bytes(program.peak_bytes)),
         ("step, predicted", format_seconds(program.makespan)),
-        ("recomputation", f"{program.slowdown - 1:+.1%}"),
+        ("recomputation", f"{_recomputation(program):+.1%}"),
         ("operations run again", f"{len(summary.again)} of {len(program.graph)}, {again} runs"),
         ("kept for the backward", format_bytes(summary.kept_bytes)),
         ("dropped and recomputed", format_bytes(summary.recomputed_bytes)),
         ("dropped, not needed again", format_bytes(summary.dropped_bytes)),
     ]
+
+
+def _recomputation(program: Program) -> float:
+    """Return the time of recomputed operations, against that of a step without."""
+    total = program.graph.total_time
+    return (program.makespan - program.waited) / total - 1 if total else 0.0
 
 
 def _again_table(graph: Graph, summary: Summary | None) -> list[list[str]]:
@@ -371,7 +378,9 @@ def _data(
     kinds = [op.phase for op in graph.operations] if summary is None else summary.operations
     fates = [""] * len(graph.storages)
     if summary is not None:
-        fates = [storage.fate for storage in summary.storages]
+        # The page has no colour of its own for what is on a second tier.
+        shown = {"offloaded": "dropped"}
+        fates = [shown.get(storage.fate, storage.fate) for storage in summary.storages]
     data: dict[str, Any] = {
         "ops": [
             [
@@ -397,10 +406,10 @@ def _data(
         "planned": program is not None,
     }
     if program is not None:
-        timeline = program.timeline()
+        timeline, is_run = program.timeline(), program.actions < len(graph)
         data["program"] = program.ops.tolist()
-        data["before"] = timeline.before_bytes.tolist()
-        data["peak"] = timeline.peak_bytes.tolist()
+        data["before"] = timeline.before_bytes[is_run].tolist()
+        data["peak"] = timeline.peak_bytes[is_run].tolist()
         data["boundary"] = 0 if summary is None else summary.boundary
     return data
 

@@ -123,6 +123,8 @@ def graph_report(plan: GraphPlan) -> Text:
         ["step, predicted", format_seconds(plan.makespan)],
         ["recomputation", f"{plan.recomputation:+.1%}"],
         ["operations run again", f"{plan.recomputed} of {len(plan.graph.operations)}"],
+        *([["marked in the model", plan.marks]] if plan.marks else []),
+        *offload_rows(plan),
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
         *aside_rows(plan),
         *loss_rows(plan),
@@ -130,6 +132,35 @@ def graph_report(plan: GraphPlan) -> Text:
         ["proof", plan.proof],
     ]
     return table([["plan", ""], *lines])
+
+
+_DAY = 86400
+
+
+def offload_rows(plan: GraphPlan) -> list[list[str]]:
+    """Return rows on the values that a plan moves to a second tier and back."""
+    if plan.step.offload is None:
+        return []
+    program, layout = plan.program, plan.layout
+    tier = plan.step.offload.tier
+    if layout is None:
+        return [["offloaded", f"nothing: keeping and recomputing is faster than {tier!r}"]]
+    steps = layout.waits.steps
+    waited = (layout.waits.writing_ns + layout.waits.reading_ns) / max(steps, 1) / 1e9
+    written = program.offloaded_bytes
+    rows = [
+        ["second tier", repr(tier)],
+        ["written in a step", format_bytes(written)],
+        ["fetched in a step", format_bytes(program.fetched_bytes)],
+        ["most on the tier", format_bytes(layout.nbytes)],
+        ["transfers, predicted", format_seconds(program.link_time)],
+        ["waits for the tier, predicted", format_seconds(program.waited)],
+        ["waits for the tier, measured", format_seconds(waited) if steps else "not yet"],
+    ]
+    if tier.wears_out:
+        daily = round(written * _DAY / plan.makespan) if plan.makespan else 0
+        rows.append(["written in a day of such steps", f"{format_bytes(daily)}: disks wear out"])
+    return rows
 
 
 def reserved_rows(plan: GraphPlan) -> list[list[str]]:

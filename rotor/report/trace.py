@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rotor.report.transfers import transfers_of
+
 if TYPE_CHECKING:
     from rotor.algorithms.sequence import Sequence as Schedule
     from rotor.common.timeline import PredictedTimeline, Timeline
@@ -43,6 +45,9 @@ PLAN, MEASURED = 1, 2
 
 _PHASES = ("forward", "loss", "backward")
 _THREAD = 1
+_LEAST_NS = 1
+"""Length of entries without duration: the next would hide their bytes."""
+
 _LIVE, _LIMIT = "live bytes", "limit"
 _COLORS = {
     "kept": "good",
@@ -82,7 +87,8 @@ def graph_trace(plan: GraphPlan, places: Sequence[str], summary: Summary) -> dic
     places, summary
         The module that each operation is shown in, and the summary of its program.
     """
-    return _of_plan(plan, _program_runs(plan.program, places, summary))
+    runs = _program_runs(plan.program, places, summary)
+    return _of_plan(plan, runs, _tier_events(plan.program))
 
 
 def measured_trace(plan: Any) -> dict[str, Any]:
@@ -106,6 +112,7 @@ def program_trace(
 ) -> dict[str, Any]:
     """Return the trace of a program of a graph; the other arguments are those of `graph_trace`."""
     events = _plan_events(_program_runs(program, places, summary), 0, limit_bytes)
+    events += _tier_events(program)
     return _trace(events, {"limit_bytes": limit_bytes, "predicted_bytes": program.peak_bytes})
 
 
@@ -130,6 +137,7 @@ class _Run:
     before_bytes: int
     peak_bytes: int
     figures: dict[str, Any] = field(default_factory=dict)
+    waited_ns: int = 0
 
 
 def _figures(plan: Any) -> dict[str, Any]:
@@ -140,8 +148,11 @@ def _figures(plan: Any) -> dict[str, Any]:
     }
 
 
-def _of_plan(plan: Plan | GraphPlan, runs: Iterable[_Run]) -> dict[str, Any]:
+def _of_plan(
+    plan: Plan | GraphPlan, runs: Iterable[_Run], transfers: Sequence[Event] = ()
+) -> dict[str, Any]:
     events = _plan_events(runs, plan.executor_bytes, plan.limit_bytes)
+    events += transfers
     if plan.measured_timeline is not None:
         events += _compared_events(plan.measured_timeline, plan.predicted_timeline)
         events += _measured_events(plan.measured_timeline, plan.limit_bytes)
@@ -154,8 +165,14 @@ def _program_runs(program: Program, places: Sequence[str], summary: Summary) -> 
     seen = [0] * len(graph)
     runs = []
     now = 0
-    levels = zip(timeline.before_bytes.tolist(), timeline.peak_bytes.tolist(), strict=True)
-    for number, (before, peak) in zip(program.ops.tolist(), levels, strict=True):
+    is_run = program.actions < len(graph)
+    levels = zip(
+        timeline.before_bytes[is_run].tolist(),
+        timeline.peak_bytes[is_run].tolist(),
+        transfers_of(program, _LEAST_NS).waits_ns,
+        strict=True,
+    )
+    for number, (before, peak, waited) in zip(program.ops.tolist(), levels, strict=True):
         op = graph.operations[number]
         now = max(now, _PHASES.index(op.phase))
         seen[number] += 1
@@ -171,8 +188,25 @@ def _program_runs(program: Program, places: Sequence[str], summary: Summary) -> 
             "makes_bytes": sum(graph.storages[s].bytes for s in op.outputs),
             "workspace_bytes": op.workspace_bytes,
         }
-        runs.append(_Run(op.name, path, fate, op.phase, op.cost_ns, before, peak, figures))
+        runs.append(_Run(op.name, path, fate, op.phase, op.cost_ns, before, peak, figures, waited))
     return runs
+
+
+def _tier_events(program: Program) -> list[Event]:
+    """Return the transfers of a program, written and fetched, each on a track of its own."""
+    events: list[Event] = []
+    moved = transfers_of(program, _LEAST_NS).moved
+    for thread, kind in enumerate(("written", "fetched"), start=_THREAD + 1):
+        chosen = [one for one in moved if one.kind == kind]
+        if chosen:
+            events.append(_thread(PLAN, thread, f"second tier, {kind}"))
+        for one in chosen:
+            maker = program.graph.operations[program.graph.producers[one.storage]].name
+            figures = {"storage": one.storage, "bytes": one.nbytes}
+            length = one.end_ns - one.begin_ns
+            slices = _slice(maker, kind, one.begin_ns, length, PLAN, figures)
+            events.append(slices | {"tid": thread})
+    return events
 
 
 def _sequence_runs(sequence: Schedule, names: Sequence[str], loss_ns: int) -> list[_Run]:
@@ -226,8 +260,10 @@ def _plan_events(runs: Iterable[_Run], executor_bytes: int, limit_bytes: int | N
             group = "phase" if not opened else "module"
             opened.append(_slice(name, group, now, 0, PLAN))
             events.append(opened[-1])
-        # Entries without duration are shown for a nanosecond: the next would hide their bytes.
-        length = max(run.cost_ns, 1)
+        length = max(run.cost_ns, _LEAST_NS)
+        if run.waited_ns:
+            events.append(_slice("second tier", "waited", now, run.waited_ns, PLAN))
+            now += run.waited_ns
         level = run.peak_bytes + executor_bytes
         known = {"live_before_bytes": run.before_bytes + executor_bytes, "live_bytes": level}
         categories = run.phase if run.fate == run.phase else f"{run.phase},{run.fate}"
@@ -272,14 +308,18 @@ def _named(process: int, name: str, thread: str) -> list[Event]:
     return [
         {"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}},
         {"name": "process_sort_index", "ph": "M", "pid": process, "args": {"sort_index": process}},
-        {
-            "name": "thread_name",
-            "ph": "M",
-            "pid": process,
-            "tid": _THREAD,
-            "args": {"name": thread},
-        },
+        _thread(process, _THREAD, thread),
     ]
+
+
+def _thread(process: int, number: int, name: str) -> Event:
+    return {
+        "name": "thread_name",
+        "ph": "M",
+        "pid": process,
+        "tid": number,
+        "args": {"name": name},
+    }
 
 
 def _slice(

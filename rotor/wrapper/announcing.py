@@ -63,6 +63,11 @@ class Announcer:
 def _figures(plan: Any) -> str:
     peak, most = plan.predicted_bytes, plan.unlimited_bytes
     gain = f"peak {format_bytes(peak)} within {format_bytes(plan.limit_bytes)}"
+    program = getattr(plan, "program", None)
+    if program is not None and program.offloaded_bytes:
+        gain += f", {format_bytes(program.offloaded_bytes)} of {format_bytes(most)} offloaded"
+        slower = program.slowdown - 1
+        return f"{gain}, step {slower:+.1%} with waits; print(model.report()) for more"
     if plan.recomputation > 0:
         gain += f", {format_bytes(most)} without recomputation, step {plan.recomputation:+.1%}"
     else:

@@ -30,6 +30,8 @@ from rotor.report import plans as views
 from rotor.report.about import About
 from rotor.report.plot import plot_timeline
 from rotor.report.text import Text
+from rotor.tier.interface import Tier
+from rotor.tier.offload import checked_offload
 from rotor.units import parse_bytes
 from rotor.wrapper.driver import Driver
 from rotor.wrapper.registry import ENGINES
@@ -117,6 +119,12 @@ class Checkpointable(TransparentModule):
         Bytes that the limit counts on an accelerator: "allocated", the ones in tensors and
         workspaces, or "reserved", the ones that the caching allocator takes from the device for
         them (docs/gpu.md). Reserved bytes are planned for captured graphs.
+    offload
+        Second tier of memory, to which a plan may move values instead of keeping or recomputing
+        them: "disk" or "disk:FOLDER" for a file on a disk (`rotor.DiskTier`), or a `rotor.Tier` of
+        your own. The model is then captured as one graph (docs/offload.md). ``None``: no tier.
+    offload_limit
+        Most bytes that a step may have on the tier, or text such as "16GiB"; by default any.
     **options
         For graphs: ``effort``, ``seed`` and ``time_limit`` of `rotor.graph.plan`. With
         ``engine="auto"`` an ``nn.Sequential`` takes them too, and they have an effect only where
@@ -132,6 +140,8 @@ class Checkpointable(TransparentModule):
         Values of the arguments.
     backend, verify, planning, counts
         Values of the arguments.
+    offload
+        Second tier and its link; ``None`` without one.
     plan
         Latest plan, run or made; ``None`` before one.
     plans
@@ -170,6 +180,7 @@ class Checkpointable(TransparentModule):
     verify = Setting()
     planning = Setting()
     counts = Setting()
+    offload = Setting()
 
     def __init__(
         self,
@@ -188,6 +199,8 @@ class Checkpointable(TransparentModule):
         verify: str | int = "first",
         planning: str = "background",
         counts: str = "allocated",
+        offload: str | Tier | None = None,
+        offload_limit: int | str | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -202,7 +215,7 @@ class Checkpointable(TransparentModule):
                     f'backend="inductor" compiles captured graphs, and engine="{engine}" has none: '
                     'use engine="graph"'
                 )
-            _inductor.check()
+            _inductor.check({parameter.device.type for parameter in model.parameters()})
         _check_names(options)
         refuse_replicated(model)
         settings = self._settings_class(
@@ -220,6 +233,7 @@ class Checkpointable(TransparentModule):
             verify=checked_verify(verify),
             planning=checked_planning(planning),
             counts=checked_counts(counts, engine, backend),
+            offload=checked_offload(offload, offload_limit, engine, backend),
             options=options,
         )
         super().__init__(model)
@@ -446,7 +460,14 @@ class Checkpointable(TransparentModule):
             No process group exists.
         TypeError
             The model is not planned as a chain.
+        ValueError
+            The model has a second tier.
         """
+        if self.offload is not None:
+            raise ValueError(
+                "share_plans() is for chains, and offload= plans a graph: leave one of them out; "
+                "each process plans for itself, with the same gradients"
+            )
         find_stages(self.module)
         self._driver.share_plans(Ranks(group))
 

@@ -45,7 +45,12 @@ from rotor.meter.watch import PeakWatch, is_due, meter_again
 from rotor.units import exact_bytes
 from rotor.wrapper.announcing import Announcer
 from rotor.wrapper.caches import CacheRule
-from rotor.wrapper.habits import refuse_graph_capture, warn_of_cache, warn_of_checkpointing
+from rotor.wrapper.habits import (
+    refuse_graph_capture,
+    warn_of_cache,
+    warn_of_checkpointing,
+    warn_of_searches,
+)
 from rotor.wrapper.registry import engines_for
 
 __all__ = ["Driver"]
@@ -282,6 +287,8 @@ class Driver:
                 places = {tensor.device for tensor in tree_tensors(call.arguments)}
                 for device in places:
                     devices.prepare(device)
+                    if devices.searches(device):
+                        warn_of_searches(self.context)
                 found = engine.measure(key, call)
                 for device in places - {torch.device("cpu")}:
                     devices.release_cached(device)

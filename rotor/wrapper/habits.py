@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from rotor._pytorch import devices
 from rotor.common.tensor_trees import output_tensors
 from rotor.engines.contract import Context
 from rotor.meter import allocator
 from rotor.units import exact_bytes
 
-__all__ = ["refuse_graph_capture", "warn_of_cache", "warn_of_checkpointing"]
+__all__ = [
+    "refuse_graph_capture",
+    "warn_of_cache",
+    "warn_of_checkpointing",
+    "warn_of_searches",
+]
 
 _SHARE = 0.05
 """Share of the limit from which a cache is worth a warning."""
@@ -50,4 +57,16 @@ def warn_of_checkpointing(context: Context) -> None:
             "gradient checkpointing is on: layers that recompute by themselves leave less to "
             "choose, and the limit decides what is recomputed. Call "
             "model.gradient_checkpointing_disable(), or leave gradient_checkpointing=True out",
+        )
+
+
+def warn_of_searches(context: Context) -> None:
+    """Warn if convolutions, which the model has, may take another algorithm when they run again."""
+    has_some = any(hasattr(module, "transposed") for module in context.module.modules())
+    if has_some and torch.backends.cudnn.benchmark:
+        context.warn(
+            "searches",
+            "torch.backends.cudnn.benchmark is on: each thread searches the algorithms of "
+            "convolutions for itself, so that a convolution that is computed again may give other "
+            "bits than at first. Turn it off under a limit",
         )

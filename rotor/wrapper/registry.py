@@ -22,7 +22,7 @@ __all__ = ["ENGINES", "engines_for"]
 def _automatic(context: Context) -> list[Engine]:
     """Return the engine that a model suits, and the engines that take over its refusals."""
     settings = context.settings
-    if settings.counts == "reserved":
+    if settings.counts == "reserved" or settings.offload is not None:
         return _graph(context)
     # Only the operations of a graph can be priced without running.
     is_timed = isinstance(settings.profile, str) and settings.profile == "measured"

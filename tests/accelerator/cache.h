@@ -404,6 +404,8 @@ class Cache {
         count(block->small, stats.active, -1);
         count(block->small, stats.active_bytes, -signed_of(block->size));
         if (poisons) {
+            // Who uses the memory next comes after what the stream has queued.
+            catch_up(block->device, block->stream);
             std::memset(block->address, 0xFF, block->size);
         }
         settle(block);

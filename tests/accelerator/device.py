@@ -51,6 +51,7 @@ def _functions() -> ctypes.CDLL:
         "set_devices": [number],
         "replay": [number, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p],
         "set_clock": [number],
+        "sleep": [ctypes.c_int64],
         "set_link": [real, ctypes.c_int64],
         "set_compute": [real, real, ctypes.c_int64],
         "set_late_copies": [number],
@@ -172,6 +173,7 @@ def _simulate(module: Any, functions: ctypes.CDLL) -> None:
     module.set_expandable = lambda on, device=0: _set_expandable(functions, bool(on), device)
     module.set_devices = functions.sim_set_devices
     module.set_poison = functions.sim_set_poison
+    module._sleep = functions.sim_sleep
     module.set_late_copies = functions.sim_set_late_copies
     module.set_clock = lambda kind: functions.sim_set_clock(_CLOCKS[kind])
     module.set_link = lambda gb_per_s, latency_ns=10_000: functions.sim_set_link(

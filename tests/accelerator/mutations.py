@@ -39,6 +39,9 @@ CHAIN = "tests/test_sim_chain.py -k bit_equal"
 DYNAMIC = "tests/test_sim_dynamic.py"
 DEFECTS = "tests/test_sim_defects.py -k "
 RESERVED = "tests/test_sim_reserved.py -k "
+HOST = "rotor/tier/host.py"
+MOVES = "rotor/engines/graph/moves.py"
+TIER = "tests/test_sim_tier.py -k "
 
 MUTATIONS = [
     Mutation("a graph's replayed draws start from their state", EMIT,
@@ -87,8 +90,14 @@ MUTATIONS = [
              "meter.peak_bytes,", RESERVED + "metered"),
     Mutation("freed storages leave the model of the allocator", "rotor/graph/blocks.py",
              "writer.drop(dying)", "pass", RESERVED + "a_reserved_limit"),
-    Mutation("costs are times of the device", "rotor/dtr/runtime.py",
-             "return results, clock.stop()", "clock.stop()\n        return results, 1000",
+    Mutation("workspaces are read from the device's allocator", "rotor/dtr/signatures.py",
+             "profiler.AllocationTrace(device_type=device.type)", "profiler.AllocationTrace()",
+             DEFECTS + "workspaces"),
+    Mutation("a budget has room for checksums", "rotor/dtr/recall.py",
+             "return scrap_bytes(limit) + self._proof_bytes", "return scrap_bytes(limit)",
+             DEFECTS + "checksums"),
+    Mutation("costs are times of the device", "rotor/dtr/signatures.py",
+             "needs.cost_ns = ns", "needs.cost_ns = 1000",
              DEFECTS + "times_of_the_device"),
     Mutation("a budget refuses other streams", DEVICES,
              "torch.accelerator.current_stream(index) != current", "False", DEFECTS + "stream"),
@@ -103,8 +112,30 @@ MUTATIONS = [
     Mutation("the CPU takes no reserved limit", "rotor/engines/graph/counting.py",
              'if counts == "reserved" and device.type == "cpu":', "if False:",
              "tests/test_counts.py"),
-    Mutation("a clock waits for its last event", "rotor/timing.py", "end.synchronize()", "pass",
-             DEFECTS + "times_of_the_device"),
+    Mutation("a clock waits for its last event", "rotor/timing.py",
+             "self._events[1].synchronize()", "pass", "tests/test_timing.py -k cuda"),
+    Mutation("times leave launches out", "rotor/timing.py", "devices.occupy(self._device)", "pass",
+             DEFECTS + "launches"),
+    Mutation("the runtime waits for no event", "rotor/dtr/signatures.py",
+             "clock.stop_later()", "clock.stop", DEFECTS + "waits"),
+    Mutation("a write to the host waits for the value", HOST,
+             "to_host.wait_event(computing.record_event())", "pass", TIER + "for_the_value"),
+    Mutation("a fetch waits for its memory", HOST,
+             "to_device.wait_event(computing.record_event())", "pass", TIER + "its_memory"),
+    Mutation("a fetch waits for its write", HOST,
+             "to_device.wait_event(area.written[offset])", "pass", TIER + "its_memory"),
+    Mutation("host bytes are overwritten after a read of them", HOST,
+             "to_host.wait_event(copy.event)", "pass", TIER + "overwritten"),
+    Mutation("host bytes of an earlier step are overwritten after its reads", HOST,
+             "to_host.wait_event(event)", "pass", TIER + "overwritten"),
+    Mutation("computing waits for copies", HOST,
+             "torch.accelerator.current_stream(ticket.device.index).wait_event(ticket.event)",
+             "pass", TIER + "used_again"),
+    Mutation("a step waits for offloads before their memory goes", MOVES,
+             'writer.lines.append(f"tier.written({storage})")',
+             'writer.lines.append(f"tier._tickets.popitem()")', TIER + "as_large"),
+    Mutation("a step waits for fetches before their first use", MOVES,
+             'writer.lines.append(f"tier.fetched({storage})")', "pass", TIER + "as_large"),
 ]  # fmt: skip
 
 

@@ -70,6 +70,8 @@ enum class Direction { to_device = 0, to_host = 1 };
 int64_t wall_ns();
 int64_t host_ns();  // By the chosen clock.
 void launch(int device, int stream);
+void occupy(int device, int stream, int64_t busy_ns);
+void catch_up(int device, int stream);  // Does what is queued there now.
 void finish(int device, int stream, int64_t began_ns, size_t bytes);
 void transfer(int device, int stream, Direction direction, void *to, const void *from,
               size_t bytes, c10::Storage host, bool waits);

@@ -153,6 +153,12 @@ void launch(int device, int stream) {
     begin_work(device, stream);
 }
 
+void catch_up(int device, int stream) {
+    Locked locked;
+    Outermost keep(&locked);
+    locked.run_all(device, stream);
+}
+
 void finish(int device, int stream, int64_t began_ns, size_t bytes) {
     Guarded lock(guard);
     Stream &queue = stream_at(device, stream);
@@ -169,6 +175,15 @@ void finish(int device, int stream, int64_t began_ns, size_t bytes) {
     if (clock_kind == virtual_time) {
         shift_ns -= took_ns;  // The host goes on at once.
     }
+}
+
+void occupy(int device, int stream, int64_t busy_ns) {
+    Locked locked;
+    Outermost keep(&locked);
+    locked.run_all(device, stream);
+    begin_work(device, stream);
+    Stream &queue = stream_at(device, stream);
+    queue.ends_ns = std::max(queue.ends_ns, host_ns()) + busy_ns;
 }
 
 void transfer(int device, int stream, Direction direction, void *to, const void *from,
@@ -327,6 +342,12 @@ SIM_EXPORT void sim_set_compute(double slowdown, double bytes_per_ns, int64_t la
     sim::slowdown = slowdown;
     sim::memory_bytes_per_ns = bytes_per_ns;
     sim::launch_ns = launch_ns;
+}
+
+// A kernel that does nothing for a while: two cycles take a nanosecond.
+SIM_EXPORT void sim_sleep(int64_t cycles) {
+    int device = sim::current_device();
+    sim::occupy(device, sim::current_stream(device), cycles / 2);
 }
 
 SIM_EXPORT void sim_set_late_copies(int on) { sim::copies_are_late = on != 0; }

@@ -15,12 +15,12 @@ static void build(rotor_dataflow_t *graph, int64_t layers, uint64_t seed) {
 }
 
 static int64_t in_order(const rotor_dataflow_t *graph, rotor_program_t *program) {
-    rotor_cost_t cost = {0, 0};
+    rotor_cost_t cost = {0};
     program->length = 0;
     for (int32_t k = 0; k < graph->operation_count; k++) {
         CHECK(rotor_program_append(program, k) == ROTOR_OK);
     }
-    CHECK(rotor_program_simulate(graph, program->ops, program->length, &cost, NULL, NULL, NULL) ==
+    CHECK(rotor_program_simulate(graph, NULL, program->ops, program->length, &cost, NULL, NULL, NULL) ==
           ROTOR_OK);
     return cost.peak_bytes;
 }
@@ -46,7 +46,7 @@ static void test_plans_are_valid_and_fit(void) {
             feasible++;
         }
         CHECK(ret == ROTOR_OK);
-        CHECK(rotor_program_simulate(&graph, program.ops, program.length, &again, NULL, NULL,
+        CHECK(rotor_program_simulate(&graph, NULL, program.ops, program.length, &again, NULL, NULL,
                                      NULL) == ROTOR_OK);
         CHECK(again.time_ns == cost.time_ns && again.peak_bytes == cost.peak_bytes);
         CHECK(cost.peak_bytes <= budget);
@@ -111,12 +111,12 @@ static void check_levels(const rotor_slots_t *slots) {
     int32_t at = 0;
     for (int32_t k = 0; k < slots->slot_count; k++) {
         int64_t level = level_of(slots, k);
-        CHECK(rotor_slots_level(slots, k) == level);
+        CHECK(rotor_levels_at(&slots->levels, k) == level);
         most = rotor_max(most, level);
     }
-    CHECK(rotor_slots_most(slots, &at) == most && level_of(slots, at) == most);
-    CHECK(rotor_slots_most_within(slots, 0, slots->slot_count - 1) == most);
-    CHECK(rotor_slots_most_within(slots, 3, 2) == 0);
+    CHECK(rotor_levels_most(&slots->levels, &at) == most && level_of(slots, at) == most);
+    CHECK(rotor_levels_most_within(&slots->levels, 0, slots->slot_count - 1) == most);
+    CHECK(rotor_levels_most_within(&slots->levels, 3, 2) == 0);
 }
 
 /* Runs are added and removed at random: levels and validity stay right, and undoing restores all. */
@@ -135,7 +135,7 @@ static void test_slots(void) {
         build(&graph, 12, seed);
         int64_t peak = in_order(&graph, &program);
         CHECK(rotor_slots_load(&slots, &graph, program.ops, program.length) == ROTOR_OK);
-        CHECK(slots.unit == 1 && rotor_slots_most(&slots, NULL) == peak);
+        CHECK(slots.unit == 1 && rotor_levels_most(&slots.levels, NULL) == peak);
         check_levels(&slots);
         for (int32_t k = 0; k < 200; k++) {
             int32_t slot = rotor_random_below(&random, slots.slot_count);
@@ -146,17 +146,17 @@ static void test_slots(void) {
             }
             if (first < 0 && rotor_slots_removable(&slots, slot)) {
                 bool useless = rotor_slots_useless(&slots, slot);
-                int32_t before = rotor_slots_most(&slots, NULL);
+                int32_t before = rotor_levels_most(&slots.levels, NULL);
                 CHECK(rotor_slots_remove(&slots, slot) == ROTOR_OK);
-                CHECK(!useless || rotor_slots_most(&slots, NULL) <= before);
+                CHECK(!useless || rotor_levels_most(&slots.levels, NULL) <= before);
             } else if (first > 0 && first < slot && !rotor_dataflow_once(&graph, op)) {
                 CHECK(rotor_slots_add(&slots, slot, op) == ROTOR_OK);
             }
             CHECK(rotor_slots_store(&slots, &other) == ROTOR_OK);
-            CHECK(rotor_program_simulate(&graph, other.ops, other.length, &cost, NULL, NULL,
+            CHECK(rotor_program_simulate(&graph, NULL, other.ops, other.length, &cost, NULL, NULL,
                                          NULL) == ROTOR_OK);
             CHECK(cost.time_ns == slots.time_ns);
-            CHECK(cost.peak_bytes == rotor_slots_most(&slots, NULL));
+            CHECK(cost.peak_bytes == rotor_levels_most(&slots.levels, NULL));
             CHECK(rotor_slots_check(&slots) == NULL);
         }
         check_levels(&slots);
@@ -164,7 +164,7 @@ static void test_slots(void) {
         rotor_slots_undo(&slots, 0);
         check_levels(&slots);
         CHECK(rotor_slots_check(&slots) == NULL);
-        int32_t *broken[] = {&slots.runs[0], &slots.block_most[0], &slots.op_at[0],
+        int32_t *broken[] = {&slots.runs[0], &slots.levels.block_most[0], &slots.op_at[0],
                              &slots.repeated_at[1], &slots.events[0].slots[0]};
         for (size_t k = 0; k < sizeof(broken) / sizeof(broken[0]); k++) {
             int32_t was = *broken[k];
@@ -207,7 +207,7 @@ static void test_curve(void) {
     CHECK(count == POINTS && costs[count - 1].time_ns == graph.total_cost_ns);
     for (int64_t k = 0; k < count; k++) {
         rotor_cost_t again;
-        CHECK(rotor_program_simulate(&graph, programs[k].ops, programs[k].length, &again, NULL,
+        CHECK(rotor_program_simulate(&graph, NULL, programs[k].ops, programs[k].length, &again, NULL,
                                      NULL, NULL) == ROTOR_OK);
         CHECK(again.time_ns == costs[k].time_ns && again.peak_bytes == costs[k].peak_bytes);
     }

@@ -92,7 +92,7 @@ static void test_simulate(void) {
     int64_t peak[5];
     draw_three();
     build(&graph);
-    CHECK(rotor_program_simulate(&graph, ops, 5, &cost, before, peak, &fault) == ROTOR_OK);
+    CHECK(rotor_program_simulate(&graph, NULL, ops, 5, &cost, before, peak, &fault) == ROTOR_OK);
     CHECK(cost.time_ns == 27 && cost.peak_bytes == 180 && fault.kind == ROTOR_FAULT_NONE);
     CHECK(memcmp(before, expected_before, sizeof(before)) == 0);
     CHECK(memcmp(peak, expected_peak, sizeof(peak)) == 0);
@@ -108,16 +108,16 @@ static void test_pinned(void) {
     int64_t peak[6];
     draw_three();
     build(&graph);
-    CHECK(rotor_program_simulate(&graph, ops, 6, &cost, before, peak, NULL) == ROTOR_OK);
+    CHECK(rotor_program_simulate(&graph, NULL, ops, 6, &cost, before, peak, NULL) == ROTOR_OK);
     CHECK(before[3] == 10 && before[5] == 60 && peak[5] == 70);
     rotor_dataflow_free(&graph);
 }
 
 static void expect(const rotor_dataflow_t *graph, const int32_t *ops, int64_t length, int status,
                    enum rotor_fault kind, int64_t position) {
-    rotor_cost_t cost = {-1, -1};
+    rotor_cost_t cost = {.time_ns = -1};
     rotor_fault_t fault;
-    CHECK(rotor_program_simulate(graph, ops, length, &cost, NULL, NULL, &fault) == status);
+    CHECK(rotor_program_simulate(graph, NULL, ops, length, &cost, NULL, NULL, &fault) == status);
     CHECK(fault.kind == kind && fault.position == position);
     CHECK(cost.time_ns == -1);
 }
@@ -128,7 +128,7 @@ static void test_faults(void) {
     drawing.flags[0] = ROTOR_ONCE;
     drawing.flags[1] = ROTOR_RANDOM;
     build(&graph);
-    expect(&graph, (const int32_t[]){3}, 1, ROTOR_ERR_BAD_OPERATION, ROTOR_FAULT_OPERATION, 0);
+    expect(&graph, (const int32_t[]){9}, 1, ROTOR_ERR_BAD_OPERATION, ROTOR_FAULT_OPERATION, 0);
     expect(&graph, (const int32_t[]){0, -1}, 2, ROTOR_ERR_BAD_OPERATION, ROTOR_FAULT_OPERATION, 1);
     expect(&graph, (const int32_t[]){0, 2}, 2, ROTOR_ERR_NO_INPUT, ROTOR_FAULT_INPUT, 1);
     expect(&graph, (const int32_t[]){0, 1, 0}, 3, ROTOR_ERR_TWICE, ROTOR_FAULT_ONCE, 2);
@@ -145,7 +145,7 @@ static void test_faults(void) {
     expect(&graph, (const int32_t[]){1, 0, 2}, 3, ROTOR_ERR_BAD_OPERATION, ROTOR_FAULT_ORDER, 1);
     expect(&graph, (const int32_t[]){0, 2, 1}, 3, ROTOR_ERR_BAD_OPERATION, ROTOR_FAULT_PHASE, 2);
     rotor_cost_t cost;
-    CHECK(rotor_program_simulate(&graph, (const int32_t[]){0, 1, 0, 2, 1}, 5, &cost, NULL, NULL,
+    CHECK(rotor_program_simulate(&graph, NULL, (const int32_t[]){0, 1, 0, 2, 1}, 5, &cost, NULL, NULL,
                                  NULL) == ROTOR_OK);
     CHECK(cost.time_ns == 5);
     rotor_dataflow_free(&graph);
@@ -174,10 +174,10 @@ static void test_prune(void) {
                 CHECK(rotor_program_append(&program, again) == ROTOR_OK);
             }
         }
-        CHECK(rotor_program_simulate(&graph, program.ops, program.length, &before, NULL, NULL,
+        CHECK(rotor_program_simulate(&graph, NULL, program.ops, program.length, &before, NULL, NULL,
                                      NULL) == ROTOR_OK);
         CHECK(rotor_pricer_prune(&pricer, &graph, &program) == ROTOR_OK);
-        CHECK(rotor_program_simulate(&graph, program.ops, program.length, &after, NULL, NULL,
+        CHECK(rotor_program_simulate(&graph, NULL, program.ops, program.length, &after, NULL, NULL,
                                      NULL) == ROTOR_OK);
         CHECK(after.time_ns <= before.time_ns && after.peak_bytes <= before.peak_bytes);
         CHECK(rotor_pricer_price(&pricer, &graph, program.ops, program.length, &priced) ==
@@ -202,7 +202,7 @@ static void test_out_of_memory(void) {
         rotor_testing_fail_after(n);
         ret = rotor_dataflow_build(&graph, &arrays);
         if (ret == ROTOR_OK) {
-            ret = rotor_program_simulate(&graph, ops, 3, &cost, NULL, NULL, NULL);
+            ret = rotor_program_simulate(&graph, NULL, ops, 3, &cost, NULL, NULL, NULL);
         }
         if (ret == ROTOR_OK) {
             ret = rotor_dataflow_lower_bound(&graph, &bound);

@@ -192,7 +192,8 @@ class ChainEngine(PublishedChain, MeteredEngine):
         try:
             self.context.check_devices(arg)
             cancel_running()
-            allocator.meter(tree_tensors(arg)[0].device).start().stop()
+            with allocator.meter(tree_tensors(arg)[0].device):
+                pass
         except Exception as error:
             problem = error
         peers.all_well(problem)

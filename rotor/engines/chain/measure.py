@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from rotor import _core, timing
+from rotor._pytorch import devices
 from rotor.algorithms.sequence import Operation
 from rotor.algorithms.utils import ProgressCallback
 from rotor.chain import Chain
@@ -111,6 +112,7 @@ class Measuring:
         with copied_buffers(stage):
             if earlier is None:
                 self._round(i, kept)
+                self._choose_kernels(i, kept)
             clock = timing.Clock(self.device)
             clock.start()
             metered = [self._metered_round(i, kept) for _ in range(self.metered_rounds)]
@@ -183,6 +185,19 @@ class Measuring:
         self.run.x[i] = x
         with torch.no_grad():
             self.run.do(FN, i)
+
+    def _choose_kernels(self, i: int, x: Any) -> None:
+        """Have the thread of backwards, which runs the stage again, search its algorithms."""
+        if not devices.searches(self.device):
+            return
+
+        def forward() -> None:
+            self._reset()
+            self.before(i)
+            self._forward(i, x)
+            self.run.x[i + 1] = None
+
+        devices.run_in_backward(self.device, forward)
 
     def _round(
         self, i: int, x: Any, mark: Callable[[str], object] | None = None

@@ -289,11 +289,13 @@ class Sharding:
         Parameters of stages that are not released after the forward; parameters of the model
         itself; and if the units have a root in common, which lets collectives of one stage overlap
         with the next, one block or more that are gathered ahead, and that are being reduced.
+        Replicas of shards keep what they reduce to the end of the backward.
         """
         inside = [unit for stage in stages for unit in getattr(stage, "units", ())]
         kept = {id(unit): unit for unit in inside if not unit.reshards_after_forward}
         total = sum(self._rounded(unit, device) for unit in kept.values())
         total += self.base_bytes(device)
+        total += self.all_reduced_bytes
         shared = [u for u in inside if any(u.shares_buffers_with(o) for o in self.units if o != u)]
         if shared:
             together = [*shared, *self.outer(stages)]
@@ -304,6 +306,11 @@ class Sharding:
         elif inside:
             total += self.deferred_free_bytes(device)
         return total
+
+    @property
+    def all_reduced_bytes(self) -> int:
+        """Bytes of what replicas of shards have reduced, kept to the end of a backward."""
+        return sum(unit.all_reduced_bytes for unit in self.units)
 
     def deferred_free_bytes(self, device: torch.device) -> int:
         """Return the bytes that a thread of gloo, on the CPU, may free after the collective."""

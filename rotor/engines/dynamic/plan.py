@@ -17,11 +17,13 @@ from rotor.common.accounting import (
     DYNAMIC_NOISE_BYTES,
     SCRAPS_BYTES,
     assumed_loss_bytes,
+    has_room_for_proofs,
     noise_bytes,
 )
-from rotor.common.checksums import is_verified
+from rotor.common.checksums import NO_ROOM, is_verified
 from rotor.common.timeline import Timeline
 from rotor.dtr.recall import Stats
+from rotor.dtr.repeating import verifying_bytes
 from rotor.dtr.stepping import Unknown, learn_needs
 from rotor.engines.dynamic.step import BudgetedStep
 from rotor.meter.step_meter import Metered, StepBytes
@@ -110,6 +112,10 @@ class DynamicPlan(Metered):
     kept: set[str] = field(default_factory=set)
     steps: int = 0
     latest: deque[StepFigures] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+
+    def __post_init__(self) -> None:
+        if not has_room_for_proofs(verifying_bytes(self.device), self.limit_bytes):
+            self.proved.unproved = NO_ROOM
 
     @property
     def last(self) -> StepFigures:
@@ -212,7 +218,7 @@ class DynamicPlan(Metered):
             ended=ended,
             is_trial=is_trial,
             observer=None,
-            verify=is_verified(self.verify, self.proved.ran),
+            verify=not self.proved.unproved and is_verified(self.verify, self.proved.ran),
             kept=self.kept,
             **(_DEFAULTS | self.options),
         )

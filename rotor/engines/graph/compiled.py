@@ -10,6 +10,7 @@ from rotor.engines.contract import Context, Key
 from rotor.engines.graph.engine import GraphEngine
 from rotor.engines.graph.inductor import Attempt
 from rotor.engines.graph.planned import GraphPlan
+from rotor.engines.learning import confirmed
 from rotor.errors import InfeasibleError
 from rotor.meter.step_meter import StepBytes
 from rotor.report.text import attempt_table
@@ -52,6 +53,12 @@ class CompiledEngine(GraphEngine):
         if not self.context.is_current(plan):
             super().learn(plan, step)
             return
+        if plan.device.type != "cpu":
+            # Triton tunes kernels at their first call, with memory of its own.
+            known = confirmed(plan, step, is_doubtful=step.peak_bytes > plan.limit_bytes)
+            if known is None:
+                return
+            step = known
         plan.measured_bytes = step.peak_bytes
         inductor.learn(plan.limit_bytes - plan.reserve_bytes, plan.predicted_bytes, step.peak_bytes)
         logger.info(

@@ -23,9 +23,11 @@ from torch.autograd.function import Function
 from rotor._pytorch import core
 from rotor.common.generators import autocast_off
 from rotor.engines.chain.proofs import host_copy
-from rotor.engines.graph.emit import StepCode, deaths, emit
+from rotor.engines.graph.actions import Kind, actions_of, deaths
+from rotor.engines.graph.emit import StepCode, emit
 from rotor.engines.graph.handover import sharing
 from rotor.engines.graph.lowering import Lowered
+from rotor.engines.graph.offloading import Layout
 from rotor.engines.graph.proving import PartsTally, Prover
 from rotor.errors import RecomputationError
 
@@ -116,14 +118,14 @@ def owners_of(
 
 
 def delivery_groups(
-    lowered: Lowered, ops: Sequence[int], indices: Collection[int] | None = None
+    lowered: Lowered, numbers: Sequence[int], indices: Collection[int] | None = None
 ) -> list[tuple[int, list[int]]]:
     """Return groups of gradients that leave a program together, and the moments when they can.
 
     Parameters
     ----------
-    lowered, ops
-        Operations, and the ones that run.
+    lowered, numbers
+        Operations, and the actions of the program.
     indices
         Gradients in question; by default all.
 
@@ -134,12 +136,12 @@ def delivery_groups(
     """
     if indices is None:
         indices = [i for i, gradient in enumerate(lowered.gradients) if gradient is not None]
-    boundary = list(ops).index(lowered.loss)
-    kept, _ = deaths(lowered, ops)
+    boundary = list(numbers).index(lowered.loss)
+    actions = actions_of(lowered, numbers)
+    kept, _ = deaths(lowered, actions)
     last = {}
-    for position in range(boundary, len(ops)):
-        task = lowered.tasks[ops[position]]
-        last.update(dict.fromkeys((*task.inputs, *kept[position]), position))
+    for position in range(boundary, len(actions)):
+        last.update(dict.fromkeys((*actions[position].reads, *kept[position]), position))
     together = sharing(lowered, indices)
     timed = sorted(
         (max((last.get(s, boundary) for s in storages), default=boundary), sorted(group))
@@ -188,35 +190,39 @@ class EarlyCode:
     def of(
         cls,
         lowered: Lowered,
-        ops: Sequence[int],
+        numbers: Sequence[int],
         *,
         spread: bool = False,
         prover: Prover | None = None,
+        layout: Layout | None = None,
     ) -> EarlyCode:
         """Return the code of a program.
 
         Parameters
         ----------
-        lowered, ops
-            Operations, and the ones that run.
+        lowered, numbers
+            Operations, and the actions of the program.
         spread
             True to let new gradients leave early too; by default they leave last.
-        prover
+        prover, layout
             See `rotor.engines.graph.emit.emit`.
         """
-        ops = [int(index) for index in ops]
+        numbers = [int(number) for number in numbers]
+        actions = actions_of(lowered, numbers)
         handed = {i for task in lowered.tasks for i in task.gradients}
         rest = [i for i, g in enumerate(lowered.gradients) if g is not None and i not in handed]
         if spread:
-            late = delivery_groups(lowered, ops, rest)
+            late = delivery_groups(lowered, numbers, rest)
         else:
-            late = [(len(ops) - 1, rest)] if rest else []
+            late = [(len(numbers) - 1, rest)] if rest else []
         groups: list[list[int]] = []
-        for position in range(ops.index(lowered.loss), len(ops)):
-            over = lowered.tasks[ops[position]].gradients
+        for position in range(numbers.index(lowered.loss), len(numbers)):
+            kind, number = actions[position][:2]
+            over = lowered.tasks[number].gradients if kind is Kind.RUN else ()
             groups += [list(over)] if over else []
             groups += [indices for place, indices in late if place == position]
-        return cls(emit(lowered, ops, late, prover), groups, len(lowered.gradients), prover)
+        emitted = emit(lowered, numbers, late, prover, layout)
+        return cls(emitted, groups, len(lowered.gradients), prover)
 
     @property
     def source(self) -> str:

@@ -19,8 +19,11 @@ import torch
 from torch import fx
 
 from rotor._pytorch import core, symbols
+from rotor.engines.graph.actions import Action, Kind, actions_of, deaths, root_names
 from rotor.engines.graph.false_edges import of_sizes
 from rotor.engines.graph.lowering import Lowered, Task, Value
+from rotor.engines.graph.moves import Moves
+from rotor.engines.graph.offloading import Layout
 from rotor.engines.graph.proving import Prover
 from rotor.engines.graph.repeating import is_unspecified
 from rotor.errors import CaptureError
@@ -31,7 +34,6 @@ __all__ = [
     "check_versions",
     "checksums_of",
     "compared_storages",
-    "deaths",
     "emit",
     "saved_primals",
 ]
@@ -285,41 +287,15 @@ def _leaf_paths(value: Any, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]
     return [path]
 
 
-def deaths(lowered: Lowered, ops: Sequence[int]) -> tuple[list[set[int]], list[set[int]]]:
-    """Return per position of a program the used storages made there, and the last uses."""
-    pinned = {s for s, (_, is_pinned) in enumerate(lowered.storages) if is_pinned}
-    first_made: dict[int, int] = {}
-    for position, index in enumerate(ops):
-        for storage in lowered.tasks[index].made.values():
-            first_made.setdefault(storage, position)
-    needed: set[int] = set(pinned)
-    kept: list[set[int]] = [set() for _ in ops]
-    dying: list[set[int]] = [set() for _ in ops]
-    for position in range(len(ops) - 1, -1, -1):
-        task = lowered.tasks[ops[position]]
-        for storage in task.made.values():
-            if storage in pinned:
-                if first_made[storage] == position:
-                    kept[position].add(storage)
-            elif storage in needed:
-                kept[position].add(storage)
-                needed.discard(storage)
-        for storage in task.inputs:
-            if storage not in needed:
-                dying[position].add(storage)
-                needed.add(storage)
-    return kept, dying
-
-
 def compared_storages(
-    lowered: Lowered, ops: Sequence[int], kept: Sequence[set[int]]
+    lowered: Lowered, actions: Sequence[Action], kept: Sequence[set[int]]
 ) -> dict[int, list[int]]:
-    """Return the storages that a program makes again and reads, and the positions.
+    """Return the storages that a program computes again and reads, and the positions.
 
     Parameters
     ----------
-    lowered, ops
-        Operations, and the ones that run.
+    lowered, actions
+        Operations, and the actions of the program.
     kept
         Per position, the used storages made there (`deaths`).
 
@@ -329,8 +305,10 @@ def compared_storages(
         By storage: the position of the first making, then of every later one that is used.
     """
     found: dict[int, list[int]] = {}
-    for position, index in enumerate(ops):
-        task = lowered.tasks[index]
+    for position, action in enumerate(actions):
+        if action.kind is not Kind.RUN:
+            continue
+        task = lowered.tasks[action.number]
         for path, storage in task.made.items():
             if task.node is None or is_unspecified(task.node, path):
                 continue
@@ -341,20 +319,22 @@ def compared_storages(
     return {storage: places for storage, places in found.items() if len(places) > 1}
 
 
-def checksums_of(lowered: Lowered, ops: Sequence[int]) -> int:
+def checksums_of(lowered: Lowered, numbers: Sequence[int]) -> int:
     """Return the number of checksums in a verified run of a program."""
-    ops = [int(index) for index in ops]
-    if len(ops) == len(set(ops)):
+    actions = actions_of(lowered, numbers)
+    runs = [action.number for action in actions if action.kind is Kind.RUN]
+    if len(runs) == len(set(runs)):
         return 0
-    kept, _ = deaths(lowered, ops)
-    return sum(map(len, compared_storages(lowered, ops, kept).values()))
+    kept, _ = deaths(lowered, actions)
+    return sum(map(len, compared_storages(lowered, actions, kept).values()))
 
 
 def emit(
     lowered: Lowered,
-    ops: Sequence[int],
+    numbers: Sequence[int],
     groups: Sequence[tuple[int, Sequence[int]]] = (),
     prover: Prover | None = None,
+    layout: Layout | None = None,
 ) -> Emitted:
     """Return the functions that run a program.
 
@@ -362,17 +342,19 @@ def emit(
     ----------
     lowered
         Operations of the joint graph.
-    ops
-        Indices of operations in the order of their runs, with repeats; the loss once.
+    numbers
+        Actions of the program (`rotor.engines.graph.actions`); the loss runs once.
     groups
         Positions in the backward and the gradients that are delivered after them. With groups, or
         operations that hand gradients over, the backward is a generator, and takes a dictionary
         for the gradients too: it stops before the first run, and after each of these.
     prover
         Prover of recomputed values; by default they are not compared.
+    layout
+        Places of offloaded values; ``None``: nothing is offloaded.
     """
-    ops = [int(index) for index in ops]
-    boundary = ops.index(lowered.loss)
+    actions = actions_of(lowered, numbers)
+    boundary = [int(number) for number in numbers].index(lowered.loss)
     in_parts = bool(groups) or any(task.gradients for task in lowered.tasks)
     namespace: dict[str, Any] = {
         "empty": torch.empty,
@@ -383,18 +365,27 @@ def emit(
     }
     constants: dict[int, str] = {}
     runs = [0] * len(lowered.tasks)
-    for index in ops:
-        runs[index] += 1
+    for action in actions:
+        if action.kind is Kind.RUN:
+            runs[action.number] += 1
     replays = {i: f"r{i}" for i, t in enumerate(lowered.tasks) if t.random and runs[i] > 1}
     devices = {i: _device(lowered.tasks[i]) for i in replays}
     namespace["get_state"] = lambda i: core.get_generator_state(devices[i])
     namespace["set_state"] = lambda i, state: core.set_generator_state(devices[i], state)
 
-    kept, dying = deaths(lowered, ops)
-    compared = {} if prover is None else compared_storages(lowered, ops, kept)
+    kept, dying = deaths(lowered, actions)
+    compared = {} if prover is None else compared_storages(lowered, actions, kept)
     if prover is not None:
         namespace |= {"begin_proof": prover.begin, "settle_proof": prover.settle}
-    handovers = len(groups) + sum(bool(lowered.tasks[index].gradients) for index in ops)
+    if layout is not None:
+        namespace["begin_step"] = layout.begin
+    moves = Moves(lowered, actions, kept, dying)
+    handovers = len(groups)
+    handovers += sum(
+        bool(lowered.tasks[action.number].gradients)
+        for action in actions
+        if action.kind is Kind.RUN
+    )
     remaining = list(runs)
     ran: set[int] = set()
 
@@ -403,13 +394,19 @@ def emit(
     ) -> None:
         nonlocal handovers
         handovers -= 1
+        for k in indices:
+            moves.receive(writer, lowered.values[lowered.gradients[k]].storages)
         if prover is not None and handovers == 0:
             writer.lines.append("settle_proof(proof)")
         writer.hand_out(indices, dying)
 
     def write(writer: _Writer, begin: int, end: int) -> None:
         for position in range(begin, end):
-            index = ops[position]
+            if actions[position].kind is not Kind.RUN:
+                moves.move(writer, position)
+                continue
+            index = actions[position].number
+            moves.receive(writer, lowered.tasks[index].inputs)
             if lowered.tasks[index].gradients:
                 hand_out(writer, lowered.tasks[index].gradients, sorted(dying[position]))
                 continue
@@ -421,6 +418,7 @@ def emit(
             writer.run(index, kept[position].union(noted), replay)
             writer.note(index, noted, is_first=index not in ran)
             writer.drop([s for s in noted if s not in kept[position]])
+            moves.send(writer, position)
             ran.add(index)
             remaining[index] -= 1
             if replay is not None and remaining[index] == 0:
@@ -430,7 +428,7 @@ def emit(
     head = _Writer(lowered, namespace, constants)
     write(head, 0, boundary)
     outputs = [head.argument(node) for node in lowered.outputs]
-    stored = _stored(lowered, ops, boundary, kept)
+    stored = _stored(lowered, actions, boundary, kept)
     states = [replays[i] for i in sorted(replays) if i in ran and remaining[i] > 0]
     unsaved = [f"p{head.primal_of[n]}" for n in lowered.primals if n in lowered.mutated]
     saved = [f"p{head.primal_of[n]}" for n in saved_primals(lowered)]
@@ -438,6 +436,8 @@ def emit(
     changed = ", ".join(unsaved)
     if prover is not None:
         names.append("proof")
+    if layout is not None:
+        names.append("tier")
     returned = _outputs_among(lowered, stored)
     checks = ", ".join(f"({name}, {name}._version)" for name in returned)
     forward = [
@@ -446,6 +446,7 @@ def emit(
         "    args.clear()",
         *(f"    {name} = {_origin(*place)}" for name, place in lowered.symbols.items()),
         *([f"    proof = begin_proof({changed})"] if prover is not None else []),
+        *(["    tier = begin_step()"] if layout is not None else []),
         *(f"    {line}" for line in head.lines),
         "    token = empty(0)",
         f"    token.kept = [[{checks}], {', '.join(names)}]",
@@ -463,7 +464,9 @@ def emit(
         write(tail, reached, position + 1)
         reached = position + 1
         hand_out(tail, indices)
-    write(tail, reached, len(ops))
+    write(tail, reached, len(actions))
+    if not in_parts:
+        moves.receive(tail, sorted(moves.pending))
     gradients = [] if in_parts else [tail.argument(node) for node in lowered.gradients]
     tangents = [tail.variable(lowered.loss, (i,)) for i in range(len(lowered.tangents))]
     backward = [
@@ -506,20 +509,18 @@ def _device(task: Task) -> torch.device:
 
 
 def _stored(
-    lowered: Lowered, ops: Sequence[int], boundary: int, kept: Sequence[set[int]]
+    lowered: Lowered, actions: Sequence[Action], boundary: int, kept: Sequence[set[int]]
 ) -> dict[int, str]:
     """Return the storages kept from forward to backward, with the variables that hold them."""
+    names = root_names(lowered)
     made: dict[int, str] = {}
     for position in range(boundary):
-        index = ops[position]
-        for path, storage in lowered.tasks[index].made.items():
-            if storage in kept[position]:
-                made[storage] = f"a{index}" + "".join(f"_{k}" for k in path)
+        made.update({s: names[s] for s in actions[position].makes if s in kept[position]})
     read: set[int] = set()
     again: set[int] = set()
-    for index in ops[boundary + 1 :]:
-        read.update(s for s in lowered.tasks[index].inputs if s not in again)
-        again.update(s for s in lowered.tasks[index].made.values() if not lowered.storages[s][1])
+    for action in actions[boundary + 1 :]:
+        read.update(s for s in action.reads if s not in again)
+        again.update(s for s in action.makes if not lowered.storages[s][1])
     for node in lowered.gradients:
         if isinstance(node, fx.Node):
             read.update(s for s in lowered.values[node].storages if s not in again)

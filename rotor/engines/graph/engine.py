@@ -30,8 +30,10 @@ from rotor.engines.graph.capture import Capture, Unplanned, fresh
 from rotor.engines.graph.counting import check_counts
 from rotor.engines.graph.early import owners_of
 from rotor.engines.graph.improving import Improver
+from rotor.engines.graph.link_learning import learn_link
 from rotor.engines.graph.loading import loaded_plan
-from rotor.engines.graph.making import make_graph_plan
+from rotor.engines.graph.making import curve_of, make_graph_plan
+from rotor.engines.graph.marks import drop_preferences
 from rotor.engines.graph.planned import (
     CapturedStep,
     GraphPlan,
@@ -46,11 +48,11 @@ from rotor.engines.graph.sizing import Sizing, warn_unrepeatable
 from rotor.engines.learning import MeteredEngine
 from rotor.engines.loss_guess import plan_with_guess
 from rotor.errors import CaptureError, InfeasibleError
-from rotor.graph import planner
 from rotor.graph.graph import Graph
 from rotor.graph.planner import PlanCurve, check_options
 from rotor.graph.program import Program, simulate
 from rotor.meter.step_meter import StepBytes, cancel_running
+from rotor.tier.offload import check_device
 from rotor.units import format_bytes
 
 __all__ = ["GraphEngine", "captured_key", "check_generator", "warn_unrepeatable"]
@@ -134,7 +136,9 @@ class GraphEngine(MeteredEngine):
 
     def check_sharding(self) -> None:
         """Raise if the model is sharded, unless its graph was asked for."""
-        if self.settings.engine != "auto" or self.settings.backend == "inductor":
+        settings = self.settings
+        is_asked = settings.engine != "auto" or settings.offload is not None
+        if is_asked or settings.backend == "inductor":
             refuse_sharded(self.context.module)
 
     # -- measuring
@@ -178,7 +182,13 @@ class GraphEngine(MeteredEngine):
         loss_fn = self.settings.loss_fn if call.targets else None
         cancel_running()
         arguments = (args, kwargs, call.targets)
-        is_shared = self.follows_shapes and self.settings.counts == "allocated"
+        if self.settings.offload is not None:
+            check_device(self.settings.offload.tier, call.device)
+        is_shared = (
+            self.follows_shapes
+            and self.settings.counts == "allocated"
+            and self.settings.offload is None
+        )
         if is_shared and self.backend == "fx" and self.solve() is None:
             step = self.sizing.step(key, loss_fn, arguments, call, self._new_capture, self.steps)
             if step is not None:
@@ -235,6 +245,7 @@ class GraphEngine(MeteredEngine):
         )
         step.verifies = self.settings.verify != "off"
         step.counts = self.settings.counts
+        step.offload = self.settings.offload
         self.steps[key.measured] = step
         return step
 
@@ -317,7 +328,7 @@ class GraphEngine(MeteredEngine):
     """True if calls of several shapes share a capture."""
 
     def _is_improving(self) -> bool:
-        return self.improves and self.improver.is_on()
+        return self.improves and self.settings.offload is None and self.improver.is_on()
 
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> GraphPlan:
         """Return the fastest program found under a limit."""
@@ -354,6 +365,11 @@ class GraphEngine(MeteredEngine):
 
         def plan_of(step: CapturedStep) -> GraphPlan:
             make = partial(self._found, step, key, limit_bytes)
+            try:
+                return self.sizing.plan(step, key, reserve_bytes, solve, make)
+            except InfeasibleError:
+                if not drop_preferences(step.lowered.tasks):
+                    raise
             return self.sizing.plan(step, key, reserve_bytes, solve, make)
 
         try:
@@ -409,15 +425,16 @@ class GraphEngine(MeteredEngine):
         """Return the curve of `rotor.graph.curve`, as limits of this step."""
         self.improver.settle(key.measured, self.steps[key.measured])
         step = self._step_of(key)
-        least = graph = build_graph(step.lowered, step.costs, self._loss_bytes(key))
+        least = graph = step.graph(self._loss_bytes(key))
         with progress(points, "computing the curve") as update:
-            found = planner.curve(graph, points, progress=update, **self.settings.options)
+            find = partial(curve_of, step, points, self.settings.options, update)
+            found = find(graph)
             if not self._knows_loss(key):
                 # Limits with less room than the loss is assumed to need have plans too.
-                least = build_graph(step.lowered, step.costs, 0)
-                if simulate(least, found.programs[0].ops).peak_bytes < found.minimum_bytes:
-                    below = planner.curve(least, points, progress=update, **self.settings.options)
-                    found = PlanCurve.of([*found.programs, *below.programs])
+                least = step.graph(0)
+                first = found.programs[0]
+                if simulate(least, first.actions, first.link).peak_bytes < found.minimum_bytes:
+                    found = PlanCurve.of([*found.programs, *find(least).programs])
         own = [step.most_executor_bytes(peak) for peak in found.bytes.tolist()]
         curve = Curve(found.bytes + own, found.seconds)
         curve.lower_bound_bytes = lower_bound_of(step, least, curve.minimum_bytes)
@@ -481,9 +498,10 @@ class GraphEngine(MeteredEngine):
     # -- learning
 
     def expect(self, plan: GraphPlan) -> None:
-        """Have a step planned again if an output has a gradient that was never there."""
+        """Have a step planned again if an output has a new gradient, or its tier another speed."""
         known = plan.step.captured.absent
         plan.outdated |= known is not None and not plan.step.absent <= known
+        plan.outdated |= learn_link(plan)
 
     def learn(self, plan: Any, step: StepBytes) -> None:
         """Compare a metered step with its plan, for the plans of other shapes too."""

@@ -37,6 +37,8 @@ _LOW_PRECISION_BYTES = 2
 _SIDES = (768, 4096)  # On the CPU, and on an accelerator.
 _COPIED_BYTES = (1 << 25, 1 << 28)
 _SECONDS_PER_FIGURE = 0.3
+_LAUNCHES = 500
+"""Operations in a row: more than an accelerator's queue hides behind the kernel before them."""
 
 _AS = {
     "aten._scaled_dot_product_flash_attention_for_cpu": (
@@ -85,7 +87,8 @@ class Machine:
     Notes
     -----
     An operation is estimated at ``launch + max(flops / flops_per_second, bytes /
-    bytes_per_second)``. The flops come from PyTorch's ``torch.utils.flop_counter`` where it has
+    bytes_per_second)``; on an accelerator, which is launched ahead of its work, at the largest of
+    the three. The flops come from PyTorch's ``torch.utils.flop_counter`` where it has
     a formula (matrix products, convolutions, attention), else one for each element of the outputs.
     The bytes are the elements of the inputs and outputs, a broadcast element counted once;
     a gather reads as much of its table as it makes. Views cost nothing. Workspaces are assumed to
@@ -143,7 +146,7 @@ class Machine:
         name = devices.name_of(device) if name is None else name
         with torch.no_grad(), torch.autocast(kind, enabled=False):
             one = torch.ones(1, device=device)
-            launch_ns = _timed(lambda: one + one, device)
+            launch_ns = _timed(lambda: _added(one), device) // _LAUNCHES
             speeds = [_flops_per_second(device, t) for t in (torch.float32, torch.bfloat16)]
             source = torch.ones(_COPIED_BYTES[kind != "cpu"], dtype=torch.uint8, device=device)
             target = torch.empty_like(source)
@@ -172,7 +175,10 @@ class Machine:
         speed = self.flops_per_second
         if low_precision and self.low_precision_flops_per_second is not None:
             speed = self.low_precision_flops_per_second
-        return self.launch_seconds + max(flops / speed, moved_bytes / self.bytes_per_second)
+        work = max(flops / speed, moved_bytes / self.bytes_per_second)
+        return (
+            self.launch_seconds + work if self.device == "cpu" else max(self.launch_seconds, work)
+        )
 
     def rounded_bytes(self, nbytes: int) -> int:
         """Bytes that the allocator of this machine counts for a block of `nbytes`."""
@@ -224,9 +230,16 @@ def _timed(call: Callable[[], object], device: torch.device) -> int:
     return measure_ns(call, device, max_seconds=_SECONDS_PER_FIGURE)
 
 
+def _added(one: torch.Tensor) -> None:
+    for _ in range(_LAUNCHES):
+        one + one
+
+
 def _flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     side = _SIDES[device.type != "cpu"]
-    a, b = (torch.full((side, side), 0.5, dtype=dtype, device=device) for _ in range(2))
+    # Of equal numbers, products take less power, and clocks are higher.
+    drawn = torch.rand(side, side, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    a, b = (drawn.to(device, dtype) for _ in range(2))
     return 2 * side**3 * _NS / max(_timed(lambda: a @ b, device), 1)
 
 

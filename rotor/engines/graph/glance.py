@@ -23,6 +23,7 @@ from rotor.engines.graph.profile import (
     FAILURES,
     Arguments,
     Cost,
+    choose_kernels,
     cost_of_row,
     distinct_operations,
     environment_of,
@@ -104,6 +105,7 @@ def glance(
         if cost is not None and (proves or cost.flags != UNTESTED):
             known[key] = cost
     todo = [key for key in distinct if key not in known]
+    choose_kernels(distinct.values(), lowered, device, primals)
     if todo:
         check_idle(device)
         tasks = [distinct[key] for key in todo]
@@ -139,7 +141,7 @@ def _glance(
     for task, row in zip(tasks, found, strict=True):
         if row is None:
             made = planned_bytes(lowered, task)
-            costs.append(Cost(estimated_ns(task), 0, tuple(made), NOT_RUN))
+            costs.append(Cost(estimated_ns(task, device), 0, tuple(made), NOT_RUN))
             continue
         name, ns, made, flags = row
         segment = segments[name]

@@ -21,8 +21,9 @@ from torch.fx.node import map_arg
 
 from rotor._pytorch import core, inductor
 from rotor.common.accounting import INDUCTOR_MARGIN
+from rotor.engines.graph.actions import actions_of, deaths
 from rotor.engines.graph.early import EarlyCode
-from rotor.engines.graph.emit import StepCode, check_versions, deaths, saved_primals
+from rotor.engines.graph.emit import StepCode, check_versions, saved_primals
 from rotor.engines.graph.lowering import Lowered, Task, Value
 from rotor.errors import CaptureError
 
@@ -324,7 +325,7 @@ class InductorCode:
         self.seconds: float | None = None
         ops = [int(index) for index in ops]
         boundary = ops.index(lowered.loss)
-        kept, _ = deaths(lowered, ops)
+        kept, _ = deaths(lowered, actions_of(lowered, ops))
         self._done = [0] * len(lowered.tasks)
         self._head = _Builder(lowered)
         self._write(self._head, ops[:boundary], kept[:boundary])

@@ -45,7 +45,15 @@ def loaded_plan(
             "shapes of its arguments and the PyTorch version that it was made with"
         )
     loss_bytes = saved.graph.operations[step.lowered.loss].workspace_bytes
-    program = Program(build_graph(step.lowered, step.costs, loss_bytes), saved.ops)
+    link = None
+    if len(saved.actions) > len(saved.ops):
+        link = step.link
+        if link is None:
+            raise ValueError(
+                "the program moves values to a second tier, and the model has none: give "
+                'offload="disk" to Checkpointable'
+            )
+    program = Program(step.graph(loss_bytes), saved.actions, link)
     own = step.bytes_beside(program, limit_bytes)
     needed = program.peak_bytes + own
     if needed > limit_bytes:

@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from rotor._pytorch import core, symbols
+from rotor.engines.graph import marks
 from rotor.engines.graph.false_edges import drop_false_edges, of_sizes
 from rotor.engines.graph.rewrite import split_convolutions
 from rotor.engines.graph.sources import source_line
@@ -81,6 +82,8 @@ class Task:
         Numbers of the gradients that it hands over, to be added to existing ones.
     source
         File, line and code of the model that it comes from; empty if unknown.
+    prefers_once
+        True if it may run a second time where no plan fits otherwise.
     """
 
     name: str
@@ -93,6 +96,7 @@ class Task:
     module: str = ""
     gradients: tuple[int, ...] = ()
     source: str = ""
+    prefers_once: bool = False
 
 
 @dataclass
@@ -231,6 +235,8 @@ class _Lowering:
         self.forward = _closure(returned_nodes + self._effects())
         self.mutated = self._mutated()
         self.tainted = self._reads_of_mutated()
+        if marks.recompute_marked(module, self.forward, self._is_view, self._is_fixed):
+            self.nodes = list(module.graph.nodes)
 
     def _effects(self) -> list[fx.Node]:
         """Return the nodes of the forward that run for their effects, such as assertions."""
@@ -279,6 +285,9 @@ class _Lowering:
             if self._is_view(node):
                 seen.add(node)
         return tainted
+
+    def _is_fixed(self, node: fx.Node) -> bool:
+        return node in self.tainted or _is_random(node)
 
     def _is_view(self, node: fx.Node) -> bool:
         made = [_key(t) for _, t in _tensors(node.meta.get("val"))]
@@ -422,7 +431,10 @@ class _Lowering:
             task.made[path] = self._new_storage(tensor)
         self.values[node] = Value("output", node, None, tuple(task.made.values()))
         self.tasks.append(task)
-        task.once = node in self.tainted or not task.made
+        task.prefers_once = marks.prefers_saving(node)
+        task.once = (
+            node in self.tainted or not task.made or marks.is_saved(node) or task.prefers_once
+        )
 
 
 def _unique(items: Iterable[int]) -> list[int]:
@@ -489,4 +501,8 @@ def lower(module: fx.GraphModule, num_outputs: int, *, as_traced: bool = False) 
     split_convolutions(module)
     if not as_traced:
         drop_false_edges(module)
-    return _Lowering(module, num_outputs).run()
+    lowered = _Lowering(module, num_outputs).run()
+    if lowered.symbols:
+        # Programs for all shapes are made on one graph.
+        marks.drop_preferences(lowered.tasks)
+    return lowered

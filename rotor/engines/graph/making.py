@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from rotor.engines.graph.planned import CapturedStep, GraphPlan, lower_bound_of
 from rotor.engines.graph.pricing import search
 from rotor.errors import InfeasibleError
+from rotor.graph import planner
+from rotor.graph.graph import Graph
+from rotor.graph.planner import PlanCurve
 from rotor.graph.program import Program
 from rotor.units import exact_bytes
 
-__all__ = ["make_graph_plan"]
+__all__ = ["curve_of", "make_graph_plan"]
 
 _CLOSER = 4
 """Searches between too little room beside a program, and enough."""
 
 _BETWEEN = 8
 """Parts of the distance between too little room and more than there is."""
+
+_ROOMIER = 4
+"""Searches for values that have places within the limit of a tier."""
 
 _CLOSE_BYTES = 1 << 20
 """Difference of two such rooms that is not searched."""
@@ -43,7 +51,7 @@ def make_graph_plan(
         No plan was found; ``minimum_bytes`` is the least limit for which one was.
     """
     graph = step.graph(loss_bytes)
-    find = solve or search
+    find = solve or (search if step.offload is None else partial(_search_with_tier, step))
 
     def found(own: int) -> Found:
         budget = max(limit_bytes - own - reserve_bytes, 1)
@@ -86,6 +94,56 @@ def make_graph_plan(
         loss_bytes,
         reserve_bytes=reserve_bytes,
     )
+
+
+def _search_with_tier(
+    step: CapturedStep, graph: Graph, budget: int, options: dict[str, Any], progress: Any
+) -> Program:
+    """Return the planner's program, whose values have places within the limit of the tier.
+
+    Places beside one another take a little more than the values: the search then has less.
+    """
+    offload, link = step.offload, step.link
+    assert offload is not None
+    assert link is not None
+    room = offload.limit_bytes
+    for _ in range(_ROOMIER):
+        program = search(graph, budget, options, progress, link)
+        layout = step.layout(program)
+        if layout is None or room is None or layout.nbytes <= room:
+            return program
+        most = link.host_bytes if link.host_bytes is not None else room
+        link = replace(link, host_bytes=max(most - (layout.nbytes - room), 0))
+    return search(graph, budget, options, progress)
+
+
+def curve_of(
+    step: CapturedStep, points: int, options: dict[str, Any], progress: Any, graph: Graph
+) -> PlanCurve:
+    """Return programs of a step for many budgets, with its second tier if it has one.
+
+    Parameters
+    ----------
+    step, graph
+        Captured step, and its cost model.
+    points, options, progress
+        As of `rotor.graph.curve`.
+    """
+    plain = planner.curve(graph, points, progress=progress, **options)
+    link = step.link
+    if link is None:
+        return plain
+    most = int(plain.bytes[-1])
+    least = min(planner.lower_bound(graph), plain.minimum_bytes)
+    programs = list(plain.programs)
+    given = {"effort": "fast", **options}
+    for number in range(points, 0, -1):
+        budget = least + (most - least) * number // points
+        try:
+            programs.append(planner.plan(graph, budget, link=link, **given))
+        except InfeasibleError:
+            break
+    return PlanCurve.of(programs)
 
 
 class Found(NamedTuple):

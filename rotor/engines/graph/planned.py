@@ -21,6 +21,8 @@ from rotor.common.accounting import (
 )
 from rotor.common.checksums import NO_ROOM, has_room
 from rotor.common.timeline import PredictedTimeline
+from rotor.engines.graph import marks
+from rotor.engines.graph.actions import renumbered, runs_among
 from rotor.engines.graph.capture import Capture, Captured
 from rotor.engines.graph.early import EarlyCode, EarlyStep, Owners
 from rotor.engines.graph.emit import StepCode, checksums_of, emit
@@ -28,16 +30,20 @@ from rotor.engines.graph.false_edges import DEVICES
 from rotor.engines.graph.handover import with_handovers
 from rotor.engines.graph.inductor import Inductor
 from rotor.engines.graph.lowering import Lowered, Task
+from rotor.engines.graph.offloading import Layout, layout_of
 from rotor.engines.graph.pricing import build_graph, sizes_of
 from rotor.engines.graph.profile import Cost
 from rotor.engines.graph.proving import Prover, Tally, proving_bytes
+from rotor.engines.graph.record import PlanningRecord
 from rotor.engines.graph.repeating import keep_from_now_on
 from rotor.graph import planner
 from rotor.graph.blocks import program_bytes
 from rotor.graph.graph import Graph
+from rotor.graph.link import Link
 from rotor.graph.program import Program, simulate
 from rotor.meter.reserving import Reserving
 from rotor.meter.step_meter import Metered
+from rotor.tier.offload import Offload
 
 __all__ = [
     "CapturedStep",
@@ -70,6 +76,8 @@ class CapturedStep:
     counts
         Bytes that a limit counts on an accelerator: "allocated" ones, or the "reserved" ones that
         the allocator takes from the device for them.
+    offload
+        Second tier; ``None`` for none.
     base
         The same step without existing gradients, with all tangents.
     inductor
@@ -87,6 +95,7 @@ class CapturedStep:
     absent: frozenset[int] = frozenset()
     verifies: bool = True
     counts: str = "allocated"
+    offload: Offload | None = None
     lowered: Lowered = field(init=False, repr=False)
     inductor: Inductor | None = field(init=False, default=None, repr=False)
     base: CapturedStep = field(init=False, repr=False)
@@ -213,17 +222,32 @@ class CapturedStep:
 
     def graph(self, loss_bytes: int) -> Graph:
         """Return the cost model, with `loss_bytes` of workspace in the loss."""
-        return build_graph(self.lowered, self.costs, loss_bytes)
+        moves = self.offload is not None
+        return build_graph(self.lowered, self.costs, loss_bytes, moves=moves)
+
+    @property
+    def link(self) -> Link | None:
+        """Link to the second tier, on which plans count; ``None`` without a tier."""
+        return None if self.offload is None else self.offload.known_link(self.device)
+
+    def layout(self, program: Program) -> Layout | None:
+        """Return places for a program's offloaded values; ``None`` if it has none."""
+        if self.offload is None:
+            return None
+        sizes = sizes_of(self.lowered, self.costs)
+        return layout_of(self.offload.tier, self.lowered, program.actions.tolist(), sizes)
 
     def verified(self, ops: Any, make: Callable[[], Any]) -> Any:
         """Return a program's code with comparisons, made by a function."""
         return make()
 
-    def code(self, ops: list[int]) -> StepCode:
-        """Return the functions that run a program."""
+    def code(self, numbers: list[int], layout: Layout | None = None) -> StepCode:
+        """Return the functions that run the actions of a program."""
         if self.inductor is not None:
-            return self.inductor.code(ops)
-        return EarlyCode.of(self.lowered, ops) if self.hands_over else emit(self.lowered, ops)
+            return self.inductor.code(numbers)
+        if self.hands_over:
+            return EarlyCode.of(self.lowered, numbers, layout=layout)
+        return emit(self.lowered, numbers, layout=layout)
 
     @property
     def several_tangents(self) -> bool:
@@ -274,13 +298,14 @@ class CapturedStep:
             for device in self._devices
         )
 
-    def executor_bytes_of(self, ops: list[int], limit_bytes: int) -> int:
-        """Return the bytes kept beside the graph's storages while a program runs."""
+    def executor_bytes_of(self, numbers: list[int], limit_bytes: int) -> int:
+        """Return the bytes kept beside the graph's storages while a program's actions run."""
+        ops = runs_among(self.lowered, numbers)
         runs = np.bincount(ops, minlength=len(self.lowered.tasks))
         replayed = sum(task.random and runs[k] > 1 for k, task in enumerate(self.lowered.tasks))
         if self.inductor is not None:
             replayed = 0
-        return self.executor_bytes(int(replayed), checksums_of(self.lowered, ops), limit_bytes)
+        return self.executor_bytes(int(replayed), checksums_of(self.lowered, numbers), limit_bytes)
 
     def bytes_beside(self, program: Program, limit_bytes: int) -> int:
         """Return the bytes that a program needs beside the graph's storages.
@@ -288,7 +313,7 @@ class CapturedStep:
         On an accelerator they include the slack of the caching allocator: blocks that are larger
         than their storages and, where reserved bytes count, holes between blocks.
         """
-        own = self.executor_bytes_of(program.ops.tolist(), limit_bytes)
+        own = self.executor_bytes_of(program.actions.tolist(), limit_bytes)
         if self.device.type == "cpu" or self.inductor is not None:
             return own
         found = program_bytes(program, own, expandable=devices.expandable_segments())
@@ -314,38 +339,6 @@ class CapturedStep:
         if self.loss_captured:
             return 0
         return given_bytes or self.assumed_loss_bytes
-
-
-@dataclass
-class PlanningRecord:
-    """Record of the search for one kind of step's program.
-
-    Attributes
-    ----------
-    origin
-        Origin of the first program: "searched before the step", "estimated" by a run or two of each
-        operation, "repaired" from an earlier one, "kept on disk", or "loaded".
-    improved
-        Number of better programs since.
-    is_final
-        True if no better one is looked for.
-    seconds
-        Time of all searches, measurements included.
-    """
-
-    origin: str = "searched before the step"
-    improved: int = 0
-    is_final: bool = True
-    seconds: float = 0.0
-
-    @property
-    def text(self) -> str:
-        """Record as text."""
-        times = {0: "", 1: ", improved once"}.get(
-            self.improved, f", improved {self.improved} times"
-        )
-        state = "final" if self.is_final else "a better one is looked for"
-        return f"{self.origin}{times}, {state}, {self.seconds:.1f} s"
 
 
 @dataclass(repr=False)
@@ -402,8 +395,13 @@ class GraphPlan(Metered):
     def emitted(self) -> StepCode:
         """Functions that run the program, made when they are first needed."""
         if self._emitted is None:
-            self._emitted = self.step.code(self.program.ops.tolist())
+            self._emitted = self.step.code(self.program.actions.tolist(), self.layout)
         return self._emitted
+
+    @functools.cached_property
+    def layout(self) -> Layout | None:
+        """Places of offloaded values in the second tier; ``None`` if nothing is offloaded."""
+        return self.step.layout(self.program)
 
     @property
     def device(self) -> torch.device:
@@ -433,7 +431,8 @@ class GraphPlan(Metered):
     @property
     def recomputation(self) -> float:
         """Time of recomputed operations, against that of a step without."""
-        return self.program.slowdown - 1
+        total = self.graph.total_time
+        return (self.program.makespan - self.program.waited) / total - 1 if total else 0.0
 
     @property
     def makespan(self) -> float:
@@ -445,7 +444,8 @@ class GraphPlan(Metered):
         """Live bytes of a step by the simulator."""
         ops = self.program.ops
         costs = np.array([op.cost_ns for op in self.graph.operations], dtype=np.int64)
-        live = self.program.timeline().peak_bytes + self.executor_bytes
+        is_run = self.program.actions < len(self.graph)
+        live = self.program.timeline().peak_bytes[is_run] + self.executor_bytes
         loss = int(np.flatnonzero(ops == self.step.lowered.loss)[0])
         new = [
             sum(self.graph.storages[s].bytes for s in op.outputs) + op.workspace_bytes
@@ -457,6 +457,11 @@ class GraphPlan(Metered):
     def recomputed(self) -> int:
         """Operations that run more than once."""
         return int((self.program.runs > 1).sum())
+
+    @property
+    def marks(self) -> str:
+        """Text on the operations that a policy of selective checkpointing marks; often empty."""
+        return marks.described(t.node for t in self.step.lowered.tasks if t.node is not None)
 
     @property
     def proof(self) -> str:
@@ -481,6 +486,8 @@ class GraphPlan(Metered):
             code, prover = self._verified
             prover.tally = tally
         code.prepare()
+        if self.layout is not None:
+            self.layout.prepare()
         self.step.captured.emitted = code
         return code
 
@@ -498,20 +505,24 @@ class GraphPlan(Metered):
 
     def _verified_code(self) -> tuple[StepCode, Prover]:
         """Return the program with comparisons; gradients wait for its end if the limit permits."""
-        lowered, ops = self.step.lowered, self.program.ops.tolist()
+        lowered, actions = self.step.lowered, self.program.actions.tolist()
         whole = self.step.captured.lowered
         if self.step.hands_over:
             number = {id(task): k for k, task in enumerate(whole.tasks)}
             costs = dict(zip(map(id, lowered.tasks), self.step.costs, strict=True))
-            held = [number[id(lowered.tasks[k])] for k in ops if id(lowered.tasks[k]) in number]
+            others = {
+                k: number[id(task)] for k, task in enumerate(lowered.tasks) if id(task) in number
+            }
+            held = renumbered(actions, len(lowered.tasks), others)
             graph = build_graph(whole, [costs[id(t)] for t in whole.tasks], self.loss_bytes)
-            if simulate(graph, held).peak_bytes + self.executor_bytes <= self.limit_bytes:
+            program = simulate(graph, held, self.program.link)
+            if program.peak_bytes + self.executor_bytes <= self.limit_bytes:
                 prover = Prover(whole, self._refuted)
-                return emit(whole, held, prover=prover), prover
+                return emit(whole, held, prover=prover, layout=self.layout), prover
         prover = Prover(lowered, self._refuted)
         if self.step.hands_over:
-            return EarlyCode.of(lowered, ops, prover=prover), prover
-        return emit(lowered, ops, prover=prover), prover
+            return EarlyCode.of(lowered, actions, prover=prover, layout=self.layout), prover
+        return emit(lowered, actions, prover=prover, layout=self.layout), prover
 
     def _refuted(self, tasks: list[Task]) -> None:
         keep_from_now_on(self.step.captured.lowered, tasks)
@@ -525,7 +536,8 @@ class GraphPlan(Metered):
             # Inductor's code is cut only if gradients exist.
             return code if isinstance(code, EarlyCode) else None
         if self._early is None:
-            self._early = EarlyCode.of(step.lowered, self.program.ops.tolist(), spread=True)
+            numbers = self.program.actions.tolist()
+            self._early = EarlyCode.of(step.lowered, numbers, spread=True, layout=self.layout)
         return self._early
 
     @contextmanager
@@ -571,6 +583,10 @@ class GraphPlan(Metered):
 
 def lower_bound_of(step: CapturedStep, graph: Graph, limit_bytes: int) -> int:
     """Return bytes below which no program of a step can stay."""
+    if step.offload is not None:
+        # What cannot be made again need not be in memory: it may be on the tier.
+        free = [replace(op, once=op.once and op.phase == "loss") for op in graph.operations]
+        graph = Graph(graph.storages, None, free)
     return planner.lower_bound(graph) + step.executor_bytes(0, 0, limit_bytes)
 
 
@@ -582,4 +598,5 @@ def executor_bytes(device: torch.device, replayed: int) -> int:
 def repriced(plan: GraphPlan, loss_bytes: int, step: CapturedStep | None = None) -> int:
     """Return the predicted need of a plan's program with another loss, or other tangents."""
     graph = (step or plan.step).graph(loss_bytes)
-    return simulate(graph, plan.program.ops).peak_bytes + plan.executor_bytes
+    program = simulate(graph, plan.program.actions, plan.program.link)
+    return program.peak_bytes + plan.executor_bytes

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
+from rotor.engines.graph.actions import movable
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.profile import Cost
 from rotor.errors import InfeasibleError
 from rotor.graph import planner
-from rotor.graph.graph import Graph, Operation
+from rotor.graph.graph import Graph, Operation, Storage
+from rotor.graph.link import Link
 from rotor.graph.program import Program
 from rotor.units import exact_bytes
 
 __all__ = ["build_graph", "search", "sizes_of"]
 
 
-def build_graph(lowered: Lowered, costs: list[Cost], loss_bytes: int) -> Graph:
-    """Return the cost model of captured operations, with `loss_bytes` of workspace in the loss."""
+def build_graph(
+    lowered: Lowered, costs: list[Cost], loss_bytes: int, *, moves: bool = False
+) -> Graph:
+    """Return the cost model of captured operations.
+
+    Parameters
+    ----------
+    lowered, costs
+        Operations.
+    loss_bytes
+        Workspace of the loss.
+    moves
+        True to mark the storages that no second tier may take.
+    """
     operations = []
     for index, (task, cost) in enumerate(zip(lowered.tasks, costs, strict=True)):
         operations.append(
@@ -33,8 +47,15 @@ def build_graph(lowered: Lowered, costs: list[Cost], loss_bytes: int) -> Graph:
                 extra={"source": task.source} if task.source else {},
             )
         )
-    pinned = [is_pinned for _, is_pinned in lowered.storages]
-    return Graph(sizes_of(lowered, costs), pinned, operations)
+    sizes = sizes_of(lowered, costs)
+    if moves:
+        may_move = movable(lowered, sizes, 1)
+        storages = [
+            Storage(size, is_pinned, movable=may_move[s] or is_pinned)
+            for s, (size, (_, is_pinned)) in enumerate(zip(sizes, lowered.storages, strict=True))
+        ]
+        return Graph(storages, None, operations)
+    return Graph(sizes, [is_pinned for _, is_pinned in lowered.storages], operations)
 
 
 def sizes_of(lowered: Lowered, costs: list[Cost]) -> list[int]:
@@ -46,8 +67,16 @@ def sizes_of(lowered: Lowered, costs: list[Cost]) -> list[int]:
     return sizes
 
 
-def search(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
+def search(
+    graph: Graph,
+    budget: int,
+    options: dict[str, Any],
+    progress: Any,
+    link: Link | None = None,
+) -> Program:
     """Return the planner's program; retry with more effort if a low one misses an existing one."""
+    if link is not None:
+        options = {**options, "link": link}
     try:
         return planner.plan(graph, budget, progress=progress, **options)
     except InfeasibleError as error:

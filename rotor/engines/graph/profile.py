@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -53,7 +53,7 @@ _SECONDS_PER_OPERATION = 0.5
 
 
 _RANDOM_BLOCK = 1 << 16
-_BYTES_PER_NS = 4
+_BYTES_PER_NS = (4, 500)  # On the CPU, and on an accelerator.
 _MOST_DEPTH = 30
 FAILURES = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError)
 _OVERHEAD_NS = 5_000
@@ -294,6 +294,7 @@ def profile(
     keys = keys_of(lowered, device)
     distinct, known = distinct_operations(lowered, keys, device)
     todo = [key for key in distinct if key not in known]
+    choose_kernels(distinct.values(), lowered, device, primals)
     if todo:
         check_idle(device)
         arguments = Arguments(lowered, primals)
@@ -305,6 +306,34 @@ def profile(
         if not is_single():
             cache.store("profile", environment_of(device), rows)
     return in_order(lowered, keys, known)
+
+
+def choose_kernels(
+    tasks: Iterable[Task], lowered: Lowered, device: torch.device, primals: Sequence[Any]
+) -> None:
+    """Have both threads of a step search the algorithms of convolutions before a step runs.
+
+    Parameters
+    ----------
+    tasks
+        Operations, also those whose costs are known.
+    lowered, device, primals
+        As of `profile`.
+    """
+    if not devices.searches(device):
+        return
+    found = [task for task in tasks if "convolution" in str(task.node and task.node.target)]
+    arguments = Arguments(lowered, primals)
+
+    def run() -> None:
+        for task in found:
+            with suppress(*FAILURES):
+                function, args, kwargs = arguments.of(task)
+                function(*args, **kwargs)
+
+    with isolated(device):
+        run()
+        devices.run_in_backward(device, run)
 
 
 def distinct_operations(
@@ -378,7 +407,7 @@ def _measure(
     costs = []
     for task, ns, made, found in zip(tasks, times, sizes, flags, strict=True):
         if ns is None:
-            costs.append(Cost(estimated_ns(task), 0, tuple(made), found))
+            costs.append(Cost(estimated_ns(task, device), 0, tuple(made), found))
             continue
         segment = next(segments)
         workspace = max(segment.peak_bytes - segment.start_bytes - sum(made), 0)
@@ -433,7 +462,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def estimated_ns(task: Task) -> int:
+def estimated_ns(task: Task, device: torch.device) -> int:
     """Return a time by the bytes read and made, for operations that cannot run alone."""
     assert task.node is not None
     nodes = [*task.node.all_input_nodes, task.node]
@@ -444,7 +473,7 @@ def estimated_ns(task: Task) -> int:
         if isinstance(t, torch.Tensor)
     ]
     total = sum(t.numel() * t.element_size() for t in tensors)
-    return _OVERHEAD_NS + total // _BYTES_PER_NS
+    return _OVERHEAD_NS + total // _BYTES_PER_NS[device.type != "cpu"]
 
 
 def timed(task: Task, arguments: Arguments, device: torch.device) -> int | None:

@@ -25,6 +25,7 @@ from rotor.engines.graph.fits import Fits, Point, work_of
 from rotor.engines.graph.handover import with_handovers
 from rotor.engines.graph.known import KnownOrders
 from rotor.engines.graph.lowering import Lowered
+from rotor.engines.graph.offloading import Layout
 from rotor.engines.graph.planned import CapturedStep, GraphPlan
 from rotor.engines.graph.pricing import build_graph, search
 from rotor.engines.graph.profile import Cost, keys_of
@@ -410,18 +411,18 @@ class ShapeStep(CapturedStep):
         workspaces[self.lowered.loss] = loss_bytes
         return self._variant.resizing.graph(sizes, ns, workspaces)
 
-    def code(self, ops: list[int]) -> StepCode:
+    def code(self, numbers: list[int], layout: Layout | None = None) -> StepCode:
         """Return the functions that run a program; other shapes share them."""
-        entry = self._variant.entry(ops)
+        entry = self._variant.entry(numbers)
         if entry.code is None:
-            entry.code = super().code(ops)
+            entry.code = super().code(numbers, layout)
         return entry.code
 
-    def executor_bytes_of(self, ops: list[int], limit_bytes: int) -> int:
+    def executor_bytes_of(self, numbers: list[int], limit_bytes: int) -> int:
         """Return the bytes kept beside the graph's storages while a program runs."""
-        entry = self._variant.entry(ops)
+        entry = self._variant.entry(numbers)
         if limit_bytes not in entry.own:
-            entry.own[limit_bytes] = super().executor_bytes_of(ops, limit_bytes)
+            entry.own[limit_bytes] = super().executor_bytes_of(numbers, limit_bytes)
         return entry.own[limit_bytes]
 
     def loss_workspace(self, given_bytes: int, learned_bytes: int | None) -> int:

@@ -366,7 +366,7 @@ def _priced(
         for column in columns
     }
     count = len(blocks)
-    base = sharding.base_bytes(device) + scalar_bytes(device.type)
+    base = sharding.base_bytes(device) + sharding.all_reduced_bytes + scalar_bytes(device.type)
     forward, backward, between = [0] * count, [0] * count, [0] * (count + 1)
     for name, (_, peak, _) in segments.items():
         kind, _, number = name.partition(" ")

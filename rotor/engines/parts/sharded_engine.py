@@ -115,7 +115,8 @@ class ShardedBlocksEngine(MeteredEngine):
             self.context.check_devices((args, kwargs))
             check_arguments(self.context.module, args, kwargs)
             cancel_running()
-            allocator.meter(tree_tensors((args, kwargs))[0].device).start().stop()
+            with allocator.meter(tree_tensors((args, kwargs))[0].device):
+                pass
         except Exception as error:
             problem = error
         self.context.peers.all_well(problem)

@@ -1,0 +1,95 @@
+"""Lessons of steps on the link to a second tier.
+
+A plan counts on a speed. Where steps wait for the tier longer than the plan says, the speed that
+they have shown is planned for instead; where the tier is much faster, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from rotor.tier.offload import PLANNED_SHARE
+from rotor.units import format_bytes
+
+if TYPE_CHECKING:
+    from rotor.engines.graph.planned import GraphPlan
+
+__all__ = ["learn_link"]
+
+logger = logging.getLogger("rotor")
+
+_FIRST_STEPS, _STEPS = 3, 16
+"""Steps after which a new plan is compared with its link, and between later comparisons."""
+
+_MOST_LESSONS = 3
+_WAITED = 0.05
+"""Share of a step by which waits may exceed the plan's."""
+
+_FASTER = 1.5
+_LEAST_BYTES = 1 << 20
+
+
+def learn_link(plan: GraphPlan) -> bool:
+    """Return whether a plan is to be made again for another speed of its tier.
+
+    Parameters
+    ----------
+    plan
+        Plan, between two of its steps.
+    """
+    layout, offload = plan.layout, plan.step.offload
+    if layout is None or offload is None or offload.link is None:
+        return False
+    waits = layout.waits
+    steps = waits.steps - waits.seen_steps
+    due = _FIRST_STEPS if waits.seen_steps == 0 else _STEPS
+    if steps < due or offload.learned >= _MOST_LESSONS or plan.program.link != offload.link:
+        return False
+    waited = (waits.writing_ns + waits.reading_ns - waits.seen_ns) / steps / 1e9
+    rates = _shown(plan)
+    waits.see()
+    if layout.tier.traffic is not None:
+        layout.seen.take(layout.tier.traffic)
+    excess = waited - plan.program.waited
+    link = offload.link
+    if rates is None:
+        time = plan.program.link_time
+        share = time / (time + max(excess, 0.0)) if time else 1.0
+        rates = link.write_bytes_per_s * share, link.read_bytes_per_s * share
+        rates = rates[0] / PLANNED_SHARE, rates[1] / PLANNED_SHARE
+    planned = link.write_bytes_per_s, link.read_bytes_per_s
+    is_slow = excess > _WAITED * plan.makespan and (rates[0] < planned[0] or rates[1] < planned[1])
+    faster = PLANNED_SHARE / _FASTER
+    is_fast = faster * rates[0] > planned[0] and faster * rates[1] > planned[1]
+    if not is_slow and not is_fast:
+        return False
+    logger.info(
+        "second tier: %s/s written and %s/s read in steps, %.3g s waited in each, %.3g s planned: "
+        "planning again",
+        format_bytes(round(rates[0])),
+        format_bytes(round(rates[1])),
+        waited,
+        plan.program.waited,
+    )
+    offload.learn(*rates)
+    return True
+
+
+def _shown(plan: GraphPlan) -> tuple[float, float] | None:
+    """Return the bytes per second of writes and reads in a plan's steps; ``None`` if unknown."""
+    layout = plan.layout
+    assert layout is not None
+    traffic = layout.tier.traffic
+    link = plan.program.link
+    if traffic is None or link is None:
+        return None
+    found = traffic.since(layout.seen)
+    if min(found.written_bytes, found.read_bytes) < _LEAST_BYTES:
+        return None
+    writing = found.writing_ns - found.writes * link.latency_ns
+    reading = found.reading_ns - found.reads * link.latency_ns
+    return (
+        found.written_bytes / max(writing, 1) * 1e9,
+        found.read_bytes / max(reading, 1) * 1e9,
+    )

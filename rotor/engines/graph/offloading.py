@@ -1,0 +1,251 @@
+"""Offloaded values of a step: their places in a second tier, and their moves."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from rotor.engines.graph.actions import Action, Kind, actions_of, offloaded
+from rotor.engines.graph.lowering import Lowered
+from rotor.tier.interface import Tier, Traffic
+
+__all__ = ["Layout", "StepTier", "Waits", "layout_of"]
+
+logger = logging.getLogger("rotor")
+
+
+@dataclass
+class Waits:
+    """Time that steps of a program have spent in waits for a tier.
+
+    Attributes
+    ----------
+    writing_ns, reading_ns
+        For offloads to end, and for fetches.
+    steps
+        Number of steps.
+    seen_ns, seen_steps
+        Sum of the times, and steps, at the latest comparison with the plan.
+    """
+
+    writing_ns: int = 0
+    reading_ns: int = 0
+    steps: int = 0
+    seen_ns: int = 0
+    seen_steps: int = 0
+
+    def see(self) -> None:
+        """Note a comparison."""
+        self.seen_ns, self.seen_steps = self.writing_ns + self.reading_ns, self.steps
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Places of a program's offloaded values in the area of a step.
+
+    Attributes
+    ----------
+    tier
+        Tier.
+    offsets
+        Begin of each storage's place.
+    sizes
+        Bytes of each storage.
+    nbytes
+        Bytes of the area.
+    waits
+        Record of the waits.
+    seen
+        Traffic of the tier before the program's first step, then at the latest comparison.
+    """
+
+    tier: Tier
+    offsets: dict[int, int]
+    sizes: dict[int, int]
+    nbytes: int
+    waits: Waits = field(default_factory=Waits)
+    seen: Traffic = field(default_factory=Traffic)
+
+    def prepare(self) -> None:
+        """Reserve the area of a step now, where a full disk can still be named."""
+        self.tier.release(self.tier.allocate(self.nbytes))
+
+    def begin(self) -> StepTier:
+        """Return the offloaded values of a new step."""
+        if self.waits.steps == 0 and self.tier.traffic is not None:
+            self.seen.take(self.tier.traffic)
+        self.waits.steps += 1
+        return StepTier(self)
+
+
+class StepTier:
+    """Offloaded values of one step; they go with the last reference to it.
+
+    Parameters
+    ----------
+    layout
+        Places.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._tickets: dict[tuple[Kind, int], tuple[Any, torch.Tensor]] = {}
+        self._forms: dict[int, tuple[Any, ...]] = {}
+        self._layout = layout
+        self._tier = layout.tier
+        self._area: Any = None
+        self._area = self._tier.allocate(layout.nbytes)
+
+    def write(self, storage: int, tensor: torch.Tensor) -> None:
+        """Begin to write the storage of a tensor."""
+        memory, begin, room = tensor.untyped_storage(), 0, self._layout.sizes[storage]
+        nbytes = memory.nbytes()
+        if nbytes > room:
+            # An operator has cloned more than the value: what lies before it, or beyond.
+            begin, nbytes = _extent(tensor)
+        if nbytes > room:
+            raise RuntimeError(
+                f"a value of {nbytes} bytes is to be offloaded, and its plan has room for {room}: "
+                "an operation has made more than when it was measured. Run measure() again"
+            )
+        source = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        source.set_(memory, begin, (nbytes,), (1,))
+        phase = source.data_ptr() % self._tier.alignment_bytes
+        offset = tensor.storage_offset() - begin // tensor.itemsize
+        form = tensor.shape, tensor.stride(), offset
+        self._forms[storage] = tensor.dtype, tensor.device, form, nbytes, phase
+        # An earlier write of the same values, by a first backward, is complete.
+        ticket = self._tier.write(self._area, self._layout.offsets[storage], source)
+        self._tickets[Kind.FINISH, storage] = ticket, source
+
+    def written(self, storage: int) -> None:
+        """Wait until a storage is written, and let go of it."""
+        self._layout.waits.writing_ns += self._wait(Kind.FINISH, storage)
+
+    def fetch(self, storage: int) -> torch.Tensor:
+        """Return a new tensor of a storage's form, whose bytes are on their way."""
+        dtype, device, (shape, stride, offset), nbytes, phase = self._forms[storage]
+        target = _new_bytes(nbytes, phase, self._tier.alignment_bytes, device)
+        made = torch.empty(0, dtype=dtype, device=device)
+        made.set_(target.untyped_storage(), offset, shape, stride)
+        ticket = self._tier.read(self._area, self._layout.offsets[storage], target)
+        self._tickets[Kind.FETCH, storage] = ticket, target
+        return made
+
+    def fetched(self, storage: int) -> None:
+        """Wait until the bytes of a fetched storage have come."""
+        self._layout.waits.reading_ns += self._wait(Kind.FETCH, storage)
+
+    def _wait(self, kind: Kind, storage: int) -> int:
+        known = self._tickets.get((kind, storage))
+        if known is None:
+            # A second backward of the same step: it has been waited for.
+            return 0
+        begun = time.monotonic_ns()
+        self._tier.wait(known[0])
+        del self._tickets[kind, storage]
+        return time.monotonic_ns() - begun
+
+    def __del__(self) -> None:
+        # What still moves needs its memory and its place.
+        for ticket, _ in self._tickets.values():
+            try:
+                self._tier.wait(ticket)
+            except Exception as error:
+                logger.info("a transfer of a dropped step failed: %s", error)
+        self._tickets.clear()
+        if self._area is not None:
+            self._tier.release(self._area)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the bytes up to its last one."""
+    reached = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    elements = 1 + int(reached) if tensor.numel() else 0
+    return int(tensor.storage_offset()) * tensor.itemsize, elements * tensor.itemsize
+
+
+def _new_bytes(nbytes: int, phase: int, alignment: int, device: torch.device) -> torch.Tensor:
+    """Return new bytes, a storage of their own, whose address has a phase modulo an alignment.
+
+    Operators that clone a tensor with its strides copy the storage from its begin: a value within
+    larger memory would make them allocate more than for the first one.
+    """
+    if alignment == 1:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    room = torch.empty(nbytes + alignment, dtype=torch.uint8)
+    begin = (phase - room.data_ptr()) % alignment
+    return torch.from_numpy(room.numpy()[begin : begin + nbytes])
+
+
+def layout_of(
+    tier: Tier, lowered: Lowered, numbers: Sequence[int], sizes: Sequence[int]
+) -> Layout | None:
+    """Return places for a program's offloaded values; ``None`` if it has none.
+
+    Parameters
+    ----------
+    tier
+        Tier.
+    lowered, numbers
+        Operations, and the actions of the program.
+    sizes
+        Bytes of the storages.
+    """
+    actions = actions_of(lowered, numbers)
+    lives = _lives(actions, lowered.loss)
+    if not lives:
+        return None
+    offsets, nbytes = _placed(lives, {s: tier.room(sizes[s]) for s in lives})
+    return Layout(tier, offsets, {s: sizes[s] for s in lives}, nbytes)
+
+
+def _lives(actions: Sequence[Action], loss: int) -> dict[int, tuple[int, int]]:
+    """Return when each storage has a place in the tier.
+
+    The values that a forward has written and a backward fetches stay to the end: a backward that
+    keeps its graph is followed by another one, which fetches them again.
+    """
+    boundary = next(
+        k for k, action in enumerate(actions) if action.kind is Kind.RUN and action.number == loss
+    )
+    fetched: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for position, action in enumerate(actions):
+        if action.kind is Kind.FETCH:
+            fetched[action.number] = last[action.number] = position
+        for storage in action.reads:
+            if fetched.get(storage) == last.get(storage) is not None:
+                # The first reading after the last fetch so far ends that.
+                last[storage] = position
+                del fetched[storage]
+    found = {}
+    for storage, places in offloaded(actions).items():
+        if places:
+            crosses = places[0] < boundary < last[storage]
+            found[storage] = places[0], len(actions) if crosses else last[storage]
+    return found
+
+
+def _placed(lives: dict[int, tuple[int, int]], rooms: dict[int, int]) -> tuple[dict[int, int], int]:
+    """Return an offset for each storage, and the bytes in all: large ones first, lowest place."""
+    order = sorted(lives, key=lambda s: (-rooms[s], s))
+    begins = np.array([lives[s][0] for s in order], dtype=np.int64)
+    ends = np.array([lives[s][1] for s in order], dtype=np.int64)
+    lows = np.zeros(len(order), dtype=np.int64)
+    highs = np.zeros(len(order), dtype=np.int64)
+    for k, storage in enumerate(order):
+        beside = np.flatnonzero((begins[:k] <= ends[k]) & (begins[k] <= ends[:k]))
+        place = 0
+        for other in beside[np.argsort(lows[beside], kind="stable")]:
+            if lows[other] - place >= rooms[storage]:
+                break
+            place = max(place, int(highs[other]))
+        lows[k], highs[k] = place, place + rooms[storage]
+    offsets = {storage: int(lows[k]) for k, storage in enumerate(order)}
+    return offsets, int(highs.max(initial=0))

@@ -1,0 +1,114 @@
+"""Moments at which the transfers of a program with a second tier begin and end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rotor.graph.program import Program
+
+__all__ = ["Transfer", "Transfers", "transfers_of"]
+
+_NS = 1e9
+
+
+class Transfer(NamedTuple):
+    """Transfer of a storage.
+
+    Attributes
+    ----------
+    kind
+        "written" or "fetched".
+    storage, nbytes
+        Storage, and its bytes.
+    begin_ns, end_ns
+        Moments of the predicted step.
+    """
+
+    kind: str
+    storage: int
+    nbytes: int
+    begin_ns: int
+    end_ns: int
+
+
+@dataclass
+class Transfers:
+    """Predicted step of a program on the clock of its operations.
+
+    Attributes
+    ----------
+    moved
+        Transfers, in the order in which they begin.
+    waits_ns
+        Time that each run waits for the tier before it, the waits of finished offloads included.
+    end_ns
+        End of the step.
+    """
+
+    moved: list[Transfer] = field(default_factory=list)
+    waits_ns: list[int] = field(default_factory=list)
+    end_ns: int = 0
+
+
+def transfers_of(program: Program, least_ns: int = 0) -> Transfers:
+    """Return the transfers of a program.
+
+    Parameters
+    ----------
+    program
+        Any program.
+    least_ns
+        Least duration of a run; a page or trace shows none shorter.
+    """
+    graph, link, found = program.graph, program.link, Transfers()
+    runs, storages = len(graph), len(graph.storages)
+    finished = {k - runs for k in program.actions.tolist() if runs <= k < runs + storages}
+    begins = _writes(program, finished)
+    now = waited = 0
+    free = {"written": 0, "fetched": 0}
+    written: dict[int, int] = {}
+    ready: dict[int, int] = {}
+
+    def move(kind: str, storage: int, earliest: int) -> int:
+        assert link is not None
+        nbytes = graph.storages[storage].bytes
+        speed = link.write_bytes_per_s if kind == "written" else link.read_bytes_per_s
+        last = free[kind] if link.duplex else max(free.values())
+        begin = max(last, earliest)
+        free[kind] = begin + link.latency_ns + math.ceil(nbytes * _NS / speed)
+        found.moved.append(Transfer(kind, storage, nbytes, begin, free[kind]))
+        return free[kind]
+
+    for position, number in enumerate(program.actions.tolist()):
+        if number < runs:
+            operation = graph.operations[number]
+            start = max(now, *(ready.get(s, 0) for s in operation.inputs), 0)
+            found.waits_ns.append(waited + start - now)
+            now, waited = start + max(operation.cost_ns, least_ns), 0
+            for storage in begins.get(position, ()):
+                written[storage] = move("written", storage, now)
+        elif number < runs + storages:
+            end = max(now, written.get(number - runs, 0))
+            waited += end - now
+            now = end
+        else:
+            storage = number - runs - storages
+            ready[storage] = move("fetched", storage, max(now, written.get(storage, 0)))
+    found.end_ns = now
+    return found
+
+
+def _writes(program: Program, finished: set[int]) -> dict[int, list[int]]:
+    """Return the storages whose writes begin after each run: the last one before their finish."""
+    graph, runs = program.graph, len(program.graph)
+    made: dict[int, int] = {}
+    begins: dict[int, list[int]] = {}
+    for position, number in enumerate(program.actions.tolist()):
+        if number < runs:
+            outputs = graph.operations[number].outputs
+            made.update({storage: position for storage in outputs if storage in finished})
+        elif number < runs + len(graph.storages):
+            begins.setdefault(made[number - runs], []).append(number - runs)
+    return begins

@@ -1,0 +1,13 @@
+"""Second tiers of memory: places outside of a device's memory for values of a step.
+
+A plan with a tier keeps a value, computes it again, or moves it to the tier and back.
+"""
+
+from __future__ import annotations
+
+from rotor.tier.disk import DiskTier
+from rotor.tier.host import HostTier
+from rotor.tier.interface import Tier, Traffic
+from rotor.tier.offload import measure_link
+
+__all__ = ["DiskTier", "HostTier", "Tier", "Traffic", "measure_link"]

@@ -1,0 +1,204 @@
+"""Disk as the second tier of a CPU."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rotor import _core
+from rotor.tier.interface import Tier, Traffic
+from rotor.tier.space import Space
+from rotor.units import exact_bytes
+
+__all__ = ["DiskTier"]
+
+
+@dataclass
+class _Area:
+    begin: int
+    end: int
+    phases: dict[int, int] = field(default_factory=dict)
+
+
+class _Ticket:
+    """Transfer, counted once it has been waited for."""
+
+    __slots__ = ("is_counted", "is_write", "nbytes", "transfer")
+
+    def __init__(self, transfer: _core.Transfer, nbytes: int, *, is_write: bool) -> None:
+        self.transfer = transfer
+        self.nbytes = nbytes
+        self.is_write = is_write
+        self.is_counted = False
+
+
+class DiskTier(Tier):
+    """Second tier in a file without a name, which is gone when the process ends.
+
+    One thread writes and reads past the page cache, straight from and to the memory of tensors, so
+    that the bytes leave memory and nothing is copied.
+
+    Parameters
+    ----------
+    directory
+        Folder on the disk; by default ``$TMPDIR``, else ``/var/tmp``.
+    buffered
+        True to go through the page cache, on file systems that cannot do otherwise. Pages are
+        dropped once they are on the disk; until then they take memory, which control groups count.
+        On a file system in memory, such as tmpfs, nothing is gained at all.
+
+    Raises
+    ------
+    OSError
+        The folder cannot hold a file.
+    ValueError
+        The file system moves nothing past the page cache.
+    """
+
+    wears_out = True
+
+    def __init__(
+        self, directory: str | os.PathLike[str] | None = None, *, buffered: bool = False
+    ) -> None:
+        self.directory = Path(directory) if directory is not None else _default_directory()
+        self.buffered = buffered
+        try:
+            self._file = _core.DiskFile(self.directory, buffered)
+        except OSError as error:
+            if error.errno is not None:
+                raise OSError(
+                    error.errno,
+                    f"{os.strerror(error.errno)}: no file for offloaded values can be made in this "
+                    "folder; offload='disk:FOLDER' or DiskTier(FOLDER) names another one",
+                    str(self.directory),
+                ) from None
+            raise ValueError(
+                f"the file system of {self.directory} has no direct input and output (O_DIRECT): "
+                "offloaded values would stay in the page cache, which is memory. Name a folder on "
+                "a disk, offload='disk:FOLDER'; DiskTier(FOLDER, buffered=True) goes through the "
+                "page cache, and control groups count its pages until they are written"
+            ) from None
+        self.alignment_bytes = self._file.sector_bytes
+        self.traffic: Traffic = Traffic()
+        self._space = Space()
+        self._reserved = 0
+        _open.add(self)
+
+    def __reduce__(self) -> Any:
+        return _made, (str(self.directory), self.buffered)
+
+    def __repr__(self) -> str:
+        return f"DiskTier({str(self.directory)!r}{', buffered=True' if self.buffered else ''})"
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that the file takes on the disk, for all areas that were used at one time."""
+        return self._reserved
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return a range of the file, whose blocks on the disk are reserved."""
+        area = _Area(*self._space.take(nbytes))
+        if area.end > self._reserved:
+            try:
+                self._file.reserve(area.end)
+            except OSError as error:
+                self.release(area)
+                raise OSError(
+                    error.errno,
+                    f"{os.strerror(error.errno or errno.EIO)}: offloaded values need "
+                    f"{exact_bytes(area.end)} on the disk, which this folder does not have; give a "
+                    "folder with more room, or a lower offload_limit",
+                    str(self.directory),
+                ) from None
+            self._reserved = max(self._reserved, area.end)
+        return area
+
+    def write(self, area: Any, offset: int, source: torch.Tensor) -> Any:
+        """Begin to write a tensor's bytes."""
+        address = source.data_ptr()
+        area.phases[offset] = address % self.alignment_bytes
+        return self._begin(area, offset, source, address, is_write=True)
+
+    def read(self, area: Any, offset: int, target: torch.Tensor) -> Any:
+        """Begin to read bytes into a tensor."""
+        address = target.data_ptr()
+        if area.phases.get(offset) != address % self.alignment_bytes:
+            raise ValueError(
+                f"a read at offset {offset} goes to an address of phase "
+                f"{address % self.alignment_bytes}, expected {area.phases.get(offset)}, the phase "
+                "of the write"
+            )
+        return self._begin(area, offset, target, address, is_write=False)
+
+    def _begin(
+        self, area: Any, offset: int, memory: torch.Tensor, address: int, *, is_write: bool
+    ) -> _Ticket:
+        nbytes = memory.nbytes
+        if offset < 0 or area.begin + offset + self.room(nbytes) > area.end:
+            raise ValueError(
+                f"{nbytes} bytes at offset {offset} need {self.room(nbytes)} of the area's "
+                f"{area.end - area.begin}"
+            )
+        transfer = self._file.begin(is_write, address, nbytes, area.begin + offset, memory)
+        return _Ticket(transfer, nbytes, is_write=is_write)
+
+    def wait(self, ticket: Any) -> None:
+        """Wait for a transfer; raise OSError if it failed."""
+        try:
+            ticket.transfer.wait()
+        except OSError as error:
+            act = "writing" if ticket.is_write else "reading"
+            raise OSError(
+                error.errno,
+                f"{os.strerror(error.errno or errno.EIO)}: {act} {ticket.nbytes} bytes of an "
+                "offloaded value failed, and with it the training step; nothing of the model has "
+                "changed but what the step had done before",
+                str(self.directory),
+            ) from None
+        if not ticket.is_counted:
+            ticket.is_counted = True
+            self.traffic.add(ticket.nbytes, ticket.transfer.busy_ns, is_write=ticket.is_write)
+
+    def release(self, area: Any) -> None:
+        """Free the range of a step for later ones."""
+        self._space.give_back((area.begin, area.end))
+
+    def drain(self) -> None:
+        """Wait until no transfer moves."""
+        self._file.drain()
+
+    def close(self) -> None:
+        """Close the file once its transfers have ended; the disk's space is free then."""
+        self._file.close()
+
+
+def _default_directory() -> Path:
+    named = os.environ.get("TMPDIR")
+    if named:
+        return Path(named)
+    # /tmp often lies in memory.
+    usual = Path("/var/tmp")
+    return usual if usual.is_dir() else Path(tempfile.gettempdir())
+
+
+def _made(directory: str, buffered: bool) -> DiskTier:
+    return DiskTier(directory, buffered=buffered)
+
+
+_open: weakref.WeakSet[DiskTier] = weakref.WeakSet()
+
+
+def _drain() -> None:
+    """Have nothing move while the memory of this process is shared with a new one."""
+    for tier in list(_open):
+        tier.drain()
+
+
+os.register_at_fork(before=_drain)

@@ -1,0 +1,157 @@
+"""Memory of the host as the second tier of an accelerator.
+
+The order of copies and computing is kept by events, on the device alone. C is the stream on which a
+step computes, D and H are streams of copies to the host and back:
+
+- a write begins when C has made the value, and the step keeps the value until C has waited for the
+  copy: its memory may then be used again, in the order of C;
+- a fetch is into memory that C has allocated, and begins when C has reached that allocation, since
+  the block may still be in use by what C ran before; the first use waits for the copy on C;
+- bytes of the host are overwritten after the copies that read them.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from rotor.tier.interface import Tier
+
+__all__ = ["HostTier"]
+
+_LINE = 256
+
+
+class _Copy(NamedTuple):
+    """Copy of a range of the host's memory, and the event after it."""
+
+    begin: int
+    end: int
+    event: torch.Event
+
+
+@dataclass
+class _Area:
+    slab: torch.Tensor
+    written: dict[int, torch.Event] = field(default_factory=dict)
+    reads: dict[int, _Copy] = field(default_factory=dict)
+    latest: list[torch.Event] = field(default_factory=list)
+
+
+class _Ticket(NamedTuple):
+    event: torch.Event
+    device: torch.device
+    held: torch.Tensor
+
+
+class HostTier(Tier):
+    """Second tier in pinned memory of the host, for accelerators.
+
+    A slab of pinned memory is made when a plan is, and used by all of its steps; a second one if a
+    forward begins before the backward of an earlier step. PyTorch rounds pinned memory up to a
+    power of two. Copies run on two streams of their own, beside the computation.
+    """
+
+    duplex = True
+
+    def __init__(self) -> None:
+        self._free: list[_Area] = []
+        self._streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> Any:
+        return HostTier, ()
+
+    def __repr__(self) -> str:
+        return "HostTier()"
+
+    def reaches(self, device: torch.device) -> bool:
+        """Return whether a device is an accelerator."""
+        return device.type != "cpu"
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return pinned memory: of an earlier step if it is large enough."""
+        with self._lock:
+            fitting = [area for area in self._free if len(area.slab) >= nbytes]
+            if fitting:
+                found = min(fitting, key=lambda area: len(area.slab))
+                self._free = [area for area in self._free if area is not found]
+                return found
+            # Slabs of smaller plans are not needed again.
+            smaller, self._free = self._free, []
+        _finish(smaller)
+        try:
+            return _Area(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
+        except RuntimeError as error:
+            raise OSError(
+                12, f"no pinned memory of {nbytes} bytes for offloaded values: {error}"
+            ) from error
+
+    def write(self, area: Any, offset: int, source: torch.Tensor) -> Any:
+        """Begin to copy a tensor's bytes to the host, once they are made."""
+        device = source.device
+        computing, to_host, _ = self._on(device)
+        place = area.slab[offset : offset + len(source)]
+        to_host.wait_event(computing.record_event())
+        for event in area.latest:
+            to_host.wait_event(event)
+        area.latest = []
+        for copy in area.reads.values():
+            if copy.begin < offset + len(source) and offset < copy.end:
+                to_host.wait_event(copy.event)
+        with to_host:
+            place.copy_(source, non_blocking=True)
+            event = to_host.record_event()
+        area.written[offset] = event
+        return _Ticket(event, device, source)
+
+    def read(self, area: Any, offset: int, target: torch.Tensor) -> Any:
+        """Begin to copy bytes of the host into new memory of the device."""
+        device = target.device
+        computing, _, to_device = self._on(device)
+        place = area.slab[offset : offset + len(target)]
+        to_device.wait_event(computing.record_event())
+        to_device.wait_event(area.written[offset])
+        with to_device:
+            target.copy_(place, non_blocking=True)
+            event = to_device.record_event()
+        area.reads[offset] = _Copy(offset, offset + len(target), event)
+        return _Ticket(event, device, target)
+
+    def wait(self, ticket: Any) -> None:
+        """Have the computation wait for a copy."""
+        torch.accelerator.current_stream(ticket.device.index).wait_event(ticket.event)
+
+    def release(self, area: Any) -> None:
+        """Keep the memory for a later step, whose copies come after the ones of this step."""
+        area.latest += [*area.written.values(), *(copy.event for copy in area.reads.values())]
+        area.written, area.reads = {}, {}
+        self._free = [*self._free, area]
+
+    def room(self, nbytes: int) -> int:
+        """Return the bytes of a slab that a buffer takes, whole lines of the memory."""
+        return -(-nbytes // _LINE) * _LINE
+
+    def close(self) -> None:
+        """Free the memory of steps that have ended."""
+        with self._lock:
+            areas, self._free = self._free, []
+        _finish(areas)
+
+    def _on(self, device: torch.device) -> tuple[torch.Stream, torch.Stream, torch.Stream]:
+        """Return the stream that computes now, and the ones that copy from and to a device."""
+        computing = torch.accelerator.current_stream(device.index)
+        with self._lock:
+            if device not in self._streams:
+                self._streams[device] = torch.Stream(device), torch.Stream(device)
+        return computing, *self._streams[device]
+
+
+def _finish(areas: list[_Area]) -> None:
+    """Wait until nothing is copied to or from areas whose memory goes."""
+    for area in areas:
+        for event in area.latest:
+            event.synchronize()

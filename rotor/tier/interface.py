@@ -1,0 +1,134 @@
+"""Interface of a second tier of memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from rotor import _core
+
+__all__ = ["Tier", "Traffic"]
+
+
+@dataclass
+class Traffic:
+    """Transfers of a tier that have been waited for.
+
+    Attributes
+    ----------
+    written_bytes, read_bytes
+        Bytes that were moved.
+    writing_ns, reading_ns
+        Time in which they moved.
+    writes, reads
+        Number of transfers.
+    """
+
+    written_bytes: int = 0
+    read_bytes: int = 0
+    writing_ns: int = 0
+    reading_ns: int = 0
+    writes: int = 0
+    reads: int = 0
+
+    def add(self, nbytes: int, ns: int, *, is_write: bool) -> None:
+        """Count a transfer."""
+        if is_write:
+            self.written_bytes += nbytes
+            self.writing_ns += ns
+            self.writes += 1
+        else:
+            self.read_bytes += nbytes
+            self.reading_ns += ns
+            self.reads += 1
+
+    def since(self, earlier: Traffic) -> Traffic:
+        """Return the transfers after an earlier moment."""
+        return Traffic(*(getattr(self, f) - getattr(earlier, f) for f in self.__annotations__))
+
+    def take(self, other: Traffic) -> None:
+        """Take over the figures of another object."""
+        for name in self.__annotations__:
+            setattr(self, name, getattr(other, name))
+
+    def copy(self) -> Traffic:
+        """Return the same figures as another object."""
+        return self.since(Traffic())
+
+
+class Tier(ABC):
+    """Second tier of memory: five methods that any place with room for bytes can offer.
+
+    Bytes are given and taken as tensors of type uint8 and one dimension. Transfers are in the order
+    in which they were begun: a read that is begun after a write to its place returns what the write
+    brought. All methods may be called from several threads.
+
+    Attributes
+    ----------
+    alignment_bytes
+        Power of two: offsets are multiples of it, and a read goes to an address that equals,
+        modulo this number, the address of the write. 1 leaves both free.
+    least_bytes
+        Size of the smallest value that is worth a transfer.
+    wears_out
+        True if bytes written use up its life, which reports then name.
+    duplex
+        True if writes and reads do not wait for each other.
+    device_types
+        Types of the devices whose memory it reads and writes.
+    traffic
+        Transfers so far, if the tier counts them.
+    """
+
+    alignment_bytes: int = 1
+    least_bytes: int = 1 << 16
+    duplex: bool = False
+    wears_out: bool = False
+    device_types: ClassVar[frozenset[str]] = frozenset({"cpu"})
+    traffic: Traffic | None = None
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> Any:
+        """Return an area for one training step; raise OSError if there is no room.
+
+        Parameters
+        ----------
+        nbytes
+            Bytes that the step will use at most, at offsets of its own.
+        """
+
+    @abstractmethod
+    def write(self, area: Any, offset: int, source: torch.Tensor) -> Any:
+        """Begin to copy bytes to an area; return a ticket for `wait`.
+
+        The source is unchanged until the ticket has been waited for.
+        """
+
+    @abstractmethod
+    def read(self, area: Any, offset: int, target: torch.Tensor) -> Any:
+        """Begin to copy bytes from an area; return a ticket for `wait`."""
+
+    @abstractmethod
+    def wait(self, ticket: Any) -> None:
+        """Wait until a transfer is complete for the operations that follow on its device.
+
+        Errors of the transfer are raised here, also if a ticket is waited for again.
+        """
+
+    @abstractmethod
+    def release(self, area: Any) -> None:
+        """Free an area; the transfers of the step have been waited for."""
+
+    def reaches(self, device: torch.device) -> bool:
+        """Return whether the tier reads and writes the memory of a device."""
+        return device.type in self.device_types
+
+    def room(self, nbytes: int) -> int:
+        """Return the bytes of an area that a buffer takes."""
+        return _core.tier_room(self.alignment_bytes, nbytes)
+
+    def close(self) -> None:  # noqa: B027
+        """Give up the place; by default nothing has to be done."""

@@ -1,0 +1,207 @@
+"""Choice of a second tier, and the speed of the link to it."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rotor.graph.link import Link
+from rotor.tier.disk import DiskTier
+from rotor.tier.host import HostTier
+from rotor.tier.interface import Tier
+from rotor.units import format_bytes, parse_bytes
+
+__all__ = ["PLANNED_SHARE", "Offload", "check_device", "checked_offload", "measure_link", "tier_of"]
+
+logger = logging.getLogger("rotor")
+
+PLANNED_SHARE = 0.75
+"""Share of a measured speed that plans count on: a slow link costs more than a fast one gains."""
+
+_SAMPLES = 5
+_SAMPLE_BYTES = 16 << 20
+_SMALL_BYTES = 1 << 12
+_COMPUTED = 256
+
+
+_measured: weakref.WeakKeyDictionary[Tier, Link] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class Offload:
+    """Second tier of a model.
+
+    Attributes
+    ----------
+    tier
+        Tier.
+    limit_bytes
+        Most bytes that a step may have there; ``None`` for any.
+    link
+        Speed on which plans count; ``None`` before it is measured.
+    learned
+        Number of times that metered steps have corrected it.
+    """
+
+    tier: Tier
+    limit_bytes: int | None = None
+    link: Link | None = None
+    learned: int = 0
+
+    def known_link(self, device: torch.device) -> Link:
+        """Return the link on which plans count, measured at the first time."""
+        if self.link is None:
+            found = _measured.get(self.tier)
+            if found is None:
+                found = _measured[self.tier] = measure_link(self.tier, device)
+            self.link = replace(
+                found,
+                write_bytes_per_s=PLANNED_SHARE * found.write_bytes_per_s,
+                read_bytes_per_s=PLANNED_SHARE * found.read_bytes_per_s,
+                host_bytes=self.limit_bytes,
+            )
+            logger.info(
+                "second tier: %s/s written, %s/s read, planned for %.0f %% of it",
+                format_bytes(round(found.write_bytes_per_s)),
+                format_bytes(round(found.read_bytes_per_s)),
+                100 * PLANNED_SHARE,
+            )
+        return self.link
+
+    def learn(self, write_bytes_per_s: float, read_bytes_per_s: float) -> None:
+        """Count from now on on the speed that steps have shown."""
+        assert self.link is not None
+        self.learned += 1
+        self.link = replace(
+            self.link,
+            write_bytes_per_s=PLANNED_SHARE * write_bytes_per_s,
+            read_bytes_per_s=PLANNED_SHARE * read_bytes_per_s,
+        )
+
+
+def checked_offload(
+    offload: Any, offload_limit: int | str | None, engine: str, backend: str
+) -> Offload | None:
+    """Return the second tier of an option; ``None`` for none.
+
+    Parameters
+    ----------
+    offload
+        ``None``, "disk", "disk:" with a folder, "host", or a `Tier`.
+    offload_limit
+        Most bytes there.
+    engine, backend
+        Options beside it, which must suit it.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An option is not as described, or does not suit another.
+    """
+    if offload is None:
+        if offload_limit is not None:
+            raise ValueError(
+                f"offload_limit = {offload_limit!r} is for offloaded values, and offload is None: "
+                'give offload="disk", or leave it out'
+            )
+        return None
+    is_known = isinstance(offload, Tier)
+    if not is_known and not isinstance(offload, str):
+        raise TypeError(f"offload must be None, text or a rotor.Tier, got {type(offload).__name__}")
+    is_name = is_known or offload in ("disk", "host") or offload.startswith("disk:")
+    if not is_name or offload == "disk:":
+        raise ValueError(
+            f'unknown offload {offload!r}, expected "disk", "disk:FOLDER", "host" or a rotor.Tier'
+        )
+    if engine not in ("auto", "graph"):
+        raise ValueError(
+            f'offload= moves values of captured graphs, and engine="{engine}" has none: use '
+            'engine="graph" or "auto"'
+        )
+    if backend != "fx":
+        raise ValueError(
+            f'offload= needs the order of all operations, which backend="{backend}" decides '
+            'itself: use backend="fx"'
+        )
+    limit = None if offload_limit is None else parse_bytes(offload_limit, name="offload_limit")
+    return Offload(offload if is_known else tier_of(offload), limit)
+
+
+def tier_of(offload: str) -> Tier:
+    """Return a new tier by its name, "host", "disk" or "disk:" with a folder."""
+    return HostTier() if offload == "host" else DiskTier(offload.partition(":")[2] or None)
+
+
+def measure_link(tier: Tier, device: torch.device | str = "cpu") -> Link:
+    """Return the median speed of a tier while the device computes.
+
+    Parameters
+    ----------
+    tier
+        Tier.
+    device
+        Device whose memory is moved.
+
+    Raises
+    ------
+    ValueError
+        The tier does not reach the device.
+    OSError
+        A transfer failed.
+    """
+    place = torch.device(device)
+    check_device(tier, place)
+    alignment = tier.alignment_bytes
+    buffer = torch.zeros(_SAMPLE_BYTES, dtype=torch.uint8, device=place)
+    matrix = torch.full((_COMPUTED, _COMPUTED), 1.0 / _COMPUTED, device=place)
+    area = tier.allocate(tier.room(_SAMPLE_BYTES))
+
+    def seconds(nbytes: int, *, is_write: bool) -> float:
+        before = None if tier.traffic is None else tier.traffic.copy()
+        begun = time.monotonic_ns()
+        ticket = (tier.write if is_write else tier.read)(area, 0, buffer[:nbytes])
+        torch.mm(matrix, matrix)
+        tier.wait(ticket)
+        if place.type != "cpu":
+            torch.accelerator.synchronize(place)
+        if tier.traffic is None or before is None:
+            return (time.monotonic_ns() - begun) / 1e9
+        found = tier.traffic.since(before)
+        return max(found.writing_ns if is_write else found.reading_ns, 1) / 1e9
+
+    try:
+        samples = [
+            tuple(
+                seconds(nbytes, is_write=is_write)
+                for nbytes in (_SMALL_BYTES, _SAMPLE_BYTES)
+                for is_write in (True, False)
+            )
+            for _ in range(_SAMPLES)
+        ]
+    finally:
+        tier.release(area)
+    quick_write, quick_read, write, read = map(statistics.median, zip(*samples, strict=True))
+    latency = min(quick_write, quick_read)
+    return Link(
+        _SAMPLE_BYTES / max(write - latency, 1e-9),
+        _SAMPLE_BYTES / max(read - latency, 1e-9),
+        latency_s=latency,
+        duplex=tier.duplex,
+        least_bytes=tier.least_bytes,
+        padding_bytes=alignment if alignment > 1 else 0,
+    )
+
+
+def check_device(tier: Tier, device: torch.device) -> None:
+    """Raise ValueError if a tier does not reach the memory of a device."""
+    if not tier.reaches(device):
+        raise ValueError(
+            f"{type(tier).__name__} does not reach the memory of {device.type}, on which this step "
+            'runs: offload="disk" is for the CPU, offload="host" for accelerators'
+        )

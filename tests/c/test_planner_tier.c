@@ -1,0 +1,298 @@
+#include "dataflows.h"
+#include "planner_clocks.h"
+#include "planner_joint.h"
+#include "planner_random.h"
+#include "planner_sequence_check.h"
+#include "testing.h"
+
+static drawing_t drawing;
+
+static const rotor_link_t plain = {.write_bytes_per_s = 1e11,
+                                   .read_bytes_per_s = 1e11,
+                                   .host_bytes = INT64_MAX,
+                                   .least_bytes = 1,
+                                   .padding_bytes = 7};
+
+static void build(rotor_dataflow_t *graph, int64_t layers, uint64_t seed) {
+    draw_training(&drawing, layers, seed);
+    rotor_dataflow_arrays_t arrays = arrays_of(&drawing);
+    rotor_dataflow_init(graph);
+    CHECK(rotor_dataflow_build(graph, &arrays) == ROTOR_OK);
+}
+
+static int64_t in_order(const rotor_dataflow_t *graph, rotor_program_t *program) {
+    rotor_cost_t cost = {0};
+    for (int32_t op = 0; op < graph->operation_count; op++) {
+        CHECK(rotor_program_append(program, op) == ROTOR_OK);
+    }
+    CHECK(rotor_program_simulate(graph, NULL, program->ops, program->length, &cost, NULL, NULL,
+                                 NULL) == ROTOR_OK);
+    return cost.peak_bytes;
+}
+
+/* The clocks, levels and host bytes of the slots against those of the simulator, where it is valid. */
+static bool agrees(const rotor_slots_t *slots, rotor_clock_blocks_t *clocks) {
+    rotor_program_t program;
+    rotor_cost_t cost = {0};
+    rotor_program_init(&program);
+    CHECK(rotor_slots_check(slots) == NULL);
+    CHECK(rotor_slots_store(slots, &program) == ROTOR_OK);
+    int ret = rotor_program_simulate(slots->graph, slots->link, program.ops, program.length, &cost,
+                                     NULL, NULL, NULL);
+    if (ret == ROTOR_OK) {
+        CHECK(rotor_clock_blocks_try(clocks, slots) == cost.time_ns);
+        CHECK(slots->moving.link_ns == cost.link_ns && slots->time_ns == cost.compute_ns);
+        CHECK(rotor_levels_most(&slots->levels, NULL) == cost.peak_bytes);
+        CHECK(rotor_levels_most(&slots->moving.host, NULL) == cost.host_bytes);
+    }
+    rotor_program_free(&program);
+    return ret == ROTOR_OK;
+}
+
+/* An item that may go into an empty slot, -1 for none. */
+static int32_t any_item(const rotor_slots_t *slots, int32_t slot, rotor_random_t *random) {
+    const rotor_dataflow_t *g = slots->graph;
+    int32_t s = rotor_random_below(random, g->storage_count);
+    int32_t finish = rotor_slots_finish(slots, s);
+    if (rotor_random_below(random, 2) == 0) {
+        int32_t op = rotor_random_below(random, g->operation_count);
+        bool is_ready = !rotor_dataflow_once(g, op) && g->flags[op] == 0;
+        for (int32_t j = g->input_start[op]; j < g->input_start[op + 1]; j++) {
+            is_ready = is_ready && rotor_events_below(&slots->events[g->inputs[j]], slot) > 0;
+        }
+        for (int32_t j = g->output_start[op]; j < g->output_start[op + 1]; j++) {
+            is_ready = is_ready && rotor_events_below(&slots->events[g->outputs[j]], slot) > 0;
+        }
+        return is_ready ? op : -1;
+    }
+    if (slots->moving.read_ns[s] < 0 || rotor_events_below(&slots->events[s], slot) == 0) {
+        return -1;
+    }
+    return finish < 0      ? rotor_item_finish(g, s)
+           : finish < slot ? rotor_item_fetch(g, s)
+                           : -1;
+}
+
+static bool may_go(const rotor_slots_t *slots, int32_t slot) {
+    const rotor_dataflow_t *g = slots->graph;
+    int32_t item = slots->op_at[slot];
+    if (item < 0 || rotor_item_is_run(g, item)) {
+        return item >= 0 && rotor_slots_removable(slots, slot);
+    }
+    return rotor_item_is_fetch(g, item) ||
+           slots->moving.actions[rotor_item_storage(g, item)] == 1;
+}
+
+static void test_slots(void) {
+    int32_t valid = 0;
+    for (uint64_t seed = 1; seed < 40; seed++) {
+        rotor_dataflow_t graph;
+        rotor_program_t program;
+        rotor_slots_t slots;
+        rotor_clock_blocks_t clocks;
+        rotor_random_t random;
+        rotor_link_t link = plain;
+        link.duplex = seed % 2 == 0;
+        link.latency_ns = (int64_t)(seed % 3);
+        rotor_program_init(&program);
+        rotor_slots_init(&slots);
+        rotor_clock_blocks_init(&clocks);
+        rotor_random_init(&random, seed);
+        build(&graph, 5 + (int64_t)(seed % 20), seed);
+        (void)in_order(&graph, &program);
+        slots.link = &link;
+        CHECK(rotor_slots_load(&slots, &graph, program.ops, program.length) == ROTOR_OK);
+        CHECK(rotor_clock_blocks_load(&clocks, &slots) == ROTOR_OK);
+        for (int32_t k = 0; k < 300; k++) {
+            int32_t slot = rotor_random_below(&random, slots.slot_count);
+            if (slots.op_at[slot] < 0) {
+                int32_t item = any_item(&slots, slot, &random);
+                CHECK(item < 0 || rotor_slots_add(&slots, slot, item) == ROTOR_OK);
+            } else if (may_go(&slots, slot)) {
+                CHECK(rotor_slots_remove(&slots, slot) == ROTOR_OK);
+            }
+            if (k % 10 == 0 && agrees(&slots, &clocks)) {
+                valid++;
+                if (rotor_random_below(&random, 2) == 0) {
+                    rotor_clock_blocks_keep(&clocks, &slots);
+                    slots.change_count = 0;
+                } else {
+                    rotor_slots_undo(&slots, 0);
+                    rotor_slots_settle(&slots);
+                    CHECK(agrees(&slots, &clocks));
+                }
+            }
+        }
+        rotor_clock_blocks_free(&clocks);
+        rotor_slots_free(&slots);
+        CHECK(slots.link == &link);
+        rotor_program_free(&program);
+        rotor_dataflow_free(&graph);
+    }
+    CHECK(valid > 100);
+}
+
+/* Never slower than without the tier, within the budget and what the tier may hold; a seed gives one
+ * program. */
+static void test_plans(void) {
+    rotor_planner_options_t options = {.random_runs = 2, .moves = 3000};
+    int32_t faster = 0;
+    for (uint64_t seed = 1; seed < 16; seed++) {
+        rotor_dataflow_t graph;
+        rotor_program_t programs[3];
+        rotor_cost_t costs[3];
+        rotor_cost_t again;
+        rotor_link_t link = plain;
+        int64_t minimum = 0;
+        link.duplex = seed % 3 == 0;
+        link.host_bytes = seed % 4 == 0 ? 600 : INT64_MAX;
+        for (int k = 0; k < 3; k++) {
+            rotor_program_init(&programs[k]);
+        }
+        options.seed = seed;
+        build(&graph, 6 + (int64_t)seed, seed);
+        int64_t most = in_order(&graph, &programs[0]);
+        CHECK(rotor_planner_plan(&graph, 1, &options, NULL, &programs[0], &costs[0], &minimum) ==
+              ROTOR_ERR_INFEASIBLE);
+        int64_t budget = minimum + (most - minimum) / 4;
+        CHECK(rotor_planner_plan(&graph, budget, &options, NULL, &programs[0], &costs[0],
+                                 &minimum) == ROTOR_OK);
+        for (int k = 1; k < 3; k++) {
+            CHECK(rotor_joint_plan(&graph, &link, budget, &options, NULL, &programs[k], &costs[k],
+                                   &minimum) == ROTOR_OK);
+            CHECK(rotor_program_simulate(&graph, &link, programs[k].ops, programs[k].length,
+                                         &again, NULL, NULL, NULL) == ROTOR_OK);
+            CHECK(memcmp(&again, &costs[k], sizeof(again)) == 0);
+            CHECK(costs[k].peak_bytes <= budget && costs[k].time_ns <= costs[0].time_ns);
+            CHECK(costs[k].host_bytes <= link.host_bytes);
+        }
+        CHECK(programs[1].length == programs[2].length &&
+              memcmp(programs[1].ops, programs[2].ops,
+                     (size_t)programs[1].length * sizeof(*programs[1].ops)) == 0);
+        faster += costs[1].time_ns < costs[0].time_ns;
+        options.start = &programs[1];
+        CHECK(rotor_joint_plan(&graph, &link, budget, &options, NULL, &programs[2], &costs[2],
+                               &minimum) == ROTOR_OK);
+        CHECK(costs[2].time_ns <= costs[1].time_ns);
+        options.start = NULL;
+        for (int k = 0; k < 3; k++) {
+            rotor_program_free(&programs[k]);
+        }
+        rotor_dataflow_free(&graph);
+    }
+    CHECK(faster >= 8);
+}
+
+static bool stop_after(void *context, int64_t done, int64_t total) {
+    int64_t *left = context;
+    CHECK(done <= total);
+    return (*left)-- > 0;
+}
+
+static void test_interrupted(void) {
+    rotor_planner_options_t options = {.random_runs = 2, .moves = 100000, .seed = 3};
+    rotor_dataflow_t graph;
+    rotor_program_t program;
+    rotor_cost_t cost;
+    int64_t minimum;
+    build(&graph, 40, 5);
+    rotor_program_init(&program);
+    int64_t budget = in_order(&graph, &program) / 2;
+    for (int64_t calls = 0; calls < 400; calls += 40) {
+        int64_t left = calls;
+        rotor_callback_t callback = {.keep_going = stop_after, .context = &left};
+        int ret = rotor_joint_plan(&graph, &plain, budget, &options, &callback, &program, &cost,
+                                   &minimum);
+        CHECK(ret == ROTOR_ERR_INTERRUPTED || (ret == ROTOR_OK && left >= 0));
+    }
+    options.time_limit_ns = 1;
+    int ret = rotor_joint_plan(&graph, &plain, budget, &options, NULL, &program, &cost, &minimum);
+    CHECK(ret == ROTOR_OK || ret == ROTOR_ERR_INFEASIBLE);
+    rotor_program_free(&program);
+    rotor_dataflow_free(&graph);
+}
+
+static void test_infeasible(void) {
+    rotor_planner_options_t options = {.random_runs = 1, .moves = 200};
+    rotor_dataflow_t graph;
+    rotor_program_t program;
+    rotor_cost_t cost;
+    int64_t minimum = 0;
+    rotor_link_t wrong = plain;
+    build(&graph, 10, 2);
+    rotor_program_init(&program);
+    CHECK(rotor_joint_plan(&graph, &plain, 1, &options, NULL, &program, &cost, &minimum) ==
+          ROTOR_ERR_INFEASIBLE);
+    CHECK(minimum > 1 && program.length == 0);
+    CHECK(rotor_joint_plan(&graph, &plain, 0, &options, NULL, &program, &cost, &minimum) ==
+          ROTOR_ERR_BAD_BUDGET);
+    wrong.latency_ns = -1;
+    CHECK(rotor_joint_plan(&graph, &wrong, 1, &options, NULL, &program, &cost, &minimum) ==
+          ROTOR_ERR_NEGATIVE_TIME);
+    rotor_program_free(&program);
+    rotor_dataflow_free(&graph);
+}
+
+enum { POINTS = 5 };
+
+static void test_curve(void) {
+    rotor_planner_options_t options = {.random_runs = 1, .moves = 300, .seed = 2};
+    int ret = ROTOR_ERR_NO_MEMORY;
+    for (int64_t n = 0; n < 2 || ret == ROTOR_ERR_NO_MEMORY; n++) {
+        rotor_dataflow_t graph;
+        rotor_program_t programs[2 * POINTS];
+        rotor_cost_t costs[2 * POINTS];
+        int64_t count = 0;
+        int64_t joint = 0;
+        build(&graph, n == 0 ? 30 : 6, 7);
+        for (int32_t k = 0; k < 2 * POINTS; k++) {
+            rotor_program_init(&programs[k]);
+        }
+        rotor_testing_fail_after(n == 0 ? 0 : n * 7);
+        ret = rotor_joint_curve(&graph, &plain, POINTS, &options, NULL, programs, costs, &count);
+        rotor_testing_fail_after(0);
+        CHECK(ret == ROTOR_OK || (n > 0 && ret == ROTOR_ERR_NO_MEMORY));
+        for (int64_t k = 0; k < count && ret == ROTOR_OK; k++) {
+            rotor_cost_t again;
+            CHECK(rotor_program_simulate(&graph, &plain, programs[k].ops, programs[k].length,
+                                         &again, NULL, NULL, NULL) == ROTOR_OK);
+            CHECK(again.time_ns == costs[k].time_ns && again.peak_bytes == costs[k].peak_bytes);
+            joint += again.link_ns > 0;
+        }
+        CHECK(n > 0 || joint > 0);
+        for (int32_t k = 0; k < 2 * POINTS; k++) {
+            rotor_program_free(&programs[k]);
+        }
+        rotor_dataflow_free(&graph);
+    }
+}
+
+static void test_out_of_memory(void) {
+    rotor_planner_options_t options = {.random_runs = 0, .moves = 200, .seed = 1};
+    rotor_dataflow_t graph;
+    rotor_program_t program;
+    int ret = ROTOR_ERR_NO_MEMORY;
+    build(&graph, 8, 4);
+    rotor_program_init(&program);
+    int64_t budget = in_order(&graph, &program) * 3 / 5;
+    for (int64_t n = 1; ret == ROTOR_ERR_NO_MEMORY; n++) {
+        rotor_cost_t cost;
+        int64_t minimum;
+        rotor_testing_fail_after(n);
+        ret = rotor_joint_plan(&graph, &plain, budget, &options, NULL, &program, &cost, &minimum);
+        rotor_testing_fail_after(0);
+    }
+    CHECK(ret == ROTOR_OK);
+    rotor_program_free(&program);
+    rotor_dataflow_free(&graph);
+}
+
+static const test_case_t cases[] = {
+    {"slots", test_slots},
+    {"plans", test_plans},
+    {"curve", test_curve},
+    {"interrupted", test_interrupted}, {"infeasible", test_infeasible},
+    {"out_of_memory", test_out_of_memory},
+};
+
+TEST_MAIN(cases)

@@ -1,0 +1,205 @@
+"""Pinned memory of the host as the second tier of an accelerator whose streams are late."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from joint_programs import random_joint_program
+from torch import nn
+
+import rotor
+from rotor import graph as rg
+from rotor.tier import HostTier
+
+WIDTH, ROWS = 64, 128
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.norm(x + nn.functional.dropout(torch.tanh(layer(x)), 0.2))
+        return x
+
+
+@pytest.fixture(autouse=True)
+def _no_compiled_code_stays():
+    yield
+    torch._dynamo.reset()
+
+
+def engine(model: nn.Module, **settings) -> rotor.Checkpointable:
+    return rotor.Checkpointable(
+        model,
+        mem_limit="200 MiB",
+        engine="graph",
+        loss_fn=nn.functional.mse_loss,
+        planning="before",
+        verbosity=0,
+        **settings,
+    )
+
+
+def trained(sim, model, call, x, steps=3):
+    found, peaks, target = [], [], torch.zeros_like(x)
+    for k in range(steps):
+        torch.manual_seed(k)
+        model.zero_grad(set_to_none=True)
+        level = sim.memory_allocated()
+        sim.reset_peak_memory_stats()
+        loss = call(x, targets=(target,))
+        loss.backward()
+        peaks.append(sim.max_memory_allocated() - level)
+        found += [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters())]
+        del loss
+    model.zero_grad(set_to_none=True)
+    return found, peaks
+
+
+def offloading(model, x, seed, tier):
+    """A wrapped model that runs a random program with fetches."""
+    chk = engine(model, offload=tier)
+    step = chk.measure(x, targets=(torch.zeros_like(x),))
+    graph = step.graph(0)
+    sizes = [storage.bytes for storage in graph.storages]
+    actions = random_joint_program(step.lowered, sizes, seed, 0.1 * (seed % 3), 0.8)
+    program = rg.Program(graph, actions, step.link)
+    assert len(program.actions) > len(program.ops) + 10
+    chk.load_plan(program)
+    return chk
+
+
+@pytest.fixture
+def tier():
+    made = HostTier()
+    made.least_bytes = 1
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_are_equal_and_as_large_as_predicted(sim, seed, tier):
+    torch.manual_seed(0)
+    model = Net().to("sim")
+    twin, x = copy.deepcopy(model), torch.randn(ROWS, WIDTH, device="sim")
+    chk, races = offloading(model, x, seed, tier), sim.races()
+    expected, _ = trained(sim, twin, engine(twin), x)
+    # The slab is made at plan time: its first step is as the others.
+    found, peaks = trained(sim, model, chk, x)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    assert chk.plan.program.host_peak_bytes > 0
+    assert max(peaks) <= chk.plan.predicted_bytes
+    assert sim.races() == races
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+def late(value: float) -> torch.Tensor:
+    """A tensor whose bytes come when the stream gets there."""
+    return torch.full((500,), value).pin_memory().to("sim", non_blocking=True)
+
+
+def test_a_write_waits_for_the_value(sim, tier):
+    area = tier.allocate(2000)
+    ticket = tier.write(area, 0, as_bytes(late(3.0)))
+    tier.wait(ticket)
+    sim.synchronize()
+    assert area.slab[:2000].view(torch.float32).eq(3).all()
+
+
+def test_memory_is_used_again_after_its_copy(sim, tier):
+    area = tier.allocate(2000)
+    source = late(3.0)
+    address, ticket = source.data_ptr(), tier.write(area, 0, as_bytes(source))
+    tier.wait(ticket)
+    del ticket, source
+    other = torch.full((500,), 5.0, device="sim")
+    assert other.data_ptr() == address
+    sim.synchronize()
+    assert area.slab[:2000].view(torch.float32).eq(3).all()
+
+
+def test_a_fetch_waits_for_its_write_and_for_its_memory(sim, tier):
+    sim.set_poison(0)
+    area = tier.allocate(2000)
+    source = late(3.0)
+    tier.write(area, 0, as_bytes(source))
+    # A block that is free for the host, and not yet for the device.
+    before = late(9.0)
+    address = before.data_ptr()
+    del before
+    target = torch.empty(500, device="sim")
+    assert target.data_ptr() == address
+    ticket = tier.read(area, 0, as_bytes(target))
+    tier.wait(ticket)
+    assert (target + 1).cpu().eq(4).all()
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_bytes_of_the_host_are_overwritten_after_they_were_read(sim, tier, is_released):
+    area = tier.allocate(2000)
+    sending = tier.write(area, 0, as_bytes(late(3.0)))
+    first = torch.empty(500, device="sim")
+    reading = tier.read(area, 0, as_bytes(first))
+    if is_released:
+        tier.release(area)
+        again = tier.allocate(1000)
+        assert again is area
+    writing = tier.write(area, 0, as_bytes(late(7.0)))
+    tier.wait(writing)
+    torch.zeros(1, device="sim").add_(1)
+    tier.wait(reading)
+    tier.wait(sending)
+    assert first.cpu().eq(3).all()
+
+
+def test_steps_that_are_dropped_or_pending_keep_their_order(sim, tier):
+    torch.manual_seed(0)
+    model = Net().to("sim")
+    twin, x = copy.deepcopy(model), torch.randn(ROWS, WIDTH, device="sim")
+    chk, plain = offloading(model, x, 1, tier), engine(twin)
+    target = torch.zeros_like(x)
+    plain.measure(x, targets=(target,))
+    found = []
+    for call in (chk, plain):
+        torch.manual_seed(3)
+        # One step is never completed, and two are pending at once.
+        dropped = call(x, targets=(target,))
+        del dropped
+        with pytest.warns(rotor.MemoryLimitWarning, match="began while the backward"):
+            first, second = call(x, targets=(target,)), call(2 * x, targets=(target,))
+        second.backward()
+        first.backward()
+        found.append([p.grad.cpu() for p in call.parameters()])
+        call.zero_grad(set_to_none=True)
+        third = call(3 * x, targets=(target,))
+        third.backward(retain_graph=True)
+        third.backward()
+        found[-1] += [p.grad.cpu() for p in call.parameters()]
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_disk_does_not_reach_an_accelerator(sim, tmp_path):
+    disk = rotor.DiskTier(tmp_path)
+    chk = engine(Net().to("sim"), offload=disk)
+    x = torch.randn(ROWS, WIDTH, device="sim")
+    with pytest.raises(ValueError, match="does not reach the memory of sim"):
+        chk.measure(x, targets=(torch.zeros_like(x),))
+    disk.close()
+
+
+def test_the_host_does_not_reach_the_cpu():
+    chk = engine(Net(), offload="host")
+    x = torch.randn(ROWS, WIDTH)
+    with pytest.raises(ValueError, match="does not reach the memory of cpu"):
+        chk(x, targets=(torch.zeros_like(x),))
