@@ -167,7 +167,7 @@ def captured(model: nn.Module, batch: torch.Tensor, *, folds: bool) -> Any:
     """A capture of a call, and what it reached."""
     capture = captures.Capture(captures.fresh(_call))
     if not folds:
-        capture._unfold()
+        capture.unfold()
     return capture, capture.reach(model, batch)
 
 

@@ -176,7 +176,7 @@ class Capture:
         compiler: Any = self.folding or self._compiler
         return torch.compile(self._function, backend=compiler, fullgraph=True, dynamic=False)
 
-    def _unfold(self) -> None:
+    def unfold(self) -> None:
         """Have the next call captured without copies of alike modules."""
         self.folding = None
         self._function = fresh(self._function)
@@ -196,7 +196,7 @@ class Capture:
         if self.folding is not None and self.graphs:
             watch = self.folding.watch
             if watch is not None and not watch.is_of(module):
-                self._unfold()
+                self.unfold()
         try:
             return self._called(module, args, kwargs)
         except (Unplanned, NothingToPlan):
@@ -227,7 +227,7 @@ class Capture:
                 try:
                     return self._call(module, *args, **kwargs)
                 except Changed:
-                    self._unfold()
+                    self.unfold()
                 return self._call(module, *args, **kwargs)
             with core.capturing():
                 folding = None if symbols.are_marked() else self.folding
@@ -240,7 +240,7 @@ class Capture:
                     known = isinstance(getattr(error, "inner_exception", None), CaptureError)
                     if known or not folding.was_tried:
                         raise
-                    self._unfold()
+                    self.unfold()
                 return self._call(module, *args, **kwargs)
 
     @staticmethod
