@@ -180,6 +180,14 @@ def callable_of(target: Any) -> Any:
     return target._op if isinstance(target, torch._ops.OpOverload) else target
 
 
+def updates_statistics(module: nn.Module) -> bool:
+    """Return whether a module's forward changes buffers: running statistics, say."""
+    from torch.nn.modules.batchnorm import _NormBase
+
+    is_norm = isinstance(module, _NormBase)
+    return is_norm and module.training and bool(getattr(module, "track_running_stats", False))
+
+
 def is_operator(target: Any) -> bool:
     """Return True if the target of a node is an operator with one overload chosen."""
     return isinstance(target, torch._ops.OpOverload)

@@ -69,21 +69,32 @@ def unguarded(values: Iterable[Any]) -> Iterator[None]:
     yield
 
 
+_marked = False
+
+
+def are_marked() -> bool:
+    """Return whether dimensions are marked as symbols at present."""
+    return _marked
+
+
 @contextmanager
 def marked(dimensions: Iterable[Dimension]) -> Iterator[None]:
     """Have captures in the context take these dimensions as symbols, where the code permits."""
     from torch._dynamo import maybe_mark_dynamic
     from torch.fx.experimental import _config
 
+    global _marked
     tensors: dict[int, torch.Tensor] = {}
     for tensor, dimension in dimensions:
         maybe_mark_dynamic(tensor, dimension)
         tensors[id(tensor)] = tensor
+    _marked = bool(tensors)
     try:
         # Sizes that are equal by chance would become one symbol.
         with _config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             yield
     finally:
+        _marked = False
         for tensor in tensors.values():
             for name in _MARKS:
                 if hasattr(tensor, name):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rotor._pytorch import core, symbols
+from rotor._pytorch import core, regions, symbols
 from rotor._pytorch import inductor as _inductor
 from rotor.common.collector import CollectorPause
 from rotor.common.generators import SPLIT_BACKWARD
@@ -28,6 +28,7 @@ from rotor.engines.contract import NothingToPlan
 from rotor.engines.graph.early import Delivery
 from rotor.engines.graph.emit import StepCode, saved_primals
 from rotor.engines.graph.false_edges import DEVICES, without_memory
+from rotor.engines.graph.folding import Changed, Folding
 from rotor.engines.graph.inductor import draw_once
 from rotor.engines.graph.lowering import Lowered, lower
 from rotor.engines.graph.rewrite import as_in_eager
@@ -148,6 +149,8 @@ class Capture:
         Graph that the last call ran.
     token
         Object that lives while the last call's backward is still to come.
+    folding
+        Copies of alike modules; ``None`` without any.
     """
 
     def __init__(self, function: Callable[..., Any], backend: str = "fx") -> None:
@@ -155,14 +158,29 @@ class Capture:
         self.graphs: list[Captured] = []
         self.ran: Captured | None = None
         self.token: weakref.ref[torch.Tensor] | None = None
-        compiler = core.aot_backend(
+        decompositions = _inductor.decompositions() if backend == "inductor" else as_in_eager()
+        self._function = function
+        self._compiler = core.aot_backend(
             partition=self._partition,
             forward=lambda module, inputs: self._boxed(self._forward, self.graphs[-1]),
             backward=lambda module, inputs: self._boxed(self._backward, self.graphs[-1]),
             inference=lambda module, inputs: self._refused,
-            decompositions=_inductor.decompositions() if backend == "inductor" else as_in_eager(),
+            decompositions=decompositions,
         )
-        self._call = torch.compile(function, backend=compiler, fullgraph=True, dynamic=False)
+        self.folding: Folding | None = None
+        if backend == "fx" and regions.is_available():
+            self.folding = Folding(self._compiler, decompositions)
+        self._call = self._compiled()
+
+    def _compiled(self) -> Callable[..., Any]:
+        compiler: Any = self.folding or self._compiler
+        return torch.compile(self._function, backend=compiler, fullgraph=True, dynamic=False)
+
+    def unfold(self) -> None:
+        """Have the next call captured without copies of alike modules."""
+        self.folding = None
+        self._function = fresh(self._function)
+        self._call = self._compiled()
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the call on a module; raise `Unplanned` if it has no program yet.
@@ -175,12 +193,12 @@ class Capture:
         self.ran = None
         self._owner = weakref.ref(module)
         symbols.forget_propagated(argument_tensors((args, kwargs)))
+        if self.folding is not None and self.graphs:
+            watch = self.folding.watch
+            if watch is not None and not watch.is_of(module):
+                self.unfold()
         try:
-            with core.one_graph():
-                if self.graphs:
-                    return self._call(module, *args, **kwargs)
-                with core.capturing():
-                    return self._call(module, *args, **kwargs)
+            return self._called(module, args, kwargs)
         except (Unplanned, NothingToPlan):
             raise
         except core.CAPTURE_ERRORS as error:
@@ -202,6 +220,28 @@ class Capture:
                 f"PyTorch's capture failed in its own code: {type(error).__name__}: "
                 f"{_reason(error)}"
             ) from error
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        with core.one_graph():
+            if self.graphs:
+                try:
+                    return self._call(module, *args, **kwargs)
+                except Changed:
+                    self.unfold()
+                return self._call(module, *args, **kwargs)
+            with core.capturing():
+                folding = None if symbols.are_marked() else self.folding
+                if folding is None:
+                    return self._call(module, *args, **kwargs)
+                try:
+                    with folding.tracing(module):
+                        return self._call(module, *args, **kwargs)
+                except core.CAPTURE_ERRORS as error:
+                    known = isinstance(getattr(error, "inner_exception", None), CaptureError)
+                    if known or not folding.was_tried:
+                        raise
+                    self.unfold()
+                return self._call(module, *args, **kwargs)
 
     @staticmethod
     def _refused(*_: Any) -> Any:
@@ -322,6 +362,8 @@ class Capture:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         if self.backend == "inductor":
             _inductor.joint_passes(module, module.graph.find_nodes(op="placeholder"))
+        if self.folding is not None:
+            self.folding.expand(module)
         lowered = lower(module, num_fwd_outputs, as_traced=self.backend == "inductor")
         if self.backend == "inductor":
             draw_once(lowered)

@@ -1,0 +1,596 @@
+"""Private names of PyTorch for calls of alike modules in a capture, of which one is traced.
+
+Dynamo traces the first of them as a region of its own, and keeps what the trace depended on: its
+guards. A call of another module for which these hold becomes one node, without a trace. The node
+has neither parameters nor buffers of the module; the owner of the capture adds them to the graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from rotor._pytorch import core
+
+__all__ = [
+    "MARK",
+    "PATH",
+    "Call",
+    "Template",
+    "Tracing",
+    "is_accumulation",
+    "is_available",
+    "is_backward",
+    "is_plain",
+    "joint_graph",
+    "new_storage",
+    "on_storage",
+    "regions",
+    "stand_in",
+]
+
+MARK = "rotor_call"
+"""Key of the identifier of a call in the data of its node."""
+
+PATH = "rotor_path"
+"""Key of dynamo's expression of a traced module in the data of its node."""
+
+_MOST_TEMPLATES = 3
+_HOOKS = (
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+)
+
+
+class _Refused(Exception):
+    """Signal that a call cannot be one node."""
+
+
+@dataclass
+class Template:
+    """Traced call of a module, which stands for calls of alike ones.
+
+    Attributes
+    ----------
+    module, path
+        The module, and dynamo's expression of it.
+    body
+        Graph of its forward.
+    inputs
+        For each input of the body: the number of a tensor among the arguments, or the expression
+        of a tensor that the module holds.
+    captured
+        Tensors that the module holds, by the number of the input.
+    """
+
+    module: nn.Module
+    path: str
+    signature: tuple[Any, ...]
+    source: Any
+    entry: Any
+    condition: Any
+    inputs: list[int | Any]
+    captured: dict[int, torch.Tensor]
+
+    @property
+    def body(self) -> fx.GraphModule:
+        """Graph of the forward."""
+        found: fx.GraphModule = self.entry.body_gmod
+        return found
+
+    @property
+    def name(self) -> str:
+        """Name of the body in its graph."""
+        return str(self.entry.body_name)
+
+
+@dataclass
+class Call:
+    """Call of a module that was not traced.
+
+    Attributes
+    ----------
+    identifier
+        Text by which the data of its node names the call.
+    before
+        Names of the inputs that the graph had before the call.
+    captured
+        Tensors that the module holds, by the number of the body's input; those that it shares with
+        the template are left out.
+    """
+
+    identifier: str
+    template: Template
+    module: nn.Module
+    path: str
+    before: list[str]
+    captured: dict[int, torch.Tensor]
+
+
+@dataclass
+class Tracing:
+    """State of the traces of one capture.
+
+    Attributes
+    ----------
+    calls
+        Calls that were not traced, by identifier.
+    templates
+        Traced calls, by the code of their function.
+    traced
+        True if there were any.
+    """
+
+    modules: dict[int, nn.Module]
+    slots_of: Callable[[nn.Module], Any]
+    calls: dict[str, Call] = field(default_factory=dict)
+    templates: dict[Any, list[Template]] = field(default_factory=dict)
+    refused: set[Any] = field(default_factory=set)
+    is_inside: bool = False
+    traced: bool = False
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+
+def is_available() -> bool:
+    """Return whether this PyTorch keeps the guards of a region."""
+    try:
+        from torch._dynamo.variables import invoke_subgraph
+        from torch._guards import InvokeSubgraphReuseCondition, InvokeSubgraphReuseEntry
+    except ImportError:
+        return False
+    names = ("guards", "traced_sources"), ("body_gmod", "subgraph_input_mapping", "output_metadata")
+    classes = InvokeSubgraphReuseCondition, InvokeSubgraphReuseEntry
+    return hasattr(invoke_subgraph, "LiftedCapturedSource") and all(
+        name in getattr(cls, "__dataclass_fields__", ())
+        for cls, wanted in zip(classes, names, strict=True)
+        for name in wanted
+    )
+
+
+def _leaves(value: Any, found: list[Any], tensors: list[fx.Node]) -> None:
+    """Append a description of an argument, and the nodes of the tensors in it."""
+    from torch._dynamo.variables import ConstantVariable, TensorVariable
+    from torch._dynamo.variables.lists import ListVariable, TupleVariable
+
+    value = value.realize()
+    if type(value) is TensorVariable:
+        node = value.as_proxy().node
+        example = node.meta.get("example_value")
+        if not isinstance(example, torch.Tensor) or example.layout != torch.strided:
+            raise _Refused
+        if node not in tensors:
+            tensors.append(node)
+        found.append((tensors.index(node), type(example), *_layout(example)))
+    elif isinstance(value, ConstantVariable):
+        found.append((type(value.value), value.value))
+    elif type(value) in (TupleVariable, ListVariable):
+        found.append((type(value), len(value.items)))
+        for item in value.items:
+            _leaves(item, found, tensors)
+    else:
+        raise _Refused
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    if any(not isinstance(size, int) for size in (*shape, *strides)):
+        raise _Refused
+    return shape, strides, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _signature(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
+    found: list[Any] = [len(args), *kwargs]
+    tensors: list[fx.Node] = []
+    for value in (*args, *kwargs.values()):
+        _leaves(value, found, tensors)
+    return tuple(found), tensors
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether calling a module calls its class's forward, and nothing else."""
+    return "forward" not in vars(module) and not any(getattr(module, name) for name in _HOOKS)
+
+
+def _scope(tx: Any) -> dict[str, Any]:
+    return {"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}
+
+
+def _match(tx: Any, tracing: Tracing, template: Template, variable: Any) -> dict[int, Any] | None:
+    """Return the tensors of a module for which a template stands; None if it does not."""
+    module, source = variable.value, variable.source
+    if not _is_plain(module):
+        return None
+    own = tracing.slots_of(module)
+    kept = {id(value) for part in module.modules() for value in (vars(part), *vars(part).values())}
+    mutated = tx.output.side_effects.mutated_sources
+    if mutated and (
+        mutated & template.condition.traced_sources
+        or any(one.name.startswith(source.name) for one in mutated)
+    ):
+        return None
+    scope, cache = _scope(tx), {template.source: module}
+    for guarded, handler, expected, _ in template.condition.guards:
+        if template.source.name not in guarded.name:
+            continue
+        try:
+            value = guarded.get_value(scope, {}, cache)
+        except (AttributeError, LookupError, NameError, TypeError):
+            return None
+        if not handler.eval_fn(value, expected):
+            return None
+    if not all(_is_watched(tx, source, cache, kept) for source in cache):
+        return None
+    found = {}
+    for number, origin in enumerate(template.inputs):
+        if not isinstance(origin, int):
+            known = template.captured[number]
+            value = origin.get_value(scope, {}, cache)
+            if value is known:
+                continue
+            if id(value) not in own or type(value) is not type(known):
+                return None
+            if _layout(value) != _layout(known):
+                return None
+            found[number] = value
+    return found
+
+
+_CONSTANTS = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bool,
+    type(None),
+    tuple,
+    type,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+)
+"""Types of values that cannot change within themselves."""
+
+
+def _is_watched(tx: Any, source: Any, cache: dict[Any, Any], kept: set[int]) -> bool:
+    """Return whether a change of a value on which a trace depends would be noticed.
+
+    The owner of the capture watches the attributes of modules, and dynamo what the traced module
+    holds, but neither what is within an object of another module's.
+    """
+    value, base = cache[source], source
+    while base in cache:
+        if isinstance(cache[base], type):
+            # Dynamo watches classes, which alike modules share.
+            return True
+        base = getattr(base, "base", None)
+    if isinstance(value, nn.Module | torch.Tensor) or type(value) in _CONSTANTS:
+        return True
+    if isinstance(value, dict | list | set) and id(value) in kept:
+        return True
+    scope = _scope(tx)
+    try:
+        return source.get_value(scope, {}, {}) is value
+    except (AttributeError, LookupError, NameError, TypeError):
+        return False
+
+
+def _emit(tx: Any, tracing: Tracing, template: Template, variable: Any, given: Any) -> Any:
+    """Return the result of a call as one node of the graph."""
+    signature, tensors = given
+    captured = _match(tx, tracing, template, variable) if signature == template.signature else None
+    if captured is None:
+        return None
+    from torch._dynamo.variables.builder import SourcelessBuilder
+    from torch._dynamo.variables.higher_order_ops import add_call_function, make_attr
+
+    identifier = f"rotor_call_{next(tracing.numbers)}"
+    tracing.calls[identifier] = Call(
+        identifier,
+        template,
+        variable.value,
+        variable.source.name,
+        [node.name for node in tx.output.graph.find_nodes(op="placeholder")],
+        captured,
+    )
+    with tx.fake_mode:
+        made = tuple(
+            torch.empty_strided(shape, strides, dtype=dtype, device=device, requires_grad=grad)
+            for shape, strides, dtype, device, grad in template.entry.output_metadata
+        )
+    region = torch._higher_order_ops.invoke_subgraph
+    proxies = [fx.Proxy(node, tx.output.current_tracer) for node in tensors]
+    arguments = (make_attr(tx, template.name), template.name, *proxies)
+    results: Any = add_call_function(tx, region, arguments, {}, made)
+    results.items[0].as_proxy().node.args[0].meta[MARK] = identifier
+    if template.entry.single_tensor_output:
+        return results.items[0]
+    items = results.items[: template.entry.num_user_outputs]
+    return SourcelessBuilder.create(tx, tuple(items))
+
+
+def _trace(tx: Any, tracing: Tracing, function: Any, args: list[Any], kwargs: Any) -> Any:
+    """Return the result of a call that is traced as a region, and keep it as a template."""
+    from torch._dynamo.variables.higher_order_ops import TorchHigherOrderOperatorVariable
+    from torch._dynamo.variables.invoke_subgraph import LiftedCapturedSource, LiftedUserArg
+
+    region = torch._higher_order_ops.invoke_subgraph
+    variable, code = args[0], function.fn.__code__
+    signature, tensors = _signature(args[1:], kwargs)
+    traced: Any = TorchHigherOrderOperatorVariable.make(region)
+    tracing.is_inside = tracing.traced = True
+    try:
+        result = traced._call_function(tx, [function, *args], kwargs)
+    finally:
+        tracing.is_inside = False
+    call = next(filter(is_region, reversed(tx.output.graph.nodes)))
+    call.meta[PATH] = variable.source.name
+    kept = tx.output.tracing_context.hop_dispatch_set_cache.get_cache(region)
+    entries = kept.subgraph_reuse_cache.get(code, [])
+    known = {id(one.entry) for one in tracing.templates.get(code, ())}
+    fresh = [pair for pair in entries if id(pair[1]) not in known]
+    if len(fresh) != 1:
+        tracing.refused.add(code)
+        return result
+    ((condition, entry),) = fresh
+    inputs: list[Any] = []
+    captured = {}
+    for origin in entry.subgraph_input_mapping:
+        if isinstance(origin, LiftedUserArg) and origin.index < len(tensors):
+            inputs.append(origin.index)
+        elif isinstance(origin, LiftedCapturedSource):
+            value = origin.source.get_value(_scope(tx), {}, {})
+            if not isinstance(value, torch.Tensor):
+                tracing.refused.add(code)
+                return result
+            captured[len(inputs)] = value
+            inputs.append(origin.source)
+        else:
+            tracing.refused.add(code)
+            return result
+    template = Template(
+        variable.value,
+        variable.source.name,
+        signature,
+        variable.source,
+        entry,
+        condition,
+        inputs,
+        captured,
+    )
+    tracing.templates.setdefault(code, []).append(template)
+    return result
+
+
+@contextmanager
+def regions(
+    modules: Iterable[nn.Module], slots_of: Callable[[nn.Module], Any]
+) -> Iterator[Tracing]:
+    """Have captures in the context trace one of alike modules; yield what is found.
+
+    Parameters
+    ----------
+    modules
+        Modules whose calls may be regions.
+    slots_of
+        Function of a module that returns a dictionary by the identities of its own tensors.
+    """
+    from torch._dynamo.variables.functions import UserFunctionVariable
+    from torch._dynamo.variables.nn_module import (
+        UnspecializedBuiltinNNModuleVariable,
+        UnspecializedNNModuleVariable,
+    )
+
+    kinds = UnspecializedNNModuleVariable, UnspecializedBuiltinNNModuleVariable
+    tracing = Tracing({id(module): module for module in modules}, slots_of)
+    call_function = UserFunctionVariable.call_function
+    call_module = UnspecializedNNModuleVariable.call_function
+
+    def is_ours(variable: Any) -> bool:
+        return (
+            type(variable) in kinds
+            and not tracing.is_inside
+            and variable.source is not None
+            and id(variable.value) in tracing.modules
+        )
+
+    def of_module(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if is_ours(self) and tx.output.current_tracer is tx.output.root_tracer:
+            code = type(self.value).forward.__code__
+            templates = tracing.templates.get(code, [])
+            if templates and templates[0].entry.body_name not in tx.output.nn_modules:
+                # Dynamo has begun once more.
+                templates = tracing.templates[code] = []
+                tracing.refused.discard(code)
+            try:
+                given = _signature(args, kwargs) if templates else None
+                for template in templates:
+                    result = _emit(tx, tracing, template, self, given)
+                    if result is not None:
+                        return result
+            except _Refused:
+                pass
+        return call_module(self, tx, args, kwargs)
+
+    def of_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if (
+            args
+            and is_ours(args[0])
+            and tx.output.current_tracer is tx.output.root_tracer
+            and self.fn is type(args[0].value).forward
+            and self.fn.__code__ not in tracing.refused
+            and len(tracing.templates.get(self.fn.__code__, ())) < _MOST_TEMPLATES
+        ):
+            try:
+                _signature(args[1:], kwargs)
+            except _Refused:
+                tracing.refused.add(self.fn.__code__)
+            else:
+                return _trace(tx, tracing, self, args, kwargs)
+        return call_function(self, tx, args, kwargs)
+
+    UnspecializedNNModuleVariable.call_function = of_module  # type: ignore[method-assign]
+    UserFunctionVariable.call_function = of_function  # type: ignore[method-assign]
+    try:
+        yield tracing
+    finally:
+        UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
+        UnspecializedNNModuleVariable.call_function = call_module  # type: ignore[method-assign]
+
+
+# -- graphs of regions
+
+
+class _Traced(Exception):
+    def __init__(self, module: fx.GraphModule, outputs: int) -> None:
+        super().__init__("traced")
+        self.module, self.outputs = module, outputs
+
+
+def joint_graph(
+    body: fx.GraphModule, inputs: Sequence[Any], decompositions: Any
+) -> tuple[fx.GraphModule, int] | None:
+    """Return the joint graph of a region, and its number of outputs; None if it has no backward.
+
+    Parameters
+    ----------
+    body
+        Forward of the region.
+    inputs
+        Fake tensors.
+    decompositions
+        Decompositions of operators.
+    """
+    from torch._guards import TracingContext, tracing
+
+    def partition(module: Any, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+        raise _Traced(module, num_fwd_outputs)
+
+    def no_backward(*_: Any) -> Any:
+        raise _Traced(body, -1)
+
+    compiler = core.aot_backend(partition, no_backward, no_backward, no_backward, decompositions)
+    try:
+        with tracing(TracingContext(_mode())):
+            compiler(body, list(inputs))
+    except _Traced as traced:
+        return None if traced.outputs < 0 else (traced.module, traced.outputs)
+    return None
+
+
+def is_region(node: fx.Node) -> bool:
+    """Return whether a node is the call of a region."""
+    return node.target is torch._higher_order_ops.invoke_subgraph
+
+
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of dynamo's graph, which dynamo reads again when it is compiled."""
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, known))
+    made = fx.GraphModule(module, graph)
+    made.meta = dict(module.meta)
+    sources: Any = getattr(module, "_param_name_to_source", {})
+    made._param_name_to_source = sources
+    for node in module.graph.find_nodes(op="placeholder"):
+        known[node]._dynamo_source = node._dynamo_source
+    return made
+
+
+def holds_graphs(body: fx.GraphModule) -> bool:
+    """Return whether a graph has nodes with graphs of their own, or attributes."""
+    return any(
+        node.op in ("get_attr", "call_module")
+        or isinstance(node.target, torch._ops.HigherOrderOperator)
+        for node in body.graph.nodes
+    )
+
+
+def differentiable_outputs(body: fx.GraphModule) -> list[int]:
+    """Return the numbers of the outputs of dynamo's graph that may have gradients."""
+    returned: Any = body.graph.output_node().args[0]
+    return [k for k, node in enumerate(returned) if node.meta["example_value"].requires_grad]
+
+
+def add_input(graph: fx.Graph, name: str, value: Any) -> fx.Node:
+    """Return a new input of dynamo's graph, where nodes are being inserted."""
+    node = graph.placeholder(name)
+    node.meta["example_value"] = value
+    node._dynamo_source = None
+    return node
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Return whether a node of a joint graph was traced in the backward."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def is_accumulation(node: fx.Node) -> bool:
+    """Return whether a node adds up gradients of one tensor from several uses."""
+    return bool(node.meta.get("is_gradient_acc"))
+
+
+def is_plain(node: fx.Node) -> bool:
+    """Return whether the inputs or results of a joint graph are nothing but those of its call."""
+    from torch._functorch._aot_autograd import descriptors
+
+    kinds = descriptors.PlainAOTInput, descriptors.TangentAOTInput
+    if node.op == "placeholder":
+        return isinstance(node.meta.get("desc"), kinds)
+    results = descriptors.PlainAOTOutput, descriptors.GradAOTOutput, type(None)
+    return all(isinstance(one, results) for one in node.meta.get("desc") or [object()])
+
+
+def stand_in(tensor: Any) -> Any:
+    """Return a new fake tensor of a tensor's layout, in the mode of the running capture."""
+    with _mode():
+        return torch.empty_strided(
+            tensor.shape,
+            tensor.stride(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+        )
+
+
+def _mode() -> Any:
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    assert context is not None
+    return context.fake_mode
+
+
+def new_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Return a storage without memory of the size of a fake tensor's."""
+    return torch.UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
+
+
+def on_storage(tensor: Any, storage: torch.UntypedStorage, shift: int = 0) -> torch.Tensor:
+    """Return a fake tensor of a fake tensor's layout on another storage.
+
+    Parameters
+    ----------
+    tensor
+        Fake tensor.
+    storage
+        The other storage, without memory.
+    shift
+        Elements between the tensor's place in its storage and in the other one.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    made = torch.empty(0, dtype=tensor.dtype, device="meta")
+    made.set_(storage, tensor.storage_offset() + shift, tensor.shape, tensor.stride())
+    return FakeTensor(tensor.fake_mode, made, tensor.device)

@@ -1,0 +1,151 @@
+"""Modules of a model that look alike, and a watch on them while a capture of one stands for all."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor._pytorch import core
+
+__all__ = ["Slot", "Watch", "alike_modules", "own_slots"]
+
+Slot = tuple[dict[str, Any], str]
+"""Dictionary that holds a tensor, and its key there."""
+
+_FEWEST = 4
+_PLAIN = (torch.Tensor, nn.Parameter)
+_CONTAINERS = (list, dict, set)
+
+
+def own_slots(module: nn.Module) -> dict[int, Slot]:
+    """Return the slots of a module's parameters and buffers, by the identities of the tensors."""
+    found: dict[int, Slot] = {}
+    for part in module.modules():
+        for slots, name in (*core.parameter_slots(part), *core.buffer_slots(part)):
+            found.setdefault(id(slots[name]), (slots, name))
+    return found
+
+
+def alike_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of which several of one class stand side by side.
+
+    None of their tensors is shared with another module, or lies in the memory of another one.
+    """
+    seen: Counter[Any] = Counter()
+    for part in model.modules():
+        for slots, name in (*core.parameter_slots(part), *core.buffer_slots(part)):
+            tensor = slots[name]
+            is_plain = type(tensor) in _PLAIN and tensor.layout == torch.strided
+            seen[core.storage_identity(tensor) if is_plain else None] += 1
+    found: list[nn.Module] = []
+    for part in model.modules():
+        if any(part is one for one in found):
+            continue
+        children: dict[type, list[nn.Module]] = {}
+        for _, child in core.child_modules(part):
+            children.setdefault(type(child), []).append(child)
+        for alike in children.values():
+            if len(alike) >= _FEWEST and len({*map(id, alike)}) == len(alike):
+                found += [child for child in alike if _is_foldable(child, seen)]
+    return found
+
+
+def _is_foldable(module: nn.Module, seen: Counter[Any]) -> bool:
+    if next(module.children(), None) is None:
+        return False
+    for part in module.modules():
+        if core.updates_statistics(part):
+            return False
+        for slots, name in (*core.parameter_slots(part), *core.buffer_slots(part)):
+            tensor = slots[name]
+            if type(tensor) not in _PLAIN or tensor.layout != torch.strided:
+                return False
+            if seen[core.storage_identity(tensor)] > 1:
+                return False
+    return True
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.requires_grad, tensor.device, tensor.stride()
+
+
+class Watch:
+    """Check, before each step, that modules are as they were when another one was traced.
+
+    Parameters
+    ----------
+    model
+        Module that holds them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._slots: list[Slot] = []
+        self._layouts: list[tuple[Any, ...]] = []
+        self._contents: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        self._containers: list[tuple[Any, tuple[int, ...]]] = []
+
+    def begin(self, slots: Sequence[Slot], modules: Iterable[nn.Module]) -> None:
+        """Note the state of modules, and the slots of the tensors that a step takes from them."""
+        self._slots = list(slots)
+        self._layouts = [_layout(held[name]) for held, name in slots]
+        self._contents.clear()
+        self._containers.clear()
+        model = self._model()
+        assert model is not None
+        chosen = {id(part) for module in modules for part in module.modules()}
+        for part in model.modules():
+            if any(id(child) in chosen for child in part.children()):
+                children = core.child_slots(part)
+                self._contents.append((children, tuple(children.values())))
+            if id(part) in chosen:
+                self._note(part)
+
+    def _note(self, part: nn.Module) -> None:
+        values = tuple(vars(part).values())
+        self._contents.append((vars(part), values))
+        for value in values:
+            is_container = type(value) in _CONTAINERS or isinstance(value, dict)
+            if is_container and value is not core.child_slots(part):
+                self._containers.append((value, _identities(value)))
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Return whether the modules belong to a model."""
+        return self._model() is model
+
+    def tensors(self, others: Sequence[Any]) -> list[Any] | None:
+        """Return the tensors that a step takes from the modules; None if something has changed.
+
+        Parameters
+        ----------
+        others
+            The step's other inputs.
+        """
+        try:
+            if any(tuple(held.values()) != values for held, values in self._contents):
+                return None
+        except (RuntimeError, TypeError, ValueError):
+            # Values that cannot be compared are others.
+            return None
+        found = [held.get(name) for held, name in self._slots]
+        if any(
+            not isinstance(tensor, torch.Tensor) or _layout(tensor) != layout
+            for tensor, layout in zip(found, self._layouts, strict=True)
+        ):
+            return None
+        if any(_identities(value) != known for value, known in self._containers):
+            return None
+        count = len(found) + len(others)
+        return found if len({*map(id, found), *map(id, others)}) == count else None
+
+
+def _identities(value: Any) -> tuple[int, ...]:
+    if isinstance(value, dict):
+        # A tensor of the same layout may take another's place.
+        return tuple(0 if isinstance(item, torch.Tensor) else id(item) for item in value.values())
+    return tuple(map(id, value))

@@ -1,0 +1,277 @@
+"""Captures in which one of alike modules is traced: the graph of a plain capture, node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import rotor
+from rotor.engines.graph import capture as captures
+
+LAYERS = 4
+
+
+class Block(nn.Module):
+    """A layer of a transformer that takes a mask and a keyword."""
+
+    def __init__(self, width: int = 16, drop: float = 0.1) -> None:
+        super().__init__()
+        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.dense = nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width))
+        self.drop = nn.Dropout(drop)
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, causal: bool = False):
+        """Return the result."""
+        split = (*x.shape[:2], 2, x.shape[2] // 2)
+        q, k, v = (p.view(split).transpose(1, 2) for p in self.mixed(self.before(x)).chunk(3, 2))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        x = x + self.drop(self.out(mixed.transpose(1, 2).reshape(x.shape))) * self.scale
+        return x + self.drop(self.dense(self.after(x)))
+
+
+class Pair(Block):
+    """A layer that returns two tensors, of which the model uses one."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, causal: bool = False):
+        """Return the result, and its mean."""
+        x = super().forward(x, mask, causal=causal)
+        return x, x.mean(2)
+
+
+class Model(nn.Module):
+    """Alike layers between an embedding and a head."""
+
+    def __init__(self, drop: float = 0.1, tied: bool = False, block: type[Block] = Block) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.layers = nn.ModuleList(block(drop=drop) for _ in range(LAYERS))
+        self.head = nn.Linear(16, 20, bias=False)
+        self.checkpointed = self.hidden = False
+        self.masked = True
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        """Return the logits, with all hidden states if wanted."""
+        x, hidden = self.embed(ids), []
+        mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+        for layer in self.layers:
+            if self.checkpointed:
+                x = checkpoint(layer, x, use_reentrant=False)
+            else:
+                x = layer(x, mask) if self.masked else layer(x, causal=True)
+            x = x[0] if isinstance(x, tuple) else x
+            hidden.append(x)
+        return (self.head(x), hidden) if self.hidden else self.head(x)
+
+
+class Vision(nn.Module):
+    """Patches whose layout is not contiguous, and alike layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 4, 4)
+        self.layers = nn.Sequential(*[Block(drop=0.0) for _ in range(LAYERS)])
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the result."""
+        return self.norm(self.layers(self.patches(x).flatten(2).transpose(1, 2))).mean(1)
+
+
+def _ids() -> torch.Tensor:
+    return torch.arange(24).view(2, 12) % 20
+
+
+def _with(**attributes: bool) -> Model:
+    model = Model(attributes.pop("drop", 0.1))  # type: ignore[arg-type]
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    return model
+
+
+def _frozen() -> Model:
+    model = Model()
+    model.layers[1].requires_grad_(False)
+    model.embed.requires_grad_(False)
+    return model
+
+
+def _shared() -> Model:
+    model = Model()
+    model.layers[2].mixed.weight = model.layers[1].mixed.weight
+    return model
+
+
+def _uneven() -> Model:
+    model = Model()
+    model.layers[1].scale = 0.5
+    return model
+
+
+def _hooked() -> Model:
+    model = Model()
+    model.layers[2].register_forward_hook(lambda module, args, output: output * 2)
+    return model
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], int]] = {
+    "dropout": (Model, _ids, 4),
+    "no dropout": (lambda: Model(0.0), _ids, 4),
+    "keyword": (lambda: _with(masked=False), _ids, 4),
+    "tied": (lambda: Model(tied=True), _ids, 4),
+    "two results": (lambda: Model(block=Pair), _ids, 4),
+    "hidden states": (lambda: _with(hidden=True), _ids, 0),
+    "checkpointed": (lambda: _with(checkpointed=True), _ids, 0),
+    "frozen layer": (_frozen, _ids, 2),
+    "shared weight": (_shared, _ids, 2),
+    "uneven": (_uneven, _ids, 3),
+    "hooked": (_hooked, _ids, 3),
+    "gpt": (
+        lambda: rotor.gpt.gpt("tiny", dropout=0.1),
+        lambda: torch.arange(16).view(2, 8),
+        4,
+    ),
+    "encoder": (
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 4, enable_nested_tensor=False
+        ),
+        lambda: torch.ones(2, 6, 16),
+        3,
+    ),
+    "vision": (Vision, lambda: torch.ones(1, 3, 16, 16), 4),
+    "normed": (
+        lambda: nn.Sequential(
+            *[nn.Sequential(nn.Conv2d(4, 4, 3, 1, 1), nn.BatchNorm2d(4)) for _ in range(LAYERS)]
+        ),
+        lambda: torch.ones(2, 4, 8, 8),
+        0,
+    ),
+}
+"""Models, their inputs, and how many of their modules' calls are copies."""
+
+
+def _call(module: nn.Module, ids: torch.Tensor) -> Any:
+    return module(ids)
+
+
+def captured(model: nn.Module, batch: torch.Tensor, *, folds: bool) -> Any:
+    """A capture of a call, and what it reached."""
+    capture = captures.Capture(captures.fresh(_call))
+    if not folds:
+        capture.unfold()
+    return capture, capture.reach(model, batch)
+
+
+def described(reached: Any, model: nn.Module) -> list[Any]:
+    """Everything that a plan reads of a graph, without the names of its nodes."""
+    lowered = reached.captured.lowered
+    names = {id(tensor): name for name, tensor in model.named_parameters()}
+    numbers: dict[fx.Node, Any] = {
+        node: ("primal", k, names.get(id(tensor)))
+        for k, (node, tensor) in enumerate(zip(lowered.primals, reached.primals, strict=True))
+    }
+    numbers.update({node: ("tangent", k) for k, node in enumerate(lowered.tangents)})
+    inner = [node for node in lowered.values if node not in numbers]
+    numbers.update({node: ("node", k) for k, node in enumerate(inner)})
+
+    def text(arguments: Any) -> str:
+        return str(fx.node.map_arg(arguments, lambda node: numbers[node]))
+
+    def layout(node: fx.Node) -> list[Any]:
+        value = node.meta["val"]
+        return [
+            (t.shape, t.stride(), t.storage_offset(), t.dtype, t.device)
+            for t in (value if isinstance(value, list | tuple) else [value])
+            if isinstance(t, torch.Tensor)
+        ]
+
+    return [
+        [numbers[node] for node in lowered.primals],
+        [
+            (str(node.target), text(node.args), text(node.kwargs), layout(node), value.storages)
+            for node in inner
+            for value in [lowered.values[node]]
+        ],
+        [
+            (t.phase, t.inputs, t.made, t.random, t.once, t.module, t.source, t.gradients)
+            for t in lowered.tasks
+        ],
+        [lowered.storages, lowered.loss, lowered.output_of_tangent, len(lowered.mutated)],
+        [text(lowered.outputs), text(lowered.gradients)],
+    ]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_graph_of_a_capture_that_traces_one_of_alike_modules_is_the_plain_one(name):
+    make, batch, copies = CASES[name]
+    torch.manual_seed(0)
+    model = make()
+    folded, found = captured(model, batch(), folds=True)
+    _, expected = captured(model, batch(), folds=False)
+    for ours, plain in zip(described(found, model), described(expected, model), strict=True):
+        assert ours == plain
+    assert (0 if folded.folding is None else folded.folding.copied) == copies
+
+
+def _checkpointable(model: nn.Module) -> rotor.Checkpointable:
+    return rotor.Checkpointable(model, mem_limit="1 GiB", engine="graph", planning="before")
+
+
+def _step(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    loss = model(ids).square().mean()
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def _dropout(model: Model) -> None:
+    model.layers[3].drop.p = 0.5
+
+
+def _scale(model: Model) -> None:
+    model.layers[2].scale = 3.0
+
+
+def _weight(model: Model) -> None:
+    model.layers[2].out.weight = nn.Parameter(torch.full((16, 16), 0.25))
+
+
+def _shares(model: Model) -> None:
+    model.layers[2].out.weight = model.layers[1].out.weight
+
+
+def _layer(model: Model) -> None:
+    model.layers[3] = Block()
+
+
+def _hook(model: Model) -> None:
+    model.layers[1].out.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def _child(model: Model) -> None:
+    model.layers[1].dense[1] = nn.ReLU()
+
+
+@pytest.mark.parametrize("change", [_dropout, _scale, _weight, _shares, _layer, _hook, _child])
+def test_a_change_of_a_module_that_was_not_traced_is_noticed(change):
+    torch.manual_seed(0)
+    model = Model()
+    chk = _checkpointable(model)
+    before = [_step(chk, _ids()) for _ in range(2)]
+    change(model)
+    loss, gradients = _step(chk, _ids())
+    expected, plain = _step(model, _ids())
+    assert torch.equal(loss, expected)
+    assert all(map(torch.equal, gradients, plain))
+    assert torch.equal(before[0][0], before[1][0])
+    assert not torch.equal(loss, before[0][0])
