@@ -90,7 +90,7 @@ MUTATIONS = [
              "writer.drop(dying)", "pass", RESERVED + "a_reserved_limit"),
     Mutation("workspaces are read from the device's allocator", "rotor/dtr/signatures.py",
              "profiler.AllocationTrace(device_type=device.type)", "profiler.AllocationTrace()",
-             DEFECTS + "workspaces"),
+             DEFECTS + "learnt_workspaces"),
     Mutation("a budget has room for checksums", "rotor/dtr/recall.py",
              "return scrap_bytes(limit) + self._proof_bytes", "return scrap_bytes(limit)",
              DEFECTS + "checksums"),
@@ -113,7 +113,7 @@ MUTATIONS = [
              "rotor/engines/chain/measure.py",
              "devices.run_in_backward(self.device, forward)", "pass", FIRST + "searched"),
     Mutation("one-off reserves are given back", "rotor/engines/learning.py",
-             "if 2 * needed < plan.reserve_bytes:", "if False:", FIRST + "evidence"),
+             "if 2 * needed < plan.reserve_bytes:", "if False:", FIRST + "shrinks"),
     Mutation("measuring leaves peak statistics", METER, "if self._trace is None:\n                "
              "devices.reset_peak(self.device)", "devices.reset_peak(self.device)\n            "
              "if False:\n                pass", "tests/test_sim_meter.py -k statistics"),
