@@ -79,14 +79,14 @@ BENCHMARKS = (
         "chains: limit, prediction, measured peak, equal numbers",
         _words("ResNet-18 --fractions 0.8"),
         gpu=_words("ResNet-18 GPT --device cuda --fractions 0.8 0.6"),
-        gpu_limit_s=50,
+        gpu_limit_s=45,
     ),
     Benchmark(
         "graph_truth.py",
         "graphs: limit, prediction, measured peak, and PyTorch's own at equal peak",
         _words("ResNet-18 --shrink 2 --fractions 0.7 --rounds 3"),
         gpu=_words("ResNet-18 GPT --device cuda --fractions 0.7 0.5 --rounds 5 --stock 1"),
-        gpu_limit_s=70,
+        gpu_limit_s=60,
         full=_words("--fractions 0.8 0.5"),
         one_thread=True,
     ),
@@ -95,15 +95,13 @@ BENCHMARKS = (
         "the dynamic runtime: peak and time",
         _words("--tiny --rounds 2"),
         gpu=_words("resnet gpt lstm-100 treelstm-64 --device cuda --rounds 3"),
-        gpu_limit_s=70,
+        gpu_limit_s=60,
         one_thread=True,
     ),
     Benchmark(
         "against_segments.py",
         "chains against torch.utils.checkpoint at equal peak",
         _words("ResNet-18 --segments 2 --rounds 3"),
-        gpu=_words("ResNet-18 GPT --device cuda --segments 2 3"),
-        gpu_limit_s=40,
         full=_words("--segments 2 4 8"),
     ),
     Benchmark(
@@ -111,9 +109,20 @@ BENCHMARKS = (
         "whether points of a curve are what a run of them shows",
         _words("ResNet-18 --shrink 2 --points 3 --rounds 3"),
         gpu=_words("ResNet-18 --device cuda --points 5 --rounds 5"),
-        gpu_limit_s=40,
+        gpu_limit_s=30,
         full=_words("gpt resnet-18 --rounds 11"),
         one_thread=True,
+    ),
+    Benchmark(
+        "reserved.py",
+        "limits in reserved bytes, against allocated-bytes plans that reserve as much",
+        _words("--quick"),
+        quick_limit_s=400.0,
+    ),
+    Benchmark(
+        "resident.py",
+        "resident memory of the process under a limit",
+        _words("ResNet-18"),
     ),
     Benchmark(
         "inductor.py",
@@ -121,14 +130,14 @@ BENCHMARKS = (
         _words("gpt --fractions 0.7 --budgets 0.6 --rounds 3 --layers 2"),
         full=_words("--budgets 0.6 0.3"),
         gpu=_words("gpt --device cuda --fractions 0.7 --budgets 0.6 --layers 2"),
-        gpu_limit_s=60,
+        gpu_limit_s=40,
     ),
     Benchmark(
         "largest_batch.py",
         "the largest batch, by planning and by trial",
         _words("--only GPT"),
         gpu=_words("--only GPT --device cuda"),
-        gpu_limit_s=40,
+        gpu_limit_s=30,
     ),
     Benchmark(
         "demo.py",
@@ -227,7 +236,9 @@ BENCHMARKS = (
     ),
 )
 GPU_TESTS = ("-m", "pytest", "-q", "tests/gpu")
-GPU_TESTS_LIMIT_S = 130.0
+GPU_TESTS_LIMIT_S = 105.0
+PREDICTIONS_LIMIT_S = 95.0
+SANITIZED = {"TORCH_CUDA_SANITIZER": "1"}
 
 
 @dataclass(frozen=True)
@@ -498,6 +509,13 @@ def chosen(arguments: argparse.Namespace) -> list[Task]:
     if arguments.gpu:
         question = "the tests that need CUDA"
         found.append(Task("tests/gpu", question, list(GPU_TESTS), GPU_TESTS_LIMIT_S))
+        traces = str(RESULTS / "traces")
+        command = ["benchmarks/predictions.py", "--device", "cuda", "--traces", traces]
+        question = "which predictions of docs/gpu.md come true, and histories of the allocator"
+        found.append(Task("predictions.py", question, command, PREDICTIONS_LIMIT_S))
+        command = [*GPU_TESTS, "-k", "other_streams"]
+        question = "streams, under CUDA's sanitizer"
+        found.append(Task("tests/gpu, sanitized", question, command, 25.0, SANITIZED))
     for one in BENCHMARKS:
         given = one.gpu if arguments.gpu else one.quick if arguments.quick else one.full
         if given is None:

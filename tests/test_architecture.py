@@ -372,6 +372,8 @@ PRIVATE_IN_TESTS = {
     "test_sim_blocks": ["_core"],
     "fsdp_worker": ["_pytorch.fsdp"],
     "test_sharers": ["_pytorch.core", "_pytorch.devices", "common.ranks"],
+    "test_sim_meter": ["_pytorch.devices"],
+    "test_sim_predictions": ["_core"],
     "test_sim_defects": ["_pytorch.devices"],
     "test_sim_first_step": ["_pytorch.devices", "wrapper.checkpointable"],
     "test_simrd_log_writer": ["_core"],

@@ -74,6 +74,9 @@ def test_what_is_run():
         assert all(f'add_argument("{word}"' in source for word in given), one.script
     on_device = run_all.chosen(options(gpu=True))
     assert on_device[0].command == ["-m", "pytest", "-q", "tests/gpu"]
+    assert on_device[1].command[:3] == ["benchmarks/predictions.py", "--device", "cuda"]
+    assert on_device[2].command[:4] == on_device[0].command
+    assert on_device.pop(2).environment == {"TORCH_CUDA_SANITIZER": "1"}
     assert all("--device cuda" in " ".join(task.command) for task in on_device[1:])
     assert all(task.environment == {} for task in on_device)
     assert {"dtr_table.py", "graph_truth.py", "graph_curve.py"} <= {t.name for t in on_device}

@@ -1,12 +1,15 @@
 """Meters of accelerators: the counters of the device, and nothing but the metered code's bytes."""
 
 import gc
+import threading
+import time
 
 import pytest
 import torch
 from torch import nn
 
 import rotor
+from rotor._pytorch import devices
 from rotor.memory import Segment, free_bytes, meter, rounded_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -95,6 +98,31 @@ def test_the_thread_of_backwards_has_dropped_its_last_node(sim):
             m.mark("two")
         assert m.segments[0].end_bytes == 256 * KIB
         del result
+
+
+def test_settling_waits_for_the_thread_of_backwards(sim):
+    """Return when that thread has done, and dropped, all that it was given before."""
+    started, done = threading.Event(), threading.Event()
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(context, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            started.set()
+            time.sleep(0.3)
+            done.set()
+            return gradient
+
+    value = torch.randn(8, device="sim", requires_grad=True)
+    other = threading.Thread(target=lambda: torch.autograd.grad(Slow.apply(value).sum(), value))
+    other.start()
+    started.wait()
+    devices.settle_backwards(torch.device("sim", 0))
+    assert done.is_set()
+    other.join()
 
 
 @pytest.mark.parametrize("engine", ["chain", "graph"])

@@ -38,6 +38,7 @@ GRAPH = "tests/test_sim_graph.py -k draws"
 CHAIN = "tests/test_sim_chain.py -k bit_equal"
 DYNAMIC = "tests/test_sim_dynamic.py"
 DEFECTS = "tests/test_sim_defects.py -k "
+FIRST = "tests/test_sim_first_step.py -k "
 RESERVED = "tests/test_sim_reserved.py -k "
 HOST = "rotor/tier/host.py"
 MOVES = "rotor/engines/graph/moves.py"
@@ -92,7 +93,7 @@ MUTATIONS = [
              "writer.drop(dying)", "pass", RESERVED + "a_reserved_limit"),
     Mutation("workspaces are read from the device's allocator", "rotor/dtr/signatures.py",
              "profiler.AllocationTrace(device_type=device.type)", "profiler.AllocationTrace()",
-             DEFECTS + "workspaces"),
+             DEFECTS + "learnt_workspaces"),
     Mutation("a budget has room for checksums", "rotor/dtr/recall.py",
              "return scrap_bytes(limit) + self._proof_bytes", "return scrap_bytes(limit)",
              DEFECTS + "checksums"),
@@ -109,6 +110,19 @@ MUTATIONS = [
              "return (0, 1) if is_safe else (0,)", "return (0, 1)", DEFECTS + "index"),
     Mutation("allocators without counters are refused", METER, "except RuntimeError as error:",
              "except KeyError as error:", DEFECTS + "counters"),
+    Mutation("both threads search before a step", "rotor/engines/graph/profile.py",
+             "devices.run_in_backward(device, run)", "pass", FIRST + "searched"),
+    Mutation("a stage's kernels are chosen in the thread of backwards",
+             "rotor/engines/chain/measure.py",
+             "devices.run_in_backward(self.device, forward)", "pass", FIRST + "searched"),
+    Mutation("one-off reserves are given back", "rotor/engines/learning.py",
+             "if 2 * needed < plan.reserve_bytes:", "if False:", FIRST + "shrinks"),
+    Mutation("measuring leaves peak statistics", METER, "if self._trace is None:\n                "
+             "devices.reset_peak(self.device)", "devices.reset_peak(self.device)\n            "
+             "if False:\n                pass", "tests/test_sim_meter.py -k statistics"),
+    Mutation("levels at marks are the counters'", METER,
+             "levels = [*self._levels, devices.allocated_bytes(self.device) - self._base]",
+             "levels = [0 for _ in [*self._levels, 0]]", "tests/test_sim_meter.py"),
     Mutation("the CPU takes no reserved limit", "rotor/engines/graph/counting.py",
              'if counts == "reserved" and device.type == "cpu":', "if False:",
              "tests/test_counts.py"),

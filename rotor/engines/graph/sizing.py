@@ -79,7 +79,7 @@ class Sizing:
         """
         family = self.families.joined(key.measured, self.context.module, arguments)
         if family.error is not None:
-            raise CannotPlan(family.error)
+            raise CannotPlan(CaptureError(*family.error.args))
         shapes = shapes_of(core.tree_flatten(arguments)[0])
         differing = family.differing(shapes)
         family.shapes[key.measured] = shapes
@@ -174,7 +174,7 @@ class Sizing:
         """Have no other sizes of a call captured that could not be."""
         family = self.families.of(key.measured)
         if family is not None:
-            family.error = error
+            family.error = CaptureError(*error.args)  # Frames hold the arguments of the call.
 
     def forget(self, measured: Any) -> None:
         """Have a kind of step captured again."""

@@ -1,0 +1,146 @@
+"""What a limit in reserved bytes costs, against allocated-bytes plans that reserve as much.
+
+    python benchmarks/reserved.py [--quick]
+
+On the simulated accelerator of the tests: 5 models, 4 limits
+each, parts of what the graph reserves without a limit. For each limit, the step that
+was planned for reserved bytes is compared with the fastest of the plans for allocated bytes that
+happen to reserve no more, of 12 limits. Reserved bytes of steps are the device's own counters.
+The exit code is 1 if a limit is passed, or a plan is more than 3 % slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import accelerator  # noqa: E402
+
+sim: Any = accelerator.load()
+
+from limited_on_sim import distance, one_step  # noqa: E402
+from test_sim_reserved import MODELS  # noqa: E402
+
+import rotor  # noqa: E402
+from rotor.graph.blocks import program_bytes  # noqa: E402
+
+NAMES = ("skips", "odd sizes", "dropout", "images", "attention")
+SHARES = (0.9, 0.8, 0.7, 0.6)
+CANDIDATES = 12
+MOST_SLOWER = 0.03
+
+
+def reserved_of_step(model: Any, batch: torch.Tensor, steps: int) -> int:
+    """Return the most bytes that some steps take from the device, above what was there."""
+    model.zero_grad()
+    sim.empty_cache()
+    level = sim.memory_reserved()
+    sim.reset_peak_memory_stats()
+    for _ in range(steps):
+        model.zero_grad()
+        one_step(model, batch, True)
+    model.zero_grad()
+    return int(sim.max_memory_reserved() - level)
+
+
+def planned(model: Any, batch: torch.Tensor, limit: int, counts: str) -> Any:
+    """Return a wrapped copy of a model with its plan; ``None`` if no plan fits."""
+    wrapped = rotor.Checkpointable(
+        copy.deepcopy(model),
+        mem_limit=limit,
+        engine="graph",
+        counts=counts,
+        loss_fn=distance,
+        verbosity=0,
+        planning="before",
+    )
+    try:
+        wrapped.measure(batch, targets=(torch.tensor(0.5, device="sim"),))
+        wrapped.compute_sequence()
+    except rotor.InfeasibleError:
+        return None
+    return wrapped
+
+
+def rows_of(name: str, shares: tuple[float, ...]) -> list[dict[str, Any]]:
+    """Return the comparisons of one model."""
+    make, shape = MODELS[name]
+    torch.manual_seed(1)
+    model = make().to("sim")
+    batch = torch.randn(*shape, device="sim")
+    unlimited = planned(model, batch, 1 << 40, "allocated")
+    plain = program_bytes(unlimited.plan.program).reserved_peak_bytes
+    del unlimited
+    others = []
+    for number in range(CANDIDATES):
+        limit = int(plain * (0.45 + 0.55 * number / (CANDIDATES - 1)))
+        wrapped = planned(model, batch, limit, "allocated")
+        if wrapped is not None:
+            program = wrapped.plan.program
+            others.append((program_bytes(program).reserved_peak_bytes, program.makespan))
+    rows = []
+    for share in shares:
+        limit = int(plain * share)
+        row: dict[str, Any] = {"model": name, "unlimited_bytes": plain, "limit_bytes": limit}
+        wrapped = planned(model, batch, limit, "reserved")
+        known = [time for nbytes, time in others if nbytes <= limit]
+        row["allocated_seconds"] = min(known, default=None)
+        if wrapped is not None:
+            row["seconds"] = wrapped.plan.program.makespan
+            row["predicted_bytes"] = wrapped.plan.predicted_bytes
+            row["measured_bytes"] = reserved_of_step(wrapped, batch, 3)
+        rows.append(row)
+    return rows
+
+
+def is_good(row: dict[str, Any]) -> bool:
+    """Return whether a limit was held, by a plan that is as fast as the others."""
+    if "seconds" not in row:
+        return row["allocated_seconds"] is None
+    if row["measured_bytes"] > row["limit_bytes"]:
+        return False
+    other = row["allocated_seconds"]
+    return other is None or row["seconds"] <= (1 + MOST_SLOWER) * other
+
+
+def main() -> int:
+    """Print a table, and write it with --json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="two models, two limits")
+    parser.add_argument("--json", type=Path, help="file of the rows")
+    given = parser.parse_args()
+    sim.set_poison(0)
+    sim.set_capacity(4 << 30)
+    warnings.simplefilter("ignore")
+    names, shares = (NAMES[:2], SHARES[::2]) if given.quick else (NAMES, SHARES)
+    rows = []
+    print("model        limit unlimited predicted  measured   step ms  allocated's   slower")
+    for name in names:
+        for row in rows_of(name, shares):
+            rows.append(row)
+            mib = 1 << 20
+            cells = [f"{row[key] / mib:8.1f}" for key in ("limit_bytes", "unlimited_bytes")]
+            for key in ("predicted_bytes", "measured_bytes"):
+                cells.append(f"{row[key] / mib:9.1f}" if key in row else "     none")
+            found, other = row.get("seconds"), row["allocated_seconds"]
+            cells += [f"{1e3 * time:9.2f}" if time else "     none" for time in (found, other)]
+            slower = f"{found / other - 1:+8.1%}" if found and other else "       -"
+            good = "" if is_good(row) else "  !"
+            print(f"{name:10}", *cells, slower, good, flush=True)
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1))
+    return 0 if all(map(is_good, rows)) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
