@@ -114,17 +114,6 @@ BENCHMARKS = (
         one_thread=True,
     ),
     Benchmark(
-        "reserved.py",
-        "limits in reserved bytes, against allocated-bytes plans that reserve as much",
-        _words("--quick"),
-        quick_limit_s=400.0,
-    ),
-    Benchmark(
-        "resident.py",
-        "resident memory of the process under a limit",
-        _words("ResNet-18"),
-    ),
-    Benchmark(
         "inductor.py",
         "plans compiled by Inductor beside its own memory budget",
         _words("gpt --fractions 0.7 --budgets 0.6 --rounds 3 --layers 2"),
@@ -191,11 +180,6 @@ BENCHMARKS = (
         "planner.py",
         "quality and speed of the planner of graphs",
         _words("--seconds 0.5 --sizes 1000 --curve-sizes 200 --graphs none"),
-    ),
-    Benchmark(
-        "tier_plans.py",
-        "plans with a second tier beside recomputation and the bound",
-        _words("--effort fast --sizes 1000"),
     ),
     Benchmark(
         "sharded.py",

@@ -57,15 +57,18 @@ def test_a_cuda_meter_reads_the_allocators_counters(monkeypatch):
     cuda = _FakeCuda(monkeypatch)
     cuda.allocate(9000)
     cuda.allocate(-9500)
-    with meter("cuda:0") as m, meter("cuda:1"):
-        with pytest.raises(MeterBusyError, match="cuda:0"):
-            meter(torch.device("cuda", 0)).start()
-        cuda.allocate(300)
-        m.mark("a")
-        cuda.allocate(700)
-        cuda.allocate(-900)
-        m.mark("b")
-        cuda.allocate(-200)
+    # Within a ``with`` block it reads the allocator's events.
+    m, other = meter("cuda:0").start(), meter("cuda:1").start()
+    with pytest.raises(MeterBusyError, match="cuda:0"):
+        meter(torch.device("cuda", 0)).start()
+    cuda.allocate(300)
+    m.mark("a")
+    cuda.allocate(700)
+    cuda.allocate(-900)
+    m.mark("b")
+    cuda.allocate(-200)
+    other.stop()
+    m.stop()
     assert m.segments == [Segment("a", 300, 1000, 100), Segment("b", 100, 100, -100)]
     assert (m.peak_bytes, m.end_bytes) == (1000, -100)
 

@@ -192,10 +192,14 @@ def _allocator_settings() -> str:
     return os.environ.get("PYTORCH_ALLOC_CONF", "") if read is None else str(read())
 
 
+def _has_cudnn(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 def libraries(device: torch.device) -> tuple[Any, ...]:
     """Return versions and settings that decide about an accelerator's kernels and blocks."""
     settings = _allocator_settings()
-    if device.type != "cuda":
+    if not _has_cudnn(device):
         return (settings,)
     return settings, torch.version.cuda, torch.version.hip, torch.backends.cudnn.version()
 
@@ -345,7 +349,7 @@ def searches(device: torch.device) -> bool:
 
     A search takes as much memory as it finds, once. CUDA searches if it is asked to.
     """
-    return device.type != "cpu" and (device.type != "cuda" or torch.backends.cudnn.benchmark)
+    return device.type != "cpu" and (not _has_cudnn(device) or torch.backends.cudnn.benchmark)
 
 
 def prepare(device: torch.device) -> None:

@@ -140,6 +140,8 @@ class Capture:
         Function of the module's arguments; a fresh code object is compiled for each capture.
     backend
         Executor of the programs: for "inductor", operators are decomposed as it does.
+    folds
+        True to trace one of alike modules, and to copy its operations for the others.
 
     Attributes
     ----------
@@ -153,7 +155,9 @@ class Capture:
         Copies of alike modules; ``None`` without any.
     """
 
-    def __init__(self, function: Callable[..., Any], backend: str = "fx") -> None:
+    def __init__(
+        self, function: Callable[..., Any], backend: str = "fx", *, folds: bool = True
+    ) -> None:
         self.backend = backend
         self.graphs: list[Captured] = []
         self.ran: Captured | None = None
@@ -168,7 +172,7 @@ class Capture:
             decompositions=decompositions,
         )
         self.folding: Folding | None = None
-        if backend == "fx" and regions.is_available():
+        if folds and backend == "fx" and regions.is_available():
             self.folding = Folding(self._compiler, decompositions)
         self._call = self._compiled()
 

@@ -41,6 +41,7 @@ _ATTEMPTS = 3
 """Traces of a model that are made before its modules are traced with the rest."""
 
 _SLOT = "rotor_slot"
+_COPY = "rotor_copy"
 
 
 class Changed(Exception):
@@ -121,6 +122,7 @@ class _Copy:
         made = graph.create_node("call_function", node.target, args, kwargs)
         made.meta = dict(node.meta)
         made.meta["val"] = self._value(node.meta.get("val"))
+        made.meta[_COPY] = id(self)
         self.stacks.apply(made.meta)
         self.known[node] = made
 
@@ -148,6 +150,16 @@ def _written_out(graph: fx.GraphModule, calls: Sequence[fx.Node], prefixes: Any)
             graph.graph.erase_node(user)
         graph.graph.erase_node(node)
     graph.recompile()
+
+
+def _renumber(graph: fx.Graph) -> None:
+    """Number autograd's operations, which copies share with the nodes they are copies of."""
+    numbers: dict[tuple[Any, int], int] = {}
+    for node in graph.nodes:
+        number = node.meta.get("seq_nr")
+        if number is not None:
+            key = (node.meta.pop(_COPY, None), number)
+            node.meta["seq_nr"] = numbers.setdefault(key, len(numbers))
 
 
 class Folding:
@@ -368,6 +380,8 @@ class Folding:
                     copy.bind(inner, outer)
                 made = [g for g in copy.region.gradients if g is not None]
                 copy.replace(graph, node, copy.region.after, made)
+        if copies:
+            _renumber(graph)
         self.copied = len(copies)
 
 

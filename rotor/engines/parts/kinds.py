@@ -463,7 +463,7 @@ class Captures:
             if shaped is not None:
                 return shaped
         tried = [self._captures[key]] if key in self._captures else []
-        for capture in [*tried, Capture(fresh(_run))]:
+        for capture in [*tried, Capture(fresh(_run), folds=False)]:
             capture.forget_programs()
             try:
                 with _quiet():
