@@ -6,6 +6,7 @@ plan, the run, the metering, and the lessons of the meter.
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Callable
@@ -167,9 +168,20 @@ class Driver:
             engine.context = self.context
             self.engines[0] = engine
 
+    _has_collected = False
+
     def is_pending(self) -> bool:
         """Return whether the backward of the latest step is still to come."""
         return self._is_pending is not None and self._is_pending()
+
+    def _is_other_pending(self) -> bool:
+        """Return whether another model's step is pending that is no garbage."""
+        found = any(other is not self and other.is_pending() for other in _drivers)
+        if not found or self._has_collected:
+            return found
+        self._has_collected = True
+        gc.collect()
+        return any(other is not self and other.is_pending() for other in _drivers)
 
     # -- the limit
 
@@ -409,7 +421,7 @@ class Driver:
     def step(self, call: Call) -> Any:
         """Run the forward of a training step under a plan, made first if none exists."""
         self._rediscover_if_changed()
-        if any(other is not self and other.is_pending() for other in _drivers) or cancel_running():
+        if self._is_other_pending() or cancel_running():
             # One backward will run several steps.
             cancel_running()
             self._is_crowded = True
