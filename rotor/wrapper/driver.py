@@ -90,6 +90,7 @@ class Driver:
         self._unplanned: set[Any] = set()
         self._is_pending: IsPending = None
         self._is_crowded = False
+        self._has_collected = False
         self._group_peers: Peers = Alone()
         self._announcer = Announcer(settings.verbosity)
         _drivers.add(self)
@@ -157,7 +158,7 @@ class Driver:
         self.settings = state["settings"]
         self._wrapper = _reference(None)
         self._group_peers = Alone()
-        self._is_pending, self._is_crowded = None, False
+        self._is_pending, self._is_crowded, self._has_collected = None, False, False
         self._announcer = Announcer(self.settings.verbosity)
         _drivers.add(self)
         self._discover(None, state["warned"])
@@ -167,8 +168,6 @@ class Driver:
             self.context.plans.update(plans)
             engine.context = self.context
             self.engines[0] = engine
-
-    _has_collected = False
 
     def is_pending(self) -> bool:
         """Return whether the backward of the latest step is still to come."""
