@@ -172,6 +172,11 @@ class Program:
         ----------
         runs_only
             True for an entry for each of `ops`, without the actions of a second tier.
+
+        Returns
+        -------
+        Timeline
+            Bytes before each position, and the most during it.
         """
         if not runs_only or len(self.ops) == len(self.actions):
             return self._timeline

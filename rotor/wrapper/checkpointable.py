@@ -389,6 +389,11 @@ class Checkpointable(TransparentModule):
         points
             Number of limits tried, for graphs; of a chain every point is known.
 
+        Returns
+        -------
+        Curve
+            Limits in bytes and seconds of a step, in rising order of the limits.
+
         Raises
         ------
         ValueError
@@ -514,6 +519,11 @@ class Checkpointable(TransparentModule):
             True to save the snapshot of CUDA's allocator beside that file, in ``.pickle``, for
             https://pytorch.org/memory_viz. It holds the history recorded by
             `rotor.memory.record_history`.
+
+        Returns
+        -------
+        str
+            A table, the parts of a step, and remarks.
 
         Raises
         ------
