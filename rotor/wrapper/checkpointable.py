@@ -121,7 +121,7 @@ class Checkpointable(TransparentModule):
         them (docs/gpu.md). Reserved bytes are planned for captured graphs.
     offload
         Second tier of memory, to which a plan may move values instead of keeping or recomputing
-        them: "disk" or "disk:FOLDER" for a file on a disk (`rotor.DiskTier`), or a `rotor.Tier` of
+        them: "disk" or "disk:FOLDER" for a file on a disk (`rotor.tier.DiskTier`), or a `rotor.tier.Tier` of
         your own. The model is then captured as one graph (docs/offload.md). ``None``: no tier.
     offload_limit
         Most bytes that a step may have on the tier, or text such as "16GiB"; by default any.
