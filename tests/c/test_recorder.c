@@ -34,11 +34,16 @@ static int64_t recount(const rotor_recorder_t *book) {
     return bytes;
 }
 
+static bool is_moving; /* of the last node that was to go */
+
 static int make_room(rotor_recorder_t *book, int64_t bytes) {
     int32_t node;
     int ret;
     do {
-        ret = rotor_recorder_make_room(book, bytes, &node);
+        ret = rotor_recorder_make_room(book, bytes, &node, &is_moving);
+        if (ret == ROTOR_OK && is_moving) {
+            ret = rotor_recorder_moved(book, node);
+        }
     } while (ret == ROTOR_OK && node >= 0);
     return ret;
 }
@@ -48,6 +53,14 @@ static int catch_up(rotor_recorder_t *book) {
     int32_t op;
     int ret;
     while ((ret = rotor_recorder_next(book, &op)) == ROTOR_OK && op != ROTOR_NEW_OPERATION) {
+        if (op == ROTOR_FETCH) {
+            int64_t bytes = book->nodes[rotor_recorder_awaited(book)].bytes;
+            if ((ret = make_room(book, bytes)) != ROTOR_OK ||
+                (ret = rotor_recorder_fetched(book, 1)) != ROTOR_OK) {
+                break;
+            }
+            continue;
+        }
         const rotor_record_t *record = &book->records[op];
         for (int32_t k = 0; k < record->input_count; k++) {
             CHECK(rotor_recorder_is_material(book, record->items[k]));
@@ -141,10 +154,10 @@ static void test_temporaries_may_be_mixed_with_the_rest(void) {
         CHECK(operate(&book, &source, 1, 10, -1, &other) == ROTOR_OK); /* Time passes. */
         CHECK(rotor_recorder_dead(&book, other) == ROTOR_OK);
         /* Makes `late` go, and computes it again by way of `dropped`. */
-        CHECK(rotor_recorder_make_room(&book, 30, &chosen) == ROTOR_OK && chosen == late);
+        CHECK(rotor_recorder_make_room(&book, 30, &chosen, &is_moving) == ROTOR_OK && chosen == late);
         CHECK(operate(&book, &late, 1, 10, -1, &other) == ROTOR_OK);
         CHECK(rotor_recorder_is_material(&book, dropped) && book.replays == 2);
-        CHECK(rotor_recorder_make_room(&book, 10, &chosen) == ROTOR_OK);
+        CHECK(rotor_recorder_make_room(&book, 10, &chosen, &is_moving) == ROTOR_OK);
         CHECK(chosen == (mixed ? early : dropped));
         temporary[mixed] = book.event_count;
         book.event_count = 0;
@@ -179,10 +192,10 @@ static void test_no_room(void) {
     CHECK(rotor_recorder_source(&book, 10, false, &source) == ROTOR_OK);
     CHECK(operate(&book, &source, 1, 10, -1, &node) == ROTOR_OK);
     CHECK(rotor_recorder_begin(&book, &node, 1) == ROTOR_OK);
-    CHECK(rotor_recorder_make_room(&book, 10, &found) == ROTOR_OK && found == -2);
-    CHECK(rotor_recorder_make_room(&book, 5, &found) == ROTOR_OK && found == -1);
+    CHECK(rotor_recorder_make_room(&book, 10, &found, &is_moving) == ROTOR_OK && found == -2);
+    CHECK(rotor_recorder_make_room(&book, 5, &found, &is_moving) == ROTOR_OK && found == -1);
     CHECK(rotor_recorder_abort(&book) == ROTOR_OK && book.frame_count == 0);
-    CHECK(rotor_recorder_make_room(&book, 10, &found) == ROTOR_OK && found == node);
+    CHECK(rotor_recorder_make_room(&book, 10, &found, &is_moving) == ROTOR_OK && found == node);
     CHECK(rotor_recorder_evicted(&book) == ROTOR_OK && book.work_count == 1);
     rotor_recorder_free(&book);
 }
@@ -197,10 +210,10 @@ static void test_pinning_cuts_a_node_off(void) {
     CHECK(operate(&book, &source, 1, 7, -1, &a) == ROTOR_OK);
     CHECK(operate(&book, &a, 1, 9, -1, &b) == ROTOR_OK);
     CHECK(rotor_recorder_dependents(&book, source) == ROTOR_OK && book.work_count == 2);
-    CHECK(rotor_recorder_pin(&book, a) == ROTOR_OK && book.nodes[a].op == -1);
+    CHECK(rotor_recorder_pin(&book, a, false) == ROTOR_OK && book.nodes[a].op == -1);
     CHECK(rotor_recorder_dependents(&book, source) == ROTOR_OK && book.work_count == 0);
     CHECK(book.live_records == 1 && book.nodes[source].needed == 0);
-    CHECK(rotor_recorder_pin(&book, b) == ROTOR_OK && book.live_records == 0);
+    CHECK(rotor_recorder_pin(&book, b, false) == ROTOR_OK && book.live_records == 0);
     CHECK(rotor_recorder_dead(&book, source) == ROTOR_OK && book.current_bytes == 6);
     CHECK(rotor_recorder_dead(&book, a) == ROTOR_OK && rotor_recorder_dead(&book, b) == ROTOR_OK);
     CHECK(book.live_nodes == 0 && book.current_bytes == -10);

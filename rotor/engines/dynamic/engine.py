@@ -21,6 +21,7 @@ from rotor.engines.dynamic.step import BudgetedStep
 from rotor.errors import MemoryLimitWarning, RecomputationError
 from rotor.meter.step_meter import StepBytes, StepMeter, cancel_running
 from rotor.meter.watch import note_peak
+from rotor.tier.offload import check_device
 from rotor.units import exact_bytes
 
 __all__ = ["DynamicEngine"]
@@ -121,7 +122,11 @@ class DynamicEngine(Engine):
             reserve_bytes=reserve_bytes,
             assumed_loss_bytes=self.settings.loss_tmp_memory_usage,
             verify=self.settings.verify,
+            offload=self.settings.offload,
         )
+        if plan.offload is not None:
+            check_device(plan.offload.tier, device)
+            plan.offload.known_link(device)
         return plan
 
     def begin_planning(self) -> None:

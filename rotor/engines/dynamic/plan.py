@@ -28,6 +28,8 @@ from rotor.dtr.stepping import Unknown, learn_needs
 from rotor.engines.dynamic.step import BudgetedStep
 from rotor.meter.step_meter import Metered, StepBytes
 from rotor.meter.watch import note_peak
+from rotor.tier.offload import Offload
+from rotor.tier.store import TierStore
 
 _REMEMBERED = 20
 _STEP_MARKS = ("loss", "backward")
@@ -87,6 +89,8 @@ class DynamicPlan(Metered):
         Operators of that step whose needs were guessed.
     verify
         Steps in which recomputed values are compared (`rotor.Checkpointable`).
+    offload
+        Second tier; ``None`` for none.
     kept
         Operators whose results are not evicted, because they differed when they ran again.
     steps, latest
@@ -109,6 +113,7 @@ class DynamicPlan(Metered):
     level_bytes: int | None = field(default=None, repr=False)
     unknown: Unknown = field(default_factory=list, repr=False)
     verify: str | int = "off"
+    offload: Offload | None = None
     kept: set[str] = field(default_factory=set)
     steps: int = 0
     latest: deque[StepFigures] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
@@ -220,6 +225,7 @@ class DynamicPlan(Metered):
             observer=None,
             verify=not self.proved.unproved and is_verified(self.verify, self.proved.ran),
             kept=self.kept,
+            offload=None if self.offload is None else TierStore(self.offload),
             **(_DEFAULTS | self.options),
         )
         self.proved.ran += not is_trial
