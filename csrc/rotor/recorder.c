@@ -252,6 +252,51 @@ static int32_t free_temporary(const rotor_recorder_t *self) {
     return node;
 }
 
+/* Drops the tier's copy of a node that is in memory, or can be computed again; false for none. */
+static int reclaim(rotor_recorder_t *self, bool *is_found) {
+    int32_t found = -1;
+
+    for (int32_t k = 0; k < self->node_count && self->eviction.stored_bytes > 0; k++) {
+        if (self->nodes[k].state == 0 || !self->eviction.candidates[k].is_stored) {
+            continue;
+        }
+        bool is_away = rotor_recorder_is_away(self, k);
+        if (!is_away || self->nodes[k].op >= 0) {
+            found = k;
+        }
+        if (!is_away) {
+            break;
+        }
+    }
+    *is_found = found >= 0;
+    if (found < 0) {
+        return ROTOR_OK;
+    }
+    if (rotor_recorder_is_away(self, found)) {
+        int ret = rotor_eviction_fetched(&self->eviction, found);
+        if (ret != ROTOR_OK ||
+            (ret = rotor_eviction_evict(&self->eviction, found)) != ROTOR_OK) {
+            return ret;
+        }
+    }
+    rotor_eviction_store(&self->eviction, found, false);
+    return rotor_recorder_tell(self, ROTOR_UNSTORED, found);
+}
+
+/* What goes next where no temporary can: where the tier is full of what need not be there, that makes
+ * room for what has to be. */
+static int choose_node(rotor_recorder_t *self, int32_t *node) {
+    bool may_retry = true;
+    int ret;
+    while ((ret = rotor_eviction_choose(&self->eviction, self->clock, node)) == ROTOR_OK &&
+           *node < 0 && self->eviction.pool_count > 0 && may_retry) {
+        if ((ret = reclaim(self, &may_retry)) != ROTOR_OK) {
+            return ret;
+        }
+    }
+    return ret;
+}
+
 int rotor_recorder_make_room(rotor_recorder_t *self, int64_t bytes, int32_t *node,
                              bool *is_moving) {
     int ret;
@@ -264,7 +309,7 @@ int rotor_recorder_make_room(rotor_recorder_t *self, int64_t bytes, int32_t *nod
     }
     *node = free_temporary(self);
     if (*node < 0) {
-        if ((ret = rotor_eviction_choose(&self->eviction, self->clock, node)) != ROTOR_OK) {
+        if ((ret = choose_node(self, node)) != ROTOR_OK) {
             return ret;
         }
         *is_moving = *node >= 0 && !self->eviction.candidates[*node].is_stored &&

@@ -34,7 +34,8 @@
  * With a second tier of memory (eviction_tier.h), a node may also leave memory to the tier, a source too
  * that an operation has made. make_room() then says that its bytes have to be written first, unless
  * the tier has them; moved() follows. Where it is needed again, next() says ROTOR_FETCH. A node keeps
- * its bytes in the tier until it is forgotten or, for a source, written to (changed).
+ * its bytes in the tier until it is forgotten or, for a source, written to (changed), or until the
+ * tier is full, and something has to go there that cannot be computed again.
  *
  * Numbers of nodes and operations are given out again when they are forgotten; `events`, which the
  * owner empties after each call, say so.

@@ -289,11 +289,17 @@ class Recall:
             if self.outside_bytes
             else ""
         )
+        tier = ""
+        if self._store is not None:
+            stored = exact_bytes(self._book.counters()["stored_bytes"])
+            most = self._store.limit_bytes
+            of = "" if most is None else f" of its limit of {exact_bytes(most)}"
+            tier = f"; the second tier holds {stored}{of}"
         return BudgetError(
             f"the budget of {exact_bytes(self.limit or 0)} is too small: the next operation needs "
             f"{exact_bytes(nbytes)} beside {exact_bytes(current)} that cannot be evicted "
             f"({len(kept)} storages, the largest "
-            f"{named}{outside}); a budget of {exact_bytes(minimum)} gets past this operation",
+            f"{named}{outside}){tier}; a budget of {exact_bytes(minimum)} gets past this operation",
             minimum,
             max(nbytes, wished // 2),
         )
@@ -475,7 +481,8 @@ class Recall:
         for node in self._book.evicted():
             storage = self._book.storage(node)
             if storage is not None:
-                made = torch.UntypedStorage(storage.nbytes(), device=storage.device)
+                nbytes = storage.nbytes() or self._book.describe(node).nbytes
+                made = torch.UntypedStorage(nbytes, device=storage.device)
                 torch.empty(0, dtype=torch.uint8, device=made.device).set_(made).fill_(_LOST_BYTE)
                 self._bytes.give(storage, made)
 

@@ -15,6 +15,8 @@ StorageRef = _core.StorageRef
 class Store(Protocol):
     """Second tier of memory, as a session uses it (`rotor.tier.TierStore`)."""
 
+    limit_bytes: int | None
+    """Most bytes in the tier; ``None`` for any."""
     traffic: Any
     """Figures of what was written and fetched (`rotor.tier.Traffic`)."""
 

@@ -47,18 +47,19 @@ class TierStore:
 
     Attributes
     ----------
+    limit_bytes
+        Most bytes there; ``None`` for any.
     traffic
         Values that were written and fetched.
-    waited_ns
-        Time of these moves.
     """
 
     def __init__(self, tier: Tier | Offload, limit_bytes: int | None = None) -> None:
         self._offload = tier if isinstance(tier, Offload) else Offload(tier, limit_bytes)
+        self.limit_bytes = self._offload.limit_bytes
         self.traffic = Traffic()
 
     def __repr__(self) -> str:
-        return f"TierStore({self.tier!r}, {self._offload.limit_bytes})"
+        return f"TierStore({self.tier!r}, {self.limit_bytes})"
 
     @property
     def tier(self) -> Tier:

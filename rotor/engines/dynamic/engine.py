@@ -101,11 +101,13 @@ class DynamicEngine(Engine):
 
     def take_over(self, reason: str) -> None:
         """Warn that this engine runs a model that no other engine could plan."""
+        has_tier = self.settings.offload is not None
+        recomputes = "recomputes, or moves to the second tier," if has_tier else "recomputes"
         self.context.warn(
             "capture",
             "no single graph of the model could be captured, so its memory is not planned: the "
-            "dynamic engine runs it, which evicts and recomputes while a step runs. The reason:\n"
-            f"{reason}",
+            f"dynamic engine runs it, which evicts and {recomputes} while a step runs. The "
+            f"reason:\n{reason}",
         )
 
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> DynamicPlan:
