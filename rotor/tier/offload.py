@@ -121,8 +121,8 @@ def checked_offload(
         )
     if engine == "chain":
         raise ValueError(
-            'offload= moves values of captured graphs or of eager steps, and engine="chain" has '
-            'neither: use engine="graph", "dynamic" or "auto"'
+            'offload= moves values of captured graphs and of eager steps, and engine="chain" has '
+            'none: use engine="graph", "dynamic" or "auto"'
         )
     if backend != "fx":
         raise ValueError(

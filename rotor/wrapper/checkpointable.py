@@ -120,9 +120,10 @@ class Checkpointable(TransparentModule):
         workspaces, or "reserved", the ones that the caching allocator takes from the device for
         them (docs/gpu.md). Reserved bytes are planned for captured graphs.
     offload
-        Second tier of memory, to which a plan may move values instead of keeping or recomputing
+        Second tier of memory, to which a step may move values instead of keeping or recomputing
         them: "disk" or "disk:FOLDER" for a file on a disk (`rotor.DiskTier`), or a `rotor.Tier` of
-        your own. The model is then captured as one graph (docs/offload.md). ``None``: no tier.
+        your own. The model is then captured as one graph (docs/offload.md), or run by the dynamic
+        engine (docs/dynamic.md). ``None``: no tier.
     offload_limit
         Most bytes that a step may have on the tier, or text such as "16GiB"; by default any.
     **options
