@@ -30,6 +30,7 @@ from rotor.tier import TierStore
 from rotor.tier.offload import Offload
 
 LIMIT = 7 * VALUE_BYTES
+NO_MORE = 3
 FAST = Link(1e13, 1e13)
 """Link by which every move takes less time than computing again."""
 
@@ -58,7 +59,7 @@ def x():
 
 def offloading(model, tier, limit=LIMIT, link=FAST, **settings):
     chk = dynamic(model, limit, offload=tier, **settings)
-    chk.offload.link = link
+    chk.offload.link, chk.offload.learned = link, NO_MORE
     return chk
 
 
@@ -94,6 +95,16 @@ def test_the_link_is_measured(disk, x):
     assert same(trained(model, chk, x), trained(twin, twin, x))
     assert chk.offload.link.host_bytes == 64 << 20
     assert chk.offload.link.read_bytes_per_s > 0
+
+
+def test_steps_teach_the_speed(disk, x):
+    """Count on the speed that steps have shown, where that is another one."""
+    model, _ = pair(Noisy)
+    chk = offloading(model, disk)
+    chk.offload.learned = 0
+    trained(model, chk, x, 4)
+    assert chk.offload.learned == 1
+    assert chk.offload.link.read_bytes_per_s < FAST.read_bytes_per_s / 10
 
 
 @pytest.mark.parametrize("link", [FAST, Link(1.0, 1.0)])

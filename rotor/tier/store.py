@@ -12,9 +12,13 @@ import torch
 from rotor import _core
 from rotor._pytorch import dispatch
 from rotor.tier.interface import Tier, Traffic
-from rotor.tier.offload import Offload, check_device
+from rotor.tier.offload import PLANNED_SHARE, Offload, check_device
 
 __all__ = ["TierStore"]
+
+_MOST_LESSONS = 3
+_OTHER = 1.5
+_LEAST_BYTES = 1 << 20
 
 
 @dataclass
@@ -71,25 +75,32 @@ class TierStore:
         """Time that the session waited for the tier."""
         return self.traffic.writing_ns + self.traffic.reading_ns
 
-    def extra_bytes(self, nbytes: int) -> int:
-        """Return the bytes that a fetch takes for a moment beside the fetched ones.
+    def learn(self) -> None:
+        """Count from now on on the speed of the session's moves if it differs from the planned one.
 
-        Parameters
-        ----------
-        nbytes
-            Bytes of the fetched value.
+        Nothing is learned from tiers that work while the device does, nor from few bytes.
         """
+        offload, moved = self._offload, self.traffic
+        is_seen = self.tier.traffic is not None and offload.link is not None
+        if not is_seen or min(moved.written_bytes, moved.read_bytes) < _LEAST_BYTES:
+            return
+        assert offload.link is not None
+        latency = offload.link.latency_ns
+        write = moved.written_bytes / max(moved.writing_ns - moved.writes * latency, 1) * 1e9
+        read = moved.read_bytes / max(moved.reading_ns - moved.reads * latency, 1) * 1e9
+        planned = offload.link.write_bytes_per_s, offload.link.read_bytes_per_s
+        seen = PLANNED_SHARE * write / planned[0], PLANNED_SHARE * read / planned[1]
+        if offload.learned < _MOST_LESSONS and any(not 1 / _OTHER < k < _OTHER for k in seen):
+            offload.learn(write, read)
+
+    def extra_bytes(self, nbytes: int) -> int:
+        """Return the bytes that a fetch takes for a moment beside the fetched ones."""
         alignment, piece = self.tier.alignment_bytes, _core.PIECE_BYTES
         buffers = min(2, -(-nbytes // piece)) if alignment > 1 else 0
         return buffers * (min(nbytes, piece) + alignment)
 
     def link_on(self, device: torch.device) -> tuple[Any, ...]:
         """Return the link to a device's memory, measured at the first time.
-
-        Parameters
-        ----------
-        device
-            Device.
 
         Raises
         ------
@@ -102,11 +113,6 @@ class TierStore:
 
     def write(self, storage: torch.UntypedStorage) -> _Copy:
         """Return a complete copy of a storage's bytes.
-
-        Parameters
-        ----------
-        storage
-            Storage in memory.
 
         Raises
         ------
@@ -134,11 +140,6 @@ class TierStore:
 
     def fetch(self, copy: _Copy) -> torch.UntypedStorage:
         """Return a new storage with the bytes of a copy.
-
-        Parameters
-        ----------
-        copy
-            Copy from `write`.
 
         Raises
         ------

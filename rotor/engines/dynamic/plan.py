@@ -32,6 +32,8 @@ from rotor.tier.offload import Offload
 from rotor.tier.store import TierStore
 
 _REMEMBERED = 20
+_LEARNING_STEPS = (3, 16, 32)
+"""Steps after which the speed of a second tier is compared with the one that was measured."""
 _STEP_MARKS = ("loss", "backward")
 _SETTINGS = inspect.signature(dtr.budget).parameters
 OPTIONS = frozenset({"heuristic", "seed", "strict", "sample", "ignore_small", "storage_swap"})
@@ -208,8 +210,12 @@ class DynamicPlan(Metered):
                 held = max(held, step.gradient_bytes)
             session.aim(self.limit_bytes - self.reserve_bytes - held)
 
+        store = None if self.offload is None else TierStore(self.offload)
+
         def ended(step: BudgetedStep) -> None:
             self.steps += 1
+            if store is not None and self.steps in _LEARNING_STEPS:
+                store.learn()
             if step.is_proved:
                 self.proved.add(step.session.compared)
             room = self.room_for_loss(step.output_bytes)
@@ -225,7 +231,7 @@ class DynamicPlan(Metered):
             observer=None,
             verify=not self.proved.unproved and is_verified(self.verify, self.proved.ran),
             kept=self.kept,
-            offload=None if self.offload is None else TierStore(self.offload),
+            offload=store,
             **(_DEFAULTS | self.options),
         )
         self.proved.ran += not is_trial
