@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from rotor._pytorch import core
 
-__all__ = ["Slot", "Watch", "alike_modules", "own_slots"]
+__all__ = ["Alike", "Slot", "Watch", "alike_modules", "own_slots"]
 
 Slot = tuple[dict[str, Any], str]
 """Dictionary that holds a tensor, and its key there."""
@@ -31,11 +31,23 @@ def own_slots(module: nn.Module) -> dict[int, Slot]:
     return found
 
 
-def alike_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of which several of one class stand side by side.
+class Alike(NamedTuple):
+    """Modules of which several of one class stand side by side.
 
-    None of their tensors is shared with another module, or lies in the memory of another one.
+    Attributes
+    ----------
+    modules
+        Modules with no tensor that is shared with another module, or lies in the memory of one.
+    obstacles
+        Reasons for which other such modules are none of these.
     """
+
+    modules: list[nn.Module]
+    obstacles: list[str]
+
+
+def alike_modules(model: nn.Module) -> Alike:
+    """Return the modules of a model of which several of one class and form stand side by side."""
     seen: Counter[Any] = Counter()
     for part in model.modules():
         for slots, name in (*core.parameter_slots(part), *core.buffer_slots(part)):
@@ -43,6 +55,7 @@ def alike_modules(model: nn.Module) -> list[nn.Module]:
             is_plain = type(tensor) in _PLAIN and tensor.layout == torch.strided
             seen[core.storage_identity(tensor) if is_plain else None] += 1
     found: list[nn.Module] = []
+    obstacles: dict[str, None] = {}
     for part in model.modules():
         if any(part is one for one in found):
             continue
@@ -50,24 +63,40 @@ def alike_modules(model: nn.Module) -> list[nn.Module]:
         for _, child in core.child_modules(part):
             children.setdefault(type(child), []).append(child)
         for alike in children.values():
-            if len(alike) >= _FEWEST and len({*map(id, alike)}) == len(alike):
-                found += [child for child in alike if _is_foldable(child, seen)]
-    return found
+            if len(alike) < _FEWEST or len({*map(id, alike)}) < len(alike):
+                continue
+            forms = Counter(map(_form, alike))
+            for child in alike:
+                # What has no twin is searched for alike modules itself.
+                if next(child.children(), None) is not None and forms[_form(child)] > 1:
+                    obstacle = _obstacle(child, seen)
+                    if obstacle:
+                        obstacles[obstacle] = None
+                    else:
+                        found.append(child)
+    return Alike(found, list(obstacles))
 
 
-def _is_foldable(module: nn.Module, seen: Counter[Any]) -> bool:
-    if next(module.children(), None) is None:
-        return False
+def _form(module: nn.Module) -> Any:
+    """Return the classes of a module's parts, and the shapes of its parameters."""
+    return (
+        tuple([(name, type(part)) for name, part in module.named_modules()]),
+        tuple([(name, parameter.shape) for name, parameter in module.named_parameters()]),
+    )
+
+
+def _obstacle(module: nn.Module, seen: Counter[Any]) -> str:
+    """Return the reason for which no other module's trace stands for a module; empty if none."""
     for part in module.modules():
         if core.updates_statistics(part):
-            return False
+            return f"{type(part).__name__} updates its statistics"
         for slots, name in (*core.parameter_slots(part), *core.buffer_slots(part)):
             tensor = slots[name]
             if type(tensor) not in _PLAIN or tensor.layout != torch.strided:
-                return False
+                return f"{name} is a {type(tensor).__name__}"
             if seen[core.storage_identity(tensor)] > 1:
-                return False
-    return True
+                return f"{name} is shared with another module"
+    return ""
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
