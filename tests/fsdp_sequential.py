@@ -40,14 +40,14 @@ def chosen_by_prediction() -> list[str]:
             limit = int(least + share * (most - least))
             plain, planned = deep(root=root), rotor.Checkpointable(deep(root=root), mem_limit=limit)
             found += compare(plain, planned, 4, same=same_kind) + kept(planned, limit)
-            compared = planned._driver.engines[0]._compared[planned.plan.key]
-            if set(compared.predictions) != {"chain", "blocks"}:
-                found.append(f"compared {compared}")
-            told = planned.report()
-            if "compared" not in told or "blocks" not in told:
-                found.append(told)
-            if compared.chosen != "blocks" or planned.plan.engine != "parts":
-                found.append(f"chosen at {share}: {compared}")
+            lines = planned.report().splitlines()
+            rows = lines[next(k for k, line in enumerate(lines) if line.startswith("compared")) :]
+            recomputed = [float(row.split("step, ")[1].split("%")[0]) for row in rows[2:]]
+            if [row.split()[0] for row in rows[2:]] != ["chain", "blocks"]:
+                found.append(f"compared {rows}")
+            is_best = recomputed[1] < recomputed[0] and rows[-1].endswith("runs")
+            if not is_best or planned.plan.engine != "parts":
+                found.append(f"chosen at {share}: {rows}")
     return found
 
 

@@ -112,13 +112,13 @@ def branching(**options):
     return model
 
 
-def seconds_of(row):
-    number, unit = row.split()[1:3]
-    return float(number) * {"s": 1, "ms": 1e-3, "us": 1e-6}[unit]
+def recomputed_in(row):
+    return float(row.split("step, ")[1].split("%")[0])
 
 
 @pytest.mark.parametrize("share", [0.7, 0.5])
-def test_where_a_stage_cannot_be_captured_parts_are_compared_with_the_chain(share):
+def test_where_a_stage_cannot_be_captured_parts_are_compared_with_the_chain(share, monkeypatch):
+    monkeypatch.setattr("rotor.engines.sequential._WORTH", -1.0)
     model = branching()
     limit = limit_of(model, share)
     chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit)
@@ -128,10 +128,11 @@ def test_where_a_stage_cannot_be_captured_parts_are_compared_with_the_chain(shar
         assert chk.plan.measured_bytes <= limit
     rows = rows_of(chk)
     assert "not captured: " in rows["graph"]
-    assert seconds_of(rows["parts"]) < seconds_of(rows["chain"])
-    assert rows["parts"].endswith("runs")
-    assert chk.plan.engine == "parts"
-    with pytest.raises(ValueError, match="runs in parts"):
+    recomputed = {name: recomputed_in(rows[name]) for name in ("chain", "parts")}
+    best = min(recomputed, key=lambda name: recomputed[name])
+    assert rows[best].endswith("runs")
+    assert chk.plan.engine == best
+    with pytest.raises(ValueError, match="runs in parts" if best == "parts" else "as a chain"):
         _ = chk.program
 
 
@@ -162,15 +163,15 @@ def test_the_chain_runs_where_it_recomputes_less_than_the_parts():
     assert "needs" in rows["parts"]
 
 
-def test_parts_that_need_more_than_the_limit_in_a_step_are_a_chain_again():
+def test_parts_that_need_more_than_the_limit_in_a_step_are_a_chain_again(monkeypatch):
+    monkeypatch.setattr("rotor.engines.sequential._slower", lambda chain: 9.0)
     model = branching()
     limit = limit_of(model, 0.6)
     chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit)
-    stepped(chk)
+    y = chk(X)
     assert chk.plan.engine == "parts"
-    plan = chk.plan
-    plan.is_over, plan.measured_bytes = True, limit + 1
-    chk._driver.engines[0]._note_excess(plan)
+    chk.plan.is_over = True
+    y.square().mean().backward()
     for ours, theirs in zip(stepped(chk), stepped(model), strict=True):
         assert torch.equal(ours, theirs)
     assert chk.plan.engine == "chain"

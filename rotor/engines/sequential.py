@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +19,7 @@ import torch
 from rotor._pytorch import core
 from rotor.common.undisturbed import training_flags_kept
 from rotor.engines.chain.engine import ChainEngine
+from rotor.engines.chain.measures import Inspection
 from rotor.engines.contract import (
     Call,
     CannotPlan,
@@ -34,6 +35,7 @@ from rotor.engines.graph.engine import GraphEngine
 from rotor.engines.parts.block_calls import NoBlocks
 from rotor.engines.parts.engine import PartsEngine
 from rotor.engines.parts.pieces import Pieces
+from rotor.engines.parts.plan import PartsPlan
 from rotor.engines.parts.sharded_engine import ShardedBlocksEngine
 from rotor.errors import InfeasibleError
 from rotor.meter import allocator
@@ -49,6 +51,8 @@ _WORTH = 0.01
 """Share of recomputation in the chain from which capturing a graph is worth its time."""
 
 _NEVER = float("inf")
+_MARGIN = 64
+"""Divisor of a limit: this share is left free while the code between parts is estimated."""
 
 
 @dataclass(frozen=True)
@@ -91,23 +95,49 @@ class _ChainParts(PartsEngine):
         Context of the model.
     reasons
         Reasons for which no single graph exists, by `Key.measured`.
-    device_of
-        Function that returns the device of a kind of step.
+    inspections
+        Measures of the stages, by `Key.measured`.
     """
 
     def __init__(
         self,
         context: Context,
         reasons: dict[Any, str],
-        device_of: Callable[[Key], torch.device],
+        inspections: dict[Any, Inspection],
     ) -> None:
         super().__init__(context)
         self._reasons = reasons
-        self._device_of = device_of
+        self._inspections = inspections
 
     def device_of(self, key: Key) -> torch.device:
         """Return the device of such steps."""
-        return self._device_of(key)
+        return self._inspections[key.measured].device
+
+    def measure(self, key: Key, call: Call) -> None:
+        """Capture the parts; stages without any need what was measured of them."""
+        super().measure(key, call)
+        pieces = self.pieces[key]
+        if not pieces.is_measured:
+            between = list(pieces.bases.between)
+            inspection, k = self._inspections[key.measured], 0
+            for stage, measure in zip(inspection.stages, inspection.measures, strict=True):
+                inside = [
+                    site
+                    for site in pieces.sites
+                    if any(site.path == n or site.path.startswith(f"{n}.") for n in stage.names)
+                ]
+                k += len(inside)
+                if not inside:
+                    between[k] += max(measure.forward_tmp_bytes, measure.backward_peak_bytes)
+            # The caller may hold the output until the backward is over.
+            held = inspection.output_bytes if inspection.loss_peak_bytes is None else 0
+            backward = tuple(size + held for size in pieces.bases.backward)
+            pieces.bases = replace(pieces.bases, backward=backward, between=tuple(between))
+
+    def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> PartsPlan[Pieces]:
+        """Return the fastest choice under a limit; with a margin before a step was metered."""
+        margin = 0 if self.pieces[key].is_measured else limit_bytes // _MARGIN
+        return super().plan(key, limit_bytes, max(reserve_bytes, margin))
 
     def reason_of(self, key: Key) -> str:
         """Return the reason for which no single graph exists."""
@@ -273,7 +303,7 @@ class SequentialEngine(ChainEngine):
         reason = self._reason(key)
         if reason:
             return [(_Offer("graph", None, _NEVER, reason), None)]
-        offers = []
+        offers: list[tuple[_Offer, InfeasibleError | None]] = []
         if key.measured not in self._reasons:
             found = self._offer("graph", self._graph_plan, key, limit_bytes, reserve_bytes)
             if key.measured not in self._reasons:
@@ -303,13 +333,13 @@ class SequentialEngine(ChainEngine):
         if plan.engine == "graph":
             slower = plan.program.slowdown - 1
             return _Offer(name, plan, slower, _prediction(plan.makespan, slower)), None
-        if plan.predicted_bytes > limit_bytes:
-            error = InfeasibleError(
+        if plan.predicted_bytes + plan.reserve_bytes > limit_bytes:
+            refusal = InfeasibleError(
                 f"the {name} of the model need {exact_bytes(plan.least_bytes)}, and the limit is "
                 f"{exact_bytes(limit_bytes)}: give at least that, or a smaller batch",
                 plan.least_bytes,
             )
-            return _Offer(name, None, _NEVER, _infeasible(error)), error
+            return _Offer(name, None, _NEVER, _infeasible(refusal)), refusal
         # The code between parts runs once under every plan, and is not timed.
         ideal = self._chain(key).ideal_time
         again = max(plan.makespan - plan.unplanned_time, 0.0)
@@ -355,7 +385,7 @@ class SequentialEngine(ChainEngine):
     def _parts_plan(self, key: Key, limit_bytes: int, reserve_bytes: int) -> Any:
         """Return the plan of the model's captured parts; raise as `_graph_plan` does."""
         if self._parts is None:
-            self._parts = _ChainParts(self.context, self._reasons, self.device_of)
+            self._parts = _ChainParts(self.context, self._reasons, self._inspections)
         self._measure_by(self._parts, key)
         return self._parts.plan(key, limit_bytes, reserve_bytes)
 
@@ -418,12 +448,13 @@ class SequentialEngine(ChainEngine):
         if owner is None:
             return super().run(plan, call, start)
         try:
-            return owner.run(plan, call, start)
+            output, is_pending = owner.run(plan, call, start)
         except CannotPlan as refused:
             # From now on it is a chain, or in parts.
             self._reasons[plan.key.measured] = _first_line(refused.error)
             owner.forget(plan.key.measured)
             raise PlanAgain from refused
+        return output, is_pending
 
     def expect(self, plan: Any) -> None:
         """Check, before a step, for needs that its plan does not know."""
