@@ -335,8 +335,9 @@ class SequentialEngine(ChainEngine):
             return _Offer(name, plan, slower, _prediction(plan.makespan, slower)), None
         if plan.predicted_bytes + plan.reserve_bytes > limit_bytes:
             refusal = InfeasibleError(
-                f"the {name} of the model need {exact_bytes(plan.least_bytes)}, and the limit is "
-                f"{exact_bytes(limit_bytes)}: give at least that, or a smaller batch",
+                f"no plan was found that fits in {exact_bytes(limit_bytes)}; the captured parts of "
+                f"the model alone need {exact_bytes(plan.least_bytes)}: give at least that, or a "
+                "smaller batch",
                 plan.least_bytes,
             )
             return _Offer(name, None, _NEVER, _infeasible(refusal)), refusal
