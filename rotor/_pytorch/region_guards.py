@@ -7,7 +7,7 @@ within a module, so that modules are compared part by part too.
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "is_plain_module",
     "is_watched",
     "layout",
+    "layout_check",
     "scope",
     "signature",
     "within",
@@ -92,6 +93,18 @@ def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     if any(not isinstance(size, int) for size in (*shape, *strides)):
         raise Refused("a size of an argument is a symbol")
     return shape, strides, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], bool]:
+    """Return a cheap check that other tensors have the layouts of these.
+
+    Its result is False, too, where modes such as autocast differ.
+    """
+    from torch._C._dynamo.guards import TensorGuards
+
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return lambda others: bool(guards.check(*others))
 
 
 def signature(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from rotor._pytorch import core
+from rotor._pytorch.region_guards import layout_check
 
 __all__ = ["Alike", "Slot", "Watch", "alike_modules", "own_slots"]
 
@@ -116,15 +117,20 @@ class Watch:
         self._model = weakref.ref(model)
         self._slots: list[Slot] = []
         self._layouts: list[tuple[Any, ...]] = []
+        self._have_layouts: Callable[[Sequence[Any]], bool] = lambda tensors: False
+        self._empty: list[Any] = []
         self._contents: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         self._containers: list[tuple[Any, tuple[int, ...]]] = []
 
     def begin(self, slots: Sequence[Slot], modules: Iterable[nn.Module]) -> None:
         """Note the state of modules, and the slots of the tensors that a step takes from them."""
         self._slots = list(slots)
-        self._layouts = [_layout(held[name]) for held, name in slots]
+        taken = [held[name] for held, name in slots]
+        self._layouts = list(map(_layout, taken))
+        self._have_layouts = layout_check(taken)
         self._contents.clear()
         self._containers.clear()
+        self._empty.clear()
         model = self._model()
         assert model is not None
         chosen = {id(part) for module in modules for part in module.modules()}
@@ -141,7 +147,10 @@ class Watch:
         for value in values:
             is_container = type(value) in _CONTAINERS or isinstance(value, dict)
             if is_container and value is not core.child_slots(part):
-                self._containers.append((value, _identities(value)))
+                if value:
+                    self._containers.append((value, _identities(value)))
+                else:
+                    self._empty.append(value)
 
     def is_of(self, model: nn.Module) -> bool:
         """Return whether the modules belong to a model."""
@@ -162,10 +171,12 @@ class Watch:
             # Values that cannot be compared are others.
             return None
         found = [held.get(name) for held, name in self._slots]
-        if any(
+        if not self._have_layouts(found) and any(
             not isinstance(tensor, torch.Tensor) or _layout(tensor) != layout
             for tensor, layout in zip(found, self._layouts, strict=True)
         ):
+            return None
+        if any(self._empty):
             return None
         if any(_identities(value) != known for value, known in self._containers):
             return None
