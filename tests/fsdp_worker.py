@@ -38,6 +38,7 @@ from fsdp_models import (
     with_loss,
 )
 from fsdp_proofs import PROOF_SCENARIOS
+from fsdp_sequential import SEQUENTIAL_SCENARIOS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -347,6 +348,7 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     **BLOCK_SCENARIOS,
     **GRAPH_SCENARIOS,
     **PROOF_SCENARIOS,
+    **SEQUENTIAL_SCENARIOS,
 }
 
 

@@ -125,6 +125,7 @@ def graph_report(plan: GraphPlan) -> Text:
         ["operations run again", f"{plan.recomputed} of {len(plan.graph.operations)}"],
         *offload_rows(plan),
         *([["marked in the model", plan.marks]] if plan.marks else []),
+        *([["alike layers", plan.step.capture.alike]] if plan.step.capture.alike else []),
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
         *aside_rows(plan),
         *loss_rows(plan),

@@ -100,6 +100,24 @@ class Sizing:
             found.__traceback__ = None
         return made
 
+    def alone(self, key: Key, arguments: tuple[Any, ...], reason: str) -> None:
+        """Note a shape that is captured alone whatever others there are.
+
+        Parameters
+        ----------
+        key, arguments
+            Call.
+        reason
+            Reason for which no size can be a symbol.
+        """
+        family = self.families.joined(key.measured, self.context.module, arguments)
+        shapes = shapes_of(core.tree_flatten(arguments)[0])
+        for leaf, dimension in family.differing(shapes):
+            name = f"dimension {dimension} of {family.names[leaf]}"
+            family.constants[name] = f"{name} is a constant: {reason}"
+        family.alone += key.measured not in family.shapes
+        family.shapes[key.measured] = shapes
+
     def reached(self, key: Key, found: Unplanned) -> CapturedStep | None:
         """Return the step of a call that reached a known graph with symbols, if it did."""
         family = self.families.of(key.measured)
