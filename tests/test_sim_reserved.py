@@ -8,6 +8,7 @@ from limited_on_sim import Trained, assert_equal, distance, one_step
 from torch import nn
 
 import rotor
+from rotor.graph.blocks import program_bytes
 
 MIB = 1 << 20
 
@@ -198,7 +199,7 @@ def test_what_came_to_live_on_the_device_is_not_a_steps(sim):
         seen.append(wrapped.plan.most_bytes_seen)
         optimizer.step()
     assert sim.memory_reserved() - level > seen[0]
-    assert set(seen) == {seen[0]}
+    assert max(seen) - seen[0] <= 4 * MIB  # The state takes 12.
     assert wrapped.plan.reserve_bytes == 0
     assert not wrapped.plan.is_over
 
@@ -211,6 +212,15 @@ def test_the_report_has_allocated_bytes_and_slack(sim):
     plan = wrapped.plan
     assert plan.predicted_bytes == plan.program.peak_bytes + plan.executor_bytes
     assert plan.executor_bytes > MIB
+
+
+def test_checksums_come_from_small_segments(sim):
+    """Charge a plan for small segments, and no large one, beside the blocks of its program."""
+    plan = check_held(sim, "images", 0.75).plan
+    own = plan.step.executor_bytes_of(plan.program.actions.tolist(), plan.limit_bytes)
+    assert own > MIB
+    alone = program_bytes(plan.program).reserved_peak_bytes
+    assert plan.predicted_bytes - alone <= 2 * MIB
 
 
 def test_too_low_a_limit_is_refused(sim):
