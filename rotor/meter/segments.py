@@ -120,6 +120,8 @@ def counted_levels(
             level += event.nbytes
             given += max(event.nbytes, 0)
             peak = max(peak, level)
+        elif event == END:
+            break
         elif event.startswith(MARK):
             level = next(ends)
             highest = max(highest, peak)

@@ -37,7 +37,7 @@ from rotor.engines.graph.proving import Prover, Tally, proving_bytes
 from rotor.engines.graph.record import PlanningRecord
 from rotor.engines.graph.repeating import keep_from_now_on
 from rotor.graph import planner
-from rotor.graph.blocks import program_bytes
+from rotor.graph.blocks import SMALL_BYTES, program_bytes, small_blocks
 from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.graph.program import Program, simulate
@@ -316,7 +316,9 @@ class CapturedStep:
         own = self.executor_bytes_of(program.actions.tolist(), limit_bytes)
         if self.device.type == "cpu" or self.inductor is not None:
             return own
-        found = program_bytes(program, own, expandable=devices.expandable_segments())
+        copies = [self.lowered.input_bytes(node) for node in self.lowered.mutated]
+        beside = small_blocks(own) if max(copies, default=0) <= SMALL_BYTES else [own]
+        found = program_bytes(program, beside, expandable=devices.expandable_segments())
         needed = found.allocated_peak_bytes
         if self.counts == "reserved":
             needed = found.reserved_peak_bytes
