@@ -1,9 +1,11 @@
-"""Compares plain steps, recomputation alone, and recomputation with a disk, at equal limits.
+"""Compares plain steps, recomputation, offloading to a disk, and both, at equal limits.
 
 A GPT-like model and a ResNet train under shares of plain PyTorch's peak; contenders run in
 alternating rounds, and a row has the median of each and its quartiles. The speed of the disk is the
 number of times that it writes the bytes of that peak in the time of a plain step: at 0.1 a tier
-gains little, at 3 it is nearly free. Rows where the tier loses are shown as the others are.
+gains little, at 3 it is nearly free. "offload" runs no operation again: the planner is given the
+same graph with every operation marked as one that runs once. Rows where the tier loses are shown as
+the others are.
 
     python benchmarks/tier.py [--rounds 9] [--shares .8 .6 .4] [--folder /var/tmp] [--quick]
 """
@@ -17,7 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,9 +28,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import rotor
+from rotor.graph import Graph, Link, Program, plan
 from rotor.units import format_bytes
 
 SHARES = (0.8, 0.6, 0.4, 0.25)
+CONTENDERS = ("recompute", "offload", "tier")
 
 
 class Block(nn.Module):
@@ -98,11 +102,30 @@ def mean_square(output: Any, zero: torch.Tensor) -> torch.Tensor:
     return output.square().mean() + zero.sum()
 
 
-def wrapped(model: nn.Module, x: torch.Tensor, limit: int, **settings: Any) -> Any:
-    """A planned model; None if no plan fits."""
+def offloaded_only(
+    graph: Graph, budget: int, link: Link, options: dict[str, Any], progress: Any
+) -> Program:
+    """The fastest program that runs every operation once."""
+    once = [replace(operation, once=True) for operation in graph.operations]
+    found = plan(Graph(graph.storages, None, once), budget, link=link, progress=progress, **options)
+    return Program(graph, found.actions, link)
+
+
+def wrapped(
+    model: nn.Module, x: torch.Tensor, limit: int, *, only: bool = False, **settings: Any
+) -> Any:
+    """A planned model, which runs no operation again if `only`; None if no plan fits."""
     made = rotor.Checkpointable(
         model, mem_limit=limit, engine="graph", loss_fn=mean_square, verbosity=0, **settings
     )
+    if only:
+        engine = made._driver.engines[0]
+
+        def solve(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
+            link = engine.settings.offload.known_link(torch.device("cpu"))
+            return offloaded_only(graph, budget, link, options, progress)
+
+        engine.solve = lambda: solve
     made.measure(x, targets=(torch.zeros(1),))
     try:
         made.compute_sequence()
@@ -127,9 +150,10 @@ def rows(subject: Subject, shares: list[float], rounds: int, tier: rotor.DiskTie
         limit = int(share * peak)
         contenders: dict[str, Callable[[], float]] = {"plain": stepper(plain, plain, x)}
         plans = {}
-        for name, settings in (("recompute", {}), ("tier", {"offload": tier})):
+        for name in CONTENDERS:
             model = copy.deepcopy(plain)
-            chk = wrapped(model, x, limit, **settings)
+            given = {} if name == "recompute" else {"offload": tier}
+            chk = wrapped(model, x, limit, only=name == "offload", **given)
             if chk is not None:
                 contenders[name], plans[name] = stepper(model, chk, x), chk
         for step in contenders.values():
@@ -140,10 +164,10 @@ def rows(subject: Subject, shares: list[float], rounds: int, tier: rotor.DiskTie
             for name, step in contenders.items():
                 taken[name].append(step())
         cells = [quartiles(taken[name]) if name in taken else "no plan"
-                 for name in ("plain", "recompute", "tier")]  # fmt: skip
+                 for name in ("plain", *CONTENDERS)]  # fmt: skip
         predicted = [
             f"{plans[name].plan.program.slowdown - 1:+.1%}" if name in plans else "-"
-            for name in ("recompute", "tier")
+            for name in CONTENDERS
         ]
         moved = peaks = "-"
         if "tier" in plans:
@@ -159,9 +183,11 @@ def rows(subject: Subject, shares: list[float], rounds: int, tier: rotor.DiskTie
 def main(arguments: argparse.Namespace) -> int:
     warnings.simplefilter("ignore", rotor.MemoryLimitWarning)
     tier = rotor.DiskTier(arguments.folder)
-    print("| model | limit | plain, ms | recompute, ms | with disk, ms | predicted, recompute "
-          "| predicted, disk | written | peak, measured of predicted |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|---|")
+    heads = ("model", "limit", "plain, ms", "recompute, ms", "offload, ms", "both, ms",
+             "predicted, recompute", "offload", "both", "written",
+             "peak, measured of predicted")  # fmt: skip
+    print("| " + " | ".join(heads) + " |")
+    print("|---" * len(heads) + "|")
     for subject in subjects(arguments.quick):
         for line in rows(subject, arguments.shares, arguments.rounds, tier):
             print(line, flush=True)
