@@ -1,4 +1,4 @@
-"""Pages, traces and timelines of plans with a second tier: one entry for each run, waits between."""
+"""Pages, traces and timelines of plans with a second tier: an entry for each run, and waits."""
 
 from __future__ import annotations
 
@@ -148,7 +148,8 @@ def test_plans_are_drawn_with_their_waits(tmp_path):
     assert max(levels) == plan.predicted_bytes
     slices = [e for e in events if e["ph"] == "X" and "live_bytes" in e.get("args", {})]
     # The page and the trace have the same clock.
-    begins = np.cumsum([0, *(np.array(runs) + [*found["waits"][1:], 0])])
+    waits = np.array([*found["waits"][1:], 0])
+    begins = np.cumsum(np.concatenate([[0], np.array(runs) + waits]))
     assert [round(1000 * e["ts"]) for e in slices] == begins[:-1].tolist()
 
 
