@@ -224,6 +224,13 @@ class CapturedStep:
         sizes = sizes_of(self.lowered, self.costs)
         return layout_of(self.offload.tier, self.lowered, program.actions.tolist(), sizes)
 
+    def tier_excess(self, program: Program) -> int:
+        """Return the bytes by which a program's places exceed the limit of the tier; 0 if none."""
+        if self.offload is None or self.offload.limit_bytes is None:
+            return 0
+        layout = self.layout(program)
+        return 0 if layout is None else max(layout.nbytes - self.offload.limit_bytes, 0)
+
     def verified(self, ops: Any, make: Callable[[], Any]) -> Any:
         """Return a program's code with comparisons, made by a function."""
         return make()

@@ -185,11 +185,7 @@ class GraphEngine(MeteredEngine):
         arguments = (args, kwargs, call.targets)
         if self.settings.offload is not None:
             check_device(self.settings.offload.tier, call.device)
-        is_shared = (
-            self.follows_shapes
-            and self.settings.counts == "allocated"
-            and self.settings.offload is None
-        )
+        is_shared = self.follows_shapes and self.settings.counts == "allocated"
         if is_shared and self.backend == "fx" and self.solve() is None:
             step = self.sizing.step(key, loss_fn, arguments, call, self._new_capture, self.steps)
             if step is not None:
@@ -329,7 +325,7 @@ class GraphEngine(MeteredEngine):
     """True if calls of several shapes share a capture."""
 
     def _is_improving(self) -> bool:
-        return self.improves and self.settings.offload is None and self.improver.is_on()
+        return self.improves and self.improver.is_on()
 
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> GraphPlan:
         """Return the fastest program found under a limit."""

@@ -184,14 +184,21 @@ class GraphPlan(Metered):
             code = self.emitted
         else:
             if self._verified is None:
-                self._verified = self.step.verified(self.program.ops, self._verified_code)
+                self._verified = self.step.verified(self.program.actions, self._verified_code)
             code, prover = self._verified
             prover.tally = tally
         code.prepare()
         if self.layout is not None:
             self.layout.prepare()
+            self._place(code)
         self.step.captured.emitted = code
         return code
+
+    def _place(self, code: StepCode) -> None:
+        """Have code, which plans of other shapes share, use the places of this plan."""
+        places = getattr(code, "places", None)
+        if places is not None:
+            places.layout = self.layout
 
     def tally(self, verify: str | int) -> Tally | None:
         """Return the tally of the next step; ``None`` if that step is not verified."""
@@ -273,6 +280,7 @@ class GraphPlan(Metered):
             yield arguments, None
             return
         assert self.step.owners is not None
+        self._place(code)
         early = EarlyStep(code, self.step.owners, self.device)
         self.step.captured.emitted = early
         try:
