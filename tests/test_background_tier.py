@@ -93,7 +93,11 @@ def test_the_first_step_waits_for_no_long_search(peak, disk, searches):
 
 def test_programs_with_actions_are_exchanged_between_steps(peak, disk, monkeypatch):
     """The first program recomputes alone; the tier comes into use between steps."""
-    monkeypatch.setattr(improving, "_quick_options", lambda options, _: {**options, "effort": 0})
+
+    def alone(options, _):
+        return {**options, "effort": 0, "link": None}
+
+    monkeypatch.setattr(improving, "_quick_options", alone)
     limit = int(0.55 * peak)
     chk = wrapped(limit, disk, 1e12)
     chk.offload.learned = 3  # This disk's speed is not learnt.
