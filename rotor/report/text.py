@@ -146,7 +146,7 @@ def offload_rows(plan: GraphPlan) -> list[list[str]]:
     if layout is None:
         return [["offloaded", f"nothing: keeping and recomputing is faster than {tier!r}"]]
     steps = layout.waits.steps
-    waited = (layout.waits.writing_ns + layout.waits.reading_ns) / max(steps, 1) / 1e9
+    waited = layout.waited_ns() / max(steps, 1) / 1e9
     written = program.offloaded_bytes
     rows = [
         ["second tier", repr(tier)],

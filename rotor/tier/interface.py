@@ -25,6 +25,8 @@ class Traffic:
         Time in which they moved.
     writes, reads
         Number of transfers.
+    waited_ns
+        Time for which a device waited for them, if `Tier.wait` itself returns at once.
     """
 
     written_bytes: int = 0
@@ -33,6 +35,7 @@ class Traffic:
     reading_ns: int = 0
     writes: int = 0
     reads: int = 0
+    waited_ns: int = 0
 
     def add(self, nbytes: int, ns: int, *, is_write: bool) -> None:
         """Count a transfer."""

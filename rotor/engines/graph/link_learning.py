@@ -47,11 +47,9 @@ def learn_link(plan: GraphPlan) -> bool:
     due = _FIRST_STEPS if waits.seen_steps == 0 else _STEPS
     if steps < due or offload.learned >= _MOST_LESSONS or not _is_current(plan):
         return False
-    waited = (waits.writing_ns + waits.reading_ns - waits.seen_ns) / steps / 1e9
+    waited = (layout.waited_ns() - waits.seen_ns) / steps / 1e9
     rates = _shown(plan)
-    waits.see()
-    if layout.tier.traffic is not None:
-        layout.seen.take(layout.tier.traffic)
+    layout.see()
     excess = waited - plan.program.waited
     link = offload.link
     if rates is None:
