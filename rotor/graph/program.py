@@ -171,7 +171,8 @@ class Program:
         Parameters
         ----------
         runs_only
-            True for an entry for each of `ops`, without the actions of a second tier.
+            True for an entry for each of `ops`: the peak of a run counts the actions of a second
+            tier right before it, and that of the last run the ones after it.
 
         Returns
         -------
@@ -180,8 +181,10 @@ class Program:
         """
         if not runs_only or len(self.ops) == len(self.actions):
             return self._timeline
-        runs = self.actions < len(self.graph)
-        return Timeline(self._timeline.before_bytes[runs], self._timeline.peak_bytes[runs])
+        runs = np.flatnonzero(self.actions < len(self.graph))
+        begins = np.concatenate([[0], runs[:-1] + 1])
+        peaks = np.maximum.reduceat(self._timeline.peak_bytes, begins)
+        return Timeline(self._timeline.before_bytes[runs], peaks)
 
     def __len__(self) -> int:
         """Return the number of runs."""

@@ -15,7 +15,7 @@ from rotor.engines.graph.actions import Action, Kind, actions_of, offloaded
 from rotor.engines.graph.lowering import Lowered
 from rotor.tier.interface import Tier, Traffic
 
-__all__ = ["Layout", "StepTier", "Waits", "layout_of"]
+__all__ = ["Layout", "Places", "StepTier", "Waits", "layout_of"]
 
 logger = logging.getLogger("rotor")
 
@@ -91,6 +91,23 @@ class Layout:
         self.waits.seen_ns, self.waits.seen_steps = self.waited_ns(), self.waits.steps
         if self.tier.traffic is not None:
             self.seen.take(self.tier.traffic)
+
+
+@dataclass
+class Places:
+    """Source of the offloaded values of a step, for code that plans share.
+
+    Attributes
+    ----------
+    layout
+        Layout of the plan that runs next.
+    """
+
+    layout: Layout
+
+    def begin(self) -> StepTier:
+        """Return the offloaded values of a new step."""
+        return self.layout.begin()
 
 
 class StepTier:
