@@ -148,4 +148,4 @@ axes.legend()
 # %% [markdown]
 # Which is faster depends on the disk, the processor, and the limit. `report()` has the predicted
 # times, and the plan takes what they favour: with a slow disk it computes again, and with a fast
-# one it moves. [When a second tier is worth it](../offload.md) has figures.
+# one it moves. [When a second tier is worth it](../docs/offload.md) has figures.
