@@ -165,6 +165,10 @@ def cuda_memory(
     device: int, cuda_library: str | None = None, nvml_library: str | None = None
 ) -> dict[str, Any]: ...
 
+# -- the main thread (csrc/python/bind_pending.c)
+
+def call_in_main_thread(function: Callable[[], object], /) -> bool: ...
+
 # -- times (csrc/python/bind_timing.c)
 
 def stable_median(samples: Sequence[int], rel_tolerance: float, /) -> tuple[int, bool]: ...

@@ -99,6 +99,7 @@ C_LEVELS = {
         [
             "bind_planner",
             "bind_probe",
+            "bind_pending",
             "bind_timing",
             "bind_solvers",
             "bind_classic",
@@ -384,7 +385,7 @@ PRIVATE_IN_TESTS = {
     "test_simrd_simulate": ["_core"],
     "test_stubs": ["_core"],
     "test_timing": ["_core", "_pytorch.devices"],
-    "test_memory_cuda": ["_core", "_pytorch.devices"],
+    "test_memory_cuda": ["_core", "_pytorch.devices", "_pytorch.main_thread"],
     "test_wrapping": ["common.model_state"],
     "test_integer_program": ["algorithms._integer_program"],
     "test_undisturbed": ["_pytorch.core"],

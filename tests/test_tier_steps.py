@@ -14,7 +14,7 @@ from torch import nn
 
 import rotor
 from rotor import graph as rg
-from rotor.report.transfers import transfers_of
+from rotor.graph.transfers import transfers_of
 from rotor.units import format_bytes
 
 SECTOR = 512

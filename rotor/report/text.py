@@ -125,6 +125,7 @@ def graph_report(plan: GraphPlan) -> Text:
         ["operations run again", f"{plan.recomputed} of {len(plan.graph.operations)}"],
         *offload_rows(plan),
         *([["marked in the model", plan.marks]] if plan.marks else []),
+        *([["alike layers", plan.step.capture.alike]] if plan.step.capture.alike else []),
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
         *aside_rows(plan),
         *loss_rows(plan),
@@ -146,7 +147,7 @@ def offload_rows(plan: GraphPlan) -> list[list[str]]:
     if layout is None:
         return [["offloaded", f"nothing: keeping and recomputing is faster than {tier!r}"]]
     steps = layout.waits.steps
-    waited = (layout.waits.writing_ns + layout.waits.reading_ns) / max(steps, 1) / 1e9
+    waited = layout.waited_ns() / max(steps, 1) / 1e9
     written = program.offloaded_bytes
     rows = [
         ["second tier", repr(tier)],

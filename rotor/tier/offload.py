@@ -148,6 +148,11 @@ def measure_link(tier: Tier, device: torch.device | str = "cpu") -> Link:
     device
         Device whose memory is moved.
 
+    Returns
+    -------
+    Link
+        Medians over a few transfers of large and small blocks.
+
     Raises
     ------
     ValueError
