@@ -102,7 +102,8 @@ def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], b
     """
     from torch._C._dynamo.guards import TensorGuards
 
-    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    sizes: Any = [list(t.shape) for t in tensors]
+    strides: Any = [list(t.stride()) for t in tensors]
     guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     return lambda others: bool(guards.check(*others))
 
