@@ -117,6 +117,33 @@ def _described(value: Any, device: torch.device, known: dict[fx.Node, Any]) -> A
     return repr(value)
 
 
+_CLONING = ("copy", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter")
+"""Operators that clone the whole storage of an argument, and not its elements alone."""
+
+
+def clones_storage(task: Task) -> bool:
+    """Return whether an operation may clone more of an argument's storage than the argument."""
+    name = str(getattr(task.node, "target", ""))
+    return name.startswith("aten.") and name.split(".")[1] in _CLONING
+
+
+def _elements_of_storage(value: torch.Tensor) -> int:
+    return int(value.untyped_storage().nbytes()) // value.itemsize
+
+
+def _places(task: Task) -> Any:
+    """Return the storages in which the arguments lie, where an operation clones them whole."""
+    assert task.node is not None
+    if not clones_storage(task):
+        return ()
+    values = [node.meta.get("val") for node in task.node.all_input_nodes]
+    return tuple(
+        (value.storage_offset(), _elements_of_storage(value))
+        for value in values
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided
+    )
+
+
 def keys_of(lowered: Lowered, device: torch.device) -> list[str]:
     """Return the key of each operation; empty for the loss.
 
@@ -134,6 +161,7 @@ def keys_of(lowered: Lowered, device: torch.device) -> list[str]:
                 str(task.node.target),
                 _described(task.node.args, device, known),
                 _described(task.node.kwargs, device, known),
+                *_places(task),
             )
         )
         if task.node is not None
@@ -174,11 +202,13 @@ class Arguments:
         self.real: dict[fx.Node, Any] = dict(zip(lowered.primals, primals, strict=False))
         self.whole = 0
         self._depth = 0
+        self._in_storage = False
         self._blocks: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def of(self, task: Task) -> tuple[Any, Any, Any]:
         """Return the function, its arguments by position and by name."""
         assert task.node is not None
+        self._in_storage = clones_storage(task)
         return (
             core.callable_of(task.node.target),
             self._made_up(task.node.args),
@@ -236,12 +266,15 @@ class Arguments:
         )
         if not value.numel():
             extent = 0
+        begin = 0
+        if self._in_storage:
+            begin, extent = int(value.storage_offset()), max(extent, _elements_of_storage(value))
         flat = torch.empty(extent, dtype=value.dtype, device=value.device)
         if value.dtype.is_floating_point or value.dtype.is_complex:
             self._fill(flat)
         else:
             flat.fill_(True if value.dtype == torch.bool else self.whole)
-        return flat.as_strided(value.shape, value.stride())
+        return flat.as_strided(value.shape, value.stride(), begin)
 
     def _fill(self, flat: torch.Tensor) -> None:
         """Fill a tensor with repeats of one random block: drawing costs more than operations do."""
