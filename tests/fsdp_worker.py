@@ -39,6 +39,7 @@ from fsdp_models import (
     with_loss,
 )
 from fsdp_proofs import PROOF_SCENARIOS
+from fsdp_sequential import SEQUENTIAL_SCENARIOS
 from fsdp_small_device import small_device
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -349,6 +350,7 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     **BLOCK_SCENARIOS,
     **GRAPH_SCENARIOS,
     **PROOF_SCENARIOS,
+    **SEQUENTIAL_SCENARIOS,
 }
 
 SIM_SCENARIOS: dict[str, Callable[[], list[str]]] = {

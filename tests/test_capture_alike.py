@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,9 @@ class Block(nn.Module):
 
     def __init__(self, width: int = 16, drop: float = 0.1) -> None:
         super().__init__()
-        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.before = nn.LayerNorm(width)
         self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.dense = nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width))
+        self.dense = nn.Sequential(nn.Linear(width, width), nn.GELU())
         self.drop = nn.Dropout(drop)
         self.scale = 1.0
 
@@ -34,7 +35,20 @@ class Block(nn.Module):
         q, k, v = (p.view(split).transpose(1, 2) for p in self.mixed(self.before(x)).chunk(3, 2))
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
         x = x + self.drop(self.out(mixed.transpose(1, 2).reshape(x.shape))) * self.scale
-        return x + self.drop(self.dense(self.after(x)))
+        return x + self.dense(x)
+
+
+class Small(nn.Module):
+    """A layer without attention."""
+
+    def __init__(self, drop: float = 0.1) -> None:
+        super().__init__()
+        self.out, self.drop, self.scale = nn.Linear(16, 16), nn.Dropout(drop), 1.0
+        self.dense = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, causal: bool = False):
+        """Return the result."""
+        return x + self.dense(self.drop(self.out(x))) * self.scale
 
 
 class Pair(Block):
@@ -49,7 +63,9 @@ class Pair(Block):
 class Model(nn.Module):
     """Alike layers between an embedding and a head."""
 
-    def __init__(self, drop: float = 0.1, tied: bool = False, block: type[Block] = Block) -> None:
+    def __init__(
+        self, drop: float = 0.1, tied: bool = False, block: type[nn.Module] = Block
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(20, 16)
         self.layers = nn.ModuleList(block(drop=drop) for _ in range(LAYERS))
@@ -91,8 +107,8 @@ def _ids() -> torch.Tensor:
     return torch.arange(24).view(2, 12) % 20
 
 
-def _with(**attributes: bool) -> Model:
-    model = Model(attributes.pop("drop", 0.1))  # type: ignore[arg-type]
+def _with(tied: bool = False, **attributes: bool) -> Model:
+    model = Model(tied=tied)
     for name, value in attributes.items():
         setattr(model, name, value)
     return model
@@ -123,22 +139,26 @@ def _hooked() -> Model:
     return model
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], int]] = {
-    "dropout": (Model, _ids, 4),
-    "no dropout": (lambda: Model(0.0), _ids, 4),
-    "keyword": (lambda: _with(masked=False), _ids, 4),
-    "tied": (lambda: Model(tied=True), _ids, 4),
-    "two results": (lambda: Model(block=Pair), _ids, 4),
-    "hidden states": (lambda: _with(hidden=True), _ids, 0),
-    "checkpointed": (lambda: _with(checkpointed=True), _ids, 0),
-    "frozen layer": (_frozen, _ids, 2),
-    "shared weight": (_shared, _ids, 2),
-    "uneven": (_uneven, _ids, 3),
-    "hooked": (_hooked, _ids, 3),
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], int, str]] = {
+    "dropout": (Model, _ids, 4, ""),
+    "tied, keyword": (lambda: _with(tied=True, masked=False), _ids, 4, ""),
+    "two results": (lambda: Model(block=Pair), _ids, 4, ""),
+    "hidden states": (
+        lambda: _with(hidden=True),
+        _ids,
+        0,
+        "a tensor with a gradient is used by several modules",
+    ),
+    "checkpointed": (lambda: _with(checkpointed=True), _ids, 0, "within torch.utils.checkpoint"),
+    "frozen layer": (_frozen, _ids, 2, "arguments that are not alike"),
+    "shared weight": (_shared, _ids, 2, "weight is shared with another module"),
+    "uneven": (_uneven, _ids, 3, "they differ in scale"),
+    "hooked": (_hooked, _ids, 3, "one has a hook"),
     "gpt": (
         lambda: rotor.gpt.gpt("tiny", dropout=0.1),
         lambda: torch.arange(16).view(2, 8),
         4,
+        "",
     ),
     "encoder": (
         lambda: nn.TransformerEncoder(
@@ -146,17 +166,19 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], int]
         ),
         lambda: torch.ones(2, 6, 16),
         3,
+        "arguments that are not alike",
     ),
-    "vision": (Vision, lambda: torch.ones(1, 3, 16, 16), 4),
+    "vision": (Vision, lambda: torch.ones(1, 3, 16, 16), 4, ""),
     "normed": (
         lambda: nn.Sequential(
             *[nn.Sequential(nn.Conv2d(4, 4, 3, 1, 1), nn.BatchNorm2d(4)) for _ in range(LAYERS)]
         ),
         lambda: torch.ones(2, 4, 8, 8),
         0,
+        "BatchNorm2d updates its statistics",
     ),
 }
-"""Models, their inputs, and how many of their modules' calls are copies."""
+"""Models, their inputs, how many of their modules' calls are copies, and why others are none."""
 
 
 def _call(module: nn.Module, ids: torch.Tensor) -> Any:
@@ -212,7 +234,7 @@ def described(reached: Any, model: nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_graph_of_a_capture_that_traces_one_of_alike_modules_is_the_plain_one(name):
-    make, batch, copies = CASES[name]
+    make, batch, copies, reason = CASES[name]
     torch.manual_seed(0)
     model = make()
     folded, found = captured(model, batch(), folds=True)
@@ -220,10 +242,82 @@ def test_the_graph_of_a_capture_that_traces_one_of_alike_modules_is_the_plain_on
     for ours, plain in zip(described(found, model), described(expected, model), strict=True):
         assert ours == plain
     assert (0 if folded.folding is None else folded.folding.copied) == copies
+    told = f"{copies} copied from one that was traced" if copies else "traced one by one: "
+    assert folded.alike.startswith(told)
+    assert reason in folded.alike
+    assert ("traced:" in folded.alike or not copies) == bool(reason)
+
+
+class Chosen(nn.Module):
+    """A part of a layer that does as its attributes say."""
+
+    def __init__(self, function: Any = torch.tanh, axes: tuple[int, ...] = (2, 3)) -> None:
+        super().__init__()
+        self.function, self.axes, self.options = function, axes, {"scale": 1.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the result."""
+        return self.function(x.sum(self.axes, keepdim=True)) * self.options["scale"]
+
+
+def _scaled(scale: float) -> Chosen:
+    part = Chosen()
+    part.options["scale"] = scale
+    return part
+
+
+PAIRS: list[tuple[nn.Module, nn.Module]] = [
+    (nn.Tanh(), nn.ReLU()),
+    (nn.Identity(), nn.Sigmoid()),
+    (nn.GELU(), nn.GELU("tanh")),
+    (nn.LeakyReLU(0.1), nn.LeakyReLU(0.2)),
+    (nn.Dropout(0.1), nn.Dropout(0.2)),
+    (nn.LayerNorm(6), nn.LayerNorm(6, eps=0.1)),
+    (nn.Linear(6, 6, bias=False), nn.Linear(6, 6)),
+    (nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=2, dilation=2)),
+    (nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")),
+    (nn.AvgPool2d(3, 1, 1), nn.AvgPool2d(3, 1, 1, count_include_pad=False)),
+    (Chosen(), Chosen(torch.relu)),
+    (Chosen(), Chosen(axes=(1, 2))),
+    (Chosen(), _scaled(2.0)),
+]
+"""Modules that give other results; all that else tells layers apart which have one of them."""
+
+
+def _layers(parts: list[nn.Module]) -> nn.Sequential:
+    """Layers of a class of their own, each with a part."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + self.part(x * self.weight)
+
+    kind = type("Layer", (nn.Module,), {"forward": captures.fresh(forward)})
+    layers = [kind() for _ in parts]
+    for layer, part in zip(layers, parts, strict=True):
+        layer.weight, layer.part = nn.Parameter(torch.ones(6)), part
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]} {pair[1]}")
+def test_layers_that_differ_in_one_setting_are_not_copies_of_each_other(pair):
+    one, other = pair
+    parts = [copy.deepcopy(one), copy.deepcopy(other), *map(copy.deepcopy, (one, one))]
+    model = nn.Sequential(nn.Linear(6, 6), _layers(parts))
+    folded, found = captured(model, torch.ones(2, 4, 6, 6), folds=True)
+    _, expected = captured(model, torch.ones(2, 4, 6, 6), folds=False)
+    for ours, plain in zip(described(found, model), described(expected, model), strict=True):
+        assert ours == plain
+    assert folded.folding.copied == 3
 
 
 def _checkpointable(model: nn.Module) -> rotor.Checkpointable:
-    return rotor.Checkpointable(model, mem_limit="1 GiB", engine="graph", planning="before")
+    return rotor.Checkpointable(
+        model, mem_limit="1 GiB", engine="graph", planning="before", effort="fast"
+    )
+
+
+def _row(chk: rotor.Checkpointable) -> str:
+    found = [line for line in chk.report().splitlines() if line.startswith("alike layers")]
+    return found[0] if found else ""
 
 
 def _step(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -251,7 +345,7 @@ def _shares(model: Model) -> None:
 
 
 def _layer(model: Model) -> None:
-    model.layers[3] = Block()
+    model.layers[3] = Small()
 
 
 def _hook(model: Model) -> None:
@@ -265,9 +359,10 @@ def _child(model: Model) -> None:
 @pytest.mark.parametrize("change", [_dropout, _scale, _weight, _shares, _layer, _hook, _child])
 def test_a_change_of_a_module_that_was_not_traced_is_noticed(change):
     torch.manual_seed(0)
-    model = Model()
+    model = Model(block=Small)
     chk = _checkpointable(model)
     before = [_step(chk, _ids()) for _ in range(2)]
+    assert _row(chk).endswith("4 copied from one that was traced")
     change(model)
     loss, gradients = _step(chk, _ids())
     expected, plain = _step(model, _ids())
@@ -275,3 +370,16 @@ def test_a_change_of_a_module_that_was_not_traced_is_noticed(change):
     assert all(map(torch.equal, gradients, plain))
     assert torch.equal(before[0][0], before[1][0])
     assert not torch.equal(loss, before[0][0])
+
+
+def test_the_report_says_why_layers_were_traced_one_by_one():
+    stages = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(LAYERS)]
+    chk = _checkpointable(nn.Sequential(*stages))
+    _step(chk, torch.ones(3, 4))
+    assert _row(chk).endswith("traced one by one: BatchNorm1d updates its statistics")
+
+
+def test_layers_without_a_twin_are_not_reported():
+    chk = _checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    _step(chk, torch.ones(3, 4))
+    assert not _row(chk)

@@ -437,4 +437,7 @@ def test_a_loss_outside_accumulation_and_another_batch():
     assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
     # The first step alone makes new gradients.
     assert len(limited.plans) == 3
+    told = limited.report()
+    assert "shapes: 2 of x; 0 share 0 captured graphs, 2 captured alone" in told
+    assert "dimension 0 of x is a constant: what Inductor's code needs is measured" in told
     assert limited.module.norm.num_batches_tracked == 4

@@ -106,16 +106,77 @@ class Branching(nn.Module):
         return y * 2 if y.sum().item() > 1e30 else y
 
 
-def test_what_cannot_be_captured_is_a_chain_and_the_report_says_why():
-    model = feed_forward()
+def branching(**options):
+    model = feed_forward(**options)
     model[2] = Branching(model[2])
+    return model
+
+
+def recomputed_in(row):
+    return float(row.split("step, ")[1].split("%")[0])
+
+
+@pytest.mark.parametrize("share", [0.7, 0.5])
+def test_where_a_stage_cannot_be_captured_parts_are_compared_with_the_chain(share, monkeypatch):
+    monkeypatch.setattr("rotor.engines.sequential._WORTH", -1.0)
+    model = branching()
+    limit = limit_of(model, share)
+    chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit)
+    for _ in range(3):
+        for ours, theirs in zip(stepped(chk), stepped(model), strict=True):
+            assert torch.equal(ours, theirs)
+        assert chk.plan.measured_bytes <= limit
+    rows = rows_of(chk)
+    assert "not captured: " in rows["graph"]
+    recomputed = {name: recomputed_in(rows[name]) for name in ("chain", "parts")}
+    best = min(recomputed, key=lambda name: recomputed[name])
+    assert rows[best].endswith("runs")
+    assert chk.plan.engine == best
+    with pytest.raises(ValueError, match="runs in parts" if best == "parts" else "as a chain"):
+        _ = chk.program
+
+
+class Opaque(nn.Module):
+    """Branches on values between operations of its own, none of which is a module."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+
+    def forward(self, x):
+        y = (x @ self.weight).tanh().exp().sin().sigmoid().cos()
+        return y * 2 if y.sum().item() > 1e30 else y
+
+
+def test_the_chain_runs_where_it_recomputes_less_than_the_parts():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Opaque(32) for _ in range(6)], FeedForward(32, dropout=0.0))
+    limit = limit_of(model, 0.5)
+    chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit)
+    for _ in range(2):
+        for ours, theirs in zip(stepped(chk), stepped(model), strict=True):
+            assert torch.equal(ours, theirs)
+        assert chk.plan.measured_bytes <= limit
+    assert chk.plan.engine == "chain"
+    rows = rows_of(chk)
+    assert rows["chain"].endswith("runs")
+    assert "needs" in rows["parts"]
+
+
+def test_parts_that_need_more_than_the_limit_in_a_step_are_a_chain_again(monkeypatch):
+    monkeypatch.setattr("rotor.engines.sequential._slower", lambda chain: 9.0)
+    model = branching()
     limit = limit_of(model, 0.6)
     chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit)
+    y = chk(X)
+    assert chk.plan.engine == "parts"
+    chk.plan.is_over = True
+    y.square().mean().backward()
     for ours, theirs in zip(stepped(chk), stepped(model), strict=True):
         assert torch.equal(ours, theirs)
     assert chk.plan.engine == "chain"
-    assert "not captured: " in rows_of(chk)["graph"]
-    assert rows_of(chk)["chain"].endswith("runs")
+    assert chk.plan.measured_bytes <= limit
+    assert "in a step" in rows_of(chk)["parts"]
 
 
 def test_a_limit_below_the_chain_is_held_by_the_graph():

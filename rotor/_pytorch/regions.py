@@ -8,7 +8,6 @@ has neither parameters nor buffers of the module; the owner of the capture adds 
 from __future__ import annotations
 
 import itertools
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from rotor._pytorch import core
+from rotor._pytorch import region_guards as guards
 
 __all__ = [
     "MARK",
@@ -43,16 +43,6 @@ PATH = "rotor_path"
 """Key of dynamo's expression of a traced module in the data of its node."""
 
 _MOST_TEMPLATES = 3
-_HOOKS = (
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-)
-
-
-class _Refused(Exception):
-    """Signal that a call cannot be one node."""
 
 
 @dataclass
@@ -128,6 +118,8 @@ class Tracing:
         Traced calls, by the code of their function.
     traced
         True if there were any.
+    reasons
+        Reasons for which calls were traced one by one.
     """
 
     modules: dict[int, nn.Module]
@@ -137,7 +129,13 @@ class Tracing:
     refused: set[Any] = field(default_factory=set)
     is_inside: bool = False
     traced: bool = False
+    reasons: list[str] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def note(self, reason: str) -> None:
+        """Note a reason for which a call is traced, once."""
+        if reason not in self.reasons:
+            self.reasons.append(reason)
 
 
 def is_available() -> bool:
@@ -156,58 +154,15 @@ def is_available() -> bool:
     )
 
 
-def _leaves(value: Any, found: list[Any], tensors: list[fx.Node]) -> None:
-    """Append a description of an argument, and the nodes of the tensors in it."""
-    from torch._dynamo.variables import ConstantVariable, TensorVariable
-    from torch._dynamo.variables.lists import ListVariable, TupleVariable
-
-    value = value.realize()
-    if type(value) is TensorVariable:
-        node = value.as_proxy().node
-        example = node.meta.get("example_value")
-        if not isinstance(example, torch.Tensor) or example.layout != torch.strided:
-            raise _Refused
-        if node not in tensors:
-            tensors.append(node)
-        found.append((tensors.index(node), type(example), *_layout(example)))
-    elif isinstance(value, ConstantVariable):
-        found.append((type(value.value), value.value))
-    elif type(value) in (TupleVariable, ListVariable):
-        found.append((type(value), len(value.items)))
-        for item in value.items:
-            _leaves(item, found, tensors)
-    else:
-        raise _Refused
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-    if any(not isinstance(size, int) for size in (*shape, *strides)):
-        raise _Refused
-    return shape, strides, tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def _signature(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
-    found: list[Any] = [len(args), *kwargs]
-    tensors: list[fx.Node] = []
-    for value in (*args, *kwargs.values()):
-        _leaves(value, found, tensors)
-    return tuple(found), tensors
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Return whether calling a module calls its class's forward, and nothing else."""
-    return "forward" not in vars(module) and not any(getattr(module, name) for name in _HOOKS)
-
-
-def _scope(tx: Any) -> dict[str, Any]:
-    return {"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}
-
-
 def _match(tx: Any, tracing: Tracing, template: Template, variable: Any) -> dict[int, Any] | None:
     """Return the tensors of a module for which a template stands; None if it does not."""
     module, source = variable.value, variable.source
-    if not _is_plain(module):
+    if not all(map(guards.is_plain_module, (*module.modules(), *template.module.modules()))):
+        tracing.note("one has a hook, or a forward of its own")
+        return None
+    difference = guards.difference(module, template.module)
+    if difference:
+        tracing.note(f"they differ in {difference}")
         return None
     own = tracing.slots_of(module)
     kept = {id(value) for part in module.modules() for value in (vars(part), *vars(part).values())}
@@ -216,18 +171,22 @@ def _match(tx: Any, tracing: Tracing, template: Template, variable: Any) -> dict
         mutated & template.condition.traced_sources
         or any(one.name.startswith(source.name) for one in mutated)
     ):
+        tracing.note("the forward changes attributes")
         return None
-    scope, cache = _scope(tx), {template.source: module}
+    scope, cache = guards.scope(tx), {template.source: module}
     for guarded, handler, expected, _ in template.condition.guards:
         if template.source.name not in guarded.name:
             continue
         try:
             value = guarded.get_value(scope, {}, cache)
+            holds = handler.eval_fn(value, expected)
         except (AttributeError, LookupError, NameError, TypeError):
+            holds = False
+        if not holds:
+            tracing.note(f"they differ in {guards.within(guarded.name, template.source.name)}")
             return None
-        if not handler.eval_fn(value, expected):
-            return None
-    if not all(_is_watched(tx, source, cache, kept) for source in cache):
+    if not all(guards.is_watched(tx, source, cache, kept) for source in cache):
+        tracing.note("the forward depends on an object that may change within")
         return None
     found = {}
     for number, origin in enumerate(template.inputs):
@@ -237,59 +196,23 @@ def _match(tx: Any, tracing: Tracing, template: Template, variable: Any) -> dict
             if value is known:
                 continue
             if id(value) not in own or type(value) is not type(known):
+                tracing.note("one uses a tensor of another module")
                 return None
-            if _layout(value) != _layout(known):
+            if guards.layout(value) != guards.layout(known):
+                place = guards.within(origin.name, template.source.name)
+                tracing.note(f"they differ in the layout of {place}")
                 return None
             found[number] = value
     return found
 
 
-_CONSTANTS = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    bool,
-    type(None),
-    tuple,
-    type,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-)
-"""Types of values that cannot change within themselves."""
-
-
-def _is_watched(tx: Any, source: Any, cache: dict[Any, Any], kept: set[int]) -> bool:
-    """Return whether a change of a value on which a trace depends would be noticed.
-
-    The owner of the capture watches the attributes of modules, and dynamo what the traced module
-    holds, but neither what is within an object of another module's.
-    """
-    value, base = cache[source], source
-    while base in cache:
-        if isinstance(cache[base], type):
-            # Dynamo watches classes, which alike modules share.
-            return True
-        base = getattr(base, "base", None)
-    if isinstance(value, nn.Module | torch.Tensor) or type(value) in _CONSTANTS:
-        return True
-    if isinstance(value, dict | list | set) and id(value) in kept:
-        return True
-    scope = _scope(tx)
-    try:
-        return source.get_value(scope, {}, {}) is value
-    except (AttributeError, LookupError, NameError, TypeError):
-        return False
-
-
 def _emit(tx: Any, tracing: Tracing, template: Template, variable: Any, given: Any) -> Any:
     """Return the result of a call as one node of the graph."""
     signature, tensors = given
-    captured = _match(tx, tracing, template, variable) if signature == template.signature else None
+    if signature != template.signature:
+        tracing.note("they are called with arguments that are not alike")
+        return None
+    captured = _match(tx, tracing, template, variable)
     if captured is None:
         return None
     from torch._dynamo.variables.builder import SourcelessBuilder
@@ -327,21 +250,22 @@ def _trace(tx: Any, tracing: Tracing, function: Any, args: list[Any], kwargs: An
 
     region = torch._higher_order_ops.invoke_subgraph
     variable, code = args[0], function.fn.__code__
-    signature, tensors = _signature(args[1:], kwargs)
+    signature, tensors = guards.signature(args[1:], kwargs)
     traced: Any = TorchHigherOrderOperatorVariable.make(region)
     tracing.is_inside = tracing.traced = True
+    # Dynamo would take an earlier trace by its guards, which leave out the classes of modules.
+    kept = tx.output.tracing_context.hop_dispatch_set_cache.get_cache(region)
+    kept.subgraph_reuse_cache.pop(code, None)
     try:
         result = traced._call_function(tx, [function, *args], kwargs)
     finally:
         tracing.is_inside = False
     call = next(filter(is_region, reversed(tx.output.graph.nodes)))
     call.meta[PATH] = variable.source.name
-    kept = tx.output.tracing_context.hop_dispatch_set_cache.get_cache(region)
-    entries = kept.subgraph_reuse_cache.get(code, [])
-    known = {id(one.entry) for one in tracing.templates.get(code, ())}
-    fresh = [pair for pair in entries if id(pair[1]) not in known]
+    fresh = kept.subgraph_reuse_cache.get(code, [])
     if len(fresh) != 1:
         tracing.refused.add(code)
+        tracing.note("dynamo keeps no trace of them that could stand for another")
         return result
     ((condition, entry),) = fresh
     inputs: list[Any] = []
@@ -350,14 +274,16 @@ def _trace(tx: Any, tracing: Tracing, function: Any, args: list[Any], kwargs: An
         if isinstance(origin, LiftedUserArg) and origin.index < len(tensors):
             inputs.append(origin.index)
         elif isinstance(origin, LiftedCapturedSource):
-            value = origin.source.get_value(_scope(tx), {}, {})
+            value = origin.source.get_value(guards.scope(tx), {}, {})
             if not isinstance(value, torch.Tensor):
                 tracing.refused.add(code)
+                tracing.note("the forward reads a number that is none of theirs")
                 return result
             captured[len(inputs)] = value
             inputs.append(origin.source)
         else:
             tracing.refused.add(code)
+            tracing.note("the forward reads a value that is neither an argument nor theirs")
             return result
     template = Template(
         variable.value,
@@ -414,13 +340,15 @@ def regions(
                 templates = tracing.templates[code] = []
                 tracing.refused.discard(code)
             try:
-                given = _signature(args, kwargs) if templates else None
+                given = guards.signature(args, kwargs) if templates else None
                 for template in templates:
                     result = _emit(tx, tracing, template, self, given)
                     if result is not None:
                         return result
-            except _Refused:
-                pass
+            except guards.Refused as refused:
+                tracing.note(str(refused))
+        elif is_ours(self):
+            tracing.note("they are called within torch.utils.checkpoint, or a graph of their own")
         return call_module(self, tx, args, kwargs)
 
     def of_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -433,9 +361,10 @@ def regions(
             and len(tracing.templates.get(self.fn.__code__, ())) < _MOST_TEMPLATES
         ):
             try:
-                _signature(args[1:], kwargs)
-            except _Refused:
+                guards.signature(args[1:], kwargs)
+            except guards.Refused as refused:
                 tracing.refused.add(self.fn.__code__)
+                tracing.note(str(refused))
             else:
                 return _trace(tx, tracing, self, args, kwargs)
         return call_function(self, tx, args, kwargs)

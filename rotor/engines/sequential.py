@@ -1,15 +1,17 @@
-"""Engine of an ``nn.Sequential`` that is asked for no engine in particular: a chain, or one graph.
+"""Engine of an ``nn.Sequential`` that is asked for no engine in particular: chain, graph or parts.
 
 The schedule of the chain is known at once. Where it recomputes, the model is captured as a graph of
-operations too, and the plan with less recomputation under the limit runs. The published
-``compute_sequence`` asks for a schedule of the chain.
+operations too, or in parts if a stage cannot be captured; the stages of a sharded model become
+blocks. The plan with less recomputation under the limit runs. The published ``compute_sequence``
+asks for a schedule of the chain.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +19,7 @@ import torch
 from rotor._pytorch import core
 from rotor.common.undisturbed import training_flags_kept
 from rotor.engines.chain.engine import ChainEngine
+from rotor.engines.chain.measures import Inspection
 from rotor.engines.contract import (
     Call,
     CannotPlan,
@@ -29,11 +32,16 @@ from rotor.engines.contract import (
     StartMeter,
 )
 from rotor.engines.graph.engine import GraphEngine
+from rotor.engines.parts.block_calls import NoBlocks
+from rotor.engines.parts.engine import PartsEngine
+from rotor.engines.parts.pieces import Pieces
+from rotor.engines.parts.plan import PartsPlan
+from rotor.engines.parts.sharded_engine import ShardedBlocksEngine
 from rotor.errors import InfeasibleError
 from rotor.meter import allocator
 from rotor.meter.step_meter import StepBytes, StepWatch
 from rotor.report.text import Text, table
-from rotor.units import format_bytes, format_seconds
+from rotor.units import exact_bytes, format_bytes, format_seconds
 
 __all__ = ["Comparison", "SequentialEngine"]
 
@@ -42,33 +50,33 @@ logger = logging.getLogger("rotor")
 _WORTH = 0.01
 """Share of recomputation in the chain from which capturing a graph is worth its time."""
 
+_NEVER = float("inf")
+_MARGIN = 64
+"""Divisor of a limit: this share is left free while the code between parts is estimated."""
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """Predictions of the plans that were made under one limit.
+    """Predictions of the plans that were compared under one limit.
 
     Attributes
     ----------
     chosen
-        "chain" or "graph".
-    chain, graph
-        Prediction of each, as text.
+        Name of the plan that runs: "chain", "graph", "parts" or "blocks".
+    predictions
+        Predictions as text, by name.
     """
 
     chosen: str
-    chain: str
-    graph: str
+    predictions: dict[str, str]
 
     def table(self) -> Text:
         """Return the predictions as a table."""
-        mark = {True: "runs", False: ""}
-        return table(
-            [
-                ["compared", "predicted", ""],
-                ["chain", self.chain, mark[self.chosen == "chain"]],
-                ["graph", self.graph, mark[self.chosen == "graph"]],
-            ]
-        )
+        rows = [
+            [name, told, "runs" if name == self.chosen else ""]
+            for name, told in self.predictions.items()
+        ]
+        return table([["compared", "predicted", ""], *rows])
 
 
 class _WholeGraph(GraphEngine):
@@ -78,63 +86,162 @@ class _WholeGraph(GraphEngine):
     follows_shapes = False
 
 
+class _ChainParts(PartsEngine):
+    """Captured parts of a chain of which a stage cannot be captured.
+
+    Parameters
+    ----------
+    context
+        Context of the model.
+    reasons
+        Reasons for which no single graph exists, by `Key.measured`.
+    inspections
+        Measures of the stages, by `Key.measured`.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        reasons: dict[Any, str],
+        inspections: dict[Any, Inspection],
+    ) -> None:
+        super().__init__(context)
+        self._reasons = reasons
+        self._inspections = inspections
+
+    def device_of(self, key: Key) -> torch.device:
+        """Return the device of such steps."""
+        return self._inspections[key.measured].device
+
+    def measure(self, key: Key, call: Call) -> None:
+        """Capture the parts; stages without any need what was measured of them."""
+        super().measure(key, call)
+        pieces = self.pieces[key]
+        if not pieces.is_measured:
+            between = list(pieces.bases.between)
+            inspection, k = self._inspections[key.measured], 0
+            for stage, measure in zip(inspection.stages, inspection.measures, strict=True):
+                inside = [
+                    site
+                    for site in pieces.sites
+                    if any(site.path == n or site.path.startswith(f"{n}.") for n in stage.names)
+                ]
+                k += len(inside)
+                if not inside:
+                    between[k] += max(measure.forward_tmp_bytes, measure.backward_peak_bytes)
+            # The caller may hold the output until the backward is over.
+            held = inspection.output_bytes if inspection.loss_peak_bytes is None else 0
+            backward = tuple(size + held for size in pieces.bases.backward)
+            pieces.bases = replace(pieces.bases, backward=backward, between=tuple(between))
+
+    def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> PartsPlan[Pieces]:
+        """Return the fastest choice under a limit; with a margin before a step was metered."""
+        margin = 0 if self.pieces[key].is_measured else limit_bytes // _MARGIN
+        return super().plan(key, limit_bytes, max(reserve_bytes, margin))
+
+    def reason_of(self, key: Key) -> str:
+        """Return the reason for which no single graph exists."""
+        return self._reasons[key.measured]
+
+    def announce(self, pieces: Pieces, reason: str) -> None:
+        """Log the parts: they are compared with the chain before they run."""
+        logger.info("%s The reason: %s", pieces.describe(), reason)
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """Plan that is compared; without one, the prediction says why.
+
+    Attributes
+    ----------
+    name
+        Name in the comparison.
+    plan
+        The plan.
+    slower
+        Its recomputation, as a share of a step.
+    told
+        Its prediction, as text.
+    """
+
+    name: str
+    plan: Any
+    slower: float
+    told: str
+
+
 class SequentialEngine(ChainEngine):
-    """Chain, or captured graph, by their predicted recomputation under the limit."""
+    """Chain, captured graph or parts, by their predicted recomputation under the limit."""
 
     published: ClassVar[frozenset[str]] = ChainEngine.published | {"graph", "program", "graph_plan"}
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._inner: GraphEngine | None = None
+        self._graphs: GraphEngine | None = None
+        self._parts: PartsEngine | None = None
+        self._blocks: ShardedBlocksEngine | None = None
         self._is_asked = False
         self._samples: dict[Any, tuple[list[Any], Any]] = {}
         self._reasons: dict[Any, str] = {}
+        self._no_parts: dict[Any, str] = {}
         self._compared: dict[Key, Comparison] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         kept = super().__getstate__()
-        return kept | {"_inner": None, "_samples": {}, "_compared": {}}
+        none = dict.fromkeys(("_graphs", "_parts", "_blocks"))
+        return kept | none | {"_samples": {}, "_compared": {}}
 
     def is_portable(self) -> bool:
-        """Return whether a copy of the model shares all state, and no plan is a graph's."""
+        """Return whether a copy of the model shares all state, and all plans are chains'."""
         plans = self.context.plans.values()
         return super().is_portable() and all(plan.engine == "chain" for plan in plans)
 
     @property
     def graph(self) -> Any:
-        """Cost model of the latest plan; ValueError: it is a chain's."""
+        """Cost model of the latest plan; ValueError: it is no graph's."""
         return self.graph_plan().graph
 
     @property
     def program(self) -> Any:
-        """Program of the latest plan; ValueError: it is a chain's."""
+        """Program of the latest plan; ValueError: it is no graph's."""
         return self.graph_plan().program
 
     def graph_plan(self) -> Any:
-        """Return the latest plan; raise ValueError if it is a chain's."""
+        """Return the latest plan; raise ValueError if it is no graph's."""
         plan = self.context.latest
         if plan is None:
             raise ValueError("no plan was made: call compute_sequence(), or train a step")
-        if plan.engine != "graph":
+        if plan.engine == "chain":
             raise ValueError('the model runs as a chain: give engine="graph" for a graph')
+        if plan.engine != "graph":
+            raise ValueError("the model runs in parts, without a graph: chk.report() says why")
         return plan
+
+    def _others(self) -> list[Any]:
+        """Return the engines beside the chain's that have been asked."""
+        return [e for e in (self._graphs, self._parts, self._blocks) if e is not None]
 
     # -- measuring
 
     def measure(self, key: Key, call: Call) -> Any:
         """Measure every stage; keep the form of the call, for a capture."""
+        parts = None if self._parts is None else self._parts.pieces.get(key)
+        if self._parts is not None and parts is not None and parts.wants_search:
+            self._parts.measure(key, call)
+            return None
         leaves, spec = core.tree_flatten((call.args, call.targets))
         self._samples[key.measured] = [_described(leaf) for leaf in leaves], spec
         self._reasons.pop(key.measured, None)
+        self._no_parts.pop(key.measured, None)
         return super().measure(key, call)
 
     def forget(self, measured: Any) -> None:
         """Drop the measures of an input."""
         super().forget(measured)
-        self._samples.pop(measured, None)
-        self._reasons.pop(measured, None)
-        if self._inner is not None:
-            self._inner.forget(measured)
+        for kept in (self._samples, self._reasons, self._no_parts):
+            kept.pop(measured, None)
+        for other in self._others():
+            other.forget(measured)
 
     # -- planning
 
@@ -146,13 +253,13 @@ class SequentialEngine(ChainEngine):
     def begin_planning(self) -> None:
         """Forget loaded sequences and compiled programs."""
         super().begin_planning()
-        if self._inner is not None:
-            self._inner.begin_planning()
+        for other in self._others():
+            other.begin_planning()
 
     def plan(
         self, key: Key, limit_bytes: int, reserve_bytes: int = 0, *, is_strict: bool = False
     ) -> Any:
-        """Return the plan with the least recomputation, of a chain or of a graph."""
+        """Return the plan with the least recomputation, of a chain, a graph or parts."""
         chain, refusal = None, None
         try:
             chain = super().plan(key, limit_bytes, reserve_bytes, is_strict=is_strict)
@@ -160,31 +267,85 @@ class SequentialEngine(ChainEngine):
             refusal = error
         self._compared.pop(key, None)
         slower = _slower(chain)
-        if slower <= _WORTH or self._is_asked_for_chain(key):
+        if self._agreed(slower <= _WORTH or self._is_asked_for_chain(key)):
             if refusal is not None:
                 raise refusal
             return chain
-        reason, graph = self._reason(key), None
-        if not reason:
-            try:
-                graph = self._graph_plan(key, limit_bytes, reserve_bytes)
-            except CannotPlan as refused:
-                reason = self._reasons[key.measured] = _first_line(refused.error)
-            except InfeasibleError as error:
-                reason = _infeasible(error)
-                if refusal is not None and error.minimum_bytes < refusal.minimum_bytes:
-                    refusal = error
-        if chain is None and graph is None:
-            assert refusal is not None
-            raise refusal
-        chosen = chain if graph is None or slower <= graph.program.slowdown - 1 else graph
-        assert chosen is not None
         told = _infeasible(refusal) if chain is None else _prediction(chain.makespan, slower)
-        if graph is not None:
-            reason = _prediction(graph.makespan, graph.program.slowdown - 1)
-        self._compared[key] = Comparison(chosen.engine, told, reason)
-        logger.info("compared: chain %s; graph %s", told, reason)
-        return chosen
+        offers = [_Offer("chain", chain, slower, told)]
+        least = refusal
+        for offer, refused in self._other_offers(key, limit_bytes, reserve_bytes):
+            offers.append(offer)
+            if least is not None and refused is not None:
+                least = min(least, refused, key=lambda error: error.minimum_bytes)
+        possible = [offer for offer in offers if offer.plan is not None]
+        if not possible:
+            assert least is not None
+            raise least
+        number = self._agreed(offers.index(min(possible, key=lambda offer: offer.slower)))
+        chosen = offers[number]
+        self._compared[key] = Comparison(chosen.name, {o.name: o.told for o in offers})
+        for offer in offers:
+            logger.info("compared: %s %s", offer.name, offer.told)
+        return chosen.plan
+
+    def _agreed(self, value: Any) -> Any:
+        """Return the first rank's value where ranks plan together."""
+        ranks = self.context.peers.ranks
+        return value if ranks is None else ranks.broadcast(value)
+
+    def _other_offers(
+        self, key: Key, limit_bytes: int, reserve_bytes: int
+    ) -> list[tuple[_Offer, InfeasibleError | None]]:
+        """Return the plans beside the chain's, each with the error of one that does not fit."""
+        if self._sharding is not None:
+            return [self._offer("blocks", self._blocks_plan, key, limit_bytes, reserve_bytes)]
+        reason = self._reason(key)
+        if reason:
+            return [(_Offer("graph", None, _NEVER, reason), None)]
+        offers: list[tuple[_Offer, InfeasibleError | None]] = []
+        if key.measured not in self._reasons:
+            found = self._offer("graph", self._graph_plan, key, limit_bytes, reserve_bytes)
+            if key.measured not in self._reasons:
+                return [found]
+        offers.append((_Offer("graph", None, _NEVER, self._reasons[key.measured]), None))
+        offers.append(self._offer("parts", self._parts_plan, key, limit_bytes, reserve_bytes))
+        return offers
+
+    def _offer(
+        self,
+        name: str,
+        make: Callable[[Key, int, int], Any],
+        key: Key,
+        limit_bytes: int,
+        reserve_bytes: int,
+    ) -> tuple[_Offer, InfeasibleError | None]:
+        known = self._reasons if name == "graph" else self._no_parts
+        if key.measured in known:
+            return _Offer(name, None, _NEVER, known[key.measured]), None
+        try:
+            plan = make(key, limit_bytes, reserve_bytes)
+        except CannotPlan as refused:
+            told = known[key.measured] = _first_line(refused.error)
+            return _Offer(name, None, _NEVER, told), None
+        except InfeasibleError as error:
+            return _Offer(name, None, _NEVER, _infeasible(error)), error
+        if plan.engine == "graph":
+            slower = plan.program.slowdown - 1
+            return _Offer(name, plan, slower, _prediction(plan.makespan, slower)), None
+        if plan.predicted_bytes + plan.reserve_bytes > limit_bytes:
+            refusal = InfeasibleError(
+                f"no plan was found that fits in {exact_bytes(limit_bytes)}; the captured parts of "
+                f"the model alone need {exact_bytes(plan.least_bytes)}: give at least that, or a "
+                "smaller batch",
+                plan.least_bytes,
+            )
+            return _Offer(name, None, _NEVER, _infeasible(refusal)), refusal
+        # The code between parts runs once under every plan, and is not timed.
+        ideal = self._chain(key).ideal_time
+        again = max(plan.makespan - plan.unplanned_time, 0.0)
+        slower = again / ideal if ideal else 0.0
+        return _Offer(name, plan, slower, _prediction(ideal + again, slower)), None
 
     def _is_asked_for_chain(self, key: Key) -> bool:
         """Return whether a schedule was computed on request, or an option of chains was given."""
@@ -198,8 +359,8 @@ class SequentialEngine(ChainEngine):
         )
 
     def _reason(self, key: Key) -> str:
-        """Return the reason not to capture a graph; empty without one."""
-        if self._sharding is not None or self.context.peers.ranks is not None:
+        """Return the reason to compare the chain with nothing; empty without one."""
+        if self.context.peers.ranks is not None:
             return "not captured: ranks run one schedule"
         if key.measured not in self._samples:
             return "not captured: the stages were measured at other sizes only"
@@ -207,7 +368,7 @@ class SequentialEngine(ChainEngine):
             return "not captured: stages change state that is no tensor of the model"
         if not self.settings.preserve_rng_state:
             return "not captured: it always repeats random numbers, see preserve_rng_state"
-        return self._reasons.get(key.measured, "")
+        return ""
 
     def _graph_plan(self, key: Key, limit_bytes: int, reserve_bytes: int) -> Any:
         """Return the plan of the model's graph, captured at the first time.
@@ -217,27 +378,58 @@ class SequentialEngine(ChainEngine):
         CannotPlan, InfeasibleError
             No graph of the model exists, or no program fits.
         """
-        if self._inner is None:
-            self._inner = _WholeGraph(self.context)
-        if not self._inner.is_measured(key):
-            module = self.context.module
-            with training_flags_kept(module), torch.enable_grad():
-                if not module.training:
-                    module.train()
-                leaves, spec = self._samples[key.measured]
-                args, targets = core.tree_unflatten([_made_up(leaf) for leaf in leaves], spec)
-                call = Call(args, {}, targets)
-                if self.key(call).measured != key.measured:
-                    raise CannotPlan(ValueError("modes changed since the stages were measured"))
-                try:
-                    self._inner.measure(key, call)
-                except (NothingToPlan, allocator.MeterBusyError) as error:
-                    raise CannotPlan(ValueError(str(error) or "nothing to plan")) from None
-        return self._inner.plan(key, limit_bytes, reserve_bytes)
+        if self._graphs is None:
+            self._graphs = _WholeGraph(self.context)
+        self._measure_by(self._graphs, key)
+        return self._graphs.plan(key, limit_bytes, reserve_bytes)
 
-    def _owner(self, plan: Any) -> GraphEngine | None:
-        """Return the engine of a graph's plan; ``None`` for a chain's."""
-        return self._inner if plan.engine == "graph" else None
+    def _parts_plan(self, key: Key, limit_bytes: int, reserve_bytes: int) -> Any:
+        """Return the plan of the model's captured parts; raise as `_graph_plan` does."""
+        if self._parts is None:
+            self._parts = _ChainParts(self.context, self._reasons, self._inspections)
+        self._measure_by(self._parts, key)
+        return self._parts.plan(key, limit_bytes, reserve_bytes)
+
+    def _blocks_plan(self, key: Key, limit_bytes: int, reserve_bytes: int) -> Any:
+        """Return the plan of the sharded stages as blocks; raise as `_graph_plan` does."""
+        assert self._sharding is not None
+        try:
+            if self._blocks is None:
+                self._blocks = ShardedBlocksEngine(self.context, self._sharding)
+            self._measure_by(self._blocks, key)
+        except NoBlocks as error:
+            raise CannotPlan(error) from None
+        return self._blocks.plan(key, limit_bytes, reserve_bytes)
+
+    def _measure_by(self, engine: Any, key: Key) -> None:
+        """Have another engine measure a kind of step, unless it has."""
+        if engine.is_measured(key):
+            return
+        module = self.context.module
+        with training_flags_kept(module), torch.enable_grad():
+            if not module.training:
+                module.train()
+            call = self._sample_call(key)
+            if self._sharding is None and self.key(call).measured != key.measured:
+                raise CannotPlan(ValueError("modes changed since the stages were measured"))
+            try:
+                engine.measure(key, call)
+            except (NothingToPlan, allocator.MeterBusyError) as error:
+                raise CannotPlan(ValueError(str(error) or "nothing to plan")) from None
+
+    def _sample_call(self, key: Key) -> Call:
+        """Return a call of the measured form; with the measured tensors where these still exist."""
+        leaves, spec = self._samples[key.measured]
+        args, targets = core.tree_unflatten([_made_up(leaf) for leaf in leaves], spec)
+        return Call(args, {}, targets)
+
+    def _owner(self, plan: Any) -> Any:
+        """Return the engine of a plan; ``None`` for a chain's."""
+        if plan.engine == "chain":
+            return None
+        if plan.engine == "graph":
+            return self._graphs
+        return self._parts if self._sharding is None else self._blocks
 
     def result(self, plan: Any) -> Any:
         """Return the schedule, or the program, of a plan."""
@@ -257,12 +449,13 @@ class SequentialEngine(ChainEngine):
         if owner is None:
             return super().run(plan, call, start)
         try:
-            return owner.run(plan, call, start)
+            output, is_pending = owner.run(plan, call, start)
         except CannotPlan as refused:
-            # From now on it is a chain.
+            # From now on it is a chain, or in parts.
             self._reasons[plan.key.measured] = _first_line(refused.error)
             owner.forget(plan.key.measured)
             raise PlanAgain from refused
+        return output, is_pending
 
     def expect(self, plan: Any) -> None:
         """Check, before a step, for needs that its plan does not know."""
@@ -278,11 +471,22 @@ class SequentialEngine(ChainEngine):
         """Compare a metered step with its plan."""
         owner = self._owner(plan)
         (super().learn if owner is None else owner.learn)(plan, step)
+        self._note_excess(plan)
 
     def learn_again(self, plan: Any, step: StepBytes) -> None:
         """Compare a step that was metered later with its plan."""
         owner = self._owner(plan)
         (super().learn_again if owner is None else owner.learn_again)(plan, step)
+        self._note_excess(plan)
+
+    def _note_excess(self, plan: Any) -> None:
+        """Have the chain run from the next step on where parts cannot keep the limit."""
+        if not plan.is_over:
+            return
+        plan.is_over, plan.outdated = False, True
+        self._no_parts[plan.key.measured] = (
+            f"needed {format_bytes(plan.measured_bytes or 0)} in a step"
+        )
 
     def learn_peak(self, plan: Any, peak_bytes: int) -> None:
         """Have the next step planned for a need beyond the limit."""
@@ -292,13 +496,16 @@ class SequentialEngine(ChainEngine):
     def replan(self, old: Any, make: Callable[[int], Any]) -> Any:
         """Return a plan that includes the lessons of metered steps; the old one if none fits."""
         owner = self._owner(old)
+        if old.key.measured in self._no_parts and owner is not None:
+            # What the code between the parts needed says nothing about the chain.
+            return super().replan(old, lambda _: make(0))
         return (super().replan if owner is None else owner.replan)(old, make)
 
 
 def _slower(chain: Any) -> float:
     """Return the recomputation of a chain's plan, as a share of a step."""
     if chain is None:
-        return float("inf")
+        return _NEVER
     ideal = chain.chain.ideal_time
     return chain.sequence.makespan / ideal - 1 if ideal else 0.0
 
@@ -318,23 +525,34 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class _Form:
-    """Tensor without its values."""
+    """Tensor without its values, unless others keep it."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    tensor: weakref.ref[torch.Tensor]
 
 
 def _described(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return value
-    return _Form(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
+    return _Form(
+        tuple(value.shape),
+        value.stride(),
+        value.dtype,
+        value.device,
+        value.requires_grad,
+        weakref.ref(value),
+    )
 
 
 def _made_up(value: Any) -> Any:
     if not isinstance(value, _Form):
         return value
+    known = value.tensor()
+    if known is not None and known.shape == value.shape and known.stride() == value.strides:
+        return known.detach().requires_grad_(value.requires_grad)
     made = torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device=value.device)
     return made.zero_().requires_grad_(value.requires_grad)

@@ -518,6 +518,16 @@ def meter(
         Keep the live bytes over time too, at most ``timeline.MOST_POINTS`` moments, highs
         and lows first; on an accelerator, where events are read.
 
+    Returns
+    -------
+    Meter
+        A context manager, which meters inside.
+
+    Raises
+    ------
+    ValueError
+        PyTorch does not count the memory of such a device.
+
     Examples
     --------
     >>> with meter("cpu") as m:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from rotor._pytorch import core
+from rotor._pytorch.region_guards import layout_check
 
-__all__ = ["Slot", "Watch", "alike_modules", "own_slots"]
+__all__ = ["Alike", "Slot", "Watch", "alike_modules", "own_slots"]
 
 Slot = tuple[dict[str, Any], str]
 """Dictionary that holds a tensor, and its key there."""
@@ -31,11 +32,23 @@ def own_slots(module: nn.Module) -> dict[int, Slot]:
     return found
 
 
-def alike_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of which several of one class stand side by side.
+class Alike(NamedTuple):
+    """Modules of which several of one class stand side by side.
 
-    None of their tensors is shared with another module, or lies in the memory of another one.
+    Attributes
+    ----------
+    modules
+        Modules with no tensor that is shared with another module, or lies in the memory of one.
+    obstacles
+        Reasons for which other such modules are none of these.
     """
+
+    modules: list[nn.Module]
+    obstacles: list[str]
+
+
+def alike_modules(model: nn.Module) -> Alike:
+    """Return the modules of a model of which several of one class and form stand side by side."""
     seen: Counter[Any] = Counter()
     for part in model.modules():
         for slots, name in (*core.parameter_slots(part), *core.buffer_slots(part)):
@@ -43,6 +56,7 @@ def alike_modules(model: nn.Module) -> list[nn.Module]:
             is_plain = type(tensor) in _PLAIN and tensor.layout == torch.strided
             seen[core.storage_identity(tensor) if is_plain else None] += 1
     found: list[nn.Module] = []
+    obstacles: dict[str, None] = {}
     for part in model.modules():
         if any(part is one for one in found):
             continue
@@ -50,24 +64,40 @@ def alike_modules(model: nn.Module) -> list[nn.Module]:
         for _, child in core.child_modules(part):
             children.setdefault(type(child), []).append(child)
         for alike in children.values():
-            if len(alike) >= _FEWEST and len({*map(id, alike)}) == len(alike):
-                found += [child for child in alike if _is_foldable(child, seen)]
-    return found
+            if len(alike) < _FEWEST or len({*map(id, alike)}) < len(alike):
+                continue
+            forms = Counter(map(_form, alike))
+            for child in alike:
+                # What has no twin is searched for alike modules itself.
+                if next(child.children(), None) is not None and forms[_form(child)] > 1:
+                    obstacle = _obstacle(child, seen)
+                    if obstacle:
+                        obstacles[obstacle] = None
+                    else:
+                        found.append(child)
+    return Alike(found, list(obstacles))
 
 
-def _is_foldable(module: nn.Module, seen: Counter[Any]) -> bool:
-    if next(module.children(), None) is None:
-        return False
+def _form(module: nn.Module) -> Any:
+    """Return the classes of a module's parts, and the shapes of its parameters."""
+    return (
+        tuple([(name, type(part)) for name, part in module.named_modules()]),
+        tuple([(name, parameter.shape) for name, parameter in module.named_parameters()]),
+    )
+
+
+def _obstacle(module: nn.Module, seen: Counter[Any]) -> str:
+    """Return the reason for which no other module's trace stands for a module; empty if none."""
     for part in module.modules():
         if core.updates_statistics(part):
-            return False
+            return f"{type(part).__name__} updates its statistics"
         for slots, name in (*core.parameter_slots(part), *core.buffer_slots(part)):
             tensor = slots[name]
             if type(tensor) not in _PLAIN or tensor.layout != torch.strided:
-                return False
+                return f"{name} is a {type(tensor).__name__}"
             if seen[core.storage_identity(tensor)] > 1:
-                return False
-    return True
+                return f"{name} is shared with another module"
+    return ""
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -87,15 +117,20 @@ class Watch:
         self._model = weakref.ref(model)
         self._slots: list[Slot] = []
         self._layouts: list[tuple[Any, ...]] = []
+        self._have_layouts: Callable[[Sequence[Any]], bool] = lambda tensors: False
+        self._empty: list[Any] = []
         self._contents: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         self._containers: list[tuple[Any, tuple[int, ...]]] = []
 
     def begin(self, slots: Sequence[Slot], modules: Iterable[nn.Module]) -> None:
         """Note the state of modules, and the slots of the tensors that a step takes from them."""
         self._slots = list(slots)
-        self._layouts = [_layout(held[name]) for held, name in slots]
+        taken = [held[name] for held, name in slots]
+        self._layouts = list(map(_layout, taken))
+        self._have_layouts = layout_check(taken)
         self._contents.clear()
         self._containers.clear()
+        self._empty.clear()
         model = self._model()
         assert model is not None
         chosen = {id(part) for module in modules for part in module.modules()}
@@ -112,7 +147,10 @@ class Watch:
         for value in values:
             is_container = type(value) in _CONTAINERS or isinstance(value, dict)
             if is_container and value is not core.child_slots(part):
-                self._containers.append((value, _identities(value)))
+                if value:
+                    self._containers.append((value, _identities(value)))
+                else:
+                    self._empty.append(value)
 
     def is_of(self, model: nn.Module) -> bool:
         """Return whether the modules belong to a model."""
@@ -133,10 +171,12 @@ class Watch:
             # Values that cannot be compared are others.
             return None
         found = [held.get(name) for held, name in self._slots]
-        if any(
+        if not self._have_layouts(found) and any(
             not isinstance(tensor, torch.Tensor) or _layout(tensor) != layout
             for tensor, layout in zip(found, self._layouts, strict=True)
         ):
+            return None
+        if any(self._empty):
             return None
         if any(_identities(value) != known for value, known in self._containers):
             return None

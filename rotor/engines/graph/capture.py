@@ -25,6 +25,7 @@ from rotor.common.generators import SPLIT_BACKWARD
 from rotor.common.tensor_trees import argument_tensors
 from rotor.common.undisturbed import generators_kept
 from rotor.engines.contract import NothingToPlan
+from rotor.engines.graph.alike import alike_modules
 from rotor.engines.graph.early import Delivery
 from rotor.engines.graph.emit import StepCode, saved_primals
 from rotor.engines.graph.false_edges import DEVICES, without_memory
@@ -153,6 +154,8 @@ class Capture:
         Object that lives while the last call's backward is still to come.
     folding
         Copies of alike modules; ``None`` without any.
+    alike
+        Text on the alike modules, and why they were traced one by one; empty without any.
     """
 
     def __init__(
@@ -172,17 +175,31 @@ class Capture:
             decompositions=decompositions,
         )
         self.folding: Folding | None = None
-        if folds and backend == "fx" and regions.is_available():
+        self._unfolded = ""
+        if folds and backend != "fx":
+            self._unfolded = "the graph is for Inductor"
+        elif folds and not regions.is_available():
+            self._unfolded = "this PyTorch keeps no guards of a part of a graph"
+        elif folds:
             self.folding = Folding(self._compiler, decompositions)
+        self._has_alike = False
         self._call = self._compiled()
 
     def _compiled(self) -> Callable[..., Any]:
         compiler: Any = self.folding or self._compiler
         return torch.compile(self._function, backend=compiler, fullgraph=True, dynamic=False)
 
-    def unfold(self) -> None:
+    @property
+    def alike(self) -> str:
+        """Text on the alike modules; empty without any."""
+        if self.folding is not None and not self._unfolded:
+            return self.folding.text
+        return f"traced one by one: {self._unfolded}" if self._has_alike else ""
+
+    def unfold(self, reason: str = "") -> None:
         """Have the next call captured without copies of alike modules."""
-        self.folding = None
+        self._has_alike = self.folding is not None and bool(self.folding.alike.modules)
+        self.folding, self._unfolded = None, reason
         self._function = fresh(self._function)
         self._call = self._compiled()
 
@@ -200,7 +217,7 @@ class Capture:
         if self.folding is not None and self.graphs:
             watch = self.folding.watch
             if watch is not None and not watch.is_of(module):
-                self.unfold()
+                self.unfold("another model shares the capture")
         try:
             return self._called(module, args, kwargs)
         except (Unplanned, NothingToPlan):
@@ -231,11 +248,14 @@ class Capture:
                 try:
                     return self._call(module, *args, **kwargs)
                 except Changed:
-                    self.unfold()
+                    self.unfold("one was changed")
                 return self._call(module, *args, **kwargs)
             with core.capturing():
-                folding = None if symbols.are_marked() else self.folding
+                if symbols.are_marked() and self.folding is not None:
+                    self._unfolded = "sizes are symbols"
+                folding = None if self._unfolded else self.folding
                 if folding is None:
+                    self._has_alike = bool(self._unfolded and alike_modules(module).modules)
                     return self._call(module, *args, **kwargs)
                 try:
                     with folding.tracing(module):
@@ -244,7 +264,7 @@ class Capture:
                     known = isinstance(getattr(error, "inner_exception", None), CaptureError)
                     if known or not folding.was_tried:
                         raise
-                    self.unfold()
+                    self.unfold("a trace of one of them failed")
                 return self._call(module, *args, **kwargs)
 
     @staticmethod

@@ -90,9 +90,11 @@ class CompiledEngine(GraphEngine):
     def remarks(self, plan: Any, key: Key | None) -> list[Any]:
         """Return a table of the compiled programs, and the present executor."""
         if plan.engine == "graph" and plan.step.inductor is not None:
-            return [attempt_table(plan.step.inductor.attempts, "Inductor")]
+            attempts = attempt_table(plan.step.inductor.attempts, "Inductor")
+            return [attempts, *super().remarks(plan, key)]
         tried = [] if key is None else self.attempts.get(key.measured, [])
-        return [attempt_table(tried, "FX" if plan.engine == "graph" else "blocks")]
+        attempts = attempt_table(tried, "FX" if plan.engine == "graph" else "blocks")
+        return [attempts, *super().remarks(plan, key)]
 
     def _give_up(self, plan: GraphPlan) -> None:
         assert plan.step.inductor is not None

@@ -185,12 +185,10 @@ class GraphEngine(MeteredEngine):
         arguments = (args, kwargs, call.targets)
         if self.settings.offload is not None:
             check_device(self.settings.offload.tier, call.device)
-        is_shared = (
-            self.follows_shapes
-            and self.settings.counts == "allocated"
-            and self.settings.offload is None
-        )
-        if is_shared and self.backend == "fx" and self.solve() is None:
+        reason = self._one_shape_reason()
+        if self.follows_shapes and reason:
+            self.sizing.alone(key, arguments, reason)
+        elif self.follows_shapes:
             step = self.sizing.step(key, loss_fn, arguments, call, self._new_capture, self.steps)
             if step is not None:
                 for measured, known in self.steps.items():
@@ -204,6 +202,14 @@ class GraphEngine(MeteredEngine):
                 self.sizing.refuse(key, error)
                 raise CannotPlan(error) from None
         return self._profiled(key, capture, found, call, loss_captured=loss_fn is not None)
+
+    def _one_shape_reason(self) -> str:
+        """Return the reason for which no plan holds for several shapes; empty without one."""
+        if self.backend == "inductor":
+            return "what Inductor's code needs is measured, and holds for the measured shape only"
+        if self.settings.counts == "reserved":
+            return "reserved bytes depend on the rounding of each size"
+        return "" if self.solve() is None else "the given algorithm plans one shape"
 
     def _new_capture(self) -> Capture:
         return Capture(fresh(_call), self.backend)
@@ -329,7 +335,7 @@ class GraphEngine(MeteredEngine):
     """True if calls of several shapes share a capture."""
 
     def _is_improving(self) -> bool:
-        return self.improves and self.settings.offload is None and self.improver.is_on()
+        return self.improves and self.improver.is_on()
 
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> GraphPlan:
         """Return the fastest program found under a limit."""

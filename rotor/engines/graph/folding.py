@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from rotor._pytorch import core, regions
-from rotor.engines.graph.alike import Slot, Watch, alike_modules, own_slots
+from rotor.engines.graph.alike import Alike, Slot, Watch, alike_modules, own_slots
 from rotor.engines.graph.region_ops import (
     BACKWARD,
     CHOSEN,
@@ -180,6 +180,10 @@ class Folding:
         Text that says why calls of alike modules were traced with the rest; empty if none were.
     was_tried
         True if a module was traced by itself.
+    alike
+        Alike modules of the model.
+    reasons, doubts
+        Reasons for which modules were traced one by one, by dynamo and by AOTAutograd.
     watch
         Check of the modules that were not traced.
     """
@@ -193,15 +197,34 @@ class Folding:
         self.copied = 0
         self.reason = ""
         self.was_tried = False
+        self.alike = Alike([], [])
+        self.doubts: list[str] = []
+        self.reasons: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """Text on the alike modules; empty without any."""
+        doubts = [self.reason, *self.doubts] if self.reason else self.doubts
+        reasons = doubts or [*self.reasons, *self.alike.obstacles]
+        why = f": {'; '.join(reasons)}" if reasons else ""
+        if self.copied:
+            return f"{self.copied} copied from one that was traced" + (
+                f", others traced{why}" if reasons else ""
+            )
+        if not (self.alike.modules or self.alike.obstacles):
+            return ""
+        return f"traced one by one{why or ': the trace met no call of them'}"
 
     @contextmanager
     def tracing(self, module: nn.Module) -> Iterator[None]:
         """Have alike modules of a module be traced once in the context."""
         self.watch = Watch(module)
-        with regions.regions(alike_modules(module), own_slots) as self._tracing:
+        self.alike = alike_modules(module)
+        with regions.regions(self.alike.modules, own_slots) as self._tracing:
             try:
                 yield
             finally:
+                self.reasons = self._tracing.reasons
                 self.was_tried = self._tracing.traced
                 self._forget()
                 self._tracing = None
@@ -289,11 +312,10 @@ class Folding:
     def _compiled(
         self, graph: fx.GraphModule, calls: list[fx.Node], prefixes: dict[fx.Node, Any], given: Any
     ) -> Callable[..., Any]:
+        families = self._traced(calls)
+        _written_out(graph, [node for node in calls if node not in families], prefixes)
+        calls = list(families)
         originals = {node: (node.target, node.args) for node in calls}
-        try:
-            families = self._traced(calls)
-        except Uncertain as error:
-            self.reason, families = str(error), {}
         attempts = 0
         while families and attempts < _ATTEMPTS:
             attempts += 1
@@ -320,21 +342,34 @@ class Folding:
         return written_out
 
     def _traced(self, calls: list[fx.Node]) -> dict[fx.Node, Family]:
-        """Return the families of calls."""
+        """Return the families of calls; calls that have to be traced with the rest have none."""
         known: dict[Any, Family] = {}
+        refused: set[Any] = set()
         for node in calls:
             call = self._call_of(node)
             if call is not None and node.args[1] not in known:
                 given: Any = node.args[2:]
                 values = [argument.meta["example_value"] for argument in given]
-                known[node.args[1]] = family_of(call.template, values, self._decompositions)
+                try:
+                    known[node.args[1]] = family_of(call.template, values, self._decompositions)
+                except Uncertain as error:
+                    self._doubt(refused, node.args[1], str(error))
         for node in calls:
-            if node.args[1] not in known:
-                raise Uncertain("modules of one class are not alike")
-            for k in known[node.args[1]].first.wanted:
-                if len(node.args[2 + k].users) > 1:  # type: ignore[union-attr]
-                    raise Uncertain("a tensor with a gradient is used by several modules")
-        return {node: known[node.args[1]] for node in calls}
+            wanted = known[node.args[1]].first.wanted if node.args[1] in known else []
+            if any(len(node.args[2 + k].users) > 1 for k in wanted):  # type: ignore[union-attr]
+                text = "a tensor with a gradient is used by several modules"
+                self._doubt(refused, node.args[1], text)
+        return {
+            node: known[node.args[1]]
+            for node in calls
+            if node.args[1] in known and node.args[1] not in refused
+        }
+
+    def _doubt(self, refused: set[Any], body: Any, reason: str) -> None:
+        """Refuse to copy the calls of a body."""
+        refused.add(body)
+        if reason not in self.doubts:
+            self.doubts.append(reason)
 
     def _fold(
         self, graph: fx.GraphModule, families: dict[fx.Node, Family], prefixes: dict[Any, Any]

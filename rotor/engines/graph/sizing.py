@@ -100,6 +100,24 @@ class Sizing:
             found.__traceback__ = None
         return made
 
+    def alone(self, key: Key, arguments: tuple[Any, ...], reason: str) -> None:
+        """Note a shape that is captured alone whatever others there are.
+
+        Parameters
+        ----------
+        key, arguments
+            Call.
+        reason
+            Reason for which no size can be a symbol.
+        """
+        family = self.families.joined(key.measured, self.context.module, arguments)
+        shapes = shapes_of(core.tree_flatten(arguments)[0])
+        for leaf, dimension in family.differing(shapes):
+            name = f"dimension {dimension} of {family.names[leaf]}"
+            family.constants[name] = f"{name} is a constant: {reason}"
+        family.alone += key.measured not in family.shapes
+        family.shapes[key.measured] = shapes
+
     def reached(self, key: Key, found: Unplanned) -> CapturedStep | None:
         """Return the step of a call that reached a known graph with symbols, if it did."""
         family = self.families.of(key.measured)
@@ -142,6 +160,7 @@ class Sizing:
             origins=origins,
             leaf_sizes=leaf_sizes,
             known=self._known_orders(device),
+            offload=settings.offload,
         )
         with progress(1, "measuring the operations") as update:
             costs = price(
@@ -168,7 +187,8 @@ class Sizing:
     def _known_orders(self, device: torch.device) -> Callable[[Lowered], KnownOrders] | None:
         """Return a function that reads programs from disk; ``None`` where a seed decides alone."""
         is_open = self.context.may_improve_plans()
-        return partial(KnownOrders, device=device) if is_open else None
+        has_tier = self.context.settings.offload is not None
+        return partial(KnownOrders, device=device, has_tier=has_tier) if is_open else None
 
     def refuse(self, key: Key, error: CaptureError) -> None:
         """Have no other sizes of a call captured that could not be."""

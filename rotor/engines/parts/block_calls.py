@@ -18,9 +18,13 @@ from rotor.engines.chain.sharded import Sharding
 from rotor.engines.parts.blocks import BlockStage
 from rotor.engines.parts.probe import Saves
 
-__all__ = ["Calls", "apart", "candidates"]
+__all__ = ["Calls", "NoBlocks", "apart", "candidates"]
 
 _SIMPLE = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class NoBlocks(RuntimeError):
+    """Absence of any module of a sharded model that could be computed again by itself."""
 
 
 def candidates(model: nn.Module, sharding: Sharding) -> list[BlockStage]:
@@ -30,7 +34,7 @@ def candidates(model: nn.Module, sharding: Sharding) -> list[BlockStage]:
 
     Raises
     ------
-    RuntimeError
+    NoBlocks
         No module could be a block.
     """
     names = {module: name for name, module in model.named_modules()}
@@ -44,7 +48,7 @@ def candidates(model: nn.Module, sharding: Sharding) -> list[BlockStage]:
     hidden = {part for m in kept for part in inside[m]}
     stages = [BlockStage(names[m], m, sharding) for m in kept if m not in hidden]
     if not stages:
-        raise RuntimeError(
+        raise NoBlocks(
             f"{type(model).__name__} is sharded as a whole (FSDP2), none of its blocks on its own: "
             "nothing in it can be computed again by itself. Call fully_shard() on each "
             "block first, then on the model (docs/fsdp.md)"

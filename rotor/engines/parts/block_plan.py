@@ -22,7 +22,7 @@ from rotor.common.progress import progress
 from rotor.common.ranks import RankError, Ranks
 from rotor.common.tensor_trees import Flags, map_tensors, output_tensors, tree_tensors
 from rotor.engines.chain.sharded import Sharding
-from rotor.engines.parts.block_calls import Calls, apart
+from rotor.engines.parts.block_calls import Calls, NoBlocks, apart
 from rotor.engines.parts.block_graphs import BlockGraph, GraphCalls, share_graphs
 from rotor.engines.parts.block_proofs import Kept, observe_blocks
 from rotor.engines.parts.blocks import AGAIN, FIRST_PROGRAM, KEPT, BlockStage, BlockStep
@@ -249,7 +249,7 @@ def measure_blocks(
 
     Raises
     ------
-    RuntimeError
+    NoBlocks
         No module could be a block; the message says why.
     RankError
         The ranks have different blocks.
@@ -277,7 +277,7 @@ def measure_blocks(
             )
     if not blocks:
         described = "; ".join(f"{name}: {why}" for name, why in outside.items())
-        raise RuntimeError(
+        raise NoBlocks(
             f"none of the sharded modules could be computed again by itself ({described}): shard "
             "modules that take what they need as arguments and are called once in a forward"
         )

@@ -76,10 +76,18 @@ class PartsEngine(MeteredEngine):
         """Return the device of such steps."""
         return self.context.refusals[key.measured].device
 
+    def reason_of(self, key: Key) -> str:
+        """Return the reason for which no single graph exists."""
+        return self.context.refusals[key.measured].reason
+
+    def announce(self, pieces: Pieces, reason: str) -> None:
+        """Warn, once, that the model runs in parts."""
+        self.context.warn("capture", f"{pieces.describe()} The reason:\n{reason}")
+
     def measure(self, key: Key, call: Call) -> None:
         """Capture the parts of the model; keep fitting parts of an earlier search."""
         cancel_running()
-        device, reason = self.device_of(key), self.context.refusals[key.measured].reason
+        device, reason = self.device_of(key), self.reason_of(key)
         captures = next(
             (p.captures for other, p in self.pieces.items() if self.device_of(other) == device),
             None,
@@ -103,11 +111,11 @@ class PartsEngine(MeteredEngine):
             raise CannotPlan(CaptureError(reason))
         pieces = self.pieces[key] = found if old is None else found.with_earlier(old)
         warn_unrepeatable(self.context, pieces.graphs())
-        self.context.warn("capture", f"{pieces.describe()} The reason:\n{reason}")
+        self.announce(pieces, reason)
 
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> PartsPlan[Pieces]:
         """Return the fastest choice under a limit."""
-        device, reason = self.device_of(key), self.context.refusals[key.measured].reason
+        device, reason = self.device_of(key), self.reason_of(key)
         pieces, verify = self.pieces[key], self.settings.verify
         return make_pieces_plan(device, reason, pieces, limit_bytes, reserve_bytes, verify)
 

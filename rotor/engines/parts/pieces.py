@@ -306,7 +306,7 @@ class _Search:
         kept = list(accumulate(starting))
         later = self._gradients()
         transient = [CODE_FACTOR * largest[2 * k] + later[k] for k in range(count + 1)]
-        transient[count] = max(transient[count], assumed_loss_bytes(output_bytes))
+        transient[count] = max(transient[count], output_bytes + assumed_loss_bytes(output_bytes))
         return Bases(
             tuple(kept[2 * k + 1] for k in range(count)),
             tuple(kept[2 * k + 1] + later[k + 1] for k in range(count)),

@@ -303,6 +303,12 @@ def learn_levels(plan: PartsPlan[Any], more: dict[str, int]) -> tuple[int, int]:
     """
     parts = plan.parts
     found: dict[tuple[str, int], int] = {}
+    # What a part itself keeps does not vary.
+    ends = {"forward": "after", "backward": "before"}
+    for mark, size in list(more.items()):
+        name, _, number = mark.partition(" ")
+        if number and name in ends:
+            more = {f"{ends[name]} {number}": size} | more
     for mark, size in more.items():
         name, _, number = mark.partition(" ")
         k = int(number) if number else len(parts.sites)
