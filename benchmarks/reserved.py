@@ -2,7 +2,7 @@
 
     python benchmarks/reserved.py [--quick]
 
-On the simulated accelerator of the tests: 5 models, 4 limits
+On the simulated accelerator of the tests: 6 models, one of them an `nn.Sequential`, 4 limits
 each, parts of what the graph reserves without a limit. For each limit, the step that
 was planned for reserved bytes is compared with the fastest of the plans for allocated bytes that
 happen to reserve no more, of 12 limits. Reserved bytes of steps are the device's own counters.
@@ -34,7 +34,7 @@ from test_sim_reserved import MODELS  # noqa: E402
 import rotor  # noqa: E402
 from rotor.graph.blocks import program_bytes  # noqa: E402
 
-NAMES = ("skips", "odd sizes", "dropout", "images", "attention")
+NAMES = ("skips", "odd sizes", "dropout", "images", "attention", "chain")
 SHARES = (0.9, 0.8, 0.7, 0.6)
 CANDIDATES = 12
 MOST_SLOWER = 0.03

@@ -99,6 +99,14 @@ BENCHMARKS = (
         one_thread=True,
     ),
     Benchmark(
+        "tier.py",
+        "keeping, recomputing and moving to a disk, at equal limits",
+        _words("--quick --rounds 3 --shares .6"),
+        limit_s=2400,
+        full=_words("--rounds 7"),
+        one_thread=True,
+    ),
+    Benchmark(
         "against_segments.py",
         "chains against torch.utils.checkpoint at equal peak",
         _words("ResNet-18 --segments 2 --rounds 3"),

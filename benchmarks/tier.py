@@ -1,11 +1,14 @@
-"""Compares plain steps, recomputation alone, and recomputation with a disk, at equal limits.
+"""Compares plain steps, recomputation, offloading to a disk, and both, at equal limits.
 
-A GPT-like model and a ResNet train under shares of plain PyTorch's peak; contenders run in
-alternating rounds, and a row has the median of each and its quartiles. The speed of the disk is the
-number of times that it writes the bytes of that peak in the time of a plain step: at 0.1 a tier
-gains little, at 3 it is nearly free. Rows where the tier loses are shown as the others are.
+A GPT-like model and a ResNet train on one thread under shares of plain PyTorch's peak; contenders
+run in alternating rounds, and a row has the median of each. The speed of a disk is the number of
+times that it writes the bytes of that peak in the time of a plain step. The disk is this machine's,
+slowed down to that speed where it is faster. "offload" runs no operation again: the planner is
+given the same graph with every operation marked as one that runs once. Rows where the tier loses
+are shown as the others are. All plans are made before the first round.
 
-    python benchmarks/tier.py [--rounds 9] [--shares .8 .6 .4] [--folder /var/tmp] [--quick]
+    python benchmarks/tier.py [--rounds 9] [--speeds .3 1 3] [--shares .8 .6 .4 .25]
+                              [--folder /var/tmp] [--quick]
 """
 
 from __future__ import annotations
@@ -14,21 +17,24 @@ import argparse
 import copy
 import statistics
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from rotor.models import resnet18
 from torch import nn
 from torch.nn import functional as F
 
 import rotor
-from rotor.units import format_bytes
+from rotor.graph import Graph, Link, Program, plan
+from rotor.tier import Traffic
 
 SHARES = (0.8, 0.6, 0.4, 0.25)
+SPEEDS = (0.3, 1.0, 3.0)
+CONTENDERS = ("recompute", "offload", "both")
 
 
 class Block(nn.Module):
@@ -51,9 +57,36 @@ class Block(nn.Module):
         return x + self.narrow(F.gelu(self.wide(self.second(x))))
 
 
-def gpt(width: int = 192, depth: int = 6) -> nn.Module:
+def gpt(width: int = 384, depth: int = 4) -> nn.Module:
     """Blocks that are no chain for rotor: the graph is planned."""
     return nn.Sequential(*[Block(width, 6) for _ in range(depth)])
+
+
+class Unit(nn.Module):
+    """A block of a residual network."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = (
+            nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2)
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the block's output."""
+        inner = F.relu(self.norms[0](self.first(x)))
+        return F.relu(x + self.norms[1](self.second(inner)))
+
+
+def resnet(widths: tuple[int, ...] = (64, 128, 256), depth: int = 2) -> nn.Module:
+    """Residual blocks; the resolution is halved between widths."""
+    layers: list[nn.Module] = []
+    before = 3
+    for width in widths:
+        layers.append(nn.Conv2d(before, width, 3, stride=2, padding=1))
+        layers += [Unit(width) for _ in range(depth)]
+        before = width
+    return nn.Sequential(*layers)
 
 
 @dataclass
@@ -70,9 +103,57 @@ def subjects(quick: bool) -> list[Subject]:
     if quick:
         return [Subject("GPT, 2 blocks", lambda: gpt(96, 2), (4, 64, 96))]
     return [
-        Subject("GPT, 6 blocks", gpt, (8, 256, 192)),
-        Subject("ResNet-18", resnet18, (8, 3, 128, 128)),
+        Subject("GPT, 4 blocks", gpt, (4, 256, 384)),
+        Subject("ResNet, 6 blocks", resnet, (8, 3, 96, 96)),
     ]
+
+
+class Slowed(rotor.Tier):
+    """A tier whose transfers, one after another, take at least the time of a slower link.
+
+    Parameters
+    ----------
+    inner
+        The tier.
+    bytes_per_s
+        Speed of the link.
+    """
+
+    def __init__(self, inner: rotor.DiskTier, bytes_per_s: float) -> None:
+        self.inner, self.bytes_per_s = inner, bytes_per_s
+        self.alignment_bytes, self.least_bytes = inner.alignment_bytes, inner.least_bytes
+        self.traffic: Traffic = Traffic()
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def _timed(self, ticket: Any) -> tuple[Any, float]:
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + ticket.nbytes / self.bytes_per_s
+            return ticket, self._free_at
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return an area of the tier."""
+        return self.inner.allocate(nbytes)
+
+    def write(self, area: Any, offset: int, source: torch.Tensor) -> Any:
+        """Begin to write."""
+        return self._timed(self.inner.write(area, offset, source))
+
+    def read(self, area: Any, offset: int, target: torch.Tensor) -> Any:
+        """Begin to read."""
+        return self._timed(self.inner.read(area, offset, target))
+
+    def wait(self, ticket: Any) -> None:
+        """Wait for the tier, and for the slower link."""
+        inner, until = ticket
+        self.inner.wait(inner)
+        time.sleep(max(0.0, until - time.monotonic()))
+        ns = max(inner.transfer.busy_ns, round(1e9 * inner.nbytes / self.bytes_per_s))
+        self.traffic.add(inner.nbytes, ns, is_write=inner.is_write)
+
+    def release(self, area: Any) -> None:
+        """Free an area of the tier."""
+        self.inner.release(area)
 
 
 def stepper(model: nn.Module, call: Any, x: torch.Tensor) -> Callable[[], float]:
@@ -98,11 +179,30 @@ def mean_square(output: Any, zero: torch.Tensor) -> torch.Tensor:
     return output.square().mean() + zero.sum()
 
 
-def wrapped(model: nn.Module, x: torch.Tensor, limit: int, **settings: Any) -> Any:
-    """A planned model; None if no plan fits."""
+def offloaded_only(
+    graph: Graph, budget: int, link: Link, options: dict[str, Any], progress: Any
+) -> Program:
+    """The fastest program that runs every operation once."""
+    once = [replace(operation, once=True) for operation in graph.operations]
+    found = plan(Graph(graph.storages, None, once), budget, link=link, progress=progress, **options)
+    return Program(graph, found.actions, link)
+
+
+def wrapped(
+    model: nn.Module, x: torch.Tensor, limit: int, *, only: bool = False, **settings: Any
+) -> Any:
+    """A planned model, which runs no operation again if `only`; None if no plan fits."""
     made = rotor.Checkpointable(
         model, mem_limit=limit, engine="graph", loss_fn=mean_square, verbosity=0, **settings
     )
+    if only:
+        engine = made._driver.engines[0]
+
+        def solve(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
+            link = engine.settings.offload.known_link(torch.device("cpu"))
+            return offloaded_only(graph, budget, link, options, progress)
+
+        engine.solve = lambda: solve
     made.measure(x, targets=(torch.zeros(1),))
     try:
         made.compute_sequence()
@@ -111,61 +211,95 @@ def wrapped(model: nn.Module, x: torch.Tensor, limit: int, **settings: Any) -> A
     return made
 
 
-def quartiles(values: list[float]) -> str:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{1000 * middle:.0f} ({1000 * low:.0f}-{1000 * high:.0f})"
+@dataclass
+class Cell:
+    """A limit, and plans under it; one without the tier is shared by all speeds."""
+
+    subject: str
+    share: float
+    speed: float
+    plain: Callable[[], float]
+    plans: dict[str, Any]
+    steps: dict[str, Callable[[], float]]
+    taken: dict[str, list[float]] = field(default_factory=dict)
+
+    def run(self, rounds: int) -> None:
+        """Run all contenders in alternating rounds, after steps that teach the link's speed."""
+        contenders = {"plain": self.plain, **self.steps}
+        for step in contenders.values():
+            for _ in range(6):
+                step()
+        self.taken = {name: [] for name in contenders}
+        for _ in range(rounds):
+            for name, step in contenders.items():
+                self.taken[name].append(step())
+
+    def line(self) -> str:
+        """A row of the table."""
+        base = statistics.median(self.taken["plain"])
+        low, _, high = statistics.quantiles(self.taken["plain"], n=4)
+        cells = [self.subject, f"{self.share:.2f}", f"{self.speed:.1f}"]
+        cells.append(f"{1000 * base:.0f} ({1000 * low:.0f}-{1000 * high:.0f})")
+        for name in CONTENDERS:
+            if name not in self.plans:
+                cells.append("no plan")
+                continue
+            predicted = self.plans[name].plan.program.slowdown - 1
+            shown = statistics.median(self.taken[name]) / base - 1
+            cells.append(f"{shown:+.0%} ({predicted:+.0%})")
+        found = self.plans.get("both")
+        if found is None:
+            return "| " + " | ".join([*cells, "-", "-"]) + " |"
+        plan = found.plan
+        cells.append(f"{plan.program.offloaded_bytes / plan.limit_bytes * self.share:.0%}")
+        cells.append(f"{plan.measured_bytes - plan.predicted_bytes:+d}")
+        return "| " + " | ".join(cells) + " |"
 
 
-def rows(subject: Subject, shares: list[float], rounds: int, tier: rotor.DiskTier) -> list[str]:
-    """Lines of a table on one model."""
+def cells_of(
+    subject: Subject, shares: list[float], speeds: list[float], disk: rotor.DiskTier
+) -> list[Cell]:
+    """The planned models of a subject's rows."""
     torch.manual_seed(0)
     plain, x = subject.make(), torch.randn(subject.batch)
     whole = wrapped(copy.deepcopy(plain), x, 1 << 40)
-    peak = whole.plan.predicted_bytes
+    peak, seconds = whole.plan.predicted_bytes, whole.plan.makespan
+    print(f"{subject.name}: {peak} bytes, {seconds:.3f} s a plain step", file=sys.stderr)
     found = []
     for share in shares:
         limit = int(share * peak)
-        contenders: dict[str, Callable[[], float]] = {"plain": stepper(plain, plain, x)}
-        plans = {}
-        for name, settings in (("recompute", {}), ("tier", {"offload": tier})):
-            model = copy.deepcopy(plain)
-            chk = wrapped(model, x, limit, **settings)
-            if chk is not None:
-                contenders[name], plans[name] = stepper(model, chk, x), chk
-        for step in contenders.values():
-            for _ in range(4):
-                step()
-        taken: dict[str, list[float]] = {name: [] for name in contenders}
-        for _ in range(rounds):
-            for name, step in contenders.items():
-                taken[name].append(step())
-        cells = [quartiles(taken[name]) if name in taken else "no plan"
-                 for name in ("plain", "recompute", "tier")]  # fmt: skip
-        predicted = [
-            f"{plans[name].plan.program.slowdown - 1:+.1%}" if name in plans else "-"
-            for name in ("recompute", "tier")
-        ]
-        moved = peaks = "-"
-        if "tier" in plans:
-            plan = plans["tier"].plan
-            speed = plan.step.link.write_bytes_per_s / peak * whole.plan.makespan
-            moved = f"{format_bytes(plan.program.offloaded_bytes)}, speed {speed:.1f}"
-            peaks = f"{plan.measured_bytes} of {plan.predicted_bytes}"
-        line = [subject.name, f"{share:.2f}", *cells, *predicted, moved, peaks]
-        found.append("| " + " | ".join(line) + " |")
+        alone = wrapped(copy.deepcopy(plain), x, limit)
+        for speed in speeds:
+            tier = Slowed(disk, speed * peak / seconds)
+            plans = {"recompute": alone}
+            for name in CONTENDERS[1:]:
+                model = copy.deepcopy(plain)
+                plans[name] = wrapped(model, x, limit, only=name == "offload", offload=tier)
+            plans = {name: chk for name, chk in plans.items() if chk is not None}
+            steps = {name: stepper(chk.module, chk, x) for name, chk in plans.items()}
+            found.append(Cell(subject.name, share, speed, stepper(plain, plain, x), plans, steps))
     return found
 
 
 def main(arguments: argparse.Namespace) -> int:
     warnings.simplefilter("ignore", rotor.MemoryLimitWarning)
-    tier = rotor.DiskTier(arguments.folder)
-    print("| model | limit | plain, ms | recompute, ms | with disk, ms | predicted, recompute "
-          "| predicted, disk | written | peak, measured of predicted |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|---|")
-    for subject in subjects(arguments.quick):
-        for line in rows(subject, arguments.shares, arguments.rounds, tier):
-            print(line, flush=True)
-    tier.close()
+    # The disk's thread has the other core.
+    torch.set_num_threads(1)
+    disk = rotor.DiskTier(arguments.folder)
+    cells = [
+        cell
+        for subject in subjects(arguments.quick)
+        for cell in cells_of(subject, arguments.shares, arguments.speeds, disk)
+    ]
+    print("planned", file=sys.stderr, flush=True)
+    heads = ("model", "limit", "speed", "plain, ms", "recompute", "offload", "both",
+             "written, of plain's peak", "measured - predicted peak, B")  # fmt: skip
+    print("| " + " | ".join(heads) + " |")
+    print("|---" * len(heads) + "|")
+    for cell in cells:
+        cell.run(arguments.rounds)
+        print(cell.line(), flush=True)
+    disk.close()
     return 0
 
 
@@ -173,6 +307,7 @@ def parsed(given: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
+    parser.add_argument("--speeds", type=float, nargs="+", default=list(SPEEDS))
     parser.add_argument("--folder", default=None, help="folder on the disk")
     parser.add_argument("--quick", action="store_true", help="a small model")
     return parser.parse_args(given)

@@ -343,7 +343,7 @@ class Rockmate(Checkpointable):
         """
         plan = self.graph_plan()
         graph, ops = plan.graph, plan.program.ops.tolist()
-        timeline = plan.program.timeline()
+        timeline = plan.program.timeline(runs_only=True)
         created = _created(graph)
         outside = 0
         expected = []

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from fsdp_models import (
     BLOCKS,
+    DEVICE,
     PROCESSES,
     STEPS,
     WIDTH,
@@ -42,6 +43,7 @@ class Network(nn.Module):
         self.first = nn.Linear(8, WIDTH)
         self.blocks = nn.ModuleList(kind() for _ in range(BLOCKS))
         self.last = nn.Linear(WIDTH, 4)
+        self.to(DEVICE)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -52,7 +54,7 @@ class Network(nn.Module):
 
 def shard(model: Any, *, root: bool = True, **options: Any) -> Any:
     """Every block; with a root the ends of the model belong to it."""
-    options.setdefault("mesh", init_device_mesh("cpu", (PROCESSES,)))
+    options.setdefault("mesh", init_device_mesh(DEVICE, (PROCESSES,)))
     for block in model.blocks:
         fully_shard(block, **options)
     if root:
@@ -174,7 +176,7 @@ class Unusual(Network):
 
 
 def unusual_blocks() -> list[str]:
-    mesh = init_device_mesh("cpu", (PROCESSES,))
+    mesh = init_device_mesh(DEVICE, (PROCESSES,))
 
     def make(wrap: bool) -> Any:
         model = Unusual()
@@ -210,12 +212,12 @@ def precision() -> list[str]:
     limit = tighten(planned)
     found += trained(plain, planned, 3) + peaks(plain, planned, limit)
     plain, planned = shard(Network()), rotor.Checkpointable(shard(Network()))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         planned.measure(batch(0))
         tighten(planned)
     for model in (plain, planned):
         torch.manual_seed(3)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             loss = model(batch(0)).float().square().mean()
         loss.backward()
     found += differences(plain, planned)
@@ -281,7 +283,7 @@ class Closed(nn.Module):
 
 
 def refusals() -> list[str]:
-    mesh = init_device_mesh("cpu", (PROCESSES,))
+    mesh = init_device_mesh(DEVICE, (PROCESSES,))
     found = []
     for engine in ("graph", "dynamic"):
         model = shard(Network())

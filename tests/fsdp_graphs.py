@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fsdp_blocks import Network, peaks, shard, tighten, trained
-from fsdp_models import BLOCKS, PROCESSES, Block, batch, differences, on_all, refused
+from fsdp_models import BLOCKS, DEVICE, PROCESSES, Block, batch, differences, on_all, refused
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -84,7 +84,7 @@ def several_limits() -> list[str]:
 
 def without_graphs() -> list[str]:
     """Blocks that cannot be captured are computed again whole; the report says why."""
-    mesh = init_device_mesh("cpu", (PROCESSES,))
+    mesh = init_device_mesh(DEVICE, (PROCESSES,))
 
     def make() -> Any:
         model = Network(Deep)
@@ -177,7 +177,7 @@ def transformers_models() -> list[str]:
 
     small = {"vocab_size": 128, "hidden_size": 32, "num_attention_heads": 4}
     small |= {"num_hidden_layers": 3, "intermediate_size": 128}
-    mesh = init_device_mesh("cpu", (PROCESSES,))
+    mesh = init_device_mesh(DEVICE, (PROCESSES,))
 
     def make(kind: Any, config: Any, layers: str) -> Any:
         torch.manual_seed(0)
@@ -203,7 +203,7 @@ def transformers_models() -> list[str]:
         step(planned, 0)
         for number in range(6):
             for model, levels in peaks.items():
-                with memory.meter("cpu") as meter:
+                with memory.meter(DEVICE) as meter:
                     step(model, number)
                 levels.append(meter.peak_bytes)
             found += differences(plain, planned)

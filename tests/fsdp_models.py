@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import rotor
 from rotor import memory
 
 PROCESSES = 2
+DEVICE = os.environ.get("ROTOR_FSDP_DEVICE", "cpu")
 SECONDS = 150
 WIDTH = 32
 BLOCKS = 4
@@ -40,17 +42,17 @@ def make_model() -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Linear(8, WIDTH), *[Block() for _ in range(BLOCKS)], nn.Linear(WIDTH, 4)
-    )
+    ).to(DEVICE)
 
 
 def batch(step: int, rows: int = 256) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * dist.get_rank() + step)
-    return torch.randn(rows, 8, generator=generator)
+    return torch.randn(rows, 8, generator=generator).to(DEVICE)
 
 
 def shard(model: Any, *, root: bool, **options: Any) -> Any:
     """Every block; with a root the ends of the model belong to it."""
-    options["mesh"] = init_device_mesh("cpu", (PROCESSES,))
+    options["mesh"] = init_device_mesh(DEVICE, (PROCESSES,))
     for k in range(1, BLOCKS + 1) if root else range(BLOCKS + 2):
         fully_shard(model[k], **options)
     if root:
@@ -82,13 +84,13 @@ def run(
 
     The lowest: threads of gloo now and then give buffers back a moment late.
     """
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
     torch.manual_seed(5 + dist.get_rank())
     losses, peaks = [], []
     for step in range(steps):
         optimizer.zero_grad()
         batches = [batch(10 * step + part) for part in range(parts)]
-        meter = memory.meter("cpu").start() if metered else None
+        meter = memory.meter(DEVICE).start() if metered else None
         total = 0.0
         for part, x in enumerate(batches):
             if parts > 1:
@@ -132,7 +134,7 @@ def with_loss(
     plain: Any, planned: Any, tighten: Callable[[rotor.Checkpointable], int]
 ) -> list[str]:
     """Steps whose loss, `squares`, is a part of the plan, under the least limit."""
-    target = torch.ones(256, 4)
+    target = torch.ones(256, 4, device=DEVICE)
     planned.measure(batch(0), targets=(target,))
     limit = tighten(planned)
     peaks = []
@@ -141,7 +143,7 @@ def with_loss(
         squares(plain(batch(step)), target).backward()
         torch.manual_seed(step)
         x = batch(step)
-        with memory.meter("cpu") as meter:
+        with memory.meter(DEVICE) as meter:
             planned(x, targets=(target,)).backward()
         peaks.append(meter.peak_bytes)
     found = differences(plain, planned)

@@ -21,6 +21,7 @@ from fsdp_blocks import BLOCK_SCENARIOS
 from fsdp_graphs import GRAPH_SCENARIOS
 from fsdp_models import (
     BLOCKS,
+    DEVICE,
     PROCESSES,
     STEPS,
     batch,
@@ -39,6 +40,7 @@ from fsdp_models import (
 )
 from fsdp_proofs import PROOF_SCENARIOS
 from fsdp_sequential import SEQUENTIAL_SCENARIOS
+from fsdp_small_device import small_device
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -94,8 +96,8 @@ def inside_of_a_sharded_model() -> list[str]:
             inner = rotor.Checkpointable(inner)
         model = Around(inner)
         for k in range(1, BLOCKS + 1):
-            fully_shard(inner[k], mesh=init_device_mesh("cpu", (PROCESSES,)))
-        fully_shard(model, mesh=init_device_mesh("cpu", (PROCESSES,)))
+            fully_shard(inner[k], mesh=init_device_mesh(DEVICE, (PROCESSES,)))
+        fully_shard(model, mesh=init_device_mesh(DEVICE, (PROCESSES,)))
         return model
 
     plain, planned = make(False), make(True)
@@ -127,7 +129,7 @@ def prefetches_and_meshes() -> list[str]:
     cases: list[tuple[tuple[int, int], bool, dict[str, Any]]]
     cases = [((1, 2), True, {}), ((2, 1), False, {}), ((2, 1), False, low)]
     for shape, asked, policy in cases:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+        mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("replicas", "shards"))
         models = []
         for _ in range(2):
             model = make_model()
@@ -146,7 +148,7 @@ def prefetches_and_meshes() -> list[str]:
 
 def replicas_keep_what_they_reduce() -> list[str]:
     """Buffers of all-reductions, which live to the end of a backward, are among those counted."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("replicas", "shards"))
     found = []
     for reduce_dtype in (torch.bfloat16, None):
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
@@ -204,7 +206,7 @@ def sharded_after_planning() -> list[str]:
 
 def unusual_stages() -> list[str]:
     """A block that is used twice, one with a sharded child, frozen ones, one without FSDP2."""
-    mesh = init_device_mesh("cpu", (PROCESSES,))
+    mesh = init_device_mesh(DEVICE, (PROCESSES,))
 
     def make(root: bool) -> nn.Sequential:
         model = make_model()
@@ -284,7 +286,7 @@ def replicas_share_plans() -> list[str]:
 
 
 def refusals() -> list[str]:
-    mesh = init_device_mesh("cpu", (PROCESSES,))
+    mesh = init_device_mesh(DEVICE, (PROCESSES,))
     found = []
     for engine in ("graph", "dynamic"):
         model = shard(make_model(), root=True)
@@ -298,7 +300,7 @@ def refusals() -> list[str]:
     fully_shard([model[1], model[2]], mesh=mesh)
     found += refused(lambda: rotor.Checkpointable(model), RuntimeError, "several stages")
     model = make_model()
-    model[1] = FullyShardedDataParallel(model[1], device_id=torch.device("cpu"))
+    model[1] = FullyShardedDataParallel(model[1], device_id=torch.device(DEVICE))
     found += refused(lambda: rotor.Checkpointable(model), RuntimeError, "use fully_shard")
     planned = rotor.Checkpointable(shard(make_model(), root=False), batch(0), "1GB")
     found += refused(lambda: pickle.dumps(planned), TypeError, "state_dict")
@@ -316,7 +318,7 @@ def optimizer_between() -> list[str]:
     """Parameters that change between forward and recomputation are noticed."""
     model = shard(make_model(), root=False, reshard_after_forward=True)
     planned = rotor.Checkpointable(model, batch(0), "1GB")
-    optimizer = torch.optim.AdamW(planned.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(planned.parameters(), lr=0.1, foreach=False)
     tighten(planned)
     planned(batch(0)).sum().backward()
     loss = planned(batch(0)).sum()
@@ -351,6 +353,10 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     **SEQUENTIAL_SCENARIOS,
 }
 
+SIM_SCENARIOS: dict[str, Callable[[], list[str]]] = {
+    f"small device, {kind}": lambda kind=kind: small_device(kind) for kind in ("chain", "blocks")
+}
+
 
 @contextmanager
 def quiet() -> Iterator[None]:
@@ -359,19 +365,31 @@ def quiet() -> Iterator[None]:
         yield
 
 
+def backend() -> str:
+    """Give the processes their device; return the backend of its collectives."""
+    if DEVICE == "cpu":
+        return "gloo"
+    import accelerator
+    from accelerator import link
+
+    accelerator.load()
+    return link.register()
+
+
 def work(rank: int, folder: Path, names: list[str]) -> None:
     dist.init_process_group(
-        "gloo",
+        backend(),
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=PROCESSES,
         timeout=timedelta(seconds=30),
     )
     found: dict[str, list[str]] = {}
+    scenarios = SCENARIOS | SIM_SCENARIOS
     for name in names or SCENARIOS:
         began = time.process_time()
         with quiet():
-            found[name] = SCENARIOS[name]()
+            found[name] = scenarios[name]()
         sys.stderr.write(f"{name}: {time.process_time() - began:.1f} s\n")
     dist.barrier()
     dist.destroy_process_group()

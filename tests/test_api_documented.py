@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-docscrape = pytest.importorskip("numpydoc.docscrape")
+from numpydoc import docscrape
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = "\n".join(

@@ -232,22 +232,6 @@ def test_planning_a_chain_and_reporting_it(capsys):
     assert '"program"' in Path("again.html").read_text(encoding="utf-8")
 
 
-def test_a_second_tier_is_planned_with(capsys, tmp_path):
-    """A Sequential is then a graph, and a saved program keeps what moves."""
-    wide = ("net.py:chain", "--input", "4096,32", "--offload", f"disk:{tmp_path}")
-    data = data_of(capsys, "plan", *wide, "--limit", "5 MB", "--effort", "fast", "--out", "a.json")
-    assert data["plan"]["engine"] == "graph"
-    assert data["plan"]["predicted_bytes"] <= 5_000_000
-    program = Program.from_json(Path("a.json"))
-    assert program.peak_bytes <= 5_000_000
-    assert data_of(capsys, "report", "a.json")["peak_bytes"] == program.peak_bytes
-    assert data_of(capsys, "curve", *wide, "--points", 3, "--effort", "fast", "--no-plain")
-    code, _, err = run(capsys, "plan", *CHAIN, "--offload-limit", "1GiB")
-    assert (code, "--offload-limit is for --offload" in err) == (2, True)
-    code, _, err = run(capsys, "plan", *wide, "--engine", "chain")
-    assert (code, 'engine="chain" has none' in err) == (2, True)
-
-
 def test_a_saved_program_is_run_by_the_model(capsys):
     data = data_of(capsys, "plan", *GRAPH, "--limit", "1 MB", "--out", "plan.json")
     program = Program.from_json(Path("plan.json"))

@@ -239,7 +239,11 @@ def test_summaries_and_allocations_know_what_moves():
     fetches = program.actions[program.actions >= len(graph) + len(graph.storages)]
     assert moved == sorted({k - len(graph) - len(graph.storages) for k in fetches.tolist()})
     assert summary.offloaded_bytes == program.offloaded_bytes
-    assert "offloaded" not in summary.operations
+    makers = {graph.producers[s] for s in moved}
+    shown = {k for k, kind in enumerate(summary.operations) if kind == "offloaded"}
+    assert shown
+    assert shown <= makers
+    assert not any(program.runs[k] > 1 for k in shown)
     runs = program.timeline(runs_only=True)
     assert len(runs.peak_bytes) == len(program.ops) < len(program.timeline().peak_bytes)
     # The allocations of the program, frees at once: they are those of the simulator.

@@ -29,23 +29,38 @@ def test_segments(sim):
     assert m.device == torch.device("sim", 0)
 
 
-def test_segments_by_counters(sim):
-    """Give the same figures where a backward ends, in another thread, or a profiler runs."""
+@pytest.mark.parametrize("place", ["main thread", "another thread", "profiler"])
+def test_segments_without_a_block(sim, place):
+    """Give the same figures by events as by counters, which serve where events cannot."""
     torch.zeros(MIB, device="sim")
     value = torch.zeros(1000, device="sim")
     torch.zeros(MIB, device="sim")  # A peak of before.
-    m = meter("sim", timeline=True).start()
-    m.mark("a")
-    copy = value.clone()
-    m.mark("b")
-    copy = copy + value.exp()
-    del copy
-    m.stop()
+    found = []
+
+    def measure():
+        m = meter("sim", timeline=True).start()
+        m.mark("a")
+        copy = value.clone()
+        m.mark("b")
+        copy = copy + value.exp()
+        del copy
+        m.stop()
+        found.append(m)
+
+    if place == "main thread":
+        measure()
+    elif place == "profiler":
+        with torch.profiler.profile():
+            measure()
+    else:
+        thread = threading.Thread(target=measure)
+        thread.start()
+        thread.join()
+    (m,) = found
     assert m.segments == [Segment("a", 0, 4096, 4096), Segment("b", 4096, 3 * 4096, 0)]
-    assert (m.peak_bytes, m.end_bytes, m.timeline) == (3 * 4096, 0, None)
-    with torch.profiler.profile(), meter("sim") as m:
-        value.clone()
-    assert m.peak_bytes == 4096
+    assert (m.peak_bytes, m.end_bytes) == (3 * 4096, 0)
+    assert (m.timeline is not None) == (place == "main thread")
+    assert (sim.max_memory_allocated() > MIB) == (place == "main thread")
 
 
 def test_a_backward_in_another_thread(sim):
@@ -134,3 +149,74 @@ def test_measuring_leaves_peak_statistics(sim, engine):
     peak = sim.max_memory_allocated()
     rotor.Checkpointable(model, mem_limit="8 MiB", engine=engine).measure(value)
     assert sim.max_memory_allocated() == peak
+
+
+class Varying(nn.Module):
+    """Layers whose number depends on a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, value):
+        for layer in self.layers[: len(self.layers) - int(value[0, 0] > 0)]:
+            value = torch.tanh(layer(value))
+        return value
+
+
+def sequence():
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)])
+
+
+@pytest.mark.parametrize(
+    ("engine", "make"),
+    [("chain", sequence), ("graph", sequence), ("dynamic", Varying)],
+)
+@pytest.mark.parametrize("peak_bytes", [16 * MIB, 0])
+def test_metered_steps_leave_peak_statistics(sim, engine, make, peak_bytes):
+    """Keep a user's peak over metered steps, and theirs where it is the higher one."""
+    torch.manual_seed(1)
+    wrapped = rotor.Checkpointable(
+        make().to("sim"), mem_limit="512 KiB", engine=engine, verbosity=0
+    )
+    torch.manual_seed(2)
+    value = torch.randn(256, 64, device="sim")
+    value[0, 0] = 0.5
+    if engine != "dynamic":
+        wrapped.measure(value)
+    level = sim.memory_allocated()
+    sim.reset_peak_memory_stats()
+    torch.zeros(max(peak_bytes, 1), dtype=torch.uint8, device="sim")
+    before = sim.max_memory_allocated()
+    for _ in range(4):
+        wrapped.zero_grad()
+        wrapped(value).square().mean().backward()
+    assert wrapped.plan.measured_bytes > 256 * KIB
+    assert wrapped.plan.measured_timeline is not None
+    if peak_bytes:
+        assert sim.max_memory_allocated() == before
+    else:
+        # What the steps report is what the device has counted.
+        seen = wrapped.plan.most_bytes_seen
+        assert abs(sim.max_memory_allocated() - level - seen) <= 8 * KIB
+
+
+def test_a_backward_of_another_thread_is_measured_by_counters(sim):
+    """Give a metered step up whose backward another thread runs, and count the next ones."""
+    wrapped = rotor.Checkpointable(
+        sequence().to("sim"), mem_limit="512 KiB", engine="chain", verbosity=0
+    )
+    value = torch.randn(256, 64, device="sim")
+    wrapped.measure(value)
+
+    def step():
+        loss = wrapped(value).square().mean()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        wrapped.zero_grad()
+
+    step()
+    assert wrapped.plan.measured_bytes is None
+    step()
+    assert wrapped.plan.measured_bytes > 256 * KIB

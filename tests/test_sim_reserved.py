@@ -8,6 +8,7 @@ from limited_on_sim import Trained, assert_equal, distance, one_step
 from torch import nn
 
 import rotor
+from rotor.graph.blocks import program_bytes
 
 MIB = 1 << 20
 
@@ -155,6 +156,54 @@ def test_an_optimizer_state_between_steps(sim):
         optimizer.step()
 
 
+def limited_skips(sim, share, width=256):
+    """Return a wrapped model, its batches and its limit."""
+    model, batches = prepared(sim, "skips")
+    if width != 256:
+        torch.manual_seed(1)
+        model = Skips(width=width).to("sim")
+        batches = [torch.randn(3300, width, device="sim") for _ in range(3)]
+    plain = Reserved(sim, copy.deepcopy(model), batches)
+    limit = int(plain.reserved_peak * share)
+    del plain
+    wrapped = rotor.Checkpointable(
+        model, mem_limit=limit, counts="reserved", loss_fn=distance, verbosity=0
+    )
+    wrapped.measure(batches[0], targets=(torch.tensor(0.5, device="sim"),))
+    sim.empty_cache()
+    return wrapped, batches, limit
+
+
+def test_cached_memory_goes_before_a_level_is_taken(sim):
+    """Give back what was cached before the first step: its holes do not suit the plan."""
+    wrapped, batches, limit = limited_skips(sim, 0.75)
+    level = sim.memory_reserved()
+    junk = [torch.empty(2 * MIB, dtype=torch.uint8, device="sim") for _ in range(60)]
+    del junk
+    assert sim.memory_reserved() - level > limit
+    for batch in batches:
+        wrapped.zero_grad()
+        one_step(wrapped, batch, True)
+        assert sim.memory_reserved() - level <= limit
+    assert 0 < wrapped.plan.measured_bytes == sim.memory_reserved() - level
+
+
+def test_what_came_to_live_on_the_device_is_not_a_steps(sim):
+    """Measure steps above a new level where an optimizer's state has come in between."""
+    wrapped, batches, _ = limited_skips(sim, 0.75, width=512)
+    optimizer = torch.optim.Adam(wrapped.parameters(), foreach=False)
+    level, seen = sim.memory_reserved(), []
+    for batch in batches * 2:
+        optimizer.zero_grad()
+        one_step(wrapped, batch, True)
+        seen.append(wrapped.plan.most_bytes_seen)
+        optimizer.step()
+    assert sim.memory_reserved() - level > seen[0]
+    assert max(seen) - seen[0] <= 4 * MIB  # The state takes 12.
+    assert wrapped.plan.reserve_bytes == 0
+    assert not wrapped.plan.is_over
+
+
 def test_the_report_has_allocated_bytes_and_slack(sim):
     wrapped = check_held(sim, "skips", 0.75)
     report = str(wrapped.report())
@@ -163,6 +212,15 @@ def test_the_report_has_allocated_bytes_and_slack(sim):
     plan = wrapped.plan
     assert plan.predicted_bytes == plan.program.peak_bytes + plan.executor_bytes
     assert plan.executor_bytes > MIB
+
+
+def test_checksums_come_from_small_segments(sim):
+    """Charge a plan for small segments, and no large one, beside the blocks of its program."""
+    plan = check_held(sim, "images", 0.75).plan
+    own = plan.step.executor_bytes_of(plan.program.actions.tolist(), plan.limit_bytes)
+    assert own > MIB
+    alone = program_bytes(plan.program).reserved_peak_bytes
+    assert plan.predicted_bytes - alone <= 2 * MIB
 
 
 def test_too_low_a_limit_is_refused(sim):

@@ -12,6 +12,7 @@ from torch import nn
 import rotor
 from rotor import graph as rg
 from rotor.tier import HostTier
+from rotor.tier.offload import measure_link
 
 WIDTH, ROWS = 64, 128
 
@@ -203,3 +204,35 @@ def test_the_host_does_not_reach_the_cpu():
     x = torch.randn(ROWS, WIDTH)
     with pytest.raises(ValueError, match="does not reach the memory of cpu"):
         chk(x, targets=(torch.zeros_like(x),))
+
+
+@pytest.fixture
+def modelled(sim):
+    """The device, whose clock counts modelled times and no real ones."""
+    sim.set_clock("model")
+    sim.set_link(1.0, 1000)
+    yield sim
+    sim.set_link(8.0)
+    sim.set_clock("real")
+
+
+def test_the_link_is_measured_on_the_device(modelled, tier):
+    link = measure_link(tier, "sim")
+    assert link.write_bytes_per_s == pytest.approx(1e9, rel=0.01)
+    assert link.read_bytes_per_s == pytest.approx(1e9, rel=0.01)
+    assert tier.traffic.writes == tier.traffic.reads == 10
+
+
+def test_waits_of_the_device_teach_the_speed(modelled, tier):
+    torch.manual_seed(0)
+    model, x = Net().to("sim"), torch.randn(ROWS, WIDTH, device="sim")
+    chk = offloading(model, x, 1, tier)
+    measured = chk.offload.link.write_bytes_per_s
+    modelled.set_link(0.02, 1000)
+    trained(modelled, model, chk, x, steps=6)
+    modelled.synchronize()
+    assert tier.traffic.waited_ns > 0
+    assert chk.offload.learned == 1
+    assert measured == pytest.approx(0.75e9, rel=0.01)
+    assert chk.offload.link.write_bytes_per_s == pytest.approx(0.75 * 0.02e9, rel=0.1)
+    assert chk.offload.link.read_bytes_per_s == pytest.approx(0.75 * 0.02e9, rel=0.1)

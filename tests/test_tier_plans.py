@@ -128,7 +128,9 @@ def test_a_slow_tier_is_left_alone(subject):
 def test_the_tier_has_a_limit(subject):
     model, expected, peak, _ = subject
     twin = copy.deepcopy(model)
-    chk = with_link(made(twin, int(0.5 * peak), offload=Fast(), offload_limit="200 KiB"))
+    chk = with_link(
+        made(twin, int(0.5 * peak), offload=Fast(), offload_limit="200 KiB", planning="before")
+    )
     assert same(trained(twin, chk), expected)
     assert 0 < chk.plan.layout.nbytes <= 200 << 10
     assert chk.plan.program.offloaded_bytes > 0

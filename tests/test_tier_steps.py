@@ -14,7 +14,7 @@ from torch import nn
 
 import rotor
 from rotor import graph as rg
-from rotor.report.transfers import transfers_of
+from rotor.graph.transfers import transfers_of
 from rotor.units import format_bytes
 
 SECTOR = 512
@@ -172,7 +172,6 @@ def test_plans_are_saved_and_loaded(ran, disk):
         ({"offload": "disk:"}, "unknown offload"),
         ({"offload_limit": "1GiB"}, "offload is None"),
         ({"offload": "disk", "engine": "chain"}, 'engine="chain" has none'),
-        ({"offload": "disk", "engine": "dynamic"}, 'engine="dynamic" has none'),
         ({"offload": "disk", "backend": "inductor"}, 'backend="inductor" decides'),
         ({"offload": "disk:/dev/null/no"}, "no file for offloaded values"),
     ],

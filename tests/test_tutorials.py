@@ -50,7 +50,7 @@ def test_tutorial_runs(path, tmp_path):
     assert "1 passed" in done.stdout
 
 
-def test_all_seven_are_there():
+def test_all_eight_are_there():
     assert [path.stem for path in TUTORIALS] == [
         "00_more_in_the_same_memory",
         "01_first_steps",
@@ -59,6 +59,7 @@ def test_all_seven_are_there():
         "04_dynamic_models",
         "05_simulator_and_experiments",
         "06_many_gpus",
+        "07_a_second_tier",
     ]
 
 

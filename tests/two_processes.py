@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,10 +35,18 @@ def work(rank: int, folder: Path, scenarios: Scenarios) -> None:
 
 
 def run_processes(
-    script: str, folder: Path, seconds: float = SECONDS
+    script: str,
+    folder: Path,
+    seconds: float = SECONDS,
+    *,
+    names: Sequence[str] = (),
+    settings: Mapping[str, str] | None = None,
 ) -> list[dict[str, list[str]]]:
-    """What each process found; both are ended when one fails or time is up."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    """What each process found, in the scenarios of these names or in all.
+
+    Both are ended when one fails or time is up. The settings are for their environment.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(settings or {})}
     if sys.platform.startswith("linux"):
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     processes = []
@@ -47,7 +55,7 @@ def run_processes(
         with (folder / f"{rank}.log").open("w") as log:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, script, str(rank), str(folder)],
+                    [sys.executable, script, str(rank), str(folder), *names],
                     env=environment,
                     stdout=log,
                     stderr=subprocess.STDOUT,

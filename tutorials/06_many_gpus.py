@@ -218,3 +218,5 @@ for rank, found in enumerate(ranks):
 # the buffers of a collective at moments of their own, which that meter does not see, so that the
 # figures of a process can lie somewhat above what it had allocated; [FSDP2](../docs/fsdp.md) says
 # how rotor's own meter accounts for them.
+#
+# Next: [a second tier of memory](07_a_second_tier.ipynb).

@@ -61,12 +61,14 @@ PyDoc_STRVAR(
     make_room_doc,
     "make_room($self, nbytes, /)\n--\n\n"
     "Return None where so many bytes fit; False where they do not and nothing can go; else "
-    "(storage, node) to evict now, and ask again.");
+    "(storage, node, is_moving) to evict now, and ask again. is_moving: the bytes have to be "
+    "written to the second tier before, and moved() follows.");
 
 static PyObject *py_recorder_make_room(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
     int64_t bytes;
     int32_t node = 0;
+    bool is_moving = false;
     if (py_book_expect("make_room", count, 1, names) != 0 ||
         py_book_read_int64(args[0], &bytes) != 0) {
         return NULL;
@@ -75,7 +77,7 @@ static PyObject *py_recorder_make_room(METHOD_ARGUMENTS) {
         if (py_book_forget_gone(self) != 0) {
             return NULL;
         }
-        int status = rotor_recorder_make_room(&self->book, bytes, &node);
+        int status = rotor_recorder_make_room(&self->book, bytes, &node, &is_moving);
         if (status != ROTOR_OK) {
             return py_book_answer(self, type, status, NULL);
         }
@@ -83,9 +85,13 @@ static PyObject *py_recorder_make_room(METHOD_ARGUMENTS) {
             return py_book_answer(self, type, status, Py_NewRef(node == -1 ? Py_None : Py_False));
         }
         PyObject *place = node < self->place_capacity ? self->places[node] : NULL;
-        if (place != NULL && PyWeakref_Check(place)) {
+        bool is_copy = (self->book.nodes[node].state & ROTOR_NODE_COPY) != 0;
+        if (place != NULL && (is_copy || PyWeakref_Check(place))) {
             PyObject *storage = py_book_storage_of(self, node);
-            PyObject *result = storage == NULL ? NULL : Py_BuildValue("Ni", storage, (int)node);
+            PyObject *result =
+                storage == NULL ? NULL
+                                : Py_BuildValue("NiN", storage, (int)node,
+                                                PyBool_FromLong(is_moving));
             if (result == NULL && !PyErr_Occurred()) {
                 PyErr_SetString(PyExc_RuntimeError, "the storage of a live node is gone");
             }
@@ -251,6 +257,9 @@ static int py_recorder_traverse(PyObject *object, visitproc visit, void *arg) {
     for (int64_t k = 0; k < self->held_capacity; k++) {
         Py_VISIT(self->held[k]);
     }
+    for (int64_t k = 0; k < self->copy_capacity; k++) {
+        Py_VISIT(self->copies[k]);
+    }
     for (int64_t k = 0; k < self->guard_count; k++) {
         Py_VISIT(self->guards[k]);
     }
@@ -272,6 +281,9 @@ static int py_recorder_clear(PyObject *object) {
     for (int64_t k = 0; k < self->held_capacity; k++) {
         Py_CLEAR(self->held[k]);
     }
+    for (int64_t k = 0; k < self->copy_capacity; k++) {
+        Py_CLEAR(self->copies[k]);
+    }
     while (self->guard_count > 0) {
         Py_CLEAR(self->guards[--self->guard_count]);
     }
@@ -290,6 +302,7 @@ static void py_recorder_dealloc(PyObject *object) {
     PyMem_Free(self->records);
     PyMem_Free(self->places);
     PyMem_Free(self->held);
+    PyMem_Free(self->copies);
     PyMem_Free(self->guards);
     PyMem_Free(self->garbage);
     type->tp_free(object);
@@ -325,8 +338,8 @@ int py_add_recorder(PyObject *module) {
     }
     py_state(module)->recorder_type = type;
     int ret = PyModule_AddType(module, type);
-    PyMethodDef *tables[] = {py_book_queries, py_book_repeats};
-    for (int k = 0; k < 2; k++) {
+    PyMethodDef *tables[] = {py_book_queries, py_book_repeats, py_book_moves};
+    for (int k = 0; k < 3; k++) {
         for (PyMethodDef *method = tables[k]; ret == 0 && method->ml_name != NULL; method++) {
             PyObject *made = PyDescr_NewMethod(type, method);
             ret = made == NULL ? -1 : PyDict_SetItemString(type->tp_dict, method->ml_name, made);
@@ -334,5 +347,8 @@ int py_add_recorder(PyObject *module) {
         }
     }
     PyType_Modified(type);
+    if (ret == 0) {
+        ret = PyModule_AddIntConstant(module, "PIECE_BYTES", ROTOR_PIECE_BYTES);
+    }
     return ret == 0 ? PyModule_AddIntConstant(module, "OFTEN", ROTOR_OFTEN) : -1;
 }

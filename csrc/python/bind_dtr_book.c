@@ -73,6 +73,9 @@ int py_book_settle(py_recorder_t *self) {
             if (ret == 0) {
                 ret = py_book_discard(self, &self->held[number]);
             }
+            if (ret == 0) {
+                ret = py_book_discard(self, &self->copies[number]);
+            }
             break;
         case ROTOR_NEEDED:
             if (self->held[number] == NULL) {
@@ -93,6 +96,9 @@ int py_book_settle(py_recorder_t *self) {
             break;
         case ROTOR_DROPPED:
             ret = py_book_discard(self, &self->places[number]);
+            break;
+        case ROTOR_UNSTORED:
+            ret = py_book_discard(self, &self->copies[number]);
             break;
         }
     }
@@ -123,6 +129,7 @@ int py_book_reserve(py_recorder_t *self, int64_t more) {
     int64_t nodes = self->book.node_count + more;
     return grow_objects(&self->places, &self->place_capacity, nodes) == 0 &&
                    grow_objects(&self->held, &self->held_capacity, nodes) == 0 &&
+                   grow_objects(&self->copies, &self->copy_capacity, nodes) == 0 &&
                    grow_objects(&self->records, &self->record_capacity,
                                 self->book.record_count + 1) == 0
                ? 0

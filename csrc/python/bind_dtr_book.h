@@ -26,6 +26,8 @@ typedef struct {
     int64_t place_capacity;
     PyObject **held; /* by node: sources that records need */
     int64_t held_capacity;
+    PyObject **copies; /* by node: what holds its bytes in a second tier */
+    int64_t copy_capacity;
     PyObject **guards; /* what is locked until the operation has finished */
     int64_t guard_count;
     int64_t guard_capacity;
@@ -144,5 +146,7 @@ PyObject *py_ref_make(PyTypeObject *type, PyObject *storage, PyObject *gone);
 extern PyMethodDef py_book_queries[];
 /* Methods about operations that have to run again. */
 extern PyMethodDef py_book_repeats[];
+/* Methods about the second tier. */
+extern PyMethodDef py_book_moves[];
 
 #endif

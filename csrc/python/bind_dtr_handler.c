@@ -362,12 +362,29 @@ static PyObject *call(py_handler_t *self, py_run_t *run) {
     return results;
 }
 
+/* What it writes to differs from now on from what a second tier may have of it. */
+static int drop_copies(py_handler_t *self, const py_run_t *run) {
+    rotor_recorder_t *book = &self->recorder->book;
+    bool reshapes = (run->kernel->traits & TRAIT_RESHAPES) != 0;
+    int status = ROTOR_OK;
+    if (!book->eviction.has_tier) {
+        return 0;
+    }
+    for (int64_t k = 0; k < self->input_count && status == ROTOR_OK; k++) {
+        const py_input_t *input = &self->inputs[k];
+        if (input->is_written || input->is_hidden || reshapes || (run->is_in_place && k == 0)) {
+            status = rotor_recorder_changed(book, (int32_t)input->ref->node);
+        }
+    }
+    return raise_status(self, status) == 0 && py_book_settle(self->recorder) == 0 ? 0 : -1;
+}
+
 static PyObject *run_operator(py_handler_t *self, py_run_t *run) {
     PyObject *results = NULL;
     if (get_ready(self, run) != 0 || py_book_may_begin(self->recorder) != 0) {
         return NULL;
     }
-    if (prepare(self, run) == 0) {
+    if (prepare(self, run) == 0 && drop_copies(self, run) == 0) {
         results = call(self, run);
     }
     if (results == NULL || complete(self, run, results) != 0) {

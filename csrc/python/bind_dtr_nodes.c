@@ -14,8 +14,20 @@
 PyDoc_STRVAR(dead_doc,
              "dead($self, node, /)\n--\n\nNote that the program dropped a live node's storage.");
 NODE_METHOD(dead, rotor_recorder_dead)
-PyDoc_STRVAR(pin_doc, "pin($self, node, /)\n--\n\nMake a node in memory a source.");
-NODE_METHOD(pin, rotor_recorder_pin)
+
+PyDoc_STRVAR(pin_doc, "pin($self, node, may_move, /)\n--\n\n"
+                      "Make a node in memory a source. may_move: the tier may take it.");
+
+static PyObject *py_recorder_pin(METHOD_ARGUMENTS) {
+    py_recorder_t *self = py_as_recorder(object);
+    int32_t node;
+    if (py_book_expect("pin", count, 2, names) != 0 ||
+        py_book_read_node(self, args[0], &node) != 0) {
+        return NULL;
+    }
+    int status = rotor_recorder_pin(&self->book, node, args[1] == Py_True);
+    return py_book_answer(self, type, status, Py_NewRef(Py_None));
+}
 
 PyDoc_STRVAR(hold_doc, "hold($self, node, place, /)\n--\n\nSet the place of a node's bytes.");
 
@@ -161,6 +173,7 @@ enum {
     NODE_NEEDED,
     NODE_VERSION,
     NODE_RECORD,
+    NODE_IS_AWAY,
     NODE_FIELDS
 };
 
@@ -173,6 +186,7 @@ static PyStructSequence_Field node_fields[NODE_FIELDS + 1] = {
     [NODE_NEEDED] = {"needed", "Records that read it."},
     [NODE_VERSION] = {"version", "How often its storage was written to before."},
     [NODE_RECORD] = {"record", "The record that makes it; None for a source."},
+    [NODE_IS_AWAY] = {"is_away", "Only the second tier has its bytes."},
 };
 
 static PyStructSequence_Desc node_description = {
@@ -213,6 +227,7 @@ static PyObject *py_recorder_describe(METHOD_ARGUMENTS) {
         [NODE_NEEDED] = PyLong_FromLong(found->needed),
         [NODE_VERSION] = PyLong_FromLong(found->version),
         [NODE_RECORD] = Py_NewRef(record == NULL ? Py_None : record),
+        [NODE_IS_AWAY] = PyBool_FromLong(rotor_recorder_is_away(book, node)),
     };
     PyObject *state = PyStructSequence_New(py_state(PyType_GetModule(type))->node_type);
     for (int k = 0; k < NODE_FIELDS; k++) {
@@ -263,7 +278,7 @@ static PyObject *py_recorder_counters(METHOD_ARGUMENTS) {
         return NULL;
     }
     return Py_BuildValue(
-        "{sLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsL}", "current_bytes",
+        "{sLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsLsL}", "current_bytes",
         (long long)book->current_bytes, "peak_bytes", (long long)book->peak_bytes, "operations",
         (long long)book->operations, "evictions", (long long)book->evictions, "rematerializations",
         (long long)book->replays, "base_ns", (long long)book->base_ns, "remat_ns",
@@ -274,7 +289,8 @@ static PyObject *py_recorder_counters(METHOD_ARGUMENTS) {
         (long long)book->held_peak_bytes, "kept_bytes", (long long)book->node_bytes_kept,
         "copied_bytes", (long long)book->copied_bytes, "thrashes", (long long)book->thrashes,
         "worst_operations", (long long)book->worst.operations, "worst_base_ns",
-        (long long)book->worst.base_ns, "worst_repeats", (long long)book->worst.repeats,
+        (long long)book->worst.base_ns, "stored_bytes", (long long)book->eviction.stored_bytes,
+        "worst_repeats", (long long)book->worst.repeats,
         "worst_repeat_ns", (long long)book->worst.repeat_ns);
 }
 

@@ -51,8 +51,9 @@ int py_odd_writes(py_handler_t *self, py_run_t *run) {
     run->is_recording = run->is_recording && !reshapes;
     for (int64_t k = 0; k < self->input_count && ret == 0; k++) {
         const py_ref_t *ref = self->inputs[k].ref;
-        if (reshapes) {
-            ret = restore(self, run->session, ref->node);
+        if (reshapes && (ret = restore(self, run->session, ref->node)) == 0 &&
+            self->recorder->book.eviction.has_tier) {
+            ret = ask_of_node(self, run->session, NAME__pin, ref->node);
         }
         if (ret == 0 && (reshapes || self->inputs[k].is_hidden)) {
             ret = protect(self, run, ref);

@@ -19,7 +19,7 @@
                                     entry(_guess) entry(_vary) entry(_note_varying)                \
                                         entry(_generator) entry(_state_bytes) entry(_states)       \
                                             entry(_measure) entry(_time) entry(_has_run) entry(_may_repeat)     \
-                                                entry(ran) entry(replayed)
+                                                entry(ran) entry(replayed) entry(_fetch)
 
 enum {
 #define AS_ENUM(name) NAME_##name,

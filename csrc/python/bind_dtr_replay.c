@@ -375,6 +375,54 @@ out:
     return ret;
 }
 
+/* Has Python fetch a node from the second tier; `storage`: the place of its bytes, or NULL. */
+static int fetch_into(py_handler_t *self, PyObject *session, int32_t node, PyObject *storage) {
+    py_recorder_t *recorder = self->recorder;
+    PyObject *number = PyLong_FromLong(node);
+    PyObject *copy = Py_XNewRef(recorder->copies[node]);
+    int64_t start = py_handler_now(self);
+    PyObject *made = number == NULL || copy == NULL
+                         ? NULL
+                         : py_ask(self, session, _fetch, number, copy,
+                                  storage == NULL ? Py_None : storage);
+    int ret = made == NULL ? -1 : 0;
+    if (copy == NULL && !PyErr_Occurred()) {
+        PyErr_SetString(PyExc_RuntimeError, "the tier has lost a node");
+    }
+    if (ret == 0 && storage == NULL &&
+        (ret = py_book_discard(recorder, &recorder->places[node])) == 0) {
+        recorder->places[node] = Py_NewRef(made);
+    }
+    Py_XDECREF(made);
+    Py_XDECREF(copy);
+    Py_XDECREF(number);
+    if (ret != 0) {
+        return -1;
+    }
+    int status = rotor_recorder_fetched(&recorder->book, py_handler_now(self) - start);
+    if (status != ROTOR_OK) {
+        (void)py_raise_status(PyType_GetModule(Py_TYPE(self)), status);
+        return -1;
+    }
+    return py_book_settle(recorder);
+}
+
+/* Brings the awaited node back. Its storage may have died since the book heard of deaths. */
+static int fetch(py_handler_t *self, PyObject *session) {
+    py_recorder_t *recorder = self->recorder;
+    int32_t node = rotor_recorder_awaited(&recorder->book);
+    bool has_storage =
+        (recorder->book.nodes[node].state & (ROTOR_NODE_LIVE | ROTOR_NODE_COPY)) != 0;
+    PyObject *storage = has_storage ? py_book_guard(recorder, node) : NULL;
+    if (storage == NULL && PyErr_Occurred()) {
+        return -1;
+    }
+    if (has_storage && storage == NULL) {
+        return 0; /* It is forgotten, and asked for again. */
+    }
+    return fetch_into(self, session, node, storage);
+}
+
 int py_operator_catch_up(py_handler_t *self, PyObject *session) {
     py_recorder_t *recorder = self->recorder;
     for (;;) {
@@ -394,6 +442,13 @@ int py_operator_catch_up(py_handler_t *self, PyObject *session) {
             return -1;
         }
         py_book_let_go(recorder);
+        if (op == ROTOR_FETCH) {
+            if (fetch(self, session) != 0) {
+                return -1;
+            }
+            py_book_let_go(recorder);
+            continue;
+        }
         if (op < 0) {
             return 0;
         }

@@ -121,6 +121,7 @@ int py_add_solvers(PyObject *module);
 int py_add_classic(PyObject *module);
 int py_add_probe(PyObject *module);
 int py_add_timing(PyObject *module);
+int py_add_pending(PyObject *module);
 int py_add_log(PyObject *module);
 int py_add_log_writer(PyObject *module);
 int py_add_candidate(PyObject *module);

@@ -3,13 +3,14 @@
 #include <string.h>
 
 #include "eviction_check.h"
+#include "eviction_pool.h"
+#include "eviction_tier.h"
 #include "neighbourhoods.h"
 #include "regions.h"
 #include "vector.h"
 
-/* Fewer tombstones than this never make the pool compact itself. */
-#define LEAST_TOMBSTONES 64
-/* Nor fewer lost places the lists of neighbours, nor fewer nodes the classes. */
+/* Fewer lost places never make the lists of neighbours compact themselves, nor fewer nodes the
+ * classes. */
 #define LEAST_LOST 1024
 
 static bool needs_classes(const rotor_eviction_t *self) {
@@ -181,59 +182,13 @@ int rotor_eviction_compute(rotor_eviction_t *self, int32_t storage, int64_t ns) 
     return rotor_eviction_settled(self, ROTOR_OK);
 }
 
-/* The pool. */
-
-static void leave_pool(rotor_eviction_t *self, int32_t storage) {
-    rotor_candidate_t *candidate = &self->candidates[storage];
-    if (candidate->slot >= 0) {
-        self->pool[candidate->slot] = -1;
-        candidate->slot = -1;
-        self->pool_count--;
-    }
-}
-
-static void compact_pool(rotor_eviction_t *self) {
-    int64_t length = 0;
-    for (int64_t k = 0; k < self->pool_length; k++) {
-        int32_t storage = self->pool[k];
-        if (storage >= 0) {
-            self->candidates[storage].slot = (int32_t)length;
-            self->pool[length++] = storage;
-        }
-    }
-    self->pool_length = length;
-}
-
-/* In memory, and not pinned. */
-static bool may_go(const rotor_eviction_t *self, int32_t storage) {
-    return (self->states[storage] & (ROTOR_MATERIAL | ROTOR_PINNED)) == ROTOR_MATERIAL;
-}
-
-static int join_pool(rotor_eviction_t *self, int32_t storage) {
-    rotor_candidate_t *candidate = &self->candidates[storage];
-    int ret;
-
-    if (!may_go(self, storage) || candidate->locks > 0 || candidate->slot >= 0 ||
-        (self->options.ignore_small && rotor_eviction_is(self, storage, ROTOR_SMALL))) {
-        return ROTOR_OK;
-    }
-    if (self->pool_length > 2 * self->pool_count + LEAST_TOMBSTONES) {
-        compact_pool(self);
-    }
-    if ((ret = ROTOR_RESERVE(self->pool, self->pool_length, self->pool_capacity, 1)) != ROTOR_OK) {
-        return ret;
-    }
-    candidate->slot = (int32_t)self->pool_length;
-    self->pool[self->pool_length++] = storage;
-    self->pool_count++;
-    return ROTOR_OK;
-}
+/* In use, or not. */
 
 void rotor_eviction_lock(rotor_eviction_t *self, int32_t storage) {
     rotor_candidate_t *candidate = &self->candidates[storage];
     if (candidate->locks++ == 0) {
-        leave_pool(self, storage);
-        if (may_go(self, storage)) {
+        rotor_pool_leave(self, storage);
+        if (rotor_pool_may_hold(self, storage)) {
             self->locked_bytes += candidate->bytes;
         }
     }
@@ -242,19 +197,20 @@ void rotor_eviction_lock(rotor_eviction_t *self, int32_t storage) {
 
 int rotor_eviction_unlock(rotor_eviction_t *self, int32_t storage) {
     rotor_candidate_t *candidate = &self->candidates[storage];
-    if (--candidate->locks == 0 && may_go(self, storage)) {
+    if (--candidate->locks == 0 && rotor_pool_may_hold(self, storage)) {
         self->locked_bytes -= candidate->bytes;
     }
-    return rotor_eviction_settled(self, join_pool(self, storage));
+    return rotor_eviction_settled(self, rotor_pool_join(self, storage));
 }
 
 void rotor_eviction_pin(rotor_eviction_t *self, int32_t storage) {
-    const rotor_candidate_t *candidate = &self->candidates[storage];
-    leave_pool(self, storage);
-    if (may_go(self, storage) && candidate->locks == 0) {
+    rotor_candidate_t *candidate = &self->candidates[storage];
+    rotor_pool_leave(self, storage);
+    if (rotor_pool_may_hold(self, storage) && candidate->locks == 0) {
         self->locked_bytes += candidate->bytes;
     }
     self->states[storage] |= ROTOR_PINNED;
+    candidate->may_move = false;
     (void)rotor_eviction_settled(self, ROTOR_OK);
 }
 
@@ -274,7 +230,7 @@ int rotor_eviction_materialize(rotor_eviction_t *self, const int32_t *storages, 
     for (int64_t k = 0; k < count; k++) {
         rotor_candidate_t *candidate = &self->candidates[storages[k]];
         self->states[storages[k]] |= ROTOR_MATERIAL;
-        if (candidate->locks > 0 || rotor_eviction_is(self, storages[k], ROTOR_PINNED)) {
+        if (!candidate->is_away && rotor_eviction_is_in_use(self, storages[k])) {
             self->locked_bytes += candidate->bytes;
         }
         if (needs_classes(self) && candidate->node >= 0) {
@@ -291,7 +247,7 @@ int rotor_eviction_materialize(rotor_eviction_t *self, const int32_t *storages, 
             self->states[storages[k]] &= (uint8_t)~ROTOR_GROWN;
             self->grown--;
         }
-        if ((ret = join_pool(self, storages[k])) != ROTOR_OK) {
+        if ((ret = rotor_pool_join(self, storages[k])) != ROTOR_OK) {
             break;
         }
     }
@@ -302,8 +258,8 @@ out:
 int rotor_eviction_evict(rotor_eviction_t *self, int32_t storage) {
     rotor_candidate_t *candidate = &self->candidates[storage];
 
-    leave_pool(self, storage);
-    if (candidate->locks > 0 || rotor_eviction_is(self, storage, ROTOR_PINNED)) {
+    rotor_pool_leave(self, storage);
+    if (rotor_eviction_is_in_use(self, storage)) {
         self->locked_bytes -= candidate->bytes;
     }
     candidate->locks = 0;
@@ -358,7 +314,6 @@ static int compact_neighbours(rotor_eviction_t *self) {
 
 int rotor_eviction_remove(rotor_eviction_t *self, int32_t storage) {
     rotor_candidate_t *candidate = &self->candidates[storage];
-    bool is_material = rotor_eviction_is(self, storage, ROTOR_MATERIAL);
     int ret = ROTOR_OK;
 
     /* Steps that may fail come first. */
@@ -369,10 +324,11 @@ int rotor_eviction_remove(rotor_eviction_t *self, int32_t storage) {
     if (self->has_regions && (ret = rotor_regions_removing(self, storage)) != ROTOR_OK) {
         return ret;
     }
-    leave_pool(self, storage);
-    if (is_material && (candidate->locks > 0 || rotor_eviction_is(self, storage, ROTOR_PINNED))) {
+    rotor_pool_leave(self, storage);
+    if (rotor_eviction_is_present(self, storage) && rotor_eviction_is_in_use(self, storage)) {
         self->locked_bytes -= candidate->bytes;
     }
+    rotor_eviction_store(self, storage, false);
     if (candidate->node >= 0) {
         rotor_neighbourhood_removing(self, storage);
     }
@@ -415,6 +371,9 @@ int rotor_eviction_forget_edges(rotor_eviction_t *self, int32_t storage) {
     if (is_pinned) {
         rotor_eviction_pin(self, storage);
     }
+    self->candidates[storage].may_move = before.may_move;
+    self->candidates[storage].is_away = before.is_away;
+    rotor_eviction_store(self, storage, before.is_stored);
     return is_material ? rotor_eviction_materialize(self, &storage, 1) : ROTOR_OK;
 }
 
@@ -464,48 +423,91 @@ int64_t rotor_eviction_around(rotor_eviction_t *self, int32_t storage,
     return eviction_walk(self, storage, direction, rotor_eviction_mark(self), &last);
 }
 
+/* Whether a heuristic weighs the time that bringing a storage back takes. */
+static bool weighs_time(const rotor_eviction_t *self) {
+    enum rotor_numerator numerator = self->options.heuristic->numerator;
+    return numerator == ROTOR_OWN || numerator == ROTOR_CLASSES || numerator == ROTOR_REGIONS ||
+           numerator == ROTOR_ANCESTORS || numerator == ROTOR_UNION;
+}
+
+/* The numerator of a cost without a tier; *since: the access from which staleness counts. */
+static int64_t numerator_of(rotor_eviction_t *self, int32_t storage, int64_t *since) {
+    const rotor_candidate_t *candidate = &self->candidates[storage];
+    int64_t own = candidate->compute_ns;
+
+    switch (self->options.heuristic->numerator) {
+    case ROTOR_OWN:
+    case ROTOR_CALLBACK:
+        return own;
+    case ROTOR_CLASSES:
+        return own + rotor_neighbourhood_sum(self, storage);
+    case ROTOR_REGIONS:
+        return own + candidate->around_ns[ROTOR_CHILDREN] + candidate->around_ns[ROTOR_PARENTS];
+    case ROTOR_ANCESTORS:
+        return own + candidate->around_ns[ROTOR_PARENTS];
+    case ROTOR_UNION:
+        own += eviction_walk(self, storage, ROTOR_CHILDREN, rotor_eviction_mark(self), since);
+        return own + eviction_walk(self, storage, ROTOR_PARENTS, self->mark, since);
+    case ROTOR_LAST_ACCESS:
+        return candidate->last_access;
+    case ROTOR_ONE:
+    case ROTOR_CHANCE:
+        break;
+    }
+    return 1;
+}
+
+bool rotor_eviction_prefers_tier(rotor_eviction_t *self, int32_t storage) {
+    int64_t since = 0;
+    if (!rotor_eviction_may_store(self, storage)) {
+        return false;
+    }
+    return rotor_eviction_is(self, storage, ROTOR_PINNED) ||
+           rotor_eviction_move_ns(self, storage) <
+               (weighs_time(self) ? numerator_of(self, storage, &since)
+                                  : self->candidates[storage].compute_ns);
+}
+
 static int eviction_cost(rotor_eviction_t *self, int32_t storage, int64_t now,
                          rotor_eviction_cost_t *cost) {
     const rotor_heuristic_t *heuristic = self->options.heuristic;
-    rotor_candidate_t *candidate = &self->candidates[storage];
-    int64_t numerator = candidate->compute_ns;
+    const rotor_candidate_t *candidate = &self->candidates[storage];
     int64_t since = candidate->last_access;
 
-    switch (heuristic->numerator) {
-    case ROTOR_OWN:
-        break;
-    case ROTOR_CLASSES:
-        numerator += rotor_neighbourhood_sum(self, storage);
-        break;
-    case ROTOR_REGIONS:
-        numerator += candidate->around_ns[ROTOR_CHILDREN] + candidate->around_ns[ROTOR_PARENTS];
-        break;
-    case ROTOR_ANCESTORS:
-        numerator += candidate->around_ns[ROTOR_PARENTS];
-        break;
-    case ROTOR_UNION:
-        numerator +=
-            eviction_walk(self, storage, ROTOR_CHILDREN, rotor_eviction_mark(self), &since);
-        numerator += eviction_walk(self, storage, ROTOR_PARENTS, self->mark, &since);
-        break;
-    case ROTOR_LAST_ACCESS:
-        numerator = candidate->last_access;
-        break;
-    case ROTOR_CALLBACK: {
+    if (heuristic->numerator == ROTOR_CALLBACK) {
         double value = 0;
         int ret = self->options.cost(self->options.context, self, storage, &value);
         *cost = (rotor_eviction_cost_t){.numerator = value != 0, .bytes = 1, .staleness = 1};
         cost->estimate = value;
         return ret;
     }
-    case ROTOR_ONE:
-    case ROTOR_CHANCE:
-        numerator = 1;
-        break;
+    int64_t numerator = numerator_of(self, storage, &since);
+    if (weighs_time(self) && rotor_eviction_may_store(self, storage)) {
+        int64_t move = rotor_eviction_move_ns(self, storage);
+        bool is_pinned = rotor_eviction_is(self, storage, ROTOR_PINNED);
+        numerator = is_pinned ? move : rotor_min(numerator, move);
     }
     *cost = rotor_eviction_cost(numerator, heuristic->by_bytes ? candidate->bytes : 1,
                                 heuristic->staleness == ROTOR_NO_STALENESS ? 1 : now - since);
     return ROTOR_OK;
+}
+
+/* In the pool, and not only there because the tier could take it if it had room. */
+static bool can_go(const rotor_eviction_t *self, int32_t storage) {
+    return storage >= 0 && (!rotor_eviction_is(self, storage, ROTOR_PINNED) ||
+                            rotor_eviction_may_store(self, storage));
+}
+
+/* One by chance, or the next in the pool that can go. */
+static int32_t draw_storage(rotor_eviction_t *self) {
+    int64_t first = draw_below(self, self->pool_count);
+    for (int64_t k = 0; k < self->pool_count; k++) {
+        int32_t storage = self->pool[(first + k) % self->pool_count];
+        if (can_go(self, storage)) {
+            return storage;
+        }
+    }
+    return -1;
 }
 
 /* The last of the cheapest of every `stride`-th candidate from the first on; strides of random
@@ -519,7 +521,7 @@ static int scan(rotor_eviction_t *self, int64_t now, int64_t stride, int32_t *st
          k += stride == 1 ? 1 : 1 + draw_below(self, stride)) {
         rotor_eviction_cost_t cost;
         int ret;
-        if (self->pool[k] < 0) {
+        if (!can_go(self, self->pool[k])) {
             continue;
         }
         self->evaluations++;
@@ -553,10 +555,10 @@ int rotor_eviction_choose(rotor_eviction_t *self, int64_t now, int32_t *storage)
         }
     }
     if (self->options.heuristic->numerator == ROTOR_CHANCE) {
-        compact_pool(self);
+        rotor_pool_compact(self);
         self->evaluations++;
         self->accesses++;
-        *storage = self->pool[draw_below(self, self->pool_count)];
+        *storage = draw_storage(self);
         return ROTOR_OK;
     }
     if (needs_classes(self) && self->options.rebuild_every > 0 &&
@@ -567,7 +569,7 @@ int rotor_eviction_choose(rotor_eviction_t *self, int64_t now, int32_t *storage)
         }
     }
     if (self->options.sample) {
-        compact_pool(self);
+        rotor_pool_compact(self);
         while ((stride + 1) * (stride + 1) <= self->pool_count) {
             stride++;
         }

@@ -63,8 +63,10 @@ int rotor_eviction_forget_edges(rotor_eviction_t *self, int32_t storage);
 /* Cuts it off from its parents and children: it is out of every neighbourhood for good. */
 void rotor_eviction_detach(rotor_eviction_t *self, int32_t storage);
 
-/* *storage is -1 where the pool is empty. */
+/* *storage is -1 where nothing can go. */
 int rotor_eviction_choose(rotor_eviction_t *self, int64_t now, int32_t *storage);
+/* True if a storage that leaves memory is to come back from the tier (eviction_tier.h). */
+bool rotor_eviction_prefers_tier(rotor_eviction_t *self, int32_t storage);
 
 /* For callbacks and reports: nanoseconds of what is evicted after (ROTOR_CHILDREN) or before it,
  * by a new walk, and of the distinct classes of its evicted neighbours (0 without classes). */

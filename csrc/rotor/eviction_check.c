@@ -1,11 +1,11 @@
 #include "eviction_check.h"
 
 static bool is_in_memory(const rotor_eviction_t *self, int64_t storage) {
-    return (self->states[storage] & ROTOR_MATERIAL) != 0;
+    return rotor_eviction_is_present(self, (int32_t)storage);
 }
 
 static bool is_in_use(const rotor_eviction_t *self, int64_t storage) {
-    return self->candidates[storage].locks > 0 || (self->states[storage] & ROTOR_PINNED) != 0;
+    return rotor_eviction_is_in_use(self, (int32_t)storage);
 }
 
 static const char *check_pool(const rotor_eviction_t *self) {
@@ -101,7 +101,7 @@ static const char *check_edges(const rotor_eviction_t *self) {
 static const char *check_neighbourhoods(const rotor_eviction_t *self) {
     for (int64_t k = 0; k < self->count; k++) {
         int32_t node = self->candidates[k].node;
-        if (node >= 0 && (is_in_memory(self, k) || node >= self->classes.count)) {
+        if (node >= 0 && ((self->states[k] & ROTOR_MATERIAL) != 0 || node >= self->classes.count)) {
             return "a storage in memory is in a class of evicted ones";
         }
     }
@@ -113,9 +113,26 @@ static const char *check_neighbourhoods(const rotor_eviction_t *self) {
     return NULL;
 }
 
+static const char *check_tier(const rotor_eviction_t *self) {
+    int64_t stored = 0;
+    for (int64_t k = 0; k < self->count; k++) {
+        const rotor_candidate_t *candidate = &self->candidates[k];
+        stored += candidate->is_stored;
+        if (candidate->is_away && (!candidate->is_stored || candidate->slot >= 0 ||
+                                   (self->states[k] & ROTOR_MATERIAL) == 0)) {
+            return "a storage is away that the tier does not have, or may be evicted";
+        }
+    }
+    return (stored == 0) == (self->stored_bytes == 0) &&
+                   (stored == 0 || self->stored_bytes <= self->link.host_bytes)
+               ? NULL
+               : "stored_bytes is not what the tier has";
+}
+
 const char *rotor_eviction_check(const rotor_eviction_t *self) {
     static const char *(*const checks[])(const rotor_eviction_t *) = {
-        check_pool, check_removed, check_sums, check_edges, check_neighbourhoods};
+        check_pool, check_removed, check_sums, check_edges, check_neighbourhoods,
+        check_tier};
     const char *fault = NULL;
     for (size_t k = 0; fault == NULL && k < sizeof(checks) / sizeof(checks[0]); k++) {
         fault = checks[k](self);

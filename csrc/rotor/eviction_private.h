@@ -8,6 +8,7 @@
 #include "bits.h"
 #include "classes.h"
 #include "heuristics.h"
+#include "link.h"
 
 typedef struct rotor_eviction rotor_eviction_t;
 
@@ -49,12 +50,15 @@ typedef struct {
     int32_t roots[2]; /* classes: of its evicted neighbours, while roots_known */
     int8_t root_count;
     bool roots_known;
+    bool may_move;  /* to the tier, also where it is pinned */
+    bool is_stored; /* the tier has its bytes */
+    bool is_away;   /* only the tier has them: for its neighbours it is in memory */
     rotor_neighbours_t neighbours[2]; /* its children, its parents */
 } rotor_candidate_t;
 
 /* Bits of `states`, of a storage. */
 enum rotor_state {
-    ROTOR_MATERIAL = 1, /* in memory */
+    ROTOR_MATERIAL = 1, /* in memory, or in the tier (is_away) */
     ROTOR_PINNED = 2,
     ROTOR_DETACHED = 4,
     ROTOR_COMPUTED = 8, /* was in memory once */
@@ -112,6 +116,10 @@ struct rotor_eviction {
     int64_t scratch_capacity;
     uint32_t mark;
     uint64_t random;
+    rotor_link_t link; /* to the tier */
+    bool has_tier;
+    double move_weight;   /* of a move's time against that of computing */
+    int64_t stored_bytes; /* at most, with what the tier needs beside them */
 #ifdef ROTOR_CHECKS
     bool is_broken;    /* an operation has failed: nothing is checked any more */
     int64_t unchecked; /* operations since the last check */
@@ -120,6 +128,19 @@ struct rotor_eviction {
 
 static inline bool rotor_eviction_is(const rotor_eviction_t *self, int32_t storage, int states) {
     return (self->states[storage] & states) != 0;
+}
+
+/* In memory, as its owner sees it. */
+static inline bool rotor_eviction_is_present(const rotor_eviction_t *self, int32_t storage) {
+    return rotor_eviction_is(self, storage, ROTOR_MATERIAL) &&
+           !self->candidates[storage].is_away;
+}
+
+/* Locked, or pinned and not allowed to move. */
+static inline bool rotor_eviction_is_in_use(const rotor_eviction_t *self, int32_t storage) {
+    const rotor_candidate_t *candidate = &self->candidates[storage];
+    return candidate->locks > 0 ||
+           (rotor_eviction_is(self, storage, ROTOR_PINNED) && !candidate->may_move);
 }
 
 #endif

@@ -8,7 +8,7 @@
 
 #define FEW_MOVES 2000 /* of each start, and of the program for a larger budget */
 #define MORE_MOVES 20  /* of each start, per operation */
-#define MOST_ROUNDS 12 /* of all starts */
+#define MOST_ROUNDS 6 /* of all starts */
 
 enum { STARTS = 4, FEW = 3 };
 

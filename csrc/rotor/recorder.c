@@ -112,6 +112,10 @@ int rotor_recorder_next(rotor_recorder_t *self, int32_t *op) {
         }
         int32_t node = self->pending[frame->at_pending];
         int ret;
+        if (rotor_recorder_is_away(self, node)) {
+            *op = ROTOR_FETCH;
+            return rotor_recorder_settled(self, ROTOR_OK);
+        }
         if (rotor_recorder_is_material(self, node)) {
             if ((ret = lock_node(self, node)) != ROTOR_OK) {
                 return ret;
@@ -126,6 +130,24 @@ int rotor_recorder_next(rotor_recorder_t *self, int32_t *op) {
             }
         }
     }
+}
+
+int32_t rotor_recorder_awaited(const rotor_recorder_t *self) {
+    return self->pending[self->frames[self->frame_count - 1].at_pending];
+}
+
+/* Counts the bytes of a node that came back from the tier. */
+static int recorder_take_back(rotor_recorder_t *self, int32_t node) {
+    rotor_recorder_count_bytes(self, self->nodes[node].bytes);
+    if (!rotor_recorder_node_is(self, node, ROTOR_NODE_LIVE | ROTOR_NODE_SOURCE)) {
+        rotor_recorder_link_temporary(self, node);
+    }
+    return rotor_eviction_fetched(&self->eviction, node);
+}
+
+int rotor_recorder_fetched(rotor_recorder_t *self, int64_t cost_ns) {
+    self->clock += rotor_max(cost_ns, 1);
+    return rotor_recorder_settled(self, recorder_take_back(self, rotor_recorder_awaited(self)));
 }
 
 /* Unlocks the inputs of the last frame that it had locked, and drops the frame. */
@@ -204,6 +226,10 @@ int rotor_recorder_replayed(rotor_recorder_t *self, int64_t cost_ns) {
                 return rotor_recorder_settled(self, ret);
             }
         }
+        if (rotor_recorder_is_away(self, node)) {
+            ret = recorder_take_back(self, node);
+            continue;
+        }
         rotor_recorder_count_bytes(self, self->nodes[node].bytes);
         if (!rotor_recorder_node_is(self, node, ROTOR_NODE_LIVE)) {
             rotor_recorder_link_temporary(self, node);
@@ -226,18 +252,72 @@ static int32_t free_temporary(const rotor_recorder_t *self) {
     return node;
 }
 
-int rotor_recorder_make_room(rotor_recorder_t *self, int64_t bytes, int32_t *node) {
+/* Drops the tier's copy of a node that is in memory, or can be computed again; false for none. */
+static int reclaim(rotor_recorder_t *self, bool *is_found) {
+    int32_t found = -1;
+
+    for (int32_t k = 0; k < self->node_count && self->eviction.stored_bytes > 0; k++) {
+        if (self->nodes[k].state == 0 || !self->eviction.candidates[k].is_stored) {
+            continue;
+        }
+        bool is_away = rotor_recorder_is_away(self, k);
+        if (!is_away || self->nodes[k].op >= 0) {
+            found = k;
+        }
+        if (!is_away) {
+            break;
+        }
+    }
+    *is_found = found >= 0;
+    if (found < 0) {
+        return ROTOR_OK;
+    }
+    if (rotor_recorder_is_away(self, found)) {
+        int ret = rotor_eviction_fetched(&self->eviction, found);
+        if (ret != ROTOR_OK ||
+            (ret = rotor_eviction_evict(&self->eviction, found)) != ROTOR_OK) {
+            return ret;
+        }
+    }
+    rotor_eviction_store(&self->eviction, found, false);
+    return rotor_recorder_tell(self, ROTOR_UNSTORED, found);
+}
+
+/* What goes next where no temporary can: where the tier is full of what need not be there, that makes
+ * room for what has to be. */
+static int choose_node(rotor_recorder_t *self, int32_t *node) {
+    bool may_retry = true;
+    int ret;
+    while ((ret = rotor_eviction_choose(&self->eviction, self->clock, node)) == ROTOR_OK &&
+           *node < 0 && self->eviction.pool_count > 0 && may_retry) {
+        if ((ret = reclaim(self, &may_retry)) != ROTOR_OK) {
+            return ret;
+        }
+    }
+    return ret;
+}
+
+int rotor_recorder_make_room(rotor_recorder_t *self, int64_t bytes, int32_t *node,
+                             bool *is_moving) {
     int ret;
 
     *node = -1;
+    *is_moving = false;
     if (self->options.budget == ROTOR_UNLIMITED ||
         self->current_bytes <= self->options.budget - bytes) {
         return ROTOR_OK;
     }
     *node = free_temporary(self);
-    if (*node < 0 &&
-        (ret = rotor_eviction_choose(&self->eviction, self->clock, node)) != ROTOR_OK) {
-        return ret;
+    if (*node < 0) {
+        if ((ret = choose_node(self, node)) != ROTOR_OK) {
+            return ret;
+        }
+        *is_moving = *node >= 0 && !self->eviction.candidates[*node].is_stored &&
+                     !rotor_recorder_node_is(self, *node, ROTOR_NODE_TEMPORARY) &&
+                     rotor_eviction_prefers_tier(&self->eviction, *node);
+        if (*is_moving) {
+            return ROTOR_OK;
+        }
     }
     if (*node < 0 && (*node = rotor_recorder_give_up(self)) < 0) {
         *node = -2;
@@ -251,6 +331,13 @@ int rotor_recorder_make_room(rotor_recorder_t *self, int64_t bytes, int32_t *nod
     ret = rotor_recorder_leave_memory(self, *node);
     ret = ret == ROTOR_OK ? rotor_recorder_forget_if_unused(self, *node) : ret;
     return rotor_recorder_settled(self, ret);
+}
+
+int rotor_recorder_moved(rotor_recorder_t *self, int32_t node) {
+    rotor_eviction_store(&self->eviction, node, true);
+    self->evictions++;
+    self->current_bytes -= self->nodes[node].bytes;
+    return rotor_recorder_settled(self, rotor_eviction_leave(&self->eviction, node));
 }
 
 /* Recording. */
@@ -297,6 +384,9 @@ static int finish_sources(rotor_recorder_t *self, const int64_t *bytes, const in
             return ret;
         }
         rotor_recorder_count_bytes(self, size);
+        if ((ret = rotor_eviction_allow(&self->eviction, nodes[k])) != ROTOR_OK) {
+            return ret;
+        }
         if (origin >= 0 && (ret = rotor_recorder_forget_if_unused(self, origin)) != ROTOR_OK) {
             return ret;
         }
@@ -339,6 +429,7 @@ static int finish_record(rotor_recorder_t *self, int64_t inputs, const int64_t *
         if (ret == ROTOR_OK) {
             ret = rotor_eviction_materialize(&self->eviction, &node, 1);
         }
+        ret = ret == ROTOR_OK ? rotor_eviction_allow(&self->eviction, node) : ret;
         if (ret == ROTOR_OK && origin >= 0) {
             /* The lock of the new operation is given back below. */
             self->nodes[origin].state &= (uint8_t)~ROTOR_NODE_LIVE;

@@ -31,6 +31,12 @@
  * each time that this is found again. Kept nodes are evicted when nothing else is left; from then on
  * no more are kept than the others.
  *
+ * With a second tier of memory (eviction_tier.h), a node may also leave memory to the tier, a source too
+ * that an operation has made. make_room() then says that its bytes have to be written first, unless
+ * the tier has them; moved() follows. Where it is needed again, next() says ROTOR_FETCH. A node keeps
+ * its bytes in the tier until it is forgotten or, for a source, written to (changed), or until the
+ * tier is full, and something has to go there that cannot be computed again.
+ *
  * Numbers of nodes and operations are given out again when they are forgotten; `events`, which the
  * owner empties after each call, say so.
  */
@@ -44,8 +50,12 @@ void rotor_recorder_free(rotor_recorder_t *self);
 
 /* A new operation; the inputs are distinct. */
 int rotor_recorder_begin(rotor_recorder_t *self, const int32_t *inputs, int64_t count);
-/* The operation to run again now, or ROTOR_NEW_OPERATION. */
+/* The operation to run again now, or ROTOR_NEW_OPERATION; ROTOR_FETCH: the node of
+ * rotor_recorder_awaited() is to be fetched. */
 int rotor_recorder_next(rotor_recorder_t *self, int32_t *op);
+int32_t rotor_recorder_awaited(const rotor_recorder_t *self);
+/* After the awaited node was fetched, which took `cost_ns`. */
+int rotor_recorder_fetched(rotor_recorder_t *self, int64_t cost_ns);
 /* After the operation of next() ran. `cost_ns`: what it took. */
 int rotor_recorder_replayed(rotor_recorder_t *self, int64_t cost_ns);
 /* True if replaying the operation of next() may write into the memory of this origin, which nothing
@@ -55,8 +65,11 @@ bool rotor_recorder_may_reuse(const rotor_recorder_t *self, int32_t origin);
 int64_t rotor_recorder_replay_bytes(const rotor_recorder_t *self, int32_t op);
 
 /* Evicts one node so that `bytes` more may fit: *node is -1 when they fit, or -2 when they do not
- * and nothing is left. Of a temporary the owner hears ROTOR_DROPPED. */
-int rotor_recorder_make_room(rotor_recorder_t *self, int64_t bytes, int32_t *node);
+ * and nothing is left. Of a temporary the owner hears ROTOR_DROPPED. *is_moving: it is still in
+ * memory, until it is written to the tier and moved(). */
+int rotor_recorder_make_room(rotor_recorder_t *self, int64_t bytes, int32_t *node,
+                             bool *is_moving);
+int rotor_recorder_moved(rotor_recorder_t *self, int32_t node);
 /* `bytes` are in use for a moment beside what is counted. */
 void rotor_recorder_reach(rotor_recorder_t *self, int64_t bytes);
 

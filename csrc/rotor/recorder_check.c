@@ -51,7 +51,7 @@ static const char *check_node(const rotor_recorder_t *self, int32_t node) {
     bool is_material = rotor_recorder_is_material(self, node);
     bool is_source = (state & ROTOR_NODE_SOURCE) != 0;
     if (is_source
-            ? self->nodes[node].op >= 0 || !is_material
+            ? self->nodes[node].op >= 0 || (!is_material && !rotor_recorder_is_away(self, node))
             : self->nodes[node].op < 0 || self->records[self->nodes[node].op].input_count < 0) {
         return "a node is neither a source in memory nor made by an operation";
     }

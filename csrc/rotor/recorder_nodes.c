@@ -51,7 +51,8 @@ static int forget_node(rotor_recorder_t *self, int32_t node) {
         }
     }
     if (rotor_recorder_node_is(self, node, ROTOR_NODE_COPY)) {
-        self->current_bytes -= self->nodes[node].bytes;
+        self->current_bytes -=
+            rotor_recorder_is_material(self, node) ? self->nodes[node].bytes : 0;
         self->copied_bytes -= self->nodes[node].bytes;
     }
     self->nodes[node].state = 0;
@@ -158,7 +159,10 @@ int rotor_recorder_leave_memory(rotor_recorder_t *self, int32_t node) {
         unlink_temporary(self, node);
     }
     self->current_bytes -= self->nodes[node].bytes;
-    return rotor_eviction_evict(&self->eviction, node);
+    return self->eviction.candidates[node].is_stored &&
+                   rotor_eviction_prefers_tier(&self->eviction, node)
+               ? rotor_eviction_leave(&self->eviction, node)
+               : rotor_eviction_evict(&self->eviction, node);
 }
 
 int rotor_recorder_source(rotor_recorder_t *self, int64_t bytes, bool is_foreign, int32_t *node) {
@@ -181,7 +185,8 @@ int rotor_recorder_dead(rotor_recorder_t *self, int32_t node) {
     self->nodes[node].state &= (uint8_t)~ROTOR_NODE_LIVE;
     self->held_bytes -= self->nodes[node].bytes;
     if (rotor_recorder_node_is(self, node, ROTOR_NODE_SOURCE)) {
-        self->current_bytes -= self->nodes[node].bytes;
+        self->current_bytes -=
+            rotor_recorder_is_material(self, node) ? self->nodes[node].bytes : 0;
     } else if (rotor_recorder_is_material(self, node)) {
         ret = rotor_recorder_leave_memory(self, node);
     }
@@ -189,12 +194,25 @@ int rotor_recorder_dead(rotor_recorder_t *self, int32_t node) {
     return rotor_recorder_settled(self, ret);
 }
 
-int rotor_recorder_pin(rotor_recorder_t *self, int32_t node) {
+int rotor_recorder_changed(rotor_recorder_t *self, int32_t node) {
+    if (!rotor_recorder_node_is(self, node, ROTOR_NODE_SOURCE) ||
+        !self->eviction.candidates[node].is_stored) {
+        return ROTOR_OK;
+    }
+    rotor_eviction_store(&self->eviction, node, false);
+    return rotor_recorder_settled(self, rotor_recorder_tell(self, ROTOR_UNSTORED, node));
+}
+
+int rotor_recorder_pin(rotor_recorder_t *self, int32_t node, bool may_move) {
     bool was_kept = rotor_recorder_node_is(self, node, ROTOR_NODE_KEPT);
     int ret = ROTOR_OK;
 
     if (rotor_recorder_node_is(self, node, ROTOR_NODE_SOURCE)) {
-        return ROTOR_OK;
+        if (!may_move) {
+            rotor_eviction_pin(&self->eviction, node);
+            ret = rotor_recorder_changed(self, node);
+        }
+        return ret;
     }
     self->work_count = 0;
     rotor_recorder_unmark_kept(self, node);
@@ -210,6 +228,10 @@ int rotor_recorder_pin(rotor_recorder_t *self, int32_t node) {
     if (self->nodes[node].needed > 0) {
         ret = rotor_recorder_tell(self, ROTOR_NEEDED, node);
     }
+    if (ret == ROTOR_OK) {
+        ret = may_move ? rotor_eviction_allow(&self->eviction, node)
+                       : rotor_recorder_changed(self, node);
+    }
 out:
     return rotor_recorder_settled(self, ret);
 }
@@ -217,6 +239,7 @@ out:
 int rotor_recorder_copied(rotor_recorder_t *self, int32_t source, int32_t *node) {
     int64_t bytes = self->nodes[source].bytes;
     bool is_foreign = (self->nodes[source].state & ROTOR_NODE_FOREIGN) != 0;
+    bool may_move = self->eviction.candidates[source].may_move;
     int64_t held_before = self->held_bytes;
     int64_t peak_before = self->held_peak_bytes;
     int ret = rotor_recorder_source(self, bytes, is_foreign, node);
@@ -232,5 +255,9 @@ int rotor_recorder_copied(rotor_recorder_t *self, int32_t source, int32_t *node)
     self->copied_bytes += bytes;
     self->nodes[source].state &= (uint8_t)~(ROTOR_NODE_LIVE | ROTOR_NODE_FOREIGN);
     self->nodes[source].state |= ROTOR_NODE_COPY;
-    return rotor_recorder_settled(self, ROTOR_OK);
+    ret = rotor_eviction_allow(&self->eviction, source);
+    if (ret == ROTOR_OK && may_move) {
+        ret = rotor_eviction_allow(&self->eviction, *node);
+    }
+    return rotor_recorder_settled(self, ret);
 }

@@ -11,8 +11,11 @@ int rotor_recorder_source(rotor_recorder_t *self, int64_t bytes, bool is_foreign
 
 /* The program dropped the storage of a live node. */
 int rotor_recorder_dead(rotor_recorder_t *self, int32_t node);
-/* A node in memory becomes a source. */
-int rotor_recorder_pin(rotor_recorder_t *self, int32_t node);
+/* A node in memory becomes a source, which may move to the tier or stays in memory. One that is away
+ * may become a source that may move. */
+int rotor_recorder_pin(rotor_recorder_t *self, int32_t node, bool may_move);
+/* A node in memory is about to be written to: the tier's copy of a source is dropped. */
+int rotor_recorder_changed(rotor_recorder_t *self, int32_t node);
 /* A live source that operations need was copied: *node is the program's from now on, and the old
  * number is that of the copy, which goes when nothing needs it any more. */
 int rotor_recorder_copied(rotor_recorder_t *self, int32_t source, int32_t *node);

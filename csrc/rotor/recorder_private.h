@@ -6,9 +6,11 @@
 #define ROTOR_RECORDER_PRIVATE_H
 
 #include "eviction.h"
+#include "eviction_tier.h"
 
 #define ROTOR_NEW_OPERATION (-1)
 #define ROTOR_NO_OPERATION (-2)
+#define ROTOR_FETCH (-3)
 #define ROTOR_UNLIMITED INT64_MAX
 
 enum rotor_node_state {
@@ -56,7 +58,8 @@ enum rotor_recorder_event_kind {
     ROTOR_NEEDED, /* a source: must be kept in memory from now on */
     ROTOR_UNNEEDED,
     ROTOR_LOCKED, /* must be kept in memory until the operation has finished */
-    ROTOR_DROPPED /* a temporary, or the origin of a replayed write: free its memory */
+    ROTOR_DROPPED, /* a temporary, or the origin of a replayed write: free its memory */
+    ROTOR_UNSTORED /* the tier's copy of a node is of no use any more */
 };
 
 typedef struct {
@@ -146,7 +149,12 @@ typedef struct {
 } rotor_recorder_t;
 
 static inline bool rotor_recorder_is_material(const rotor_recorder_t *self, int32_t node) {
-    return rotor_eviction_is(&self->eviction, node, ROTOR_MATERIAL);
+    return rotor_eviction_is_present(&self->eviction, node);
+}
+
+/* True if only the tier has its bytes. */
+static inline bool rotor_recorder_is_away(const rotor_recorder_t *self, int32_t node) {
+    return self->eviction.candidates[node].is_away;
 }
 
 #endif

@@ -156,7 +156,8 @@ def _program(data: dict[str, Any], files: _Files) -> tuple[dict[str, Any], str]:
             for storage, one in zip(program.graph.storages, summary.storages, strict=True)
             if one.fate == fate
         )
-        for fate in ("kept", "dropped", "recomputed")
+        for fate in ("kept", "offloaded", "dropped", "recomputed")
+        if fate != "offloaded" or program.link is not None
     }
     rows += [[f"{fate} after the forward", format_bytes(size)] for fate, size in fates.items()]
     figures = known | {

@@ -84,6 +84,11 @@ def progress(total: int, description: str) -> Progress:
     description
         Text for people that names the work.
 
+    Returns
+    -------
+    Progress
+        A context manager; inside, it is called with the units done so far.
+
     Examples
     --------
     >>> with progress(3, "measuring the stages") as update:

@@ -143,6 +143,11 @@ def timeline_of(
         Nanoseconds, following level, bytes given out until then: in order, at least one.
     marks
         Pairs (name, nanoseconds); their moments are kept.
+
+    Returns
+    -------
+    Timeline
+        Seconds since the first moment, levels in bytes, and marks.
     """
     times, levels, allocated = np.array(moments, dtype=np.int64).T
     kept = thinned(levels, max(MOST_POINTS - len(marks), MOST_POINTS // 2))
@@ -165,6 +170,11 @@ def thinned(levels: npt.NDArray[np.int64], most: int = MOST_POINTS) -> npt.NDArr
         Levels in order of time, [k].
     most
         Largest number of moments kept, at least 4; the first, the last and the highest are kept.
+
+    Returns
+    -------
+    numpy.ndarray of intp
+        Indices of the kept moments, in rising order.
     """
     if len(levels) <= most:
         return np.arange(len(levels))

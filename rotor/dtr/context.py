@@ -17,6 +17,7 @@ from rotor.dtr.guard import guarded
 from rotor.dtr.log import ProgramLog
 from rotor.dtr.recall import Observer
 from rotor.dtr.runtime import Session
+from rotor.dtr.storages import Store
 from rotor.errors import MemoryLimitWarning
 from rotor.simrd.log_writer import LogWriter
 from rotor.units import parse_bytes
@@ -49,6 +50,7 @@ def budget(
     storage_swap: bool | None = None,
     device: torch.device | str | None = None,
     verify: str = "off",
+    offload: Store | None = None,
 ) -> Iterator[Session]:
     """Run a program with at most so much memory above the level on entry.
 
@@ -83,6 +85,9 @@ def budget(
         default is the best that this PyTorch supports.
     device
         Device whose memory is limited; the accelerator where one is in use, else the CPU.
+    offload
+        Second tier of memory, `rotor.tier.TierStore`: what takes less time to fetch than to compute
+        again moves there, and so may what cannot be computed again.
     verify
         "always": compare checksums of all bits when something is computed again; "off".
 
@@ -143,6 +148,7 @@ def budget(
         device=found,
         observer=None,
         verify=verify == "always",
+        offload=offload,
     )
     session.observer = _observer_of(record_log, session)
     _current.append(session)

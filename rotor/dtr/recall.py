@@ -18,7 +18,7 @@ from rotor.dtr.calling import ModulePaths
 from rotor.dtr.operators import KERNELS
 from rotor.dtr.repeating import Verifier, verifying_bytes
 from rotor.dtr.signatures import known_needs, read_times
-from rotor.dtr.storages import StorageRef, bytes_of
+from rotor.dtr.storages import StorageRef, Store, bytes_of
 from rotor.errors import BudgetError, MemoryLimitWarning
 from rotor.meter import allocator
 from rotor.units import exact_bytes
@@ -27,7 +27,10 @@ CLOCK: Callable[[], int] | None = None
 """Clock of the sessions that begin from now on, ns; ``None`` for the system's."""
 SMALL_BYTES = 256
 LONGEST_CHAIN = 64
+MOVE_WEIGHT = 1.0
+"""Weight of the time of a move to the second tier and back, against that of computing again."""
 _NAMED = 5
+_LOST_BYTE = 0xFF  # makes floating-point numbers not a number
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,12 @@ class Stats:
         Time in the program's operators, and in those that ran again.
     search_ns, cost_ns
         Time spent choosing what to evict, and the part of it that is not the eviction itself.
+    writes, fetches
+        Storages that were written to the second tier, and fetched from it.
+    written_bytes, fetched_bytes
+        Their bytes.
+    waited_ns
+        Time that was waited for the second tier.
     """
 
     budget_bytes: int | None
@@ -66,6 +75,11 @@ class Stats:
     remat_ns: int
     search_ns: int
     cost_ns: int
+    writes: int = 0
+    fetches: int = 0
+    written_bytes: int = 0
+    fetched_bytes: int = 0
+    waited_ns: int = 0
 
 
 class Observer(Protocol):
@@ -141,6 +155,7 @@ class Recall:
         verify: bool = False,
         kept: set[str] | None = None,
         root: torch.nn.Module | None = None,
+        offload: Store | None = None,
     ) -> None:
         super().__init__()
         self.device = device
@@ -155,6 +170,9 @@ class Recall:
             sample=sample,
             ignore_small=ignore_small,
         )
+        self._store = offload
+        if offload is not None:
+            self._book.set_tier(offload.link_on(device), MOVE_WEIGHT)
         self._needs = known_needs(device)
         self._kept = set() if kept is None else kept
         self._handler = _core.Handler(
@@ -225,6 +243,9 @@ class Recall:
             began = now()
             if self._verifier is not None:
                 self._verifier.evicting(found[1], found[0])
+            if found[2]:
+                assert self._store is not None
+                self._book.moved(found[1], self._store.write(found[0]))
             self._bytes.take(found[0])
             if self.observer is not None:
                 self.observer.evicted(found[1])
@@ -268,14 +289,38 @@ class Recall:
             if self.outside_bytes
             else ""
         )
+        tier = ""
+        if self._store is not None:
+            stored = exact_bytes(self._book.counters()["stored_bytes"])
+            most = self._store.limit_bytes
+            of = "" if most is None else f" of its limit of {exact_bytes(most)}"
+            tier = f"; the second tier holds {stored}{of}"
         return BudgetError(
             f"the budget of {exact_bytes(self.limit or 0)} is too small: the next operation needs "
             f"{exact_bytes(nbytes)} beside {exact_bytes(current)} that cannot be evicted "
             f"({len(kept)} storages, the largest "
-            f"{named}{outside}); a budget of {exact_bytes(minimum)} gets past this operation",
+            f"{named}{outside}){tier}; a budget of {exact_bytes(minimum)} gets past this operation",
             minimum,
             max(nbytes, wished // 2),
         )
+
+    def _fetch(
+        self, node: int, copy: object, storage: torch.UntypedStorage | None
+    ) -> torch.UntypedStorage:
+        """Bring a node's bytes back from the second tier, into its storage if it has one."""
+        assert self._store is not None
+        nbytes = self._book.describe(node).nbytes
+        times = 1 if self._bytes.views or storage is None else 2
+        needed = times * nbytes + self._store.extra_bytes(nbytes)
+        self._make_room(needed, needed)
+        self._book.reach(needed)
+        made = self._store.fetch(copy)
+        if storage is None:
+            return made
+        if self._verifier is not None:
+            self._verifier.fetched(node, made)
+        self._bytes.give(storage, made)
+        return storage
 
     def _storage(self, node: int) -> torch.UntypedStorage:
         """Return the storage of a node that an argument, a lock or a record holds."""
@@ -303,20 +348,27 @@ class Recall:
         self._handler.catch_up(self)
 
     def _restore(self, nodes: list[int]) -> None:
-        """Bring live nodes back into memory for good, except nodes that have died meanwhile."""
+        """Have live nodes computed for good, except nodes that have died meanwhile.
+
+        A second tier may take them from memory all the same.
+        """
         book = self._book
         # What is held cannot die, so that its number stays its own.
         held = [(node, storage) for node in nodes if (storage := book.storage(node)) is not None]
         for node, _ in held:
-            book.begin([node])
-            try:
-                self._catch_up()
-            finally:
-                book.abort()
-            self._pin(node)
+            if not self._may_stay_away(node):
+                book.begin([node])
+                try:
+                    self._catch_up()
+                finally:
+                    book.abort()
+            self._pin(node, may_move=not self._is_leaving)
 
-    def _pin(self, node: int) -> None:
-        self._book.pin(node)
+    def _may_stay_away(self, node: int) -> bool:
+        return not self._is_leaving and self._book.describe(node).is_away
+
+    def _pin(self, node: int, *, may_move: bool = False) -> None:
+        self._book.pin(node, may_move)
         if self.observer is not None:
             self.observer.pinned(node)
 
@@ -353,7 +405,7 @@ class Recall:
             for ref in self._handler.references():
                 storage = ref()
                 if storage is not None:
-                    self._restore([ref.node])
+                    self._bring_node(ref.node, True)
 
     def materialize(self, tensor: torch.Tensor) -> None:
         """Have the bytes of a tensor in memory, until the next operator runs."""
@@ -381,13 +433,16 @@ class Recall:
                 if ref is None or not self._is_open:
                     continue
                 with dispatch.without_modes():
-                    self._book.begin([ref.node])
-                    try:
-                        self._catch_up()
-                    finally:
-                        self._book.abort()
-                if pin:
-                    self._pin(ref.node)
+                    self._bring_node(ref.node, pin)
+
+    def _bring_node(self, node: int, pin: bool) -> None:
+        self._book.begin([node])
+        try:
+            self._catch_up()
+        finally:
+            self._book.abort()
+        if pin:
+            self._pin(node)
 
     def _protect(self, node: int) -> int:
         """Prepare a write to a source: results computed from it must not need it again.
@@ -402,11 +457,17 @@ class Recall:
         if source.needed == 0:
             return node
         if self.limit is not None and self._book.is_worth_a_copy(node):
-            self._make_room(nbytes, 0)
-            if self._book.describe(node).needed == 0:
-                return node
-            if self._fits(nbytes):
-                return self._copy(node)
+            # A second tier might take the source before it is copied.
+            self._book.begin([node])
+            try:
+                self._catch_up()
+                self._make_room(nbytes, 0)
+                if self._book.describe(node).needed == 0:
+                    return node
+                if self._fits(nbytes):
+                    return self._copy(node)
+            finally:
+                self._book.abort()
         self._restore(self._book.dependents(node))
         return node
 
@@ -414,6 +475,16 @@ class Recall:
         assert self.limit is not None
         current = self._book.counters()["current_bytes"] + self.outside_bytes
         return current + nbytes + self._apart_bytes(self.limit) <= self.limit
+
+    def _fill_lost(self) -> None:
+        """Give memory, without their values, to storages that cannot be brought back."""
+        for node in self._book.evicted():
+            storage = self._book.storage(node)
+            if storage is not None:
+                nbytes = storage.nbytes() or self._book.describe(node).nbytes
+                made = torch.UntypedStorage(nbytes, device=storage.device)
+                torch.empty(0, dtype=torch.uint8, device=made.device).set_(made).fill_(_LOST_BYTE)
+                self._bytes.give(storage, made)
 
     def _drop_copies(self) -> None:
         """Free the copies of sources: nothing will run again."""

@@ -7,6 +7,7 @@ generators. If a bit differs, or the test is not possible, its results are kept.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import Any
 
@@ -186,6 +187,20 @@ class Verifier:
     def evicting(self, node: int, storage: torch.UntypedStorage) -> None:
         """Note the bytes of a storage that is about to lose them."""
         self._sums[node] = checksum(_bytes_of(storage))
+
+    def fetched(self, node: int, made: torch.UntypedStorage) -> None:
+        """Compare what came back from the second tier; raise OSError if a bit differs."""
+        before = self._sums.pop(node, None)
+        if before is None:
+            return
+        self.compared += 1
+        if int(checksum(_bytes_of(made))) != int(before):
+            raise OSError(
+                errno.EIO,
+                f"{made.nbytes()} bytes of an offloaded value came back from the second tier with "
+                "other bits than were written; the training step is lost, and the disk or memory "
+                "of the tier has to be checked",
+            )
 
     def replayed(
         self,

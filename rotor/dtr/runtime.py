@@ -59,7 +59,21 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
             remat_ns=counters["remat_ns"],
             search_ns=self._search_ns,
             cost_ns=self._cost_ns,
+            **self._moves(),
         )
+
+    def _moves(self) -> dict[str, int]:
+        store = self._store
+        if store is None:
+            return {}
+        moved = store.traffic
+        return {
+            "writes": moved.writes,
+            "fetches": moved.reads,
+            "written_bytes": moved.written_bytes,
+            "fetched_bytes": moved.read_bytes,
+            "waited_ns": store.waited_ns,
+        }
 
     def counters(self) -> dict[str, int]:
         """Return the figures of the book: bytes, nodes, records, times; for tests and reports."""
@@ -317,10 +331,14 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
             # Bringing one back may evict another that is not pinned yet.
             while nodes := book.evicted():
                 self._restore(nodes)
+        except OSError:
+            self._fill_lost()
+            raise
         finally:
             self._is_open = self._handler.is_open = False
             self._handler.forget()
             self._drop_copies()
+            book.forget_copies()
         if warn and self._overflows > overflows:
             warn_caller(
                 "leaving the context brought back everything that was evicted and is still in "

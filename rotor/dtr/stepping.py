@@ -157,7 +157,8 @@ class StepSession(Session):
             if ref is None:
                 continue
             nodes = self._book.dependents(ref.node)
-            if not all(self._book.describe(node).is_material for node in nodes):
+            found = [self._book.describe(node) for node in nodes]
+            if not all(node.is_material or node.is_away for node in found):
                 return True
             with dispatch.without_modes():
                 self._restore(nodes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -10,6 +10,34 @@ from rotor import _core
 from rotor._pytorch import dispatch
 
 StorageRef = _core.StorageRef
+
+
+class Store(Protocol):
+    """Second tier of memory, as a session uses it (`rotor.tier.TierStore`)."""
+
+    limit_bytes: int | None
+    """Most bytes in the tier; ``None`` for any."""
+    traffic: Any
+    """Figures of what was written and fetched (`rotor.tier.Traffic`)."""
+
+    @property
+    def waited_ns(self) -> int:
+        """Time that was waited for the tier."""
+
+    def link_on(self, device: torch.device) -> tuple[Any, ...]:
+        """Return the link to a device's memory (`rotor.graph.Link.core`)."""
+
+    def write(self, storage: torch.UntypedStorage) -> object:
+        """Return a copy of a storage's bytes in the tier, once it is complete.
+
+        Its place is free again when the copy is dropped.
+        """
+
+    def extra_bytes(self, nbytes: int) -> int:
+        """Return the bytes that a fetch takes for a moment beside the fetched ones."""
+
+    def fetch(self, copy: Any) -> torch.UntypedStorage:
+        """Return a new storage with the bytes of a copy."""
 
 
 class Bytes(Protocol):

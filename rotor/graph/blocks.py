@@ -48,8 +48,18 @@ def replay(events: npt.NDArray[np.int64], *, expandable: bool = False) -> BlockB
     return BlockBytes(figures["allocated_peak_bytes"], figures["reserved_peak_bytes"])
 
 
+SMALL_BYTES = 1 << 20
+"""Largest block that comes from small segments."""
+
+
+def small_blocks(nbytes: int) -> list[int]:
+    """Return bytes in blocks that come from small segments, as few as there can be."""
+    whole, rest = divmod(nbytes, SMALL_BYTES)
+    return [SMALL_BYTES] * whole + ([rest] if rest else [])
+
+
 def program_bytes(
-    program: Program, beside_bytes: int = 0, *, expandable: bool = False
+    program: Program, beside: Sequence[int] = (), *, expandable: bool = False
 ) -> BlockBytes:
     """Return the bytes of a program, the larger of two orders within its operations.
 
@@ -59,13 +69,13 @@ def program_bytes(
     ----------
     program
         Program of known storages.
-    beside_bytes
-        Bytes in use from the beginning to the end.
+    beside
+        Bytes of blocks in use from the beginning to the end.
     expandable
         As of `replay`.
     """
     found = [
-        replay(program_events(program, beside_bytes, workspace_first=first), expandable=expandable)
+        replay(program_events(program, beside, workspace_first=first), expandable=expandable)
         for first in (False, True)
     ]
     return BlockBytes(
@@ -75,20 +85,21 @@ def program_bytes(
 
 
 def program_events(
-    program: Program, beside_bytes: int = 0, *, workspace_first: bool = False
+    program: Program, beside: Sequence[int] = (), *, workspace_first: bool = False
 ) -> npt.NDArray[np.int64]:
     """Return the allocations and frees of a program, in order, as events of `replay`.
 
     Parameters
     ----------
-    program, beside_bytes
+    program, beside
         As of `program_bytes`.
     workspace_first
         True if the workspace of an operation is allocated before its results.
     """
     graph, actions = program.graph, program.actions.tolist()
     writer = _Writer(graph)
-    writer.take(beside_bytes)
+    for nbytes in beside:
+        writer.take(nbytes)
     for action, kept, dying in zip(actions, *_deaths(graph, actions), strict=True):
         if action < len(graph):
             writer.run(graph.operations[action], kept, workspace_first)

@@ -171,12 +171,20 @@ class Program:
         Parameters
         ----------
         runs_only
-            True for an entry for each of `ops`, without the actions of a second tier.
+            True for an entry for each of `ops`: the peak of a run counts the actions of a second
+            tier right before it, and that of the last run the ones after it.
+
+        Returns
+        -------
+        Timeline
+            Bytes before each position, and the most during it.
         """
         if not runs_only or len(self.ops) == len(self.actions):
             return self._timeline
-        runs = self.actions < len(self.graph)
-        return Timeline(self._timeline.before_bytes[runs], self._timeline.peak_bytes[runs])
+        runs = np.flatnonzero(self.actions < len(self.graph))
+        begins = np.concatenate([[0], runs[:-1] + 1])
+        peaks = np.maximum.reduceat(self._timeline.peak_bytes, begins)
+        return Timeline(self._timeline.before_bytes[runs], peaks)
 
     def __len__(self) -> int:
         """Return the number of runs."""

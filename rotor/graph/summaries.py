@@ -69,8 +69,8 @@ class Summary:
     again
         The operations that run more than once, by descending cost.
     operations
-        Treatment of each operation: "recomputed" if it runs more than once, else "kept" or
-        "dropped" by the treatment of its outputs, or "loss" or "backward".
+        Treatment of each operation: "recomputed" if it runs more than once, else "offloaded",
+        "kept" or "dropped" by the treatment of its outputs, or "loss" or "backward".
     boundary
         Number of runs before the loss (or before the backward, without a loss).
     """
@@ -190,4 +190,4 @@ def _of_operation(phase: str, runs: int, fates: list[str]) -> str:
         return "recomputed"
     if phase != "forward":
         return phase
-    return "kept" if {"kept", "offloaded"}.intersection(fates) else "dropped"
+    return next((fate for fate in ("offloaded", "kept") if fate in fates), "dropped")

@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from rotor import _core
-from rotor._pytorch import core, devices
+from rotor._pytorch import core, devices, main_thread
 from rotor._pytorch import profiler as _profiler
 from rotor.common import accounting
 from rotor.common.collector import CollectorPause
@@ -140,10 +140,11 @@ class Meter(ABC):
     also sees memory that other threads, such as the threads of collectives, free. A meter stopped
     inside a backward has its figures when the backward has returned; `step_meter` shows how
     to stop one as soon as the backward ends. The release of a block from before the start is seen
-    only for the tensors given as `existing`. On an accelerator a meter resets the
-    peak statistics of the device (``torch.accelerator.max_memory_allocated``) at its start and at
-    each mark, and within a ``with`` block Python's collector of cycles waits: the counters are
-    those of the whole device, and what it frees would be taken for the block's.
+    only for the tensors given as `existing`. On an accelerator a meter is such a session too in a
+    ``with`` block and in the main thread. Elsewhere, and beside another profiler, it reads the
+    device's counters, and resets its peak statistics
+    (``torch.accelerator.max_memory_allocated``) at its start and at each mark. Within a ``with``
+    block Python's collector of cycles waits: what it frees would be taken for the block's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -252,6 +253,18 @@ class Meter(ABC):
             }[self._state]
             raise RuntimeError(f"the meter has no figures: it {reason}")
 
+    def at_end_of_backward(self, done: Callable[[], object], failed: Callable[[], object]) -> None:
+        """Have `done` called when the running backward has finished, `failed` if it raises.
+
+        The meter may be stopped there, and has its figures then.
+
+        Raises
+        ------
+        RuntimeError
+            No backward is running.
+        """
+        core.at_end_of_backward(done, failed)
+
     @abstractmethod
     def _begin(self) -> None: ...
 
@@ -351,28 +364,32 @@ class _Freed:
 
 
 class _DeviceMeter(Meter):
-    """Meter of an accelerator: by its allocator's events in a ``with`` block, else by its counters.
+    """Meter of an accelerator: by its allocator's events, else by its counters.
 
-    Counters give a peak after a reset only, which is the user's too. Events end in the thread in
-    which they began: a backward ends in another one. They do not nest.
+    Counters give a peak after a reset only, which is the user's too. Events do not nest, and end in
+    the thread in which they began. A backward ends in another one: after it, the main thread ends
+    them.
     """
+
+    _by_counters = False
 
     def __init__(self, device: torch.device, timeline: bool) -> None:
         super().__init__(device)
         self._wants_timeline = timeline
         self._base = 0
+        self._highest = 0
         self._start = 0
         self._name: str | None = None
         self._pause = CollectorPause()
+        self._thread = 0
         self._trace: _profiler.AllocationTrace | None = None
         self._levels: list[int] = []
+        self._has_ended = False
 
     def __enter__(self) -> Self:
         self._pause.begin()
         try:
             self._settle()
-            if not core.in_backward() and not _profiler.profiler_in_use():
-                self._trace = _profiler.AllocationTrace(device_type=self.device.type)
             return super().__enter__()
         except BaseException:
             self._pause.end()
@@ -390,21 +407,39 @@ class _DeviceMeter(Meter):
             self._settle()
         super().mark(name)
 
+    def at_end_of_backward(self, done: Callable[[], object], failed: Callable[[], object]) -> None:
+        if self._trace is None:
+            super().at_end_of_backward(done, failed)
+        elif core.profiler_enabled_here():
+            main_thread.at_return_of_backward(self._note_end, done, failed)
+        else:
+            # A backward run by a thread that did not run the forward.
+            _DeviceMeter._by_counters = True
+            failed()
+
     def _settle(self) -> None:
         if not core.in_backward():
             devices.settle_backwards(self.device)
 
+    def _may_trace(self) -> bool:
+        if core.in_backward() or _profiler.profiler_in_use():
+            return False
+        return self._pause.is_on or (main_thread.is_current() and not self._by_counters)
+
     def _begin(self) -> None:
+        is_traced = self._may_trace()
         try:
-            if self._trace is None:
+            if not is_traced:
                 devices.reset_peak(self.device)
-            self._base, _ = devices.counters(self.device)
+            self._base, self._highest = devices.counters(self.device)
         except RuntimeError as error:
             raise MeterBusyError(
                 f"the allocator of {self.device} counts no bytes ({error}): use PyTorch's own "
                 "caching allocator, not a pluggable one"
             ) from error
-        if self._trace is not None:
+        if is_traced:
+            self._thread = threading.get_ident()
+            self._trace = _profiler.AllocationTrace(device_type=self.device.type)
             self._trace.start()
 
     def _mark(self, name: str) -> None:
@@ -427,19 +462,41 @@ class _DeviceMeter(Meter):
     def _stop(self) -> None:
         if self._trace is None:
             self._close_segment()
+            _vacate(self)
+            self._state = "done"
+        elif threading.get_ident() != self._thread:
+            self._state = "stopping"
+            main_thread.call_soon(self._finish)
+        elif core.in_backward():
+            self._state = "stopping"
+            main_thread.at_return_of_backward(self._note_end, self._finish, self._finish)
         else:
-            self._read(self._trace)
-        _vacate(self)
-        self._state = "done"
+            self._finish()
 
-    def _read(self, trace: _profiler.AllocationTrace) -> None:
-        levels = [*self._levels, devices.allocated_bytes(self.device) - self._base]
+    def _note_end(self) -> None:
+        if self._trace is not None and not self._has_ended:
+            self._has_ended = True
+            current, highest = devices.counters(self.device)
+            self._levels.append(current - self._base)
+            if highest > self._highest and not self._pause.is_on:
+                # Other threads, whose events are not seen, count too.
+                self._peak_bytes = highest - self._base
+            self._trace.mark(END)
+
+    def _finish(self) -> None:
+        self._note_end()
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return
         moments: list[tuple[int, int, int]] = []
         events = trace.stop()
-        self._segments, self._peak_bytes = counted_levels(events, levels, moments)
-        self._end_bytes = levels[-1]
+        _vacate(self)
+        self._segments, peak = counted_levels(events, self._levels, moments)
+        self._peak_bytes = max(self._peak_bytes, peak)
+        self._end_bytes = self._levels[-1]
         if self._wants_timeline and moments:
             self._timeline = timeline_of(moments, marks_of(events))
+        self._state = "done"
 
 
 def meter(
@@ -459,7 +516,17 @@ def meter(
         CPU the meter sees only the release of these; on an accelerator it sees all.
     timeline
         Keep the live bytes over time too, at most ``timeline.MOST_POINTS`` moments, highs
-        and lows first; on an accelerator, within a ``with`` block.
+        and lows first; on an accelerator, where events are read.
+
+    Returns
+    -------
+    Meter
+        A context manager, which meters inside.
+
+    Raises
+    ------
+    ValueError
+        PyTorch does not count the memory of such a device.
 
     Examples
     --------

@@ -31,10 +31,10 @@ class Segment:
 
     Attributes
     ----------
-    Name given to `Meter.mark`.
+    name
         The name given to `Meter.mark`.
-    Bytes allocated at the mark.
-        Allocated at the mark.
+    start_bytes
+        Bytes allocated at the mark.
     peak_bytes
         Maximum from the mark to the next one; at least `start_bytes`.
     end_bytes
@@ -120,6 +120,8 @@ def counted_levels(
             level += event.nbytes
             given += max(event.nbytes, 0)
             peak = max(peak, level)
+        elif event == END:
+            break
         elif event.startswith(MARK):
             level = next(ends)
             highest = max(highest, peak)

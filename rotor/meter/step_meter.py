@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from rotor._pytorch import core
 from rotor.common.checksums import Proved
 from rotor.common.tensor_trees import tree_tensors
 from rotor.common.timeline import PredictedTimeline, Timeline
@@ -297,7 +296,7 @@ class StepMeter:
             self._in_backward = True
             self._output_held = all(output() is not None for output in self._outputs)
             self._meter.mark("backward")
-            core.at_end_of_backward(self._finish, self.cancel)
+            self._meter.at_end_of_backward(self._finish, self.cancel)
 
     def _finish(self) -> None:
         if self._meter is None:

@@ -11,6 +11,7 @@ __all__ = ["COLORS", "DotEdge", "DotNode", "dot_source"]
 
 COLORS = {
     "kept": ("#c7e3c9", "#2f7d3a"),
+    "offloaded": ("#bfe3e6", "#1f7480"),
     "dropped": ("#e4e7eb", "#7b8794"),
     "recomputed": ("#fbd3a5", "#c05d0a"),
     "forward": ("#d3e3f6", "#3b6ea8"),
@@ -126,7 +127,8 @@ def dot_source(
     title
         Text above the graph.
     legend
-        True: explain the colours of kept, dropped and recomputed values.
+        True: explain the colours of kept, dropped and recomputed values, and of offloaded ones
+        if the graph has any.
     rows
         Boxes, by their numbers, that are laid out beside each other.
     across
@@ -170,7 +172,7 @@ def dot_source(
     for row in rows:
         lines.append("  { rank=same; " + " ".join(f"n{number};" for number in row) + " }")
     if legend:
-        lines += _legend()
+        lines += _legend(any(node.kind == "offloaded" for node in nodes))
     return "\n".join([*lines, "}"]) + "\n"
 
 
@@ -188,8 +190,9 @@ def _node(node: DotNode) -> str:
     return _attributes([*pairs, ("color", line), ("shape", node.shape), ("tooltip", node.tooltip)])
 
 
-def _legend() -> list[str]:
-    kinds = ("kept", "dropped", "recomputed", "loss", "backward")
+def _legend(offloads: bool) -> list[str]:
+    moved = ["offloaded"] if offloads else []
+    kinds = ["kept", *moved, "dropped", "recomputed", "loss", "backward"]
     lines = ["  subgraph cluster_legend {", '    graph [label="legend", color="#c3cad2"];']
     for kind in kinds:
         fill, line = COLORS[kind]

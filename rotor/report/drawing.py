@@ -212,7 +212,7 @@ def _node(
         if any(program.runs[k] > 1 for k in group):
             lines.append(_again(program, group) + f", +{format_seconds(extra / 1e9)}")
             tips.append(_again(program, group))
-        for fate in ("kept", "dropped", "recomputed"):
+        for fate in ("kept", "offloaded", "dropped", "recomputed"):
             total = sum(graph.storages[s].bytes for s in made if summary.storages[s].fate == fate)
             if total:
                 tips.append(f"{fate}: {format_bytes(total)}")
@@ -231,9 +231,8 @@ def _again(program: Program, group: Sequence[int]) -> str:
 
 def _kind(summary: Summary, group: Sequence[int]) -> str:
     kinds = [summary.operations[index] for index in group]
-    return next(
-        kind for kind in ("recomputed", "kept", "dropped", "loss", "backward") if kind in kinds
-    )
+    order = ("recomputed", "offloaded", "kept", "dropped", "loss", "backward")
+    return next(kind for kind in order if kind in kinds)
 
 
 def _edges(graph: Graph) -> list[DotEdge]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.graph.program import simulate
+from rotor.graph.transfers import transfers_of
 from rotor.report.about import About
 from rotor.report.text import aside_rows, loss_rows, offload_rows
 from rotor.units import format_bytes, format_seconds
@@ -331,8 +332,18 @@ def _program_rows(program: Program, summary: Summary) -> list[tuple[str, str]]:
         ("recomputation", f"{_recomputation(program):+.1%}"),
         ("operations run again", f"{len(summary.again)} of {len(program.graph)}, {again} runs"),
         ("kept for the backward", format_bytes(summary.kept_bytes)),
+        *_offloaded_rows(program, summary),
         ("dropped and recomputed", format_bytes(summary.recomputed_bytes)),
         ("dropped, not needed again", format_bytes(summary.dropped_bytes)),
+    ]
+
+
+def _offloaded_rows(program: Program, summary: Summary) -> list[tuple[str, str]]:
+    if program.link is None:
+        return []
+    return [
+        ("offloaded and fetched back", format_bytes(summary.offloaded_bytes)),
+        ("waits for the tier, predicted", format_seconds(program.waited)),
     ]
 
 
@@ -378,9 +389,7 @@ def _data(
     kinds = [op.phase for op in graph.operations] if summary is None else summary.operations
     fates = [""] * len(graph.storages)
     if summary is not None:
-        # The page has no colour of its own for what is on a second tier.
-        shown = {"offloaded": "dropped"}
-        fates = [shown.get(storage.fate, storage.fate) for storage in summary.storages]
+        fates = [storage.fate for storage in summary.storages]
     data: dict[str, Any] = {
         "ops": [
             [
@@ -406,12 +415,25 @@ def _data(
         "planned": program is not None,
     }
     if program is not None:
-        timeline, is_run = program.timeline(), program.actions < len(graph)
+        timeline = program.timeline(runs_only=True)
         data["program"] = program.ops.tolist()
-        data["before"] = timeline.before_bytes[is_run].tolist()
-        data["peak"] = timeline.peak_bytes[is_run].tolist()
+        data["before"] = timeline.before_bytes.tolist()
+        data["peak"] = timeline.peak_bytes.tolist()
+        if len(program.actions) > len(program.ops):
+            data |= _moves(program)
         data["boundary"] = 0 if summary is None else summary.boundary
     return data
+
+
+def _moves(program: Program) -> dict[str, Any]:
+    """Return the transfers of a program, and the waits before its runs, in nanoseconds."""
+    found = transfers_of(program, 1)
+    kinds = ("written", "fetched")
+    rows = [
+        [kinds.index(one.kind), one.storage, one.begin_ns, one.end_ns]
+        for one in sorted(found.moved, key=lambda one: one.begin_ns)
+    ]
+    return {"moved": rows, "waits": found.waits_ns}
 
 
 def _figures(rows: Sequence[tuple[str, str]]) -> str:

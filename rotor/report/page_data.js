@@ -6,7 +6,11 @@ const FLAGS = 7, RUNS = 8, KIND = 9, PLACE = 10, SOURCE = 11;
 const PART = data.lanes && data.lanes.length ? "stage" : "operation";
 const SIZE = 0, STAYS = 1, MAKER = 2, FATE = 3;
 const PHASES = ["forward", "loss", "backward"];
-const FATES = ["kept", "dropped", "recomputed"];
+// Transfers of a second tier: written or fetched, storage, begin, end; and the waits before the runs.
+const DIRECTION = 0, MOVED = 1, BEGIN = 2, END = 3;
+const moves = data.moved || [], waits = data.waits || [];
+const FATES = moves.length ? ["kept", "offloaded", "dropped", "recomputed"] : ["kept", "dropped", "recomputed"];
+const WORDS = { offloaded: "offloaded: written to the second tier, fetched back", waited: "waits for the tier" };
 
 function digits(number) { return number >= 100 ? number.toFixed(0) : String(Number(number.toPrecision(3))); }
 function bytes(n) {
@@ -34,10 +38,10 @@ function made(tag, attributes, parent, text) {
 
 function kindOf(ops) {
   const kinds = new Set(ops.map((op) => data.ops[op][KIND]));
-  return ["recomputed", "kept", "dropped", "loss", "forward", "backward"].find((k) => kinds.has(k));
+  return ["recomputed", "offloaded", "kept", "dropped", "loss", "forward", "backward"].find((k) => kinds.has(k));
 }
 function figures(ops) {
-  const sum = { once: 0, extra: 0, makes: 0, runs: 0, again: 0, workspace: 0, kept: 0, dropped: 0, recomputed: 0 };
+  const sum = { once: 0, extra: 0, makes: 0, runs: 0, again: 0, workspace: 0, kept: 0, offloaded: 0, dropped: 0, recomputed: 0 };
   for (const k of ops) {
     const op = data.ops[k];
     sum.once += op[COST];

@@ -366,5 +366,5 @@ function graphTools() {
     mark();
     filterTable();
   });
-  legend(tools, (data.planned ? [...FATES, "loss", "backward"] : PHASES).map((name) => [name, name]));
+  legend(tools, (data.planned ? [...FATES, "loss", "backward"] : PHASES).map((name) => [name, WORDS[name] || name]));
 }

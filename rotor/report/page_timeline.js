@@ -4,9 +4,11 @@ function timeline() {
   if (!holder) return;
   // Without a program there is only what was measured.
   const isPlanned = data.program.length > 0;
-  const L = 74, R = 14, T = 28, AXIS = 42, PICTURE = isPlanned ? 170 : 0, BOTTOM = isPlanned ? 24 : 2;
+  const L = 74, R = 14, T = 28, AXIS = 42, PICTURE = isPlanned ? 170 : 0, TRACK = moves.length ? 12 : 0, BOTTOM = isPlanned ? 24 : 2;
   const program = data.program, starts = new Float64Array(program.length + 1);
-  program.forEach((op, k) => { starts[k + 1] = starts[k] + Math.max(data.ops[op][COST], 1); });
+  // A wait for the second tier is before its run: the bars of runs end where it begins.
+  const cost = (k) => Math.max(data.ops[program[k]][COST], 1);
+  program.forEach((op, k) => { starts[k + 1] = starts[k] + cost(k) + (waits[k + 1] || 0); });
   const measured = data.measured === null ? [] : [].concat(data.measured);
   const traced = data.traced || [], plain = data.plain || [];
   const end = isPlanned ? starts[program.length] : Math.max(traced[traced.length - 1][0], 1);
@@ -60,8 +62,8 @@ function timeline() {
   if (measured.length || traced.length) entries.push(["measured", "measured, peak " + bytes(measuredPeak)]);
   if (data.limit !== null) entries.push(["limit", "limit " + bytes(data.limit)]);
   if (plain.length) entries.push(["plain", "without recomputation, peak " + bytes(plainPeak)]);
-  const kindsShown = isPlanned ? [...FATES, "loss", "backward"] : [];
-  legend(tools, [...entries, ...kindsShown.map((name) => [name, name])]);
+  const kindsShown = isPlanned ? [...FATES, "loss", "backward", ...(moves.length ? ["waited"] : [])] : [];
+  legend(tools, [...entries, ...kindsShown.map((name) => [name, WORDS[name] || name])]);
   const reset = made("button", { type: "button" }, tools, "whole step");
   reset.hidden = true;
   made("span", { class: "hint" }, tools, "drag to look closer" + (isPlanned ? ", click for the " + PART : ""));
@@ -172,6 +174,7 @@ function timeline() {
       context.lineWidth = 1;
     }
     if (isPlanned) picture(context, w, h, first, last);
+    if (moves.length) tracks(context, w, h);
     context.strokeStyle = colors.soft;
     context.setLineDash([1, 3]);
     for (const at of marks) line(context, x(at), T, x(at), h - BOTTOM);
@@ -203,21 +206,25 @@ function timeline() {
   }
   function laneLabels(context, h, first, last) {
     const [low, high] = lanesBetween(first, last);
-    const top = h - PICTURE - BOTTOM, lane = Math.min(PICTURE / (high - low + 1), 24);
+    const space = PICTURE - 3 * TRACK;
+    const top = h - PICTURE - BOTTOM, lane = Math.min(space / (high - low + 1), 24);
     let name = "", least = top + 10;
     context.textAlign = "right";
     for (let k = low; k <= high; k += 1) {
       const y = top + (k - low) * lane + (lane > 12 ? lane / 2 + 4 : 10);
       if (!laneNames[k] || laneNames[k] === name) continue;
       name = laneNames[k];
-      if (y < least || y > h - BOTTOM) continue;
+      if (y < least || y > h - BOTTOM - 3 * TRACK) continue;
       context.fillText(fit(context, name, L - 12), L - 6, y);
       least = y + 13;
     }
+    const tracks = TRACK ? ["written", "fetched", "waited"] : [];
+    tracks.forEach((name, k) => context.fillText(name, L - 6, h - BOTTOM - (2 - k) * TRACK - 2));
   }
   function picture(context, w, h, first, last) {
     const [low, high] = lanesBetween(first, last);
-    const top = h - PICTURE - BOTTOM, lane = Math.min(PICTURE / (high - low + 1), 24);
+    const space = PICTURE - 3 * TRACK;
+    const top = h - PICTURE - BOTTOM, lane = Math.min(space / (high - low + 1), 24);
     const height = Math.max(lane - (lane > 4 ? 1 : 0), 1.5);
     context.strokeStyle = colors.line;
     context.strokeRect(L + 0.5, top - 0.5, w - L - R - 1, PICTURE + 1);
@@ -225,11 +232,33 @@ function timeline() {
     for (const isAgain of [true, false]) {
       for (let k = first; k < last; k += 1) {
         if ((kinds[k] === "recomputed") !== isAgain) continue;
-        const a = x(starts[k]), b = x(starts[k + 1]), least = isAgain ? 2 : 1;
+        const a = x(starts[k]), b = x(starts[k] + cost(k)), least = isAgain ? 2 : 1;
         context.fillStyle = colors[kinds[k]][1];
         context.fillRect(a, top + (lanes[program[k]] - low) * lane, Math.max(b - a, least), Math.max(height, 1.5 * least));
       }
     }
+  }
+  // What is written, what is fetched, and when a run waits for it.
+  function tracks(context, w, h) {
+    const top = h - BOTTOM - 3 * TRACK;
+    context.strokeStyle = colors.line;
+    line(context, L, top - 0.5, w - R, top - 0.5);
+    context.fillStyle = colors.offloaded[1];
+    for (const move of moves) {
+      const a = x(move[BEGIN]), b = x(move[END]);
+      context.fillRect(a, top + move[DIRECTION] * TRACK + 1, Math.max(b - a - 0.5, 1), TRACK - 2);
+    }
+    context.fillStyle = colors.limit;
+    waits.forEach((wait, k) => {
+      if (wait) context.fillRect(x(starts[k] - wait), top + 2 * TRACK + 1, Math.max(x(starts[k]) - x(starts[k] - wait), 1), TRACK - 2);
+    });
+  }
+  function moving(t) {
+    const words = ["being written", "being fetched"];
+    return moves.filter((move) => move[BEGIN] <= t && t < move[END]).map((move) => {
+      const storage = data.storages[move[MOVED]];
+      return `\n${words[move[DIRECTION]]}: ${data.ops[storage[MAKER]][NAME]}, ${bytes(storage[SIZE])}`;
+    }).join("");
   }
   const drawn = canvas(holder, "live bytes over the time of a step, and the operations that run", draw);
   const cursor = made("div", { class: "cursor" }, holder), range = made("div", { class: "range" }, holder);
@@ -259,7 +288,8 @@ function timeline() {
     const k = runAt(t), op = data.ops[program[k]];
     showTip(event, `run ${k}: ${op[NAME]} (${kinds[k]})\n${PART === "stage" ? "stage" : "module"}: ${op[MODULE] || "(the model)"}\n` +
       (op[SOURCE] ? op[SOURCE] + "\n" : "") +
-      `begins at ${time(starts[k])}, takes ${time(op[COST])}\nlive before: ${bytes(data.before[k] + data.own)}\n` +
+      `begins at ${time(starts[k])}, takes ${time(op[COST])}` +
+      (waits[k] ? `\nwaits for the second tier before: ${time(waits[k])}` : "") + moving(t) + `\nlive before: ${bytes(data.before[k] + data.own)}\n` +
       `live while it runs: ${bytes(data.peak[k] + data.own)}` +
       (measured.length > 1 ? `\nmeasured: ${bytes(measured[k])}` : "") +
       (traced.length ? `\nmeasured then: ${bytes(levelAt(t))}` : "") +

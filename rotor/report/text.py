@@ -9,7 +9,7 @@ from rotor.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rotor.engines.chain.plan import Plan
-    from rotor.engines.dynamic.plan import DynamicPlan
+    from rotor.engines.dynamic.plan import DynamicPlan, StepFigures
     from rotor.engines.graph.inductor import Attempt
     from rotor.engines.graph.planned import GraphPlan
     from rotor.engines.parts.plan import PartsPlan
@@ -147,7 +147,7 @@ def offload_rows(plan: GraphPlan) -> list[list[str]]:
     if layout is None:
         return [["offloaded", f"nothing: keeping and recomputing is faster than {tier!r}"]]
     steps = layout.waits.steps
-    waited = (layout.waits.writing_ns + layout.waits.reading_ns) / max(steps, 1) / 1e9
+    waited = layout.waited_ns() / max(steps, 1) / 1e9
     written = program.offloaded_bytes
     rows = [
         ["second tier", repr(tier)],
@@ -242,12 +242,27 @@ def dynamic_figures(plan: DynamicPlan) -> list[list[str]]:
             ["in running again", format_seconds(stats.remat_ns / 1e9)],
             ["in choosing", format_seconds(stats.search_ns / 1e9)],
         ]
+        if plan.offload is not None:
+            lines += _moved_rows(step)
         if stats.overflows:
             lines.append(["times over the limit", str(stats.overflows)])
     lines.append(["set aside after metering", format_bytes(plan.reserve_bytes)])
     lines.append(["steps", str(plan.steps)])
     lines.append(["proof", plan.proved.text(plan.verify)])
     return lines
+
+
+def _moved_rows(step: StepFigures) -> list[list[str]]:
+    """Return what the second tier has done in a step that was not planned."""
+    stats = step.stats
+    return [
+        [
+            "written to the second tier",
+            f"{format_bytes(stats.written_bytes)}, {stats.writes} values",
+        ],
+        ["fetched from it", f"{format_bytes(stats.fetched_bytes)}, {stats.fetches} values"],
+        ["waited for it", format_seconds(stats.waited_ns / 1e9)],
+    ]
 
 
 def dynamic_table(plan: DynamicPlan) -> Text:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rotor.report.transfers import transfers_of
+from rotor.graph.transfers import transfers_of
 
 if TYPE_CHECKING:
     from rotor.algorithms.sequence import Sequence as Schedule
@@ -52,6 +52,7 @@ _LIVE, _LIMIT = "live bytes", "limit"
 _COLORS = {
     "kept": "good",
     "checkpoint": "good",
+    "offloaded": "rail_load",
     "dropped": "grey",
     "recomputed": "bad",
     "loss": "thread_state_iowait",
@@ -161,14 +162,13 @@ def _of_plan(
 
 
 def _program_runs(program: Program, places: Sequence[str], summary: Summary) -> list[_Run]:
-    graph, timeline = program.graph, program.timeline()
+    graph, timeline = program.graph, program.timeline(runs_only=True)
     seen = [0] * len(graph)
     runs = []
     now = 0
-    is_run = program.actions < len(graph)
     levels = zip(
-        timeline.before_bytes[is_run].tolist(),
-        timeline.peak_bytes[is_run].tolist(),
+        timeline.before_bytes.tolist(),
+        timeline.peak_bytes.tolist(),
         transfers_of(program, _LEAST_NS).waits_ns,
         strict=True,
     )

@@ -9,5 +9,6 @@ from rotor.tier.disk import DiskTier
 from rotor.tier.host import HostTier
 from rotor.tier.interface import Tier, Traffic
 from rotor.tier.offload import measure_link
+from rotor.tier.store import TierStore
 
-__all__ = ["DiskTier", "HostTier", "Tier", "Traffic", "measure_link"]
+__all__ = ["DiskTier", "HostTier", "Tier", "TierStore", "Traffic", "measure_link"]

@@ -14,15 +14,24 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
 
-from rotor.tier.interface import Tier
+from rotor.tier.interface import Tier, Traffic
 
 __all__ = ["HostTier"]
 
 _LINE = 256
+_MOST_UNCOUNTED = 512
+"""Number of copies and waits whose times are read together, to ask for few events at a time."""
+
+
+class _Kind(Enum):
+    WRITE = auto()
+    READ = auto()
+    WAIT = auto()
 
 
 class _Copy(NamedTuple):
@@ -39,6 +48,15 @@ class _Area:
     written: dict[int, torch.Event] = field(default_factory=dict)
     reads: dict[int, _Copy] = field(default_factory=dict)
     latest: list[torch.Event] = field(default_factory=list)
+
+
+class _Timed(NamedTuple):
+    """Events between which a copy moved, or the computation waited for it."""
+
+    began: torch.Event
+    ended: torch.Event
+    nbytes: int
+    kind: _Kind
 
 
 class _Ticket(NamedTuple):
@@ -61,12 +79,34 @@ class HostTier(Tier):
         self._free: list[_Area] = []
         self._streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
         self._lock = threading.RLock()
+        self._timed: list[_Timed] = []
+        self._traffic = Traffic()
 
     def __reduce__(self) -> Any:
         return HostTier, ()
 
     def __repr__(self) -> str:
         return "HostTier()"
+
+    @property
+    def traffic(self) -> Traffic:  # type: ignore[override]
+        """Copies, and waits of the device, that are known to have ended."""
+        self._count()
+        return self._traffic
+
+    def _count(self) -> None:
+        """Add the copies and waits that have ended to the traffic."""
+        with self._lock:
+            timed, self._timed = self._timed, []
+            for one in timed:
+                if not one.ended.query():
+                    self._timed.append(one)
+                    continue
+                ns = max(0, round(1e6 * one.began.elapsed_time(one.ended)))
+                if one.kind is _Kind.WAIT:
+                    self._traffic.waited_ns += ns
+                else:
+                    self._traffic.add(one.nbytes, ns, is_write=one.kind is _Kind.WRITE)
 
     def reaches(self, device: torch.device) -> bool:
         """Return whether a device is an accelerator."""
@@ -102,9 +142,7 @@ class HostTier(Tier):
         for copy in area.reads.values():
             if copy.begin < offset + len(source) and offset < copy.end:
                 to_host.wait_event(copy.event)
-        with to_host:
-            place.copy_(source, non_blocking=True)
-            event = to_host.record_event()
+        event = self._copy(place, source, to_host, _Kind.WRITE)
         area.written[offset] = event
         return _Ticket(event, device, source)
 
@@ -115,20 +153,24 @@ class HostTier(Tier):
         place = area.slab[offset : offset + len(target)]
         to_device.wait_event(computing.record_event())
         to_device.wait_event(area.written[offset])
-        with to_device:
-            target.copy_(place, non_blocking=True)
-            event = to_device.record_event()
+        event = self._copy(target, place, to_device, _Kind.READ)
         area.reads[offset] = _Copy(offset, offset + len(target), event)
         return _Ticket(event, device, target)
 
     def wait(self, ticket: Any) -> None:
         """Have the computation wait for a copy."""
-        torch.accelerator.current_stream(ticket.device.index).wait_event(ticket.event)
+        computing = torch.accelerator.current_stream(ticket.device.index)
+        came = _mark(computing)
+        computing.wait_event(ticket.event)
+        with self._lock:
+            self._timed.append(_Timed(came, ticket.event, 0, _Kind.WAIT))
 
     def release(self, area: Any) -> None:
         """Keep the memory for a later step, whose copies come after the ones of this step."""
         area.latest += [*area.written.values(), *(copy.event for copy in area.reads.values())]
         area.written, area.reads = {}, {}
+        if len(self._timed) > _MOST_UNCOUNTED:
+            self._count()
         self._free = [*self._free, area]
 
     def room(self, nbytes: int) -> int:
@@ -141,6 +183,18 @@ class HostTier(Tier):
             areas, self._free = self._free, []
         _finish(areas)
 
+    def _copy(
+        self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream, kind: _Kind
+    ) -> torch.Event:
+        """Copy on a stream; return the event after it."""
+        with stream:
+            began = _mark(stream)
+            target.copy_(source, non_blocking=True)
+            ended = _mark(stream)
+        with self._lock:
+            self._timed.append(_Timed(began, ended, len(source), kind))
+        return ended
+
     def _on(self, device: torch.device) -> tuple[torch.Stream, torch.Stream, torch.Stream]:
         """Return the stream that computes now, and the ones that copy from and to a device."""
         computing = torch.accelerator.current_stream(device.index)
@@ -148,6 +202,13 @@ class HostTier(Tier):
             if device not in self._streams:
                 self._streams[device] = torch.Stream(device), torch.Stream(device)
         return computing, *self._streams[device]
+
+
+def _mark(stream: torch.Stream) -> torch.Event:
+    """Return an event that a stream records now, with the time."""
+    event = torch.Event(stream.device, enable_timing=True)
+    stream.record_event(event)
+    return event
 
 
 def _finish(areas: list[_Area]) -> None:

@@ -25,6 +25,8 @@ class Traffic:
         Time in which they moved.
     writes, reads
         Number of transfers.
+    waited_ns
+        Time for which a device waited for them, if `Tier.wait` itself returns at once.
     """
 
     written_bytes: int = 0
@@ -33,9 +35,20 @@ class Traffic:
     reading_ns: int = 0
     writes: int = 0
     reads: int = 0
+    waited_ns: int = 0
 
     def add(self, nbytes: int, ns: int, *, is_write: bool) -> None:
-        """Count a transfer."""
+        """Count a transfer.
+
+        Parameters
+        ----------
+        nbytes
+            Its bytes.
+        ns
+            Nanoseconds in which they moved.
+        is_write
+            True if they were written.
+        """
         if is_write:
             self.written_bytes += nbytes
             self.writing_ns += ns
@@ -98,18 +111,48 @@ class Tier(ABC):
         ----------
         nbytes
             Bytes that the step will use at most, at offsets of its own.
+
+        Returns
+        -------
+        object
+            The area, as the other methods take it.
         """
 
     @abstractmethod
     def write(self, area: Any, offset: int, source: torch.Tensor) -> Any:
         """Begin to copy bytes to an area; return a ticket for `wait`.
 
-        The source is unchanged until the ticket has been waited for.
+        Parameters
+        ----------
+        area
+            Result of `allocate`.
+        offset
+            First byte in the area.
+        source
+            Bytes, unchanged until the ticket has been waited for.
+
+        Returns
+        -------
+        object
+            A ticket.
         """
 
     @abstractmethod
     def read(self, area: Any, offset: int, target: torch.Tensor) -> Any:
-        """Begin to copy bytes from an area; return a ticket for `wait`."""
+        """Begin to copy bytes from an area; return a ticket for `wait`.
+
+        Parameters
+        ----------
+        area, offset
+            As of the write.
+        target
+            New memory of as many bytes, read by nobody until the ticket has been waited for.
+
+        Returns
+        -------
+        object
+            A ticket.
+        """
 
     @abstractmethod
     def wait(self, ticket: Any) -> None:

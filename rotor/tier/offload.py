@@ -119,10 +119,10 @@ def checked_offload(
         raise ValueError(
             f'unknown offload {offload!r}, expected "disk", "disk:FOLDER", "host" or a rotor.Tier'
         )
-    if engine not in ("auto", "graph"):
+    if engine == "chain":
         raise ValueError(
-            f'offload= moves values of captured graphs, and engine="{engine}" has none: use '
-            'engine="graph" or "auto"'
+            'offload= moves values of captured graphs and of eager steps, and engine="chain" has '
+            'none: use engine="graph", "dynamic" or "auto"'
         )
     if backend != "fx":
         raise ValueError(
@@ -147,6 +147,11 @@ def measure_link(tier: Tier, device: torch.device | str = "cpu") -> Link:
         Tier.
     device
         Device whose memory is moved.
+
+    Returns
+    -------
+    Link
+        Medians over a few transfers of large and small blocks.
 
     Raises
     ------

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rotor._pytorch import core, devices
+from rotor._pytorch import core
 from rotor._pytorch import inductor as _inductor
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.utils import checked_slots
@@ -27,14 +27,13 @@ from rotor.engines.graph.counting import checked_counts
 from rotor.graph.planner import OPTIONS as GRAPH_OPTIONS
 from rotor.meter import allocator as memory
 from rotor.report import plans as views
-from rotor.report.about import About
 from rotor.report.plot import plot_timeline
-from rotor.report.text import Text
 from rotor.tier.interface import Tier
 from rotor.tier.offload import checked_offload
 from rotor.units import parse_bytes
 from rotor.wrapper.driver import Driver
 from rotor.wrapper.registry import ENGINES
+from rotor.wrapper.reporting import about, with_remarks
 from rotor.wrapper.transparent import ShownForward, TransparentModule
 
 __all__ = ["BACKENDS", "Checkpointable", "Setting"]
@@ -120,9 +119,10 @@ class Checkpointable(TransparentModule):
         workspaces, or "reserved", the ones that the caching allocator takes from the device for
         them (docs/gpu.md). Reserved bytes are planned for captured graphs.
     offload
-        Second tier of memory, to which a plan may move values instead of keeping or recomputing
-        them: "disk" or "disk:FOLDER" for a file on a disk (`rotor.DiskTier`), or a `rotor.Tier` of
-        your own. The model is then captured as one graph (docs/offload.md). ``None``: no tier.
+        Second tier of memory, to which a step may move values instead of keeping or recomputing
+        them: "disk" or "disk:FOLDER" for a file on a disk (`rotor.tier.DiskTier`), or a
+        `rotor.tier.Tier` of your own. The model is then captured as one graph (docs/offload.md), or
+        run by the dynamic engine (docs/dynamic.md). ``None``: no tier.
     offload_limit
         Most bytes that a step may have on the tier, or text such as "16GiB"; by default any.
     **options
@@ -389,6 +389,11 @@ class Checkpointable(TransparentModule):
         points
             Number of limits tried, for graphs; of a chain every point is known.
 
+        Returns
+        -------
+        Curve
+            Limits in bytes and seconds of a step, in rising order of the limits.
+
         Raises
         ------
         ValueError
@@ -498,7 +503,7 @@ class Checkpointable(TransparentModule):
 
         Under the dynamic engine, return a table of the latest steps.
         """
-        return self._with_remarks(views.tabulate(self._driver.planned()))
+        return with_remarks(self._driver, views.tabulate(self._driver.planned()))
 
     def report(self, path: str | os.PathLike[str] | None = None, *, snapshot: bool = False) -> str:
         """Return limit, predicted and measured peak, and time, as text.
@@ -515,6 +520,11 @@ class Checkpointable(TransparentModule):
             https://pytorch.org/memory_viz. It holds the history recorded by
             `rotor.memory.record_history`.
 
+        Returns
+        -------
+        str
+            A table, the parts of a step, and remarks.
+
         Raises
         ------
         ValueError
@@ -524,7 +534,7 @@ class Checkpointable(TransparentModule):
             A snapshot is wanted, and CUDA is missing.
         """
         plan = self._driver.planned()
-        text = self._with_remarks(views.describe(plan))
+        text = with_remarks(self._driver, views.describe(plan))
         if path is None:
             if snapshot:
                 raise ValueError("snapshot=True saves a file beside the report: give it a path")
@@ -532,27 +542,8 @@ class Checkpointable(TransparentModule):
         file = views.checked_path(path)
         if snapshot:
             memory.save_snapshot(file.with_name(file.name.split(".")[0] + ".pickle"))
-        views.write(plan, file, self._about(plan))
+        views.write(plan, file, about(self._driver, plan))
         return text
-
-    def _about(self, plan: Any) -> About:
-        shapes = "" if plan.key is None else plan.key.shapes
-        device = devices.name_of(plan.device)
-        if plan.device.type == "cpu":
-            threads = torch.get_num_threads()
-            device = f"CPU, {threads} {'thread' if threads == 1 else 'threads'}"
-        plans = len(self._driver.context.plans)
-        return About.now(type(self.module).__name__, shapes, device, plans)
-
-    def _with_remarks(self, text: Text) -> Text:
-        driver = self._driver
-        plan, count = driver.planned(), len(driver.context.plans)
-        remarks = driver.engines[0].remarks(plan, driver.context.latest_key)
-        shapes = "" if plan.key is None else plan.key.shapes
-        if shapes:
-            others = f", one of {count} plans (model.plans)" if count > 1 else ""
-            remarks = [Text(f"for inputs {shapes}{others}"), *remarks]
-        return Text("\n\n".join([text, *remarks])) if remarks else text
 
     def plot_timeline(self, ax: Any = None) -> Any:
         """Draw the live bytes of a step with matplotlib: predicted, measured, and the limit.

@@ -22,8 +22,10 @@ __all__ = ["ENGINES", "engines_for"]
 def _automatic(context: Context) -> list[Engine]:
     """Return the engine that a model suits, and the engines that take over its refusals."""
     settings = context.settings
-    if settings.counts == "reserved" or settings.offload is not None:
+    if settings.counts == "reserved":
         return _graph(context)
+    if settings.offload is not None:
+        return [*_graph(context), DynamicEngine(context)]
     # Only the operations of a graph can be priced without running.
     is_timed = isinstance(settings.profile, str) and settings.profile == "measured"
     is_chain = is_plain_sequential(settings.module) and is_timed

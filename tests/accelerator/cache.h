@@ -283,16 +283,12 @@ class Cache {
                 return first;
             }
         }
-        auto *range = new Block;
-        range->device = index;
-        range->stream = stream;
-        range->small = small;
+        size_t piece = piece_size(small), bytes = multiple(capacity + capacity / 8, piece);
+        char *memory = map_memory(bytes, piece, PROT_NONE);
+        TORCH_CHECK(memory, "sim: no addresses are left");
+        Block *range = first_block(memory, bytes, stream, small);
         range->expandable = true;
         range->mapped = false;
-        range->size = multiple(capacity + capacity / 8, piece_size(small));
-        range->address = map_memory(range->size, piece_size(small), PROT_NONE);
-        TORCH_CHECK(range->address, "sim: no addresses are left");
-        segments[range->address] = range;
         open_hole(range);
         return range;
     }
@@ -372,18 +368,24 @@ class Cache {
         delete range;
     }
 
-    Block *new_segment(size_t size, int stream, bool small) {
-        char *memory = may_take(size) ? map_memory(size, kOwnUnit, PROT_READ | PROT_WRITE) : nullptr;
-        if (!memory) {
-            return nullptr;
-        }
+    // A block that is all of a segment, or of a range.
+    Block *first_block(char *memory, size_t size, int stream, bool small) {
         auto *block = new Block;
         block->device = index;
         block->stream = stream;
         block->small = small;
         block->address = memory;
         block->size = size;
-        segments[block->address] = block;
+        segments[memory] = block;
+        return block;
+    }
+
+    Block *new_segment(size_t size, int stream, bool small) {
+        char *memory = may_take(size) ? map_memory(size, kOwnUnit, PROT_READ | PROT_WRITE) : nullptr;
+        if (!memory) {
+            return nullptr;
+        }
+        Block *block = first_block(memory, size, stream, small);
         reserved += size;
         count(small, stats.segment, 1);
         count(small, stats.reserved_bytes, signed_of(size));

@@ -34,11 +34,16 @@ static int64_t recount(const rotor_recorder_t *book) {
     return bytes;
 }
 
+static bool is_moving; /* of the last node that was to go */
+
 static int make_room(rotor_recorder_t *book, int64_t bytes) {
     int32_t node;
     int ret;
     do {
-        ret = rotor_recorder_make_room(book, bytes, &node);
+        ret = rotor_recorder_make_room(book, bytes, &node, &is_moving);
+        if (ret == ROTOR_OK && is_moving) {
+            ret = rotor_recorder_moved(book, node);
+        }
     } while (ret == ROTOR_OK && node >= 0);
     return ret;
 }
@@ -48,6 +53,14 @@ static int catch_up(rotor_recorder_t *book) {
     int32_t op;
     int ret;
     while ((ret = rotor_recorder_next(book, &op)) == ROTOR_OK && op != ROTOR_NEW_OPERATION) {
+        if (op == ROTOR_FETCH) {
+            int64_t bytes = book->nodes[rotor_recorder_awaited(book)].bytes;
+            if ((ret = make_room(book, bytes)) != ROTOR_OK ||
+                (ret = rotor_recorder_fetched(book, 1)) != ROTOR_OK) {
+                break;
+            }
+            continue;
+        }
         const rotor_record_t *record = &book->records[op];
         for (int32_t k = 0; k < record->input_count; k++) {
             CHECK(rotor_recorder_is_material(book, record->items[k]));
@@ -141,10 +154,10 @@ static void test_temporaries_may_be_mixed_with_the_rest(void) {
         CHECK(operate(&book, &source, 1, 10, -1, &other) == ROTOR_OK); /* Time passes. */
         CHECK(rotor_recorder_dead(&book, other) == ROTOR_OK);
         /* Makes `late` go, and computes it again by way of `dropped`. */
-        CHECK(rotor_recorder_make_room(&book, 30, &chosen) == ROTOR_OK && chosen == late);
+        CHECK(rotor_recorder_make_room(&book, 30, &chosen, &is_moving) == ROTOR_OK && chosen == late);
         CHECK(operate(&book, &late, 1, 10, -1, &other) == ROTOR_OK);
         CHECK(rotor_recorder_is_material(&book, dropped) && book.replays == 2);
-        CHECK(rotor_recorder_make_room(&book, 10, &chosen) == ROTOR_OK);
+        CHECK(rotor_recorder_make_room(&book, 10, &chosen, &is_moving) == ROTOR_OK);
         CHECK(chosen == (mixed ? early : dropped));
         temporary[mixed] = book.event_count;
         book.event_count = 0;
@@ -179,10 +192,10 @@ static void test_no_room(void) {
     CHECK(rotor_recorder_source(&book, 10, false, &source) == ROTOR_OK);
     CHECK(operate(&book, &source, 1, 10, -1, &node) == ROTOR_OK);
     CHECK(rotor_recorder_begin(&book, &node, 1) == ROTOR_OK);
-    CHECK(rotor_recorder_make_room(&book, 10, &found) == ROTOR_OK && found == -2);
-    CHECK(rotor_recorder_make_room(&book, 5, &found) == ROTOR_OK && found == -1);
+    CHECK(rotor_recorder_make_room(&book, 10, &found, &is_moving) == ROTOR_OK && found == -2);
+    CHECK(rotor_recorder_make_room(&book, 5, &found, &is_moving) == ROTOR_OK && found == -1);
     CHECK(rotor_recorder_abort(&book) == ROTOR_OK && book.frame_count == 0);
-    CHECK(rotor_recorder_make_room(&book, 10, &found) == ROTOR_OK && found == node);
+    CHECK(rotor_recorder_make_room(&book, 10, &found, &is_moving) == ROTOR_OK && found == node);
     CHECK(rotor_recorder_evicted(&book) == ROTOR_OK && book.work_count == 1);
     rotor_recorder_free(&book);
 }
@@ -197,10 +210,10 @@ static void test_pinning_cuts_a_node_off(void) {
     CHECK(operate(&book, &source, 1, 7, -1, &a) == ROTOR_OK);
     CHECK(operate(&book, &a, 1, 9, -1, &b) == ROTOR_OK);
     CHECK(rotor_recorder_dependents(&book, source) == ROTOR_OK && book.work_count == 2);
-    CHECK(rotor_recorder_pin(&book, a) == ROTOR_OK && book.nodes[a].op == -1);
+    CHECK(rotor_recorder_pin(&book, a, false) == ROTOR_OK && book.nodes[a].op == -1);
     CHECK(rotor_recorder_dependents(&book, source) == ROTOR_OK && book.work_count == 0);
     CHECK(book.live_records == 1 && book.nodes[source].needed == 0);
-    CHECK(rotor_recorder_pin(&book, b) == ROTOR_OK && book.live_records == 0);
+    CHECK(rotor_recorder_pin(&book, b, false) == ROTOR_OK && book.live_records == 0);
     CHECK(rotor_recorder_dead(&book, source) == ROTOR_OK && book.current_bytes == 6);
     CHECK(rotor_recorder_dead(&book, a) == ROTOR_OK && rotor_recorder_dead(&book, b) == ROTOR_OK);
     CHECK(book.live_nodes == 0 && book.current_bytes == -10);
@@ -209,12 +222,35 @@ static void test_pinning_cuts_a_node_off(void) {
 
 enum { MOST = 40 };
 
-static void random_program(const char *heuristic, uint32_t seed) {
-    rotor_recorder_options_t options = options_of(heuristic, 400);
+/* An operation whose result cannot be computed again. */
+static int operate_once(rotor_recorder_t *book, int32_t input, int64_t bytes, int32_t *node) {
+    int32_t op;
+    int32_t origin = -1;
+    int ret = rotor_recorder_begin(book, &input, 1);
+    if (ret == ROTOR_OK && (ret = catch_up(book)) == ROTOR_OK &&
+        (ret = make_room(book, bytes)) == ROTOR_OK) {
+        ret = rotor_recorder_finish(book, -1, &bytes, &origin, 1, 5, 0, 0, node, &op);
+    }
+    book->event_count = 0;
+    return ret;
+}
+
+/* A move takes 2 ns and half a nanosecond for each byte, both ways: computing takes 5 ns. */
+static void random_program(const char *heuristic, uint32_t seed, bool has_tier) {
+    static const rotor_link_t link = {.write_bytes_per_s = 2e9,
+                                      .read_bytes_per_s = 2e9,
+                                      .latency_ns = 2,
+                                      .host_bytes = 300,
+                                      .least_bytes = 6};
+    rotor_recorder_options_t options = options_of(heuristic, has_tier ? 200 : 400);
     rotor_recorder_t book;
     int32_t live[MOST];
     int64_t count = 1;
+    int64_t away = 0;
     rotor_recorder_init(&book, &options);
+    if (has_tier) {
+        rotor_eviction_set_tier(&book.eviction, &link, 1.0);
+    }
     CHECK(rotor_recorder_source(&book, 20, false, &live[0]) == ROTOR_OK);
     for (int step = 0; step < 600; step++) {
         int32_t inputs[2];
@@ -233,6 +269,21 @@ static void random_program(const char *heuristic, uint32_t seed) {
         } else {
             live[count++] = node;
         }
+        if (has_tier && count < MOST && draw(&seed) % 8 == 0) {
+            CHECK(operate_once(&book, live[0], 6, &live[count]) == ROTOR_OK);
+            count++;
+        }
+        if (has_tier && draw(&seed) % 8 == 0) {
+            int32_t pinned = live[draw(&seed) % (uint32_t)count];
+            CHECK((!rotor_recorder_is_material(&book, pinned) &&
+                   !rotor_recorder_is_away(&book, pinned)) ||
+                  rotor_recorder_pin(&book, pinned, true) == ROTOR_OK);
+            CHECK(!rotor_recorder_is_material(&book, live[0]) ||
+                  rotor_recorder_changed(&book, live[0]) == ROTOR_OK);
+        }
+        for (int64_t k = 0; k < count; k++) {
+            away += rotor_recorder_is_away(&book, live[k]);
+        }
         while (count > 1 && (count == MOST || draw(&seed) % 3 == 0)) {
             int64_t gone = draw(&seed) % (uint32_t)count;
             const rotor_node_t *node_gone = &book.nodes[live[gone]];
@@ -247,13 +298,18 @@ static void random_program(const char *heuristic, uint32_t seed) {
         CHECK(rotor_recorder_check(&book) == NULL);
         CHECK(book.frame_count == 0 && book.pending_count == 0);
     }
-    while (count > 1) {
-        int64_t gone =
-            (book.nodes[live[count - 1]].state & ROTOR_NODE_SOURCE) != 0 ? count - 2 : count - 1;
+    CHECK(has_tier == (away > 0));
+    while (count > 0) {
+        int64_t gone = count - 1;
+        while ((book.nodes[live[gone]].state & ROTOR_NODE_SOURCE) != 0 &&
+               book.nodes[live[gone]].needed > 0) {
+            gone--;
+        }
         CHECK(rotor_recorder_dead(&book, live[gone]) == ROTOR_OK);
         live[gone] = live[--count];
+        book.event_count = 0;
     }
-    CHECK(rotor_recorder_dead(&book, live[0]) == ROTOR_OK);
+    CHECK(book.eviction.stored_bytes == 0);
     CHECK(book.live_nodes == 0 && book.live_records == 0 && book.current_bytes == 0);
     CHECK(book.eviction.removed_count == book.eviction.count);
     CHECK(book.eviction.total_compute_ns == 0 && book.eviction.locked_bytes == 0);
@@ -264,7 +320,8 @@ static void test_random_programs(void) {
     static const char *const names[] = {"DTREqClass", "DTR", "MSPS", "LRU", "DTRUnopt"};
     for (int k = 0; k < 5; k++) {
         for (uint32_t seed = 1; seed <= 3; seed++) {
-            random_program(names[k], seed);
+            random_program(names[k], seed, false);
+            random_program(names[k], seed, true);
         }
     }
 }

@@ -157,6 +157,11 @@ class Inspection:
             will be recomputed, and two after its run.
         gradients
             Bytes of the gradients that each stage leaves, if they differ from `missing`.
+
+        Returns
+        -------
+        Chain
+            Times in seconds and sizes in bytes.
         """
         measures = self.measures
         state = GENERATOR_BYTES if rng and self.device.type == "cpu" else 0

@@ -21,6 +21,7 @@ from rotor.engines.dynamic.step import BudgetedStep
 from rotor.errors import MemoryLimitWarning, RecomputationError
 from rotor.meter.step_meter import StepBytes, StepMeter, cancel_running
 from rotor.meter.watch import note_peak
+from rotor.tier.offload import check_device
 from rotor.units import exact_bytes
 
 __all__ = ["DynamicEngine"]
@@ -100,11 +101,13 @@ class DynamicEngine(Engine):
 
     def take_over(self, reason: str) -> None:
         """Warn that this engine runs a model that no other engine could plan."""
+        has_tier = self.settings.offload is not None
+        recomputes = "recomputes, or moves to the second tier," if has_tier else "recomputes"
         self.context.warn(
             "capture",
             "no single graph of the model could be captured, so its memory is not planned: the "
-            "dynamic engine runs it, which evicts and recomputes while a step runs. The reason:\n"
-            f"{reason}",
+            f"dynamic engine runs it, which evicts and {recomputes} while a step runs. The "
+            f"reason:\n{reason}",
         )
 
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> DynamicPlan:
@@ -121,7 +124,11 @@ class DynamicEngine(Engine):
             reserve_bytes=reserve_bytes,
             assumed_loss_bytes=self.settings.loss_tmp_memory_usage,
             verify=self.settings.verify,
+            offload=self.settings.offload,
         )
+        if plan.offload is not None:
+            check_device(plan.offload.tier, device)
+            plan.offload.known_link(device)
         return plan
 
     def begin_planning(self) -> None:

@@ -28,8 +28,12 @@ from rotor.dtr.stepping import Unknown, learn_needs
 from rotor.engines.dynamic.step import BudgetedStep
 from rotor.meter.step_meter import Metered, StepBytes
 from rotor.meter.watch import note_peak
+from rotor.tier.offload import Offload
+from rotor.tier.store import TierStore
 
 _REMEMBERED = 20
+_LEARNING_STEPS = (3, 16, 32)
+"""Steps after which the speed of a second tier is compared with the one that was measured."""
 _STEP_MARKS = ("loss", "backward")
 _SETTINGS = inspect.signature(dtr.budget).parameters
 OPTIONS = frozenset({"heuristic", "seed", "strict", "sample", "ignore_small", "storage_swap"})
@@ -87,6 +91,8 @@ class DynamicPlan(Metered):
         Operators of that step whose needs were guessed.
     verify
         Steps in which recomputed values are compared (`rotor.Checkpointable`).
+    offload
+        Second tier; ``None`` for none.
     kept
         Operators whose results are not evicted, because they differed when they ran again.
     steps, latest
@@ -109,6 +115,7 @@ class DynamicPlan(Metered):
     level_bytes: int | None = field(default=None, repr=False)
     unknown: Unknown = field(default_factory=list, repr=False)
     verify: str | int = "off"
+    offload: Offload | None = None
     kept: set[str] = field(default_factory=set)
     steps: int = 0
     latest: deque[StepFigures] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
@@ -203,8 +210,12 @@ class DynamicPlan(Metered):
                 held = max(held, step.gradient_bytes)
             session.aim(self.limit_bytes - self.reserve_bytes - held)
 
+        store = None if self.offload is None else TierStore(self.offload)
+
         def ended(step: BudgetedStep) -> None:
             self.steps += 1
+            if store is not None and self.steps in _LEARNING_STEPS:
+                store.learn()
             if step.is_proved:
                 self.proved.add(step.session.compared)
             room = self.room_for_loss(step.output_bytes)
@@ -220,6 +231,7 @@ class DynamicPlan(Metered):
             observer=None,
             verify=not self.proved.unproved and is_verified(self.verify, self.proved.ran),
             kept=self.kept,
+            offload=store,
             **(_DEFAULTS | self.options),
         )
         self.proved.ran += not is_trial

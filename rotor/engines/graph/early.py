@@ -27,7 +27,7 @@ from rotor.engines.graph.actions import Kind, actions_of, deaths
 from rotor.engines.graph.emit import StepCode, emit
 from rotor.engines.graph.handover import sharing
 from rotor.engines.graph.lowering import Lowered
-from rotor.engines.graph.offloading import Layout
+from rotor.engines.graph.offloading import Layout, Places
 from rotor.engines.graph.proving import PartsTally, Prover
 from rotor.errors import RecomputationError
 
@@ -237,6 +237,11 @@ class EarlyCode:
     def prepare(self) -> None:
         """Do what must be done before a step is metered."""
         self.emitted.prepare()
+
+    @property
+    def places(self) -> Places | None:
+        """Places of offloaded values; ``None``: nothing is offloaded."""
+        return getattr(self.emitted, "places", None)
 
     def forward(self, args: list[Any]) -> Any:
         """Return outputs, saved primals and the token; empty the given list of primals."""

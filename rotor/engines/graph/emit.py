@@ -23,7 +23,7 @@ from rotor.engines.graph.actions import Action, Kind, actions_of, deaths, root_n
 from rotor.engines.graph.false_edges import of_sizes
 from rotor.engines.graph.lowering import Lowered, Task, Value
 from rotor.engines.graph.moves import Moves
-from rotor.engines.graph.offloading import Layout
+from rotor.engines.graph.offloading import Layout, Places
 from rotor.engines.graph.proving import Prover
 from rotor.engines.graph.repeating import is_unspecified
 from rotor.errors import CaptureError
@@ -74,12 +74,15 @@ class Emitted:
         Function of the list of saved primals, token and tangents, which it empties.
     replayed
         Random operations that run more than once; each keeps a state of the generator.
+    places
+        Places of offloaded values; ``None``: nothing is offloaded.
     """
 
     forward: Callable[[list[Any]], Any]
     backward: Callable[[list[Any]], Any]
     source: str
     replayed: int
+    places: Places | None = None
 
     def prepare(self) -> None:
         """Do nothing: the code is ready."""
@@ -377,8 +380,10 @@ def emit(
     compared = {} if prover is None else compared_storages(lowered, actions, kept)
     if prover is not None:
         namespace |= {"begin_proof": prover.begin, "settle_proof": prover.settle}
+    places = None
     if layout is not None:
-        namespace["begin_step"] = layout.begin
+        places = Places(layout)
+        namespace["begin_step"] = places.begin
     moves = Moves(lowered, actions, kept, dying)
     handovers = len(groups)
     handovers += sum(
@@ -488,7 +493,7 @@ def emit(
     filename = f"<rotor program {next(_serial)}>"
     exec(compile(source, filename, "exec"), namespace)
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    return Emitted(namespace["forward"], namespace["backward"], source, len(replays))
+    return Emitted(namespace["forward"], namespace["backward"], source, len(replays), places)
 
 
 def _origin(primal: int, dimension: int | None) -> str:

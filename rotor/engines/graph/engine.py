@@ -209,8 +209,6 @@ class GraphEngine(MeteredEngine):
             return "what Inductor's code needs is measured, and holds for the measured shape only"
         if self.settings.counts == "reserved":
             return "reserved bytes depend on the rounding of each size"
-        if self.settings.offload is not None:
-            return "what is offloaded is planned for one shape"
         return "" if self.solve() is None else "the given algorithm plans one shape"
 
     def _new_capture(self) -> Capture:
@@ -337,7 +335,7 @@ class GraphEngine(MeteredEngine):
     """True if calls of several shapes share a capture."""
 
     def _is_improving(self) -> bool:
-        return self.improves and self.settings.offload is None and self.improver.is_on()
+        return self.improves and self.improver.is_on()
 
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> GraphPlan:
         """Return the fastest program found under a limit."""

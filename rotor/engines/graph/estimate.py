@@ -132,6 +132,11 @@ class Machine:
         name
             By default that of the device.
 
+        Returns
+        -------
+        Machine
+            The measured speeds.
+
         Raises
         ------
         ValueError
@@ -171,6 +176,11 @@ class Machine:
             Bytes read and written.
         low_precision
             True if it computes in a type of two bytes or less.
+
+        Returns
+        -------
+        float
+            Seconds.
         """
         speed = self.flops_per_second
         if low_precision and self.low_precision_flops_per_second is not None:

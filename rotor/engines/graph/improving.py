@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,6 @@ from rotor.engines.graph.glance import Refinement, glance
 from rotor.engines.graph.known import Kept, Known, options_number
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.planned import CapturedStep, GraphPlan, PlanningRecord
-from rotor.engines.graph.pricing import build_graph
 from rotor.engines.graph.profile import Cost, keys_of
 from rotor.engines.graph.repeating import keep_from_now_on, keep_unrepeatable
 from rotor.engines.graph.searching import (
@@ -34,11 +33,13 @@ from rotor.engines.graph.searching import (
     SMALL_GAIN,
     begun_with,
     exchanged,
+    is_fastest,
     outcome_of,
 )
 from rotor.errors import InfeasibleError, InvalidSequenceError
 from rotor.graph import planner
 from rotor.graph.graph import Graph
+from rotor.graph.link import Link
 from rotor.graph.program import Program
 
 __all__ = ["Improver", "Rough"]
@@ -49,9 +50,13 @@ _MEASURING_STEPS = 24
 _SEARCH_NS = 70_000
 """Time of a search with ``effort="fast"``, for each operation."""
 
+_TIER_TIMES = 3
+"""Ratio of the times of a search with a second tier, and without."""
+
 _SEARCH_SHARE = 0.1
 
 Solve = Callable[[Graph, int, dict[str, Any], Any], Program]
+Start = Callable[[Graph, Link | None], Program | None]
 
 
 def _quick_options(options: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
@@ -59,7 +64,8 @@ def _quick_options(options: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
     effort = options.get("effort", "default")
     if not isinstance(effort, int) or effort > 1:
         step_ns = sum(operation.cost_ns for operation in graph.operations)
-        is_cheap = _SEARCH_NS * len(graph) <= _SEARCH_SHARE * step_ns
+        times = 1 if options.get("link") is None else _TIER_TIMES
+        is_cheap = times * _SEARCH_NS * len(graph) <= _SEARCH_SHARE * step_ns
         effort = "fast" if is_cheap else 0
     return {**options, "effort": effort}
 
@@ -67,7 +73,7 @@ def _quick_options(options: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
 class _Quick:
     """Short search that begins with programs at hand, and takes one that fits as it is."""
 
-    def __init__(self, starts: Sequence[Callable[[Graph], Program | None]]) -> None:
+    def __init__(self, starts: Sequence[Start]) -> None:
         self._starts = starts
         self._latest: Program | None = None
         self.taken: int | None = None
@@ -76,7 +82,8 @@ class _Quick:
     def __call__(
         self, graph: Graph, budget: int, options: dict[str, Any], progress: Any
     ) -> Program:
-        found = [(k, start(graph)) for k, start in enumerate(self._starts)]
+        link = options.get("link")
+        found = [(k, start(graph, link)) for k, start in enumerate(self._starts)]
         programs = [(k, program) for k, program in found if program is not None]
         fitting = [(k, program) for k, program in programs if program.peak_bytes <= budget]
         self.taken, self.is_repaired = None, bool(programs)
@@ -85,16 +92,18 @@ class _Quick:
             return program
         start = min(programs, key=lambda one: one[1].peak_bytes)[1] if programs else None
         given = _quick_options(options, graph)
-        if self._latest is not None:
+        before = None if self._latest is None else _priced(self._latest, graph, link)
+        if before is not None:
             # The budget is a little less than before: a repair will do.
-            start, given["effort"] = Program(graph, self._latest.ops), 0
+            start, given["effort"] = before, 0
         self._latest = planner.plan(graph, budget, progress=progress, start=start, **given)
         return self._latest
 
 
-def _same_program(old: GraphPlan, graph: Graph) -> Program | None:
+def _priced(old: Program, graph: Graph, link: Link | None) -> Program | None:
+    """Return a program of another cost model and link; ``None`` if it is none of it."""
     try:
-        return Program(graph, old.program.ops)
+        return Program(graph, old.actions, link)
     except InvalidSequenceError:
         return None
 
@@ -142,6 +151,7 @@ class _Search:
     has_begun: bool = False
     rounds: int = 0
     own_bytes: int = 0
+    link: Link | None = None
 
 
 class Improver:
@@ -281,9 +291,9 @@ class Improver:
         known = Known(step.lowered, step.device, keys) if before is None else before.known
         has_taken = self._take_loss(key, step, known)
         kept = [] if before is not None else known.programs()
-        starts: list[Callable[[Graph], Program | None]] = [one.program for one in kept]
+        starts: list[Start] = [one.program for one in kept]
         if old is not None:
-            starts.append(partial(_same_program, old))
+            starts.append(partial(_priced, old.program))
         quick = _Quick(starts)
         try:
             plan = planned(quick)
@@ -305,9 +315,9 @@ class Improver:
         plan.planning = record
         if old is not None:
             plan.take_code(old)
-        search = _Search(key, plan, known, record)
+        search = _Search(key, plan, known, record, link=plan.program.link or step.link)
         is_settled = quick.taken is not None and quick.taken < len(kept)
-        record.is_final = not plan.recomputed or (
+        record.is_final = is_fastest(plan) or (
             is_settled
             and key.measured not in self.rough
             and kept[quick.taken or 0] == self._kept(search, is_final=True)
@@ -327,12 +337,13 @@ class Improver:
     def _kept(self, search: _Search, *, is_final: bool) -> Kept:
         plan = search.plan
         return Kept(
-            plan.program.ops.tolist(),
+            plan.program.actions.tolist(),
             plan.limit_bytes,
             plan.loss_bytes,
             plan.reserve_bytes,
-            options_number(self.context.settings.options),
+            options_number(self.context.settings.options, plan.program.link),
             is_final,
+            plan.program.link is not None,
         )
 
     def _keep(self, search: _Search) -> None:
@@ -392,20 +403,16 @@ class Improver:
         search.record.seconds += time.thread_time() - begun
         return True
 
-    def _graph(self, search: _Search) -> Graph:
-        step = search.plan.step
-        return build_graph(step.lowered, step.costs, search.plan.loss_bytes)
-
     def _start(self, search: _Search) -> None:
         """Begin a search from the program so far."""
-        plan, graph = search.plan, self._graph(search)
-        start = _same_program(plan, graph)
+        plan = search.plan
+        start = _priced(plan.program, plan.step.graph(plan.loss_bytes), search.link)
         if start is None:
             search.record.is_final = True
             return
         own = max(plan.executor_bytes, search.own_bytes)
         options = self.context.settings.options
-        work = begun_with(graph, plan, start, own, options, search.rounds)
+        work = begun_with(start.graph, plan, start, own, options, search.rounds)
         search.job = self.executor.start(work)
 
     def _collect(self, search: _Search, job: Job) -> None:
@@ -418,7 +425,7 @@ class Improver:
         search.rounds += 1
         search.record.seconds += seconds
         plan, graph = search.plan, found.graph
-        before = Program(graph, plan.program.ops)
+        before = Program(graph, plan.program.actions, found.link)
         gain = 1 - found.time_ns / max(before.time_ns, 1)
         if gain >= LEAST_GAIN:
             self._exchange(search, found)
@@ -430,12 +437,18 @@ class Improver:
             self._keep(search)
 
     def _exchange(self, search: _Search, program: Program) -> None:
-        """Make the plan of a better program, unless its random states do not fit."""
+        """Make the plan of a better program, unless it does not fit with what is beside it."""
         old = search.plan
         own = old.step.bytes_beside(program, old.limit_bytes)
         if program.peak_bytes + own + old.reserve_bytes > old.limit_bytes:
-            # The next round leaves room for them.
+            # The next round leaves room for its random states.
             search.own_bytes = own
+            return
+        missing = old.step.tier_excess(program)
+        if missing:
+            assert program.link is not None
+            most = min(program.link.host_bytes or program.host_peak_bytes, program.host_peak_bytes)
+            search.link = replace(program.link, host_bytes=max(most - missing, 0))
             return
         search.plan = exchanged(old, program, own, search.record)
 

@@ -8,6 +8,7 @@ other: one that does not suit is not used.
 from __future__ import annotations
 
 import hashlib
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.profile import environment_of, keys_of
 from rotor.errors import InvalidSequenceError
 from rotor.graph.graph import Graph
+from rotor.graph.link import Link
 from rotor.graph.program import Program
 
 __all__ = ["Kept", "Known", "KnownOrders", "fingerprint", "options_number"]
@@ -33,11 +35,19 @@ _MOST_ORDERS = 16
 _LOSS = "loss"
 _FIELDS = 5
 _DIGITS = 3
+_WITH_TIER = " with a tier"
 
 
-def options_number(options: Mapping[str, Any]) -> int:
-    """Return a number for the options of a search."""
-    return zlib.crc32(repr(sorted(options.items())).encode())
+def options_number(options: Mapping[str, Any], link: Link | None = None) -> int:
+    """Return a number for the options of a search, and for the link to a second tier.
+
+    Speeds of the link that differ by less than a factor of about 2 are one.
+    """
+    text = repr(sorted(options.items()))
+    if link is not None:
+        speeds = (link.write_bytes_per_s, link.read_bytes_per_s)
+        text += repr(([round(math.log2(speed)) for speed in speeds], link.host_bytes))
+    return zlib.crc32(text.encode())
 
 
 def fingerprint(lowered: Lowered, device: torch.device, keys: Sequence[str] | None = None) -> str:
@@ -81,10 +91,10 @@ def _digest(
     return f"{environment_of(device)} {digest.hexdigest()}"
 
 
-def _program(graph: Graph, ops: Sequence[int]) -> Program | None:
-    """Return a program of a graph; ``None`` if the operations make none."""
+def _program(graph: Graph, actions: Sequence[int], link: Link | None) -> Program | None:
+    """Return a program of a graph; ``None`` if the actions make none."""
     try:
-        return Program(graph, np.asarray(ops, dtype=np.int32))
+        return Program(graph, np.asarray(actions, dtype=np.int32), link)
     except (InvalidSequenceError, ValueError, OverflowError):
         return None
 
@@ -95,26 +105,29 @@ class Kept:
 
     Attributes
     ----------
-    ops
-        Numbers of the operations.
+    actions
+        Actions of the program.
     limit_bytes, loss_bytes, reserve_bytes
         Conditions of its search.
     options
         Number of the options of its search (`options_number`).
     is_final
         True if the search for a better one had ended.
+    has_tier
+        True if it was searched for with a second tier.
     """
 
-    ops: Sequence[int]
+    actions: Sequence[int]
     limit_bytes: int
     loss_bytes: int
     reserve_bytes: int
     options: int
     is_final: bool
+    has_tier: bool = False
 
-    def program(self, graph: Graph) -> Program | None:
+    def program(self, graph: Graph, link: Link | None = None) -> Program | None:
         """Return the program of a graph; ``None`` if it is none."""
-        return _program(graph, self.ops)
+        return _program(graph, self.actions, link)
 
 
 class Known:
@@ -141,7 +154,15 @@ class Known:
     def programs(self) -> list[Kept]:
         """Return the programs of earlier runs, under any limit."""
         return [
-            Kept(row[_FIELDS:], row[0], row[1], row[2], row[3], bool(row[4]))
+            Kept(
+                row[_FIELDS:],
+                row[0],
+                row[1],
+                row[2],
+                row[3],
+                bool(row[4]),
+                name.endswith(_WITH_TIER),
+            )
             for name, row in self._rows.items()
             if name != _LOSS and len(row) > _FIELDS
         ]
@@ -157,13 +178,14 @@ class Known:
             Bytes of the caller's loss, if metered.
         """
         name = f"limit {float(found.limit_bytes):.{_DIGITS}g}"
+        name += _WITH_TIER if found.has_tier else ""
         row = [
             found.limit_bytes,
             found.loss_bytes,
             found.reserve_bytes,
             found.options,
             int(found.is_final),
-            *map(int, found.ops),
+            *map(int, found.actions),
         ]
         rows = {name: row}
         if loss_bytes is not None:
@@ -183,27 +205,29 @@ class KnownOrders:
         Operations of a graph with symbols.
     device
         Device of the steps.
+    has_tier
+        True for programs that were searched for with a second tier.
     """
 
-    def __init__(self, lowered: Lowered, device: torch.device) -> None:
-        self._environment = _structure(lowered, device)
+    def __init__(self, lowered: Lowered, device: torch.device, *, has_tier: bool = False) -> None:
+        self._environment = _structure(lowered, device) + (_WITH_TIER if has_tier else "")
         self._rows = cache.load(_ORDERS, self._environment)
         self._next = len(self._rows)
 
-    def programs(self, graph: Graph) -> list[tuple[int, Program]]:
+    def programs(self, graph: Graph, link: Link | None = None) -> list[tuple[int, Program]]:
         """Return programs of earlier runs, each after the bytes of all storages at its shape.
 
         Parameters
         ----------
-        graph
-            The graph at any shape, by which programs are checked.
+        graph, link
+            The graph at any shape, and the link to a second tier, by which programs are checked.
         """
-        found = [(row[0], _program(graph, row[1:])) for row in self._rows.values() if row]
+        found = [(row[0], _program(graph, row[1:], link)) for row in self._rows.values() if row]
         return [(total, program) for total, program in found if program is not None]
 
     def keep(self, total: int, program: Program) -> None:
         """Keep a program on disk that was searched for at a shape of `total` bytes."""
-        row = [total, *program.ops.tolist()]
+        row = [total, *program.actions.tolist()]
         if row in self._rows.values():
             return
         name = f"program {self._next % _MOST_ORDERS}"

@@ -7,6 +7,7 @@ they have shown is planned for instead; where the tier is much faster, too.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rotor.tier.offload import PLANNED_SHARE
@@ -44,13 +45,11 @@ def learn_link(plan: GraphPlan) -> bool:
     waits = layout.waits
     steps = waits.steps - waits.seen_steps
     due = _FIRST_STEPS if waits.seen_steps == 0 else _STEPS
-    if steps < due or offload.learned >= _MOST_LESSONS or plan.program.link != offload.link:
+    if steps < due or offload.learned >= _MOST_LESSONS or not _is_current(plan):
         return False
-    waited = (waits.writing_ns + waits.reading_ns - waits.seen_ns) / steps / 1e9
+    waited = (layout.waited_ns() - waits.seen_ns) / steps / 1e9
     rates = _shown(plan)
-    waits.see()
-    if layout.tier.traffic is not None:
-        layout.seen.take(layout.tier.traffic)
+    layout.see()
     excess = waited - plan.program.waited
     link = offload.link
     if rates is None:
@@ -74,6 +73,14 @@ def learn_link(plan: GraphPlan) -> bool:
     )
     offload.learn(*rates)
     return True
+
+
+def _is_current(plan: GraphPlan) -> bool:
+    """Return whether a plan counts on the known speed; it may have less room on the tier."""
+    link, offload = plan.program.link, plan.step.offload
+    assert offload is not None
+    assert offload.link is not None
+    return link is not None and replace(link, host_bytes=offload.link.host_bytes) == offload.link
 
 
 def _shown(plan: GraphPlan) -> tuple[float, float] | None:

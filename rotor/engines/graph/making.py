@@ -49,7 +49,9 @@ def make_graph_plan(
         No plan was found; ``minimum_bytes`` is the least limit for which one was.
     """
     graph = step.graph(loss_bytes)
-    find = solve or (search if step.offload is None else partial(_search_with_tier, step))
+    find = solve or search
+    if step.offload is not None:
+        find = partial(_search_with_tier, step, find)
 
     def found(own: int) -> Found:
         budget = max(limit_bytes - own - reserve_bytes, 1)
@@ -95,24 +97,30 @@ def make_graph_plan(
 
 
 def _search_with_tier(
-    step: CapturedStep, graph: Graph, budget: int, options: dict[str, Any], progress: Any
+    step: CapturedStep,
+    find: Callable[..., Program],
+    graph: Graph,
+    budget: int,
+    options: dict[str, Any],
+    progress: Any,
 ) -> Program:
-    """Return the planner's program, whose values have places within the limit of the tier.
+    """Return the program of a search whose values have places within the limit of the tier.
 
-    Places beside one another take a little more than the values: the search then has less.
+    The link to the tier is among the options of the search. Places beside one another take a little
+    more than the values: the search then has less.
     """
     offload, link = step.offload, step.link
     assert offload is not None
     assert link is not None
     room = offload.limit_bytes
     for _ in range(_ROOMIER):
-        program = search(graph, budget, options, progress, link)
-        layout = step.layout(program)
-        if layout is None or room is None or layout.nbytes <= room:
+        program = find(graph, budget, {**options, "link": link}, progress)
+        missing = step.tier_excess(program)
+        if room is None or missing <= 0:
             return program
         most = link.host_bytes if link.host_bytes is not None else room
-        link = replace(link, host_bytes=max(most - (layout.nbytes - room), 0))
-    return search(graph, budget, options, progress)
+        link = replace(link, host_bytes=max(most - missing, 0))
+    return find(graph, budget, options, progress)
 
 
 class Found(NamedTuple):

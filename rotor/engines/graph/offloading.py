@@ -15,7 +15,7 @@ from rotor.engines.graph.actions import Action, Kind, actions_of, offloaded
 from rotor.engines.graph.lowering import Lowered
 from rotor.tier.interface import Tier, Traffic
 
-__all__ = ["Layout", "StepTier", "Waits", "layout_of"]
+__all__ = ["Layout", "Places", "StepTier", "Waits", "layout_of"]
 
 logger = logging.getLogger("rotor")
 
@@ -26,23 +26,18 @@ class Waits:
 
     Attributes
     ----------
-    writing_ns, reading_ns
-        For offloads to end, and for fetches.
+    host_ns
+        Waits of the host.
     steps
         Number of steps.
     seen_ns, seen_steps
-        Sum of the times, and steps, at the latest comparison with the plan.
+        Time of all waits, and steps, at the latest comparison with the plan.
     """
 
-    writing_ns: int = 0
-    reading_ns: int = 0
+    host_ns: int = 0
     steps: int = 0
     seen_ns: int = 0
     seen_steps: int = 0
-
-    def see(self) -> None:
-        """Note a comparison."""
-        self.seen_ns, self.seen_steps = self.writing_ns + self.reading_ns, self.steps
 
 
 @dataclass(frozen=True)
@@ -61,8 +56,8 @@ class Layout:
         Bytes of the area.
     waits
         Record of the waits.
-    seen
-        Traffic of the tier before the program's first step, then at the latest comparison.
+    first, seen
+        Traffic of the tier before the program's first step, and at the latest comparison.
     """
 
     tier: Tier
@@ -70,6 +65,7 @@ class Layout:
     sizes: dict[int, int]
     nbytes: int
     waits: Waits = field(default_factory=Waits)
+    first: Traffic = field(default_factory=Traffic)
     seen: Traffic = field(default_factory=Traffic)
 
     def prepare(self) -> None:
@@ -79,9 +75,39 @@ class Layout:
     def begin(self) -> StepTier:
         """Return the offloaded values of a new step."""
         if self.waits.steps == 0 and self.tier.traffic is not None:
+            self.first.take(self.tier.traffic)
             self.seen.take(self.tier.traffic)
         self.waits.steps += 1
         return StepTier(self)
+
+    def waited_ns(self) -> int:
+        """Return the time of all waits so far, of the host and of the device."""
+        traffic = self.tier.traffic
+        on_device = 0 if traffic is None else traffic.waited_ns - self.first.waited_ns
+        return self.waits.host_ns + on_device
+
+    def see(self) -> None:
+        """Note a comparison with the plan."""
+        self.waits.seen_ns, self.waits.seen_steps = self.waited_ns(), self.waits.steps
+        if self.tier.traffic is not None:
+            self.seen.take(self.tier.traffic)
+
+
+@dataclass
+class Places:
+    """Source of the offloaded values of a step, for code that plans share.
+
+    Attributes
+    ----------
+    layout
+        Layout of the plan that runs next.
+    """
+
+    layout: Layout
+
+    def begin(self) -> StepTier:
+        """Return the offloaded values of a new step."""
+        return self.layout.begin()
 
 
 class StepTier:
@@ -125,7 +151,7 @@ class StepTier:
 
     def written(self, storage: int) -> None:
         """Wait until a storage is written, and let go of it."""
-        self._layout.waits.writing_ns += self._wait(Kind.FINISH, storage)
+        self._layout.waits.host_ns += self._wait(Kind.FINISH, storage)
 
     def fetch(self, storage: int) -> torch.Tensor:
         """Return a new tensor of a storage's form, whose bytes are on their way."""
@@ -139,7 +165,7 @@ class StepTier:
 
     def fetched(self, storage: int) -> None:
         """Wait until the bytes of a fetched storage have come."""
-        self._layout.waits.reading_ns += self._wait(Kind.FETCH, storage)
+        self._layout.waits.host_ns += self._wait(Kind.FETCH, storage)
 
     def _wait(self, kind: Kind, storage: int) -> int:
         known = self._tickets.get((kind, storage))

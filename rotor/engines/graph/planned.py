@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -11,39 +11,26 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from rotor._pytorch import core, devices
-from rotor.common.accounting import (
-    COMPILED_HANDOVERS,
-    HANDOVERS,
-    assumed_loss_bytes,
-    generator_bytes,
-    scalar_bytes,
-)
-from rotor.common.checksums import NO_ROOM, has_room
+from rotor._pytorch import core
+from rotor.common.checksums import NO_ROOM
 from rotor.common.timeline import PredictedTimeline
 from rotor.engines.graph import marks
-from rotor.engines.graph.actions import renumbered, runs_among
-from rotor.engines.graph.capture import Capture, Captured
-from rotor.engines.graph.early import EarlyCode, EarlyStep, Owners
-from rotor.engines.graph.emit import StepCode, checksums_of, emit
-from rotor.engines.graph.false_edges import DEVICES
-from rotor.engines.graph.handover import with_handovers
-from rotor.engines.graph.inductor import Inductor
-from rotor.engines.graph.lowering import Lowered, Task
-from rotor.engines.graph.offloading import Layout, layout_of
-from rotor.engines.graph.pricing import build_graph, sizes_of
-from rotor.engines.graph.profile import Cost
-from rotor.engines.graph.proving import Prover, Tally, proving_bytes
+from rotor.engines.graph.actions import renumbered
+from rotor.engines.graph.captured_step import CapturedStep, executor_bytes
+from rotor.engines.graph.early import EarlyCode, EarlyStep
+from rotor.engines.graph.emit import StepCode, emit
+from rotor.engines.graph.lowering import Task
+from rotor.engines.graph.offloading import Layout
+from rotor.engines.graph.pricing import build_graph
+from rotor.engines.graph.proving import Prover, Tally
 from rotor.engines.graph.record import PlanningRecord
 from rotor.engines.graph.repeating import keep_from_now_on
 from rotor.graph import planner
-from rotor.graph.blocks import program_bytes
 from rotor.graph.graph import Graph
-from rotor.graph.link import Link
 from rotor.graph.program import Program, simulate
+from rotor.graph.transfers import transfers_of
 from rotor.meter.reserving import Reserving
 from rotor.meter.step_meter import Metered
-from rotor.tier.offload import Offload
 
 __all__ = [
     "CapturedStep",
@@ -53,292 +40,6 @@ __all__ = [
     "lower_bound_of",
     "repriced",
 ]
-
-
-@dataclass
-class CapturedStep:
-    """Facts on one kind of step: its operations and their costs.
-
-    Attributes
-    ----------
-    loss_captured
-        True if the loss is among the operations.
-    planned_for
-        Type of the device of the costs, if it is another one.
-    owners
-        Origins of the primals that get gradients; ``None`` if unknown for one of them.
-    existing
-        Gradients that exist when the step begins: new ones are added to them.
-    absent
-        Outputs whose gradients the loss does not hand to the backward, by number of the tangent.
-    verifies
-        True if recomputed values are compared in some steps.
-    counts
-        Bytes that a limit counts on an accelerator: "allocated" ones, or the "reserved" ones that
-        the allocator takes from the device for them.
-    offload
-        Second tier; ``None`` for none.
-    base
-        The same step without existing gradients, with all tangents.
-    inductor
-        Compiler of its programs; ``None`` if they are emitted as Python.
-    """
-
-    capture: Capture
-    captured: Captured
-    costs: list[Cost]
-    device: torch.device
-    loss_captured: bool
-    planned_for: str = ""
-    owners: Owners | None = field(default=None, repr=False)
-    existing: frozenset[int] = frozenset()
-    absent: frozenset[int] = frozenset()
-    verifies: bool = True
-    counts: str = "allocated"
-    offload: Offload | None = None
-    lowered: Lowered = field(init=False, repr=False)
-    inductor: Inductor | None = field(init=False, default=None, repr=False)
-    base: CapturedStep = field(init=False, repr=False)
-    _variants: dict[tuple[frozenset[int], frozenset[int]], CapturedStep] = field(
-        init=False, default_factory=dict, repr=False
-    )
-
-    def __post_init__(self) -> None:
-        self.base = self
-        self.lowered = self.captured.lowered
-        compiles = self.capture.backend == "inductor"
-        if self.existing:
-            self.lowered, self.costs = self._with_handovers(self.costs)
-        self.costs = self._without_absent(self.costs)
-        if compiles:
-            self.inductor = Inductor(self.lowered)
-
-    def _with_handovers(self, costs: list[Cost]) -> tuple[Lowered, list[Cost]]:
-        most = COMPILED_HANDOVERS if self.capture.backend == "inductor" else HANDOVERS
-        return with_handovers(self.captured.lowered, costs, self.existing, most)
-
-    def _without_absent(self, costs: list[Cost]) -> list[Cost]:
-        """Return costs with tangents of no bytes where they are absent."""
-        if not self.absent:
-            return costs
-        cost = costs[self.lowered.loss]
-        made = [0 if k in self.absent else size for k, size in enumerate(cost.made_bytes)]
-        found = list(costs)
-        found[self.lowered.loss] = replace(cost, made_bytes=tuple(made))
-        return found
-
-    def set_costs(self, costs: list[Cost]) -> None:
-        """Replace the costs of the operations, here and in the results of `variant`.
-
-        Parameters
-        ----------
-        costs
-            Costs for no existing gradients, as this step must be; sizes are the former ones.
-        """
-        self.costs = costs
-        for variant in self._variants.values():
-            own = variant._with_handovers(costs)[1] if variant.existing else costs
-            variant.costs = variant._without_absent(own)
-
-    def variant(self, existing: frozenset[int], absent: frozenset[int]) -> CapturedStep:
-        """Return the same step with some existing gradients, and some absent tangents."""
-        if not existing and not absent:
-            return self
-        if (existing, absent) not in self._variants:
-            made = replace(self, existing=existing, absent=absent)
-            made.base = self
-            self._variants[existing, absent] = made
-        return self._variants[existing, absent]
-
-    @property
-    def absent_tangents(self) -> frozenset[int]:
-        """Tangents that came in no backward so far; none before the first."""
-        return self.captured.absent or frozenset()
-
-    @property
-    def doubtful_tangents(self) -> frozenset[int]:
-        """Tangents that never come if the model computes its own loss; none after a backward.
-
-        A model that returns a single number, and larger outputs, is trained by the number.
-        """
-        values = [node.meta["val"] for node in self.lowered.tangents]
-        large = frozenset(k for k, value in enumerate(values) if value.numel() > 1)
-        is_known = self.captured.absent is not None
-        on_cpu = all(value.device.type in DEVICES for value in values)
-        is_free = on_cpu and bool(self.lowered.output_of_tangent) and self.inductor is None
-        return large if is_free and not is_known and len(large) < len(values) else frozenset()
-
-    def variants(self) -> list[CapturedStep]:
-        """Return the step, and the results of `variant`."""
-        return [self, *self._variants.values()]
-
-    def existing_among(self, lacking: Sequence[bool]) -> frozenset[int]:
-        """Return the existing gradients, from the parameters that have none.
-
-        Parameters
-        ----------
-        lacking
-            Flags by number of the parameter, as in `rotor.engines.graph.early.slots_of`.
-        """
-        return frozenset(
-            index
-            for index, owner in (self.owners or {}).items()
-            if owner.slots and not lacking[owner.slots[0]]
-        )
-
-    @property
-    def hands_over(self) -> bool:
-        """True if gradients leave before the backward ends, to be added to existing ones."""
-        return any(task.gradients for task in self.lowered.tasks)
-
-    @property
-    def shares_shapes(self) -> bool:
-        """True if costs and programs are shared with steps of other shapes."""
-        return False
-
-    @property
-    def expected_excess(self) -> int:
-        """Bytes by which the step may exceed its prediction, as far as known before it ran."""
-        return 0
-
-    @property
-    def solver(self) -> Callable[..., Program] | None:
-        """Search for its programs, called as `rotor.engines.graph.pricing.search`, if not that."""
-        return None
-
-    def adopt(self, plan: GraphPlan) -> None:
-        """Take note of a plan of the step."""
-
-    def note_excess(self, excess_bytes: int) -> None:
-        """Take note of the bytes by which a metered step has exceeded its prediction."""
-
-    def largest_fitting(self, limit_bytes: int, shapes: Any) -> Any:
-        """Return the shapes of the largest call that fits in a limit; ``None`` if unknown."""
-        return None
-
-    def note_loss(self, plan: GraphPlan, loss_bytes: int) -> bool:
-        """Take note of the need of the caller's loss; return whether a plan should follow it."""
-        return loss_bytes != plan.loss_bytes
-
-    def graph(self, loss_bytes: int) -> Graph:
-        """Return the cost model, with `loss_bytes` of workspace in the loss."""
-        moves = self.offload is not None
-        return build_graph(self.lowered, self.costs, loss_bytes, moves=moves)
-
-    @property
-    def link(self) -> Link | None:
-        """Link to the second tier, on which plans count; ``None`` without a tier."""
-        return None if self.offload is None else self.offload.known_link(self.device)
-
-    def layout(self, program: Program) -> Layout | None:
-        """Return places for a program's offloaded values; ``None`` if it has none."""
-        if self.offload is None:
-            return None
-        sizes = sizes_of(self.lowered, self.costs)
-        return layout_of(self.offload.tier, self.lowered, program.actions.tolist(), sizes)
-
-    def verified(self, ops: Any, make: Callable[[], Any]) -> Any:
-        """Return a program's code with comparisons, made by a function."""
-        return make()
-
-    def code(self, numbers: list[int], layout: Layout | None = None) -> StepCode:
-        """Return the functions that run the actions of a program."""
-        if self.inductor is not None:
-            return self.inductor.code(numbers)
-        if self.hands_over:
-            return EarlyCode.of(self.lowered, numbers, layout=layout)
-        return emit(self.lowered, numbers, layout=layout)
-
-    @property
-    def several_tangents(self) -> bool:
-        """True if some outputs may be without a gradient while others have one."""
-        return len(self.lowered.output_of_tangent) > 1
-
-    @property
-    def tangent_bytes(self) -> int:
-        """Bytes of the gradients that the loss hands to the backward."""
-        return sum(self.costs[self.lowered.loss].made_bytes)
-
-    @property
-    def output_bytes(self) -> int:
-        """Bytes of the outputs' storages."""
-        sizes = sizes_of(self.lowered, self.costs)
-        return sum(sizes[storage] for storage in self.lowered.tasks[self.lowered.loss].inputs)
-
-    @property
-    def _devices(self) -> list[torch.device]:
-        """Devices of its runs, and of its plans."""
-        return [torch.device(self.device.type), torch.device(self.planned_for or self.device)]
-
-    @property
-    def _most_compared(self) -> int:
-        """Largest number of checksums of a verified step."""
-        return 2 * sum(len(task.made) for task in self.lowered.tasks)
-
-    def is_provable(self, limit_bytes: int) -> bool:
-        """Return whether a limit has room for the checksums of a verified step."""
-        return all(has_room(d, self._most_compared, limit_bytes) for d in self._devices)
-
-    def executor_bytes(self, replayed: int, compared: int, limit_bytes: int) -> int:
-        """Return the bytes kept beside the graph's storages.
-
-        Parameters
-        ----------
-        replayed
-            Number of random states that are restored.
-        compared
-            Checksums of a verified step.
-        limit_bytes
-            The limit of the step.
-        """
-        proves = self.verifies and self.inductor is None and self.is_provable(limit_bytes)
-        return max(
-            executor_bytes(device, replayed)
-            + (proving_bytes(self.lowered, device, compared) if proves else 0)
-            for device in self._devices
-        )
-
-    def executor_bytes_of(self, numbers: list[int], limit_bytes: int) -> int:
-        """Return the bytes kept beside the graph's storages while a program's actions run."""
-        ops = runs_among(self.lowered, numbers)
-        runs = np.bincount(ops, minlength=len(self.lowered.tasks))
-        replayed = sum(task.random and runs[k] > 1 for k, task in enumerate(self.lowered.tasks))
-        if self.inductor is not None:
-            replayed = 0
-        return self.executor_bytes(int(replayed), checksums_of(self.lowered, numbers), limit_bytes)
-
-    def bytes_beside(self, program: Program, limit_bytes: int) -> int:
-        """Return the bytes that a program needs beside the graph's storages.
-
-        On an accelerator they include the slack of the caching allocator: blocks that are larger
-        than their storages and, where reserved bytes count, holes between blocks.
-        """
-        own = self.executor_bytes_of(program.actions.tolist(), limit_bytes)
-        if self.device.type == "cpu" or self.inductor is not None:
-            return own
-        found = program_bytes(program, own, expandable=devices.expandable_segments())
-        needed = found.allocated_peak_bytes
-        if self.counts == "reserved":
-            needed = found.reserved_peak_bytes
-        return max(needed - program.peak_bytes, own)
-
-    def most_executor_bytes(self, limit_bytes: int) -> int:
-        """Return the most bytes kept beside the graph's storages, under any recomputation."""
-        random = sum(task.random for task in self.lowered.tasks)
-        return self.executor_bytes(random, self._most_compared, limit_bytes)
-
-    @property
-    def assumed_loss_bytes(self) -> int:
-        """Assumed need of an unknown loss: 4 x the output, in all."""
-        return max(assumed_loss_bytes(self.output_bytes) - self.tangent_bytes, 0)
-
-    def loss_workspace(self, given_bytes: int, learned_bytes: int | None) -> int:
-        """Return the need of the loss beside the tangents: learnt, given, or 4 x the output."""
-        if learned_bytes is not None:
-            return max(learned_bytes, 0)
-        if self.loss_captured:
-            return 0
-        return given_bytes or self.assumed_loss_bytes
 
 
 @dataclass(repr=False)
@@ -444,14 +145,15 @@ class GraphPlan(Metered):
         """Live bytes of a step by the simulator."""
         ops = self.program.ops
         costs = np.array([op.cost_ns for op in self.graph.operations], dtype=np.int64)
-        is_run = self.program.actions < len(self.graph)
-        live = self.program.timeline().peak_bytes[is_run] + self.executor_bytes
+        live = self.program.timeline(runs_only=True).peak_bytes + self.executor_bytes
         loss = int(np.flatnonzero(ops == self.step.lowered.loss)[0])
         new = [
             sum(self.graph.storages[s].bytes for s in op.outputs) + op.workspace_bytes
             for op in self.graph.operations
         ]
-        return PredictedTimeline.of_runs(costs[ops], live, loss, np.array(new)[ops])
+        # A run lasts until the next one begins: what that waits for the tier is in it.
+        waits = np.array([*transfers_of(self.program).waits_ns[1:], 0], dtype=np.int64)
+        return PredictedTimeline.of_runs(costs[ops] + waits, live, loss, np.array(new)[ops])
 
     @functools.cached_property
     def recomputed(self) -> int:
@@ -482,14 +184,21 @@ class GraphPlan(Metered):
             code = self.emitted
         else:
             if self._verified is None:
-                self._verified = self.step.verified(self.program.ops, self._verified_code)
+                self._verified = self.step.verified(self.program.actions, self._verified_code)
             code, prover = self._verified
             prover.tally = tally
         code.prepare()
         if self.layout is not None:
             self.layout.prepare()
+            self._place(code)
         self.step.captured.emitted = code
         return code
+
+    def _place(self, code: StepCode) -> None:
+        """Have code, which plans of other shapes share, use the places of this plan."""
+        places = getattr(code, "places", None)
+        if places is not None:
+            places.layout = self.layout
 
     def tally(self, verify: str | int) -> Tally | None:
         """Return the tally of the next step; ``None`` if that step is not verified."""
@@ -571,6 +280,7 @@ class GraphPlan(Metered):
             yield arguments, None
             return
         assert self.step.owners is not None
+        self._place(code)
         early = EarlyStep(code, self.step.owners, self.device)
         self.step.captured.emitted = early
         try:
@@ -588,11 +298,6 @@ def lower_bound_of(step: CapturedStep, graph: Graph, limit_bytes: int) -> int:
         free = [replace(op, once=op.once and op.phase == "loss") for op in graph.operations]
         graph = Graph(graph.storages, None, free)
     return planner.lower_bound(graph) + step.executor_bytes(0, 0, limit_bytes)
-
-
-def executor_bytes(device: torch.device, replayed: int) -> int:
-    """Return the bytes of the caller's scalars and of the random states kept for replayed draws."""
-    return scalar_bytes(device.type) + generator_bytes(device.type, replayed)
 
 
 def repriced(plan: GraphPlan, loss_bytes: int, step: CapturedStep | None = None) -> int:

@@ -10,7 +10,6 @@ from rotor.engines.graph.profile import Cost
 from rotor.errors import InfeasibleError
 from rotor.graph import planner
 from rotor.graph.graph import Graph, Operation, Storage
-from rotor.graph.link import Link
 from rotor.graph.program import Program
 from rotor.units import exact_bytes
 
@@ -72,11 +71,8 @@ def search(
     budget: int,
     options: dict[str, Any],
     progress: Any,
-    link: Link | None = None,
 ) -> Program:
     """Return the planner's program; retry with more effort if a low one misses an existing one."""
-    if link is not None:
-        options = {**options, "link": link}
     try:
         return planner.plan(graph, budget, progress=progress, **options)
     except InfeasibleError as error:

@@ -66,6 +66,11 @@ class Profile:
             The CPU or an accelerator.
         machine
             Speeds of the machine (`Machine.measure`), for unmeasured operations.
+
+        Returns
+        -------
+        Profile
+            Measures of this version of PyTorch on this device.
         """
         environment = environment_of(torch.device(device))
         entries = cache.load("profile", environment)
@@ -142,6 +147,11 @@ class Profile:
             Output of `save`, or a table of the cache directory.
         machine
             Source of estimates for missing operations, instead of the machine saved with it.
+
+        Returns
+        -------
+        Profile
+            The saved measures.
 
         Raises
         ------

@@ -15,7 +15,15 @@ from rotor.graph import planner
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program
 
-__all__ = ["LEAST_GAIN", "MOST_ROUNDS", "SMALL_GAIN", "begun_with", "exchanged", "outcome_of"]
+__all__ = [
+    "LEAST_GAIN",
+    "MOST_ROUNDS",
+    "SMALL_GAIN",
+    "begun_with",
+    "exchanged",
+    "is_fastest",
+    "outcome_of",
+]
 
 MOST_ROUNDS = 3
 """Number of searches for one program."""
@@ -61,14 +69,14 @@ def begun_with(
     plan
         Plan whose limit and reserve hold.
     start
-        Program of the cost model.
+        Program of the cost model; its link is that of the search.
     own_bytes
         Bytes to leave beside the graph's storages.
     options, rounds
         Options of the planner; number of earlier searches.
     """
     budget = max(plan.limit_bytes - own_bytes - plan.reserve_bytes, 1)
-    seeded = {**options, "seed": options.get("seed", 0) + rounds}
+    seeded = {**options, "seed": options.get("seed", 0) + rounds, "link": start.link}
     return partial(_search, graph, budget, seeded, start)
 
 
@@ -84,6 +92,11 @@ def outcome_of(job: Job, context: Context) -> tuple[tuple[Program, float] | None
             'planning="before" searches before the first step, and raises such errors',
         )
         return None, True
+
+
+def is_fastest(plan: GraphPlan) -> bool:
+    """Return whether no program can be faster: nothing runs again, and nothing is waited for."""
+    return not plan.recomputed and not plan.program.waited
 
 
 def exchanged(old: GraphPlan, program: Program, own: int, record: PlanningRecord) -> GraphPlan:

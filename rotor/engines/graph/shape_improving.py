@@ -23,6 +23,7 @@ from rotor.engines.graph.searching import (
     SMALL_GAIN,
     begun_with,
     exchanged,
+    is_fastest,
     outcome_of,
 )
 from rotor.engines.graph.shapes import ShapeStep, Values
@@ -92,7 +93,8 @@ class ShapeImprover:
         if not self._improver.is_on() or plan.is_refuted:
             return plan
         step = _step_of(plan)
-        state = self._states.setdefault(step.operations, _State())
+        # Plans count on another speed of a tier after steps have shown it.
+        state = self._states.setdefault((step.operations, step.link), _State())
         state.used[step.values] += 1
         state.plans[step.values] = plan
         if state.job is not None and state.job.is_done():
@@ -132,7 +134,7 @@ class ShapeImprover:
         has_room = len(state.rounds) < _MOST_SHAPES
         for values, plan in state.plans.items():
             is_wanted = values not in state.final and (has_room or values in state.rounds)
-            if is_wanted and plan.recomputed and self._context.is_current(plan):
+            if is_wanted and not is_fastest(plan) and self._context.is_current(plan):
                 yield values
 
     def _start(self, state: _State) -> None:
@@ -147,7 +149,7 @@ class ShapeImprover:
         )
         plan = state.plans[target]
         graph = plan.step.graph(plan.loss_bytes)
-        start = Program(graph, plan.program.ops)
+        start = Program(graph, plan.program.actions, plan.step.link)
         own = max(plan.executor_bytes, state.own_bytes.get(target, 0))
         plan.planning.is_final = False
         work = begun_with(
@@ -167,7 +169,8 @@ class ShapeImprover:
         if result is not None and not plan.is_refuted:
             found, seconds = result
             plan.planning.seconds += seconds
-            gain = 1 - found.time_ns / max(Program(found.graph, plan.program.ops).time_ns, 1)
+            before = Program(found.graph, plan.program.actions, found.link)
+            gain = 1 - found.time_ns / max(before.time_ns, 1)
             if gain >= LEAST_GAIN:
                 step = _step_of(plan)
                 own = step.bytes_beside(found, plan.limit_bytes)
@@ -186,12 +189,12 @@ class ShapeImprover:
         state.seen[plan.key] = state.found
         graph = step.graph(plan.loss_bytes)
         room = plan.limit_bytes - plan.reserve_bytes
-        best = step.priced(graph, room - plan.executor_bytes)
-        before = Program(graph, plan.program.ops)
+        best = step.priced(graph, room - plan.executor_bytes, step.link)
+        before = Program(graph, plan.program.actions, step.link)
         if best is None or 1 - best.time_ns / max(before.time_ns, 1) < LEAST_GAIN:
             return plan
         own = step.bytes_beside(best, plan.limit_bytes)
-        if best.peak_bytes + own > room:
+        if best.peak_bytes + own > room or step.tier_excess(best):
             return plan
         new = exchanged(plan, best, own, plan.planning)
         new.key = plan.key

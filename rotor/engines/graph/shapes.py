@@ -30,10 +30,12 @@ from rotor.engines.graph.planned import CapturedStep, GraphPlan
 from rotor.engines.graph.pricing import build_graph, search
 from rotor.engines.graph.profile import Cost, keys_of
 from rotor.engines.graph.symbols import Sizes, at
-from rotor.errors import InfeasibleError
+from rotor.errors import InfeasibleError, InvalidSequenceError
 from rotor.graph import planner
 from rotor.graph.graph import Graph, Resizing
+from rotor.graph.link import Link
 from rotor.graph.program import Program
+from rotor.tier.offload import Offload
 
 __all__ = ["ShapeStep", "Shapes", "SymbolicGraph", "Values"]
 
@@ -61,8 +63,8 @@ class _Entry:
 
     Attributes
     ----------
-    ops
-        Order of the operations.
+    actions
+        Actions in their order.
     code
         Functions that run it; ``None`` before they are needed.
     verified
@@ -75,15 +77,18 @@ class _Entry:
         Number of the last choice of the program.
     total
         Bytes of all storages at the shape for which it was searched.
+    link
+        Link to a second tier with which it was searched for.
     """
 
-    ops: Order
+    actions: Order
     code: StepCode | None = None
     verified: Any = None
     proved: Proved = field(default_factory=Proved)
     own: dict[int, int] = field(default_factory=dict)
     used: int = 0
     total: int = 0
+    link: Link | None = None
 
 
 class _Variant:
@@ -95,6 +100,7 @@ class _Variant:
         costs: Sequence[Cost],
         existing: frozenset[int],
         known: Callable[[Lowered], KnownOrders] | None,
+        link: Link | None,
     ) -> None:
         self.lowered = lowered
         if existing:
@@ -103,23 +109,24 @@ class _Variant:
         self.origin = np.array([numbers.get(id(t), -1) for t in self.lowered.tasks])
         self.made = [list(task.made.values()) for task in self.lowered.tasks]
         priced = [costs[k] if k >= 0 else Cost(0, 0) for k in self.origin.tolist()]
-        graph = build_graph(self.lowered, priced, 0)
+        graph = build_graph(self.lowered, priced, 0, moves=link is not None)
         self.resizing = Resizing(graph)
         self.programs: dict[bytes, _Entry] = {}
         self.choices = 0
         self.entry(range(len(self.lowered.tasks)))
         self.known = None if known is None else known(self.lowered)
-        for total, program in [] if self.known is None else self.known.programs(graph):
-            self.entry(program.ops).total = total
+        for total, program in [] if self.known is None else self.known.programs(graph, link):
+            self.entry(program.actions).total = total
+            self.entry(program.actions).link = link
 
     def spread(self, values: Numbers) -> Numbers:
         """Return figures of its operations, from those of the graph's."""
         found: Numbers = np.where(self.origin >= 0, values[self.origin], 0)
         return found
 
-    def entry(self, ops: Sequence[int] | Order) -> _Entry:
+    def entry(self, actions: Sequence[int] | Order) -> _Entry:
         """Return a program's entry, made if it is new."""
-        order = np.asarray(ops, dtype=np.int32)
+        order = np.asarray(actions, dtype=np.int32)
         key = order.tobytes()
         if key not in self.programs:
             self.programs[key] = _Entry(order)
@@ -149,6 +156,8 @@ class SymbolicGraph:
         As of `CapturedStep`.
     known
         Function that gives the programs on disk of a graph; by default none are read or kept.
+    offload
+        Second tier; ``None`` for none.
 
     Attributes
     ----------
@@ -182,8 +191,9 @@ class SymbolicGraph:
         origins: list[tuple[int, int]] | None = None,
         leaf_sizes: dict[int, list[str]] | None = None,
         known: Callable[[Lowered], KnownOrders] | None = None,
+        offload: Offload | None = None,
     ) -> None:
-        self._known = known
+        self._known, self.offload = known, offload
         self.origins, self.leaf_sizes = origins, leaf_sizes or {}
         self.capture, self.captured, self.device = capture, captured, device
         self.loss_captured, self.planned_for = loss_captured, planned_for
@@ -269,7 +279,8 @@ class SymbolicGraph:
         if key not in self._variants:
             costs = self.costs(self.fits.points[-1].values)
             self._variants = {k: v for k, v in self._variants.items() if k[1] == key[1]}
-            self._variants[key] = _Variant(lowered, costs, existing, self._known)
+            link = None if self.offload is None else self.offload.known_link(self.device)
+            self._variants[key] = _Variant(lowered, costs, existing, self._known, link)
         return self._variants[key]
 
     def forget_programs(self) -> None:
@@ -287,6 +298,7 @@ class SymbolicGraph:
             self.planned_for,
             self.owners,
             verifies=self.verifies,
+            offload=self.offload,
             symbolic=self,
             values=values,
         )
@@ -399,7 +411,8 @@ class ShapeStep(CapturedStep):
     def learn_program(self, program: Program) -> None:
         """Add a program that was searched for at this shape to the ones of all shapes."""
         total = self.symbolic.total(self.values)
-        self._variant.entry(program.ops).total = total
+        entry = self._variant.entry(program.actions)
+        entry.total, entry.link = total, self.link
         if self._variant.known is not None:
             self._variant.known.keep(total, program)
         self._variant.prune()
@@ -453,10 +466,10 @@ class ShapeStep(CapturedStep):
         It is called as `rotor.engines.graph.planned.search`.
         """
         variant, total = self._variant, self.symbolic.total(self.values)
-        known = self.priced(graph, budget)
+        known = self.priced(graph, budget, options.get("link"))
         if known is not None:
-            origin = variant.entry(known.ops).total
-            is_near = total <= origin <= _NEAR * total
+            entry = variant.entry(known.actions)
+            is_near = total <= entry.total <= _NEAR * total and entry.link == self.link
             if is_near or known.time_ns <= _GOOD * graph.total_time * 1e9:
                 return known
         try:
@@ -470,11 +483,15 @@ class ShapeStep(CapturedStep):
         self.learn_program(found)
         return found
 
-    def priced(self, graph: Graph, budget: int) -> Program | None:
+    def priced(self, graph: Graph, budget: int, link: Link | None) -> Program | None:
         """Return the fastest known program within a budget; ``None`` if none fits."""
         best: Program | None = None
         for entry in self._variant.programs.values():
-            program = Program(graph, entry.ops)
+            try:
+                program = Program(graph, entry.actions, link)
+            except InvalidSequenceError:
+                # It moves more than the tier may hold, or the model has none any more.
+                continue
             if program.peak_bytes <= budget and (best is None or program.time_ns < best.time_ns):
                 best = program
         return best
@@ -483,20 +500,21 @@ class ShapeStep(CapturedStep):
         """Return whether a known program fits in a limit."""
         own = self.most_executor_bytes(limit_bytes) + self.expected_excess
         graph = self.graph(self.loss_workspace(0, None))
-        return self.priced(graph, limit_bytes - own) is not None
+        return self.priced(graph, limit_bytes - own, self.link) is not None
 
     def keep_least(self) -> None:
         """Keep programs of little memory for this shape."""
         graph = self.graph(self.loss_workspace(0, None))
-        for program in planner.curve(graph, _LEAST_POINTS, effort="fast").programs:
-            self._variant.entry(program.ops)
+        found = planner.curve(graph, _LEAST_POINTS, effort="fast", link=self.link)
+        for program in found.programs:
+            self._variant.entry(program.actions)
 
     def adopt(self, plan: GraphPlan) -> None:
         """Share results of verified steps with plans of the same program; trust it if others are.
 
         Steps are not metered any more once those of other shapes were as predicted.
         """
-        entry = self._variant.entry(plan.program.ops)
+        entry = self._variant.entry(plan.program.actions)
         entry.proved.unproved = plan.proved.unproved
         plan.proved = entry.proved
         self.symbolic.held[self.values] = plan.limit_bytes

@@ -160,6 +160,7 @@ class Sizing:
             origins=origins,
             leaf_sizes=leaf_sizes,
             known=self._known_orders(device),
+            offload=settings.offload,
         )
         with progress(1, "measuring the operations") as update:
             costs = price(
@@ -186,7 +187,8 @@ class Sizing:
     def _known_orders(self, device: torch.device) -> Callable[[Lowered], KnownOrders] | None:
         """Return a function that reads programs from disk; ``None`` where a seed decides alone."""
         is_open = self.context.may_improve_plans()
-        return partial(KnownOrders, device=device) if is_open else None
+        has_tier = self.context.settings.offload is not None
+        return partial(KnownOrders, device=device, has_tier=has_tier) if is_open else None
 
     def refuse(self, key: Key, error: CaptureError) -> None:
         """Have no other sizes of a call captured that could not be."""

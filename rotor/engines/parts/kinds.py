@@ -298,7 +298,7 @@ class Kind:
         kept -= set(graph.operations[ops[boundary]].outputs)
         if is_held:
             kept -= set(graph.operations[ops[boundary]].inputs)
-        timeline = program.timeline()
+        timeline = program.timeline(runs_only=True)
         return Option(
             kept_bytes=int(sum(graph.storages[s].bytes for s in kept) + own),
             forward_bytes=int(timeline.peak_bytes[:boundary].max(initial=0)) + own,

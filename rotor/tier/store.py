@@ -1,0 +1,211 @@
+"""Values of one session in a second tier, without a layout that was planned."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rotor import _core
+from rotor._pytorch import dispatch
+from rotor.tier.interface import Tier, Traffic
+from rotor.tier.offload import PLANNED_SHARE, Offload, check_device
+
+__all__ = ["TierStore"]
+
+_MOST_LESSONS = 3
+_OTHER = 1.5
+_LEAST_BYTES = 1 << 20
+
+
+@dataclass
+class _Copy:
+    """Copy of a storage in an area of its tier, which is free again when it is dropped."""
+
+    tier: Tier
+    area: Any
+    nbytes: int
+    phase: int
+    offsets: list[int]
+    device: torch.device
+
+    def __del__(self) -> None:
+        self.tier.release(self.area)
+
+
+class TierStore:
+    """Second tier of one session of `rotor.dtr`, for values that leave memory one by one.
+
+    A value is complete in the tier before it leaves memory, and complete in memory before it is
+    read. It is written in pieces, so that a fetch to another alignment takes little more memory.
+
+    Parameters
+    ----------
+    tier
+        Tier, or the `Offload` of a model.
+    limit_bytes
+        Most bytes there at one time, those of alignment included; ``None`` for any.
+
+    Attributes
+    ----------
+    limit_bytes
+        Most bytes there; ``None`` for any.
+    traffic
+        Values that were written and fetched.
+    """
+
+    def __init__(self, tier: Tier | Offload, limit_bytes: int | None = None) -> None:
+        self._offload = tier if isinstance(tier, Offload) else Offload(tier, limit_bytes)
+        self.limit_bytes = self._offload.limit_bytes
+        self.traffic = Traffic()
+
+    def __repr__(self) -> str:
+        return f"TierStore({self.tier!r}, {self.limit_bytes})"
+
+    @property
+    def tier(self) -> Tier:
+        """Tier."""
+        return self._offload.tier
+
+    @property
+    def waited_ns(self) -> int:
+        """Time that the session waited for the tier."""
+        return self.traffic.writing_ns + self.traffic.reading_ns
+
+    def learn(self) -> None:
+        """Count from now on on the speed of the session's moves if it differs from the planned one.
+
+        Nothing is learned from tiers that work while the device does, nor from few bytes.
+        """
+        offload, moved = self._offload, self.traffic
+        is_seen = self.tier.traffic is not None and offload.link is not None
+        if not is_seen or min(moved.written_bytes, moved.read_bytes) < _LEAST_BYTES:
+            return
+        assert offload.link is not None
+        latency = offload.link.latency_ns
+        write = moved.written_bytes / max(moved.writing_ns - moved.writes * latency, 1) * 1e9
+        read = moved.read_bytes / max(moved.reading_ns - moved.reads * latency, 1) * 1e9
+        planned = offload.link.write_bytes_per_s, offload.link.read_bytes_per_s
+        seen = PLANNED_SHARE * write / planned[0], PLANNED_SHARE * read / planned[1]
+        if offload.learned < _MOST_LESSONS and any(not 1 / _OTHER < k < _OTHER for k in seen):
+            offload.learn(write, read)
+
+    def extra_bytes(self, nbytes: int) -> int:
+        """Return the bytes that a fetch takes for a moment beside the fetched ones."""
+        alignment, piece = self.tier.alignment_bytes, _core.PIECE_BYTES
+        buffers = min(2, -(-nbytes // piece)) if alignment > 1 else 0
+        return buffers * (min(nbytes, piece) + alignment)
+
+    def link_on(self, device: torch.device) -> tuple[Any, ...]:
+        """Return the link to a device's memory, measured at the first time.
+
+        Raises
+        ------
+        ValueError
+            The tier does not reach the device.
+        """
+        check_device(self.tier, device)
+        link = self._offload.known_link(device)
+        return replace(link, padding_bytes=self.tier.room(1)).core
+
+    def write(self, storage: torch.UntypedStorage) -> _Copy:
+        """Return a complete copy of a storage's bytes.
+
+        Raises
+        ------
+        OSError
+            The tier has no room, or a transfer failed.
+        """
+        begun = time.monotonic_ns()
+        tier = self.tier
+        tickets = []
+        with dispatch.without_functions(), dispatch.without_modes():
+            source = _as_bytes(storage)
+            offsets, nbytes = _offsets(tier, len(source))
+            phase = source.data_ptr() % tier.alignment_bytes
+            copy = _Copy(tier, tier.allocate(nbytes), len(source), phase, offsets, source.device)
+            try:
+                for offset, piece in zip(offsets, source.split(_core.PIECE_BYTES), strict=True):
+                    tickets.append(tier.write(copy.area, offset, piece))
+                for ticket in tickets:
+                    tier.wait(ticket)
+            except BaseException:
+                _finish(tier, tickets)
+                raise
+        self.traffic.add(len(source), time.monotonic_ns() - begun, is_write=True)
+        return copy
+
+    def fetch(self, copy: _Copy) -> torch.UntypedStorage:
+        """Return a new storage with the bytes of a copy.
+
+        Raises
+        ------
+        OSError
+            A transfer failed.
+        """
+        begun = time.monotonic_ns()
+        with dispatch.without_functions(), dispatch.without_modes():
+            made = torch.UntypedStorage(copy.nbytes, device=copy.device)
+            target = _as_bytes(made)
+            phase = target.data_ptr() % self.tier.alignment_bytes
+            tickets: list[Any] = []
+            try:
+                if phase == copy.phase:
+                    self._read(copy, target, tickets)
+                else:
+                    self._read_shifted(copy, target, tickets)
+            except BaseException:
+                _finish(self.tier, tickets)
+                raise
+        self.traffic.add(copy.nbytes, time.monotonic_ns() - begun, is_write=False)
+        return made
+
+    def _read(self, copy: _Copy, target: torch.Tensor, tickets: list[Any]) -> None:
+        pieces = target.split(_core.PIECE_BYTES)
+        for offset, piece in zip(copy.offsets, pieces, strict=True):
+            tickets.append(self.tier.read(copy.area, offset, piece))
+        for ticket in tickets:
+            self.tier.wait(ticket)
+
+    def _read_shifted(self, copy: _Copy, target: torch.Tensor, tickets: list[Any]) -> None:
+        """Read through two buffers that begin where the tier can read to, by turns."""
+        tier = self.tier
+        pieces = target.split(_core.PIECE_BYTES)
+        buffers = [_at_phase(len(pieces[0]), copy, tier.alignment_bytes) for _ in pieces[:2]]
+        for k, offset in enumerate(copy.offsets):
+            tickets.append(tier.read(copy.area, offset, buffers[k % 2][: len(pieces[k])]))
+            if k > 0:
+                self._take_piece(tickets[k - 1], pieces[k - 1], buffers[(k - 1) % 2])
+        self._take_piece(tickets[-1], pieces[-1], buffers[(len(pieces) - 1) % 2])
+
+    def _take_piece(self, ticket: Any, piece: torch.Tensor, buffer: torch.Tensor) -> None:
+        self.tier.wait(ticket)
+        piece.copy_(buffer[: len(piece)])
+
+
+def _offsets(tier: Tier, nbytes: int) -> tuple[list[int], int]:
+    """Return the places of the pieces of a value in an area, and the bytes of the area."""
+    whole, rest = divmod(nbytes, _core.PIECE_BYTES)
+    room = tier.room(_core.PIECE_BYTES)
+    offsets = [k * room for k in range(whole + (rest > 0))]
+    return offsets, whole * room + (tier.room(rest) if rest else 0)
+
+
+def _at_phase(nbytes: int, copy: _Copy, alignment: int) -> torch.Tensor:
+    memory = torch.empty(nbytes + alignment, dtype=torch.uint8, device=copy.device)
+    begin = (copy.phase - memory.data_ptr()) % alignment
+    return memory[begin : begin + nbytes]
+
+
+def _finish(tier: Tier, tickets: list[Any]) -> None:
+    """Wait for transfers whose step has failed, so that nothing moves any more."""
+    for ticket in tickets:
+        with suppress(Exception):
+            tier.wait(ticket)
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
