@@ -29,7 +29,7 @@ import matplotlib.pyplot as plt
 
 folder = Path(tempfile.mkdtemp())
 script = folder / "train.py"
-script.write_text('''
+script.write_text("""
 import json
 import resource
 import sys
@@ -82,7 +82,7 @@ for step in range(steps):
     seconds.append(time.perf_counter() - began)
 report = "" if how == "plain" else str(model.report())
 print(json.dumps({"losses": losses, "seconds": seconds, "report": report}))
-''')
+""")
 
 
 def train(how, room_mib=600, steps=10):
@@ -105,7 +105,7 @@ def train(how, room_mib=600, steps=10):
 
 # %%
 assert train("plain") is None
-free = train("plain", room_mib=0)                # without a limit, to compare with
+free = train("plain", room_mib=0)  # without a limit, to compare with
 print("without a limit:", [round(loss, 4) for loss in free["losses"][:4]], "...")
 
 # %% [markdown]
@@ -117,7 +117,7 @@ print("without a limit:", [round(loss, 4) for loss in free["losses"][:4]], "..."
 
 # %%
 disk = train("disk")
-assert disk["losses"] == free["losses"]          # bit for bit
+assert disk["losses"] == free["losses"]  # bit for bit
 print(disk["report"])
 
 # %% [markdown]
