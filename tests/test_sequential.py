@@ -118,7 +118,7 @@ def recomputed_in(row):
 
 @pytest.mark.parametrize("share", [0.7, 0.5])
 def test_where_a_stage_cannot_be_captured_parts_are_compared_with_the_chain(share, monkeypatch):
-    monkeypatch.setattr("rotor.engines.sequential._WORTH", -1.0)
+    monkeypatch.setattr("rotor.engines.sequential.WORTH", -1.0)
     model = branching()
     limit = limit_of(model, share)
     chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit)
@@ -164,7 +164,7 @@ def test_the_chain_runs_where_it_recomputes_less_than_the_parts():
 
 
 def test_parts_that_need_more_than_the_limit_in_a_step_are_a_chain_again(monkeypatch):
-    monkeypatch.setattr("rotor.engines.sequential._slower", lambda chain: 9.0)
+    monkeypatch.setattr("rotor.engines.sequential.recomputation_of", lambda chain: 9.0)
     model = branching()
     limit = limit_of(model, 0.6)
     chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit)

@@ -279,15 +279,17 @@ def capturing() -> Iterator[None]:
     """Let captured code log in the context: its loggers are silent, ``print`` is delayed.
 
     ``requires_grad_`` of inputs within a forward is ignored: gradients of parameters do not
-    depend on it.
+    depend on it. Garbage is left to the caller.
     """
     from torch._dynamo import config
 
     names = [name for name in dir(logging.Logger) if not name.startswith("_")]
     ignored = {f for f in (getattr(logging.Logger, name) for name in names) if callable(f)}
+    collects: Any = {"run_gc_after_compile": False}
     settings = config.patch(
         ignore_logging_functions=config.ignore_logging_functions | ignored,
         reorderable_logging_functions=config.reorderable_logging_functions | {print},
+        **(collects if hasattr(config, "run_gc_after_compile") else {}),
     )
     with settings, _requires_grad_set_in_forward():
         yield

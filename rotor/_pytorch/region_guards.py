@@ -102,8 +102,8 @@ def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], b
     """
     from torch._C._dynamo.guards import TensorGuards
 
-    sizes: Any = [list(t.shape) for t in tensors]
-    strides: Any = [list(t.stride()) for t in tensors]
+    sizes: Any = [list(tensor.shape) for tensor in tensors]
+    strides: Any = [list(tensor.stride()) for tensor in tensors]
     guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     return lambda others: bool(guards.check(*others))
 
@@ -142,8 +142,10 @@ def difference(one: nn.Module, other: nn.Module, place: str = "") -> str:
         return place or "their class"
     if type(one).__module__.startswith("torch."):
         ours, theirs = vars(one), vars(other)
-        for name in dict.fromkeys([*ours, *theirs]):
-            if name != "_modules" and _settings(ours.get(name)) != _settings(theirs.get(name)):
+        for name in ours if ours.keys() == theirs.keys() else dict.fromkeys([*ours, *theirs]):
+            value, twin = ours.get(name), theirs.get(name)
+            is_same = value is twin or (type(value) is type(twin) is dict and not (value or twin))
+            if not is_same and name != "_modules" and _settings(value) != _settings(twin):
                 return f"{place}.{name}".strip(".")
     for name, child in core.child_slots(one).items():
         inner, twin = f"{place}.{name}".strip("."), core.child_slots(other)[name]

@@ -12,6 +12,9 @@ from typing import Self
 
 __all__ = ["CollectorPause"]
 
+_MANY = 200_000
+"""Objects from which all generations are collected after a pause."""
+
 _lock = threading.Lock()
 _pauses = 0
 _was_enabled = False
@@ -21,9 +24,17 @@ class CollectorPause:
     """Pause of the collector from `begin` to `end`, or in a ``with`` block.
 
     Pauses may overlap, in any threads. Reference counts free memory as before.
+
+    Parameters
+    ----------
+    collects
+        True to collect once at the end, unless another pause goes on: the collector would walk
+        what was made since, generation by generation, soon after. All generations are collected
+        if that is much.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, collects: bool = False) -> None:
+        self._collects = collects
         self.is_on = False
         """True between `begin` and `end`."""
 
@@ -45,6 +56,10 @@ class CollectorPause:
                 return
             self.is_on = False
             _pauses -= 1
+            is_last = not _pauses and _was_enabled
+        if is_last and self._collects:
+            gc.collect(2 if gc.get_count()[0] > _MANY else 1)
+        with _lock:
             if not _pauses and _was_enabled:
                 gc.enable()
 

@@ -43,11 +43,11 @@ from rotor.meter.step_meter import StepBytes, StepWatch
 from rotor.report.text import Text, table
 from rotor.units import exact_bytes, format_bytes, format_seconds
 
-__all__ = ["Comparison", "SequentialEngine"]
+__all__ = ["WORTH", "Comparison", "SequentialEngine", "recomputation_of"]
 
 logger = logging.getLogger("rotor")
 
-_WORTH = 0.01
+WORTH = 0.01
 """Share of recomputation in the chain from which capturing a graph is worth its time."""
 
 _NEVER = float("inf")
@@ -266,8 +266,8 @@ class SequentialEngine(ChainEngine):
         except InfeasibleError as error:
             refusal = error
         self._compared.pop(key, None)
-        slower = _slower(chain)
-        if self._agreed(slower <= _WORTH or self._is_asked_for_chain(key)):
+        slower = recomputation_of(chain)
+        if self._agreed(slower <= WORTH or self._is_asked_for_chain(key)):
             if refusal is not None:
                 raise refusal
             return chain
@@ -502,7 +502,7 @@ class SequentialEngine(ChainEngine):
         return (super().replan if owner is None else owner.replan)(old, make)
 
 
-def _slower(chain: Any) -> float:
+def recomputation_of(chain: Any) -> float:
     """Return the recomputation of a chain's plan, as a share of a step."""
     if chain is None:
         return _NEVER

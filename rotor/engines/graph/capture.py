@@ -286,7 +286,8 @@ class Capture:
         for captured in self.graphs:
             captured.emitted = None
         # Code made by dynamo draws Python's random numbers before it calls the graph.
-        with generators_kept(module.modules()), symbols.marked(symbolic), CollectorPause():
+        pause = CollectorPause(collects=True)
+        with generators_kept(module.modules()), symbols.marked(symbolic), pause:
             try:
                 self(module, *args)
             except Unplanned as reached:
