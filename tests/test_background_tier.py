@@ -97,7 +97,7 @@ def test_programs_with_actions_are_exchanged_between_steps(peak, disk, monkeypat
     def alone(options, _):
         return {**options, "effort": 0, "link": None}
 
-    monkeypatch.setattr(improving, "_quick_options", alone)
+    monkeypatch.setattr(improving, "quick_options", alone)
     limit = int(0.55 * peak)
     chk = wrapped(limit, disk, 1e12)
     chk.offload.learned = 3  # This disk's speed is not learnt.

@@ -59,7 +59,7 @@ Solve = Callable[[Graph, int, dict[str, Any], Any], Program]
 Start = Callable[[Graph, Link | None], Program | None]
 
 
-def _quick_options(options: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
+def quick_options(options: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
     """Return the options of a search that costs little beside a step."""
     effort = options.get("effort", "default")
     if not isinstance(effort, int) or effort > 1:
@@ -91,7 +91,7 @@ class _Quick:
             self.taken, program = min(fitting, key=lambda one: one[1].time_ns)
             return program
         start = min(programs, key=lambda one: one[1].peak_bytes)[1] if programs else None
-        given = _quick_options(options, graph)
+        given = quick_options(options, graph)
         before = None if self._latest is None else _priced(self._latest, graph, link)
         if before is not None:
             # The budget is a little less than before: a repair will do.
