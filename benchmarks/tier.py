@@ -7,6 +7,10 @@ slowed down to that speed where it is faster. "offload" runs no operation again:
 given the same graph with every operation marked as one that runs once. Rows where the tier loses
 are shown as the others are. All plans are made before the first round.
 
+Columns: the limit as a share of plain PyTorch's peak; the speed; milliseconds of a plain step with
+quartiles; for each contender the time over plain, measured and (predicted); bytes written in a step
+as a share of plain's peak; measured less predicted peak.
+
     python benchmarks/tier.py [--rounds 9] [--speeds .3 1 3] [--shares .8 .6 .4 .25]
                               [--folder /var/tmp] [--quick]
 """
@@ -20,7 +24,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +33,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rotor
-from rotor.graph import Graph, Link, Program, plan
+from rotor.graph import Graph, Program, plan
 from rotor.tier import Traffic
 
 SHARES = (0.8, 0.6, 0.4, 0.25)
@@ -179,13 +183,11 @@ def mean_square(output: Any, zero: torch.Tensor) -> torch.Tensor:
     return output.square().mean() + zero.sum()
 
 
-def offloaded_only(
-    graph: Graph, budget: int, link: Link, options: dict[str, Any], progress: Any
-) -> Program:
+def offloaded_only(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
     """The fastest program that runs every operation once."""
     once = [replace(operation, once=True) for operation in graph.operations]
-    found = plan(Graph(graph.storages, None, once), budget, link=link, progress=progress, **options)
-    return Program(graph, found.actions, link)
+    found = plan(Graph(graph.storages, None, once), budget, progress=progress, **options)
+    return Program(graph, found.actions, options["link"])
 
 
 def wrapped(
@@ -196,13 +198,7 @@ def wrapped(
         model, mem_limit=limit, engine="graph", loss_fn=mean_square, verbosity=0, **settings
     )
     if only:
-        engine = made._driver.engines[0]
-
-        def solve(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
-            link = engine.settings.offload.known_link(torch.device("cpu"))
-            return offloaded_only(graph, budget, link, options, progress)
-
-        engine.solve = lambda: solve
+        made._driver.engines[0].solve = lambda: offloaded_only
     made.measure(x, targets=(torch.zeros(1),))
     try:
         made.compute_sequence()
@@ -234,7 +230,7 @@ class Cell:
             for name, step in contenders.items():
                 self.taken[name].append(step())
 
-    def line(self) -> str:
+    def row(self) -> str:
         """A row of the table."""
         base = statistics.median(self.taken["plain"])
         low, _, high = statistics.quantiles(self.taken["plain"], n=4)
@@ -247,13 +243,18 @@ class Cell:
             predicted = self.plans[name].plan.program.slowdown - 1
             shown = statistics.median(self.taken[name]) / base - 1
             cells.append(f"{shown:+.0%} ({predicted:+.0%})")
-        found = self.plans.get("both")
-        if found is None:
-            return "| " + " | ".join([*cells, "-", "-"]) + " |"
-        plan = found.plan
-        cells.append(f"{plan.program.offloaded_bytes / plan.limit_bytes * self.share:.0%}")
-        cells.append(f"{plan.measured_bytes - plan.predicted_bytes:+d}")
-        return "| " + " | ".join(cells) + " |"
+        if "both" in self.plans:
+            plan = self.plans["both"].plan
+            cells.append(f"{plan.program.offloaded_bytes / plan.limit_bytes * self.share:.0%}")
+            cells.append(f"{plan.measured_bytes - plan.predicted_bytes:+d}")
+        return line(cells)
+
+
+def line(cells: Sequence[str]) -> str:
+    """A row in columns."""
+    widths = (16, 5, 5, 13, 12, 13, 12, 7, 7)
+    first, *rest = zip(cells, widths[: len(cells)], strict=True)
+    return "  ".join([f"{first[0]:{first[1]}}", *(f"{cell:>{width}}" for cell, width in rest)])
 
 
 def cells_of(
@@ -264,7 +265,7 @@ def cells_of(
     plain, x = subject.make(), torch.randn(subject.batch)
     whole = wrapped(copy.deepcopy(plain), x, 1 << 40)
     peak, seconds = whole.plan.predicted_bytes, whole.plan.makespan
-    print(f"{subject.name}: {peak} bytes, {seconds:.3f} s a plain step", file=sys.stderr)
+    print(f"{subject.name}: {peak / 1e6:.1f} MB, {seconds:.3f} s a plain step", flush=True)
     found = []
     for share in shares:
         limit = int(share * peak)
@@ -291,14 +292,11 @@ def main(arguments: argparse.Namespace) -> int:
         for subject in subjects(arguments.quick)
         for cell in cells_of(subject, arguments.shares, arguments.speeds, disk)
     ]
-    print("planned", file=sys.stderr, flush=True)
-    heads = ("model", "limit", "speed", "plain, ms", "recompute", "offload", "both",
-             "written, of plain's peak", "measured - predicted peak, B")  # fmt: skip
-    print("| " + " | ".join(heads) + " |")
-    print("|---" * len(heads) + "|")
+    print()
+    print(line(("model", "limit", "speed", "plain, ms", *CONTENDERS, "written", "peak, B")))
     for cell in cells:
         cell.run(arguments.rounds)
-        print(cell.line(), flush=True)
+        print(cell.row(), flush=True)
     disk.close()
     return 0
 
