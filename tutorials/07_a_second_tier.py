@@ -81,7 +81,7 @@ for step in range(steps):
     losses.append(loss.item())
     seconds.append(time.perf_counter() - began)
 report = "" if how == "plain" else str(model.report())
-print(json.dumps({"losses": losses, "seconds": seconds, "report": report}))
+json.dump({"losses": losses, "seconds": seconds, "report": report}, sys.stdout)
 """)
 
 
@@ -143,7 +143,7 @@ figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 for name, run in (("plain, no limit", free), ("disk", disk), ("recompute", again)):
     axes.plot(run["seconds"], marker="o", label=name)
 axes.set(xlabel="step", ylabel="seconds", yscale="log", title="the first steps plan")
-axes.legend()
+_ = axes.legend()
 
 # %% [markdown]
 # Which is faster depends on the disk, the processor, and the limit. `report()` has the predicted

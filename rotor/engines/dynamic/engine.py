@@ -161,6 +161,7 @@ class DynamicEngine(Engine):
                 "a model with a limit was called within rotor.dtr.budget, or within another model "
                 "with a limit, and budgets do not nest: wrap the outermost model only"
             )
+        plan.verify = self.settings.verify
         meter: Any = start()
         if meter is None:
             cancel_running()

@@ -134,6 +134,7 @@ class PartsEngine(MeteredEngine):
     def run(self, plan: PartsPlan[Pieces], call: Call, start: StartMeter) -> tuple[Any, IsPending]:
         """Run the model with the programs of a plan in the place of its parts."""
         module = self.context.module
+        plan.verify = self.settings.verify
         if plan.measured_bytes is None:
             sparse_growth(plan, self.context.structure.parameters)
         tally = PartsTally(plan.proved, module) if plan.is_verified() else None
