@@ -73,8 +73,8 @@ class Comparison:
     def table(self) -> Text:
         """Return the predictions as a table."""
         rows = [
-            [name, told, "runs" if name == self.chosen else ""]
-            for name, told in self.predictions.items()
+            [name, prediction, "runs" if name == self.chosen else ""]
+            for name, prediction in self.predictions.items()
         ]
         return table([["compared", "predicted", ""], *rows])
 
@@ -160,14 +160,14 @@ class _Offer:
         The plan.
     slower
         Its recomputation, as a share of a step.
-    told
+    prediction
         Its prediction, as text.
     """
 
     name: str
     plan: Any
     slower: float
-    told: str
+    prediction: str
 
 
 class SequentialEngine(ChainEngine):
@@ -271,8 +271,8 @@ class SequentialEngine(ChainEngine):
             if refusal is not None:
                 raise refusal
             return chain
-        told = _infeasible(refusal) if chain is None else _prediction(chain.makespan, slower)
-        offers = [_Offer("chain", chain, slower, told)]
+        prediction = _infeasible(refusal) if chain is None else _prediction(chain.makespan, slower)
+        offers = [_Offer("chain", chain, slower, prediction)]
         least = refusal
         for offer, refused in self._other_offers(key, limit_bytes, reserve_bytes):
             offers.append(offer)
@@ -284,9 +284,9 @@ class SequentialEngine(ChainEngine):
             raise least
         number = self._agreed(offers.index(min(possible, key=lambda offer: offer.slower)))
         chosen = offers[number]
-        self._compared[key] = Comparison(chosen.name, {o.name: o.told for o in offers})
+        self._compared[key] = Comparison(chosen.name, {o.name: o.prediction for o in offers})
         for offer in offers:
-            logger.info("compared: %s %s", offer.name, offer.told)
+            logger.info("compared: %s %s", offer.name, offer.prediction)
         return chosen.plan
 
     def _agreed(self, value: Any) -> Any:
@@ -326,8 +326,8 @@ class SequentialEngine(ChainEngine):
         try:
             plan = make(key, limit_bytes, reserve_bytes)
         except CannotPlan as refused:
-            told = known[key.measured] = _first_line(refused.error)
-            return _Offer(name, None, _NEVER, told), None
+            prediction = known[key.measured] = _first_line(refused.error)
+            return _Offer(name, None, _NEVER, prediction), None
         except InfeasibleError as error:
             return _Offer(name, None, _NEVER, _infeasible(error)), error
         if plan.engine == "graph":

@@ -16,7 +16,9 @@ jupytext = pytest.importorskip("jupytext")
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "tutorials").glob("[0-9]*.py"))
 LARGEST_BYTES = 1_000_000
-OF_A_MACHINE = re.compile(r"(?<![\w.])/(?:home|root|tmp|work|Users|usr|opt|var(?!/tmp')|private)/|[A-Z]:\\")
+OF_A_MACHINE = re.compile(
+    r"(?<![\w.])/(?:home|root|tmp|work|Users|usr|opt|var(?!/tmp')|private)/|[A-Z]:\\"
+)
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
