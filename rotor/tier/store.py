@@ -61,6 +61,8 @@ class TierStore:
         self._offload = tier if isinstance(tier, Offload) else Offload(tier, limit_bytes)
         self.limit_bytes = self._offload.limit_bytes
         self.traffic = Traffic()
+        counted = self.tier.traffic
+        self._before = None if counted is None else counted.copy()
 
     def __repr__(self) -> str:
         return f"TierStore({self.tier!r}, {self.limit_bytes})"
@@ -76,19 +78,20 @@ class TierStore:
         return self.traffic.writing_ns + self.traffic.reading_ns
 
     def learn(self) -> None:
-        """Count from now on on the speed of the session's moves if it differs from the planned one.
+        """Count from now on on the speed that the tier has shown, if it is another one.
 
-        Nothing is learned from tiers that work while the device does, nor from few bytes.
+        Nothing is learned from a tier that does not count its transfers, nor from few bytes.
         """
-        offload, moved = self._offload, self.traffic
-        is_seen = self.tier.traffic is not None and offload.link is not None
-        if not is_seen or min(moved.written_bytes, moved.read_bytes) < _LEAST_BYTES:
+        offload, link, traffic = self._offload, self._offload.link, self.tier.traffic
+        if link is None or traffic is None or self._before is None:
             return
-        assert offload.link is not None
-        latency = offload.link.latency_ns
+        moved = traffic.since(self._before)
+        if min(moved.written_bytes, moved.read_bytes) < _LEAST_BYTES:
+            return
+        latency = link.latency_ns
         write = moved.written_bytes / max(moved.writing_ns - moved.writes * latency, 1) * 1e9
         read = moved.read_bytes / max(moved.reading_ns - moved.reads * latency, 1) * 1e9
-        planned = offload.link.write_bytes_per_s, offload.link.read_bytes_per_s
+        planned = link.write_bytes_per_s, link.read_bytes_per_s
         seen = PLANNED_SHARE * write / planned[0], PLANNED_SHARE * read / planned[1]
         if offload.learned < _MOST_LESSONS and any(not 1 / _OTHER < k < _OTHER for k in seen):
             offload.learn(write, read)
