@@ -45,7 +45,7 @@ class TierStore:
     Parameters
     ----------
     tier
-        Tier, or the `Offload` of a model.
+        Tier, or the tier of a model with its limit and its link, ``model.offload``.
     limit_bytes
         Most bytes there at one time, those of alignment included; ``None`` for any.
 
