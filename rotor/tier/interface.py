@@ -12,6 +12,9 @@ from rotor import _core
 
 __all__ = ["Tier", "Traffic"]
 
+_LEAST_BYTES = 1 << 20
+"""Bytes each way from which transfers show a speed."""
+
 
 @dataclass
 class Traffic:
@@ -66,6 +69,23 @@ class Traffic:
         """Take over the figures of another object."""
         for name in self.__annotations__:
             setattr(self, name, getattr(other, name))
+
+    def rates(self, latency_ns: int) -> tuple[float, float] | None:
+        """Return the bytes per second of writes and of reads; ``None`` where few bytes moved.
+
+        Parameters
+        ----------
+        latency_ns
+            Time that each transfer takes beside that of its bytes.
+        """
+        if min(self.written_bytes, self.read_bytes) < _LEAST_BYTES:
+            return None
+        writing = self.writing_ns - self.writes * latency_ns
+        reading = self.reading_ns - self.reads * latency_ns
+        return (
+            self.written_bytes / max(writing, 1) * 1e9,
+            self.read_bytes / max(reading, 1) * 1e9,
+        )
 
     def copy(self) -> Traffic:
         """Return the same figures as another object."""

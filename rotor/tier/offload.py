@@ -24,6 +24,7 @@ logger = logging.getLogger("rotor")
 PLANNED_SHARE = 0.75
 """Share of a measured speed that plans count on: a slow link costs more than a fast one gains."""
 
+_MOST_LESSONS = 3
 _SAMPLES = 5
 _SAMPLE_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 12
@@ -73,6 +74,11 @@ class Offload:
                 100 * PLANNED_SHARE,
             )
         return self.link
+
+    @property
+    def may_learn(self) -> bool:
+        """True while steps may still correct the speed."""
+        return self.learned < _MOST_LESSONS
 
     def learn(self, write_bytes_per_s: float, read_bytes_per_s: float) -> None:
         """Count from now on on the speed that steps have shown."""

@@ -16,9 +16,7 @@ from rotor.tier.offload import PLANNED_SHARE, Offload, check_device
 
 __all__ = ["TierStore"]
 
-_MOST_LESSONS = 3
 _OTHER = 1.5
-_LEAST_BYTES = 1 << 20
 
 
 @dataclass
@@ -85,16 +83,13 @@ class TierStore:
         offload, link, traffic = self._offload, self._offload.link, self.tier.traffic
         if link is None or traffic is None or self._before is None:
             return
-        moved = traffic.since(self._before)
-        if min(moved.written_bytes, moved.read_bytes) < _LEAST_BYTES:
+        rates = traffic.since(self._before).rates(link.latency_ns)
+        if rates is None or not offload.may_learn:
             return
-        latency = link.latency_ns
-        write = moved.written_bytes / max(moved.writing_ns - moved.writes * latency, 1) * 1e9
-        read = moved.read_bytes / max(moved.reading_ns - moved.reads * latency, 1) * 1e9
         planned = link.write_bytes_per_s, link.read_bytes_per_s
-        seen = PLANNED_SHARE * write / planned[0], PLANNED_SHARE * read / planned[1]
-        if offload.learned < _MOST_LESSONS and any(not 1 / _OTHER < k < _OTHER for k in seen):
-            offload.learn(write, read)
+        seen = [PLANNED_SHARE * rate / speed for rate, speed in zip(rates, planned, strict=True)]
+        if any(not 1 / _OTHER < k < _OTHER for k in seen):
+            offload.learn(*rates)
 
     def extra_bytes(self, nbytes: int) -> int:
         """Return the bytes that a fetch takes for a moment beside the fetched ones."""

@@ -23,12 +23,10 @@ logger = logging.getLogger("rotor")
 _FIRST_STEPS, _STEPS = 3, 16
 """Steps after which a new plan is compared with its link, and between later comparisons."""
 
-_MOST_LESSONS = 3
 _WAITED = 0.05
 """Share of a step by which waits may exceed the plan's."""
 
 _FASTER = 1.5
-_LEAST_BYTES = 1 << 20
 
 
 def learn_link(plan: GraphPlan) -> bool:
@@ -45,7 +43,7 @@ def learn_link(plan: GraphPlan) -> bool:
     waits = layout.waits
     steps = waits.steps - waits.seen_steps
     due = _FIRST_STEPS if waits.seen_steps == 0 else _STEPS
-    if steps < due or offload.learned >= _MOST_LESSONS or not _is_current(plan):
+    if steps < due or not offload.may_learn or not _is_current(plan):
         return False
     waited = (layout.waited_ns() - waits.seen_ns) / steps / 1e9
     rates = _shown(plan)
@@ -91,12 +89,4 @@ def _shown(plan: GraphPlan) -> tuple[float, float] | None:
     link = plan.program.link
     if traffic is None or link is None:
         return None
-    found = traffic.since(layout.seen)
-    if min(found.written_bytes, found.read_bytes) < _LEAST_BYTES:
-        return None
-    writing = found.writing_ns - found.writes * link.latency_ns
-    reading = found.reading_ns - found.reads * link.latency_ns
-    return (
-        found.written_bytes / max(writing, 1) * 1e9,
-        found.read_bytes / max(reading, 1) * 1e9,
-    )
+    return traffic.since(layout.seen).rates(link.latency_ns)
