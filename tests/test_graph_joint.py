@@ -112,6 +112,18 @@ def test_graphs_of_models(name, share):
     assert program.offloaded_bytes > 0
 
 
+@pytest.mark.parametrize(("name", "share"), [*FACTS, ("r50", 0.4), ("r50", 0.25)])
+def test_walks_move_or_recompute_as_is_cheaper(name, share):
+    """Halve the cost of recomputation before any search."""
+    graph = Graph.load(GRAPHS / f"{name}.g")
+    budget = int(peak_of(graph) * share)
+    alone = plan(graph, budget, effort=0)
+    joint = plan(graph, budget, effort=0, link=link_of(graph, 1.0))
+    assert joint.slowdown - 1 < 0.6 * (alone.slowdown - 1)
+    assert joint.offloaded_bytes > 0
+    assert joint == plan(graph, budget, effort=0, link=link_of(graph, 1.0))
+
+
 def test_what_the_tier_holds_is_limited():
     graph = Graph.load(GRAPHS / "unet.g")
     budget = int(peak_of(graph) * 0.4)

@@ -39,6 +39,8 @@ void rotor_setting_random(rotor_random_t *random, rotor_setting_t *setting) {
 void rotor_greedy_init(rotor_greedy_t *self) { memset(self, 0, sizeof(*self)); }
 
 void rotor_greedy_free(rotor_greedy_t *self) {
+    const rotor_link_t *link = self->tier.link;
+    rotor_greedy_tier_free(&self->tier);
     rotor_free(self->positions);
     rotor_free(self->uses);
     rotor_free(self->cursor);
@@ -59,6 +61,7 @@ void rotor_greedy_free(rotor_greedy_t *self) {
     rotor_free(self->frame_locks);
     rotor_free(self->visited);
     rotor_greedy_init(self);
+    self->tier.link = link;
 }
 
 static int greedy_allocate(rotor_greedy_t *g) {
@@ -114,7 +117,8 @@ int rotor_greedy_prepare(rotor_greedy_t *self, const rotor_dataflow_t *graph,
     self->order = order;
     if (self->graph == NULL) {
         self->graph = graph;
-        if ((ret = greedy_allocate(self)) != ROTOR_OK) {
+        if ((ret = greedy_allocate(self)) != ROTOR_OK ||
+            (ret = rotor_greedy_tier_prepare(&self->tier, graph)) != ROTOR_OK) {
             goto out;
         }
         for (int32_t d = 0; d < graph->operation_count + 2; d++) {
@@ -153,8 +157,8 @@ static void invalidate(rotor_greedy_t *g, int32_t s) {
     }
 }
 
-/* The logarithm of the time to remake s with the evicted storages that it needs. */
-static float greedy_cost(rotor_greedy_t *g, int32_t s) {
+/* The time to remake s with the evicted storages that it needs. */
+static int64_t greedy_remake_ns(rotor_greedy_t *g, int32_t s) {
     const rotor_dataflow_t *graph = g->graph;
     int32_t left = g->setting->neighbourhood;
     int32_t depth = 0;
@@ -176,14 +180,46 @@ static float greedy_cost(rotor_greedy_t *g, int32_t s) {
                 continue;
             }
             g->is_clean[t] = 1;
-            if (g->stamp[maker] != g->stamp_value) {
+            if (rotor_greedy_tier_is_away(&g->tier, t)) {
+                cost += (int64_t)(g->setting->transfer_price * (double)g->tier.read_ns[t]);
+            } else if (g->stamp[maker] != g->stamp_value) {
                 g->stamp[maker] = g->stamp_value;
                 g->stack[depth++] = maker;
             }
         }
     }
+    return cost;
+}
+
+/* The cost of moving s and back where nothing waits for it. */
+static int64_t transfers_cost(const rotor_greedy_t *g, int32_t s) {
+    return (int64_t)(g->setting->transfer_price *
+                     (double)rotor_greedy_tier_transfers_ns(&g->tier, s));
+}
+
+static float cost_log_of(const rotor_greedy_t *g, int64_t ns) {
+    return (float)(g->setting->cost_power * log((double)ns + 1.0));
+}
+
+/* The logarithm of the cost of evicting s, by the way that is cheaper. */
+static float greedy_cost(rotor_greedy_t *g, int32_t s) {
+    int64_t ns = g->is_kept[s] ? INT64_MAX : greedy_remake_ns(g, s);
     g->is_clean[s] = 1;
-    return (float)(g->setting->cost_power * log((double)cost + 1.0));
+    if (g->tier.link != NULL) {
+        g->tier.remake_ns[s] = ns;
+        ns = rotor_greedy_tier_moves(&g->tier, s) ? rotor_min(ns, transfers_cost(g, s)) : ns;
+    }
+    return cost_log_of(g, ns);
+}
+
+/* The same with the wait for the write, if evicted now. */
+static float greedy_cost_now(const rotor_greedy_t *g, int32_t s) {
+    bool moves = rotor_greedy_tier_moves(&g->tier, s);
+    int64_t wait = moves ? rotor_greedy_tier_wait_ns(&g->tier, s) : 0;
+    int64_t ns = wait == 0 ? 0 : transfers_cost(g, s);
+    return wait == 0 || g->tier.remake_ns[s] <= ns
+               ? g->cost_log[s]
+               : cost_log_of(g, rotor_min(g->tier.remake_ns[s], ns + wait));
 }
 
 static void leave_candidates(rotor_greedy_t *g, int32_t s) {
@@ -198,7 +234,11 @@ static void leave_candidates(rotor_greedy_t *g, int32_t s) {
 /* From now on s cannot be remade. */
 static void greedy_keep(rotor_greedy_t *g, int32_t s) {
     g->is_kept[s] = 1;
-    leave_candidates(g, s);
+    if (rotor_greedy_tier_moves(&g->tier, s)) {
+        g->is_clean[s] = 0;
+    } else {
+        leave_candidates(g, s);
+    }
 }
 
 static void take_out(rotor_greedy_t *g, int32_t s) {
@@ -206,6 +246,10 @@ static void take_out(rotor_greedy_t *g, int32_t s) {
     g->is_live[s] = 0;
     g->is_clean[s] = 0;
     g->live_bytes -= g->graph->bytes[s];
+    if (g->tier.link != NULL && g->tier.is_padded[s]) {
+        g->live_bytes -= g->tier.link->padding_bytes;
+        g->tier.is_padded[s] = 0;
+    }
     invalidate(g, s);
 }
 
@@ -213,7 +257,12 @@ static void put_in(rotor_greedy_t *g, int32_t s) {
     g->is_live[s] = 1;
     g->is_clean[s] = 0;
     g->live_bytes += g->graph->bytes[s];
-    if (!g->is_kept[s] && !g->graph->pinned[s] && g->graph->bytes[s] > 0) {
+    if (g->tier.link != NULL) {
+        g->tier.is_away[s] = 0;
+        g->tier.made_ns[s] = g->tier.clock_ns;
+    }
+    bool may_go = !g->is_kept[s] || rotor_greedy_tier_moves(&g->tier, s);
+    if (may_go && !g->graph->pinned[s] && g->graph->bytes[s] > 0) {
         g->slot[s] = g->live_count;
         g->live[g->live_count++] = s;
     }
@@ -235,6 +284,29 @@ static int32_t next_use(rotor_greedy_t *g, int32_t s) {
     return next;
 }
 
+static void append_item(rotor_greedy_t *g, int32_t item) {
+    if (g->status == ROTOR_OK && g->program->length >= g->longest) {
+        g->status = ROTOR_ERR_INFEASIBLE;
+    }
+    if (g->status == ROTOR_OK) {
+        g->status = rotor_program_append(g->program, item);
+    }
+}
+
+/* Takes s out, by way of the tier where that is cheaper than remaking it. */
+static void greedy_evict(rotor_greedy_t *g, int32_t s) {
+    bool moves = rotor_greedy_tier_moves(&g->tier, s);
+    if (moves && transfers_cost(g, s) + rotor_greedy_tier_wait_ns(&g->tier, s) <
+                     g->tier.remake_ns[s]) {
+        if (!g->tier.is_written[s]) {
+            rotor_greedy_tier_write(&g->tier, s);
+            append_item(g, rotor_item_finish(g->graph, s));
+        }
+        g->tier.is_away[s] = 1;
+    }
+    take_out(g, s);
+}
+
 /* Evicts until `bytes` more fit in the limit, or nothing is left to evict. */
 static void greedy_make_room(rotor_greedy_t *g, int64_t bytes) {
     while (g->live_bytes + bytes > g->limit) {
@@ -249,8 +321,8 @@ static void greedy_make_room(rotor_greedy_t *g, int64_t bytes) {
             if (!g->is_clean[s]) {
                 g->cost_log[s] = greedy_cost(g, s);
             }
-            float score =
-                g->size_score[s] + g->distance_log[next_use(g, s) - g->now] - g->cost_log[s];
+            float cost = g->tier.link == NULL ? g->cost_log[s] : greedy_cost_now(g, s);
+            float score = g->size_score[s] + g->distance_log[next_use(g, s) - g->now] - cost;
             if (best < 0 || score > best_score) {
                 best = s;
                 best_score = score;
@@ -259,7 +331,7 @@ static void greedy_make_room(rotor_greedy_t *g, int64_t bytes) {
         if (best < 0) {
             break;
         }
-        take_out(g, best);
+        greedy_evict(g, best);
     }
 }
 
@@ -286,7 +358,8 @@ static bool let_go(rotor_greedy_t *g, int32_t s) {
             g->visited[seen++] = op;
             for (int32_t i = graph->output_start[op]; i < graph->output_start[op + 1]; i++) {
                 int32_t t = graph->outputs[i];
-                if (!g->is_live[t]) {
+                bool is_away = rotor_greedy_tier_is_away(&g->tier, t);
+                if (!g->is_live[t] && !is_away) {
                     is_free = is_free && next_use(g, t) == unused && g->locks[t] == 0;
                     g->stack[depth++] = t;
                 }
@@ -310,6 +383,9 @@ static void greedy_release(rotor_greedy_t *g, int32_t s) {
     }
     if (g->is_kept[s] ? let_go(g, s) : !g->setting->keeps_unused) {
         take_out(g, s);
+    } else if (g->is_kept[s] && g->tier.link != NULL && g->tier.is_written[s]) {
+        g->tier.is_away[s] = 1;
+        take_out(g, s);
     }
 }
 
@@ -322,9 +398,11 @@ static void run(rotor_greedy_t *g, int32_t op, bool is_planned) {
         needed += g->is_live[s] && !graph->pinned[s] ? 0 : graph->bytes[s];
     }
     greedy_make_room(g, needed);
+    append_item(g, op);
     if (is_planned) {
         g->now++;
     }
+    g->tier.clock_ns += graph->cost_ns[op];
     for (int32_t j = graph->output_start[op]; j < graph->output_start[op + 1]; j++) {
         if (!g->is_live[graph->outputs[j]]) {
             put_in(g, graph->outputs[j]);
@@ -379,18 +457,14 @@ static int32_t missing_input(const rotor_greedy_t *g, int32_t op) {
     return -1;
 }
 
-static int append_run(rotor_greedy_t *g, int32_t op, bool is_planned, int64_t longest,
-                      rotor_stop_t *stop, rotor_program_t *program) {
-    int ret = ROTOR_OK;
-    if (program->length >= longest) {
-        return ROTOR_ERR_INFEASIBLE;
-    }
-    g->work = 10;
-    run(g, op, is_planned);
-    if ((ret = rotor_program_append(program, op)) != ROTOR_OK) {
-        return ret;
-    }
-    return rotor_stop_look(stop, g->work);
+/* Brings s back from the tier. */
+static void greedy_fetch(rotor_greedy_t *g, int32_t s) {
+    greedy_make_room(g, g->graph->bytes[s] + g->tier.link->padding_bytes);
+    append_item(g, rotor_item_fetch(g->graph, s));
+    rotor_greedy_tier_fetch(&g->tier, s);
+    put_in(g, s);
+    g->tier.is_padded[s] = 1;
+    g->live_bytes += g->tier.link->padding_bytes;
 }
 
 static void greedy_begin(rotor_greedy_t *g, int64_t budget, const rotor_setting_t *setting,
@@ -419,6 +493,7 @@ static void greedy_begin(rotor_greedy_t *g, int64_t budget, const rotor_setting_
     memset(g->is_live, 0, (size_t)graph->storage_count);
     memset(g->is_clean, 0, (size_t)graph->storage_count);
     memset(g->locks, 0, (size_t)graph->storage_count * sizeof(*g->locks));
+    rotor_greedy_tier_begin(&g->tier, graph->storage_count);
 }
 
 int rotor_greedy_walk(rotor_greedy_t *self, int64_t budget, const rotor_setting_t *setting,
@@ -426,28 +501,37 @@ int rotor_greedy_walk(rotor_greedy_t *self, int64_t budget, const rotor_setting_
                       rotor_program_t *program) {
     greedy_begin(self, budget, setting, random);
     program->length = 0;
+    self->program = program;
+    self->longest = longest;
+    self->status = ROTOR_OK;
     for (int32_t k = 0; k < self->graph->operation_count; k++) {
         int32_t depth = 0;
         greedy_push_frame(self, 0, self->order[k]);
         while (depth >= 0) {
             int32_t op = self->frames[depth];
             int32_t missing = missing_input(self, op);
+            self->work = 10;
             if (missing >= 0) {
                 int32_t bit = missing - self->graph->input_start[op];
+                int32_t s = self->graph->inputs[missing];
                 lock_inputs(self, depth, UINT64_C(1) << (bit & 63)); /* once it is live */
-                greedy_push_frame(self, ++depth,
-                                  self->graph->producer[self->graph->inputs[missing]]);
-                continue;
+                if (!rotor_greedy_tier_is_away(&self->tier, s)) {
+                    greedy_push_frame(self, ++depth, self->graph->producer[s]);
+                    continue;
+                }
+                greedy_fetch(self, s);
+            } else {
+                lock_inputs(self, depth, UINT64_MAX);
+                run(self, op, depth == 0);
+                depth--;
             }
-            lock_inputs(self, depth, UINT64_MAX);
-            int ret = append_run(self, op, depth == 0, longest, stop, program);
-            if (ret != ROTOR_OK) {
+            int ret = self->status;
+            if (ret != ROTOR_OK || (ret = rotor_stop_look(stop, self->work)) != ROTOR_OK) {
                 return ret;
             }
             if (stop->is_over) {
                 return ROTOR_ERR_INFEASIBLE;
             }
-            depth--;
         }
     }
     return ROTOR_OK;

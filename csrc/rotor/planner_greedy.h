@@ -1,7 +1,11 @@
-/* The offline greedy: one walk along an order of the graph gives one program. */
+/*
+ * The offline greedy: one walk along an order of the graph gives one program. With a link, what is evicted
+ * is made again or moved to the tier, as is cheaper; it is fetched where it is needed.
+ */
 #ifndef ROTOR_PLANNER_GREEDY_H
 #define ROTOR_PLANNER_GREEDY_H
 
+#include "planner_greedy_tier.h"
 #include "planner_random.h"
 #include "planner_stop.h"
 #include "program.h"
@@ -14,6 +18,7 @@ typedef struct {
     double cost_power;
     double noise;          /* in the logarithm of each storage's size, at most */
     double slack;          /* factor on the budget that the walk keeps */
+    double transfer_price; /* cost of a transfer over its time, where nothing waits for it */
     int32_t neighbourhood; /* evicted operations that a recompute cost counts at most */
     bool keeps_unused;     /* what has no further use stays until its memory is needed */
     bool is_reversed;      /* evicted inputs are remade last first */
@@ -24,6 +29,7 @@ typedef struct {
     /* input, of rotor_greedy_prepare() and rotor_greedy_walk() */
     const rotor_dataflow_t *graph;
     const int32_t *order;
+    rotor_greedy_tier_t tier; /* its link is set before the first rotor_greedy_prepare() */
     /* state */
     int32_t *positions; /* of operations in the order */
     int32_t *uses;      /* as graph->users, positions in the order, ascending by storage */
@@ -51,15 +57,19 @@ typedef struct {
     int64_t work; /* elementary steps since the last look */
     int32_t now;
     const rotor_setting_t *setting;
+    rotor_program_t *program;
+    int64_t longest;
+    int status; /* of the actions that were added */
 } rotor_greedy_t;
 
 void rotor_greedy_init(rotor_greedy_t *self);
+/* Frees the memory; the link stays. */
 void rotor_greedy_free(rotor_greedy_t *self);
 /* Prepares walks along an order, which must outlive them; may be called again with another order. */
 int rotor_greedy_prepare(rotor_greedy_t *self, const rotor_dataflow_t *graph, const int32_t *order);
 /*
  * Walks once and leaves the program, not pruned yet, whose peak may be above the budget.
- * ROTOR_ERR_INFEASIBLE when it grows beyond `longest` runs.
+ * ROTOR_ERR_INFEASIBLE when it grows beyond `longest` items.
  */
 int rotor_greedy_walk(rotor_greedy_t *self, int64_t budget, const rotor_setting_t *setting,
                       rotor_random_t *random, int64_t longest, rotor_stop_t *stop,

@@ -2,15 +2,17 @@
 
 #include <string.h>
 
-#include "planner_greedy.h"
+#include "planner_joint_walks.h"
 #include "planner_tier.h"
 #include "probe.h"
 
 #define FEW_MOVES 2000 /* of each start, and of the program for a larger budget */
 #define MORE_MOVES 20  /* of each start, per operation */
 #define MOST_ROUNDS 6 /* of all starts */
+#define SMALL 400         /* operations of a graph that is searched twice */
+#define MANY_MOVES 100000 /* with which it is */
 
-enum { STARTS = 4, FEW = 3 };
+enum { OTHER_STARTS = 4, STARTS = OTHER_STARTS + ROTOR_JOINT_WALKS, FEW = 3 };
 
 typedef struct {
     const rotor_dataflow_t *graph;
@@ -116,6 +118,19 @@ static int plain_order(joint_t *c, rotor_program_t *program) {
     return ret;
 }
 
+/* The best of the walks with the tier; each of them is offered. */
+static int walk_starts(joint_t *c, int64_t random_runs, rotor_program_t *starts) {
+    rotor_joint_walks_t walks;
+    rotor_joint_walks_init(&walks, c->graph, c->link, c->budget);
+    int ret = rotor_joint_walks_run(&walks, random_runs, &c->random, &c->stop);
+    for (int32_t k = 0; k < walks.count && ret == ROTOR_OK; k++) {
+        ret = rotor_program_assign(&starts[k], walks.best[k].ops, walks.best[k].length);
+        ret = ret == ROTOR_OK ? joint_offer(c, &walks.best[k]) : ret;
+    }
+    rotor_joint_walks_free(&walks);
+    return ret;
+}
+
 /* The starts beside the program without the tier: for a larger budget, in the plain order, the caller's. */
 static int find_starts(joint_t *c, const rotor_planner_options_t *options,
                        rotor_program_t *starts) {
@@ -141,18 +156,22 @@ static int find_starts(joint_t *c, const rotor_planner_options_t *options,
 
 /*
  * The search from all starts a little, a few times where the graph is small, from the few best of these
- * programs, and from the best of all.
+ * programs, and from the best of all, or of these.
  */
-static int joint_search(joint_t *c, int64_t moves, const rotor_program_t *starts) {
+static int joint_search(joint_t *c, int64_t moves, const rotor_program_t *starts, bool is_again) {
     int64_t n = c->graph->operation_count;
     int64_t enough = FEW_MOVES + MORE_MOVES * n;
-    int64_t rounds = rotor_max(1, rotor_min(MOST_ROUNDS, moves / 2 / (enough * STARTS)));
+    int64_t rounds = rotor_max(1, rotor_min(MOST_ROUNDS, moves / 2 / (enough * OTHER_STARTS)));
     int64_t each = rotor_min(moves / 10, enough);
     int64_t left = moves;
     int ret = ROTOR_OK;
+    c->few_count = 0;
     for (int64_t k = 0; k < rounds * STARTS && ret == ROTOR_OK && !c->stop.is_over; k++) {
-        if (starts[k % STARTS].length > 0) {
-            ret = joint_improve(c, &starts[k % STARTS], each);
+        int64_t at = k % STARTS;
+        /* Walks begin once where they are beside the others. */
+        bool is_due = at < OTHER_STARTS ? at > 0 || !is_again : k < STARTS;
+        if (starts[at].length > 0 && is_due) {
+            ret = joint_improve(c, &starts[at], each);
             left -= each;
         }
     }
@@ -165,10 +184,29 @@ static int joint_search(joint_t *c, int64_t moves, const rotor_program_t *starts
         }
     }
     if (ret == ROTOR_OK && c->is_found && left > 0 && !c->stop.is_over) {
-        ret = rotor_program_assign(&c->start, c->best.ops, c->best.length);
+        const rotor_program_t *best = is_again && c->few_count > 0 ? &c->few[0] : &c->best;
+        ret = rotor_program_assign(&c->start, best->ops, best->length);
         ret = ret == ROTOR_OK ? joint_improve(c, &c->start, left) : ret;
     }
     return ret;
+}
+
+/*
+ * Small graphs are searched from the other starts first, and again from walks and without the program that
+ * leaves the tier alone, to which the first search may keep.
+ */
+static int search_all(joint_t *c, const rotor_planner_options_t *options, int64_t moves,
+                      int32_t searches, rotor_program_t *starts) {
+    int ret = find_starts(c, options, starts);
+    if (ret == ROTOR_OK && searches > 1 &&
+        ((ret = joint_search(c, moves, starts, false)) != ROTOR_OK ||
+         (c->is_found && c->price.time_ns <= c->graph->total_cost_ns))) {
+        return ret;
+    }
+    if (ret == ROTOR_OK) {
+        ret = walk_starts(c, options->random_runs, &starts[OTHER_STARTS]);
+    }
+    return ret == ROTOR_OK ? joint_search(c, moves, starts, searches > 1) : ret;
 }
 
 static bool has_actions(const rotor_dataflow_t *graph, const rotor_program_t *program) {
@@ -195,7 +233,8 @@ int rotor_joint_plan(const rotor_dataflow_t *graph, const rotor_link_t *link, in
     }
     c.pricer.link = link;
     int64_t moves = options->moves == 0 ? 0 : 2 * options->moves + 5 * graph->operation_count;
-    c.total = parts + moves;
+    int32_t searches = graph->operation_count <= SMALL && options->moves >= MANY_MOVES ? 2 : 1;
+    c.total = parts + searches * moves;
     rotor_random_init(&c.random, options->seed);
     alone.time_limit_ns = options->time_limit_ns / 2 + (options->time_limit_ns > 0);
     alone.start = has_actions(graph, options->start) ? NULL : options->start;
@@ -213,10 +252,9 @@ int rotor_joint_plan(const rotor_dataflow_t *graph, const rotor_link_t *link, in
     c.stop = (rotor_stop_t){
         .callback = &rest,
         .deadline_ns = options->time_limit_ns == 0 ? 0 : began + options->time_limit_ns,
-        .total = moves,
+        .total = searches * moves,
         .step = 1};
-    if ((ret = find_starts(&c, options, starts)) != ROTOR_OK ||
-        (ret = joint_search(&c, moves, starts)) != ROTOR_OK) {
+    if ((ret = search_all(&c, options, moves, searches, starts)) != ROTOR_OK) {
         goto out;
     }
     if (!c.is_found) {

@@ -2,8 +2,8 @@
  * The planner with a second tier: storages are kept, made again, or moved, as is fastest within a budget.
  *
  * The program without the tier is found first, so that the answer is never slower. The joint search begins
- * from it, from one for a larger budget, and from the plain order, which the tier brings within the
- * budget. rotor_program_simulate alone decides.
+ * from it, from one for a larger budget, from the plain order, which the tier brings within the budget, and
+ * from the best greedy walks with the tier. rotor_program_simulate alone decides.
  */
 #ifndef ROTOR_PLANNER_JOINT_H
 #define ROTOR_PLANNER_JOINT_H

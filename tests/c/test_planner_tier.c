@@ -1,6 +1,7 @@
 #include "dataflows.h"
 #include "planner_clocks.h"
 #include "planner_joint.h"
+#include "planner_joint_walks.h"
 #include "planner_random.h"
 #include "planner_sequence_check.h"
 #include "testing.h"
@@ -183,6 +184,118 @@ static void test_plans(void) {
     CHECK(faster >= 8);
 }
 
+static int64_t sum_of(const rotor_program_t *program) {
+    int64_t sum = 0;
+    for (int64_t k = 0; k < program->length; k++) {
+        sum += (program->ops[k] + 1) * (int64_t)(program->ops[k] + 7);
+    }
+    return sum;
+}
+
+/* A walk with a link is a valid program of runs and moves, and stays so when its fetches go earlier: the
+ * items are the same, the peak is within the budget, and it mostly waits less. */
+static void test_walks(void) {
+    int32_t moved = 0;
+    int32_t sooner = 0;
+    int32_t later = 0;
+    for (uint64_t seed = 1; seed < 60; seed++) {
+        rotor_dataflow_t graph;
+        rotor_program_t program;
+        rotor_greedy_t greedy;
+        rotor_prefetch_t prefetch;
+        rotor_random_t random;
+        rotor_setting_t setting;
+        rotor_cost_t cost = {0};
+        rotor_cost_t early = {0};
+        rotor_stop_t stop = {.callback = NULL};
+        rotor_link_t link = plain;
+        rotor_pricer_t pricer;
+        int32_t order[4096];
+        link.duplex = seed % 2 == 0;
+        rotor_program_init(&program);
+        rotor_greedy_init(&greedy);
+        rotor_prefetch_init(&prefetch);
+        rotor_pricer_init(&pricer);
+        rotor_random_init(&random, seed);
+        build(&graph, 10 + (int64_t)(seed % 20), seed);
+        int64_t budget = in_order(&graph, &program) * 2 / 3;
+        CHECK(graph.operation_count <= 4096);
+        memcpy(order, program.ops, (size_t)program.length * sizeof(*order));
+        rotor_setting_random(&random, &setting);
+        setting.transfer_price = 0.25 * (double)(seed % 4);
+        setting.slack = 0.9;
+        greedy.tier.link = pricer.link = &link;
+        CHECK(rotor_greedy_prepare(&greedy, &graph, order) == ROTOR_OK);
+        int ret = rotor_greedy_walk(&greedy, budget, &setting, &random, 40000, &stop, &program);
+        CHECK(ret == ROTOR_OK || ret == ROTOR_ERR_INFEASIBLE);
+        if (ret == ROTOR_OK) {
+            CHECK(rotor_pricer_prune(&pricer, &graph, &program) == ROTOR_OK);
+            CHECK(rotor_program_simulate(&graph, &link, program.ops, program.length, &cost, NULL,
+                                         NULL, NULL) == ROTOR_OK);
+            int64_t sum = sum_of(&program);
+            int64_t length = program.length;
+            CHECK(rotor_prefetch(&prefetch, &graph, &link, budget, &program) == ROTOR_OK);
+            CHECK(sum_of(&program) == sum && program.length == length);
+            CHECK(rotor_program_simulate(&graph, &link, program.ops, program.length, &early, NULL,
+                                         NULL, NULL) == ROTOR_OK);
+            CHECK(early.peak_bytes <= (cost.peak_bytes > budget ? cost.peak_bytes : budget));
+            CHECK(early.compute_ns == cost.compute_ns && early.link_ns == cost.link_ns);
+            moved += cost.link_ns > 0;
+            sooner += early.time_ns < cost.time_ns;
+            later += early.time_ns > cost.time_ns;
+        }
+        rotor_greedy_free(&greedy);
+        CHECK(greedy.tier.link == &link);
+        rotor_prefetch_free(&prefetch);
+        rotor_pricer_free(&pricer);
+        rotor_program_free(&program);
+        rotor_dataflow_free(&graph);
+    }
+    CHECK(moved >= 30);
+    CHECK(sooner >= 20 && later <= sooner / 10);
+}
+
+/* The walks alone, without any search, beat recomputation; a seed gives one answer. */
+static void test_starts(void) {
+    int32_t faster = 0;
+    for (uint64_t seed = 1; seed < 16; seed++) {
+        rotor_planner_options_t options = {.random_runs = 4, .moves = 0, .seed = seed};
+        rotor_dataflow_t graph;
+        rotor_program_t program;
+        rotor_cost_t alone = {0};
+        int64_t times[2] = {-1, -1};
+        int64_t minimum;
+        build(&graph, 20 + (int64_t)seed, seed);
+        rotor_program_init(&program);
+        int64_t budget = in_order(&graph, &program) * 2 / 3;
+        bool fits = rotor_planner_plan(&graph, budget, &options, NULL, &program, &alone,
+                                       &minimum) == ROTOR_OK;
+        for (int32_t turn = 0; turn < 2; turn++) {
+            rotor_joint_walks_t walks;
+            rotor_random_t random;
+            rotor_stop_t stop = {.callback = NULL};
+            rotor_random_init(&random, seed);
+            rotor_joint_walks_init(&walks, &graph, &plain, budget);
+            CHECK(rotor_joint_walks_run(&walks, 10, &random, &stop) == ROTOR_OK);
+            for (int32_t k = 0; k < walks.count; k++) {
+                rotor_cost_t cost = {0};
+                const rotor_program_t *best = &walks.best[k];
+                CHECK(rotor_program_simulate(&graph, &plain, best->ops, best->length, &cost, NULL,
+                                             NULL, NULL) == ROTOR_OK);
+                CHECK(cost.peak_bytes <= budget && cost.time_ns == walks.best_ns[k]);
+                CHECK(k == 0 || walks.best_ns[k] > walks.best_ns[k - 1]);
+            }
+            times[turn] = walks.count > 0 ? walks.best_ns[0] : 0;
+            rotor_joint_walks_free(&walks);
+        }
+        CHECK(times[0] == times[1]);
+        faster += times[0] > 0 && (!fits || times[0] < alone.time_ns);
+        rotor_program_free(&program);
+        rotor_dataflow_free(&graph);
+    }
+    CHECK(faster >= 8);
+}
+
 static bool stop_after(void *context, int64_t done, int64_t total) {
     int64_t *left = context;
     CHECK(done <= total);
@@ -289,6 +402,8 @@ static void test_out_of_memory(void) {
 
 static const test_case_t cases[] = {
     {"slots", test_slots},
+    {"walks", test_walks},
+    {"starts", test_starts},
     {"plans", test_plans},
     {"curve", test_curve},
     {"interrupted", test_interrupted}, {"infeasible", test_infeasible},

@@ -1,0 +1,119 @@
+#include "planner_prefetch.h"
+
+#include <string.h>
+
+void rotor_prefetch_init(rotor_prefetch_t *self) { memset(self, 0, sizeof(*self)); }
+
+void rotor_prefetch_free(rotor_prefetch_t *self) {
+    rotor_free(self->peak);
+    rotor_free(self->begin);
+    rotor_free(self->first);
+    rotor_free(self->next);
+    rotor_free(self->ops);
+    rotor_free(self->next_use);
+    rotor_prefetch_init(self);
+}
+
+static int reserve(rotor_prefetch_t *q, const rotor_dataflow_t *graph, int64_t length) {
+    int ret = ROTOR_OK;
+    if (length <= q->capacity && graph->storage_count <= q->storage_count) {
+        return ROTOR_OK;
+    }
+    rotor_prefetch_free(q);
+    q->peak = rotor_malloc_array(length, sizeof(*q->peak));
+    q->begin = rotor_malloc_array(length, sizeof(*q->begin));
+    q->first = rotor_malloc_array(length, sizeof(*q->first));
+    q->next = rotor_malloc_array(length, sizeof(*q->next));
+    q->ops = rotor_malloc_array(length, sizeof(*q->ops));
+    q->next_use = rotor_malloc_array(graph->storage_count, sizeof(*q->next_use));
+    if (q->peak == NULL || q->begin == NULL || q->first == NULL || q->next == NULL ||
+        q->ops == NULL || q->next_use == NULL) {
+        ret = ROTOR_ERR_NO_MEMORY;
+        goto out;
+    }
+    q->capacity = length;
+    q->storage_count = graph->storage_count;
+out:
+    if (ret != ROTOR_OK) {
+        rotor_prefetch_free(q);
+    }
+    return ret;
+}
+
+static bool touches(const rotor_dataflow_t *graph, int32_t item, int32_t s) {
+    if (!rotor_item_is_run(graph, item)) {
+        return rotor_item_storage(graph, item) == s;
+    }
+    bool found = graph->producer[s] == item;
+    for (int32_t j = graph->input_start[item]; j < graph->input_start[item + 1] && !found; j++) {
+        found = graph->inputs[j] == s;
+    }
+    return found;
+}
+
+/* Moves the fetch at `at` below the time that leaves it done; that time, or when it begins if later. */
+static int64_t move_fetch(rotor_prefetch_t *q, const rotor_dataflow_t *graph,
+                          const rotor_link_t *link, int64_t budget, int32_t at, int64_t before,
+                          const int32_t *ops) {
+    int32_t s = rotor_item_storage(graph, ops[at]);
+    int64_t size = graph->bytes[s] + link->padding_bytes;
+    int64_t done = rotor_min(before, q->begin[q->next_use[s] < 0 ? at : q->next_use[s]]);
+    int64_t begin = done - rotor_link_read_ns(link, graph->bytes[s]);
+    int32_t to = at;
+    while (to > 0 && q->begin[to] > begin && !touches(graph, ops[to - 1], s) &&
+           q->peak[to - 1] + size <= budget) {
+        to--;
+        q->peak[to] += size;
+    }
+    q->next[at] = q->first[to];
+    q->first[to] = at;
+    return rotor_max(begin, q->begin[to]);
+}
+
+static void note_uses(rotor_prefetch_t *q, const rotor_dataflow_t *graph, int32_t item, int32_t at) {
+    if (rotor_item_is_run(graph, item)) {
+        for (int32_t j = graph->input_start[item]; j < graph->input_start[item + 1]; j++) {
+            q->next_use[graph->inputs[j]] = at;
+        }
+    } else if (!rotor_item_is_fetch(graph, item)) {
+        q->next_use[rotor_item_storage(graph, item)] = at;
+    }
+}
+
+int rotor_prefetch(rotor_prefetch_t *self, const rotor_dataflow_t *graph, const rotor_link_t *link,
+                   int64_t budget, rotor_program_t *program) {
+    int64_t before = INT64_MAX;
+    int64_t now = 0;
+    int64_t count = 0;
+    rotor_cost_t price;
+    int ret = reserve(self, graph, program->length);
+    if (ret != ROTOR_OK ||
+        (ret = rotor_program_simulate(graph, link, program->ops, program->length, &price, NULL,
+                                      self->peak, NULL)) != ROTOR_OK) {
+        return ret;
+    }
+    for (int64_t k = 0; k < program->length; k++) {
+        int32_t item = program->ops[k];
+        self->begin[k] = now;
+        self->first[k] = -1;
+        now += rotor_item_is_run(graph, item) ? graph->cost_ns[item] : 0;
+    }
+    memset(self->next_use, -1, (size_t)graph->storage_count * sizeof(*self->next_use));
+    for (int32_t k = (int32_t)program->length - 1; k >= 0; k--) {
+        if (rotor_item_is_fetch(graph, program->ops[k])) {
+            before = move_fetch(self, graph, link, budget, k, before, program->ops);
+        } else {
+            note_uses(self, graph, program->ops[k], k);
+        }
+    }
+    for (int32_t k = 0; k < (int32_t)program->length; k++) {
+        for (int32_t fetch = self->first[k]; fetch >= 0; fetch = self->next[fetch]) {
+            self->ops[count++] = program->ops[fetch];
+        }
+        if (!rotor_item_is_fetch(graph, program->ops[k])) {
+            self->ops[count++] = program->ops[k];
+        }
+    }
+    memcpy(program->ops, self->ops, (size_t)count * sizeof(*self->ops));
+    return ROTOR_OK;
+}
