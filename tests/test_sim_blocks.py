@@ -88,3 +88,57 @@ def test_figures_of_an_empty_sequence():
 def test_a_free_of_nothing_is_refused():
     with pytest.raises(ValueError, match="freed"):
         _core.replay_blocks(np.array([512, -1, -1]), False, 0, False)
+
+
+def with_piece(piece, events):
+    return np.concatenate([[piece, -1], np.where(events < 0, events - 1, events)])
+
+
+@pytest.mark.parametrize("scale", ["mixed", "large"])
+def test_the_best_piece_by_trying_all(sim, scale):
+    """Find the piece with which events reserve least, and have the device confirm it."""
+    sim.set_poison(0)
+    sim.set_capacity(1 << 40)
+    gains = []
+    for seed in range(6):
+        events = drawn_events(np.random.default_rng(seed), 300, 8, SCALES[scale])
+        events = events[events != _core.BLOCKS_RELEASE]
+        figures, _ = _core.replay_blocks(events, False, 0, False)
+        tried = {0: figures["reserved_peak_bytes"]}
+        small = figures["reserved_small_bytes"]
+        low = max((figures["allocated_peak_bytes"] - small + 2 * MIB - 1) // (2 * MIB), 5)
+        for piece in range(low * 2 * MIB, figures["reserved_peak_bytes"] - small + 1, 2 * MIB):
+            sim.empty_cache()
+            tried[piece] = int(sim.replay(with_piece(piece, events))[:, 1].max())
+        found = _core.fit_piece(events)
+        least = min(tried.values())
+        assert found["without_bytes"] == tried[0]
+        assert tried[found["bytes"]] == found["reserved_peak_bytes"]
+        if len(tried) <= 96:
+            assert found["reserved_peak_bytes"] == least
+            equal = [piece for piece, nbytes in tried.items() if nbytes == least]
+            assert found["bytes"] == (0 if tried[0] == least else max(equal))
+        assert found["reserved_peak_bytes"] <= tried[0]
+        gains.append(1 - found["reserved_peak_bytes"] / tried[0])
+    sim.empty_cache()
+    assert max(gains) > 0.05
+
+
+def test_the_order_of_frees_beside_one_another_makes_no_difference():
+    """Leave the same free blocks, whatever the order in which neighbours are freed."""
+    rng = np.random.default_rng(1)
+    for is_expandable in (False, True):
+        for seed in range(20):
+            events = drawn_events(np.random.default_rng(seed), 400, 30, SCALES["mixed"])
+            events = events[events != _core.BLOCKS_RELEASE]
+            runs = np.split(events, np.flatnonzero(np.diff(np.sign(events + 0.5))) + 1)
+            assert any(len(run) > 2 and run[0] < 0 for run in runs)
+            other = np.concatenate([rng.permutation(r) if r[0] < 0 else r for r in runs])
+            ends = np.cumsum([len(run) for run in runs]) - 1
+            levels = [
+                np.frombuffer(
+                    _core.replay_blocks(given, is_expandable, 0, True)[1], dtype=np.int64
+                ).reshape(-1, 2)[ends]
+                for given in (events, other)
+            ]
+            assert (levels[0] == levels[1]).all()

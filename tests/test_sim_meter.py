@@ -1,5 +1,6 @@
 """Meters of accelerators: the counters of the device, and nothing but the metered code's bytes."""
 
+import copy
 import gc
 import threading
 import time
@@ -220,3 +221,51 @@ def test_a_backward_of_another_thread_is_measured_by_counters(sim):
     assert wrapped.plan.measured_bytes is None
     step()
     assert wrapped.plan.measured_bytes > 256 * KIB
+
+
+@pytest.mark.parametrize("engine", ["chain", "graph"])
+def test_a_training_loop_in_another_thread_is_measured(sim, engine):
+    """Measure, plan and meter where all of a training runs in a thread that is not the main one."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(6)]
+    plain = nn.Sequential(*layers).to("sim")
+    model = rotor.Checkpointable(copy.deepcopy(plain), mem_limit="3MiB", engine=engine)
+    batch, peaks = torch.randn(1000, 128, device="sim"), []
+    plain(batch).square().mean().backward()
+
+    def train():
+        for _ in range(4):
+            model.zero_grad()
+            level = sim.memory_allocated()
+            sim.reset_peak_memory_stats()
+            model(batch).square().mean().backward()
+            peaks.append(sim.max_memory_allocated() - level)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert len(peaks) == 4
+    assert max(peaks[1:]) <= 3 * MIB
+    assert model.plan.meterings >= 1
+    assert model.plan.measured_bytes <= 3 * MIB
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_a_profiler_runs_beside_a_metered_step(sim):
+    """Meter a step beside a profiler of the user's, whose trace has its operators and memory."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(6)]
+    plain = nn.Sequential(*layers).to("sim")
+    batch = torch.randn(1000, 128, device="sim")
+    model = rotor.Checkpointable(copy.deepcopy(plain), batch, mem_limit="3MiB", engine="graph")
+    plain(batch).square().mean().backward()
+    for _ in range(2):
+        model.zero_grad()
+        with torch.profiler.profile(profile_memory=True) as profiler:
+            model(batch).square().mean().backward()
+        names = {event.name for event in profiler.events()}
+        assert {"aten::tanh", "[memory]"} <= names
+    assert 0 < model.plan.measured_bytes <= 3 * MIB
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)

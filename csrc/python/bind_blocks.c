@@ -1,14 +1,15 @@
 #include "support.h"
 
-#include "blocks.h"
+#include "blocks_piece.h"
 
 static PyObject *as_dict(const rotor_blocks_figures_t *figures) {
     return Py_BuildValue(
-        "{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L}", "allocated_bytes", (long long)figures->allocated,
+        "{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L}", "allocated_bytes", (long long)figures->allocated,
         "allocated_peak_bytes", (long long)figures->allocated_peak, "requested_bytes",
         (long long)figures->requested, "requested_peak_bytes",
         (long long)figures->requested_peak, "reserved_bytes", (long long)figures->reserved,
-        "reserved_peak_bytes", (long long)figures->reserved_peak, "retries",
+        "reserved_peak_bytes", (long long)figures->reserved_peak, "reserved_small_bytes",
+        (long long)figures->reserved_small, "retries",
         (long long)figures->retries, "refused", (long long)figures->refused);
 }
 
@@ -65,7 +66,40 @@ out:
     return answer;
 }
 
+// fit_piece(events, /) -> dict
+PyDoc_STRVAR(fit_piece_doc,
+             "fit_piece(events, /)\n--\n\n"
+             "Return the piece, taken before some events, with which they reserve least.\n"
+             "\n"
+             "Events as of replay_blocks, without BLOCKS_RELEASE, in ordinary segments.");
+
+static PyObject *py_fit_piece(PyObject *module, PyObject *args) {
+    PyObject *events_object;
+    Py_buffer events;
+    rotor_blocks_figures_t without;
+    rotor_blocks_piece_t piece;
+    int ret;
+
+    if (!PyArg_ParseTuple(args, "O:fit_piece", &events_object) ||
+        py_get_int64(events_object, "events", -1, &events) != 0) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    ret = rotor_blocks_fit(events.buf, events.shape[0], &without, &piece);
+    Py_END_ALLOW_THREADS;
+    PyBuffer_Release(&events);
+    if (ret != ROTOR_OK) {
+        py_raise_status(module, ret);
+        return NULL;
+    }
+    return Py_BuildValue("{s:L,s:L,s:L,s:L}", "bytes", (long long)piece.bytes,
+                         "reserved_peak_bytes", (long long)piece.reserved_peak, "small_segments",
+                         (long long)piece.small_segments, "without_bytes",
+                         (long long)without.reserved_peak);
+}
+
 static PyMethodDef functions[] = {
+    {"fit_piece", py_fit_piece, METH_VARARGS, fit_piece_doc},
     {"replay_blocks", py_replay_blocks, METH_VARARGS, replay_blocks_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -187,8 +187,9 @@ static void count(int64_t *current, int64_t *peak, int64_t change) {
     *peak = rotor_max(*peak, *current);
 }
 
-static void count_reserved(rotor_blocks_t *self, int64_t change) {
+static void count_reserved(rotor_blocks_t *self, int pool, int64_t change) {
     count(&self->figures.reserved, &self->figures.reserved_peak, change);
+    self->figures.reserved_small += pool == SMALL ? change : 0;
 }
 
 static void count_taken(rotor_blocks_t *self, const rotor_block_t *block, int sign) {
@@ -213,7 +214,7 @@ static int32_t new_segment(rotor_blocks_t *self, int pool, int64_t size) {
     }
     int32_t block = new_block(self, TAKEN, pool, self->next_address, bytes);
     self->next_address += bytes;
-    count_reserved(self, bytes);
+    count_reserved(self, pool, bytes);
     return block;
 }
 
@@ -263,7 +264,7 @@ static bool map_range(rotor_blocks_t *self, int32_t number, int64_t size) {
     }
     self->blocks[number].state = FREE;
     join_and_enlist(self, number);
-    count_reserved(self, bytes);
+    count_reserved(self, pool, bytes);
     return true;
 }
 
@@ -308,7 +309,7 @@ static void unmap_range(rotor_blocks_t *self, int32_t number) {
     }
     self->blocks[number].state = UNMAPPED;
     join_and_enlist(self, number);
-    count_reserved(self, begin - end);
+    count_reserved(self, self->blocks[number].pool, begin - end);
 }
 
 static void drop_empty_range(rotor_blocks_t *self, int32_t number) {
@@ -332,7 +333,7 @@ static void release_pool(rotor_blocks_t *self, int pool, int32_t *numbers) {
             drop_empty_range(self, numbers[k]);
         } else if (block->previous == NO_BLOCK && block->next == NO_BLOCK) {
             unlist(self, numbers[k]);
-            count_reserved(self, -block->size);
+            count_reserved(self, pool, -block->size);
             forget_block(self, numbers[k]);
         }
     }
@@ -513,20 +514,23 @@ static int replay_event(rotor_blocks_t *self, int64_t event, int32_t *made, int6
     return ROTOR_OK;
 }
 
-int rotor_blocks_replay(enum rotor_segments segments, int64_t capacity_bytes,
-                        const int64_t *events, int64_t length, int64_t *levels,
-                        rotor_blocks_figures_t *figures) {
+int rotor_blocks_replay_after(enum rotor_segments segments, int64_t capacity_bytes, int64_t piece,
+                              int64_t most, const int64_t *events, int64_t length,
+                              int64_t *levels, int32_t *made, rotor_blocks_figures_t *figures) {
     rotor_blocks_t self;
     int64_t made_count = 0;
+    int32_t first;
     int ret = ROTOR_OK;
 
     rotor_blocks_init(&self, segments, capacity_bytes);
-    int32_t *made = rotor_malloc_array(length, sizeof(*made));
-    if (made == NULL) {
-        ret = ROTOR_ERR_NO_MEMORY;
-        goto out;
+    if (piece > 0) {
+        ret = rotor_blocks_take(&self, piece, &first);
+        if (ret != ROTOR_OK) {
+            goto out;
+        }
+        rotor_blocks_give(&self, first);
     }
-    for (int64_t k = 0; k < length; k++) {
+    for (int64_t k = 0; k < length && self.figures.reserved <= most; k++) {
         ret = replay_event(&self, events[k], made, &made_count);
         if (ret != ROTOR_OK) {
             goto out;
@@ -538,7 +542,19 @@ int rotor_blocks_replay(enum rotor_segments segments, int64_t capacity_bytes,
     }
     *figures = self.figures;
 out:
-    rotor_free(made);
     rotor_blocks_free(&self);
+    return ret;
+}
+
+int rotor_blocks_replay(enum rotor_segments segments, int64_t capacity_bytes,
+                        const int64_t *events, int64_t length, int64_t *levels,
+                        rotor_blocks_figures_t *figures) {
+    int32_t *made = rotor_malloc_array(length, sizeof(*made));
+    if (made == NULL) {
+        return ROTOR_ERR_NO_MEMORY;
+    }
+    int ret = rotor_blocks_replay_after(segments, capacity_bytes, 0, INT64_MAX, events, length,
+                                        levels, made, figures);
+    rotor_free(made);
     return ret;
 }

@@ -36,6 +36,7 @@ typedef struct {
     int64_t requested_peak;
     int64_t reserved; /* bytes taken from the device */
     int64_t reserved_peak;
+    int64_t reserved_small; /* of them for the small pool */
     int64_t retries; /* allocations that had cached memory given back first */
     int64_t refused; /* allocations that failed all the same */
 } rotor_blocks_figures_t;
@@ -90,5 +91,13 @@ const char *rotor_blocks_fault(const rotor_blocks_t *self);
 int rotor_blocks_replay(enum rotor_segments segments, int64_t capacity_bytes,
                         const int64_t *events, int64_t length, int64_t *levels,
                         rotor_blocks_figures_t *figures);
+
+/*
+ * The same after a piece (0: none) that is allocated and freed, up to the first event after which
+ * more than `most` bytes are reserved. `made` has room for as many numbers as there are events.
+ */
+int rotor_blocks_replay_after(enum rotor_segments segments, int64_t capacity_bytes, int64_t piece,
+                              int64_t most, const int64_t *events, int64_t length,
+                              int64_t *levels, int32_t *made, rotor_blocks_figures_t *figures);
 
 #endif

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 __all__ = [
     "Generator",
+    "Pool",
     "accelerator_in_use",
     "allocated_bytes",
     "capturing",
@@ -27,6 +28,7 @@ __all__ = [
     "free_and_total_bytes",
     "generator_of",
     "has_counters",
+    "has_pools",
     "identity",
     "is_capturing",
     "is_type",
@@ -144,6 +146,54 @@ def release_cached(device: torch.device) -> None:
     """Let an accelerator's allocator give cached memory back to the device."""
     with torch.accelerator.device_index(device.index or 0):
         torch.accelerator.empty_cache()
+
+
+def has_pools(device: torch.device) -> bool:
+    """Return whether an accelerator's allocator has private pools, whose segments do not grow."""
+    if device.type == "cpu" or expandable_segments():
+        return False
+    module = _module(device)
+    return hasattr(module, "MemPool") and hasattr(module, "use_mem_pool")
+
+
+class Pool:
+    """Private pool of an accelerator's allocator, with segments taken from the device beforehand.
+
+    Parameters
+    ----------
+    device
+        Accelerator with pools.
+    blocks
+        Sizes of blocks that are allocated together, and freed: their segments are there then.
+
+    Raises
+    ------
+    torch.OutOfMemoryError
+        The device has not enough.
+    """
+
+    def __init__(self, device: torch.device, blocks: Sequence[int]) -> None:
+        self._device = device
+        self._pool = _module(device).MemPool()
+        self._use: Any = None
+        self.enter()
+        try:
+            taken = [torch.empty(size, dtype=torch.uint8, device=device) for size in blocks]
+            del taken
+        finally:
+            self.leave()
+
+    def enter(self) -> None:
+        """Take the allocations of this thread from the pool."""
+        if self._use is None:
+            self._use = _module(self._device).use_mem_pool(self._pool, self._device)
+            self._use.__enter__()
+
+    def leave(self) -> None:
+        """Take them from where they came before; do nothing if that is so."""
+        use, self._use = self._use, None
+        if use is not None:
+            use.__exit__(None, None, None)
 
 
 def default_type() -> str:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,15 @@ from rotor import _core
 from rotor.graph.graph import Graph, Operation
 from rotor.graph.program import Program
 
-__all__ = ["BlockBytes", "program_bytes", "program_events", "replay"]
+__all__ = [
+    "BlockBytes",
+    "PoolBytes",
+    "pool_bytes",
+    "program_bytes",
+    "program_events",
+    "replay",
+    "runs_outside",
+]
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,9 @@ def replay(events: npt.NDArray[np.int64], *, expandable: bool = False) -> BlockB
 SMALL_BYTES = 1 << 20
 """Largest block that comes from small segments."""
 
+SMALL_SEGMENT_BYTES = 1 << 21
+"""Bytes of one of these."""
+
 
 def small_blocks(nbytes: int) -> list[int]:
     """Return bytes in blocks that come from small segments, as few as there can be."""
@@ -58,12 +69,28 @@ def small_blocks(nbytes: int) -> list[int]:
     return [SMALL_BYTES] * whole + ([rest] if rest else [])
 
 
-def program_bytes(
-    program: Program, beside: Sequence[int] = (), *, expandable: bool = False
-) -> BlockBytes:
-    """Return the bytes of a program, the larger of two orders within its operations.
+RESULT = 1 << 50
+"""Number from which the entries of an order stand for results."""
 
-    The workspace of an operation is one block, made before its results or after them.
+Orders = Sequence[Sequence[int]]
+"""Possible orders of the allocations within an operation.
+
+An entry e allocates e bytes for the operation itself, ``RESULT + k`` is the allocation of its k-th
+result, and -1 - k frees what the k-th allocation of the operation made.
+"""
+
+
+def program_bytes(
+    program: Program,
+    beside: Sequence[int] = (),
+    *,
+    orders: Sequence[Orders | None] | None = None,
+    expandable: bool = False,
+) -> BlockBytes:
+    """Return the bytes of a program, the largest of several orders within its operations.
+
+    These are the known ones, and two in which the workspace of an operation is one block, made
+    before its results or after them: a kernel need not do in a step what it did alone.
 
     Parameters
     ----------
@@ -71,12 +98,14 @@ def program_bytes(
         Program of known storages.
     beside
         Bytes of blocks in use from the beginning to the end.
+    orders
+        Known orders within each operation, the first and the last of which are taken.
     expandable
         As of `replay`.
     """
     found = [
-        replay(program_events(program, beside, workspace_first=first), expandable=expandable)
-        for first in (False, True)
+        replay(program_events(program, beside, known, is_second=second), expandable=expandable)
+        for known, second in _variants(orders)
     ]
     return BlockBytes(
         max(one.allocated_peak_bytes for one in found),
@@ -84,29 +113,172 @@ def program_bytes(
     )
 
 
+def _variants(
+    orders: Sequence[Orders | None] | None,
+) -> list[tuple[Sequence[Orders | None] | None, bool]]:
+    """Return the orders to price: the known ones, and the ones without knowledge."""
+    found: list[tuple[Sequence[Orders | None] | None, bool]] = [(None, False), (None, True)]
+    return found if orders is None else [(orders, False), (orders, True), *found]
+
+
+@dataclass(frozen=True)
+class PoolBytes:
+    """Bytes of a program that runs in a private pool, which is there before it begins.
+
+    Attributes
+    ----------
+    piece_bytes
+        Bytes of the piece that the pool takes from the device for blocks above 1 MiB; 0: none.
+    small_segments
+        Number of segments that it takes for the others.
+    pool_bytes
+        Most bytes that the pool has taken, in the course of the program.
+    outside_bytes
+        Most bytes that are taken outside of the pool, for what outlives the program.
+    """
+
+    piece_bytes: int
+    small_segments: int
+    pool_bytes: int
+    outside_bytes: int
+
+    @property
+    def reserved_peak_bytes(self) -> int:
+        """Most bytes taken from the device."""
+        return self.pool_bytes + self.outside_bytes
+
+    @property
+    def blocks(self) -> list[int]:
+        """Blocks that take all segments from the device if they are allocated together."""
+        own = [self.piece_bytes] if self.piece_bytes else []
+        return own + [SMALL_BYTES] * (2 * self.small_segments)
+
+
+def pool_bytes(
+    program: Program,
+    outliving: Collection[int],
+    beside: Sequence[int] = (),
+    *,
+    orders: Sequence[Orders | None] | None = None,
+) -> PoolBytes:
+    """Return the bytes of a program in a private pool, the largest of orders as above.
+
+    Results that outlive the program are made outside of the pool, or copied there.
+
+    Parameters
+    ----------
+    program, beside, orders
+        As of `program_bytes`; the blocks beside the program may be in the pool, or outside.
+    outliving
+        Numbers of the storages that outlive the program.
+    """
+    inside, outside = zip(
+        *(
+            _split_events(program, outliving, beside, known, second)
+            for known, second in _variants(orders)
+        ),
+        strict=True,
+    )
+    outside_bytes = max(replay(events).reserved_peak_bytes for events in outside)
+    found: PoolBytes | None = None
+    for piece in sorted({0, *(_core.fit_piece(events)["bytes"] for events in inside)}):
+        replayed = [_after_piece(piece, events) for events in inside]
+        most = max(one["reserved_peak_bytes"] for one in replayed)
+        small = max(one["reserved_small_bytes"] for one in replayed) // SMALL_SEGMENT_BYTES
+        if found is None or most <= found.pool_bytes:
+            found = PoolBytes(piece, small, most, outside_bytes)
+    assert found is not None
+    return found
+
+
+def _after_piece(piece: int, events: npt.NDArray[np.int64]) -> dict[str, int]:
+    """Return the figures of events after a piece that is allocated and freed; 0: none."""
+    if piece:
+        events = np.concatenate([[piece, -1], np.where(events < 0, events - 1, events)])
+    return _core.replay_blocks(events, False, 0, False)[0]
+
+
 def program_events(
-    program: Program, beside: Sequence[int] = (), *, workspace_first: bool = False
+    program: Program,
+    beside: Sequence[int] = (),
+    orders: Sequence[Orders | None] | None = None,
+    *,
+    is_second: bool = False,
 ) -> npt.NDArray[np.int64]:
     """Return the allocations and frees of a program, in order, as events of `replay`.
 
     Parameters
     ----------
-    program, beside
+    program, beside, orders
         As of `program_bytes`.
-    workspace_first
-        True if the workspace of an operation is allocated before its results.
+    is_second
+        True for the second of the two orders within each operation.
+    """
+    return _split_events(program, (), beside, orders, is_second)[0]
+
+
+def runs_outside(
+    is_loss: bool, workspace_bytes: int, kept_bytes: Mapping[int, int], outliving: Collection[int]
+) -> bool:
+    """Return whether a run takes all its memory outside of the pool of its program.
+
+    It does if all used results outlive the program, and its workspace is not larger than these. Of
+    other runs, the results that outlive the program are copied.
+
+    Parameters
+    ----------
+    is_loss, workspace_bytes
+        Facts on the operation.
+    kept_bytes
+        Sizes of its used results, by number of the storage.
+    outliving
+        Numbers of the storages that outlive the program.
+    """
+    if is_loss:
+        return True
+    return (
+        bool(kept_bytes)
+        and all(storage in outliving for storage in kept_bytes)
+        and workspace_bytes <= sum(kept_bytes.values())
+    )
+
+
+def _split_events(
+    program: Program,
+    outliving: Collection[int],
+    beside: Sequence[int],
+    orders: Sequence[Orders | None] | None,
+    is_second: bool,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the events of a program in a private pool, and outside of it.
+
+    Without results that outlive the program all of them are in the pool.
     """
     graph, actions = program.graph, program.actions.tolist()
-    writer = _Writer(graph)
+    writers = _Writer(graph), _Writer(graph)
     for nbytes in beside:
-        writer.take(nbytes)
+        for writer in writers:
+            writer.take(nbytes)
     for action, kept, dying in zip(actions, *_deaths(graph, actions), strict=True):
         if action < len(graph):
-            writer.run(graph.operations[action], kept, workspace_first)
+            operation = graph.operations[action]
+            sizes = {storage: graph.storages[storage].bytes for storage in kept}
+            is_out = bool(outliving) and runs_outside(
+                operation.phase == "loss", operation.workspace_bytes, sizes, outliving
+            )
+            writer = writers[is_out]
+            copied = set() if is_out else kept.intersection(outliving)
+            known = None if orders is None else orders[action]
+            order = known[-is_second] if known else _assumed(operation, is_second)
+            for storage, place in writer.run(operation, kept, copied, order):
+                writers[True].keep(storage)
+                writer.events.append(-1 - place)
         elif kept and program.link is not None:
-            writer.fetch(next(iter(kept)), program.link.padding_bytes)
-        writer.drop(dying)
-    return np.array(writer.events, dtype=np.int64)
+            writers[False].fetch(next(iter(kept)), program.link.padding_bytes)
+        for writer in writers:
+            writer.drop(dying)
+    inside, outside = [np.array(writer.events, dtype=np.int64) for writer in writers]
+    return inside, outside
 
 
 class _Writer:
@@ -122,6 +294,10 @@ class _Writer:
         self._count += 1
         return self._count - 1
 
+    def keep(self, storage: int) -> None:
+        """Allocate for a storage."""
+        self._places[storage] = self.take(self._sizes[storage])
+
     def drop(self, storages: Iterable[int]) -> None:
         """Free storages, where they exist."""
         for storage in storages:
@@ -133,19 +309,44 @@ class _Writer:
         """Allocate for what comes back from a second tier."""
         self._places[storage] = self.take(self._sizes[storage] + padding_bytes)
 
-    def run(self, operation: Operation, kept: set[int], workspace_first: bool) -> None:
-        """Allocate for a run; free the workspace, and the results that nothing reads."""
-        workspace = max(operation.workspace_bytes, 0)
-        scratch = self.take(workspace) if workspace_first else -1
-        made = [(storage, self.take(self._sizes[storage])) for storage in operation.outputs]
-        if not workspace_first:
-            scratch = self.take(workspace)
-        self.events.append(-1 - scratch)
-        for storage, place in made:
-            if storage in kept:
-                self._places[storage] = place
+    def run(
+        self, operation: Operation, kept: set[int], copied: set[int], order: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """Allocate for a run, in an order; free the results that nothing reads.
+
+        Returns
+        -------
+        list of (int, int)
+            Results that are copied, with their allocations, which have still to be freed.
+        """
+        places: list[int] = []
+        made: dict[int, int] = {}
+        for entry in order:
+            if entry < 0:
+                self.events.append(-1 - places[-1 - entry])
+            elif entry < RESULT:
+                places.append(self.take(entry))
             else:
-                self.events.append(-1 - place)
+                storage = operation.outputs[entry - RESULT]
+                made[storage] = self.take(self._sizes[storage])
+                places.append(made[storage])
+        for storage in operation.outputs:
+            if storage not in made:
+                made[storage] = self.take(self._sizes[storage])
+            if storage not in kept:
+                self.events.append(-1 - made[storage])
+            elif storage not in copied:
+                self._places[storage] = made[storage]
+        return [(storage, place) for storage, place in made.items() if storage in copied]
+
+
+def _assumed(operation: Operation, workspace_first: bool) -> list[int]:
+    """Return an order in which the workspace is one block, before the results or after them."""
+    results = [RESULT + k for k in range(len(operation.outputs))]
+    workspace = max(operation.workspace_bytes, 0)
+    if workspace_first:
+        return [workspace, *results, -1]
+    return [*results, workspace, -1 - len(results)]
 
 
 def _uses_and_makings(graph: Graph, action: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

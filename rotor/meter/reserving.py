@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
+
 import torch
 
 from rotor._pytorch import devices
+from rotor.units import exact_bytes
 
 __all__ = ["Reserving"]
 
 _NOISE_BYTES = 1 << 21
 """Change of the allocated bytes before a step that moves no level: a small segment."""
+
+_holders: weakref.WeakValueDictionary[torch.device, Reserving] = weakref.WeakValueDictionary()
+"""Plan that holds a private pool, by device."""
 
 
 class Reserving:
@@ -17,24 +24,67 @@ class Reserving:
 
     The level is taken before the first step of the plan, and again when other tensors have come to
     live on the device, such as the state of an optimizer: cached memory is given back then, so that
-    what a step reserves depends on the step alone.
+    what a step reserves depends on the step alone. The private pool of the plan, if it has one,
+    takes its segments from the device after that, before the step; there is one at a time on a
+    device, of the plan that ran last.
+
+    Attributes
+    ----------
+    pool
+        Private pool; ``None`` without one.
     """
 
     def __init__(self) -> None:
+        self.pool: devices.Pool | None = None
         self._level_bytes = 0
         self._allocated_bytes: int | None = None
 
-    def begin(self, device: torch.device) -> None:
-        """Prepare a step: take the level, if that is due."""
+    def begin(self, device: torch.device, blocks: Sequence[int] = ()) -> None:
+        """Prepare a step: take the level, if that is due, and the segments of the pool.
+
+        Parameters
+        ----------
+        device
+            Device of the step.
+        blocks
+            Sizes of the blocks that make the pool take its segments; none: the plan has no pool.
+
+        Raises
+        ------
+        torch.OutOfMemoryError
+            The device has not as many bytes as the plan needs.
+        """
+        holder = _holders.get(device)
+        if holder is not None and holder is not self:
+            # What its segments hold is not among the cached memory that other steps may use.
+            holder.pool = None
+            del _holders[device]
+            self._allocated_bytes = None
         allocated = devices.allocated_bytes(device)
         known = self._allocated_bytes
-        if known is None or abs(allocated - known) > _NOISE_BYTES:
+        is_due = known is None or abs(allocated - known) > _NOISE_BYTES
+        if is_due:
+            self.pool = None
             devices.release_cached(device)
             self._allocated_bytes = allocated
             self._level_bytes = devices.reserved_bytes(device)
+        if blocks and self.pool is None:
+            self.pool = _pool(device, blocks)
+            _holders[device] = self
 
     def grown_bytes(self, device: torch.device) -> int:
         """Return the reserved bytes above the level; 0 if a level was never taken."""
         if self._allocated_bytes is None:
             return 0
         return max(devices.reserved_bytes(device) - self._level_bytes, 0)
+
+
+def _pool(device: torch.device, blocks: Sequence[int]) -> devices.Pool:
+    try:
+        return devices.Pool(device, blocks)
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            f"the step was not begun: its plan takes {exact_bytes(sum(blocks))} from {device} "
+            "beforehand, which has less: free what else is on the device, or give a lower "
+            f"mem_limit ({error})"
+        ) from error

@@ -187,6 +187,11 @@ class Metered:
         return None
 
     @property
+    def unplanned_timeline(self) -> Timeline | None:
+        """Timeline of a step that recomputes nothing, where it follows from a metered step."""
+        return None
+
+    @property
     def verdict(self) -> Verdict:
         """Use of the plan in the next step."""
         if self.is_over:

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <sstream>
 #include <unordered_map>
+#include <utility>
 
 namespace sim {
 namespace {
@@ -22,6 +23,10 @@ Cache *make_caches() {
 }
 Cache *const caches = make_caches();
 
+// The private pool of this thread's allocations on each device; 0: none.
+thread_local int used_pools[kDevices] = {};
+int last_pool = 0;
+
 void report(Cache &cache, void *address, int64_t bytes) {
     if (c10::memoryProfilingEnabled()) {
         auto allocated = static_cast<size_t>(cache.stats.allocated_bytes[0].current);
@@ -39,7 +44,7 @@ c10::DataPtr allocate(size_t bytes, int device, c10::Device label) {
     }
     int stream = current_stream(device);
     Guarded lock(guard);
-    Block *block = caches[device].take(bytes, stream);
+    Block *block = caches[device].take(bytes, {used_pools[device], stream});
     blocks[block->address] = block;
     report(caches[device], block->address, static_cast<int64_t>(block->size));
     return {block->address, block->address, &deallocate, label};
@@ -164,6 +169,23 @@ SIM_EXPORT void sim_set_expandable(int device, int on) {
     sim::caches[device].expandable = on != 0;
 }
 
+SIM_EXPORT int sim_new_pool(int device) {
+    sim::Guarded lock(sim::guard);
+    sim::caches[device].private_pools.insert(++sim::last_pool);
+    return sim::last_pool;
+}
+
+// Lets the memory of a pool be given back, as soon as nothing is allocated in it.
+SIM_EXPORT void sim_drop_pool(int device, int pool) {
+    sim::Guarded lock(sim::guard);
+    sim::caches[device].private_pools.erase(pool);
+}
+
+// Takes the allocations of this thread from a pool; returns the one before.
+SIM_EXPORT int sim_use_pool(int device, int pool) {
+    return std::exchange(sim::used_pools[device], pool);
+}
+
 SIM_EXPORT double sim_fraction(int device) { return sim::caches[device].fraction; }
 
 SIM_EXPORT void sim_set_poison(int on) {
@@ -181,7 +203,8 @@ SIM_EXPORT const char *sim_snapshot(int device) {
     out << '[';
     for (auto &[address, first] : sim::caches[device].segments) {
         out << comma << "{\"address\": " << reinterpret_cast<uintptr_t>(address)
-            << ", \"stream\": " << first->stream << ", \"segment_type\": \""
+            << ", \"stream\": " << first->stream << ", \"segment_pool_id\": [0, "
+            << first->owner << "], \"segment_type\": \""
             << (first->small ? "small" : "large") << "\", \"blocks\": [";
         size_t total = 0, allocated = 0;
         const char *between = "";

@@ -56,11 +56,17 @@ char *map_memory(size_t size, size_t alignment, int protection) {
 
 struct BestFit {
     bool operator()(const Block *a, const Block *b) const {
-        return std::make_tuple(a->stream, a->size, reinterpret_cast<uintptr_t>(a->address)) <
-               std::make_tuple(b->stream, b->size, reinterpret_cast<uintptr_t>(b->address));
+        return std::make_tuple(a->owner, a->stream, a->size,
+                               reinterpret_cast<uintptr_t>(a->address)) <
+               std::make_tuple(b->owner, b->stream, b->size,
+                               reinterpret_cast<uintptr_t>(b->address));
     }
 };
 using Pool = std::set<Block *, BestFit>;
+
+struct Place {  // Whose free blocks are looked at.
+    int owner, stream;
+};
 
 struct Waiting {
     Moment moment;
@@ -77,19 +83,21 @@ class Cache {
     bool expandable = false;
     std::map<char *, Block *> segments;  // The first block of each by its address.
 
-    Block *take(size_t bytes, int stream) {
+    std::set<int> private_pools;  // Those in use: what they have cached is not given back.
+
+    Block *take(size_t bytes, Place place) {
         harvest(false);
         size_t size = block_size(bytes);
         bool small = size <= kLargestSmall;
-        Block *block = best_free(size, stream, small);
+        Block *block = best_free(size, place, small);
         if (!block) {
-            block = from_device(size, stream, small);
+            block = from_device(size, place, small);
         }
         if (!block) {
             stats.num_alloc_retries++;
             synchronize_device(index);
             release();
-            block = from_device(size, stream, small);
+            block = from_device(size, place, small);
         }
         if (!block) {
             refuse(size, bytes);
@@ -127,6 +135,10 @@ class Cache {
             std::vector<Block *> growing;
             for (auto at = pool->begin(); at != pool->end();) {
                 Block *block = *at;
+                if (private_pools.count(block->owner)) {
+                    ++at;
+                    continue;
+                }
                 if (block->expandable) {
                     growing.push_back(block);
                 }
@@ -168,7 +180,7 @@ class Cache {
 
   private:
     Pool small_, large_;
-    using Holes = std::map<std::pair<int, char *>, Block *>;
+    using Holes = std::map<std::tuple<int, int, char *>, Block *>;
     Holes small_holes_, large_holes_;  // Parts of ranges that have no memory.
     std::deque<Waiting> waiting_;
 
@@ -214,18 +226,23 @@ class Cache {
         }
     }
 
-    Block *best_free(size_t size, int stream, bool small) {
+    static bool is_at(const Block *block, Place place) {
+        return block->owner == place.owner && block->stream == place.stream;
+    }
+
+    Block *best_free(size_t size, Place place, bool small) {
         Block wanted;
-        wanted.stream = stream;
+        wanted.owner = place.owner;
+        wanted.stream = place.stream;
         wanted.size = size;
         Pool &free_blocks = pool(small);
         auto at = free_blocks.lower_bound(&wanted);
-        if (at == free_blocks.end() || (*at)->stream != stream) {
+        if (at == free_blocks.end() || !is_at(*at, place)) {
             return nullptr;
         }
         // Rather a larger block than one from which a range could grow further.
         for (auto larger = std::next(at); expandable && larger != free_blocks.end() &&
-                                          (*larger)->stream == stream && reach(*larger) < reach(*at);
+                                          is_at(*larger, place) && reach(*larger) < reach(*at);
              ++larger) {
             at = larger;
         }
@@ -240,21 +257,24 @@ class Cache {
         return block->size + (grows ? block->next->size : 0);
     }
 
-    Block *from_device(size_t size, int stream, bool small) {
-        return expandable ? grow(size, stream, small)
-                          : new_segment(segment_size(size), stream, small);
+    Block *from_device(size_t size, Place place, bool small) {
+        return expandable ? grow(size, place, small)
+                          : new_segment(segment_size(size), place, small);
     }
 
     bool may_take(size_t size) const {
         return static_cast<double>(reserved + size) <= static_cast<double>(capacity) * fraction;
     }
 
-    void open_hole(Block *block) { holes(block->small)[{block->stream, block->address}] = block; }
-    void close_hole(Block *block) { holes(block->small).erase({block->stream, block->address}); }
+    static Holes::key_type key(const Block *block) {
+        return {block->owner, block->stream, block->address};
+    }
+    void open_hole(Block *block) { holes(block->small)[key(block)] = block; }
+    void close_hole(Block *block) { holes(block->small).erase(key(block)); }
 
     // Give memory to the lowest place of a range at which a block of this size fits.
-    Block *grow(size_t size, int stream, bool small) {
-        Block *block = place_to_grow(size, stream, small);
+    Block *grow(size_t size, Place place, bool small) {
+        Block *block = place_to_grow(size, place, small);
         do {
             Block *hole = block->mapped ? block->next : block;
             size_t missing = size - (block->mapped ? block->size : 0);
@@ -268,10 +288,10 @@ class Cache {
         return block;
     }
 
-    Block *place_to_grow(size_t size, int stream, bool small) {
+    Block *place_to_grow(size_t size, Place place, bool small) {
         auto is_idle = [](Block *block) { return block && !block->allocated && !block->waits; };
-        for (auto &[place, hole] : holes(small)) {
-            if (place.first != stream) {
+        for (auto &[unused, hole] : holes(small)) {
+            if (!is_at(hole, place)) {
                 continue;
             }
             Block *first = is_idle(hole->previous) ? hole->previous : hole;
@@ -286,7 +306,7 @@ class Cache {
         size_t piece = piece_size(small), bytes = multiple(capacity + capacity / 8, piece);
         char *memory = map_memory(bytes, piece, PROT_NONE);
         TORCH_CHECK(memory, "sim: no addresses are left");
-        Block *range = first_block(memory, bytes, stream, small);
+        Block *range = first_block(memory, bytes, place, small);
         range->expandable = true;
         range->mapped = false;
         open_hole(range);
@@ -369,10 +389,11 @@ class Cache {
     }
 
     // A block that is all of a segment, or of a range.
-    Block *first_block(char *memory, size_t size, int stream, bool small) {
+    Block *first_block(char *memory, size_t size, Place place, bool small) {
         auto *block = new Block;
         block->device = index;
-        block->stream = stream;
+        block->owner = place.owner;
+        block->stream = place.stream;
         block->small = small;
         block->address = memory;
         block->size = size;
@@ -380,12 +401,12 @@ class Cache {
         return block;
     }
 
-    Block *new_segment(size_t size, int stream, bool small) {
+    Block *new_segment(size_t size, Place place, bool small) {
         char *memory = may_take(size) ? map_memory(size, kOwnUnit, PROT_READ | PROT_WRITE) : nullptr;
         if (!memory) {
             return nullptr;
         }
-        Block *block = first_block(memory, size, stream, small);
+        Block *block = first_block(memory, size, place, small);
         reserved += size;
         count(small, stats.segment, 1);
         count(small, stats.reserved_bytes, signed_of(size));

@@ -5,8 +5,10 @@ It has less than ``torch.cuda``, as the modules of other accelerators do.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -49,6 +51,7 @@ def _functions() -> ctypes.CDLL:
         "set_expandable": [number, number],
         "set_poison": [number],
         "set_devices": [number],
+        "drop_pool": [number, number],
         "replay": [number, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p],
         "set_clock": [number],
         "sleep": [ctypes.c_int64],
@@ -66,6 +69,7 @@ def _functions() -> ctypes.CDLL:
         getattr(found, f"sim_{name}").restype = ctypes.c_int64
     found.sim_last_race.restype = found.sim_snapshot.restype = ctypes.c_char_p
     found.sim_fraction.restype = real
+    found.sim_new_pool.restype = found.sim_use_pool.restype = number
     return found
 
 
@@ -88,6 +92,7 @@ def _module(functions: ctypes.CDLL) -> ModuleType:
     module: Any = ModuleType("torch.sim")
     _describe(module)
     _count_memory(module, functions)
+    _give_pools(module, functions)
     _draw(module, functions)
     _simulate(module, functions)
     return module
@@ -136,6 +141,36 @@ def _count_memory(module: Any, functions: ctypes.CDLL) -> None:
         _index(device)
     )
     module.memory_snapshot = lambda device=None: json.loads(functions.sim_snapshot(_index(device)))
+
+
+def _give_pools(module: Any, functions: ctypes.CDLL) -> None:
+    class MemPool:
+        """Private pool of the allocator; its memory is given back once it is dropped."""
+
+        def __init__(self) -> None:
+            self._device = _index()
+            self.id = (0, functions.sim_new_pool(self._device))
+
+        def __del__(self) -> None:
+            functions.sim_drop_pool(self._device, self.id[1])
+
+    in_use: set[tuple[int, int]] = set()
+
+    @contextlib.contextmanager
+    def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
+        """Take the allocations of this thread from a pool, which no other thread may use now."""
+        if pool.id in in_use:
+            raise RuntimeError(f"already recording to mempool_id {pool.id}")
+        index = _index(device)
+        in_use.add(pool.id)
+        before = functions.sim_use_pool(index, pool.id[1])
+        try:
+            yield
+        finally:
+            functions.sim_use_pool(index, before)
+            in_use.discard(pool.id)
+
+    module.MemPool, module.use_mem_pool = MemPool, use_mem_pool
 
 
 def _draw(module: Any, functions: ctypes.CDLL) -> None:

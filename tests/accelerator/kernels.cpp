@@ -11,6 +11,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/CPUAllocator.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 
@@ -253,6 +254,14 @@ bool takes_cpu_tensors(const std::string &name) {
            name == "aten::_unsafe_index";
 }
 
+// Operators that return their inputs' memory run no kernel on a device.
+bool is_view(const c10::FunctionSchema &schema) {
+    const auto &returns = schema.returns();
+    return !returns.empty() && std::all_of(returns.begin(), returns.end(), [](const c10::Argument &made) {
+        return made.alias_info() && !made.alias_info()->isWrite();
+    });
+}
+
 }  // namespace
 
 void run_kernel(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
@@ -315,7 +324,7 @@ void run_kernel(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
     for (size_t i = stack->size() - returns; i < stack->size(); i++) {
         (*stack)[i] = mapped((*stack)[i], [&](const at::Tensor &t) { return operands.take(t); });
     }
-    finish(device, stream, wall_ns() - took_ns, operands.bytes);
+    finish(device, stream, wall_ns() - took_ns, is_view(schema) ? 0 : operands.bytes);
     if (op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape)) {
         synchronize_stream(device, stream);
     }

@@ -30,7 +30,7 @@ class Mutation(NamedTuple):
 
 
 DEVICES = "rotor/_pytorch/devices.py"
-BLOCKS = "rotor/engines/graph/planned.py"
+BLOCKS = "rotor/engines/graph/captured_step.py"
 LEVEL = "rotor/meter/reserving.py"
 METER = "rotor/meter/allocator.py"
 EMIT = "rotor/engines/graph/emit.py"
@@ -39,6 +39,8 @@ CHAIN = "tests/test_sim_chain.py -k bit_equal"
 DYNAMIC = "tests/test_sim_dynamic.py"
 DEFECTS = "tests/test_sim_defects.py -k "
 FIRST = "tests/test_sim_first_step.py -k "
+POOLING = "rotor/engines/graph/pooling.py"
+POOLS = "tests/test_sim_pools.py -k "
 RESERVED = "tests/test_sim_reserved.py -k "
 HOST = "rotor/tier/host.py"
 MOVES = "rotor/engines/graph/moves.py"
@@ -84,7 +86,7 @@ MUTATIONS = [
     Mutation("reserved levels begin without cached memory", LEVEL,
              "devices.release_cached(device)", "pass", RESERVED + "cached_memory"),
     Mutation("reserved levels follow other tensors", LEVEL,
-             "if known is None or abs(allocated - known) > _NOISE_BYTES:", "if known is None:",
+             "known is None or abs(allocated - known) > _NOISE_BYTES", "known is None",
              RESERVED + "came_to_live"),
     Mutation("metered steps count reserved bytes", "rotor/meter/step_meter.py",
              "meter.peak_bytes if reserving is None else reserving.grown_bytes(meter.device),",
@@ -159,6 +161,30 @@ MUTATIONS = [
              DEFECTS + "launches"),
     Mutation("the runtime waits for no event", "rotor/dtr/signatures.py",
              "clock.stop_later()", "clock.stop", DEFECTS + "waits"),
+    Mutation("what outlives a step is copied out of its pool", POOLING,
+             "return found.copy_(tensor)", "return tensor", POOLS + "outlives"),
+    Mutation("what outlives a step is made outside of its pool", EMIT,
+             'self.lines.append("pool.leave()")', 'self.lines.append("pass")', POOLS + "outlives"),
+    Mutation("an error leaves the pool", "rotor/engines/graph/emit.py",
+             '["        pass", "    finally:", "        pool.leave()"]',
+             '["        pool.leave()", "    finally:", "        pass"]', POOLS + "failed"),
+    Mutation("segments are taken before a step", LEVEL,
+             "self.pool = _pool(device, blocks)", "self.pool = _pool(device, ())",
+             POOLS + "before_a_step"),
+    Mutation("one plan has a pool at a time", LEVEL, "holder.pool = None", "pass",
+             POOLS + "goes_with"),
+    Mutation("compiled code keeps no pool", POOLING, "weakref.ref(reserving)",
+             "(lambda: reserving)", POOLS + "goes_with"),
+    Mutation("a gradient that is delivered leaves the pool", "rotor/engines/graph/emit.py",
+             "with self.outside(self.pooling is not None):", "with self.outside(False):",
+             POOLS + "added"),
+    Mutation("pools are priced", BLOCKS, "needed = pool.reserved_peak_bytes", "pass",
+             POOLS + "needs_less"),
+    Mutation("orders within operations are priced", "rotor/graph/blocks.py",
+             "known[-is_second] if known else", "", POOLS + "priced"),
+    Mutation("both blocks of one size may be the freed one",
+             "rotor/engines/graph/allocations.py", "for latest in (True, False)",
+             "for latest in (True,)", POOLS + "by_hand"),
 ]  # fmt: skip
 
 

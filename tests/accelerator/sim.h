@@ -90,6 +90,7 @@ void merge_accesses(std::vector<Access> &into, const std::vector<Access> &from);
 // ---- The caching allocator (cache.cpp) -----------------------------------------------------------
 struct Block {
     int device = 0, stream = 0;
+    int owner = 0;  // The private pool of its segment; 0: the common one.
     bool small = false;
     char *address = nullptr;
     size_t size = 0, requested = 0;

@@ -165,6 +165,9 @@ void finish(int device, int stream, int64_t began_ns, size_t bytes) {
     int64_t took_ns = wall_ns() - began_ns;
     kernels++;
     if (clock_kind == model) {
+        if (bytes == 0) {
+            return;
+        }
         double moved_ns = static_cast<double>(bytes) / memory_bytes_per_ns;
         queue.ends_ns = std::max(queue.ends_ns, model_ns) + kernel_ns + static_cast<int64_t>(moved_ns);
         return;

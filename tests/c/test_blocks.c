@@ -1,4 +1,4 @@
-#include "blocks.h"
+#include "blocks_piece.h"
 #include "testing.h"
 
 #define KIB INT64_C(1024)
@@ -172,6 +172,55 @@ static void test_without_memory(void) {
     }
 }
 
+static void test_a_piece_by_hand(void) {
+    /* Three blocks of 9 MiB are in two segments of 20 MiB; then one of 26 MiB finds no room. */
+    const int64_t events[] = {9 * MIB, 9 * MIB, 9 * MIB, -1, -2, -3, 26 * MIB, 512};
+    const int64_t released[] = {512, ROTOR_BLOCKS_RELEASE};
+    const int64_t small[] = {512};
+    rotor_blocks_figures_t without;
+    rotor_blocks_piece_t piece;
+    CHECK(rotor_blocks_fit(events, COUNT(events), &without, &piece) == ROTOR_OK);
+    CHECK(without.reserved_peak == 68 * MIB && without.reserved_small == 2 * MIB);
+    CHECK(piece.bytes == 28 * MIB && piece.reserved_peak == 30 * MIB);
+    CHECK(piece.small_segments == 1);
+    CHECK(rotor_blocks_fit(small, 1, NULL, &piece) == ROTOR_OK);
+    CHECK(piece.bytes == 0 && piece.reserved_peak == 2 * MIB && piece.small_segments == 1);
+    CHECK(rotor_blocks_fit(small, 0, NULL, &piece) == ROTOR_OK);
+    CHECK(piece.bytes == 0 && piece.reserved_peak == 0 && piece.small_segments == 0);
+    CHECK(rotor_blocks_fit(released, 2, NULL, &piece) == ROTOR_ERR_BAD_STATE);
+}
+
+static void test_a_piece_never_needs_more(void) {
+    uint64_t state = 7;
+    for (int round = 0; round < 20; round++) {
+        int64_t events[200];
+        int64_t made = 0;
+        int64_t given = 0;
+        for (int k = 0; k < COUNT(events); k++) {
+            bool takes = made == given || (made - given < 12 && draw(&state) % 2 == 0);
+            events[k] = takes ? drawn_size(&state) : -1 - given;
+            made += takes;
+            given += !takes;
+        }
+        rotor_blocks_figures_t without;
+        rotor_blocks_piece_t piece;
+        CHECK(rotor_blocks_fit(events, COUNT(events), &without, &piece) == ROTOR_OK);
+        CHECK(piece.reserved_peak <= without.reserved_peak);
+        CHECK(piece.bytes == 0 || piece.reserved_peak < without.reserved_peak);
+        CHECK(piece.bytes % (2 * MIB) == 0 && piece.bytes <= piece.reserved_peak);
+        for (int64_t n = 1; round == 0 && n < 4000; n++) {
+            rotor_testing_fail_after(n);
+            int ret = rotor_blocks_fit(events, COUNT(events), NULL, &piece);
+            rotor_testing_fail_after(0);
+            CHECK(ret == ROTOR_OK || ret == ROTOR_ERR_NO_MEMORY);
+            if (ret == ROTOR_OK) {
+                CHECK(n > 3);
+                break;
+            }
+        }
+    }
+}
+
 static const test_case_t cases[] = {
     {"ordinary_by_hand", test_ordinary_by_hand},
     {"ordinary_joins_and_gives_back", test_ordinary_joins_and_gives_back},
@@ -179,6 +228,8 @@ static const test_case_t cases[] = {
     {"invariants", test_invariants},
     {"bad_events", test_bad_events},
     {"without_memory", test_without_memory},
+    {"a_piece_by_hand", test_a_piece_by_hand},
+    {"a_piece_never_needs_more", test_a_piece_never_needs_more},
 };
 
 TEST_MAIN(cases)

@@ -9,6 +9,12 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 
+if os.environ.get("ROTOR_GPU_TESTS") == "sim":
+    # A dry run of these tests, on a device with room for them.
+    import accelerator
+
+    accelerator.load().set_capacity(8 << 30)
+
 
 @pytest.fixture(autouse=True)
 def _deterministic(monkeypatch):

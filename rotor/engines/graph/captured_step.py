@@ -27,10 +27,17 @@ from rotor.engines.graph.handover import with_handovers
 from rotor.engines.graph.inductor import Inductor
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.offloading import Layout, layout_of
+from rotor.engines.graph.pooling import Pooling, outliving_storages
 from rotor.engines.graph.pricing import build_graph, sizes_of
 from rotor.engines.graph.profile import Cost
 from rotor.engines.graph.proving import proving_bytes
-from rotor.graph.blocks import SMALL_BYTES, program_bytes, small_blocks
+from rotor.graph.blocks import (
+    SMALL_BYTES,
+    PoolBytes,
+    pool_bytes,
+    program_bytes,
+    small_blocks,
+)
 from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.graph.program import Program
@@ -240,8 +247,38 @@ class CapturedStep:
         if self.inductor is not None:
             return self.inductor.code(numbers)
         if self.hands_over:
-            return EarlyCode.of(self.lowered, numbers, layout=layout)
-        return emit(self.lowered, numbers, layout=layout)
+            return EarlyCode.of(self.lowered, numbers, layout=layout, pooling=self.pooling())
+        return emit(self.lowered, numbers, layout=layout, pooling=self.pooling())
+
+    @property
+    def has_pool(self) -> bool:
+        """True if programs may run in a private pool of the allocator."""
+        counts = self.counts == "reserved" and self.offload is None and self.inductor is None
+        return counts and devices.has_pools(self.device)
+
+    def pooling(
+        self, lowered: Lowered | None = None, costs: list[Cost] | None = None
+    ) -> Pooling | None:
+        """Return the use of a private pool by code, of other operations if these are given."""
+        if not self.has_pool:
+            return None
+        return Pooling(lowered or self.lowered, costs or self.costs)
+
+    def pool_bytes(self, program: Program, limit_bytes: int) -> PoolBytes | None:
+        """Return the bytes of a program in a private pool; ``None`` if it needs less without."""
+        if not self.has_pool:
+            return None
+        beside = self._blocks_beside(program, limit_bytes)
+        orders = [cost.orders for cost in self.costs]
+        found = pool_bytes(program, outliving_storages(self.lowered), beside, orders=orders)
+        without = program_bytes(program, beside, orders=orders)
+        return found if found.reserved_peak_bytes < without.reserved_peak_bytes else None
+
+    def _blocks_beside(self, program: Program, limit_bytes: int) -> list[int]:
+        """Return the blocks that the engine's own bytes may lie in."""
+        own = self.executor_bytes_of(program.actions.tolist(), limit_bytes)
+        copies = [self.lowered.input_bytes(node) for node in self.lowered.mutated]
+        return small_blocks(own) if max(copies, default=0) <= SMALL_BYTES else [own]
 
     @property
     def several_tangents(self) -> bool:
@@ -310,12 +347,16 @@ class CapturedStep:
         own = self.executor_bytes_of(program.actions.tolist(), limit_bytes)
         if self.device.type == "cpu" or self.inductor is not None:
             return own
-        copies = [self.lowered.input_bytes(node) for node in self.lowered.mutated]
-        beside = small_blocks(own) if max(copies, default=0) <= SMALL_BYTES else [own]
-        found = program_bytes(program, beside, expandable=devices.expandable_segments())
+        beside = self._blocks_beside(program, limit_bytes)
+        orders = [cost.orders for cost in self.costs]
+        expandable = devices.expandable_segments()
+        found = program_bytes(program, beside, orders=orders, expandable=expandable)
         needed = found.allocated_peak_bytes
         if self.counts == "reserved":
             needed = found.reserved_peak_bytes
+            pool = self.pool_bytes(program, limit_bytes)
+            if pool is not None:
+                needed = pool.reserved_peak_bytes
         return max(needed - program.peak_bytes, own)
 
     def most_executor_bytes(self, limit_bytes: int) -> int:

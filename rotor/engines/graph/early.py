@@ -28,6 +28,7 @@ from rotor.engines.graph.emit import StepCode, emit
 from rotor.engines.graph.handover import sharing
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.offloading import Layout, Places
+from rotor.engines.graph.pooling import Pooling
 from rotor.engines.graph.proving import PartsTally, Prover
 from rotor.errors import RecomputationError
 
@@ -195,6 +196,7 @@ class EarlyCode:
         spread: bool = False,
         prover: Prover | None = None,
         layout: Layout | None = None,
+        pooling: Pooling | None = None,
     ) -> EarlyCode:
         """Return the code of a program.
 
@@ -204,7 +206,7 @@ class EarlyCode:
             Operations, and the actions of the program.
         spread
             True to let new gradients leave early too; by default they leave last.
-        prover, layout
+        prover, layout, pooling
             See `rotor.engines.graph.emit.emit`.
         """
         numbers = [int(number) for number in numbers]
@@ -221,7 +223,7 @@ class EarlyCode:
             over = lowered.tasks[number].gradients if kind is Kind.RUN else ()
             groups += [list(over)] if over else []
             groups += [indices for place, indices in late if place == position]
-        emitted = emit(lowered, numbers, late, prover, layout)
+        emitted = emit(lowered, numbers, late, prover, layout, pooling)
         return cls(emitted, groups, len(lowered.gradients), prover)
 
     @property
@@ -242,6 +244,11 @@ class EarlyCode:
     def places(self) -> Places | None:
         """Places of offloaded values; ``None``: nothing is offloaded."""
         return getattr(self.emitted, "places", None)
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """Use of a private pool; ``None``: none is used."""
+        return getattr(self.emitted, "pooling", None)
 
     def forward(self, args: list[Any]) -> Any:
         """Return outputs, saved primals and the token; empty the given list of primals."""

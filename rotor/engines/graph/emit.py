@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import linecache
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from rotor.engines.graph.false_edges import of_sizes
 from rotor.engines.graph.lowering import Lowered, Task, Value
 from rotor.engines.graph.moves import Moves
 from rotor.engines.graph.offloading import Layout, Places
+from rotor.engines.graph.pooling import Pooling
 from rotor.engines.graph.proving import Prover
 from rotor.engines.graph.repeating import is_unspecified
 from rotor.errors import CaptureError
@@ -39,6 +41,9 @@ __all__ = [
 ]
 
 _serial = count()
+
+_POOL_END = ["        pass", "    finally:", "        pool.leave()"]
+"""End of a function within a private pool."""
 
 
 class StepCode(Protocol):
@@ -76,6 +81,8 @@ class Emitted:
         Random operations that run more than once; each keeps a state of the generator.
     places
         Places of offloaded values; ``None``: nothing is offloaded.
+    pooling
+        Use of a private pool; ``None``: none is used.
     """
 
     forward: Callable[[list[Any]], Any]
@@ -83,6 +90,7 @@ class Emitted:
     source: str
     replayed: int
     places: Places | None = None
+    pooling: Pooling | None = None
 
     def prepare(self) -> None:
         """Do nothing: the code is ready."""
@@ -111,8 +119,15 @@ def check_versions(kept: Sequence[tuple[torch.Tensor, int]]) -> None:
 class _Writer:
     """Writer of one of the two functions, with a table of its variables."""
 
-    def __init__(self, lowered: Lowered, namespace: dict[str, Any], names: dict[int, str]) -> None:
+    def __init__(
+        self,
+        lowered: Lowered,
+        namespace: dict[str, Any],
+        names: dict[int, str],
+        pooling: Pooling | None,
+    ) -> None:
         self.lowered = lowered
+        self.pooling = pooling
         self.namespace = namespace
         self.constants = names
         self.lines: list[str] = []
@@ -213,7 +228,26 @@ class _Writer:
         if dying is None:
             dying = sorted({s for node in nodes for s in self.lowered.values[node].storages})
         self.drop(dying)
-        self.lines.append("yield")
+        with self.outside(self.pooling is not None):
+            self.lines.append("yield")
+
+    @contextmanager
+    def outside(self, is_outside: bool) -> Iterator[None]:
+        """Write lines that are run outside of the private pool, if so."""
+        if is_outside and self.lines[-1:] == ["pool.enter()"]:
+            self.lines.pop()
+        elif is_outside:
+            self.lines.append("pool.leave()")
+        yield
+        if is_outside:
+            self.lines.append("pool.enter()")
+
+    def body(self) -> list[str]:
+        """Return the lines of the function, indented, within its private pool."""
+        if self.pooling is None:
+            return [f"    {line}" for line in self.lines]
+        inner = [f"        {line}" for line in self.lines]
+        return ["    pool.enter()", "    try:", *inner, *_POOL_END]
 
     def run(self, index: int, kept: set[int], replay: str | None) -> None:
         """Write one execution of a task; `kept` are the storages it makes that are used."""
@@ -223,10 +257,17 @@ class _Writer:
         if replay is not None:
             self.lines.append(f"now = get_state({replay[1:]})")
             self.lines.append(f"set_state({replay[1:]}, {replay})")
-        target = self.assignment(index, task, kept)
-        self.lines.append(target + call)
-        if "_," in target:
-            self.lines.append("_ = None")
+        pooling = self.pooling
+        with self.outside(pooling is not None and pooling.runs_outside(index, kept)):
+            target = self.assignment(index, task, kept)
+            self.lines.append(target + call)
+            if "_," in target:
+                self.lines.append("_ = None")
+        if pooling is not None and not pooling.runs_outside(index, kept):
+            for path, storage in task.made.items():
+                if storage in kept and storage in pooling.outliving:
+                    name = self.variable(index, path)
+                    self.lines.append(f"{name} = pool.copied({name})")
         if replay is not None:
             self.lines.append(f"set_state({replay[1:]}, now)")
 
@@ -338,6 +379,7 @@ def emit(
     groups: Sequence[tuple[int, Sequence[int]]] = (),
     prover: Prover | None = None,
     layout: Layout | None = None,
+    pooling: Pooling | None = None,
 ) -> Emitted:
     """Return the functions that run a program.
 
@@ -355,6 +397,8 @@ def emit(
         Prover of recomputed values; by default they are not compared.
     layout
         Places of offloaded values; ``None``: nothing is offloaded.
+    pooling
+        Use of a private pool; ``None``: none is used.
     """
     actions = actions_of(lowered, numbers)
     boundary = [int(number) for number in numbers].index(lowered.loss)
@@ -366,6 +410,8 @@ def emit(
         "math": math,
         "torch": torch,
     }
+    if pooling is not None:
+        namespace["pool"] = pooling
     constants: dict[int, str] = {}
     runs = [0] * len(lowered.tasks)
     for action in actions:
@@ -430,7 +476,7 @@ def emit(
                 writer.lines.append(f"{replay} = None")
             writer.drop(sorted(dying[position]))
 
-    head = _Writer(lowered, namespace, constants)
+    head = _Writer(lowered, namespace, constants, pooling)
     write(head, 0, boundary)
     outputs = [head.argument(node) for node in lowered.outputs]
     stored = _stored(lowered, actions, boundary, kept)
@@ -452,13 +498,13 @@ def emit(
         *(f"    {name} = {_origin(*place)}" for name, place in lowered.symbols.items()),
         *([f"    proof = begin_proof({changed})"] if prover is not None else []),
         *(["    tier = begin_step()"] if layout is not None else []),
-        *(f"    {line}" for line in head.lines),
+        *head.body(),
         "    token = empty(0)",
         f"    token.kept = [[{checks}], {', '.join(names)}]",
         f"    return ({', '.join([*outputs, *saved, 'token'])},)",
     ]
 
-    tail = _Writer(lowered, namespace, constants)
+    tail = _Writer(lowered, namespace, constants, pooling)
     for storage, name in stored.items():
         tail.define(name, [storage])
     for index, storage in enumerate(lowered.tasks[lowered.loss].made.values()):
@@ -485,7 +531,7 @@ def emit(
         "        kept.clear()",
         "    kept = checks = token = None",
         *(["    yield"] if in_parts else []),
-        *(f"    {line}" for line in tail.lines),
+        *tail.body(),
         *(["    settle_proof(proof)"] if prover is not None and not in_parts else []),
         f"    return ({', '.join(gradients)}{',' if gradients else ''})",
     ]
@@ -493,7 +539,9 @@ def emit(
     filename = f"<rotor program {next(_serial)}>"
     exec(compile(source, filename, "exec"), namespace)
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    return Emitted(namespace["forward"], namespace["backward"], source, len(replays), places)
+    return Emitted(
+        namespace["forward"], namespace["backward"], source, len(replays), places, pooling
+    )
 
 
 def _origin(primal: int, dimension: int | None) -> str:

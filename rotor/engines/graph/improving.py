@@ -21,10 +21,11 @@ from rotor._pytorch import core
 from rotor.common.background import Executor, Job, Threads
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.contract import Call, Context, Key
+from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.glance import Refinement, glance
 from rotor.engines.graph.known import Kept, Known, options_number
 from rotor.engines.graph.lowering import Lowered
-from rotor.engines.graph.planned import CapturedStep, GraphPlan, PlanningRecord
+from rotor.engines.graph.planned import GraphPlan, PlanningRecord
 from rotor.engines.graph.profile import Cost, keys_of
 from rotor.engines.graph.repeating import keep_from_now_on, keep_unrepeatable
 from rotor.engines.graph.searching import (

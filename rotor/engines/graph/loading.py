@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from rotor.engines.graph.planned import CapturedStep, GraphPlan, PlanningRecord
+from rotor.engines.graph.captured_step import CapturedStep
+from rotor.engines.graph.planned import GraphPlan, PlanningRecord
 from rotor.engines.graph.pricing import build_graph
 from rotor.errors import InfeasibleError
 from rotor.graph.graph import Graph

@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from rotor.engines.graph.planned import CapturedStep, GraphPlan, lower_bound_of
+from rotor.engines.graph.captured_step import CapturedStep
+from rotor.engines.graph.planned import GraphPlan, lower_bound_of
 from rotor.engines.graph.pricing import search
 from rotor.errors import InfeasibleError
 from rotor.graph.graph import Graph

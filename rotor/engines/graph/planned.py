@@ -16,16 +16,16 @@ from rotor.common.checksums import NO_ROOM
 from rotor.common.timeline import PredictedTimeline
 from rotor.engines.graph import marks
 from rotor.engines.graph.actions import renumbered
-from rotor.engines.graph.captured_step import CapturedStep, executor_bytes
+from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.early import EarlyCode, EarlyStep
 from rotor.engines.graph.emit import StepCode, emit
-from rotor.engines.graph.lowering import Task
 from rotor.engines.graph.offloading import Layout
 from rotor.engines.graph.pricing import build_graph
 from rotor.engines.graph.proving import Prover, Tally
 from rotor.engines.graph.record import PlanningRecord
 from rotor.engines.graph.repeating import keep_from_now_on
 from rotor.graph import planner
+from rotor.graph.blocks import PoolBytes
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program, simulate
 from rotor.graph.transfers import transfers_of
@@ -33,10 +33,8 @@ from rotor.meter.reserving import Reserving
 from rotor.meter.step_meter import Metered
 
 __all__ = [
-    "CapturedStep",
     "GraphPlan",
     "PlanningRecord",
-    "executor_bytes",
     "lower_bound_of",
     "repriced",
 ]
@@ -190,15 +188,28 @@ class GraphPlan(Metered):
         code.prepare()
         if self.layout is not None:
             self.layout.prepare()
-            self._place(code)
+        self._place(code)
         self.step.captured.emitted = code
         return code
 
+    @functools.cached_property
+    def pool(self) -> PoolBytes | None:
+        """Bytes of the private pool in which the program runs; ``None`` without one."""
+        return self.step.pool_bytes(self.program, self.limit_bytes)
+
+    @property
+    def pool_blocks(self) -> list[int]:
+        """Blocks that make its pool take its segments; none without one."""
+        return [] if self.pool is None else self.pool.blocks
+
     def _place(self, code: StepCode) -> None:
-        """Have code, which plans of other shapes share, use the places of this plan."""
+        """Have code, which plans may share, use the places and the pool of this plan."""
         places = getattr(code, "places", None)
         if places is not None:
             places.layout = self.layout
+        pooling = getattr(code, "pooling", None)
+        if pooling is not None:
+            pooling.use(self.reserving)
 
     def tally(self, verify: str | int) -> Tally | None:
         """Return the tally of the next step; ``None`` if that step is not verified."""
@@ -216,6 +227,8 @@ class GraphPlan(Metered):
         """Return the program with comparisons; gradients wait for its end if the limit permits."""
         lowered, actions = self.step.lowered, self.program.actions.tolist()
         whole = self.step.captured.lowered
+        # Compiled code may outlive the plan, whose pool must go with it.
+        refuted = functools.partial(keep_from_now_on, whole)
         if self.step.hands_over:
             number = {id(task): k for k, task in enumerate(whole.tasks)}
             costs = dict(zip(map(id, lowered.tasks), self.step.costs, strict=True))
@@ -226,15 +239,16 @@ class GraphPlan(Metered):
             graph = build_graph(whole, [costs[id(t)] for t in whole.tasks], self.loss_bytes)
             program = simulate(graph, held, self.program.link)
             if program.peak_bytes + self.executor_bytes <= self.limit_bytes:
-                prover = Prover(whole, self._refuted)
-                return emit(whole, held, prover=prover, layout=self.layout), prover
-        prover = Prover(lowered, self._refuted)
+                prover = Prover(whole, refuted)
+                pooling = self.step.pooling(whole, [costs[id(t)] for t in whole.tasks])
+                return emit(whole, held, (), prover, self.layout, pooling), prover
+        prover, pooling = Prover(lowered, refuted), self.step.pooling()
         if self.step.hands_over:
-            return EarlyCode.of(lowered, actions, prover=prover, layout=self.layout), prover
-        return emit(lowered, actions, prover=prover, layout=self.layout), prover
-
-    def _refuted(self, tasks: list[Task]) -> None:
-        keep_from_now_on(self.step.captured.lowered, tasks)
+            code = EarlyCode.of(
+                lowered, actions, prover=prover, layout=self.layout, pooling=pooling
+            )
+            return code, prover
+        return emit(lowered, actions, (), prover, self.layout, pooling), prover
 
     def _early_code(self, code: StepCode, spread: bool) -> EarlyCode | None:
         """Return the code with early gradients; ``None`` if it has none, or cannot be cut."""
@@ -246,7 +260,9 @@ class GraphPlan(Metered):
             return code if isinstance(code, EarlyCode) else None
         if self._early is None:
             numbers = self.program.actions.tolist()
-            self._early = EarlyCode.of(step.lowered, numbers, spread=True, layout=self.layout)
+            self._early = EarlyCode.of(
+                step.lowered, numbers, spread=True, layout=self.layout, pooling=step.pooling()
+            )
         return self._early
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from rotor.engines.graph.actions import movable
@@ -17,7 +18,12 @@ __all__ = ["build_graph", "search", "sizes_of"]
 
 
 def build_graph(
-    lowered: Lowered, costs: list[Cost], loss_bytes: int, *, moves: bool = False
+    lowered: Lowered,
+    costs: list[Cost],
+    loss_bytes: int,
+    *,
+    moves: bool = False,
+    held: Collection[int] = (),
 ) -> Graph:
     """Return the cost model of captured operations.
 
@@ -29,6 +35,8 @@ def build_graph(
         Workspace of the loss.
     moves
         True to mark the storages that no second tier may take.
+    held
+        Storages that others hold, and that are not pinned: none of them may move.
     """
     operations = []
     for index, (task, cost) in enumerate(zip(lowered.tasks, costs, strict=True)):
@@ -50,7 +58,7 @@ def build_graph(
     if moves:
         may_move = movable(lowered, sizes, 1)
         storages = [
-            Storage(size, is_pinned, movable=may_move[s] or is_pinned)
+            Storage(size, is_pinned, movable=(may_move[s] and s not in held) or is_pinned)
             for s, (size, (_, is_pinned)) in enumerate(zip(sizes, lowered.storages, strict=True))
         ]
         return Graph(storages, None, operations)

@@ -21,6 +21,7 @@ from torch import fx
 from rotor._pytorch import core, devices, dispatch
 from rotor.common import cache
 from rotor.common.undisturbed import generators_kept, random_states_kept
+from rotor.engines.graph.allocations import Orders, Recorded, record
 from rotor.engines.graph.lowering import Lowered, Task
 from rotor.engines.graph.repeating import NOT_RUN, UNTESTED, tested
 from rotor.meter import allocator as memory
@@ -73,16 +74,23 @@ class Cost:
         Real sizes of the storages that it makes.
     flags
         Observations of two runs (`rotor.engines.graph.repeating`).
+    orders
+        Possible orders of its allocations on an accelerator; ``None`` if they were not recorded.
     """
 
     ns: int
     workspace_bytes: int
     made_bytes: tuple[int, ...] = ()
     flags: int = UNTESTED
+    orders: Orders | None = None
 
     def to_row(self) -> list[int]:
         """Return the cost as a row of a table, which `cost_of_row` reads."""
-        return [self.ns, self.workspace_bytes, *self.made_bytes, self.flags]
+        row = [self.ns, self.workspace_bytes, *self.made_bytes, self.flags]
+        if self.orders is not None:
+            row += [len(self.orders), *(len(order) for order in self.orders)]
+            row += [entry for order in self.orders for entry in order]
+        return row
 
 
 _HERE = "device"
@@ -173,12 +181,19 @@ def keys_of(lowered: Lowered, device: torch.device) -> list[str]:
 def cost_of_row(row: Sequence[int] | None, made: int) -> Cost | None:
     """Return the cost in a row of a table, for an operation that makes so many storages.
 
-    Rows of earlier versions end before the flags, which were not tested then.
+    Rows of earlier versions end before the flags, which were not tested then, or before the orders.
     """
-    if row is None or len(row) not in (2 + made, 3 + made):
+    if row is None or len(row) < 2 + made:
         return None
     flags = row[2 + made] if len(row) > 2 + made else UNTESTED
-    return Cost(row[0], row[1], tuple(row[2 : 2 + made]), flags)
+    orders: Orders | None = None
+    if len(row) > 3 + made:
+        count, rest = row[3 + made], list(row[4 + made :])
+        lengths, rest = rest[:count], rest[count:]
+        if sum(lengths) != len(rest):
+            return None
+        orders = tuple(tuple(rest.pop(0) for _ in range(length)) for length in lengths)
+    return Cost(row[0], row[1], tuple(row[2 : 2 + made]), flags, orders)
 
 
 def holds_whole_numbers(value: Any) -> bool:
@@ -378,7 +393,8 @@ def distinct_operations(
     known: dict[str, Cost] = {}
     for key, task in distinct.items():
         cost = cost_of_row(store.get(key), len(task.made))
-        if cost is not None and cost.flags != UNTESTED:
+        is_whole = cost is not None and (device.type == "cpu" or cost.orders is not None)
+        if cost is not None and is_whole and cost.flags != UNTESTED:
             known[key] = cost
     return distinct, known
 
@@ -437,15 +453,42 @@ def _measure(
             sizes[-1] = sizes_of(task, result, (args, kwargs), sizes[-1])
             del result, args, kwargs
     segments = iter([s for s in meter.segments if s.name == "operation"])
+    orders = _orders(tasks, times, wholes, sizes, arguments, device)
     costs = []
-    for task, ns, made, found in zip(tasks, times, sizes, flags, strict=True):
+    for task, ns, made, found, order in zip(tasks, times, sizes, flags, orders, strict=True):
         if ns is None:
-            costs.append(Cost(estimated_ns(task, device), 0, tuple(made), found))
+            costs.append(Cost(estimated_ns(task, device), 0, tuple(made), found, order))
             continue
         segment = next(segments)
         workspace = max(segment.peak_bytes - segment.start_bytes - sum(made), 0)
-        costs.append(Cost(ns, workspace, tuple(made), found))
+        costs.append(Cost(ns, workspace, tuple(made), found, order))
     return costs
+
+
+def _orders(
+    tasks: Sequence[Task],
+    times: Sequence[int | None],
+    wholes: Sequence[int],
+    sizes: Sequence[Sequence[int]],
+    arguments: Arguments,
+    device: torch.device,
+) -> list[Orders | None]:
+    """Return the orders of the allocations within operations; ``None`` each on the CPU."""
+    if device.type == "cpu":
+        return [None] * len(tasks)
+    recorded = Recorded()
+    runs = [k for k, ns in enumerate(times) if ns is not None]
+    with record(device, recorded) as recorder:
+        for k in runs:
+            arguments.whole = wholes[k]
+            function, args, kwargs = arguments.of(tasks[k])
+            with recorder.operation():
+                result = function(*args, **kwargs)
+            del result, args, kwargs
+    found: list[Orders | None] = [()] * len(tasks)
+    for number, k in enumerate(runs):
+        found[k] = recorded.orders(number, sizes[k])
+    return found
 
 
 def tested_alone(task: Task, arguments: Arguments, device: torch.device) -> int:

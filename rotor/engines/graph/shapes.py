@@ -19,6 +19,7 @@ from rotor._pytorch import symbols
 from rotor.common.accounting import METERED_STEPS
 from rotor.common.checksums import Proved
 from rotor.engines.graph.capture import Capture, Captured
+from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.early import Owners
 from rotor.engines.graph.emit import StepCode
 from rotor.engines.graph.fits import Fits, Point, work_of
@@ -26,7 +27,7 @@ from rotor.engines.graph.handover import with_handovers
 from rotor.engines.graph.known import KnownOrders
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.offloading import Layout
-from rotor.engines.graph.planned import CapturedStep, GraphPlan
+from rotor.engines.graph.planned import GraphPlan
 from rotor.engines.graph.pricing import build_graph, search
 from rotor.engines.graph.profile import Cost, keys_of
 from rotor.engines.graph.symbols import Sizes, at

@@ -13,11 +13,12 @@ from rotor._pytorch import core
 from rotor.common.progress import progress
 from rotor.engines.contract import Call, CannotPlan, Context, Key
 from rotor.engines.graph.capture import Capture, Unplanned
+from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.early import owners_of
 from rotor.engines.graph.families import Families, Family, origins_of, shapes_of
 from rotor.engines.graph.known import KnownOrders
 from rotor.engines.graph.lowering import Lowered
-from rotor.engines.graph.planned import CapturedStep, GraphPlan
+from rotor.engines.graph.planned import GraphPlan
 from rotor.engines.graph.profile import keys_of
 from rotor.engines.graph.recorded import MEASURED, price
 from rotor.engines.graph.repeating import described_unrepeatable, keep_unrepeatable
