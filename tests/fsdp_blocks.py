@@ -79,7 +79,7 @@ def tighten(model: rotor.Checkpointable, extra: int = 0) -> int:
 
 def is_slower(model: rotor.Checkpointable) -> bool:
     """Whether the plan computes anything again."""
-    return model.plan.makespan > model.plan.unplanned_time
+    return model.plan.recomputation > 0
 
 
 def same_choices(model: rotor.Checkpointable) -> list[str]:

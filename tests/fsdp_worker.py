@@ -41,6 +41,7 @@ from fsdp_models import (
 from fsdp_proofs import PROOF_SCENARIOS
 from fsdp_sequential import SEQUENTIAL_SCENARIOS
 from fsdp_small_device import small_device
+from fsdp_tier import TIER_SCENARIOS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -351,6 +352,7 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     **GRAPH_SCENARIOS,
     **PROOF_SCENARIOS,
     **SEQUENTIAL_SCENARIOS,
+    **TIER_SCENARIOS,
 }
 
 SIM_SCENARIOS: dict[str, Callable[[], list[str]]] = {

@@ -66,6 +66,23 @@ def test_sparse_and_jagged_tensors_pass():
     assert session.stats.evictions > 0
 
 
+def test_the_peak_without_eviction_is_that_of_an_unlimited_run():
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(8))
+    )
+    x = torch.linspace(-1, 1, 64 * 256).view(256, 64)
+    found = []
+    for limit in (None, 600_000):
+        with dtr.budget(limit) as session:
+            model(x).sum().backward()
+        model.zero_grad()
+        found.append(session.stats)
+    free, limited = found
+    assert limited.evictions > 0 == free.evictions
+    assert limited.peak_bytes <= 600_000 < limited.held_peak_bytes
+    assert limited.held_peak_bytes == free.held_peak_bytes == free.peak_bytes
+
+
 def test_outputs_that_the_program_dropped_count_where_they_are_made_again():
     """An operator of two results, of which one is kept: run again, it makes both."""
     x = torch.linspace(1, 2, 262_144)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import pickle
+import re
 import warnings
 
 import pytest
@@ -29,6 +31,7 @@ from rotor.engines.parts.probe import weigh
 from rotor.errors import InfeasibleError
 from rotor.graph.assembly import Bases, Option, choose, least_bytes, simulate, undominated
 
+DATA = re.compile(r'id="data">(.*?)</script>')
 quiet = pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
 
 
@@ -282,8 +285,39 @@ def test_limits_hold(name):
         # The random state that is current is counted for every part.
         assert 0.98 * plan.predicted_bytes <= plan.measured_bytes <= plan.predicted_bytes
         assert plan.limit_bytes == limit
-        times.append(plan.makespan / plan.unplanned_time)
-    assert 1 < times[0] < times[1]
+        times.append(plan.recomputation)
+    assert 0 < times[0] < times[1]
+
+
+@quiet
+@pytest.mark.parametrize("name", CASES)
+def test_a_page_has_the_step_without_recomputation(name, tmp_path):
+    make, sample, _ = CASES[name]
+    torch.manual_seed(0)
+    model, x = make(), sample()
+    plain, twin = copy.deepcopy(model), copy.deepcopy(model)
+    peak = peak_of(twin, x)
+    chk = rotor.Checkpointable(model, x, int(0.6 * peak))
+    peaks_of_steps(model, chk, x, plain, 3)
+    chk.report(tmp_path / "plan.html")
+    data = json.loads(DATA.search((tmp_path / "plan.html").read_text(encoding="utf-8"))[1])
+    plan = chk.plan
+    assert max(level for _, level in data["plain"]) == plan.unlimited_bytes
+    # Captured parts free some values earlier than plain PyTorch does.
+    assert 0.8 * peak <= plan.unlimited_bytes <= peak
+    ended, measured = data["plain"][-1], data["traced"][-1]
+    assert ended[1] == 0 < ended[0] < measured[0]
+    assert "peak without recomputation" in chk.report()
+
+
+def test_the_reason_names_the_line_once():
+    chk = rotor.Checkpointable(Deep(), mem_limit="1MiB")
+    with pytest.warns(rotor.MemoryLimitWarning, match="no single graph") as caught:
+        chk(rows())
+    text = str(caught[0].message)
+    assert text.count("x.sum().item() < 1e9") == 1
+    assert "TORCH" not in text
+    assert len(text.splitlines()) < 15
 
 
 @quiet

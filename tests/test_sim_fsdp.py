@@ -9,7 +9,7 @@ from two_processes import PROCESSES, run_processes
 
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 SECONDS = 300
-SCENARIOS = ["small device, chain", "small device, blocks", "captured loss"]
+SCENARIOS = ["small device, chain", "small device, blocks", "captured loss", "tier: several limits"]
 MORE = [
     "wrap, shard, root, reshard",
     "shard, wrap",
@@ -29,6 +29,12 @@ MORE = [
     "graphs: several limits",
     "graphs: not captured",
     "graphs: lost",
+    "tier: any programs",
+    "tier: limited",
+    "tier: lives of steps",
+    "tier: failures",
+    "tier: without graphs",
+    "tier: other speeds",
 ]
 
 

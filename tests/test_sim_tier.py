@@ -117,6 +117,20 @@ def test_a_write_waits_for_the_value(sim, tier):
     assert area.slab[:2000].view(torch.float32).eq(3).all()
 
 
+def test_waits_that_the_computation_has_not_come_to_are_counted_later(sim, tier):
+    sim.set_clock("model")
+    area = tier.allocate(2000)
+    ticket = tier.write(area, 0, torch.ones(2000, dtype=torch.uint8, device="sim"))
+    sim.synchronize()
+    sim._sleep(10**9)
+    tier.wait(ticket)
+    assert (tier.traffic.writes, tier.traffic.waited_ns) == (1, 0)
+    sim.synchronize()
+    tier.release(area)
+    # The copy was complete when the computation came to wait for it.
+    assert (tier.traffic.writes, tier.traffic.waited_ns) == (1, 0)
+
+
 def test_memory_is_used_again_after_its_copy(sim, tier):
     area = tier.allocate(2000)
     source = late(3.0)

@@ -44,6 +44,8 @@ class Stats:
     peak_bytes
         The most that was in use, above the level on entry, as the runtime counts it: storages
         and the workspaces that operators were measured to take.
+    held_peak_bytes
+        The same of what the program holds, evicted or not: the peak without any eviction.
     operations
         Operators of the program that ran, those that only make views left out.
     evictions, rematerializations
@@ -66,6 +68,7 @@ class Stats:
 
     budget_bytes: int | None
     peak_bytes: int
+    held_peak_bytes: int
     operations: int
     evictions: int
     rematerializations: int

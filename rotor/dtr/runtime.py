@@ -50,6 +50,7 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
         return Stats(
             budget_bytes=self.limit,
             peak_bytes=counters["peak_bytes"],
+            held_peak_bytes=counters["held_peak_bytes"],
             operations=counters["operations"],
             evictions=counters["evictions"],
             rematerializations=counters["rematerializations"],

@@ -343,7 +343,7 @@ class SequentialEngine(ChainEngine):
             return _Offer(name, None, _NEVER, _infeasible(refusal)), refusal
         # The code between parts runs once under every plan, and is not timed.
         ideal = self._chain(key).ideal_time
-        again = max(plan.makespan - plan.unplanned_time, 0.0)
+        again = max(plan.makespan - plan.unplanned.time_ns / 1e9, 0.0)
         slower = again / ideal if ideal else 0.0
         return _Offer(name, plan, slower, _prediction(ideal + again, slower)), None
 

@@ -8,6 +8,9 @@ Forwards run in order, backwards in the reverse order. While piece ``i`` runs, f
 three parts are in memory: what the eager code keeps, what the pieces before ``i`` keep, and the
 piece's own bytes. Between pieces ``i - 1`` and ``i`` only the first two are. Only `simulate` adds
 them up.
+
+Pieces may keep values in a second tier of memory. Every piece has its place there from its forward
+to its backward, so that the places of all add up.
 """
 
 from __future__ import annotations
@@ -21,10 +24,31 @@ import numpy.typing as npt
 from rotor.errors import InfeasibleError
 from rotor.units import exact_bytes
 
-__all__ = ["Bases", "Option", "Simulation", "choose", "least_bytes", "simulate", "undominated"]
+__all__ = [
+    "Bases",
+    "Option",
+    "Simulation",
+    "choose",
+    "fastest_of",
+    "least_bytes",
+    "simulate",
+    "undominated",
+]
 
 MOST_POINTS = 20_000
 """States kept for one piece; beyond that the choice may miss the optimum, never the limit."""
+
+_TIER_CLASSES = 64
+"""Classes of states, by their bytes in a tier that is limited."""
+
+_LEAST_POINTS = 2_000
+"""States where only the least bytes in a tier are asked for."""
+
+_LINK_SHARE = 50
+"""Divisor of the time of transfers, of which this part counts: none is made for nothing."""
+
+_PRECISION = 1 << 10
+"""Divisor of the least limit: within this share it is known where the tier is limited too."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +63,24 @@ class Option:
         The most that is live while it runs, above the level before it. The backward includes the
         kept bytes.
     time_ns
-        Forward and backward, recomputation included.
+        Forward and backward, recomputation and waits for a second tier included.
+    tier_bytes
+        Bytes of its place in the second tier.
+    link_ns
+        Time of its transfers to the tier and back, most of them beside the computation.
     """
 
     kept_bytes: int
     forward_bytes: int
     backward_bytes: int
     time_ns: int
+    tier_bytes: int = 0
+    link_ns: int = 0
+
+    @property
+    def cost_ns(self) -> int:
+        """Time, and a little for transfers: of ways that are as fast, the one that moves less."""
+        return self.time_ns + self.link_ns // _LINK_SHARE
 
 
 @dataclass(frozen=True)
@@ -90,7 +125,7 @@ class Simulation:
     ----------
     forward, backward, between
         The peak in each part of the step, as in `Bases`.
-    time_ns
+    time_ns, tier_bytes
         Of all pieces.
     """
 
@@ -98,6 +133,7 @@ class Simulation:
     backward: npt.NDArray[np.int64]
     between: npt.NDArray[np.int64]
     time_ns: int
+    tier_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -109,12 +145,14 @@ def undominated(options: Sequence[Option]) -> list[Option]:
     """Return the options that no other equals or beats in everything, fastest first."""
     kept: list[Option] = []
     for option in sorted(
-        set(options), key=lambda o: (o.time_ns, o.kept_bytes, o.backward_bytes, o.forward_bytes)
+        set(options),
+        key=lambda o: (o.cost_ns, o.kept_bytes, o.backward_bytes, o.forward_bytes, o.tier_bytes),
     ):
         if not any(
             other.kept_bytes <= option.kept_bytes
             and other.forward_bytes <= option.forward_bytes
             and other.backward_bytes <= option.backward_bytes
+            and other.tier_bytes <= option.tier_bytes
             for other in kept
         ):
             kept.append(option)
@@ -144,14 +182,26 @@ def simulate(pieces: Sequence[Sequence[Option]], bases: Bases, choice: Sequence[
         kept[:-1] + whole(bases.backward) + whole([o.backward_bytes for o in chosen]),
         kept + whole(bases.between),
         sum(option.time_ns for option in chosen),
+        sum(option.tier_bytes for option in chosen),
     )
 
 
-def choose(pieces: Sequence[Sequence[Option]], bases: Bases, limit_bytes: int) -> list[int]:
+def fastest_of(options: Sequence[Option]) -> int:
+    """Return the number of the fastest option; of several, of one that moves least."""
+    return min(range(len(options)), key=lambda k: (options[k].time_ns, options[k].link_ns))
+
+
+def choose(
+    pieces: Sequence[Sequence[Option]],
+    bases: Bases,
+    limit_bytes: int,
+    tier_limit_bytes: int | None = None,
+) -> list[int]:
     """Return the fastest choice that never passes the limit.
 
     What later pieces can do depends on the past only through the sum of what is kept, and less is
-    never worse: states are the Pareto frontier of kept bytes and time.
+    never worse: states are the Pareto frontier of kept bytes and time. Under a limit of the second
+    tier they are in classes by the bytes there, and such a frontier is kept of each class.
 
     Parameters
     ----------
@@ -159,6 +209,8 @@ def choose(pieces: Sequence[Sequence[Option]], bases: Bases, limit_bytes: int) -
         As for `simulate`.
     limit_bytes
         The most bytes that may be live at any moment.
+    tier_limit_bytes
+        The most bytes of all pieces in the second tier; ``None`` for any.
 
     Returns
     -------
@@ -170,13 +222,54 @@ def choose(pieces: Sequence[Sequence[Option]], bases: Bases, limit_bytes: int) -
     InfeasibleError
         No choice fits; ``minimum_bytes`` is the least limit that has one.
     """
+    found, most = None, tier_limit_bytes
+    if bases.between[0] <= limit_bytes:
+        costs = [[option.cost_ns for option in options] for options in pieces]
+        found = _search(pieces, bases, limit_bytes, costs)
+        if found is not None and most is not None and _tier_bytes(pieces, found) > most:
+            found = _search(pieces, bases, limit_bytes, costs, most)
+            found = found or _with_least_tier(pieces, bases, limit_bytes, most)
+    if found is None:
+        least = least_bytes(pieces, bases, tier_limit_bytes)
+        raise InfeasibleError(
+            f"the captured parts and the code between them do not fit in "
+            f"{exact_bytes(limit_bytes)}; the least limit for which a choice exists is "
+            f"{exact_bytes(least)}",
+            least,
+        )
+    return found
+
+
+def _tier_bytes(pieces: Sequence[Sequence[Option]], choice: Sequence[int]) -> int:
+    return sum(options[k].tier_bytes for options, k in zip(pieces, choice, strict=True))
+
+
+def _with_least_tier(
+    pieces: Sequence[Sequence[Option]], bases: Bases, limit_bytes: int, tier_limit_bytes: int
+) -> list[int] | None:
+    """Return the choice with the fewest bytes in the tier, if they are not too many."""
+    costs = [[option.tier_bytes for option in options] for options in pieces]
+    found = _search(pieces, bases, limit_bytes, costs, most_points=_LEAST_POINTS)
+    if found is None or _tier_bytes(pieces, found) > tier_limit_bytes:
+        return None
+    return found
+
+
+def _search(
+    pieces: Sequence[Sequence[Option]],
+    bases: Bases,
+    limit_bytes: int,
+    costs: Sequence[Sequence[int]],
+    tier_limit_bytes: int | None = None,
+    most_points: int = MOST_POINTS,
+) -> list[int] | None:
+    """Return the choice of the least cost under limits; ``None`` if none was found."""
     kept = np.zeros(1, dtype=np.int64)
-    time = np.zeros(1, dtype=np.int64)
+    cost = np.zeros(1, dtype=np.int64)
+    tier = np.zeros(1, dtype=np.int64)
     links: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
-    feasible = bases.between[0] <= limit_bytes
+    class_bytes = None if tier_limit_bytes is None else max(tier_limit_bytes // _TIER_CLASSES, 1)
     for i, options in enumerate(pieces):
-        if not feasible:
-            break
         parts = []
         for k, option in enumerate(options):
             own = max(
@@ -184,32 +277,31 @@ def choose(pieces: Sequence[Sequence[Option]], bases: Bases, limit_bytes: int) -
                 bases.backward[i] + option.backward_bytes,
                 bases.between[i + 1] + option.kept_bytes,
             )
-            (fits,) = np.nonzero(kept + own <= limit_bytes)
+            is_within = kept + own <= limit_bytes
+            if tier_limit_bytes is not None:
+                is_within &= tier + option.tier_bytes <= tier_limit_bytes
+            (fits,) = np.nonzero(is_within)
             parts.append(
                 (
                     kept[fits] + option.kept_bytes,
-                    time[fits] + option.time_ns,
+                    cost[fits] + costs[i][k],
+                    tier[fits] + option.tier_bytes,
                     fits,
                     np.full(fits.size, k),
                 )
             )
-        kept, time, parents, numbers = (
+        kept, cost, tier, parents, numbers = (
             np.concatenate(column) for column in zip(*parts, strict=True)
         )
-        feasible = kept.size > 0
-        if feasible:
-            best = _frontier(kept, time)
-            kept, time = kept[best], time[best]
-            links.append((parents[best], numbers[best]))
-    if not feasible:
-        least = least_bytes(pieces, bases)
-        raise InfeasibleError(
-            f"the captured parts and the code between them do not fit in "
-            f"{exact_bytes(limit_bytes)}; the least limit for which a choice exists is "
-            f"{exact_bytes(least)}",
-            least,
-        )
-    state = kept.size - 1
+        if not kept.size:
+            return None
+        if class_bytes is None:
+            best = _frontier(kept, cost, most_points)
+        else:
+            best = _frontiers(kept, cost, tier // class_bytes, most_points)
+        kept, cost, tier = kept[best], cost[best], tier[best]
+        links.append((parents[best], numbers[best]))
+    state = int(cost.argmin())
     choice = []
     for parents, numbers in reversed(links):
         choice.append(int(numbers[state]))
@@ -217,21 +309,59 @@ def choose(pieces: Sequence[Sequence[Option]], bases: Bases, limit_bytes: int) -
     return choice[::-1]
 
 
-def _frontier(kept: npt.NDArray[np.int64], time: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the positions of states that no other beats, by rising bytes and falling time."""
-    order = np.lexsort((time, kept))
-    sorted_time = time[order]
-    earlier = np.minimum.accumulate(sorted_time)
+def _frontier(
+    kept: npt.NDArray[np.int64], cost: npt.NDArray[np.int64], most_points: int
+) -> npt.NDArray[np.int64]:
+    """Return the positions of states that no other beats, by rising bytes and falling cost."""
+    order = np.lexsort((cost, kept))
+    sorted_cost = cost[order]
+    earlier = np.minimum.accumulate(sorted_cost)
     is_better = np.ones(order.size, dtype=bool)
-    is_better[1:] = sorted_time[1:] < earlier[:-1]
+    is_better[1:] = sorted_cost[1:] < earlier[:-1]
     best: npt.NDArray[np.int64] = order[is_better]
-    if best.size > MOST_POINTS:
-        best = best[np.linspace(0, best.size - 1, MOST_POINTS).astype(np.int64)]
+    if best.size > most_points:
+        best = best[np.linspace(0, best.size - 1, most_points).astype(np.int64)]
     return best
 
 
-def least_bytes(pieces: Sequence[Sequence[Option]], bases: Bases) -> int:
-    """Return the least limit for which `choose` finds a choice."""
+def _frontiers(
+    kept: npt.NDArray[np.int64],
+    cost: npt.NDArray[np.int64],
+    classes: npt.NDArray[np.int64],
+    most_points: int,
+) -> npt.NDArray[np.int64]:
+    """Return the positions of states that no other of their class beats."""
+    found = []
+    for number in np.unique(classes):
+        (members,) = np.nonzero(classes == number)
+        most = max(most_points // _TIER_CLASSES, 1)
+        found.append(members[_frontier(kept[members], cost[members], most)])
+    return np.concatenate(found)
+
+
+def least_bytes(
+    pieces: Sequence[Sequence[Option]], bases: Bases, tier_limit_bytes: int | None = None
+) -> int:
+    """Return the least limit for which `choose` finds a choice.
+
+    With a limit of the second tier it may be a thousandth more.
+    """
+    least = _least_bytes(pieces, bases)
+    if tier_limit_bytes is None or _with_least_tier(pieces, bases, least, tier_limit_bytes):
+        return least
+    without = [[option for option in options if not option.tier_bytes] for options in pieces]
+    low, high = least, _least_bytes(without, bases)
+    while high - low > max(high // _PRECISION, 1):
+        middle = (low + high) // 2
+        if _with_least_tier(pieces, bases, middle, tier_limit_bytes):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _least_bytes(pieces: Sequence[Sequence[Option]], bases: Bases) -> int:
+    """Return the least limit of any choice, however much of the tier it takes."""
 
     def fits(limit: int) -> bool:
         # If earlier pieces keep the least they can, every later piece has the most room.

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rotor.graph.transfers import transfers_of
+from rotor.graph.transfers import Transfers, transfers_of
 
 if TYPE_CHECKING:
     from rotor.algorithms.sequence import Sequence as Schedule
     from rotor.common.timeline import PredictedTimeline, Timeline
     from rotor.engines.chain.plan import Plan
     from rotor.engines.graph.planned import GraphPlan
+    from rotor.engines.parts.offloading import PartsTier
     from rotor.graph.program import Program
     from rotor.graph.summaries import Summary
 
@@ -105,7 +106,17 @@ def measured_trace(plan: Any) -> dict[str, Any]:
             "nothing to trace: no run is predicted, and no step was metered over time; "
             "train a step on the CPU first"
         )
-    return _trace(_measured_events(plan.measured_timeline, plan.limit_bytes), _figures(plan))
+    events, figures = _measured_events(plan.measured_timeline, plan.limit_bytes), _figures(plan)
+    tier = getattr(plan, "tier", None)
+    if tier is not None:
+        events += _parts_tier_events(tier)
+        figures |= {
+            "written_bytes": tier.offloaded_bytes,
+            "fetched_bytes": tier.fetched_bytes,
+            "waited_predicted_ns": round(1e9 * tier.waited),
+            "waited_measured_ns": tier.waited_ns(),
+        }
+    return _trace(events, figures)
 
 
 def program_trace(
@@ -207,6 +218,62 @@ def _tier_events(program: Program) -> list[Event]:
             slices = _slice(maker, kind, one.begin_ns, length, PLAN, figures)
             events.append(slices | {"tid": thread})
     return events
+
+
+def _parts_tier_events(tier: PartsTier) -> list[Event]:
+    """Return the predicted transfers of all parts and their waits, each kind on its own track.
+
+    Forwards of the parts that move values follow one another, and their backwards in reverse order;
+    the code between them, and other parts, take no time there.
+    """
+    programs = [program for program in tier.programs if program is not None]
+    if not programs:
+        return []
+    found = [transfers_of(program) for program in programs]
+    forwards = [_forward_ns(*one) for one in zip(programs, found, strict=True)]
+    total, before, later = sum(forwards), 0, 0
+    backward_begins = []
+    for forward, moves in zip(reversed(forwards), reversed(found), strict=True):
+        backward_begins.append(total + later - forward)
+        later += moves.end_ns - forward
+    events = _named(PLAN, "plan", "parts") + [
+        _thread(PLAN, _THREAD + k, f"second tier, {kind}")
+        for k, kind in enumerate(("written", "fetched", "waited"), start=1)
+    ]
+    for program, moves, forward, back in zip(
+        programs, found, forwards, reversed(backward_begins), strict=True
+    ):
+
+        def placed(at: int, first: int = before, edge: int = forward, last: int = back) -> int:
+            return at + (first if at < edge else last)
+
+        for one in moves.moved:
+            maker = program.graph.operations[program.graph.producers[one.storage]].name
+            figures = {"storage": one.storage, "bytes": one.nbytes}
+            length, at = one.end_ns - one.begin_ns, placed(one.begin_ns)
+            track = {"tid": _THREAD + (1 if one.kind == "written" else 2)}
+            events.append(_slice(maker, one.kind, at, length, PLAN, figures) | track)
+        now = 0
+        for number, wait in zip(program.ops.tolist(), moves.waits_ns, strict=True):
+            operation = program.graph.operations[number]
+            if wait:
+                slices = _slice(operation.name, "waited", placed(now), wait, PLAN)
+                events.append(slices | {"tid": _THREAD + 3})
+            now += wait + operation.cost_ns
+        before += forward
+    return events
+
+
+def _forward_ns(program: Program, moves: Transfers) -> int:
+    """Return the time of a program up to its loss, waits before the loss included."""
+    elapsed = 0
+    for number, wait in zip(program.ops.tolist(), moves.waits_ns, strict=True):
+        operation = program.graph.operations[number]
+        elapsed += wait
+        if operation.phase == "loss":
+            break
+        elapsed += operation.cost_ns
+    return elapsed
 
 
 def _sequence_runs(sequence: Schedule, names: Sequence[str], loss_ns: int) -> list[_Run]:

@@ -99,7 +99,8 @@ class HostTier(Tier):
         with self._lock:
             timed, self._timed = self._timed, []
             for one in timed:
-                if not one.ended.query():
+                # A wait ends when its copy does, perhaps before the computation comes to it.
+                if not (one.began.query() and one.ended.query()):
                     self._timed.append(one)
                     continue
                 ns = max(0, round(1e6 * one.began.elapsed_time(one.ended)))

@@ -10,13 +10,15 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rotor.tier.offload import PLANNED_SHARE
+from rotor.tier.offload import PLANNED_SHARE, Offload
 from rotor.units import format_bytes
 
 if TYPE_CHECKING:
+    from rotor.engines.graph.offloading import Layout
     from rotor.engines.graph.planned import GraphPlan
+    from rotor.graph.link import Link
 
-__all__ = ["learn_link"]
+__all__ = ["follows_link", "learn_link"]
 
 logger = logging.getLogger("rotor")
 
@@ -37,26 +39,51 @@ def learn_link(plan: GraphPlan) -> bool:
     plan
         Plan, between two of its steps.
     """
-    layout, offload = plan.layout, plan.step.offload
-    if layout is None or offload is None or offload.link is None:
+    layout, offload, link = plan.layout, plan.step.offload, plan.program.link
+    if layout is None or offload is None or link is None or not _is_current(plan):
         return False
-    waits = layout.waits
+    program = plan.program
+    figures = (program.waited, program.link_time, plan.makespan)
+    return follows_link(layout, offload, link, *figures)
+
+
+def follows_link(
+    layout: Layout,
+    offload: Offload,
+    planned_for: Link,
+    planned_wait: float,
+    link_time: float,
+    makespan: float,
+) -> bool:
+    """Return whether steps have shown another speed of a tier, which is noted then.
+
+    Parameters
+    ----------
+    layout
+        Places of a step, its waits and its traffic.
+    offload
+        Tier of the model.
+    planned_for
+        Link on which the plan counts.
+    planned_wait, link_time, makespan
+        Seconds of a step's waits, of its transfers, and of all of it, as planned.
+    """
+    waits, link = layout.waits, offload.link
     steps = waits.steps - waits.seen_steps
     due = _FIRST_STEPS if waits.seen_steps == 0 else _STEPS
-    if steps < due or not offload.may_learn or not _is_current(plan):
+    if link is None or steps < due or not offload.may_learn:
         return False
     waited = (layout.waited_ns() - waits.seen_ns) / steps / 1e9
-    rates = _shown(plan)
+    traffic = layout.tier.traffic
+    rates = None if traffic is None else traffic.since(layout.seen).rates(planned_for.latency_ns)
     layout.see()
-    excess = waited - plan.program.waited
-    link = offload.link
+    excess = waited - planned_wait
     if rates is None:
-        time = plan.program.link_time
-        share = time / (time + max(excess, 0.0)) if time else 1.0
+        share = link_time / (link_time + max(excess, 0.0)) if link_time else 1.0
         rates = link.write_bytes_per_s * share, link.read_bytes_per_s * share
         rates = rates[0] / PLANNED_SHARE, rates[1] / PLANNED_SHARE
     planned = link.write_bytes_per_s, link.read_bytes_per_s
-    is_slow = excess > _WAITED * plan.makespan and (rates[0] < planned[0] or rates[1] < planned[1])
+    is_slow = excess > _WAITED * makespan and (rates[0] < planned[0] or rates[1] < planned[1])
     faster = PLANNED_SHARE / _FASTER
     is_fast = faster * rates[0] > planned[0] and faster * rates[1] > planned[1]
     if not is_slow and not is_fast:
@@ -67,7 +94,7 @@ def learn_link(plan: GraphPlan) -> bool:
         format_bytes(round(rates[0])),
         format_bytes(round(rates[1])),
         waited,
-        plan.program.waited,
+        planned_wait,
     )
     offload.learn(*rates)
     return True
@@ -79,14 +106,3 @@ def _is_current(plan: GraphPlan) -> bool:
     assert offload is not None
     assert offload.link is not None
     return link is not None and replace(link, host_bytes=offload.link.host_bytes) == offload.link
-
-
-def _shown(plan: GraphPlan) -> tuple[float, float] | None:
-    """Return the bytes per second of writes and reads in a plan's steps; ``None`` if unknown."""
-    layout = plan.layout
-    assert layout is not None
-    traffic = layout.tier.traffic
-    link = plan.program.link
-    if traffic is None or link is None:
-        return None
-    return traffic.since(layout.seen).rates(link.latency_ns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from rotor.engines.graph.actions import Action, Kind, actions_of, offloaded
 from rotor.engines.graph.lowering import Lowered
 from rotor.tier.interface import Tier, Traffic
 
-__all__ = ["Layout", "Places", "StepTier", "Waits", "layout_of"]
+__all__ = ["Layout", "Placed", "Places", "StepArea", "StepTier", "Waits", "layout_of"]
 
 logger = logging.getLogger("rotor")
 
@@ -74,11 +75,15 @@ class Layout:
 
     def begin(self) -> StepTier:
         """Return the offloaded values of a new step."""
+        return StepTier(self, self.begin_area())
+
+    def begin_area(self) -> StepArea:
+        """Return the area of a new step, with one user."""
         if self.waits.steps == 0 and self.tier.traffic is not None:
             self.first.take(self.tier.traffic)
             self.seen.take(self.tier.traffic)
         self.waits.steps += 1
-        return StepTier(self)
+        return StepArea(self.tier, self.nbytes)
 
     def waited_ns(self) -> int:
         """Return the time of all waits so far, of the host and of the device."""
@@ -93,6 +98,56 @@ class Layout:
             self.seen.take(self.tier.traffic)
 
 
+class StepArea:
+    """Area of one step in a tier, given back when its last user has ended.
+
+    Parameters
+    ----------
+    tier
+        Tier.
+    nbytes
+        Bytes of the area.
+
+    Attributes
+    ----------
+    area
+        Area, as the tier knows it.
+    """
+
+    def __init__(self, tier: Tier, nbytes: int) -> None:
+        self._tier = tier
+        self._users = 1
+        # A garbage collection may end a user while another one is counted.
+        self._lock = threading.RLock()
+        self.area = tier.allocate(nbytes)
+
+    def join(self) -> StepArea:
+        """Add a user; return the area."""
+        with self._lock:
+            self._users += 1
+        return self
+
+    def leave(self) -> None:
+        """Remove a user."""
+        with self._lock:
+            self._users -= 1
+            is_last = self._users == 0
+        if is_last:
+            self._tier.release(self.area)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Layout of a part of a step, in the area of the whole step."""
+
+    layout: Layout
+    area: StepArea
+
+    def begin(self) -> StepTier:
+        """Return the offloaded values of the part."""
+        return StepTier(self.layout, self.area.join())
+
+
 @dataclass
 class Places:
     """Source of the offloaded values of a step, for code that plans share.
@@ -103,7 +158,7 @@ class Places:
         Layout of the plan that runs next.
     """
 
-    layout: Layout
+    layout: Layout | Placed
 
     def begin(self) -> StepTier:
         """Return the offloaded values of a new step."""
@@ -117,15 +172,17 @@ class StepTier:
     ----------
     layout
         Places.
+    area
+        Area of the step; its user ends with these values.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, area: StepArea) -> None:
         self._tickets: dict[tuple[Kind, int], tuple[Any, torch.Tensor]] = {}
         self._forms: dict[int, tuple[Any, ...]] = {}
         self._layout = layout
         self._tier = layout.tier
-        self._area: Any = None
-        self._area = self._tier.allocate(layout.nbytes)
+        self._step_area = area
+        self._area = area.area
 
     def write(self, storage: int, tensor: torch.Tensor) -> None:
         """Begin to write the storage of a tensor."""
@@ -185,8 +242,7 @@ class StepTier:
             except Exception as error:
                 logger.info("a transfer of a dropped step failed: %s", error)
         self._tickets.clear()
-        if self._area is not None:
-            self._tier.release(self._area)
+        self._step_area.leave()
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,13 +21,14 @@ from rotor.common.calls import call_signature
 from rotor.common.forward_patch import PatchedForwards
 from rotor.common.ranks import Ranks, digest
 from rotor.common.tensor_trees import output_tensors, tree_tensors
+from rotor.engines.graph.offloading import Placed
 from rotor.engines.parts.block_proofs import BlocksProof
 from rotor.engines.parts.blocks import BlockStage
 from rotor.engines.parts.kinds import Captures, Kind, backward_marks
 from rotor.engines.parts.probe import Saves
 from rotor.graph.assembly import Option
 
-__all__ = ["BlockGraph", "GraphCalls", "share_graphs"]
+__all__ = ["BlockGraph", "GraphCalls", "share_graphs", "share_programs"]
 
 logger = logging.getLogger("rotor")
 
@@ -58,7 +59,7 @@ class BlockGraph:
         lowered = self.kind.captured.lowered
         given = sum(lowered.storages[s][0] for s in set(lowered.tasks[lowered.loss].made.values()))
         return [
-            Option(o.kept_bytes, o.forward_bytes, o.backward_bytes - given, o.time_ns)
+            replace(o, backward_bytes=o.backward_bytes - given)
             for o in self.kind.options(self.is_held)
         ]
 
@@ -71,6 +72,7 @@ class BlockGraph:
         on_phase: Callable[[str], None] | None,
         k: int,
         proof: BlocksProof | None,
+        placed: Placed | None,
     ) -> tuple[Any, bool]:
         """Run the block under a program; return its output, and whether it could run.
 
@@ -84,6 +86,8 @@ class BlockGraph:
             Function called with "backward k" and "before k" when the backward begins and ends.
         proof
             Proof that compares recomputed values of the program.
+        placed
+            Places of its offloaded values; ``None`` without any.
         """
         if call_signature(args, kwargs) != self.signature:
             return None, False
@@ -93,7 +97,7 @@ class BlockGraph:
         if verified is not None and proof is not None:
             code, prover = verified
             prover.tally, prover.place = proof, proof.names[k]
-        output, failed = self.kind.call(code, module, args, kwargs, marks)
+        output, failed = self.kind.call(code, module, args, kwargs, marks, placed)
         return output, not failed
 
 
@@ -231,7 +235,7 @@ def share_graphs(
     order = list(dict.fromkeys(graph.kind for graph in graphs if graph is not None))
     mine = [None if g is None else (order.index(g.kind), _digest(g.kind)) for g in graphs]
     everyone = ranks.exchange(mine)
-    first = ranks.broadcast([[p.ops.tolist() for p in kind.programs] for kind in order])
+    first = ranks.broadcast([[p.actions.tolist() for p in kind.programs] for kind in order])
     shared: list[tuple[BlockGraph | None, str]] = []
     taken: set[int] = set()
     for graph, *found in zip(graphs, *everyone, strict=True):
@@ -245,6 +249,24 @@ def share_graphs(
                 graph.kind.take_programs(first[order.index(graph.kind)])
             shared.append((graph, ""))
     return shared
+
+
+def share_programs(ranks: Ranks, graphs: Sequence[BlockGraph | None]) -> None:
+    """Give all ranks the programs of the first one, after another search.
+
+    A collective operation.
+
+    Parameters
+    ----------
+    ranks
+        Processes that run the blocks.
+    graphs
+        Graph of each block, the same on all ranks; ``None`` without one.
+    """
+    kinds = list(dict.fromkeys(graph.kind for graph in graphs if graph is not None))
+    found = ranks.broadcast([[p.actions.tolist() for p in kind.programs] for kind in kinds])
+    for kind, rows in zip(kinds, found, strict=True):
+        kind.take_programs(rows)
 
 
 def _digest(kind: Kind) -> int:

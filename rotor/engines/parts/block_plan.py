@@ -22,15 +22,24 @@ from rotor.common.progress import progress
 from rotor.common.ranks import RankError, Ranks
 from rotor.common.tensor_trees import Flags, map_tensors, output_tensors, tree_tensors
 from rotor.engines.chain.sharded import Sharding
+from rotor.engines.graph.offloading import Layout
 from rotor.engines.parts.block_calls import Calls, NoBlocks, apart
-from rotor.engines.parts.block_graphs import BlockGraph, GraphCalls, share_graphs
+from rotor.engines.parts.block_graphs import (
+    BlockGraph,
+    GraphCalls,
+    share_graphs,
+    share_programs,
+)
 from rotor.engines.parts.block_proofs import Kept, observe_blocks
 from rotor.engines.parts.blocks import AGAIN, FIRST_PROGRAM, KEPT, BlockStage, BlockStep
 from rotor.engines.parts.kinds import Captures
 from rotor.engines.parts.plan import Parts, PartsPlan
 from rotor.errors import InfeasibleError
 from rotor.graph.assembly import Bases, Option, choose, largest_bases, least_bytes, simulate
+from rotor.graph.link import Link
+from rotor.graph.program import Program
 from rotor.meter import allocator
+from rotor.tier.offload import Offload
 from rotor.timing import Clock
 from rotor.units import exact_bytes
 
@@ -59,6 +68,9 @@ class Block:
         True if a step could not run its graph, which is not used any more.
     kept
         Reason for which it is never computed again.
+    levels
+        Bytes that the forwards and the backwards of its programs begin above the bases, and their
+        time beside the operations of the graph.
     """
 
     stage: BlockStage
@@ -68,6 +80,7 @@ class Block:
     whole: str = ""
     is_lost: bool = False
     kept: Kept = field(default_factory=Kept)
+    levels: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def name(self) -> str:
@@ -86,6 +99,23 @@ class Block:
         programs = [self.options[AGAIN]] * len(self.options[FIRST_PROGRAM:])
         return [*self.options[:FIRST_PROGRAM], *programs]
 
+    def program_options(self) -> list[Option]:
+        """Return the options that are programs of its graph, by the measured levels."""
+        if self.graph is None:
+            return []
+        forward, backward, time_ns = self.levels
+        found = self.graph.options()
+        least = min(option.time_ns for option in found)
+        return [
+            replace(
+                option,
+                forward_bytes=forward + option.forward_bytes,
+                backward_bytes=backward + option.backward_bytes,
+                time_ns=time_ns + option.time_ns - least,
+            )
+            for option in found
+        ]
+
 
 @dataclass
 class Blocks(Parts):
@@ -101,6 +131,8 @@ class Blocks(Parts):
         True if the loss was a part of the measured step.
     outside
         Sharded modules that are not planned, with the reasons.
+    link
+        Link to the second tier for which programs were searched.
     """
 
     label: ClassVar[str] = "blocks"
@@ -113,6 +145,38 @@ class Blocks(Parts):
     has_loss: bool
     outside: dict[str, str]
     is_measured: bool = False
+    offload: Offload | None = None
+    link: Link | None = None
+
+    def programs(self, choice: Sequence[int]) -> list[tuple[Program, Layout | None] | None]:
+        """Return the programs of a choice, with the places of their values in the tier."""
+        found: list[tuple[Program, Layout | None] | None] = []
+        for block, k in zip(self.sites, choice, strict=True):
+            runs = k >= FIRST_PROGRAM and block.graph is not None and not block.is_lost
+            if runs and block.graph is not None:
+                kind, number = block.graph.kind, k - FIRST_PROGRAM
+                found.append((kind.programs[number], kind.layout(number)))
+            else:
+                found.append(None)
+        return found
+
+    def may_offload(self) -> bool:
+        """Return whether a block has a graph that a step can still run."""
+        return any(
+            block.graph is not None and not block.is_lost and not block.kept.reason
+            for block in self.sites
+        )
+
+    def follow_link(self, ranks: Ranks, captures: Captures) -> None:
+        """Add programs for another speed of the tier; a collective operation."""
+        self.link = None if self.offload is None else self.offload.link
+        graphs = [block.graph for block in self.sites]
+        captures.follow_link(graph.kind for graph in graphs if graph is not None)
+        share_programs(ranks, graphs)
+        for block in self.sites:
+            if len(block.options) > FIRST_PROGRAM:
+                block.options = [*block.options[:FIRST_PROGRAM], *block.program_options()]
+        _join_options(ranks, self)
 
     def options(self) -> list[list[Option]]:
         """Return the options of each block."""
@@ -147,6 +211,7 @@ class Blocks(Parts):
         return [
             f"{block.name}: "
             + ("kept" if k == KEPT else "computed again" if again else "a part kept")
+            + (", a part offloaded" if k >= FIRST_PROGRAM and block.options[k].tier_bytes else "")
             for block, k, again in rows
         ]
 
@@ -298,7 +363,9 @@ def measure_blocks(
         with apart(model, sharding, device):
             rounds.append(_measured(blocks, lambda: call(own), device, preserve_rng_state))
     found = _priced(blocks, rounds, sharding, device, has_loss=has_loss, outside=outside)
-    return _joined(sharding.ranks, found)
+    offload = captures.offload
+    link = None if offload is None else offload.link
+    return _joined(sharding.ranks, replace(found, offload=offload, link=link))
 
 
 def _capture(
@@ -417,30 +484,27 @@ def _options(
         segments[f"recorded {k}"][1] - backward_bytes,
         again + back,
     )
-    if block.graph is None:
-        return [recomputed, kept]
-    programs = block.graph.options()
-    fastest = min(option.time_ns for option in programs)
-    return [
-        recomputed,
-        kept,
-        *(
-            Option(
-                option.kept_bytes,
-                begun + option.forward_bytes - without,
-                started + option.backward_bytes - backward_bytes,
-                kept.time_ns + option.time_ns - fastest,
-            )
-            for option in programs
-        ),
-    ]
+    block.levels = begun - without, started - backward_bytes, kept.time_ns
+    return [recomputed, kept, *block.program_options()]
 
 
 def _joined(ranks: Ranks, mine: Blocks) -> Blocks:
     """Return one measure of all ranks' measures: mean times, and the largest bytes of any rank."""
-    found = ranks.exchange((mine.options(), mine.bases, mine.loss_start_bytes, mine.output_bytes))
+    _join_options(ranks, mine)
+    found = ranks.exchange((mine.bases, mine.loss_start_bytes, mine.output_bytes))
+    return replace(
+        mine,
+        bases=largest_bases([bases for bases, *_ in found]),
+        loss_start_bytes=max(start for _, start, _ in found),
+        output_bytes=max(size for *_, size in found),
+    )
+
+
+def _join_options(ranks: Ranks, mine: Blocks) -> None:
+    """Take mean times and the largest bytes of all ranks' options."""
+    found = ranks.exchange([block.options for block in mine.sites])
     for k, site in enumerate(mine.sites):
-        rows = [options[k] for options, *_ in found]
+        rows = [options[k] for options in found]
         fewest = min(map(len, rows))
         columns = zip(*(row[:fewest] for row in rows), strict=True)
         site.options = [
@@ -449,15 +513,11 @@ def _joined(ranks: Ranks, mine: Blocks) -> Blocks:
                 max(o.forward_bytes for o in column),
                 max(o.backward_bytes for o in column),
                 sum(o.time_ns for o in column) // len(column),
+                max(o.tier_bytes for o in column),
+                max(o.link_ns for o in column),
             )
             for column in columns
         ]
-    return replace(
-        mine,
-        bases=largest_bases([bases for _, bases, *_ in found]),
-        loss_start_bytes=max(start for *_, start, _ in found),
-        output_bytes=max(size for *_, size in found),
-    )
 
 
 # -- planning
@@ -494,11 +554,11 @@ def make_blocks_plan(
         No choice fits; on every rank.
     """
     limit, reserve = ranks.joint_limit(limit_bytes, reserve_bytes)
-    options = blocks.options()
-    least = least_bytes(options, blocks.bases) + reserve
+    options, most = blocks.options(), blocks.tier_limit_bytes
+    least = least_bytes(options, blocks.bases, most) + reserve
     # An assumption forbids no step: the real need of the loss is known after the first one.
     bases = blocks.with_assumed_loss(loss_tmp_bytes).bases
-    assumed = least_bytes(options, bases) + reserve
+    assumed = least_bytes(options, bases, most) + reserve
 
     def decide() -> tuple[list[int], str | int]:
         if least > limit:
@@ -508,7 +568,7 @@ def make_blocks_plan(
                 "Give at least that, or a smaller batch",
                 least,
             )
-        return choose(options, bases, max(limit, assumed) - reserve), verify
+        return choose(options, bases, max(limit, assumed) - reserve, most), verify
 
     choice, verify = ranks.decide(decide)
     blocks = replace(blocks, bases=bases)
@@ -523,7 +583,18 @@ def make_blocks_plan(
         reserve_bytes=reserve,
         verify=verify,
     )
+    if plan.tier is not None:
+        ranks.all_well(_problem(plan.tier.prepare))
     values = 3 * sum(len(block.flags) for block in blocks.sites)
     if not has_room(blocks.device, values, limit):
         plan.proved.unproved = NO_ROOM
     return plan
+
+
+def _problem(act: Callable[[], object]) -> Exception | None:
+    """Return the error of an action; ``None`` without one."""
+    try:
+        act()
+    except Exception as error:
+        return error
+    return None

@@ -33,6 +33,8 @@ from rotor.common.tensor_trees import (
 from rotor.engines.chain.run import apply_handoff
 from rotor.engines.chain.sharded import ShardedStage, Sharding
 from rotor.engines.chain.snapshot import Snapshot
+from rotor.engines.graph.offloading import Placed
+from rotor.engines.parts.offloading import PlacedStep
 
 __all__ = ["AGAIN", "FIRST_PROGRAM", "KEPT", "BlockCall", "BlockStage", "BlockStep", "Marks"]
 
@@ -69,6 +71,7 @@ class Programs(Protocol):
         on_phase: Callable[[str], None] | None,
         k: int,
         proof: Any,
+        placed: Placed | None,
     ) -> tuple[Any, bool]:
         """Run it under a program; return its output, and whether it could run."""
 
@@ -330,6 +333,8 @@ class BlockStep:
         True to send "recorded k" too, between recomputation and backward.
     proof
         Comparison of recomputed values; ``None`` in unverified steps.
+    placed
+        Places of offloaded values; ``None``: no block offloads any.
 
     Attributes
     ----------
@@ -351,8 +356,10 @@ class BlockStep:
         marks: Marks | None = None,
         details: bool = False,
         proof: Any = None,
+        placed: PlacedStep | None = None,
     ) -> None:
         self._proof = proof
+        self._placed = placed or PlacedStep()
         self._stages = stages
         self._flags = flags
         self._choice = choice
@@ -375,6 +382,7 @@ class BlockStep:
 
     def __exit__(self, *_: object) -> None:
         self._replaced.__exit__()
+        self._placed.__exit__()
 
     def _runner(self, module: nn.Module, forward: Any) -> Callable[..., Any]:
         k = self._places[module]
@@ -426,7 +434,9 @@ class BlockStep:
         module = self._stages[k].module
         on_phase = None if self._marks is None else self._marks.mark
         with self._replaced.paused(module):
-            y, is_done = graph.run(number, module, args, kwargs, on_phase, k, self._proof)
+            y, is_done = graph.run(
+                number, module, args, kwargs, on_phase, k, self._proof, self._placed.of(k)
+            )
         if not is_done:
             self.failed.append(k)
         return y, is_done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -38,6 +39,7 @@ from rotor.errors import CaptureError
 from rotor.meter.allocator import MeterBusyError
 from rotor.meter.step_meter import StepBytes, StepWatch, cancel_running
 from rotor.meter.watch import LevelWatch, note_peak, sparse_growth, warn_excess, warn_sparse
+from rotor.tier.offload import check_device
 
 __all__ = ["PartsEngine"]
 
@@ -88,6 +90,8 @@ class PartsEngine(MeteredEngine):
         """Capture the parts of the model; keep fitting parts of an earlier search."""
         cancel_running()
         device, reason = self.device_of(key), self.reason_of(key)
+        if self.settings.offload is not None:
+            check_device(self.settings.offload.tier, device)
         captures = next(
             (p.captures for other, p in self.pieces.items() if self.device_of(other) == device),
             None,
@@ -96,7 +100,8 @@ class PartsEngine(MeteredEngine):
         if captures is None:
             options = {"effort": "fast"} | self.settings.options
             pricing = partial(price, self.settings.profile)
-            captures = Captures(device, pricing, options, shares_shapes=True)
+            offload = self.settings.offload
+            captures = Captures(device, pricing, options, shares_shapes=True, offload=offload)
         module = self.context.module
         lacking = self.context.structure.lacking_gradient(key.absent)
         existing = {id(p) for p in module.parameters() if p.requires_grad} - lacking
@@ -119,12 +124,18 @@ class PartsEngine(MeteredEngine):
         pieces, verify = self.pieces[key], self.settings.verify
         return make_pieces_plan(device, reason, pieces, limit_bytes, reserve_bytes, verify)
 
+    def replan(self, old: Any, make: Callable[[int], Any]) -> Any:
+        """Return a plan that includes the lessons of metered steps; the old one if none fits."""
+        return old.kept(super().replan(old, make))
+
     def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
         """Return time of the parts against limit."""
         return parts_curve(self.pieces[key], points), self.device_of(key)
 
     def expect(self, plan: PartsPlan[Pieces]) -> None:
-        """Plan for sparse gradients that have grown since a step was metered."""
+        """Plan for sparse gradients that have grown, and for another speed of the tier."""
+        if plan.tier is not None:
+            plan.tier.learn(plan.makespan)
         more = sparse_growth(plan, self.context.structure.parameters)
         if more:
             expect_additions(plan, more)

@@ -19,29 +19,35 @@ import torch
 from torch import nn
 
 from rotor.common.tensor_trees import output_tensors
+from rotor.engines.graph.actions import actions_of
 from rotor.engines.graph.capture import Capture, Captured, NothingToPlan, Unplanned, fresh
+from rotor.engines.graph.captured_step import executor_bytes
 from rotor.engines.graph.early import EarlyCode, EarlyStep, Owners, owners_of, slots_of
 from rotor.engines.graph.emit import Emitted, StepCode, emit
 from rotor.engines.graph.handover import with_handovers
 from rotor.engines.graph.lowering import Lowered
-from rotor.engines.graph.planned import executor_bytes
-from rotor.engines.graph.pricing import build_graph
+from rotor.engines.graph.offloading import Layout, Placed, layout_of
+from rotor.engines.graph.pricing import sizes_of
 from rotor.engines.graph.profile import Cost
 from rotor.engines.graph.proving import Prover
 from rotor.engines.graph.repeating import keep_from_now_on
 from rotor.engines.graph.shapes import ShapeStep
+from rotor.engines.parts.levels import (
+    fetched_last,
+    free_graph,
+    read_before_made,
+    search_levels,
+)
 from rotor.engines.parts.shaped import Price, SharedShapes
-from rotor.errors import CaptureError, InfeasibleError
-from rotor.graph import planner
+from rotor.errors import CaptureError, InvalidSequenceError
 from rotor.graph.assembly import Option, undominated
-from rotor.graph.graph import Graph
+from rotor.graph.link import Link
 from rotor.graph.program import Program
+from rotor.tier.offload import Offload
 
 __all__ = ["Captures", "Kind", "backward_marks", "marked"]
 
 logger = logging.getLogger("rotor")
-
-_LEVELS = 7
 
 
 def _run(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -55,9 +61,9 @@ class Shared:
     Attributes
     ----------
     orders
-        Orders of the operations, by existing gradients and unrepeatable operations.
+        Actions of programs, by existing gradients and unrepeatable operations.
     emitted, verified
-        Functions, without and with comparisons, by these and by the order.
+        Functions, without and with comparisons, by these and by the actions.
     """
 
     orders: dict[Any, list[npt.NDArray[np.int32]]] = field(default_factory=dict)
@@ -81,10 +87,14 @@ class Kind:
         Sizes and costs at the shape of its calls, if other shapes share the graph.
     shared
         Programs and their functions, which other shapes share.
+    offload
+        Second tier of the model; ``None`` without one.
     programs
         Ways to run it; `options` has their needs.
     lowered
         Operations; outputs are not pinned: their users hold them.
+    link
+        Link to the second tier on which the programs count.
     """
 
     capture: Capture
@@ -95,12 +105,15 @@ class Kind:
     existing: frozenset[int] = frozenset()
     shape: ShapeStep | None = None
     shared: Shared = field(default_factory=Shared)
+    offload: Offload | None = None
     programs: list[Program] = field(default_factory=list)
     lowered: Lowered = field(init=False, repr=False)
+    link: Link | None = field(default=None, init=False, repr=False)
     _emitted: dict[int, StepCode] = field(default_factory=dict)
     _options: dict[bool, list[Option]] = field(default_factory=dict)
     _variants: dict[frozenset[int], Kind] = field(default_factory=dict)
     _verified: dict[int, tuple[StepCode, Prover]] = field(default_factory=dict)
+    _layouts: dict[int, Layout | None] = field(default_factory=dict)
     _known: int = 0
     is_carried: bool = False
 
@@ -147,6 +160,7 @@ class Kind:
                 found,
                 self.shape,
                 self.shared,
+                self.offload,
             )
             kind.find_programs(options)
             self._variants[found] = kind
@@ -157,12 +171,27 @@ class Kind:
         if number not in self._emitted:
             key = self._key(number)
             if key not in self.shared.emitted:
-                ops = self.programs[number].ops.tolist()
-                hands_over = any(task.gradients for task in self.lowered.tasks)
-                code = EarlyCode.of(self.lowered, ops) if hands_over else emit(self.lowered, ops)
-                self.shared.emitted[key] = code
+                self.shared.emitted[key] = self._code(number)
             self._emitted[number] = self.shared.emitted[key]
         return self._emitted[number]
+
+    def _code(self, number: int, prover: Prover | None = None) -> StepCode:
+        numbers, layout = self.programs[number].actions.tolist(), self.layout(number)
+        if any(task.gradients for task in self.lowered.tasks):
+            return EarlyCode.of(self.lowered, numbers, prover=prover, layout=layout)
+        return emit(self.lowered, numbers, prover=prover, layout=layout)
+
+    def layout(self, number: int) -> Layout | None:
+        """Return the places of a program's offloaded values; ``None`` if it has none."""
+        if number not in self._layouts:
+            self._layouts[number] = self._layout_of(self.programs[number])
+        return self._layouts[number]
+
+    def _layout_of(self, program: Program) -> Layout | None:
+        if self.offload is None or program.link is None:
+            return None
+        sizes = sizes_of(self.lowered, self.costs)
+        return layout_of(self.offload.tier, self.lowered, program.actions.tolist(), sizes)
 
     def verified(self, number: int) -> tuple[StepCode, Prover] | None:
         """Return a program's functions with comparisons; ``None`` if it recomputes nothing.
@@ -180,11 +209,8 @@ class Kind:
             self._verified[number] = self.shared.verified[key]
         if number not in self._verified:
             prover = Prover(self.lowered, partial(keep_from_now_on, self.captured.lowered))
-            if any(task.gradients for task in self.lowered.tasks):
-                code: StepCode = EarlyCode.of(self.lowered, ops, prover=prover)
-            else:
-                code = emit(self.lowered, ops, prover=prover)
-            self._verified[number] = self.shared.verified[key] = code, prover
+            found = self._code(number, prover), prover
+            self._verified[number] = self.shared.verified[key] = found
         return self._verified[number]
 
     @property
@@ -193,7 +219,7 @@ class Kind:
         return len(self.captured.lowered.unrepeatable) != self._known
 
     def _key(self, number: int) -> Any:
-        return self.existing, self._known, self.programs[number].ops.tobytes()
+        return self.existing, self._known, self.programs[number].actions.tobytes()
 
     def find_programs(self, options: dict[str, Any], *, again: bool = False) -> None:
         """Plan the graph for several amounts of kept memory, and several peaks.
@@ -207,53 +233,58 @@ class Kind:
         again
             True to plan at this shape too.
         """
+        self._forget_programs()
+        self._known = len(self.captured.lowered.unrepeatable)
+        self.link = self._link()
+        known = self.shared.orders.setdefault((self.existing, self._known), [])
+        carried = self._priced(known, self.link)
+        self.is_carried = bool(carried) and not again
+        if self.is_carried:
+            self._take_best(carried)
+            return
+        self._take_best([*self._searched(options), *carried])
+        known.extend(program.actions for program in self.programs)
+
+    def follow_link(self, options: dict[str, Any]) -> None:
+        """Add programs for the latest speed of the second tier; the others keep their numbers."""
+        link = self._link()
+        if link == self.link:
+            return
+        self.link = link
+        old = self._priced([program.actions for program in self.programs], _lenient(link))
+        known = {program.actions.tobytes() for program in old}
+        new = {program.actions.tobytes(): program for program in self._searched(options)}
+        self.programs = [*old, *(new[actions] for actions in new if actions not in known)]
+        self._options.clear()
+
+    def _link(self) -> Link | None:
+        return None if self.offload is None else self.offload.known_link(self.device)
+
+    def _searched(self, options: dict[str, Any]) -> list[Program]:
+        def kept_bytes(program: Program) -> int:
+            return self.option(program, is_held=True).kept_bytes
+
+        return search_levels(self.lowered, self.costs, self.link, options, kept_bytes)
+
+    def _priced(self, rows: Iterable[Any], link: Link | None) -> list[Program]:
+        """Return the programs of some actions, of those that are possible at this shape."""
+        free = free_graph(self.lowered, self.costs, 0, moves=link is not None)
+        found = []
+        for row in rows:
+            is_moved = any(number >= len(free) for number in row)
+            try:
+                found.append(Program(free, row, link if is_moved else None))
+            except InvalidSequenceError:
+                # A value is too small for the tier here, or the tier for the values.
+                if link is None:
+                    raise
+        return found
+
+    def _forget_programs(self) -> None:
         self._emitted.clear()
         self._options.clear()
         self._verified.clear()
-        self._known = len(self.captured.lowered.unrepeatable)
-        lowered = self.lowered
-        known = self.shared.orders.setdefault((self.existing, self._known), [])
-        self.is_carried = bool(known) and not again
-        if self.is_carried:
-            free = build_graph(lowered, self.costs, 0)
-            self._take_best([Program(free, ops) for ops in known])
-            return
-        free = build_graph(lowered, self.costs, 0)
-        unplanned = Program(free, range(len(free)))
-        found = [unplanned]
-        loss = lowered.loss
-        # With a loss this large its moment is the peak: the budget is for the kept memory.
-        huge = sum(s.bytes for s in free.storages) + max(
-            op.workspace_bytes for op in free.operations
-        )
-        handed = sum(
-            free.storages[s].bytes
-            for s in {*free.operations[loss].inputs, *free.operations[loss].outputs}
-        )
-
-        def add(workspace: int, budget: int) -> int | None:
-            graph = build_graph(lowered, self.costs, workspace)
-            try:
-                program = planner.plan(graph, budget, **options)
-            except InfeasibleError as error:
-                return error.minimum_bytes
-            found.append(Program(free, program.ops))
-            return None
-
-        most = self.option(unplanned, is_held=True).kept_bytes
-        reached = add(huge, 1)
-        least = 0 if reached is None else max(reached - huge - handed, 0)
-        highest, lowest = unplanned.peak_bytes, add(0, 1) or 0
-        caps = sorted({least + (most - least) * k // (_LEVELS - 1) for k in range(_LEVELS)})
-        peaks = sorted({lowest + (highest - lowest) * k // 3 for k in range(3)})
-        for cap in caps:
-            add(huge, huge + cap + handed)
-        for peak in peaks:
-            for cap in caps[::3]:
-                add(max(peak - cap - handed, 0), max(peak, 1))
-        found += [Program(free, ops) for ops in known]
-        self._take_best(found)
-        known.extend(program.ops for program in self.programs)
+        self._layouts.clear()
 
     def _take_best(self, found: list[Program]) -> None:
         """Take one program of each that no other beats with outputs held, or not held."""
@@ -270,13 +301,12 @@ class Kind:
         Parameters
         ----------
         rows
-            Numbers of operations of each program.
+            Actions of each program. Sizes of values may be others here: none is too small for the
+            tier, and its limit is kept by the choice among the programs.
         """
-        free = build_graph(self.lowered, self.costs, 0)
-        self.programs = [Program(free, row) for row in rows]
-        self._emitted.clear()
-        self._options.clear()
-        self._verified.clear()
+        self.link = self._link()
+        self.programs = self._priced(rows, _lenient(self.link))
+        self._forget_programs()
 
     def option(self, program: Program, is_held: bool) -> Option:
         """Return the needs of a program.
@@ -289,21 +319,27 @@ class Kind:
             True if others hold the outputs from the forward to the backward, so that keeping them
             costs nothing more.
         """
-        graph, ops = program.graph, program.ops.tolist()
-        boundary = ops.index(self.lowered.loss)
+        graph, numbers = program.graph, program.actions.tolist()
+        boundary = numbers.index(self.lowered.loss)
         runs = program.runs
         replayed = sum(task.random and runs[k] > 1 for k, task in enumerate(self.lowered.tasks))
         own = executor_bytes(self.device, int(replayed)) - executor_bytes(self.device, 0)
-        kept = _read_before_made(graph, ops[boundary + 1 :])
-        kept -= set(graph.operations[ops[boundary]].outputs)
+        actions = actions_of(self.lowered, numbers)
+        kept = read_before_made(actions[boundary + 1 :])
+        kept -= set(actions[boundary].makes)
         if is_held:
-            kept -= set(graph.operations[ops[boundary]].inputs)
-        timeline = program.timeline(runs_only=True)
+            kept -= set(actions[boundary].reads)
+        padding = 0 if program.link is None else program.link.padding_bytes
+        fetched = fetched_last(actions[:boundary])
+        timeline = program.timeline()
+        layout = self._layout_of(program)
         return Option(
-            kept_bytes=int(sum(graph.storages[s].bytes for s in kept) + own),
+            kept_bytes=sum(graph.storages[s].bytes + padding * (s in fetched) for s in kept) + own,
             forward_bytes=int(timeline.peak_bytes[:boundary].max(initial=0)) + own,
             backward_bytes=int(timeline.peak_bytes[boundary:].max(initial=0)) + own,
             time_ns=program.time_ns,
+            tier_bytes=0 if layout is None else layout.nbytes,
+            link_ns=round(program.link_time * 1e9),
         )
 
     @contextmanager
@@ -336,9 +372,10 @@ class Kind:
 
     @property
     def least_kept(self) -> StepCode:
-        """Functions of the program that keeps least."""
+        """Functions of the program that keeps least, and nothing in a tier."""
         options = self.options(is_held=False)
-        return self.emitted(options.index(min(options, key=lambda option: option.kept_bytes)))
+        plain = [k for k, option in enumerate(options) if not option.tier_bytes]
+        return self.emitted(min(plain, key=lambda k: options[k].kept_bytes))
 
     def options(self, is_held: bool) -> list[Option]:
         """Return the needs of each program."""
@@ -353,6 +390,7 @@ class Kind:
         args: Any,
         kwargs: Any,
         marks: tuple[Callable[[], object], Callable[[], object]] | None = None,
+        placed: Placed | None = None,
     ) -> tuple[Any, Literal["", "now", "for good"]]:
         """Return the output of a captured module; or the need to run plain, for now or for good.
 
@@ -364,7 +402,13 @@ class Kind:
             The call; the module's original forward must be installed.
         marks
             Functions called when the backward begins, and when it ends.
+        placed
+            Places of offloaded values in this step, for a program that has any.
         """
+        places = getattr(emitted, "places", None)
+        if places is not None:
+            assert placed is not None
+            places.layout = placed
         self.capture.forget_programs()
         try:
             with self._installed(emitted, module, (args, kwargs), marks) as (given, named):
@@ -381,6 +425,11 @@ class Kind:
         if len(self.captured.lowered.output_of_tangent) > 1:
             self.capture.note_absent_tangents(output_tensors(output))
         return output, ""
+
+
+def _lenient(link: Link | None) -> Link | None:
+    """Return a link of the same speed that moves values of any size, and any number."""
+    return None if link is None else replace(link, least_bytes=1, host_bytes=None)
 
 
 def marked(emitted: Emitted, begins: Callable[[], object], ends: Callable[[], object]) -> Emitted:
@@ -403,17 +452,6 @@ def backward_marks(
     return lambda: mark(f"backward {k}"), lambda: mark(f"before {k}")
 
 
-def _read_before_made(graph: Graph, ops: Sequence[int]) -> set[int]:
-    """Return the storages that a part of a program finds made, and reads."""
-    read: set[int] = set()
-    made: set[int] = set()
-    for index in ops:
-        operation = graph.operations[index]
-        read.update(s for s in operation.inputs if s not in made)
-        made.update(operation.outputs)
-    return read
-
-
 class Captures:
     """Captured graphs of a model's parts, by their common properties.
 
@@ -427,11 +465,15 @@ class Captures:
         Options of `rotor.graph.plan`.
     shares_shapes
         True to have calls that differ in sizes share a capture.
+    offload
+        Second tier of the model; ``None`` without one.
 
     Attributes
     ----------
     kinds
         Captured graphs, by their id and the sizes of the call, if others share them.
+    offload
+        As given.
     """
 
     def __init__(
@@ -441,7 +483,9 @@ class Captures:
         options: dict[str, Any],
         *,
         shares_shapes: bool = False,
+        offload: Offload | None = None,
     ) -> None:
+        self.offload = offload
         self._device = device
         self._price = price
         self._options = options
@@ -457,7 +501,7 @@ class Captures:
         key = (_shape_of(module), signature)
         if key in self._failures:
             return self._failures[key]
-        logger.info("capturing %s", path)
+        logger.debug("capturing %s", path)
         if self._shapes is not None and key not in self._captures:
             shaped = self._shaped(self._shapes, key, module, (args, kwargs))
             if shaped is not None:
@@ -486,6 +530,11 @@ class Captures:
             if kind.is_refuted:
                 kind.find_programs(self._options)
 
+    def follow_link(self, kinds: Iterable[Kind]) -> None:
+        """Add programs for the latest speed of the second tier."""
+        for kind in dict.fromkeys(kinds):
+            kind.follow_link(self._options)
+
     def with_existing(self, kind: Kind, module: nn.Module, existing: set[int]) -> Kind:
         """Return a kind for parameters with these ids that have gradients when a step begins."""
         return kind.with_existing(module, existing, self._options)
@@ -513,6 +562,7 @@ class Captures:
                 step.owners,
                 shape=step,
                 shared=shared or Shared(),
+                offload=self.offload,
             )
             kind.find_programs(self._options)
             self.kinds[place] = kind
@@ -535,7 +585,7 @@ class Captures:
             if id(captured) not in self.kinds:
                 owners = owners_of(captured.lowered, found.primals, slots_of(module), arguments)
                 costs = self._price(captured.lowered, self._device, found.primals)
-                kind = Kind(capture, captured, costs, self._device, owners)
+                kind = Kind(capture, captured, costs, self._device, owners, offload=self.offload)
                 kind.find_programs(self._options)
                 self.kinds[id(captured)] = kind
                 if self._shapes is not None:

@@ -13,8 +13,10 @@ from torch import nn
 from rotor.common.calls import call_signature
 from rotor.common.forward_patch import PatchedForwards
 from rotor.engines.graph.emit import StepCode
+from rotor.engines.graph.offloading import Placed
 from rotor.engines.graph.proving import Tally
 from rotor.engines.parts.kinds import Kind, backward_marks
+from rotor.engines.parts.offloading import PlacedStep
 from rotor.engines.parts.pieces import Pieces, Site
 from rotor.engines.parts.plan import PartsPlan, choose_within, without_bases
 from rotor.errors import InfeasibleError
@@ -44,23 +46,24 @@ def make_pieces_plan(
         The pieces alone do not fit.
     """
     pieces.captures.refresh(site.kind for site in pieces.sites)
-    options = pieces.options()
+    pieces.captures.follow_link(site.kind for site in pieces.sites)
+    options, most = pieces.options(), pieces.tier_limit_bytes
     alone = without_bases(pieces.bases)
-    least_alone = least_bytes(options, alone)
-    if max(least_alone, least_bytes(options, pieces.bases)) > limit_bytes:
+    least_alone = least_bytes(options, alone, most)
+    if max(least_alone, least_bytes(options, pieces.bases, most)) > limit_bytes:
         # Programs of another shape may keep more than need be.
         pieces.captures.search(site.kind for site in pieces.sites)
         options = pieces.options()
-        least_alone = least_bytes(options, alone)
+        least_alone = least_bytes(options, alone, most)
     if least_alone > limit_bytes:
         raise InfeasibleError(
             f"no plan was found that fits in {exact_bytes(limit_bytes)}; the captured parts of the "
             f"model alone need {exact_bytes(least_alone)}: give at least that, or a smaller batch",
             least_alone,
         )
-    least = least_bytes(options, pieces.bases)
-    choice = choose_within(options, pieces.bases, limit_bytes - reserve_bytes)
-    return PartsPlan(
+    least = least_bytes(options, pieces.bases, most)
+    choice = choose_within(options, pieces.bases, limit_bytes - reserve_bytes, most)
+    plan = PartsPlan(
         device,
         reason,
         pieces,
@@ -71,6 +74,9 @@ def make_pieces_plan(
         verify,
         reserve_bytes=reserve_bytes,
     )
+    if plan.tier is not None:
+        plan.tier.prepare()
+    return plan
 
 
 class PiecesStep:
@@ -93,12 +99,14 @@ class PiecesStep:
         self._meter = meter
         self._tally = tally
         self._sites = {(site.module, site.number): k for k, site in enumerate(plan.parts.sites)}
+        self._placed = PlacedStep() if plan.tier is None else plan.tier.begin()
         self._counts: dict[nn.Module, int] = {}
         self._stack = ExitStack()
         self.token: weakref.ref[torch.Tensor] | None = None
 
     def __enter__(self) -> Self:
         modules = dict.fromkeys(site.module for site in self._plan.parts.sites)
+        self._stack.enter_context(self._placed)
         self._replaced = self._stack.enter_context(PatchedForwards(modules, self._runner))
         self._others = self._stack.enter_context(
             PatchedForwards(self._plan.parts.elsewhere, self._elsewhere)
@@ -161,7 +169,9 @@ class PiecesStep:
             marks = backward_marks(self._meter.mark, k)
             self._meter.mark(f"forward {k}")
         with self._replaced.paused(site.module):
-            output, failed = self._call(kind, emitted, site.module, args, kwargs, marks)
+            output, failed = self._call(
+                kind, emitted, site.module, args, kwargs, marks, self._placed.of(k)
+            )
         if self._meter is not None:
             self._meter.mark(f"after {k}")
         if failed:
@@ -178,8 +188,9 @@ class PiecesStep:
         args: Any,
         kwargs: Any,
         marks: Any = None,
+        placed: Placed | None = None,
     ) -> tuple[Any, str]:
-        output, failed = kind.call(emitted, module, args, kwargs, marks)
+        output, failed = kind.call(emitted, module, args, kwargs, marks, placed)
         if not failed:
             self.token = kind.capture.token
         return output, failed

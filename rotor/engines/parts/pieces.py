@@ -24,6 +24,7 @@ from rotor.common.forward_patch import PatchedForwards
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.common.undisturbed import model_kept
 from rotor.engines.graph.lowering import Lowered
+from rotor.engines.graph.offloading import Layout
 from rotor.engines.parts.kinds import Captures, Kind
 from rotor.engines.parts.plan import Parts
 from rotor.engines.parts.probe import (
@@ -33,7 +34,9 @@ from rotor.engines.parts.probe import (
     weigh,
 )
 from rotor.graph.assembly import Bases, Option
+from rotor.graph.program import Program
 from rotor.meter import allocator
+from rotor.tier.offload import Offload
 
 __all__ = ["Pieces", "Site", "discover"]
 
@@ -110,6 +113,16 @@ class Pieces(Parts):
     def options(self) -> list[list[Option]]:
         """Return the options of each piece."""
         return [site.kind.options(site.is_held) for site in self.sites]
+
+    @property
+    def offload(self) -> Offload | None:  # type: ignore[override]
+        """Second tier of the model; ``None`` without one."""
+        return self.captures.offload
+
+    def programs(self, choice: Sequence[int]) -> list[tuple[Program, Layout | None] | None]:
+        """Return the programs of a choice, with the places of their values in the tier."""
+        chosen = zip(self.sites, choice, strict=True)
+        return [(site.kind.programs[k], site.kind.layout(k)) for site, k in chosen]
 
     def names(self, choice: Sequence[int]) -> list[str]:
         """Return the names of the pieces."""

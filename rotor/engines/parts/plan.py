@@ -15,16 +15,23 @@ import torch
 
 from rotor.algorithms.curve import Curve
 from rotor.common.accounting import CODE_FACTOR
+from rotor.common.timeline import Timeline
+from rotor.engines.graph.offloading import Layout
+from rotor.engines.parts.offloading import PartsTier
+from rotor.engines.parts.stretches import place_of, retimed
 from rotor.graph.assembly import (
     Bases,
     Option,
     Simulation,
     choose,
+    fastest_of,
     largest_bases,
     least_bytes,
     simulate,
 )
+from rotor.graph.program import Program
 from rotor.meter.step_meter import Metered, StepBytes, Verdict
+from rotor.tier.offload import Offload
 from rotor.units import exact_bytes
 
 __all__ = [
@@ -32,6 +39,7 @@ __all__ = [
     "PartsPlan",
     "choose_within",
     "expect_additions",
+    "fastest",
     "is_of_additions",
     "learn",
     "learn_levels",
@@ -54,12 +62,20 @@ class Parts(ABC):
         Bytes that are resident under every choice.
     is_measured
         True if the bases are those of a metered training step.
+    offload
+        Second tier of the model; ``None`` without one.
     """
 
     label: ClassVar[str]
     sites: list[Any]
     bases: Bases
     is_measured: bool
+    offload: Offload | None
+
+    @property
+    def tier_limit_bytes(self) -> int | None:
+        """Most bytes of all parts in the second tier; ``None`` for any."""
+        return None if self.offload is None else self.offload.limit_bytes
 
     @property
     def wants_search(self) -> bool:
@@ -69,6 +85,25 @@ class Parts(ABC):
     @abstractmethod
     def options(self) -> list[list[Option]]:
         """Return the options of each part."""
+
+    @abstractmethod
+    def programs(self, choice: Sequence[int]) -> list[tuple[Program, Layout | None] | None]:
+        """Return the program of each part and the places that it needs; ``None`` without one."""
+
+    def may_offload(self) -> bool:
+        """Return whether a part has a graph, whose programs may move values to the tier."""
+        return True
+
+    def tier(self, choice: Sequence[int]) -> PartsTier | None:
+        """Return the use of the second tier under a choice; ``None`` without a tier."""
+        if self.offload is None:
+            return None
+        found = self.programs(choice)
+        return PartsTier(
+            self.offload,
+            [None if one is None else one[0] for one in found],
+            [None if one is None else one[1] for one in found],
+        )
 
     @abstractmethod
     def names(self, choice: Sequence[int]) -> list[str]:
@@ -120,6 +155,8 @@ class PartsPlan(Metered, Generic[P]):
         By mark, the most bytes above the level at which a metered step began.
     metered
         Memory beside the parts in the metered steps of this plan.
+    tier
+        Use of the second tier; ``None`` without one.
     """
 
     engine: ClassVar[str] = "parts"
@@ -137,6 +174,7 @@ class PartsPlan(Metered, Generic[P]):
 
     def __post_init__(self) -> None:
         self.choice = self.parts.settled(self.choice)
+        self.tier = self.parts.tier(self.choice)
         self._known = self.parts.unrepeatable()
 
     @property
@@ -149,7 +187,15 @@ class PartsPlan(Metered, Generic[P]):
         """Use of the plan in the next step."""
         if self.parts.wants_search and not self.is_over:
             return Verdict.REMEASURE
-        return super().verdict
+        found = super().verdict
+        is_other = self.tier is not None and self.tier.is_outdated
+        return Verdict.REPLAN if found is Verdict.KEEP and is_other else found
+
+    def kept(self, plan: PartsPlan[P]) -> PartsPlan[P]:
+        """Return the plan after this one, which may be this one where no other was found."""
+        if plan is self and self.tier is not None:
+            self.tier.accept()
+        return plan
 
     @property
     def is_refuted(self) -> bool:
@@ -180,9 +226,35 @@ class PartsPlan(Metered, Generic[P]):
         return self.simulation.time_ns / 1e9
 
     @property
-    def unplanned_time(self) -> float:
-        """Seconds of the parts without recomputation."""
-        return sum(min(o.time_ns for o in options) for options in self.parts.options()) / 1e9
+    def unplanned(self) -> Simulation:
+        """Peaks of the choice that recomputes nothing in the parts."""
+        options = self.parts.options()
+        return simulate(options, self.parts.bases, fastest(options))
+
+    @property
+    def unlimited_bytes(self) -> int:
+        """Peak of a step whose parts recompute nothing."""
+        return self.unplanned.peak_bytes
+
+    @property
+    def recomputation(self) -> float:
+        """Time of recomputed operations, against that of the parts without."""
+        ideal_ns = self.unplanned.time_ns
+        return self.simulation.time_ns / ideal_ns - 1 if ideal_ns else 0.0
+
+    @property
+    def unplanned_timeline(self) -> Timeline | None:
+        """Predicted peaks of each stretch of a step whose parts recompute nothing.
+
+        On the clock of the metered step; ``None`` before one, and if the plan itself recomputes
+        nothing.
+        """
+        if self.measured_timeline is None or self.recomputation <= 0:
+            return None
+        options = self.parts.options()
+        return retimed(
+            self.measured_timeline, options, self.choice, fastest(options), self.unplanned
+        )
 
     def describe_excess(self) -> str:
         """Return a sentence on a limit that could not be kept."""
@@ -203,10 +275,21 @@ def _within(bases: Bases) -> Bases:
     return replace(bases, between=(0, *bases.between[1:]))
 
 
-def choose_within(options: Sequence[Sequence[Option]], bases: Bases, limit_bytes: int) -> list[int]:
+def choose_within(
+    options: Sequence[Sequence[Option]],
+    bases: Bases,
+    limit_bytes: int,
+    tier_limit_bytes: int | None = None,
+) -> list[int]:
     """Return the fastest choice under a limit, or the choice of the least peak."""
     bases = _within(bases)
-    return choose(options, bases, max(limit_bytes, least_bytes(options, bases)))
+    least = least_bytes(options, bases, tier_limit_bytes)
+    return choose(options, bases, max(limit_bytes, least), tier_limit_bytes)
+
+
+def fastest(options: Sequence[Sequence[Option]]) -> list[int]:
+    """Return the choice of the least time."""
+    return [fastest_of(choices) for choices in options]
 
 
 def without_bases(bases: Bases) -> Bases:
@@ -229,27 +312,20 @@ def measured_bases(plan: PartsPlan[Any], step: StepBytes, *, most: bool = True) 
     """
     parts = plan.parts
     chosen = [options[k] for options, k in zip(parts.options(), plan.choice, strict=True)]
-    count = len(chosen)
     found: dict[tuple[str, int], int] = {}
     pending: set[int] = set()
     for segment in step.segments:
-        name, _, number = segment.name.partition(" ")
-        k = int(number) if number else count
+        place = place_of(segment.name, len(chosen))
+        part, k = place
         peak = segment.peak_bytes
-        place = ("between", k)
-        if name == "start":
-            place = ("between", 0)
-        elif name == "after":
-            pending.add(k)
-            place = ("between", k + 1)
-        elif name == "forward":
-            place = ("forward", k)
+        if segment.name.startswith("after "):
+            pending.add(k - 1)
+        elif part == "forward":
             peak -= chosen[k].forward_bytes
-        elif name == "backward" and number:
+        elif part == "backward":
             pending.discard(k)
-            place = ("backward", k)
             peak -= chosen[k].backward_bytes
-        peak -= sum(chosen[j].kept_bytes for j in pending if j < place[1])
+        peak -= sum(chosen[j].kept_bytes for j in pending if j < k)
         found[place] = max(found.get(place, peak), peak)
 
     def measured(part: str, old: tuple[int, ...]) -> tuple[int, ...]:
@@ -288,8 +364,15 @@ def learn(plan: PartsPlan[Any], step: StepBytes) -> bool:
     over = step.peak_bytes - plan.limit_bytes
     if over > 0 and explained.peak_bytes <= plan.limit_bytes:
         plan.reserve_bytes += over
-    plan.least_bytes = least_bytes(options, parts.bases) + plan.reserve_bytes
-    return choose_within(options, parts.bases, plan.limit_bytes - plan.reserve_bytes) != plan.choice
+    return _is_outdated(plan, options)
+
+
+def _is_outdated(plan: PartsPlan[Any], options: Sequence[Sequence[Option]]) -> bool:
+    """Note the least peak with the latest bases; return whether another choice is better."""
+    bases, most = plan.parts.bases, plan.parts.tier_limit_bytes
+    plan.least_bytes = least_bytes(options, bases, most) + plan.reserve_bytes
+    limit = plan.limit_bytes - plan.reserve_bytes
+    return choose_within(options, bases, limit, most) != plan.choice
 
 
 def learn_levels(plan: PartsPlan[Any], more: dict[str, int]) -> tuple[int, int]:
@@ -353,9 +436,7 @@ def expect_additions(plan: PartsPlan[Any], more_bytes: int) -> None:
     parts.bases = replace(parts.bases, between=(first + more_bytes, *others))
     options = parts.options()
     plan.simulation = simulate(options, parts.bases, plan.choice)
-    plan.least_bytes = least_bytes(options, parts.bases) + plan.reserve_bytes
-    limit = plan.limit_bytes - plan.reserve_bytes
-    plan.outdated |= choose_within(options, parts.bases, limit) != plan.choice
+    plan.outdated |= _is_outdated(plan, options)
 
 
 def is_of_additions(plan: PartsPlan[Any]) -> bool:
@@ -368,14 +449,14 @@ def is_of_additions(plan: PartsPlan[Any]) -> bool:
 
 def parts_curve(parts: Parts, points: int) -> Curve:
     """Return time of the parts against limit, with the latest memory between them."""
-    options = parts.options()
-    fastest = [o.index(min(o, key=lambda option: option.time_ns)) for o in options]
-    least = least_bytes(options, parts.bases)
-    most = simulate(options, parts.bases, fastest).peak_bytes
+    options, tier_limit = parts.options(), parts.tier_limit_bytes
+    least = least_bytes(options, parts.bases, tier_limit)
+    most = simulate(options, parts.bases, fastest(options)).peak_bytes
     found: dict[int, int] = {}
     for k in range(points):
         limit = least + (most - least) * k // max(points - 1, 1)
-        priced = simulate(options, parts.bases, choose(options, parts.bases, limit))
+        chosen = choose(options, parts.bases, limit, tier_limit)
+        priced = simulate(options, parts.bases, chosen)
         found[priced.peak_bytes] = priced.time_ns
     kept: list[tuple[int, int]] = []
     for peak, time_ns in sorted(found.items()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -35,6 +35,7 @@ from rotor.graph.assembly import largest_bases
 from rotor.graph.planner import check_options
 from rotor.meter import allocator
 from rotor.meter.step_meter import StepBytes, cancel_running
+from rotor.tier.offload import check_device
 
 __all__ = ["ShardedBlocksEngine"]
 
@@ -117,9 +118,13 @@ class ShardedBlocksEngine(MeteredEngine):
             cancel_running()
             with allocator.meter(tree_tensors((args, kwargs))[0].device):
                 pass
+            if self.settings.offload is not None:
+                check_device(self.settings.offload.tier, call.device)
+                self.settings.offload.known_link(call.device)
         except Exception as error:
             problem = error
         self.context.peers.all_well(problem)
+        self._share_link()
 
         def forward(arguments: Any) -> Any:
             own_args, own_kwargs = arguments
@@ -150,11 +155,30 @@ class ShardedBlocksEngine(MeteredEngine):
         kinds = dict.fromkeys(b.graph.kind for b in found.sites if b.graph is not None)
         warn_unrepeatable(self.context, [kind.lowered for kind in kinds])
 
+    def _share_link(self) -> None:
+        """Count on the slowest tier of all ranks, and the least limit; a collective operation."""
+        offload = self.settings.offload
+        if offload is None or offload.link is None:
+            return
+        found = self._ranks.exchange((offload.link, offload.limit_bytes, offload.learned))
+        links = [link for link, *_ in found]
+        limits = [limit for _, limit, _ in found if limit is not None]
+        offload.limit_bytes = min(limits, default=None)
+        offload.learned = max(learned for *_, learned in found)
+        offload.link = replace(
+            offload.link,
+            write_bytes_per_s=min(link.write_bytes_per_s for link in links),
+            read_bytes_per_s=min(link.read_bytes_per_s for link in links),
+            latency_s=max(link.latency_s for link in links),
+            host_bytes=offload.limit_bytes,
+        )
+
     def _captures_on(self, device: torch.device) -> Captures:
         if device not in self._captures:
             options = {"effort": "fast"} | self.settings.options
             pricing = partial(price, self.settings.profile)
-            self._captures[device] = Captures(device, pricing, options)
+            offload = self.settings.offload
+            self._captures[device] = Captures(device, pricing, options, offload=offload)
         return self._captures[device]
 
     def _known_blocks(self, key: Key) -> Blocks:
@@ -179,6 +203,9 @@ class ShardedBlocksEngine(MeteredEngine):
         )
         for block, *flags in zip(blocks.sites, *(lost for *_, lost in found), strict=True):
             block.is_lost = any(flags)
+        self._share_link()
+        if blocks.offload is not None and blocks.link != blocks.offload.link:
+            blocks.follow_link(self._ranks, self._captures_on(blocks.device))
         plan = make_blocks_plan(
             self._ranks,
             blocks,
@@ -189,6 +216,10 @@ class ShardedBlocksEngine(MeteredEngine):
         )
         self._blocks[key] = plan.parts
         return plan
+
+    def replan(self, old: Any, make: Callable[[int], Any]) -> Any:
+        """Return a plan that includes the lessons of metered steps; the old one if none fits."""
+        return old.kept(super().replan(old, make))
 
     def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
         """Return time of this rank's blocks against limit."""
@@ -215,7 +246,12 @@ class ShardedBlocksEngine(MeteredEngine):
 
     def run(self, plan: PartsPlan[Blocks], call: Call, start: StartMeter) -> tuple[Any, IsPending]:
         """Run the model with blocks kept or computed again as planned."""
+        tier = plan.tier
+        if tier is not None:
+            # Ranks agree before the next step to plan again.
+            tier.learn(plan.makespan)
         proof = self._proof_of(plan)
+        placed = None if tier is None else tier.begin()
         meter = start()
         with BlockStep(
             [block.stage for block in plan.parts.sites],
@@ -226,6 +262,7 @@ class ShardedBlocksEngine(MeteredEngine):
             preserve_rng_state=self.settings.preserve_rng_state,
             marks=meter,
             proof=proof,
+            placed=placed,
         ) as step:
             output = self.context.module.forward(*call.args, **call.kwargs)
         if proof is not None:
