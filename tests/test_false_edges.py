@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -73,6 +74,19 @@ def test_convolutions_read_sizes_only(name, dtype):
             assert_same(ours[2], theirs[2])
 
 
+def loss_of_classes(operator, x):
+    """A backward of a loss of classes, some of them ignored, as a function of the logits."""
+    flat = operator is aten.nll_loss_backward.default
+    x = x.sum(dim=tuple(range(2, x.dim()))) if flat else x
+    target = torch.arange(x[:, 0].numel()).reshape(x[:, 0].shape) % x.shape[1]
+    weight = torch.linspace(0.5, 2.0, x.shape[1]).to(x.dtype)
+    forward = aten.nll_loss_forward if flat else aten.nll_loss2d_forward
+    loss, total = forward(x, target, weight, 1, 1)
+    return lambda v: operator(
+        loss, v.reshape(-1)[: x.numel()].view_as(x), target, weight, 1, 1, total
+    )
+
+
 def pooled(operator, x):
     """A backward of pooling, as a function of its second argument."""
     if operator is aten.max_pool2d_with_indices_backward.default:
@@ -87,6 +101,11 @@ def pooled(operator, x):
         forward = getattr(aten, name.removesuffix("_backward"))
         y = forward(x, [2] * dims)
         return lambda v: operator(y, v, [2] * dims, [2] * dims, [0] * dims, False, True, None)
+    if name.startswith("nll"):
+        return loss_of_classes(operator, x)
+    if name.startswith("adaptive_max"):
+        y, indices = getattr(aten, name.removesuffix("_backward"))(x, [3] * (x.dim() - 2))
+        return lambda v: operator(y, v, indices)
     if name.startswith("_adaptive"):
         y = getattr(aten, name.removesuffix("_backward"))(x, [3] * (x.dim() - 2))
         return lambda v: operator(y, v)
@@ -99,7 +118,7 @@ def pooled(operator, x):
 @pytest.mark.parametrize("operator", false_edges.OF_SECOND, ids=lambda o: o.name())
 def test_pooling_reads_sizes_only(operator, dtype):
     torch.manual_seed(0)
-    dims = next(n for n in (1, 2, 3) if f"{n}d" in operator.name())
+    dims = next((n for n in (1, 2, 3) if f"{n}d" in operator.name()), 2)
     x = torch.randn(2, 6, *[8] * dims).to(dtype)
     if (operator, dtype) in WITHOUT_KERNEL:
         with pytest.raises(RuntimeError, match="not implemented for"):
@@ -186,11 +205,32 @@ def test_shapes_that_share_a_graph_keep_no_false_edge():
     assert bound < 1.03 * lower_bound(alone.graph)
 
 
+OTHER_ARGUMENTS = {
+    aten.fill.Scalar: lambda x: [1],
+    aten.fill.Tensor: lambda x: [torch.tensor(1)],
+    aten.full_like.default: lambda x: [7],
+    aten.new_empty.default: lambda x: [[2, 3]],
+    aten.new_empty_strided.default: lambda x: [[2, 3], [1, 2]],
+    aten.new_full.default: lambda x: [[2, 3], 1],
+    aten.new_ones.default: lambda x: [[2, 3]],
+    aten.new_zeros.default: lambda x: [[2, 3]],
+}
+
+
 @pytest.mark.parametrize("operator", false_edges.OF_FIRST, ids=lambda o: o.name())
 def test_makers_read_sizes_only(operator):
-    for x in (torch.randn(2, 3, 4, 5), torch.ones(3, 4, dtype=torch.int64).t(), torch.ones(2) > 0):
-        given = [7] if "full" in operator.name() else []
+    for x in (
+        torch.randn(2, 3, 4, 5),
+        torch.randn(2, 3, 4, 5).to(torch.bfloat16).to(memory_format=torch.channels_last),
+        torch.ones(3, 4, dtype=torch.int64).t(),
+        torch.ones(2) > 0,
+    ):
+        if "rand" in operator.name() and not x.is_floating_point():
+            continue
+        given = OTHER_ARGUMENTS.get(operator, lambda x: [])(x)
+        torch.manual_seed(1)
         ours = operator(false_edges.without_memory(x.shape, x.stride(), x.dtype), *given)
+        torch.manual_seed(1)
         theirs = operator(x, *given)
         assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
         assert "empty" in operator.name() or torch.equal(ours, theirs)
@@ -248,3 +288,59 @@ def test_bound_of_a_unet_falls(monkeypatch):
     ours = bound()
     monkeypatch.setattr(false_edges, "DEVICES", ())
     assert ours < 0.88 * bound()
+
+
+def test_a_loss_of_classes_keeps_no_logits_for_their_sizes(monkeypatch):
+    class Padded(nn.Module):
+        """Logits of classes, shifted by values that are drawn for their layout."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 500)
+
+        def forward(self, x):
+            x = torch.tanh(self.first(x))
+            shifted = self.last(x + x.new_ones(x.shape) * torch.rand_like(x))
+            return F.log_softmax(shifted, 1) * shifted.clone().fill_(2.0)
+
+    def step(model, x, target):
+        torch.manual_seed(1)
+        model.zero_grad()
+        loss = model(x, targets=(target,)) if isinstance(model, rotor.Checkpointable) else None
+        loss = F.nll_loss(model(x), target) if loss is None else loss
+        loss.backward()
+        return loss.detach()
+
+    torch.manual_seed(0)
+    plain = Padded()
+    x, target = torch.randn(64, 4), torch.arange(64)
+    found = []
+    for devices in (("cpu",), ()):
+        monkeypatch.setattr(false_edges, "DEVICES", devices)
+        chk = rotor.Checkpointable(
+            copy.deepcopy(plain), loss_fn=F.nll_loss, engine="graph", mem_limit="1GB"
+        )
+        for _ in range(2):
+            assert torch.equal(step(chk, x, target), step(plain, x, target))
+            for ours, theirs in zip(chk.module.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(ours.grad, theirs.grad)
+        read = [len(op.inputs) for op in chk.graph.operations if "nll_loss_backward" in op.name]
+        found.append((edges_of(chk), read))
+    assert found[0][0] >= 4
+    assert found[1][0] == 0
+    assert found[0][1][0] == found[1][1][0] - 1
+
+
+def test_without_workspaces_the_bound_of_a_unet_falls_by_a_fifth(monkeypatch):
+    def bound():
+        torch.manual_seed(0)
+        model = UNet(3, 2, width=8, batch_norm=False)
+        chk = rotor.Checkpointable(model, engine="graph", effort="fast", mem_limit="4GB")
+        chk.measure(torch.randn(4, 3, 96, 96))
+        graph = chk.cost_model()
+        bare = [dataclasses.replace(op, workspace_bytes=0) for op in graph.operations]
+        return lower_bound(rotor.graph.Graph(graph.storages, None, bare))
+
+    ours = bound()
+    monkeypatch.setattr(false_edges, "DEVICES", ())
+    assert ours < 0.81 * bound()

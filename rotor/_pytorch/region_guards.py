@@ -144,8 +144,12 @@ def difference(one: nn.Module, other: nn.Module, place: str = "") -> str:
         ours, theirs = vars(one), vars(other)
         for name in ours if ours.keys() == theirs.keys() else dict.fromkeys([*ours, *theirs]):
             value, twin = ours.get(name), theirs.get(name)
-            is_same = value is twin or (type(value) is type(twin) is dict and not (value or twin))
-            if not is_same and name != "_modules" and _settings(value) != _settings(twin):
+            if (
+                value is not twin
+                and name != "_modules"
+                and not _have_same_classes(value, twin)
+                and _settings(value) != _settings(twin)
+            ):
                 return f"{place}.{name}".strip(".")
     for name, child in core.child_slots(one).items():
         inner, twin = f"{place}.{name}".strip("."), core.child_slots(other)[name]
@@ -154,6 +158,16 @@ def difference(one: nn.Module, other: nn.Module, place: str = "") -> str:
         if child is not None and twin is not None and (found := difference(child, twin, inner)):
             return found
     return ""
+
+
+def _have_same_classes(value: Any, twin: Any) -> bool:
+    """Return whether values are dictionaries with the same names, and classes of their items."""
+    return (
+        isinstance(value, dict)
+        and isinstance(twin, dict)
+        and value.keys() == twin.keys()
+        and list(map(type, value.values())) == [type(twin[name]) for name in value]
+    )
 
 
 def _settings(value: Any) -> Any:

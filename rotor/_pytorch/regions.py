@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from rotor._pytorch import core
 from rotor._pytorch import region_guards as guards
+from rotor._pytorch.lean_tracing import graph_module, lean_traces, relaid
 
 __all__ = [
     "MARK",
@@ -25,6 +26,7 @@ __all__ = [
     "Call",
     "Template",
     "Tracing",
+    "alike",
     "is_accumulation",
     "is_available",
     "is_backward",
@@ -157,7 +159,8 @@ def is_available() -> bool:
 def _match(tx: Any, tracing: Tracing, template: Template, variable: Any) -> dict[int, Any] | None:
     """Return the tensors of a module for which a template stands; None if it does not."""
     module, source = variable.value, variable.source
-    if not all(map(guards.is_plain_module, (*module.modules(), *template.module.modules()))):
+    parts = list(module.modules())
+    if not all(map(guards.is_plain_module, (*parts, *template.module.modules()))):
         tracing.note("one has a hook, or a forward of its own")
         return None
     difference = guards.difference(module, template.module)
@@ -165,7 +168,7 @@ def _match(tx: Any, tracing: Tracing, template: Template, variable: Any) -> dict
         tracing.note(f"they differ in {difference}")
         return None
     own = tracing.slots_of(module)
-    kept = {id(value) for part in module.modules() for value in (vars(part), *vars(part).values())}
+    kept = {id(value) for part in parts for value in (vars(part), *vars(part).values())}
     mutated = tx.output.side_effects.mutated_sources
     if mutated and (
         mutated & template.condition.traced_sources
@@ -372,7 +375,8 @@ def regions(
     UnspecializedNNModuleVariable.call_function = of_module  # type: ignore[method-assign]
     UserFunctionVariable.call_function = of_function  # type: ignore[method-assign]
     try:
-        yield tracing
+        with lean_traces():
+            yield tracing
     finally:
         UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
         UnspecializedNNModuleVariable.call_function = call_module  # type: ignore[method-assign]
@@ -428,7 +432,7 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(module.graph, known))
-    made = fx.GraphModule(module, graph)
+    made = graph_module(module, graph)
     made.meta = dict(module.meta)
     sources: Any = getattr(module, "_param_name_to_source", {})
     made._param_name_to_source = sources
@@ -501,6 +505,11 @@ def _mode() -> Any:
     return context.fake_mode
 
 
+def alike(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a fake tensor of a fake tensor's layout on a storage of its own."""
+    return relaid(tensor, new_storage(tensor), tensor.storage_offset())
+
+
 def new_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     """Return a storage without memory of the size of a fake tensor's."""
     return torch.UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
@@ -518,8 +527,4 @@ def on_storage(tensor: Any, storage: torch.UntypedStorage, shift: int = 0) -> to
     shift
         Elements between the tensor's place in its storage and in the other one.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    made = torch.empty(0, dtype=tensor.dtype, device="meta")
-    made.set_(storage, tensor.storage_offset() + shift, tensor.shape, tensor.stride())
-    return FakeTensor(tensor.fake_mode, made, tensor.device)
+    return relaid(tensor, storage, tensor.storage_offset() + shift)

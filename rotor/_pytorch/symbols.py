@@ -33,12 +33,19 @@ def is_symbol(value: Any) -> bool:
 
 def depends_on_data(value: Any) -> bool:
     """Return whether a number, or a size of a tensor, depends on the values of tensors."""
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
     if isinstance(value, torch.Tensor):
+        if not has_symbols(value):
+            return False
         parts = [*value.shape, *(value.stride() if value.layout == torch.strided else ())]
         return any(isinstance(part, _SYMBOLIC) and depends_on_data(part) for part in parts)
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
     return bool(free_unbacked_symbols(value))
+
+
+def has_symbols(tensor: torch.Tensor) -> bool:
+    """Return whether a size or a stride of a tensor is a symbol."""
+    return bool(tensor._has_symbolic_sizes_strides)
 
 
 def text_of(value: Any) -> str:

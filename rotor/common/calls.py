@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from rotor._pytorch import core
 from rotor.common.generators import autocast_of
 
-__all__ = ["autocast_signature", "call_signature", "leaf_signature", "sample_call"]
+__all__ = [
+    "autocast_signature",
+    "call_signature",
+    "flattened_call",
+    "leaf_signature",
+    "sample_call",
+]
 
+_PLAIN_LEAVES = {torch.Tensor, nn.Parameter, bool, int, float, str, type(None)}
 _VALUES = bool | int | float | str | None | torch.dtype | torch.device
 
 
@@ -38,6 +47,32 @@ def sample_call(
 def layout_of(tensor: torch.Tensor) -> Any:
     """Return a tensor's strides, or the name of a layout that has none."""
     return tensor.stride() if tensor.layout == torch.strided else tensor.layout
+
+
+def flattened_call(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]
+) -> tuple[list[Any], str]:
+    """Return the leaves of a call's arguments, and their structure as text.
+
+    Parameters
+    ----------
+    args, kwargs
+        Arguments of the model.
+    targets
+        Arguments of the loss.
+    """
+    leaves = [*args, *kwargs.values(), *targets]
+    if _PLAIN_LEAVES.issuperset(map(type, leaves)) and type(args) is type(targets) is tuple:
+        return leaves, _flat_structure(len(args), tuple(kwargs), len(targets))
+    leaves, spec = core.tree_flatten((args, dict(kwargs), targets))
+    return leaves, str(spec)
+
+
+@functools.lru_cache
+def _flat_structure(positional: int, names: tuple[str, ...], targets: int) -> str:
+    leaf = (None,)
+    call = leaf * positional, dict.fromkeys(names), leaf * targets
+    return str(core.tree_flatten(call)[1])
 
 
 def leaf_signature(leaf: Any, *, by_identity: bool) -> Any:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from operator import methodcaller
+
 import torch
 from torch import nn
 
 from rotor._pytorch import core, fsdp
 
 __all__ = ["ModelState", "refuse_replicated", "refuse_sharded"]
+
+
+_values_of = methodcaller("values")
 
 
 def refuse_sharded(model: nn.Module, planned_as: str = "a graph") -> None:
@@ -76,14 +81,15 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._modules = list(model.modules())
-        self._types = [type(module) for module in self._modules]
-        self._children = [
-            (children, tuple(children.values()))
-            for children in map(core.child_slots, self._modules)
-        ]
+        self._types = list(map(type, self._modules))
+        self._slots = list(map(core.child_slots, self._modules))
+        self._children = self._child_modules()
         self._parameters = [slot for m in self._modules for slot in core.parameter_slots(m)]
         self._managed = fsdp.managed(self._modules)
         self._recurrent = [m for m in self._modules if isinstance(m, nn.RNNBase)]
+
+    def _child_modules(self) -> list[tuple[nn.Module | None, ...]]:
+        return list(map(tuple, map(_values_of, self._slots)))
 
     @property
     def parameters(self) -> list[core.Slot]:
@@ -93,8 +99,8 @@ class ModelState:
     def is_current(self) -> bool:
         """Return whether the modules, their types and their sharding are unchanged."""
         return (
-            [type(module) for module in self._modules] == self._types
-            and all(tuple(children.values()) == then for children, then in self._children)
+            list(map(type, self._modules)) == self._types
+            and self._child_modules() == self._children
             and fsdp.managed(self._modules) == self._managed
         )
 

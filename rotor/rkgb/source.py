@@ -16,8 +16,8 @@ import torch
 from torch import fx, nn
 
 from rotor._pytorch import core
+from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.lowering import Lowered, Value
-from rotor.engines.graph.planned import CapturedStep
 
 __all__ = ["Trace", "argument_names"]
 

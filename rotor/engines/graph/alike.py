@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,9 @@ Slot = tuple[dict[str, Any], str]
 
 _FEWEST = 4
 _PLAIN = (torch.Tensor, nn.Parameter)
+_PLAIN_OR_NONE = {*_PLAIN, type(None)}
 _CONTAINERS = (list, dict, set)
+_values_of = methodcaller("values")
 
 
 def own_slots(module: nn.Module) -> dict[int, Slot]:
@@ -119,7 +122,10 @@ class Watch:
         self._layouts: list[tuple[Any, ...]] = []
         self._have_layouts: Callable[[Sequence[Any]], bool] = lambda tensors: False
         self._empty: list[Any] = []
-        self._contents: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        self._held: list[dict[str, Any]] = []
+        self._values: list[tuple[Any, ...]] = []
+        self._tensors: list[dict[str, Any]] = []
+        self._classes: list[tuple[type, ...]] = []
         self._containers: list[tuple[Any, tuple[int, ...]]] = []
 
     def begin(self, slots: Sequence[Slot], modules: Iterable[nn.Module]) -> None:
@@ -128,29 +134,36 @@ class Watch:
         taken = [held[name] for held, name in slots]
         self._layouts = list(map(_layout, taken))
         self._have_layouts = layout_check(taken)
-        self._contents.clear()
-        self._containers.clear()
-        self._empty.clear()
+        kept = self._held, self._values, self._tensors, self._classes, self._containers
+        for noted in (*kept, self._empty):
+            noted.clear()
         model = self._model()
         assert model is not None
         chosen = {id(part) for module in modules for part in module.modules()}
         for part in model.modules():
             if any(id(child) in chosen for child in part.children()):
-                children = core.child_slots(part)
-                self._contents.append((children, tuple(children.values())))
+                self._note_values(core.child_slots(part))
             if id(part) in chosen:
                 self._note(part)
 
+    def _note_values(self, held: dict[str, Any]) -> None:
+        self._held.append(held)
+        self._values.append(tuple(held.values()))
+
     def _note(self, part: nn.Module) -> None:
-        values = tuple(vars(part).values())
-        self._contents.append((vars(part), values))
-        for value in values:
+        self._note_values(vars(part))
+        for value in vars(part).values():
             is_container = type(value) in _CONTAINERS or isinstance(value, dict)
-            if is_container and value is not core.child_slots(part):
-                if value:
-                    self._containers.append((value, _identities(value)))
-                else:
-                    self._empty.append(value)
+            if not is_container or value is core.child_slots(part):
+                continue
+            if not value:
+                self._empty.append(value)
+            elif isinstance(value, dict) and _PLAIN_OR_NONE.issuperset(map(type, value.values())):
+                # A tensor of the same layout may take another's place.
+                self._tensors.append(value)
+                self._classes.append(tuple(map(type, value.values())))
+            else:
+                self._containers.append((value, _identities(value)))
 
     def is_of(self, model: nn.Module) -> bool:
         """Return whether the modules belong to a model."""
@@ -165,7 +178,7 @@ class Watch:
             The step's other inputs.
         """
         try:
-            if any(tuple(held.values()) != values for held, values in self._contents):
+            if list(map(tuple, map(_values_of, self._held))) != self._values:
                 return None
         except (RuntimeError, TypeError, ValueError):
             # Values that cannot be compared are others.
@@ -177,6 +190,8 @@ class Watch:
         ):
             return None
         if any(self._empty):
+            return None
+        if [tuple(map(type, held.values())) for held in self._tensors] != self._classes:
             return None
         if any(_identities(value) != known for value, known in self._containers):
             return None

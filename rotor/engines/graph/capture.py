@@ -8,6 +8,7 @@ its arguments were marked as symbols.
 
 from __future__ import annotations
 
+import re
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from torch import fx, nn
 
 from rotor._pytorch import core, regions, symbols
 from rotor._pytorch import inductor as _inductor
+from rotor._pytorch.lean_tracing import graph_module
 from rotor.common.collector import CollectorPause
 from rotor.common.generators import SPLIT_BACKWARD
 from rotor.common.tensor_trees import argument_tensors
@@ -129,7 +131,7 @@ def _stub(
             known[output].meta.update(output.meta)
         made.append(known[output] if isinstance(output, fx.Node) else output)
     graph.output(tuple(made))
-    return fx.GraphModule(module, graph)
+    return graph_module(module, graph)
 
 
 class Capture:
@@ -415,6 +417,7 @@ _FOR_DEVELOPERS = (
     "Hint: It may be possible to write Dynamo tracing rules",
     "Hint: This graph break is fundamental",
     "Set TORCHDYNAMO_VERBOSE",
+    "consider using data-dependent friendly APIs",
 )
 
 
@@ -423,13 +426,15 @@ def _reason(error: BaseException) -> str:
     found: list[str] = []
     ours = f'File "{Path(__file__).parent}'
     was_ours = False
-    for line in map(str.rstrip, str(error).splitlines()):
+    # Errors of symbolic sizes have the user's line three times.
+    message = re.sub(r"\nCaused by: .*?\n(?=\nfrom user code:)", "", str(error), flags=re.DOTALL)
+    for line in map(str.rstrip, message.splitlines()):
         text = line.strip()
         is_code = was_ours and not text.startswith("File ")
         was_ours = text.startswith(ours)
         is_mark = set(text) <= set("^~")
         if not (was_ours or is_code or is_mark or text.startswith(_FOR_DEVELOPERS)):
-            found.append(line)
+            found.append(line.partition("  (Size-like symbols")[0])
     return "\n".join(found[:40])
 
 

@@ -12,7 +12,7 @@ import torch
 
 from rotor._pytorch import core
 from rotor.algorithms.curve import Curve
-from rotor.common.calls import autocast_signature, leaf_signature
+from rotor.common.calls import autocast_signature, flattened_call, leaf_signature
 from rotor.common.model_state import refuse_sharded
 from rotor.common.progress import progress
 from rotor.common.tensor_trees import output_tensors
@@ -27,6 +27,7 @@ from rotor.engines.contract import (
 )
 from rotor.engines.graph.calls import check_arguments, run_once
 from rotor.engines.graph.capture import Capture, Unplanned, fresh
+from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.counting import check_counts
 from rotor.engines.graph.early import owners_of
 from rotor.engines.graph.improving import Improver
@@ -34,12 +35,7 @@ from rotor.engines.graph.link_learning import learn_link
 from rotor.engines.graph.loading import loaded_plan
 from rotor.engines.graph.making import make_graph_plan
 from rotor.engines.graph.marks import drop_preferences
-from rotor.engines.graph.planned import (
-    CapturedStep,
-    GraphPlan,
-    lower_bound_of,
-    repriced,
-)
+from rotor.engines.graph.planned import GraphPlan, lower_bound_of, repriced
 from rotor.engines.graph.pricing import build_graph
 from rotor.engines.graph.proving import Tally
 from rotor.engines.graph.recorded import MEASURED, price, source_of
@@ -80,7 +76,7 @@ def check_generator(context: Context) -> None:
 
 def captured_key(context: Context, call: Call) -> Key:
     """Return the kind of a captured step: its arguments, modes, and flags."""
-    leaves, spec = core.tree_flatten((*call.arguments, call.targets))
+    leaves, structure = flattened_call(call.args, call.kwargs, call.targets)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if not tensors:
         raise ValueError("the arguments hold no tensor, expected at least one")
@@ -94,7 +90,7 @@ def captured_key(context: Context, call: Call) -> Key:
     check_counts(context.settings.counts, tensors[0].device)
     required, absent = context.structure.parameter_flags()
     measured = (
-        str(spec),
+        structure,
         tuple([leaf_signature(leaf, by_identity=True) for leaf in leaves]),
         autocast_signature(kind),
         context.structure.training_flags(),
@@ -138,8 +134,7 @@ class GraphEngine(MeteredEngine):
     def check_sharding(self) -> None:
         """Raise if the model is sharded, unless its graph was asked for."""
         settings = self.settings
-        is_asked = settings.engine != "auto" or settings.offload is not None
-        if is_asked or settings.backend == "inductor":
+        if settings.engine != "auto" or settings.backend == "inductor":
             refuse_sharded(self.context.module)
 
     # -- measuring

@@ -34,11 +34,21 @@ _aten = torch.ops.aten
 _CONVOLUTION = _aten.convolution_backward.default
 OF_FIRST = (
     _aten.empty_like.default,
+    _aten.fill.Scalar,
+    _aten.fill.Tensor,
     _aten.full_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+    _aten.new_full.default,
+    _aten.new_ones.default,
+    _aten.new_zeros.default,
     _aten.ones_like.default,
+    _aten.rand_like.default,
+    _aten.randn_like.default,
+    _aten.zero.default,
     _aten.zeros_like.default,
 )
-"""Operators that read their first argument for its sizes only."""
+"""Operators that read their first argument for its sizes only, or for its type."""
 
 OF_SECOND = (
     _aten.max_pool2d_with_indices_backward.default,
@@ -47,10 +57,16 @@ OF_SECOND = (
     _aten.avg_pool3d_backward.default,
     _aten._adaptive_avg_pool2d_backward.default,
     _aten._adaptive_avg_pool3d_backward.default,
+    _aten.adaptive_max_pool2d_backward.default,
+    _aten.adaptive_max_pool3d_backward.default,
     _aten.reflection_pad1d_backward.default,
     _aten.reflection_pad2d_backward.default,
+    _aten.reflection_pad3d_backward.default,
     _aten.replication_pad1d_backward.default,
     _aten.replication_pad2d_backward.default,
+    _aten.replication_pad3d_backward.default,
+    _aten.nll_loss_backward.default,
+    _aten.nll_loss2d_backward.default,
 )
 """Operators that read their second argument for its sizes only."""
 

@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 
 from rotor._pytorch import core, regions
+from rotor._pytorch.lean_tracing import new_call
 from rotor.engines.graph.alike import Alike, Slot, Watch, alike_modules, own_slots
 from rotor.engines.graph.region_ops import (
     BACKWARD,
@@ -119,8 +120,8 @@ class _Copy:
     def _write(self, graph: fx.Graph, node: fx.Node) -> None:
         args = fx.node.map_arg(node.args, self.known.__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, self.known.__getitem__) if node.kwargs else {}
-        made = graph.create_node("call_function", node.target, args, kwargs)
-        made.meta = dict(node.meta)
+        made = new_call(graph, node.target, args, kwargs)
+        made.meta.update(node.meta)
         made.meta["val"] = self._value(node.meta.get("val"))
         made.meta[_COPY] = id(self)
         self.stacks.apply(made.meta)

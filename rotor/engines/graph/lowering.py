@@ -225,6 +225,7 @@ class _Lowering:
         self.by_key: dict[int, int] = {}
         self.input_keys: set[int] = set()
         self.tasks: list[Task] = []
+        self._keys: dict[fx.Node, list[int]] = {}
         # Fake tensors have to stay: their addresses are the keys.
         self.primals: list[fx.Node] = []
         self.tangents: list[fx.Node] = []
@@ -290,14 +291,21 @@ class _Lowering:
         return node in self.tainted or _is_random(node)
 
     def _is_view(self, node: fx.Node) -> bool:
-        made = [_key(t) for _, t in _tensors(node.meta.get("val"))]
-        read = {_key(t) for n in node.all_input_nodes for _, t in _tensors(n.meta.get("val"))}
+        made = self._keys_of(node)
+        read = {key for source in node.all_input_nodes for key in self._keys_of(source)}
         return bool(made) and all(key in read for key in made)
+
+    def _keys_of(self, node: fx.Node) -> list[int]:
+        """Return the storages of a node's tensors."""
+        found = self._keys.get(node)
+        if found is None:
+            found = self._keys[node] = [_key(t) for _, t in _tensors(node.meta.get("val"))]
+        return found
 
     def run(self) -> Lowered:
         for node in self.primals:
             self.values[node] = Value("input", node)
-            self.input_keys.update(_key(t) for _, t in _tensors(node.meta.get("val")))
+            self.input_keys.update(self._keys_of(node))
         before = [n for n in self.nodes if n.op != "placeholder" and n in self.forward]
         after = [n for n in self.nodes if n.op != "placeholder" and n not in self.forward]
         for node in before:
@@ -337,7 +345,7 @@ class _Lowering:
         used = {
             name
             for node in self.nodes
-            for part in (node.meta.get("val"), *_sizes_within(node.meta.get("val")))
+            for part in _symbols_within(node.meta.get("val"))
             for name in symbols.symbols_in(part)
         }
         if not used <= set(found):
@@ -378,8 +386,7 @@ class _Lowering:
     def _add(self, node: fx.Node, phase: str) -> None:
         if node.op == "get_attr":
             self.values[node] = Value("input", node)
-            found = node.meta.get("val")
-            self.input_keys.update(_key(t) for _, t in _tensors(found))
+            self.input_keys.update(self._keys_of(node))
             return
         if node.op != "call_function":
             raise CaptureError(f"the graph has a node of kind {node.op!r}: {node.format_node()}")
@@ -404,13 +411,12 @@ class _Lowering:
         self._add_operation(node, phase)
 
     def _lying_on(self, node: fx.Node) -> tuple[int, ...]:
-        keys = [_key(t) for _, t in _tensors(node.meta.get("val"))]
+        keys = self._keys_of(node)
         return tuple(_unique(self.by_key[key] for key in keys if key in self.by_key))
 
     def _view_base(self, node: fx.Node) -> Value:
-        keys = {_key(t) for _, t in _tensors(node.meta["val"])}
         for source in node.all_input_nodes:
-            if keys & {_key(t) for _, t in _tensors(source.meta.get("val"))}:
+            if not set(self._keys_of(node)).isdisjoint(self._keys_of(source)):
                 return self.values[source]
         raise CaptureError(f"{node.format_node()} is a view of nothing")
 
@@ -453,9 +459,12 @@ def _closure(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _sizes_within(value: Any) -> Iterator[Any]:
+def _symbols_within(value: Any) -> Iterator[Any]:
+    if symbols.is_symbol(value):
+        yield value
     for _, tensor in _tensors(value):
-        yield from tensor.shape
+        if symbols.has_symbols(tensor):
+            yield from tensor.shape
 
 
 def _depends_on_data(value: Any) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from rotor._pytorch import core, regions
+from rotor._pytorch.lean_tracing import graph_module
 
 __all__ = [
     "BACKWARD",
@@ -126,7 +127,7 @@ CHOSEN: dict[int, _Layouts] = {}
 
 
 def _fake_call(inputs: list[torch.Tensor], number: int) -> list[torch.Tensor]:
-    return [_empty(node) for node in FAMILIES[number].first.outputs]
+    return _without_values(FAMILIES[number].first.outputs)
 
 
 def _fake_laid_out(given: torch.Tensor, strides: list[int]) -> torch.Tensor:
@@ -135,12 +136,13 @@ def _fake_laid_out(given: torch.Tensor, strides: list[int]) -> torch.Tensor:
 
 def _fake_backward(tangents: list[torch.Tensor], number: int) -> list[torch.Tensor]:
     gradients = FAMILIES[number].chosen(number).gradients
-    return [_empty(node) for node in gradients if node is not None]
+    return _without_values([node for node in gradients if node is not None])
 
 
-def _empty(node: fx.Node) -> torch.Tensor:
-    value = node.meta["val"]
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+def _without_values(nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
+    """Return new fake tensors of the layouts of nodes, each on a storage of its own."""
+    with core.real_tensors():
+        return [regions.alike(node.meta["val"]) for node in nodes]
 
 
 for _name, _fake in (
@@ -215,7 +217,7 @@ def _with_layouts(body: fx.GraphModule, layouts: dict[int, list[int]]) -> fx.Gra
     for k, strides in layouts.items():
         outputs[k] = graph.call_function(_laid_out, (outputs[k], strides))
     graph.output(tuple(outputs))
-    return fx.GraphModule(body, graph)
+    return graph_module(body, graph)
 
 
 def family_of(template: regions.Template, values: list[Any], decompositions: Any) -> Family:

@@ -1,0 +1,148 @@
+"""Private names of PyTorch that leave out of a capture what only other users of the graph read.
+
+A graph that is neither run as Python nor given to Inductor needs no code, no names of the functions
+that its operators came from, and no second description of the layouts of its tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+__all__ = ["graph_module", "lean_traces", "new_call", "relaid"]
+
+
+@contextmanager
+def lean_traces() -> Iterator[None]:
+    """Have graphs that are traced in the context hold their operators and tensors only."""
+    from torch.fx import _lazy_graph_module as lazy
+    from torch.fx.experimental import proxy_tensor
+
+    def no_mode(tracer: Any) -> Any:
+        return nullcontext()
+
+    def no_description(tensor: Any, *_: Any, **__: Any) -> None:
+        return None
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (proxy_tensor, "TorchFunctionMetadataMode", no_mode),
+        (proxy_tensor, "_extract_tensor_metadata", no_description),
+        (proxy_tensor, "fast_detach", _detached),
+    ]
+    replaced += [
+        (mode, "__torch_dispatch__", _knowing_devices(mode))
+        for mode in (FakeTensorMode, FunctionalTensorMode, proxy_tensor.ProxyTorchDispatchMode)
+    ]
+    write = fx.GraphModule.print_readable
+
+    def write_to_logs(module: Any, *args: Any, **kwargs: Any) -> str:
+        return write(module, *args, **kwargs) if _are_logged() else ""
+
+    replaced.append((fx.GraphModule, "print_readable", write_to_logs))
+    with ExitStack() as undone:
+        undone.enter_context(lazy._use_lazy_graph_module(True))
+        for owner, name, other in replaced:
+            original = getattr(owner, name, None)
+            if original is not None:
+                undone.callback(setattr, owner, name, original)
+                setattr(owner, name, other)
+        yield
+
+
+def _knowing_devices(mode: Any) -> Callable[..., Any]:
+    """Return a mode's handler of operators that reads devices of fake tensors where they are."""
+    handle = mode.__torch_dispatch__
+    device_of = torch.ops.prim.device.default
+
+    def dispatch(self: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is device_of and type(args[0]) is FakeTensor:
+            return args[0].device
+        return handle(self, function, types, args, kwargs)
+
+    return dispatch
+
+
+def _are_logged() -> bool:
+    """Return whether PyTorch writes graphs of captures to a log."""
+    from torch._functorch._aot_autograd import graph_compile
+    from torch._logging import _internal
+
+    names = "aot_joint_log", "aot_graphs_log"
+    logs = [getattr(graph_compile, name, None) for name in names]
+    return bool(_internal.trace_log.handlers) or any(
+        log is None or log.isEnabledFor(logging.INFO) for log in logs
+    )
+
+
+def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
+    """Return a module of a graph, whose code is written when it is called."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph)
+
+
+def relaid(tensor: Any, storage: torch.UntypedStorage, offset: Any) -> torch.Tensor:
+    """Return a fake tensor of a fake tensor's layout on another storage.
+
+    Parameters
+    ----------
+    tensor
+        Fake tensor without a constant.
+    storage
+        The other storage, without memory.
+    offset
+        Elements from the storage's begin.
+    """
+    made = torch.empty(0, dtype=tensor.dtype, device="meta")
+    made.set_(storage, offset, tensor.shape, tensor.stride())
+    return _faked(made, tensor)
+
+
+def _faked(made: torch.Tensor, tensor: Any) -> torch.Tensor:
+    """Return a fake tensor of a tensor without memory, for the device of another fake one."""
+    found: Any = torch.Tensor._make_subclass(
+        FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=tensor.fake_device
+    )
+    if tensor.fake_mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(found)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(found)
+    vars(found).update(vars(tensor))
+    found.constant = None
+    return found  # type: ignore[no-any-return]
+
+
+def _detached(mode: Any, tensor: Any, include_real: bool = False) -> Any:
+    """Return a fake tensor without a gradient on the same storage."""
+    from torch._dispatch.python import no_python_dispatcher
+    from torch._subclasses.fake_tensor import in_kernel_invocation_manager
+
+    with no_python_dispatcher(), in_kernel_invocation_manager(mode):
+        made = torch.ops.aten.detach.default(tensor)
+    return _faked(made, tensor)
+
+
+def new_call(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> fx.Node:
+    """Return a new node of a graph, where nodes are being inserted.
+
+    Parameters
+    ----------
+    graph
+        The graph.
+    target, args, kwargs
+        The call, whose arguments hold no symbol: nothing is searched for any.
+    """
+    node = graph.create_node("call_function", target)
+    node.args = args
+    if kwargs:
+        node.kwargs = kwargs
+    return node
