@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from unittest import mock
 
 import pytest
@@ -76,3 +77,25 @@ def test_it_goes_through_the_handlers_of_the_program_once(capfd, caplog):
         assert lines(capfd, rotor.Checkpointable(Tanhs(), mem_limit="1GiB"), propagate=True) == []
     told = [record for record in caplog.records if record.message.startswith("rotor: planned")]
     assert len(told) == 1
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            if x.sum() > 1e9:
+                x = x / 2
+        return x
+
+
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+def test_a_model_in_parts_has_a_line_unless_its_limit_cannot_be_kept(capfd):
+    (line,) = lines(capfd, rotor.Checkpointable(Parts(), mem_limit="2MiB"), steps=1)
+    assert re.search(r"within 2 MiB, \S+ MiB without recomputation, its parts \+\d", line)
+    assert lines(capfd, rotor.Checkpointable(Parts(), mem_limit="840KiB"), steps=1) == []

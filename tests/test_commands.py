@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import data_of, folder_with, run
 
 import rotor
 from rotor.algorithms.curve import Curve
 from rotor.commands.curve import curve_text
-from rotor.commands.main import main
 from rotor.graph import Graph, Profile, Program
 
 FACTORY = """
@@ -107,24 +107,8 @@ def odd():
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    (tmp_path / "net.py").write_text(FACTORY, encoding="utf-8")
-    yield tmp_path
-    sys.modules.pop("rotor_factory_net", None)
-
-
-def run(capsys, *arguments: object) -> tuple[int, str, str]:
-    code = main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def data_of(capsys, *arguments: object) -> dict:
-    code, out, err = run(capsys, *arguments, "--json", "--quiet")
-    assert (code, err) == (0, "")
-    return json.loads(out)
+    with folder_with("net.py", FACTORY, tmp_path, monkeypatch) as path:
+        yield path
 
 
 CHAIN = ("net.py:with_sample",)
@@ -393,6 +377,8 @@ def test_curves_are_thinned_and_marked():
     assert rows[1].split() == ["8", "B", "-", "-", "-", "plain", "PyTorch"]
     assert "nothing fits" in rows[0]
     assert rows[-1].split()[-1] == "1.00"
+    curve.marks = (("the limit", 10),)
+    assert sum(row.startswith("10 B") for row in curve_text(curve, 5).splitlines()) == 1
 
 
 def test_fitting(capsys):

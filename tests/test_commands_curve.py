@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from command_line import data_of, folder_with, run
 
 from rotor.algorithms.curve import Curve
-from rotor.commands.main import main
 from rotor.fit.advice import better_of
 from rotor.report.curves import Point, curve_sketch, write_curve
 from rotor.report.simrd_figures import overhead_grid, static_grid
@@ -37,22 +35,8 @@ class Kept(nn.Module):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    (tmp_path / "seq.py").write_text(SEQUENTIAL, encoding="utf-8")
-    return tmp_path
-
-
-def run(capsys, *arguments: object) -> tuple[int, str]:
-    code = main([str(argument) for argument in (*arguments, "--quiet")])
-    sys.modules.pop("rotor_factory_seq", None)
-    return code, capsys.readouterr().out
-
-
-def data_of(capsys, *arguments: object) -> dict:
-    code, out = run(capsys, *arguments, "--json")
-    assert code == 0
-    return json.loads(out)
+    with folder_with("seq.py", SEQUENTIAL, tmp_path, monkeypatch) as path:
+        yield path
 
 
 def test_the_curve_of_a_sequential_is_the_better_of_chain_and_graph(folder, capsys):
@@ -65,11 +49,11 @@ def test_the_curve_of_a_sequential_is_the_better_of_chain_and_graph(folder, caps
     assert least["graph"] < least["chain"]
     assert least["auto"] == least["graph"]
     limit = (least["graph"] + least["chain"]) // 2
-    code, out = run(capsys, "curve", "seq.py:blocks", "--limit", limit)
+    code, out, _ = run(capsys, "curve", "seq.py:blocks", "--limit", limit, "--quiet")
     times = re.search(r"^At your .*: (\d+\.\d+) x the time; plain needs ", out, re.MULTILINE)
     assert code == 0
     assert times is not None
-    code, out = run(capsys, "plan", "seq.py:blocks", "--limit", limit)
+    code, out, _ = run(capsys, "plan", "seq.py:blocks", "--limit", limit, "--quiet")
     assert float(times.group(1)) > 1
     assert re.search(r"recomputation +\+(\d+\.\d+)%", out) is not None
     assert code == 0

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
+from command_line import data_of, folder_with, run
 
-from rotor.commands.main import main
 from rotor.graph import Program
 
 FACTORY = """
@@ -23,22 +21,8 @@ def chain(depth=6, width=32):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "wide.py").write_text(FACTORY, encoding="utf-8")
-    yield
-    sys.modules.pop("rotor_factory_wide", None)
-
-
-def run(capsys, *arguments: object) -> tuple[int, str, str]:
-    code = main([str(argument) for argument in arguments])
-    return code, *capsys.readouterr()
-
-
-def data_of(capsys, *arguments: object) -> dict:
-    code, out, err = run(capsys, *arguments, "--json", "--quiet")
-    assert (code, err) == (0, "")
-    return json.loads(out)
+    with folder_with("wide.py", FACTORY, tmp_path, monkeypatch):
+        yield
 
 
 def test_a_second_tier_holds_no_smaller_batch(capsys, tmp_path):

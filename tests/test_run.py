@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import folder_with
+from command_line import run as run_command
 from torch import nn
 
 import rotor
+from rotor.algorithms.curve import Curve
 from rotor.commands.main import main
+from rotor.fit.advice import Advice
 
 SCRIPT = """
 import argparse
@@ -60,16 +64,20 @@ sys.exit(4 if arguments.steps == 7 else 0)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    Path("train.py").write_text(SCRIPT, encoding="utf-8")
+    with folder_with("train.py", SCRIPT, tmp_path, monkeypatch):
+        yield
 
 
 def run(capsys, *arguments):
-    code = main(["run", *map(str, arguments)])
-    out, err = capsys.readouterr()
-    return code, out, err
+    return run_command(capsys, "run", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limit"),
+    [([4.0, 1.09, 1.0], 50), ([4.0, 1.2, 1.0], 50), ([4.0, 1.9, 1.0], 50), ([4.0, 3.0, 1.0], 10)],
+)
+def test_the_limit_in_the_advice_is_the_cheapest_that_saves_something(seconds, limit):
+    assert Advice(Curve([10, 50, 100], seconds), 100).cheap_limit() == limit
 
 
 def test_a_script_runs_as_it_is(capsys):

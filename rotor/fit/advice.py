@@ -20,7 +20,8 @@ from rotor.wrapper.checkpointable import Checkpointable
 
 __all__ = ["Advice", "advise", "better_of", "device_of_call"]
 
-_CHEAP = 1.10
+_CHEAP = (1.10, 1.25, 1.5, 2.0)
+"""Slow-downs that a limit may cost, the next where the one before saves next to nothing."""
 _SAVES = 0.95
 _POINTS = 12
 
@@ -47,15 +48,15 @@ class Advice:
     def cheap_limit(self) -> int:
         """Return the least limit that costs at most a tenth of the time.
 
-        If that saves next to nothing, return the least limit.
+        If that saves next to nothing, return the least limit that costs a quarter, half, or as much
+        again; if these save nothing either, return the least limit of all.
         """
-        most = _CHEAP * float(self.curve.seconds[-1])
-        cheap = [
-            int(size)
-            for size, seconds in zip(self.curve.bytes, self.curve.seconds, strict=True)
-            if seconds <= most
-        ]
-        return min(cheap) if min(cheap) < _SAVES * self.plain_bytes else self.curve.minimum_bytes
+        slower = self.curve.seconds / self.curve.seconds[-1]
+        for most in _CHEAP:
+            cheap = int(self.curve.bytes[slower <= most].min())
+            if cheap < _SAVES * self.plain_bytes:
+                return cheap
+        return int(self.curve.minimum_bytes)
 
 
 def device_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,7 +80,7 @@ def advise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     make: Any = Checkpointable
     with batches.unchanged(module, device), warnings.catch_warnings():
         warnings.simplefilter("ignore", MemoryLimitWarning)
-        model: Checkpointable = make(module)
+        model: Checkpointable = make(module, verbosity=0)
         model.measure(*args, **kwargs)
         if has_single_plan(model):
             curve = model.curve(_POINTS)
@@ -92,7 +93,7 @@ def advise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                     model,
                     lambda wrapped: _step_of(module, wrapped, args, kwargs),
                     device,
-                    lambda: make(module, engine="dynamic"),
+                    lambda: make(module, engine="dynamic", verbosity=0),
                 ),
                 default_limit(allocator.free_bytes(device)),
                 5,
@@ -122,7 +123,7 @@ def better_of(chain: Curve, graph: Curve | None) -> Curve:
 
 def _graph_curve(module: nn.Module, args: Any, kwargs: Any) -> Curve | None:
     make: Any = Checkpointable
-    graph: Checkpointable = make(module, engine="graph")
+    graph: Checkpointable = make(module, engine="graph", verbosity=0)
     try:
         graph.measure(*args, **kwargs)
     except CaptureError:

@@ -245,7 +245,8 @@ def cost_of_lengths(
 
     rows = []
     with unchanged(model, device):
-        wrapped = Checkpointable(model, mem_limit=limit, engine=engine, **options)
+        silent = {"verbosity": 0} | options
+        wrapped = Checkpointable(model, mem_limit=limit, engine=engine, **silent)
         for length in _chosen(lengths, points):
             found = _limited(wrapped, step_of(wrapped, length), device, limit)
             rows.append(LengthCost(length, *found, *_plain(step_of(model, length), device)))

@@ -176,6 +176,7 @@ def measured_page(
         known = zip(moments[first:], levels[first:], strict=True)
         data["traced"] = [(0, levels[0]), *((moment - begin, level) for moment, level in known)]
         data["marks"] = [max(round(seconds * 1e9) - begin, 0) for _, seconds in timeline.marks]
+        data["plain"] = _plain_parts(plan.unplanned_timeline, begin)
     rows = [(name, value) for name, value in figures]
     return _page(about or About(), rows, [table], data)
 
@@ -307,6 +308,14 @@ def _plain_chain(sequence: Schedule, loss_ns: int) -> list[tuple[int, int]] | No
         return None
     costs = [round(_seconds_of(op, chain, loss_ns) * 1e9) for op in kept]
     return _steps(costs, (kept.timeline.peak_bytes - chain.x_bytes[0]).tolist())
+
+
+def _plain_parts(plain: Timeline | None, begin_ns: int) -> list[tuple[int, int]] | None:
+    """Return (nanoseconds, bytes) of a step whose parts recompute nothing, if it is known."""
+    if plain is None:
+        return None
+    moments = [max(round(seconds * 1e9) - begin_ns, 0) for seconds in plain.seconds.tolist()]
+    return list(zip(moments, plain.live_bytes.tolist(), strict=True))
 
 
 def _steps(cost_ns: Sequence[int], levels: Sequence[int]) -> list[tuple[int, int]]:

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rotor.graph.assembly import fastest_of
 from rotor.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rotor.engines.chain.plan import Plan
     from rotor.engines.dynamic.plan import DynamicPlan, StepFigures
     from rotor.engines.graph.inductor import Attempt
+    from rotor.engines.graph.offloading import Layout
     from rotor.engines.graph.planned import GraphPlan
+    from rotor.engines.parts.offloading import PartsTier
     from rotor.engines.parts.plan import PartsPlan
+    from rotor.graph.program import Program
     from rotor.meter.step_meter import Metered
+    from rotor.tier.interface import Tier
 
 
 class Text(str):
@@ -142,8 +147,12 @@ def offload_rows(plan: GraphPlan) -> list[list[str]]:
     """Return rows on the values that a plan moves to a second tier and back."""
     if plan.step.offload is None:
         return []
-    program, layout = plan.program, plan.layout
-    tier = plan.step.offload.tier
+    return _tier_rows(plan.step.offload.tier, plan.layout, plan.program, plan.makespan)
+
+
+def _tier_rows(
+    tier: Tier, layout: Layout | None, program: Program | PartsTier, makespan: float
+) -> list[list[str]]:
     if layout is None:
         return [["offloaded", f"nothing: keeping and recomputing is faster than {tier!r}"]]
     steps = layout.waits.steps
@@ -159,9 +168,18 @@ def offload_rows(plan: GraphPlan) -> list[list[str]]:
         ["waits for the tier, measured", format_seconds(waited) if steps else "not yet"],
     ]
     if tier.wears_out:
-        daily = round(written * _DAY / plan.makespan) if plan.makespan else 0
+        daily = round(written * _DAY / makespan) if makespan else 0
         rows.append(["written in a day of such steps", f"{format_bytes(daily)}: disks wear out"])
     return rows
+
+
+def parts_tier_rows(plan: PartsPlan[Any]) -> list[list[str]]:
+    """Return rows on the values that the parts of a model move to a second tier and back."""
+    if plan.tier is None:
+        return []
+    if not plan.parts.may_offload():
+        return [["offloaded", f"nothing: no part has a graph for {plan.tier.offload.tier!r}"]]
+    return _tier_rows(plan.tier.offload.tier, plan.tier.whole, plan.tier, plan.makespan)
 
 
 def reserved_rows(plan: GraphPlan) -> list[list[str]]:
@@ -172,6 +190,10 @@ def reserved_rows(plan: GraphPlan) -> list[list[str]]:
         ["counted", "reserved bytes, taken by the allocator from the device"],
         ["allocated of them, predicted", format_bytes(plan.program.peak_bytes)],
         ["slack of the allocator", format_bytes(plan.executor_bytes)],
+        [
+            "in a private pool",
+            "nothing" if plan.pool is None else format_bytes(plan.pool.pool_bytes),
+        ],
     ]
 
 
@@ -234,6 +256,7 @@ def dynamic_figures(plan: DynamicPlan) -> list[list[str]]:
         stats = step.stats
         lines += [
             ["peak, counted", format_bytes(stats.peak_bytes)],
+            ["peak without eviction, counted", format_bytes(stats.held_peak_bytes)],
             ["room for the loss", format_bytes(step.room_bytes)],
             ["operations", str(stats.operations)],
             ["evictions", str(stats.evictions)],
@@ -300,17 +323,18 @@ def pieces_figures(plan: PartsPlan[Any]) -> list[list[str]]:
     """Return the figures of that report, by name."""
     measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
     known = "measured" if plan.parts.is_measured else "estimated"
-    ideal = plan.unplanned_time
     return [
         ["limit", format_bytes(plan.limit_bytes)],
         ["peak, predicted", format_bytes(plan.predicted_bytes)],
         ["peak, measured", measured],
         *seen_rows(plan),
+        ["peak without recomputation", format_bytes(plan.unlimited_bytes)],
         ["least peak possible", format_bytes(plan.least_bytes)],
         [f"{plan.parts.label} planned", plan.parts.described()],
         ["parts, predicted", format_seconds(plan.makespan)],
-        ["recomputation in them", f"{plan.makespan / ideal - 1:+.1%}" if ideal else "none"],
+        ["recomputation in them", f"{plan.recomputation:+.1%}"],
         ["between them", f"{known}, at most {format_bytes(max(plan.parts.bases.between))}"],
+        *parts_tier_rows(plan),
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
         ["proof", plan.proof],
     ]
@@ -324,20 +348,25 @@ def pieces_table(plan: PartsPlan[Any]) -> Text:
 def part_rows(plan: PartsPlan[Any]) -> list[list[str]]:
     """Return the table of the captured parts, its head first."""
     rows = [["part", "kept", "kept unplanned", "peak, forward", "peak, backward", "time", "slower"]]
+    tier = plan.tier
+    if tier is not None:
+        rows[0] += ["written", "fetched"]
     parts = zip(plan.parts.names(plan.choice), plan.parts.options(), plan.choice, strict=True)
     for k, (name, options, number) in enumerate(parts):
-        fastest = min(options, key=lambda option: option.time_ns)
+        best = options[fastest_of(options)]
         chosen = options[number]
-        slower = chosen.time_ns / fastest.time_ns - 1 if fastest.time_ns else 0.0
+        slower = chosen.time_ns / best.time_ns - 1 if best.time_ns else 0.0
         rows.append(
             [
                 name,
                 format_bytes(chosen.kept_bytes),
-                format_bytes(fastest.kept_bytes),
+                format_bytes(best.kept_bytes),
                 format_bytes(int(plan.simulation.forward[k])),
                 format_bytes(int(plan.simulation.backward[k])),
                 format_seconds(chosen.time_ns / 1e9),
                 f"{slower:+.1%}",
             ]
         )
+        if tier is not None:
+            rows[-1] += [format_bytes(size) for size in tier.moved_bytes(k)]
     return rows

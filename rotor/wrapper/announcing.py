@@ -46,9 +46,15 @@ class Announcer:
             self._seconds += time.perf_counter() - begun
 
     def see(self, plan: Any) -> None:
-        """Tell of a plan that is about to run, if time was spent on it."""
+        """Tell of a plan that is about to run, if time was spent on it.
+
+        Of a plan that cannot keep its limit, warnings tell.
+        """
+        is_planned = plan.unlimited_bytes is not None
+        if is_planned and plan.predicted_bytes > plan.limit_bytes:
+            return
         seconds, self._seconds = self._seconds, 0.0
-        if not seconds or not self._is_on or plan.unlimited_bytes is None:
+        if not seconds or not self._is_on or not is_planned:
             return
         if not self._is_first and seconds < max(_LONG_SECONDS, plan.makespan):
             return
@@ -69,7 +75,8 @@ def _figures(plan: Any) -> str:
         slower = program.slowdown - 1
         return f"{gain}, step {slower:+.1%} with waits; print(model.report()) for more"
     if plan.recomputation > 0:
-        gain += f", {format_bytes(most)} without recomputation, step {plan.recomputation:+.1%}"
+        what = "its parts" if plan.engine == "parts" else "step"
+        gain += f", {format_bytes(most)} without recomputation, {what} {plan.recomputation:+.1%}"
     else:
         gain += ", nothing is recomputed"
     return f"{gain}; print(model.report()) for more"

@@ -12,8 +12,8 @@ from torch import nn
 
 from rotor._pytorch import core
 from rotor.engines.contract import Call, Settings
+from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.estimate import Machine
-from rotor.engines.graph.planned import CapturedStep
 from rotor.engines.graph.pricing import build_graph
 from rotor.engines.graph.recorded import MEASURED, Profile, Source
 from rotor.graph.graph import Graph

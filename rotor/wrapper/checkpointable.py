@@ -121,8 +121,9 @@ class Checkpointable(TransparentModule):
     offload
         Second tier of memory, to which a step may move values instead of keeping or recomputing
         them: "disk" or "disk:FOLDER" for a file on a disk (`rotor.tier.DiskTier`), or a
-        `rotor.tier.Tier` of your own. The model is then captured as one graph (docs/offload.md), or
-        run by the dynamic engine (docs/dynamic.md). ``None``: no tier.
+        `rotor.tier.Tier` of your own. The model is then captured as one graph, in parts, or as
+        sharded blocks (docs/offload.md), or run by the dynamic engine (docs/dynamic.md). ``None``:
+        no tier.
     offload_limit
         Most bytes that a step may have on the tier, or text such as "16GiB"; by default any.
     **options

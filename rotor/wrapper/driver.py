@@ -93,10 +93,11 @@ class Driver:
         self._has_collected = False
         self._group_peers: Peers = Alone()
         self._announcer = Announcer(settings.verbosity)
+        self._checked: ModelState | None = None
         _drivers.add(self)
         self._discover(None, set())
         self.engines[0].check_options(settings.options)
-        self.engines[0].check_sharding()
+        self._check_sharding()
         self.engines[0].check()
 
     def _discover(self, latest: Any, warned: set[str], *, is_read: bool = False) -> None:
@@ -125,6 +126,14 @@ class Driver:
             fsdp.is_unit(self._wrapper()) != self._is_unit
         ):
             self._rediscover()
+            self._check_sharding()
+
+    def _check_sharding(self) -> None:
+        """Raise if the model is sharded, and its engine takes no such model."""
+        structure = self.context.structure
+        if self._checked is not structure or not self.engines[0].depends_on_structure:
+            self.engines[0].check_sharding()
+            self._checked = structure
 
     def attach(self, wrapper: nn.Module) -> None:
         """Make a module represent the model."""
@@ -159,6 +168,7 @@ class Driver:
         self._wrapper = _reference(None)
         self._group_peers = Alone()
         self._is_pending, self._is_crowded, self._has_collected = None, False, False
+        self._checked = None
         self._announcer = Announcer(self.settings.verbosity)
         _drivers.add(self)
         self._discover(None, state["warned"])
@@ -397,7 +407,7 @@ class Driver:
             raise ValueError("targets are for a loss: give Checkpointable(..., loss_fn=) too")
         if not (self.settings.module.training and torch.is_grad_enabled()):
             return False
-        self.engines[0].check_sharding()
+        self._check_sharding()
         refuse_graph_capture()
         if core.in_functorch():
             raise RuntimeError(
@@ -471,10 +481,12 @@ class Driver:
         plans, engine = self.context.plans, self.engine_of(key)
         key = engine.refined(key)
         plan = plans.get(key)
-        if plan is not None and plan.verdict is Verdict.GIVE_UP:
+        verdict = None if plan is None else plan.verdict
+        if verdict is Verdict.GIVE_UP:
             plan = self._give_up(key, call, plan)
             engine = self.engine_of(key)
-        is_stale = plan is not None and plan.verdict is Verdict.REMEASURE
+            verdict = None if plan is None else plan.verdict
+        is_stale = verdict is Verdict.REMEASURE
         if is_stale:
             plan = None
             del plans[key]
@@ -572,7 +584,7 @@ class Driver:
         if is_crowded or core.in_pipeline():
             return None
         if plan.reserving is not None:
-            plan.reserving.begin(plan.device)
+            plan.reserving.begin(plan.device, plan.pool_blocks)
         if plan.measured_bytes is not None or plan.meterings >= METERED_STEPS:
             return self._watch(engine, plan)
         learner, verbosity = weakref.ref(engine), self.settings.verbosity

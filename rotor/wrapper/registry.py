@@ -24,11 +24,9 @@ def _automatic(context: Context) -> list[Engine]:
     settings = context.settings
     if settings.counts == "reserved":
         return _graph(context)
-    if settings.offload is not None:
-        return [*_graph(context), DynamicEngine(context)]
     # Only the operations of a graph can be priced without running.
     is_timed = isinstance(settings.profile, str) and settings.profile == "measured"
-    is_chain = is_plain_sequential(settings.module) and is_timed
+    is_chain = is_plain_sequential(settings.module) and is_timed and settings.offload is None
     if is_chain and settings.backend == "fx" and ChainEngine.name not in settings.unsuited:
         return [SequentialEngine(context)]
     if settings.backend == "fx" and fsdp.is_loaded():

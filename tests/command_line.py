@@ -1,0 +1,35 @@
+"""Commands run in this process, in a folder with a file of Python of their own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rotor.commands.main import main
+
+
+@contextmanager
+def folder_with(name: str, text: str, tmp_path: Path, monkeypatch) -> Iterator[Path]:
+    """Make a folder with a file the current one; forget what was imported from it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    yield tmp_path
+    sys.modules.pop(f"rotor_factory_{Path(name).stem}", None)
+
+
+def run(capsys, *arguments: object) -> tuple[int, str, str]:
+    """Return exit code, standard output and standard error of a command."""
+    code = main([str(argument) for argument in arguments])
+    return code, *capsys.readouterr()
+
+
+def data_of(capsys, *arguments: object) -> dict:
+    """Return the JSON that a command prints; it must succeed, and print nothing else."""
+    code, out, err = run(capsys, *arguments, "--json", "--quiet")
+    assert (code, err) == (0, "")
+    return json.loads(out)
