@@ -13,41 +13,23 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from dynamic_tiers import Noise, generator
 
 import rotor
 from rotor.units import format_bytes
 
 SHARES = (0.7, 0.5, 0.35)
-_numbers = torch.Generator()
-_library = torch.library.Library("rotor_benchmarks", "DEF")
-_library.define("noise(Tensor x) -> Tensor")
-
-
-def _noise(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.rand(x.shape, generator=_numbers)
-
-
-_library.impl("noise", _noise, "CPU")
-
-
-class _Noise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = torch.ops.rotor_benchmarks.noise(x)
-        ctx.save_for_backward(found)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        (found,) = ctx.saved_tensors
-        return gradient * found
 
 
 class Recurrent(nn.Module):
@@ -76,7 +58,7 @@ class Noisy(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the last layer's result."""
         for layer in self.layers:
-            x = _Noise.apply(torch.tanh(layer(x)))
+            x = Noise.apply(torch.tanh(layer(x)))
         return x
 
 
@@ -98,7 +80,7 @@ def step_of(
 ) -> float:
     """Run a step, and return its seconds."""
     model.zero_grad(set_to_none=True)
-    _numbers.manual_seed(0)
+    generator.manual_seed(0)
     begun = time.perf_counter()
     call(x).square().mean().backward()
     return time.perf_counter() - begun
@@ -170,7 +152,7 @@ def main() -> None:
     parser.add_argument("--folder", default=None)
     parser.add_argument("--quick", action="store_true", help="small models, two rounds")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore", "rotor_benchmarks::noise does not repeat")
+    warnings.filterwarnings("ignore", "rotor_tier_tests::noise does not repeat")
     torch.manual_seed(0)
     tier = rotor.DiskTier(options.folder)
     print(

@@ -251,7 +251,9 @@ def figures(name: str, planning: str, steps: int) -> Found:
         limit = step_limit(model, batch)
 
         def begun(how: str) -> tuple[rotor.Checkpointable, float, float]:
-            chk = rotor.Checkpointable(model, mem_limit=limit, engine="graph", planning=how)
+            chk = rotor.Checkpointable(
+                model, mem_limit=limit, engine="graph", planning=how, verbosity=0
+            )
             with Captures() as captures:
                 first = cpu_seconds(lambda: train_step(chk, batch))
             return chk, first, captures.seconds
@@ -290,7 +292,9 @@ def capture_seconds(layers: int, *, folds: bool = True) -> dict[str, float]:
     """
     torch.manual_seed(0)
     batch = classification_batch(1, 64, CPU)
-    chk = rotor.Checkpointable(VisionTransformer(layers), mem_limit="4GiB", engine="graph")
+    chk = rotor.Checkpointable(
+        VisionTransformer(layers), mem_limit="4GiB", engine="graph", verbosity=0
+    )
     compilation_time_metrics.clear()
     original, lowering = capture.lower, 0.0
 

@@ -119,7 +119,8 @@ def run(name: str, args: argparse.Namespace) -> list[str]:
     drawn = lengths(args.steps)
     largest = batch_of(name, args.batch, max(drawn), generator)
     limit = int(args.share * peak_of(copy.deepcopy(model), largest))
-    limited = Loop(rotor.Checkpointable(model, mem_limit=limit, engine="graph"), model.parameters())
+    wrapped = rotor.Checkpointable(model, mem_limit=limit, engine="graph", verbosity=0)
+    limited = Loop(wrapped, model.parameters())
     predicted = 0.0
     counters["stats"].clear()
     begun = time.process_time()
@@ -131,8 +132,9 @@ def run(name: str, args: argparse.Namespace) -> list[str]:
         if args.verbose:
             now = f"{number} length {length}: plain {plain.seconds[-1]:.3f} s, "
             print(now + f"limited {limited.seconds[-1]:.3f} s", flush=True)
-    print(f"{name}: {time.process_time() - begun:.0f} s of CPU time in all")
-    print(limited.model.report())
+    if args.verbose:
+        print(f"{name}: {time.process_time() - begun:.0f} s of CPU time in all")
+        print(limited.model.report())
     captured = counters["stats"]["unique_graphs"]
     first = {length: k for k, length in reversed(list(enumerate(drawn)))}
     captures = sorted(first.values())[:2]
@@ -257,6 +259,9 @@ def main() -> None:
     args = parser.parse_args()
     if importlib.util.find_spec("transformers") is None:
         raise SystemExit("install transformers: pip install transformers")
+    from transformers import logging as messages
+
+    messages.set_verbosity_error()
     torch.set_num_threads(1)
     if args.trainer:
         head = ["Trainer", "lengths", "total / plain", "without captures", "captures, s"]
