@@ -4,6 +4,8 @@ VENV ?= .venv
 # A CPU build where the index has one; any torch >= 2.11 will do.
 TORCH ?= torch==2.13.0
 TORCHVISION ?= torchvision==0.28.*
+# Processes that run tests, a file at a time.
+WORKERS ?= 2
 # They ask for torch, which is there; what else they need is in the extra "test".
 FRAMEWORKS ?= "accelerate>=1.1" "lightning>=2.4" "pytorch-lightning>=2.4" "torchmetrics>=1.5"
 BIN := $(VENV)/bin
@@ -50,11 +52,13 @@ $(VENV)/.dev: $(VENV)/.test
 demo: $(VENV)/.built ## a ResNet-18 in 60 % of its memory: a table, the curve, a page
 	$(BIN)/python benchmarks/demo.py
 
-test: $(VENV)/.test test-c ## C tests under sanitizers, then the Python tests
-	$(BIN)/python -m pytest -m "not slow"
+test: ## C tests under sanitizers, then the Python tests
+	$(MAKE) -j$(WORKERS) $(VENV)/.test test-c
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 
-test-all: $(VENV)/.test test-c ## with the long checks
-	$(BIN)/python -m pytest
+test-all: ## with the long checks
+	$(MAKE) -j$(WORKERS) $(VENV)/.test test-c
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 build/c/%.o: csrc/rotor/%.c $(C_HEADERS)
 	@mkdir -p build/c

@@ -77,7 +77,7 @@ C_LEVELS = {
             "sequence",
             "tier",
         ],
-        ["floating", "persistent", "persistent_kernel", "frontier", "revolve"],
+        ["blocks_piece", "floating", "persistent", "persistent_kernel", "frontier", "revolve"],
         ["log_commands", "log_reader", "log_fields", "log_instructions", "log"],
         ["eviction_private", "eviction_check", "eviction_pool", "eviction_tier"],
         ["neighbourhoods", "regions", "eviction"],
@@ -85,11 +85,11 @@ C_LEVELS = {
         ["recorder_private", "recorder_check", "recorder_keeping", "recorder_nodes", "recorder"],
         ["recorder_queries"],
         ["planner_random", "planner_stop", "planner_order", "planner_levels"],
-        ["planner_sequence"],
+        ["planner_greedy_tier", "planner_prefetch", "planner_sequence"],
         ["planner_sequence_check", "planner_clocks", "planner_edits"],
         [
             *("planner_greedy", "planner_search", "planner_pool", "planner", "planner_curve"),
-            *("planner_tier", "planner_joint", "planner_joint_curve"),
+            *("planner_joint_walks", "planner_tier", "planner_joint", "planner_joint_curve"),
         ],
     ],
     "csrc/python": [
