@@ -17,7 +17,6 @@ from rotor import memory
 
 PROCESSES = 2
 DEVICE = os.environ.get("ROTOR_FSDP_DEVICE", "cpu")
-SECONDS = 150
 WIDTH = 32
 BLOCKS = 4
 STEPS = 20

@@ -17,13 +17,11 @@ from fsdp_models import DEVICE, batch, differences, on_all, refused, run
 import rotor
 from rotor.engines.parts import block_plan
 from rotor.engines.parts.plan import fastest
-from rotor.graph.assembly import choose, least_bytes, simulate
+from rotor.graph.assembly import choose, largest_bases, least_bytes, simulate
 from rotor.graph.link import Link
 from rotor.tier import DiskTier, HostTier, Tier
 
 NO_MORE = 1 << 30
-SHARD = 128 << 10
-"""Most bytes of gradients being reduced, which threads of gloo free later on a busy machine."""
 ON_CPU = DEVICE == "cpu"
 
 
@@ -67,12 +65,23 @@ def alone(plan: Any) -> list[list[Any]]:
 
 
 def limit_at(model: Any, share: float) -> int:
-    """A limit from the least of recomputation alone to the need of a step without any."""
+    """A limit from the least of recomputation alone to the need of a step without any.
+
+    By what all ranks have metered: a thread of gloo that frees late may raise the figures of one.
+    """
     plan = model.plan
-    options, bases = alone(plan), plan.parts.bases
+    options, bases = alone(plan), largest_bases(on_all(plan.parts.bases))
     least = least_bytes(options, bases)
     most = simulate(options, bases, fastest(options)).peak_bytes
-    return int(least + share * (most - least)) + plan.reserve_bytes
+    return int(least + share * (most - least)) + max(on_all(plan.reserve_bytes))
+
+
+def above_prediction(plan: Any, predicted_bytes: int) -> list[str]:
+    """Whether a metered step needed more than predicted, and the reserve for late buffers."""
+    measured = plan.measured_bytes
+    if measured is None or measured <= predicted_bytes + plan.reserve_bytes:
+        return []
+    return [f"measured {measured}, predicted {predicted_bytes}, reserve {plan.reserve_bytes}"]
 
 
 def several_limits() -> list[str]:
@@ -99,8 +108,7 @@ def several_limits() -> list[str]:
             found.append(f"written {moved.written_bytes}, planned {written}")
         if planned.plan is plan and moved.read_bytes != 2 * plan.tier.fetched_bytes:
             found.append(f"read {moved.read_bytes}, planned {2 * plan.tier.fetched_bytes}")
-        if plan.measured_bytes > plan.predicted_bytes:
-            found.append(f"measured {plan.measured_bytes}, predicted {plan.predicted_bytes}")
+        found += above_prediction(plan, plan.predicted_bytes)
     report = planned.report()
     if "written in a step" not in report or "a part offloaded" not in planned.display():
         found.append(report)
@@ -133,8 +141,7 @@ def any_programs() -> list[str]:
         found += trained(plain, planned, 1)
         if planned.plan is not plan or not plan.tier.offloaded_bytes:
             found.append(f"choice {plan.choice}")
-        if plan.measured_bytes is not None and plan.measured_bytes > predicted + SHARD:
-            found.append(f"measured {plan.measured_bytes}, predicted {predicted}")
+        found += above_prediction(plan, predicted)
     return found if races() == seen else [*found, f"{races() - seen} races"]
 
 

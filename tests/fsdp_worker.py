@@ -46,6 +46,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from two_processes import SECONDS
 
 import rotor
 from rotor._pytorch.fsdp import Unit
@@ -384,7 +385,7 @@ def work(rank: int, folder: Path, names: list[str]) -> None:
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=PROCESSES,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=SECONDS),
     )
     found: dict[str, list[str]] = {}
     scenarios = SCENARIOS | SIM_SCENARIOS
