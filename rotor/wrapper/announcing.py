@@ -50,11 +50,13 @@ class Announcer:
 
         Of a plan that cannot keep its limit, warnings tell.
         """
+        if not self._seconds:
+            return
         is_planned = plan.unlimited_bytes is not None
         if is_planned and plan.predicted_bytes > plan.limit_bytes:
             return
         seconds, self._seconds = self._seconds, 0.0
-        if not seconds or not self._is_on or not is_planned:
+        if not self._is_on or not is_planned:
             return
         if not self._is_first and seconds < max(_LONG_SECONDS, plan.makespan):
             return
