@@ -33,6 +33,7 @@ from rotor.engines.graph.profile import Cost
 from rotor.engines.graph.proving import proving_bytes
 from rotor.graph.blocks import (
     SMALL_BYTES,
+    BlockBytes,
     PoolBytes,
     pool_bytes,
     program_bytes,
@@ -266,19 +267,29 @@ class CapturedStep:
 
     def pool_bytes(self, program: Program, limit_bytes: int) -> PoolBytes | None:
         """Return the bytes of a program in a private pool; ``None`` if it needs less without."""
-        if not self.has_pool:
-            return None
-        beside = self._blocks_beside(program, limit_bytes)
-        orders = [cost.orders for cost in self.costs]
-        found = pool_bytes(program, outliving_storages(self.lowered), beside, orders=orders)
-        without = program_bytes(program, beside, orders=orders)
-        return found if found.reserved_peak_bytes < without.reserved_peak_bytes else None
-
-    def _blocks_beside(self, program: Program, limit_bytes: int) -> list[int]:
-        """Return the blocks that the engine's own bytes may lie in."""
         own = self.executor_bytes_of(program.actions.tolist(), limit_bytes)
+        return self._blocks_of(program, own)[1] if self.has_pool else None
+
+    def _blocks_of(self, program: Program, own_bytes: int) -> tuple[BlockBytes, PoolBytes | None]:
+        """Return the bytes of a program's blocks, and those in a private pool if these are less.
+
+        Parameters
+        ----------
+        program
+            Program of this step.
+        own_bytes
+            Bytes beside the graph's storages, as of `executor_bytes_of`.
+        """
         copies = [self.lowered.input_bytes(node) for node in self.lowered.mutated]
-        return small_blocks(own) if max(copies, default=0) <= SMALL_BYTES else [own]
+        is_small = max(copies, default=0) <= SMALL_BYTES
+        beside = small_blocks(own_bytes) if is_small else [own_bytes]
+        orders = [cost.orders for cost in self.costs]
+        expandable = devices.expandable_segments()
+        found = program_bytes(program, beside, orders=orders, expandable=expandable)
+        if not self.has_pool:
+            return found, None
+        pool = pool_bytes(program, outliving_storages(self.lowered), beside, orders=orders)
+        return found, pool if pool.reserved_peak_bytes < found.reserved_peak_bytes else None
 
     @property
     def several_tangents(self) -> bool:
@@ -347,16 +358,10 @@ class CapturedStep:
         own = self.executor_bytes_of(program.actions.tolist(), limit_bytes)
         if self.device.type == "cpu" or self.inductor is not None:
             return own
-        beside = self._blocks_beside(program, limit_bytes)
-        orders = [cost.orders for cost in self.costs]
-        expandable = devices.expandable_segments()
-        found = program_bytes(program, beside, orders=orders, expandable=expandable)
+        found, pool = self._blocks_of(program, own)
         needed = found.allocated_peak_bytes
         if self.counts == "reserved":
-            needed = found.reserved_peak_bytes
-            pool = self.pool_bytes(program, limit_bytes)
-            if pool is not None:
-                needed = pool.reserved_peak_bytes
+            needed = (pool or found).reserved_peak_bytes
         return max(needed - program.peak_bytes, own)
 
     def most_executor_bytes(self, limit_bytes: int) -> int:
