@@ -13,7 +13,8 @@ from torch import nn
 
 import rotor
 from rotor.engines.graph import capture
-from rotor.engines.parts.kinds import Captures, Kind
+from rotor.engines.parts.captures import Captures
+from rotor.engines.parts.kinds import Kind
 from rotor.meter import allocator as memory
 
 pytestmark = [

@@ -24,7 +24,8 @@ from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.engines.graph.offloading import Placed
 from rotor.engines.parts.block_proofs import BlocksProof
 from rotor.engines.parts.blocks import BlockStage
-from rotor.engines.parts.kinds import Captures, Kind, backward_marks
+from rotor.engines.parts.captures import Captures
+from rotor.engines.parts.kinds import Kind, backward_marks
 from rotor.engines.parts.probe import Saves
 from rotor.graph.assembly import Option
 
@@ -232,10 +233,9 @@ def share_graphs(
     list of (BlockGraph or None, str)
         For each block: the graph, and the reason for which it is given up.
     """
-    order = list(dict.fromkeys(graph.kind for graph in graphs if graph is not None))
+    order, first = _first_programs(ranks, graphs)
     mine = [None if g is None else (order.index(g.kind), _digest(g.kind)) for g in graphs]
     everyone = ranks.exchange(mine)
-    first = ranks.broadcast([[p.actions.tolist() for p in kind.programs] for kind in order])
     shared: list[tuple[BlockGraph | None, str]] = []
     taken: set[int] = set()
     for graph, *found in zip(graphs, *everyone, strict=True):
@@ -263,10 +263,17 @@ def share_programs(ranks: Ranks, graphs: Sequence[BlockGraph | None]) -> None:
     graphs
         Graph of each block, the same on all ranks; ``None`` without one.
     """
-    kinds = list(dict.fromkeys(graph.kind for graph in graphs if graph is not None))
-    found = ranks.broadcast([[p.actions.tolist() for p in kind.programs] for kind in kinds])
-    for kind, rows in zip(kinds, found, strict=True):
+    for kind, rows in zip(*_first_programs(ranks, graphs), strict=True):
         kind.take_programs(rows)
+
+
+def _first_programs(
+    ranks: Ranks, graphs: Sequence[BlockGraph | None]
+) -> tuple[list[Kind], list[list[list[int]]]]:
+    """Return the kinds of graphs, and the actions of the first rank's programs; a collective."""
+    kinds = list(dict.fromkeys(graph.kind for graph in graphs if graph is not None))
+    mine = [[program.actions.tolist() for program in kind.programs] for kind in kinds]
+    return kinds, ranks.broadcast(mine)
 
 
 def _digest(kind: Kind) -> int:

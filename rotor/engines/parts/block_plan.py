@@ -32,7 +32,7 @@ from rotor.engines.parts.block_graphs import (
 )
 from rotor.engines.parts.block_proofs import Kept, observe_blocks
 from rotor.engines.parts.blocks import AGAIN, FIRST_PROGRAM, KEPT, BlockStage, BlockStep
-from rotor.engines.parts.kinds import Captures
+from rotor.engines.parts.captures import Captures
 from rotor.engines.parts.plan import Parts, PartsPlan
 from rotor.errors import InfeasibleError
 from rotor.graph.assembly import Bases, Option, choose, largest_bases, least_bytes, simulate

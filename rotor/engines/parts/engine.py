@@ -24,7 +24,7 @@ from rotor.engines.graph.engine import captured_key, warn_unrepeatable
 from rotor.engines.graph.proving import PartsTally
 from rotor.engines.graph.recorded import price
 from rotor.engines.learning import MeteredEngine
-from rotor.engines.parts.kinds import Captures
+from rotor.engines.parts.captures import Captures
 from rotor.engines.parts.pieced import PiecesStep, make_pieces_plan
 from rotor.engines.parts.pieces import Pieces, discover
 from rotor.engines.parts.plan import (

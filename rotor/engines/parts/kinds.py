@@ -6,7 +6,6 @@ Parts of one kind, called alike, share the capture, the costs and the programs.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,9 +19,9 @@ from torch import nn
 
 from rotor.common.tensor_trees import output_tensors
 from rotor.engines.graph.actions import actions_of
-from rotor.engines.graph.capture import Capture, Captured, NothingToPlan, Unplanned, fresh
+from rotor.engines.graph.capture import Capture, Captured, Unplanned
 from rotor.engines.graph.captured_step import executor_bytes
-from rotor.engines.graph.early import EarlyCode, EarlyStep, Owners, owners_of, slots_of
+from rotor.engines.graph.early import EarlyCode, EarlyStep, Owners, slots_of
 from rotor.engines.graph.emit import Emitted, StepCode, emit
 from rotor.engines.graph.handover import with_handovers
 from rotor.engines.graph.lowering import Lowered
@@ -38,20 +37,15 @@ from rotor.engines.parts.levels import (
     read_before_made,
     search_levels,
 )
-from rotor.engines.parts.shaped import Price, SharedShapes
 from rotor.errors import CaptureError, InvalidSequenceError
 from rotor.graph.assembly import Option, undominated
 from rotor.graph.link import Link
 from rotor.graph.program import Program
 from rotor.tier.offload import Offload
 
-__all__ = ["Captures", "Kind", "backward_marks", "marked"]
+__all__ = ["Kind", "Shared", "backward_marks", "marked"]
 
 logger = logging.getLogger("rotor")
-
-
-def _run(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return module.forward(*args, **kwargs)
 
 
 @dataclass
@@ -450,167 +444,3 @@ def backward_marks(
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return marks of the start and end of part `k`'s backward: "backward k", "before k"."""
     return lambda: mark(f"backward {k}"), lambda: mark(f"before {k}")
-
-
-class Captures:
-    """Captured graphs of a model's parts, by their common properties.
-
-    Parameters
-    ----------
-    device
-        Device of the model.
-    price
-        Function that returns the costs of captured operations.
-    options
-        Options of `rotor.graph.plan`.
-    shares_shapes
-        True to have calls that differ in sizes share a capture.
-    offload
-        Second tier of the model; ``None`` without one.
-
-    Attributes
-    ----------
-    kinds
-        Captured graphs, by their id and the sizes of the call, if others share them.
-    offload
-        As given.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        price: Price,
-        options: dict[str, Any],
-        *,
-        shares_shapes: bool = False,
-        offload: Offload | None = None,
-    ) -> None:
-        self.offload = offload
-        self._device = device
-        self._price = price
-        self._options = options
-        self._captures: dict[Any, Capture] = {}
-        self._failures: dict[Any, str] = {}
-        self.kinds: dict[Any, Kind] = {}
-        self._shapes = SharedShapes(device, price) if shares_shapes else None
-
-    def kind_of(
-        self, path: str, module: nn.Module, signature: Any, args: Any, kwargs: Any
-    ) -> Kind | str:
-        """Return the captured graph of a call, or the reason for having none."""
-        key = (_shape_of(module), signature)
-        if key in self._failures:
-            return self._failures[key]
-        logger.debug("capturing %s", path)
-        if self._shapes is not None and key not in self._captures:
-            shaped = self._shaped(self._shapes, key, module, (args, kwargs))
-            if shaped is not None:
-                return shaped
-        tried = [self._captures[key]] if key in self._captures else []
-        for capture in [*tried, Capture(fresh(_run), folds=False)]:
-            capture.forget_programs()
-            try:
-                with _quiet():
-                    found = capture.reach(module, args, kwargs)
-            except CaptureError as error:
-                # A capture that others share may have been made for too many values.
-                reason = str(error)
-                continue
-            except NothingToPlan:
-                reason = "nothing in it needs a gradient"
-                break
-            self._captures[key] = capture
-            return self._kind(capture, found, module, (args, kwargs), key)
-        self._failures[key] = reason
-        return reason
-
-    def refresh(self, kinds: Iterable[Kind]) -> None:
-        """Search again for programs of graphs in which an operation gave other bits."""
-        for kind in kinds:
-            if kind.is_refuted:
-                kind.find_programs(self._options)
-
-    def follow_link(self, kinds: Iterable[Kind]) -> None:
-        """Add programs for the latest speed of the second tier."""
-        for kind in dict.fromkeys(kinds):
-            kind.follow_link(self._options)
-
-    def with_existing(self, kind: Kind, module: nn.Module, existing: set[int]) -> Kind:
-        """Return a kind for parameters with these ids that have gradients when a step begins."""
-        return kind.with_existing(module, existing, self._options)
-
-    def _shaped(
-        self, shapes: SharedShapes, key: Any, module: nn.Module, arguments: tuple[Any, Any]
-    ) -> Kind | None:
-        """Return a graph that shapes share, at the shape of a call; ``None`` without one."""
-        try:
-            with _quiet():
-                make = partial(Capture, fresh(_run))
-                step = shapes.step(key[0], module, key[1], arguments, make)
-        except NothingToPlan:
-            return None
-        if step is None:
-            return None
-        place = (id(step.captured), step.values)
-        if place not in self.kinds:
-            shared = next((k.shared for (i, *_), k in self._shaped_kinds() if i == place[0]), None)
-            kind = Kind(
-                step.capture,
-                step.captured,
-                [],
-                self._device,
-                step.owners,
-                shape=step,
-                shared=shared or Shared(),
-                offload=self.offload,
-            )
-            kind.find_programs(self._options)
-            self.kinds[place] = kind
-        return self.kinds[place]
-
-    def _shaped_kinds(self) -> list[tuple[Any, Kind]]:
-        return [(place, kind) for place, kind in self.kinds.items() if kind.shape is not None]
-
-    def search(self, kinds: Iterable[Kind]) -> None:
-        """Search at their own shape for programs of kinds that have those of another."""
-        for kind in dict.fromkeys(kinds):
-            if kind.is_carried:
-                kind.find_programs(self._options, again=True)
-
-    def _kind(
-        self, capture: Capture, found: Unplanned, module: nn.Module, arguments: Any, key: Any
-    ) -> Kind:
-        captured = found.captured
-        try:
-            if id(captured) not in self.kinds:
-                owners = owners_of(captured.lowered, found.primals, slots_of(module), arguments)
-                costs = self._price(captured.lowered, self._device, found.primals)
-                kind = Kind(capture, captured, costs, self._device, owners, offload=self.offload)
-                kind.find_programs(self._options)
-                self.kinds[id(captured)] = kind
-                if self._shapes is not None:
-                    known = (captured.lowered, costs)
-                    self._shapes.note(key[0], module, key[1], arguments, known)
-        finally:
-            found.primals.clear()
-            found.__traceback__ = None
-        return self.kinds[id(captured)]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        # PyTorch reads the gradients of traced tensors, also of non-leaves.
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
-        yield
-
-
-def _shape_of(module: nn.Module) -> Any:
-    """Return the properties of modules that share one capture; its guards check more."""
-    parts = list(module.modules())
-    tensors = [*module.parameters(), *module.buffers()]
-    return (
-        repr(module),
-        tuple((type(part), part.training) for part in parts),
-        tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors),
-    )

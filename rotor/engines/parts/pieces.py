@@ -25,7 +25,8 @@ from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.common.undisturbed import model_kept
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.offloading import Layout
-from rotor.engines.parts.kinds import Captures, Kind
+from rotor.engines.parts.captures import Captures
+from rotor.engines.parts.kinds import Kind
 from rotor.engines.parts.plan import Parts
 from rotor.engines.parts.probe import (
     NeedsBackward,

@@ -249,12 +249,12 @@ class PartsPlan(Metered, Generic[P]):
         On the clock of the metered step; ``None`` before one, and if the plan itself recomputes
         nothing.
         """
-        if self.measured_timeline is None or self.recomputation <= 0:
+        if self.measured_timeline is None:
             return None
-        options = self.parts.options()
-        return retimed(
-            self.measured_timeline, options, self.choice, fastest(options), self.unplanned
-        )
+        options, unplanned = self.parts.options(), self.unplanned
+        if self.simulation.time_ns <= unplanned.time_ns:
+            return None
+        return retimed(self.measured_timeline, options, self.choice, fastest(options), unplanned)
 
     def describe_excess(self) -> str:
         """Return a sentence on a limit that could not be kept."""

@@ -29,7 +29,7 @@ class SharedShapes:
     Parameters
     ----------
     device, price
-        As of `rotor.engines.parts.kinds.Captures`.
+        As of `rotor.engines.parts.captures.Captures`.
     """
 
     def __init__(self, device: torch.device, price: Price) -> None:

@@ -28,7 +28,7 @@ from rotor.engines.parts.block_plan import (
 )
 from rotor.engines.parts.block_proofs import BlocksProof, Kept
 from rotor.engines.parts.blocks import BlockStep
-from rotor.engines.parts.kinds import Captures
+from rotor.engines.parts.captures import Captures
 from rotor.engines.parts.plan import PartsPlan, learn, parts_curve
 from rotor.engines.peers import SharingRanks
 from rotor.graph.assembly import largest_bases
