@@ -51,6 +51,17 @@ def sim():
     assert module.races() == races + module.planned_races, module.last_race()
 
 
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory):
+    """Give a tier on the disk to which values of any size may go."""
+    from rotor.tier import DiskTier
+
+    tier = DiskTier(tmp_path_factory.mktemp("tier"))
+    tier.least_bytes = 1
+    yield tier
+    tier.close()
+
+
 @pytest.fixture(autouse=True)
 def plans_stay(request, monkeypatch):
     """Let no search end while a test runs, and keep no programs for other tests.

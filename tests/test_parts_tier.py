@@ -70,14 +70,6 @@ def _no_compiled_code_stays():
     torch._dynamo.reset()
 
 
-@pytest.fixture(scope="module")
-def disk(tmp_path_factory):
-    tier = rotor.DiskTier(tmp_path_factory.mktemp("tier"))
-    tier.least_bytes = 1
-    yield tier
-    tier.close()
-
-
 def step(model: nn.Module, call, x: torch.Tensor, seed: int = 0) -> list[torch.Tensor]:
     torch.manual_seed(seed)
     model.zero_grad(set_to_none=True)

@@ -10,14 +10,6 @@ import rotor
 SECTOR = 512
 
 
-@pytest.fixture(scope="module")
-def disk(tmp_path_factory):
-    tier = rotor.DiskTier(tmp_path_factory.mktemp("tier"))
-    tier.least_bytes = 1
-    yield tier
-    tier.close()
-
-
 def check(seed: int, programs: int, disk: rotor.DiskTier) -> int:
     """Number of fetches in programs that were bit-equal, and as large as predicted."""
     fetches = 0

@@ -47,14 +47,6 @@ def _no_compiled_code_stays():
     torch._dynamo.reset()
 
 
-@pytest.fixture(scope="module")
-def disk(tmp_path_factory):
-    tier = rotor.DiskTier(tmp_path_factory.mktemp("tier"))
-    tier.least_bytes = 1
-    yield tier
-    tier.close()
-
-
 def pair() -> tuple[nn.Module, nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     model = Mixed()
