@@ -43,7 +43,7 @@ import accelerator  # noqa: E402
 
 sim: Any = accelerator.load()
 
-from tier import Unit  # noqa: E402
+from tier import Block, Unit  # noqa: E402
 
 import rotor  # noqa: E402
 
@@ -56,15 +56,8 @@ FIRST_STEPS = 2
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Block(nn.Module):
+class EagerBlock(Block):
     """A block of a transformer, whose captured operations are the ones that eager PyTorch runs."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mixing, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.heads = heads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's output."""
@@ -95,7 +88,7 @@ class Blocks(nn.Module):
 def gpt(width: int = 192, depth: int = 6) -> Blocks:
     """Blocks of a transformer between linear layers."""
     ends = nn.Linear(width, width), nn.Linear(width, width)
-    return Blocks(ends[0], [Block(width, 6) for _ in range(depth)], ends[1])
+    return Blocks(ends[0], [EagerBlock(width, 6) for _ in range(depth)], ends[1])
 
 
 def resnet(width: int = 32, depth: int = 6) -> Blocks:

@@ -214,8 +214,8 @@ def curve_text(curve: Curve, points: int, facts: CurveFacts | None = None) -> st
     chosen = sorted({round(k * (count - 1) / max(most - 1, 1)) for k in range(most)})
     base = facts.base_seconds(curve)
     named = {format_bytes(size) for _, size in curve.marks}
-    unnamed = [(int(curve.bytes[k]), float(curve.seconds[k]), "") for k in chosen]
-    lines = [line for line in unnamed if format_bytes(line[0]) not in named]
+    shown = zip(curve.bytes[chosen].tolist(), curve.seconds[chosen].tolist(), strict=True)
+    lines = [(size, s, "") for size, s in shown if format_bytes(size) not in named]
     lines += [(size, _at(curve, size) or 0.0, name) for name, size in curve.marks]
     rows = [["memory of a step", "% of plain", "time", "x plain", ""]]
     for size, seconds, name in sorted(lines):

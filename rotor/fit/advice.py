@@ -77,10 +77,9 @@ def advise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         No plan exists.
     """
     device = device_of_call(module, args, kwargs)
-    make: Any = Checkpointable
     with batches.unchanged(module, device), warnings.catch_warnings():
         warnings.simplefilter("ignore", MemoryLimitWarning)
-        model: Checkpointable = make(module, verbosity=0)
+        model = _wrap(module)
         model.measure(*args, **kwargs)
         if has_single_plan(model):
             curve = model.curve(_POINTS)
@@ -93,7 +92,7 @@ def advise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                     model,
                     lambda wrapped: _step_of(module, wrapped, args, kwargs),
                     device,
-                    lambda: make(module, engine="dynamic", verbosity=0),
+                    lambda: _wrap(module, engine="dynamic"),
                 ),
                 default_limit(allocator.free_bytes(device)),
                 5,
@@ -121,9 +120,14 @@ def better_of(chain: Curve, graph: Curve | None) -> Curve:
     )
 
 
-def _graph_curve(module: nn.Module, args: Any, kwargs: Any) -> Curve | None:
+def _wrap(module: nn.Module, **options: Any) -> Checkpointable:
     make: Any = Checkpointable
-    graph: Checkpointable = make(module, engine="graph", verbosity=0)
+    wrapped: Checkpointable = make(module, verbosity=0, **options)
+    return wrapped
+
+
+def _graph_curve(module: nn.Module, args: Any, kwargs: Any) -> Curve | None:
+    graph = _wrap(module, engine="graph")
     try:
         graph.measure(*args, **kwargs)
     except CaptureError:
