@@ -158,7 +158,7 @@ def limited_tier() -> list[str]:
     if not 0 < most <= planned.offload.limit_bytes == free // 2:
         found.append(f"{most} of {planned.offload.limit_bytes}, {free // 2}")
     planned.offload.limit_bytes = 0
-    planned.compute_sequence(mem_limit=limit)
+    planned.compute_sequence(mem_limit=limit_at(planned, 0.0))
     if planned.plan.tier.whole is not None or "offloaded" not in planned.report():
         found.append(planned.report())
     return found
@@ -205,7 +205,7 @@ def lives_of_steps() -> list[str]:
 def other_speeds() -> list[str]:
     """One rank waits longer than planned: all plan again, for its speed, with equal programs."""
     plain, planned = pair()
-    limit = limit_at(planned, 0.0)
+    limit = limit_at(planned, 0.3)
     planned.compute_sequence(mem_limit=limit)
     plan = planned.plan
     planned.offload.learned = 0

@@ -328,7 +328,7 @@ def optimizer_between() -> list[str]:
     return refused(loss.backward, RuntimeError, "changed or replaced")
 
 
-SCENARIOS: dict[str, Callable[[], list[str]]] = {
+CHAIN_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     f"{'shard, wrap' if first else 'wrap, shard'}{', root' if root else ''}"
     f"{', reshard' if reshard else ''}": lambda first=first, root=root, reshard=reshard: orders(
         shard_first=first, root=root, reshard=reshard
@@ -349,11 +349,14 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "replicas share plans": replicas_share_plans,
     "refusals": refusals,
     "optimizer between": optimizer_between,
-    **BLOCK_SCENARIOS,
-    **GRAPH_SCENARIOS,
-    **PROOF_SCENARIOS,
-    **SEQUENTIAL_SCENARIOS,
-    **TIER_SCENARIOS,
+}
+
+GROUPS: dict[str, dict[str, Callable[[], list[str]]]] = {
+    "chains": CHAIN_SCENARIOS,
+    "blocks": BLOCK_SCENARIOS,
+    "graphs": GRAPH_SCENARIOS,
+    "proofs": PROOF_SCENARIOS | SEQUENTIAL_SCENARIOS,
+    "tier": TIER_SCENARIOS,
 }
 
 SIM_SCENARIOS: dict[str, Callable[[], list[str]]] = {
@@ -388,8 +391,10 @@ def work(rank: int, folder: Path, names: list[str]) -> None:
         timeout=timedelta(seconds=SECONDS),
     )
     found: dict[str, list[str]] = {}
-    scenarios = SCENARIOS | SIM_SCENARIOS
-    for name in names or SCENARIOS:
+    scenarios = dict(SIM_SCENARIOS)
+    for group in GROUPS.values():
+        scenarios |= group
+    for name in names:
         began = time.process_time()
         with quiet():
             found[name] = scenarios[name]()
