@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import warnings
 from collections.abc import Callable
@@ -52,8 +53,9 @@ class Interrupt:
         code = frame.f_code
         if event != "call" or "/rotor/" not in code.co_filename:
             return
-        # A generator is also called to be closed.
-        if code.co_name in _CLEANUP or code.co_name.startswith("<"):
+        # A generator is also called to be closed, where errors are lost.
+        is_generator = code.co_flags & inspect.CO_GENERATOR
+        if code.co_name in _CLEANUP or code.co_name.startswith("<") or is_generator:
             return
         if self._is_leaving(frame) or not self._is_within(frame):
             return

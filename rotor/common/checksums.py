@@ -64,7 +64,7 @@ _keys: dict[torch.device, torch.Tensor] = {}
 
 
 def _keys_on(device: torch.device) -> torch.Tensor:
-    """Return odd factors of the columns, twice as many."""
+    """Return odd factors of the columns, twice as many; a device keeps them from then on."""
     if device not in _keys:
         with torch.inference_mode(False):
             generator = torch.Generator("cpu").manual_seed(_KEY_SEED)
@@ -147,7 +147,7 @@ def checksum(tensor: torch.Tensor) -> int | torch.Tensor:
     -------
     int or torch.Tensor
         A number for a tensor on a CPU; else a tensor of one int64 on its device, for which
-        which the host has not waited.
+        the host has not waited.
 
     Raises
     ------
