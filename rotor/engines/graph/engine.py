@@ -492,11 +492,15 @@ class GraphEngine(MeteredEngine):
         slots, spread = self.context.structure.parameters, core.in_ddp()
         with plan.installed(slots, arguments, spread=spread, tally=tally) as (given, early):
             try:
-                return plan.step.capture(self.context.module, loss_fn, *given)
+                return self._run_captured(plan, loss_fn, given)
             except Unplanned as reached:
                 if early is not None:
                     reached.primals[:] = map(early.original, reached.primals)
                 raise
+
+    def _run_captured(self, plan: GraphPlan, loss_fn: Any, given: Any) -> Any:
+        """Return the result of the captured call, whose code is installed."""
+        return plan.step.capture(self.context.module, loss_fn, *given)
 
     # -- learning
 
