@@ -23,6 +23,7 @@ from ddp_graphs import Net, differences
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from two_processes import PROCESSES, run_processes, work
+from unrepeatable import STATE, Stack, sample
 
 import rotor
 from rotor.common.ranks import RankError
@@ -242,9 +243,7 @@ def full_tier(rank: int) -> list[str]:
     peak = planned.compute_sequence(mem_limit="1 GB").peak_bytes
     before, limit = planned.plan, peak * 7 // 10
     tier.is_full = rank == 1
-    found = refused(
-        rank, lambda: planned.compute_sequence(mem_limit=limit), OSError, "no room for"
-    )
+    found = refused(rank, lambda: planned.compute_sequence(mem_limit=limit), OSError, "no room for")
     if planned.plans[before.key] is not before or planned.mem_limit == limit:
         found.append("the former plan is gone")
     tier.is_full = False
@@ -337,8 +336,10 @@ def values_change(rank: int) -> list[str]:
     found = step() + step()
     planned.module.is_long = rank == 1
     before = copy.deepcopy(planned.state_dict())
-    error = raised(lambda: models[1](x))
-    if not isinstance(error, RankError) or "rank 1 of 2 has reached another graph" not in str(error):
+    error = raised(lambda: planned(x))
+    if not isinstance(error, RankError) or "rank 1 of 2 has reached another graph" not in str(
+        error
+    ):
         found.append(f"{type(error).__name__}: {error}")
     if any(not torch.equal(value, before[name]) for name, value in planned.state_dict().items()):
         found.append("something has changed")
@@ -348,10 +349,51 @@ def values_change(rank: int) -> list[str]:
     found += step()
     planned.module.is_long = rank == 1
     error = raised(lambda: planned.measure(x))
-    texts = on_all(str(error))
-    if rank == 0 and not isinstance(planned.measure(x) if error is None else error, object):
-        found.append(texts[0])
-    return found
+    if not isinstance(error, RankError) or "has captured" not in str(error):
+        found.append(f"{type(error).__name__}: {error}")
+    planned.module.is_long = False
+    return found + step()
+
+
+def differs_on_one(rank: int) -> list[str]:
+    """A recomputed value that differs on rank 1 refuses the step on both; it is kept then."""
+    plain = Stack("liar", norm=True)
+    planned = shared(Stack("liar", norm=True))
+    x = sample()
+    tighten(planned, x, 0.0)
+    for model in (plain, planned):
+        model.zero_grad()
+    states = copy.deepcopy(planned.state_dict())
+    STATE["lies"] = rank == 1
+    error = raised(lambda: planned(x).square().mean().backward())
+    STATE["lies"] = False
+    found = []
+    if not isinstance(error, rotor.RecomputationError) or "Found on rank 1 of 2" not in str(error):
+        found.append(f"{type(error).__name__}: {error}")
+    if any(not torch.equal(value, states[name]) for name, value in planned.state_dict().items()):
+        found.append("buffers have changed")
+    if any(p.grad is not None for p in planned.parameters()):
+        found.append("there are gradients")
+    before = planned.plan
+    # The least limit is that of a program that computes it again.
+    texts = on_all(str(raised(lambda: planned(x))))
+    if texts[0] != texts[1] or "no plan was found" not in texts[0]:
+        found.append(str(texts))
+    planned.compute_sequence(mem_limit="1 GB")
+    for _ in range(2):
+        losses = []
+        for model in (plain, planned):
+            model.zero_grad()
+            losses.append(model(x).square().mean())
+            losses[-1].backward()
+        if not torch.equal(*losses) or not all(
+            torch.equal(p.grad, q.grad)
+            for p, q in zip(plain.parameters(), planned.parameters(), strict=True)
+        ):
+            found.append("a step")
+    if planned.plan is before:
+        found.append("the same plan")
+    return found + same_program(planned, recomputes=False)
 
 
 def dropped_steps(rank: int) -> list[str]:
@@ -387,12 +429,13 @@ def copies(rank: int) -> list[str]:
 def loaded(rank: int) -> list[str]:
     plain, planned = pair()
     limit = tighten(planned, batch(rank, 0))
+    found = compare(rank, plain, planned, [64] * 2)
     saved = planned.plan.program.to_json()
     roomy = planned.compute_sequence(mem_limit=2 * limit).to_json()
     planned.compute_sequence(mem_limit=2 * limit)
-    planned.load_plan(saved)
-    found = compare(rank, plain, planned, [64] * 2)
-    if planned.plan.program.to_json() != saved:
+    loaded = planned.load_plan(saved)
+    found += compare(rank, plain, planned, [64] * 2)
+    if planned.plan.program != loaded or loaded.to_json() != saved:
         found.append("another program")
     before = planned.plan
     error = raised(lambda: planned.load_plan(roomy if rank else saved))
@@ -417,7 +460,7 @@ def refusals(rank: int) -> list[str]:
     given = {"offload": DiskTier(tempfile.mkdtemp())} if rank else {}
     model = rotor.Checkpointable(Net(), mem_limit="1 GB", **given)
     error = raised(model.share_plans)
-    if not isinstance(error, RankError) or "second tier" not in str(error):
+    if not isinstance(error, RankError) or "offload DiskTier" not in str(error):
         found.append(f"{type(error).__name__}: {error}")
     return found
 
@@ -446,6 +489,7 @@ SCENARIOS: dict[str, Callable[[int], list[str]]] = {
     "waits on one": waits_on_one,
     "refused on one": refused_on_one,
     "values change": values_change,
+    "differs on one": differs_on_one,
     "dropped steps": dropped_steps,
     "copies": copies,
     "loaded": loaded,

@@ -30,16 +30,16 @@ def agree_to_share(ranks: Ranks, settings: Settings, engine: str) -> None:
         Another rank's is; or the ranks differ in what they plan.
     """
 
-    def own() -> tuple[str, str]:
+    def own() -> str:
         _check(settings)
-        tier = settings.offload
-        return engine, "none" if tier is None else type(tier.tier).__name__
+        tier = "none" if settings.offload is None else type(settings.offload.tier).__name__
+        return f"plans as {engine} with offload {tier} and verify={settings.verify!r}"
 
     for rank, other in enumerate(found := ranks.together(own)):
         if other != found[0]:
             raise RankError(
-                f"rank 0 plans as {found[0][0]} with the second tier {found[0][1]}, rank {rank} as "
-                f"{other[0]} with {other[1]}: give Checkpointable the same options on every rank"
+                f"rank 0 {found[0]}, rank {rank} {other}: give Checkpointable the same options on "
+                "every rank"
             )
 
 

@@ -457,7 +457,7 @@ class GraphEngine(MeteredEngine):
     def run(self, plan: GraphPlan, call: Call, start: StartMeter) -> tuple[Any, IsPending]:
         """Run a step under a plan."""
         capture = plan.step.capture
-        tally = plan.tally(self.settings.verify)
+        tally = self._tally_of(plan)
         plan.install(tally)
         meter = start()
         try:
@@ -497,6 +497,10 @@ class GraphEngine(MeteredEngine):
                 if early is not None:
                     reached.primals[:] = map(early.original, reached.primals)
                 raise
+
+    def _tally_of(self, plan: GraphPlan) -> Tally | None:
+        """Return the tally of the next step; ``None`` if that step is not verified."""
+        return plan.tally(self.settings.verify)
 
     def _run_captured(self, plan: GraphPlan, loss_fn: Any, given: Any) -> Any:
         """Return the result of the captured call, whose code is installed."""

@@ -12,8 +12,10 @@ import time
 from functools import partial
 from typing import Any, ClassVar
 
+from rotor.common.checksums import Mismatch, Proved
 from rotor.common.progress import progress
 from rotor.common.ranks import RankError, Ranks, digest
+from rotor.engines.chain.sharded_proofs import found_together
 from rotor.engines.contract import (
     Call,
     CannotPlan,
@@ -30,7 +32,8 @@ from rotor.engines.graph.emit import StepCode
 from rotor.engines.graph.engine import GraphEngine
 from rotor.engines.graph.marks import drop_preferences
 from rotor.engines.graph.planned import GraphPlan
-from rotor.engines.graph.shared_plan import make_shared_plan
+from rotor.engines.graph.proving import Tally
+from rotor.engines.graph.shared_plan import check_same, make_shared_plan
 from rotor.engines.loss_guess import plan_with_guess
 from rotor.errors import CaptureError, InfeasibleError
 from rotor.report.text import Text
@@ -110,6 +113,28 @@ class _Met:
         return self._code.backward
 
 
+class _SharedTally(Tally):
+    """Verified step of all ranks, which is refused on all if one finds a difference.
+
+    Parameters
+    ----------
+    ranks
+        Processes that run the step.
+    proved
+        As of `Tally`.
+    """
+
+    def __init__(self, ranks: Ranks, proved: Proved) -> None:
+        super().__init__(proved)
+        self._ranks = ranks
+
+    def differing(self, own: list[Mismatch]) -> tuple[list[Mismatch], str]:
+        """Return the differences of all ranks, one for each value; a collective operation."""
+        found, where = found_together(self._ranks, own)
+        once = {mismatch.site: mismatch for mismatch in reversed(found)}
+        return list(once.values()), where
+
+
 class SharedGraphEngine(GraphEngine):
     """Captured steps of replicas that run the same programs, such as under DDP.
 
@@ -147,6 +172,7 @@ class SharedGraphEngine(GraphEngine):
                     f"nothing in the step of rank {needless} needs a gradient, and the step of "
                     "others does: freeze the same parameters on every rank"
                 )
+            check_same(self._ranks, self.steps[key.measured].captured.lowered)
         except BaseException:
             self.steps.pop(key.measured, None)
             if before is not None:
@@ -305,6 +331,9 @@ class SharedGraphEngine(GraphEngine):
             if problem is error:
                 raise
             raise problem from None
+
+    def _tally_of(self, plan: GraphPlan) -> Tally | None:
+        return plan.tally(self.settings.verify, partial(_SharedTally, self._ranks))
 
     def _run_captured(self, plan: GraphPlan, loss_fn: Any, given: Any) -> Any:
         captured, capture, meeting = plan.step.captured, plan.step.capture, self._meeting

@@ -24,7 +24,7 @@ from rotor.graph.link import Link
 from rotor.graph.program import Program
 from rotor.units import exact_bytes
 
-__all__ = ["joint_graph", "make_shared_plan", "signatures_of"]
+__all__ = ["check_same", "joint_graph", "make_shared_plan", "signatures_of"]
 
 _ROOMIER = 4
 """Searches for values that have places within the limit of a tier."""
@@ -50,9 +50,7 @@ class Needs:
 
     Attributes
     ----------
-    operations
-        Digest of each operation.
-    is_pinned, is_movable, sizes
+    is_movable, sizes
         Flags and bytes of the storages.
     is_once, costs_ns, workspaces
         Flags, times and workspaces of the operations.
@@ -60,8 +58,6 @@ class Needs:
         Bytes beside the storages, without any recomputation.
     """
 
-    operations: list[int]
-    is_pinned: list[bool]
     is_movable: npt.NDArray[np.bool_]
     sizes: npt.NDArray[np.int64]
     is_once: npt.NDArray[np.bool_]
@@ -73,8 +69,6 @@ class Needs:
     def of(cls, step: CapturedStep, graph: Graph, limit_bytes: int) -> Needs:
         """Return the needs of a step with a cost model."""
         return cls(
-            [digest(signature) for signature in signatures_of(step.lowered)],
-            [bool(storage.pinned) for storage in graph.storages],
             np.array([storage.movable for storage in graph.storages], dtype=np.bool_),
             np.array([storage.bytes for storage in graph.storages], dtype=np.int64),
             np.array([op.once for op in graph.operations], dtype=np.bool_),
@@ -84,21 +78,24 @@ class Needs:
         )
 
 
-def _check_same(graph: Graph, everyone: Sequence[Needs]) -> None:
-    """Raise RankError if a rank has captured another graph than the first one."""
-    first = everyone[0]
-    for rank, needs in enumerate(everyone):
-        if (needs.operations, needs.is_pinned) == (first.operations, first.is_pinned):
+def check_same(ranks: Ranks, lowered: Lowered) -> None:
+    """Raise RankError, on every rank, if one has captured another graph than the first one."""
+    mine = [digest(signature) for signature in signatures_of(lowered)]
+    pinned = digest([bool(is_pinned) for _, is_pinned in lowered.storages])
+    everyone = ranks.exchange((mine, pinned))
+    first, _ = everyone[0]
+    for rank, (other, _) in enumerate(everyone):
+        if everyone[rank] == everyone[0]:
             continue
-        pairs = zip(first.operations, needs.operations, strict=False)
-        number = next((k for k, (one, other) in enumerate(pairs) if one != other), None)
+        pairs = enumerate(zip(first, other, strict=False))
+        number = next((k for k, (one, another) in pairs if one != another), None)
         place = "" if number is None else f", the first difference at number {number}"
-        if number is not None and number < len(graph):
-            place += f" ({graph.operations[number].name} on this one)"
+        if number is not None and number < len(mine):
+            place += f" ({lowered.tasks[number].name} on this rank)"
         raise RankError(
-            f"rank 0 has captured {len(first.operations)} operations, rank {rank} "
-            f"{len(needs.operations)}{place}: ranks that share plans need the same model, frozen "
-            "parameters and kind of input, and the same Python values that its code depends on"
+            f"rank 0 has captured {len(first)} operations, rank {rank} {len(other)}{place}: ranks "
+            "that share plans need the same model, frozen parameters and kind of input, and the "
+            "same Python values that its code depends on"
         )
 
 
@@ -163,8 +160,8 @@ def make_shared_plan(
         The ranks have captured different graphs, or another one has failed.
     """
     graph = step.graph(loss_bytes)
+    check_same(ranks, step.lowered)
     everyone = ranks.together(lambda: Needs.of(step, graph, limit_bytes))
-    _check_same(graph, everyone)
     joint = joint_graph(graph, everyone) if ranks.rank == 0 else graph
     own = max(needs.own_bytes for needs in everyone)
 
