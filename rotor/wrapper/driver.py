@@ -90,8 +90,7 @@ class Driver:
         self._wrapper: Callable[[], nn.Module | None] = _reference(wrapper)
         self._unplanned: set[Any] = set()
         self._is_pending: IsPending = None
-        self._is_crowded = False
-        self._has_collected = False
+        self._is_crowded = self._has_collected = False
         self._group_peers: Peers = Alone()
         self._announcer = Announcer(settings.verbosity)
         self._checked: ModelState | None = None
@@ -507,6 +506,9 @@ class Driver:
             return None
         with self._announcer.timed():
             if wants_measure:
+                if self.context.peers.ranks is not None:
+                    # What one rank has lost, all measure and plan from the beginning.
+                    is_stale, _ = True, plans.pop(key, None)
                 try:
                     self._measure(key, call, again=is_stale)
                 except NothingToPlan:
