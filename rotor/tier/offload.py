@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rotor._pytorch import devices
 from rotor.common.ranks import Ranks
 from rotor.graph.link import Link
 from rotor.tier.disk import DiskTier
@@ -190,6 +191,17 @@ def measure_link(tier: Tier, device: torch.device | str = "cpu") -> Link:
     """
     place = torch.device(device)
     check_device(tier, place)
+    try:
+        return _timed_link(tier, place)
+    finally:
+        if place.type != "cpu":
+            # A step's blocks that fell into memory cached here would be larger than planned.
+            torch.accelerator.synchronize(place)
+            devices.release_cached(place)
+
+
+def _timed_link(tier: Tier, place: torch.device) -> Link:
+    """Return the median speed; memory of the device stays cached."""
     alignment = tier.alignment_bytes
     buffer = torch.zeros(_SAMPLE_BYTES, dtype=torch.uint8, device=place)
     matrix = torch.full((_COMPUTED, _COMPUTED), 1.0 / _COMPUTED, device=place)
