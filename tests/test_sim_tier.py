@@ -226,6 +226,7 @@ def modelled(sim):
     sim.set_clock("model")
     sim.set_link(1.0, 1000)
     yield sim
+    sim.set_compute()
     sim.set_link(8.0)
     sim.set_clock("real")
 
@@ -250,3 +251,39 @@ def test_waits_of_the_device_teach_the_speed(modelled, tier):
     assert measured == pytest.approx(0.75e9, rel=0.01)
     assert chk.offload.link.write_bytes_per_s == pytest.approx(0.75 * 0.02e9, rel=0.1)
     assert chk.offload.link.read_bytes_per_s == pytest.approx(0.75 * 0.02e9, rel=0.1)
+
+
+class Unit(nn.Module):
+    """A residual block, whose values take blocks of more than 1 MiB."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+        self.second = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(torch.relu(self.norm(self.first(x))))
+
+
+def test_a_first_step_finds_nothing_cached_by_the_measure_of_the_link(modelled, tier):
+    """Where blocks of the allocator end depends on the memory that is cached."""
+    modelled.set_compute(gb_per_s=20.0)
+    torch.manual_seed(0)
+    ends = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 8, 1)
+    model = nn.Sequential(ends[0], *(Unit(32) for _ in range(3)), ends[1]).to("sim")
+    x = torch.randn(8, 3, 40, 40, device="sim")
+    target = torch.zeros(8, 8, 40, 40, device="sim")
+    chk = engine(model, offload=HostTier(), effort="fast")
+    chk.measure(x, targets=(target,))
+    level = modelled.memory_reserved()
+    peak = chk.compute_sequence(mem_limit="200 MiB").peak_bytes
+    assert modelled.memory_reserved() <= level
+    program = chk.compute_sequence(mem_limit=int(0.9 * peak))
+    assert program.offloaded_bytes > 0
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        before = modelled.memory_allocated()
+        modelled.reset_peak_memory_stats()
+        chk(x, targets=(target,)).backward()
+        modelled.synchronize()
+        assert modelled.max_memory_allocated() - before <= chk.plan.predicted_bytes

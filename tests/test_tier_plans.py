@@ -227,12 +227,6 @@ def test_waits_that_are_longer_than_planned_are_planned_for(subject):
     assert chk.plan.predicted_bytes <= chk.plan.limit_bytes
 
 
-def test_ranks_do_not_share_plans_with_a_tier(subject):
-    chk = made(copy.deepcopy(subject[0]), "1 TB", offload=Fast())
-    with pytest.raises(ValueError, match="each process plans for itself"):
-        chk.share_plans()
-
-
 def test_the_largest_batch_with_a_tier(tmp_path):
     """A tier makes room for a larger batch, whose peak is measured."""
     torch.manual_seed(0)

@@ -139,13 +139,36 @@ class Ranks:
         RankError
             On the others; it names the rank and its error.
         """
-        text = None if error is None else f"{type(error).__name__}: {error}"
-        found = self.exchange(text)
-        if error is not None:
-            raise error
-        for rank, message in enumerate(found):
+
+        def own() -> None:
+            if error is not None:
+                raise error
+
+        self.together(own)
+
+    def together(self, own: Callable[[], T]) -> list[T]:
+        """Return what a function returns on each rank, in their order.
+
+        Raises
+        ------
+        Exception
+            Its exception, on a rank where it raises one.
+        RankError
+            On the others; it names the rank and its error.
+        """
+        value, problem = None, None
+        try:
+            value = own()
+        except Exception as error:
+            problem = error
+        text = None if problem is None else f"{type(problem).__name__}: {problem}"
+        found = self.exchange((value, text))
+        if problem is not None:
+            raise problem
+        for rank, (_, message) in enumerate(found):
             if message is not None:
                 raise RankError(f"rank {rank} of {self.size} cannot go on: {message}")
+        return [value for value, _ in found]  # type: ignore[misc]
 
     def joint_limit(self, limit_bytes: int, reserve_bytes: int) -> tuple[int, int]:
         """Return the least limit and the largest reserve of any rank, valid for all."""

@@ -354,6 +354,10 @@ class Engine(ABC):
     def check_sharding(self) -> None:
         """Raise if the model is sharded and the engine cannot run that."""
 
+    def meters_later(self) -> bool:
+        """Return whether steps are observed after the first metered ones."""
+        return self.context.peers.ranks is None
+
     def is_portable(self) -> bool:
         """Return whether measures and plans hold for a copy of the model."""
         return False
@@ -418,6 +422,18 @@ class Engine(ABC):
 
     def expect(self, plan: Any) -> None:
         """Check, before a step, for needs that its plan does not know."""
+
+    def is_behind(self) -> bool:
+        """Return whether this rank has something to plan before its next step, as peers are told.
+
+        False where a process plans for itself.
+        """
+        if self.context.peers.ranks is None:
+            return False
+        plans = self.context.plans.values()
+        for plan in plans:
+            self.expect(plan)
+        return not plans or any(plan.verdict is not Verdict.KEEP for plan in plans)
 
     def replan(self, old: Any, make: Callable[[int], Any]) -> Any:
         """Return a plan that includes the lessons of metered steps, or the old one.

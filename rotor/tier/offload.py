@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from rotor._pytorch import devices
+from rotor.common.ranks import Ranks
 from rotor.graph.link import Link
 from rotor.tier.disk import DiskTier
 from rotor.tier.host import HostTier
@@ -74,6 +76,27 @@ class Offload:
                 100 * PLANNED_SHARE,
             )
         return self.link
+
+    def share(self, ranks: Ranks) -> None:
+        """Count on the slowest tier of all ranks, and the least limit; a collective operation.
+
+        Every rank knows its link, as of `known_link`.
+        """
+        assert self.link is not None
+        found = ranks.exchange((self.link, self.limit_bytes, self.learned))
+        links = [link for link, *_ in found]
+        self.limit_bytes = min((limit for _, limit, _ in found if limit is not None), default=None)
+        self.learned = max(learned for *_, learned in found)
+        self.link = replace(
+            self.link,
+            write_bytes_per_s=min(link.write_bytes_per_s for link in links),
+            read_bytes_per_s=min(link.read_bytes_per_s for link in links),
+            latency_s=max(link.latency_s for link in links),
+            duplex=all(link.duplex for link in links),
+            least_bytes=max(link.least_bytes for link in links),
+            padding_bytes=max(link.padding_bytes for link in links),
+            host_bytes=self.limit_bytes,
+        )
 
     @property
     def may_learn(self) -> bool:
@@ -168,6 +191,17 @@ def measure_link(tier: Tier, device: torch.device | str = "cpu") -> Link:
     """
     place = torch.device(device)
     check_device(tier, place)
+    try:
+        return _timed_link(tier, place)
+    finally:
+        if place.type != "cpu":
+            # A step's blocks that fell into memory cached here would be larger than planned.
+            torch.accelerator.synchronize(place)
+            devices.release_cached(place)
+
+
+def _timed_link(tier: Tier, place: torch.device) -> Link:
+    """Return the median speed; memory of the device stays cached."""
     alignment = tier.alignment_bytes
     buffer = torch.zeros(_SAMPLE_BYTES, dtype=torch.uint8, device=place)
     matrix = torch.full((_COMPUTED, _COMPUTED), 1.0 / _COMPUTED, device=place)

@@ -20,7 +20,6 @@ from rotor.common.checksums import checked_verify
 from rotor.common.model_state import refuse_replicated
 from rotor.common.ranks import Ranks
 from rotor.common.verbosity import heard
-from rotor.engines.chain.stages import find_stages
 from rotor.engines.contract import DEFAULT_SLOTS, DEFAULT_VERBOSITY, Settings
 from rotor.engines.graph.calls import takes_targets
 from rotor.engines.graph.counting import checked_counts
@@ -450,10 +449,15 @@ class Checkpointable(TransparentModule):
         """Make the processes of a group measure together and run one plan.
 
         Replicas of a model, under DistributedDataParallel for instance, get the same result from
-        different plans; with this they also run the same schedule, under the least limit of all. A
-        model sharded by ``fully_shard`` does so by itself. Each process of the group has to call
-        this, and from then on has to measure, plan and train in step with the others. A copy of the
-        model plans for itself again.
+        different plans; with this they also run the same schedule, or program of a captured graph,
+        under the least limit of all, with a second tier or without. A model sharded by
+        ``fully_shard`` does so by itself. Each process of the group has to call this, and from then
+        on has to measure, plan and train in step with the others; what one of them cannot do is an
+        error on all. A copy of the model plans for itself again.
+
+        A captured graph is planned before a step, as with ``planning="before"``, for each
+        combination of the ranks' shapes. Models that are captured in parts are refused when they
+        are measured.
 
         Parameters
         ----------
@@ -464,17 +468,11 @@ class Checkpointable(TransparentModule):
         ------
         RuntimeError
             No process group exists.
-        TypeError
-            The model is not planned as a chain.
         ValueError
-            The model has a second tier.
+            The dynamic engine, ``backend="inductor"`` or ``counts="reserved"`` was asked for.
+        RankError
+            Another rank raised one of these, or has other options.
         """
-        if self.offload is not None:
-            raise ValueError(
-                "share_plans() is for chains, and offload= plans a graph: leave one of them out; "
-                "each process plans for itself, with the same gradients"
-            )
-        find_stages(self.module)
         self._driver.share_plans(Ranks(group))
 
     def wait_for_planning(self, timeout: float | None = None) -> bool:

@@ -53,6 +53,7 @@ from rotor.wrapper.habits import (
     warn_of_searches,
 )
 from rotor.wrapper.registry import engines_for
+from rotor.wrapper.sharing import agree_to_share
 
 __all__ = ["Driver"]
 
@@ -89,8 +90,7 @@ class Driver:
         self._wrapper: Callable[[], nn.Module | None] = _reference(wrapper)
         self._unplanned: set[Any] = set()
         self._is_pending: IsPending = None
-        self._is_crowded = False
-        self._has_collected = False
+        self._is_crowded = self._has_collected = False
         self._group_peers: Peers = Alone()
         self._announcer = Announcer(settings.verbosity)
         self._checked: ModelState | None = None
@@ -141,6 +141,7 @@ class Driver:
 
     def share_plans(self, ranks: Ranks) -> None:
         """Make the processes of a group measure together and run one plan."""
+        agree_to_share(ranks, self.settings, self.engines[0].name)
         self._group_peers = SharingRanks(ranks)
         self._rediscover()
 
@@ -282,10 +283,9 @@ class Driver:
         return self
 
     def _agreed_key(self, call: Call) -> tuple[Key, bool]:
-        engine, plans = self.engines[0], self.context.plans
-        is_behind = not plans or any(p.verdict is not Verdict.KEEP for p in plans.values())
+        engine = self.engines[0]
         (measured, absent), is_one_behind = self.context.peers.agree(
-            lambda: engine.key(call), is_behind
+            lambda: engine.key(call), engine.is_behind()
         )
         return Key(measured, absent), is_one_behind
 
@@ -506,6 +506,9 @@ class Driver:
             return None
         with self._announcer.timed():
             if wants_measure:
+                if self.context.peers.ranks is not None:
+                    # What one rank has lost, all measure and plan from the beginning.
+                    is_stale, _ = True, plans.pop(key, None)
                 try:
                     self._measure(key, call, again=is_stale)
                 except NothingToPlan:
@@ -603,7 +606,7 @@ class Driver:
 
     def _watch(self, engine: Engine, plan: Any) -> StepWatch | None:
         """Return the observer of a step of a plan that has been metered; ``None`` without one."""
-        if self.context.peers.ranks is not None:
+        if not engine.meters_later():
             return None
         if is_due(plan, self.context.structure.parameters):
             return meter_again(engine, plan)

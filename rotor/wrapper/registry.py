@@ -12,6 +12,7 @@ from rotor.engines.contract import Context, Engine
 from rotor.engines.dynamic.engine import DynamicEngine
 from rotor.engines.graph.compiled import CompiledEngine
 from rotor.engines.graph.engine import GraphEngine
+from rotor.engines.graph.shared_engine import SharedGraphEngine
 from rotor.engines.parts.engine import PartsEngine
 from rotor.engines.parts.sharded_engine import ShardedBlocksEngine
 from rotor.engines.sequential import SequentialEngine
@@ -53,4 +54,8 @@ ENGINES: dict[str, Callable[[Context], list[Engine]]] = {
 
 def engines_for(context: Context) -> list[Engine]:
     """Return the engines of a model: the first is asked first, and each hands over to the next."""
-    return ENGINES[context.settings.engine](context)
+    found = ENGINES[context.settings.engine](context)
+    if context.peers.ranks is not None and isinstance(found[0], GraphEngine):
+        # No other engine takes over: what one rank refuses, all do.
+        return [SharedGraphEngine(context)]
+    return found

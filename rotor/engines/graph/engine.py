@@ -457,7 +457,7 @@ class GraphEngine(MeteredEngine):
     def run(self, plan: GraphPlan, call: Call, start: StartMeter) -> tuple[Any, IsPending]:
         """Run a step under a plan."""
         capture = plan.step.capture
-        tally = plan.tally(self.settings.verify)
+        tally = self._tally_of(plan)
         plan.install(tally)
         meter = start()
         try:
@@ -492,11 +492,19 @@ class GraphEngine(MeteredEngine):
         slots, spread = self.context.structure.parameters, core.in_ddp()
         with plan.installed(slots, arguments, spread=spread, tally=tally) as (given, early):
             try:
-                return plan.step.capture(self.context.module, loss_fn, *given)
+                return self._run_captured(plan, loss_fn, given)
             except Unplanned as reached:
                 if early is not None:
                     reached.primals[:] = map(early.original, reached.primals)
                 raise
+
+    def _tally_of(self, plan: GraphPlan) -> Tally | None:
+        """Return the tally of the next step; ``None`` if that step is not verified."""
+        return plan.tally(self.settings.verify)
+
+    def _run_captured(self, plan: GraphPlan, loss_fn: Any, given: Any) -> Any:
+        """Return the result of the captured call, whose code is installed."""
+        return plan.step.capture(self.context.module, loss_fn, *given)
 
     # -- learning
 

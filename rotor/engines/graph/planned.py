@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rotor._pytorch import core
-from rotor.common.checksums import NO_ROOM
+from rotor.common.checksums import NO_ROOM, Proved
 from rotor.common.timeline import PredictedTimeline
 from rotor.engines.graph import marks
 from rotor.engines.graph.actions import renumbered
@@ -211,15 +211,15 @@ class GraphPlan(Metered):
         if pooling is not None:
             pooling.use(self.reserving)
 
-    def tally(self, verify: str | int) -> Tally | None:
-        """Return the tally of the next step; ``None`` if that step is not verified."""
+    def tally(self, verify: str | int, make: Callable[[Proved], Tally] = Tally) -> Tally | None:
+        """Return the tally of the next step, as made by a function; ``None`` if not verified."""
         if self.step.inductor is not None or not self.recomputed:
             return None
         is_due = self.proved.is_due(verify)
         self.proved.ran += 1
         if not is_due:
             return None
-        tally = Tally(self.proved)
+        tally = make(self.proved)
         tally.seal()
         return tally
 

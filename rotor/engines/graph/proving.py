@@ -69,6 +69,16 @@ class Tally:
         self._values += values
         self._add()
 
+    def differing(self, own: list[Mismatch]) -> tuple[list[Mismatch], str]:
+        """Return the differences that refuse the step, and a sentence on their origin.
+
+        Parameters
+        ----------
+        own
+            Differences of this process.
+        """
+        return own, ""
+
     def seal(self) -> None:
         """Note that no further part begins."""
         self._is_sealed = True
@@ -202,21 +212,24 @@ class Prover:
         if isinstance(running.tally, PartsTally):
             running.tally.defer(self, running)
             return
-        found = running.proof.finish()
+        found, where = running.proof.finish(), ""
+        if running.tally is not None:
+            found, where = running.tally.differing(found)
         if found:
-            raise self.error(running, found)
+            raise self.error(running, found, where)
         if running.tally is not None:
             running.tally.end(running.proof.compared)
             running.tally = None
             running.buffers = []
 
-    def error(self, running: Running, found: list[Mismatch]) -> Exception:
+    def error(self, running: Running, found: list[Mismatch], where: str = "") -> Exception:
         """Return the error for values that differ; bar their operations from recomputation."""
         tasks, operation, mismatch = self.roots(found)
         running.restore()
         self._failed(tasks)
         module = ".".join(part for part in (running.place, tasks[0].module) if part)
-        return recomputation_error(operation, module, mismatch, _CURE, others=len(found) - 1)
+        cure = f"{where}. {_CURE}" if where else _CURE
+        return recomputation_error(operation, module, mismatch, cure, others=len(found) - 1)
 
     def roots(self, found: list[Mismatch]) -> tuple[list[Task], str, Mismatch]:
         """Return the first operations that differed, and a name and a value of one.

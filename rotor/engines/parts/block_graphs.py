@@ -22,6 +22,7 @@ from rotor.common.forward_patch import PatchedForwards
 from rotor.common.ranks import Ranks, digest
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.engines.graph.offloading import Placed
+from rotor.engines.graph.shared_plan import signatures_of
 from rotor.engines.parts.block_proofs import BlocksProof
 from rotor.engines.parts.blocks import BlockStage
 from rotor.engines.parts.captures import Captures
@@ -278,16 +279,5 @@ def _first_programs(
 
 def _digest(kind: Kind) -> int:
     """Return a number for the operations of a graph, under any sizes."""
-    return digest(
-        [
-            (
-                "" if task.node is None else str(task.node.target),
-                task.phase,
-                task.inputs,
-                sorted(task.made.items()),
-                task.random,
-                task.once,
-            )
-            for task in kind.captured.lowered.tasks
-        ]
-    )
+    lowered = kind.captured.lowered
+    return digest((signatures_of(lowered), [task.once for task in lowered.tasks]))

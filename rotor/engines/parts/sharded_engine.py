@@ -158,20 +158,8 @@ class ShardedBlocksEngine(MeteredEngine):
     def _share_link(self) -> None:
         """Count on the slowest tier of all ranks, and the least limit; a collective operation."""
         offload = self.settings.offload
-        if offload is None or offload.link is None:
-            return
-        found = self._ranks.exchange((offload.link, offload.limit_bytes, offload.learned))
-        links = [link for link, *_ in found]
-        limits = [limit for _, limit, _ in found if limit is not None]
-        offload.limit_bytes = min(limits, default=None)
-        offload.learned = max(learned for *_, learned in found)
-        offload.link = replace(
-            offload.link,
-            write_bytes_per_s=min(link.write_bytes_per_s for link in links),
-            read_bytes_per_s=min(link.read_bytes_per_s for link in links),
-            latency_s=max(link.latency_s for link in links),
-            host_bytes=offload.limit_bytes,
-        )
+        if offload is not None and offload.link is not None:
+            offload.share(self._ranks)
 
     def _captures_on(self, device: torch.device) -> Captures:
         if device not in self._captures:

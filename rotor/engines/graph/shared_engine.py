@@ -1,0 +1,351 @@
+"""Graph engine of replicas that run one program, each on its own batch.
+
+Every decision is made before a step, by all ranks: which kind of step comes, whether it is measured
+or planned, and by which program. Right before the captured forward they meet once more, since only
+then each one knows that its call has reached the planned graph, and that its tier has room.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from typing import Any, ClassVar
+
+from rotor.common.checksums import Mismatch, Proved
+from rotor.common.progress import progress
+from rotor.common.ranks import RankError, Ranks, digest
+from rotor.engines.chain.sharded_proofs import found_together
+from rotor.engines.contract import (
+    Call,
+    CannotPlan,
+    Context,
+    IsPending,
+    Key,
+    NothingToPlan,
+    PlanAgain,
+    StartMeter,
+)
+from rotor.engines.graph.capture import Unplanned
+from rotor.engines.graph.captured_step import CapturedStep
+from rotor.engines.graph.emit import StepCode
+from rotor.engines.graph.engine import GraphEngine
+from rotor.engines.graph.marks import drop_preferences
+from rotor.engines.graph.planned import GraphPlan
+from rotor.engines.graph.proving import Tally
+from rotor.engines.graph.shared_plan import check_same, make_shared_plan
+from rotor.engines.loss_guess import plan_with_guess
+from rotor.errors import CaptureError, InfeasibleError
+from rotor.report.text import Text
+from rotor.units import exact_bytes, format_bytes
+
+__all__ = ["SharedGraphEngine"]
+
+logger = logging.getLogger("rotor")
+
+_READY, _ELSEWHERE, _FAILED = range(3)
+
+
+class _Meeting:
+    """Agreement of ranks, before anything of a step runs, that all can run it.
+
+    Parameters
+    ----------
+    ranks
+        Processes that run the step.
+
+    Attributes
+    ----------
+    outcome
+        State of all ranks; ``None`` before they met.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.outcome: int | None = None
+
+    def come(self, state: int, error: Exception | None = None) -> None:
+        """Wait for the other ranks.
+
+        Raises
+        ------
+        Exception
+            `error`, on a rank that has one.
+        RankError
+            A rank failed, or has reached another graph and the others not.
+        """
+        self.outcome = _FAILED
+        found = [other for (other,) in self._ranks.exchange_ints(state)]
+        if _FAILED in found:
+            self._ranks.all_well(error)
+        elsewhere = [rank for rank, other in enumerate(found) if other == _ELSEWHERE]
+        if 0 < len(elsewhere) < len(found):
+            raise RankError(
+                f"rank {', '.join(map(str, elsewhere))} of {len(found)} has reached another graph "
+                "than the planned one: a Python value that the model's code depends on has changed "
+                "there, and not on the other ranks. Keep such values in tensors, or the same on "
+                "all ranks; without share_plans() each process plans for itself"
+            )
+        self.outcome = state
+
+
+class _Met:
+    """Code of a step whose forward begins when all ranks have come to it.
+
+    Parameters
+    ----------
+    code, meeting
+        The code, and the meeting.
+    """
+
+    def __init__(self, code: StepCode, meeting: _Meeting) -> None:
+        self._code = code
+        self._meeting = meeting
+
+    def forward(self, args: list[Any]) -> Any:
+        """Run the forward."""
+        self._meeting.come(_READY)
+        return self._code.forward(args)
+
+    @property
+    def backward(self) -> Any:
+        """Backward of the code."""
+        return self._code.backward
+
+
+class _SharedTally(Tally):
+    """Verified step of all ranks, which is refused on all if one finds a difference.
+
+    Parameters
+    ----------
+    ranks
+        Processes that run the step.
+    proved
+        As of `Tally`.
+    """
+
+    def __init__(self, ranks: Ranks, proved: Proved) -> None:
+        super().__init__(proved)
+        self._ranks = ranks
+
+    def differing(self, own: list[Mismatch]) -> tuple[list[Mismatch], str]:
+        """Return the differences of all ranks, one for each value; a collective operation."""
+        found, where = found_together(self._ranks, own)
+        once = {mismatch.site: mismatch for mismatch in reversed(found)}
+        return list(once.values()), where
+
+
+class SharedGraphEngine(GraphEngine):
+    """Captured steps of replicas that run the same programs, such as under DDP.
+
+    Each rank captures and measures its own step. The least limit of all holds, the slowest link and
+    the least limit of a tier; the first rank searches.
+    """
+
+    improves: ClassVar[bool] = False
+    follows_shapes: ClassVar[bool] = False
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        assert context.peers.ranks is not None
+        self._ranks: Ranks = context.peers.ranks
+        self._meeting = _Meeting(self._ranks)
+        self._forgotten: set[Any] = set()
+
+    def meters_later(self) -> bool:
+        """Return True: what a later step shows, ranks agree on before the next one."""
+        return True
+
+    # -- measuring
+
+    def measure(self, key: Key, call: Call) -> CapturedStep:
+        """Capture and measure a step, on all ranks or on none."""
+        before = self.steps.get(key.measured)
+        try:
+            self._ranks.together(partial(self._measured, key, call))
+            found = [nothing for (nothing,) in self._ranks.exchange_ints(not self.is_measured(key))]
+            if any(found):
+                if all(found):
+                    raise NothingToPlan
+                needless = ", ".join(str(rank) for rank, nothing in enumerate(found) if nothing)
+                raise RankError(
+                    f"nothing in the step of rank {needless} needs a gradient, and the step of "
+                    "others does: freeze the same parameters on every rank"
+                )
+            check_same(self._ranks, self.steps[key.measured].captured.lowered)
+        except BaseException:
+            self.steps.pop(key.measured, None)
+            if before is not None:
+                self.steps[key.measured] = before
+            raise
+        if self.settings.offload is not None:
+            self.settings.offload.share(self._ranks)
+        return self.steps[key.measured]
+
+    def _measured(self, key: Key, call: Call) -> None:
+        """Measure this rank's step, or find it; leave it unmeasured if it needs no gradient."""
+        own = key.measured[0]
+        alike = [step for measured, step in self.steps.items() if measured[0] == own]
+        known = alike[-1] if alike and own not in self._forgotten else None
+        self._forgotten.discard(own)
+        try:
+            if known is None:
+                super().measure(key, call)
+            else:
+                self.steps[key.measured] = known
+        except NothingToPlan:
+            return
+        except CannotPlan as refused:
+            raise CaptureError(
+                f"{refused.error}\nshare_plans() is for chains and for models that are captured as "
+                "one graph: without it this model can run in parts, or in the dynamic engine, "
+                "where each process plans for itself"
+            ) from None
+        if self.settings.offload is not None:
+            self.settings.offload.known_link(call.device)
+
+    def forget(self, measured: Any) -> None:
+        """Have a kind of step captured again, also if another combination of ranks has it."""
+        super().forget(measured)
+        self._forgotten.add(measured[0])
+
+    def remarks(self, plan: Any, key: Key | None) -> list[Any]:
+        """Return a note on the ranks."""
+        least = f"the least limit of all, {exact_bytes(plan.limit_bytes)}"
+        return [Text(f"{self._ranks.size} ranks run this program, under {least}")]
+
+    # -- planning
+
+    def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> GraphPlan:
+        """Return this rank's plan of the program of all ranks, under the least limit of all."""
+        limit, reserve = self._ranks.joint_limit(limit_bytes, reserve_bytes)
+        if self.settings.offload is not None:
+            self.settings.offload.share(self._ranks)
+        whole = self.steps[key.measured]
+        tangents = self._ranks.exchange((whole.absent_tangents, whole.doubtful_tangents))
+        absent, doubtful = (frozenset.intersection(*sets) for sets in zip(*tangents, strict=True))
+        existing = whole.existing_among(key.absent)
+        begun = time.thread_time()
+        try:
+            plan = self._shared(whole.variant(existing, absent), key, limit, reserve)
+        except InfeasibleError:
+            if not doubtful:
+                raise
+            # The first step is metered, and shows which outputs have a gradient.
+            plan = self._shared(whole.variant(existing, doubtful), key, limit, reserve)
+        plan.planning.seconds = time.thread_time() - begun
+        return plan
+
+    def _shared(self, step: CapturedStep, key: Key, limit: int, reserve: int) -> GraphPlan:
+        """Return the plan of a step; operations that prefer to run once do so if that fits."""
+        try:
+            return self._with_loss(step, key, limit, reserve)
+        except InfeasibleError:
+            dropped = self._ranks.exchange_ints(drop_preferences(step.lowered.tasks))
+            if not any(has_dropped for (has_dropped,) in dropped):
+                raise
+        return self._with_loss(step, key, limit, reserve)
+
+    def _with_loss(self, step: CapturedStep, key: Key, limit: int, reserve: int) -> GraphPlan:
+        loss_bytes, knows = self._loss_bytes(key), self._knows_loss(key)
+        found = self._ranks.exchange_ints(0 if knows else loss_bytes)
+        guess = max(guessed for (guessed,) in found)
+        with progress(1, "planning") as update:
+
+            def plan_with(reserved: int) -> GraphPlan:
+                own = loss_bytes if knows else min(loss_bytes, reserved)
+                plan = make_shared_plan(
+                    self._ranks,
+                    step,
+                    limit,
+                    own,
+                    reserve_bytes=reserve,
+                    options=self.settings.options,
+                    progress=update,
+                )
+                plan.short_bytes = loss_bytes - own
+                return plan
+
+            # Where every rank knows its loss, the guess is 0.
+            plan, _ = plan_with_guess(plan_with, guess, limit)
+        logger.info(
+            "planned %d operations with %d ranks: predicted peak %s of %s, %.4g s a step, %d run "
+            "more than once",
+            len(step.lowered.tasks),
+            self._ranks.size,
+            format_bytes(plan.predicted_bytes),
+            format_bytes(plan.limit_bytes),
+            plan.makespan,
+            plan.recomputed,
+        )
+        return plan
+
+    def replan(self, old: Any, make: Any) -> Any:
+        """Return a plan that includes the lessons of metered steps, on all ranks or on none."""
+        found: list[Any] = []
+        problem: Exception | None = None
+        try:
+            found.append(super().replan(old, make))
+        except Exception as error:
+            problem = error
+        self._ranks.all_well(problem)
+        return found[0]
+
+    def load(self, key: Key, source: Any, limit_bytes: int) -> GraphPlan:
+        """Return the plan of a saved program, which all ranks load."""
+        limit, _ = self._ranks.joint_limit(limit_bytes, 0)
+        learned = self.context.learned_loss
+        known = dict(learned)
+        found: list[GraphPlan] = []
+
+        def load() -> int:
+            found.append(super(SharedGraphEngine, self).load(key, source, limit))
+            return digest(found[0].program.actions.tolist())
+
+        try:
+            if len(set(self._ranks.together(load))) > 1:
+                raise RankError("the ranks have loaded different programs: load one file on all")
+        except BaseException:
+            learned.clear()
+            learned.update(known)
+            raise
+        return found[0]
+
+    # -- running
+
+    def run(self, plan: GraphPlan, call: Call, start: StartMeter) -> tuple[Any, IsPending]:
+        """Run a step under a plan, if all ranks can."""
+        meeting = self._meeting = _Meeting(self._ranks)
+        try:
+            return super().run(plan, call, start)
+        except PlanAgain:
+            # All have captured the graph that they reached.
+            self._ranks.all_well(None)
+            raise
+        except Exception as error:
+            problem = error.error if isinstance(error, CannotPlan) else error
+            if meeting.outcome is None:
+                meeting.come(_FAILED, problem)
+            elif meeting.outcome == _ELSEWHERE:
+                self._ranks.all_well(problem)
+            if problem is error:
+                raise
+            raise problem from None
+
+    def _tally_of(self, plan: GraphPlan) -> Tally | None:
+        return plan.tally(self.settings.verify, partial(_SharedTally, self._ranks))
+
+    def _run_captured(self, plan: GraphPlan, loss_fn: Any, given: Any) -> Any:
+        captured, capture, meeting = plan.step.captured, plan.step.capture, self._meeting
+        for other in capture.graphs:
+            if other is not captured:
+                other.emitted = None
+        code: Any = captured.emitted
+        captured.emitted = _Met(code, meeting)  # type: ignore[assignment]
+        try:
+            return super()._run_captured(plan, loss_fn, given)
+        except Unplanned:
+            meeting.come(_ELSEWHERE)
+            raise
+        finally:
+            captured.emitted = code
