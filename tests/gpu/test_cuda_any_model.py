@@ -20,10 +20,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+IS_SIM = DEVICE == "sim"
+"""A dry run on one CPU core: smaller models, whose blocks are above 1 MiB all the same."""
+
+
 class Language(nn.Module):
     """A small GPT with dropout, on PyTorch's layers."""
 
-    def __init__(self, width: int = 256, depth: int = 6, words: int = 1000) -> None:
+    def __init__(self, width: int, depth: int, words: int) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width)
         layer = nn.TransformerEncoderLayer(width, 8, 4 * width, 0.1, batch_first=True)
@@ -37,7 +41,7 @@ class Language(nn.Module):
 class Recurrent(nn.Module):
     """LSTM cells in a Python loop."""
 
-    def __init__(self, width: int = 512, steps: int = 40) -> None:
+    def __init__(self, width: int, steps: int) -> None:
         super().__init__()
         self.width, self.steps = width, steps
         self.cell, self.head = nn.LSTMCell(width, width), nn.Linear(width, 10)
@@ -50,23 +54,30 @@ class Recurrent(nn.Module):
 
 
 def _language() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    rows, length, words = (6, 80, 700) if IS_SIM else (16, 256, 1000)
     return (
-        Language().to(DEVICE),
-        torch.randint(1000, (16, 256)).to(DEVICE),
-        torch.randint(1000, (16 * 256,)).to(DEVICE),
+        Language(*((128, 3) if IS_SIM else (256, 6)), words).to(DEVICE),
+        torch.randint(words, (rows, length)).to(DEVICE),
+        torch.randint(words, (rows * length,)).to(DEVICE),
     )
 
 
 def _images() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    rows, size = (6, 72) if IS_SIM else (32, 128)
     model = rotor.resnet.resnet18(num_classes=10).to(DEVICE)
-    return model, torch.randn(32, 3, 128, 128).to(DEVICE), torch.randint(10, (32,)).to(DEVICE)
+    return (
+        model,
+        torch.randn(rows, 3, size, size).to(DEVICE),
+        torch.randint(10, (rows,)).to(DEVICE),
+    )
 
 
 def _recurrent() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    rows, width, steps = (350, 250, 14) if IS_SIM else (256, 512, 40)
     return (
-        Recurrent().to(DEVICE),
-        torch.randn(256, 512).to(DEVICE),
-        torch.randint(10, (256,)).to(DEVICE),
+        Recurrent(width, steps).to(DEVICE),
+        torch.randn(rows, width).to(DEVICE),
+        torch.randint(10, (rows,)).to(DEVICE),
     )
 
 
