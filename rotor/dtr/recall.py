@@ -164,6 +164,7 @@ class Recall:
         super().__init__()
         self.device = device
         self.limit = limit
+        self.outside_bytes = 0
         self._rests: Rests | None = None
         self._strict = strict
         self._bytes = bytes_of(storage_swap)
@@ -203,7 +204,6 @@ class Recall:
             ModulePaths(self._handler, root) if verify else nullcontext()
         )
         self._is_cpu = device.type == "cpu"
-        self.outside_bytes = 0
         self._is_open = True
         self._is_leaving = False
         self._overflows = 0
@@ -232,8 +232,11 @@ class Recall:
 
     def _apart_bytes(self, limit: int) -> int:
         """Return the bytes of a limit for what no operator makes: scraps, rests, and checksums."""
-        rests = 0 if self._rests is None else self._rests.nbytes
-        return max(scrap_bytes(limit), rests) + self._proof_bytes
+        return max(scrap_bytes(limit) + self.outside_bytes, self._rest_bytes) + self._proof_bytes
+
+    @property
+    def _rest_bytes(self) -> int:
+        return 0 if self._rests is None else self._rests.nbytes
 
     def count_rests(self) -> None:
         """Take the device's counter as it is now for the level, and what it has beyond from the limit."""
@@ -247,8 +250,12 @@ class Recall:
         if self._rests is not None:
             self._rests.read(current)
             self._handler.unread_blocks = 0
-            self.set_limit(self.limit)
+            self._follow()
         return current
+
+    def _follow(self) -> None:
+        """Keep what the limit leaves now."""
+        self.set_limit(self.limit)
 
     def _warn_of_excess(self) -> None:
         """Warn if the device's own counter passed the budget, and nothing has said so yet."""
@@ -295,7 +302,7 @@ class Recall:
             return
         assert self.limit is not None
         # What was evicted has taken its rests along.
-        current = self._read_rests() + self._apart_bytes(self.limit) + self.outside_bytes
+        current = self._read_rests() + self._apart_bytes(self.limit)
         if is_wish or current + least <= self.limit:
             return
         if self._strict and not self._is_leaving:
@@ -506,7 +513,7 @@ class Recall:
 
     def _fits(self, nbytes: int) -> bool:
         assert self.limit is not None
-        current = self._book.counters()["current_bytes"] + self.outside_bytes
+        current = self._book.counters()["current_bytes"]
         return current + nbytes + self._apart_bytes(self.limit) <= self.limit
 
     def _fill_lost(self) -> None:
