@@ -7,8 +7,9 @@ each, parts of what the graph reserves without a limit. For each limit, the step
 was planned for reserved bytes is compared with the fastest of the plans for allocated bytes that
 happen to reserve no more, of 12 limits. All programs are priced as the engine does, in a private
 pool where that is less. Reserved bytes of steps are the device's own counters.
-Times are of a device that needs a launch and its bytes' time for each
-operation, so that they repeat. A second table has the bytes of each graph without a limit, in common segments and in a pool.
+Times are of a device that needs a launch and its bytes' time for each operation, so that they
+repeat. A second table has the bytes of each graph without a limit, in common segments and in a
+pool.
 The exit code is 1 if a limit is passed, or a plan is more than 3 % slower.
 """
 

@@ -241,23 +241,9 @@ BENCHMARKS = (
         _words("--sizes 1000 10000 --no-oracle"),
     ),
     Benchmark("dtr_simulator.py", "the dynamic runtime beside the simulator"),
-    Benchmark(
-        "reserved.py",
-        "reserved bytes on the simulated accelerator, beside plans for allocated bytes",
-        _words("--quick"),
-        quick_limit_s=300.0,
-    ),
-    Benchmark(
-        "dynamic_tier.py",
-        "the dynamic engine by recomputation alone, and with a disk",
-        _words("--quick --rounds 3"),
-    ),
-    Benchmark(
-        "resident.py",
-        "the memory that the kernel sees, beside limits on the CPU",
-        _words("ResNet-18"),
-        full=_words("ResNet-18 GPT"),
-    ),
+    Benchmark("reserved.py", "limits in reserved bytes, simulated", ("--quick",), 1200.0, 300.0),
+    Benchmark("dynamic_tier.py", "the dynamic engine with a disk", _words("--quick --rounds 3")),
+    Benchmark("resident.py", "memory that the kernel sees", ("GPT",), full=("ResNet-18", "GPT")),
     Benchmark(
         "check_random_chains.py",
         "the solvers beside exhaustive search",

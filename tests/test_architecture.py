@@ -274,6 +274,7 @@ PRIVATE_IN_TESTS = {
     "published.test_rockmate": ["rockmate"],
     "test_background_generous": ["_core"],
     "test_cache": ["common.cache"],
+    "test_capture_alike": ["_pytorch.lean_tracing"],
     "test_chain": ["_core"],
     "test_checksums": ["common.checksums"],
     "test_dtr_guard": ["_pytorch.dispatch", "dtr.recall"],

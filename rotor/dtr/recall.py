@@ -239,13 +239,13 @@ class Recall:
         return 0 if self._rests is None else self._rests.nbytes
 
     def count_rests(self) -> None:
-        """Take the device's counter as it is now for the level, and what it has beyond from the limit."""
+        """Have the limit include what an accelerator's counter has beyond storages, from now on."""
         if self.limit is not None and not self._is_cpu and devices.has_counters(self.device):
             self._rests = Rests(self.device)
             self._handler.rest_bytes = self._rests.most_per_block
 
     def _read_rests(self) -> int:
-        """Return the bytes in use by the session's storages, and let the limit follow the device."""
+        """Return the bytes of the session's storages, and let the limit follow the device."""
         current: int = self._book.counters()["current_bytes"]
         if self._rests is not None:
             self._rests.read(current)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from rotor._pytorch import dispatch
+from rotor.common.accounting import LOSS_GRADIENTS
 from rotor.dtr.context import running
 from rotor.dtr.records import Needs
 from rotor.dtr.runtime import Session
@@ -130,6 +131,10 @@ class StepSession(Session):
 
     def leave_room(self, nbytes: int, least: int) -> None:
         """Evict until `nbytes` of the limit are left; BudgetError: fewer than `least` are."""
+        rest_bytes = self._handler.rest_bytes
+        if rest_bytes > 0:
+            # The blocks that a loss makes are the allocator's to cut.
+            nbytes += rest_bytes * min(nbytes // rest_bytes, LOSS_GRADIENTS)
         with dispatch.without_modes():
             self._make_room(nbytes, least)
 
