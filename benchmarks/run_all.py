@@ -242,8 +242,6 @@ BENCHMARKS = (
     ),
     Benchmark("dtr_simulator.py", "the dynamic runtime beside the simulator"),
     Benchmark("reserved.py", "limits in reserved bytes, simulated", ("--quick",), 1200.0, 300.0),
-    Benchmark("dynamic_tier.py", "the dynamic engine with a disk", _words("--quick --rounds 3")),
-    Benchmark("resident.py", "memory that the kernel sees", ("GPT",), full=("ResNet-18", "GPT")),
     Benchmark(
         "check_random_chains.py",
         "the solvers beside exhaustive search",
