@@ -50,9 +50,9 @@ def network(classes: int) -> nn.Module:
     layers: list[nn.Module] = []
     for before, after in ((3, 23), *[(23, 23)] * 7):
         layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
-    return nn.Sequential(
-        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(23, classes)
-    ).to(DEVICE)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(23, classes)).to(
+        DEVICE
+    )
 
 
 def pictures(classes: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,7 +28,8 @@ def check(selected: str, least: int) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", str(TESTS / "gpu"), "--show-capture=no", "-k", selected],
         cwd=TESTS.parent,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "ROTOR_GPU_TESTS": "sim"}
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(paths), "ROTOR_GPU_TESTS": "sim"}
         # One -q leaves no line of counts.
         | {"PYTEST_ADDOPTS": "-v -p no:cacheprovider"},
         capture_output=True,

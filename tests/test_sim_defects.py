@@ -1,5 +1,6 @@
 """What a CPU hides: learnt workspaces, times of launches, streams, captures, flags."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -80,8 +81,7 @@ class Uneven(nn.Module):
 
     def __init__(self, *widths):
         super().__init__()
-        pairs = zip(widths, widths[1:], strict=False)
-        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairs)
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
 
     def forward(self, value):
         for layer in self.layers:
@@ -146,13 +146,16 @@ def test_bytes_outside_of_operators_are_within_the_budget(sim):
 def test_a_budget_that_was_passed_unseen_is_a_warning(sim):
     """Say by how much, if the device's own counter passed the budget."""
     value, weight = operands(64, 128)
-    with (
-        pytest.warns(rotor.MemoryLimitWarning, match="was passed: sim:0 counted 8 MiB"),
-        dtr.budget(4 * MIB) as session,
-    ):
-        tower(value, weight, 2)
-        with torch._C._DisableTorchDispatch():
-            torch.empty(8 * MIB, dtype=torch.uint8, device="sim")
+
+    def step():
+        with dtr.budget(4 * MIB) as session:
+            tower(value, weight, 2)
+            with torch._C._DisableTorchDispatch():
+                torch.empty(8 * MIB, dtype=torch.uint8, device="sim")
+        return session
+
+    with pytest.warns(rotor.MemoryLimitWarning, match="was passed: sim:0 counted 8 MiB"):
+        session = step()
     assert session.stats.overflows == 1
 
 
