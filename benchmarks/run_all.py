@@ -241,6 +241,7 @@ BENCHMARKS = (
         _words("--sizes 1000 10000 --no-oracle"),
     ),
     Benchmark("dtr_simulator.py", "the dynamic runtime beside the simulator"),
+    Benchmark("reserved.py", "limits in reserved bytes, simulated", ("--quick",), 1200.0, 300.0),
     Benchmark(
         "check_random_chains.py",
         "the solvers beside exhaustive search",

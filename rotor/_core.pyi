@@ -480,6 +480,8 @@ class Handler:
     clock: Callable[[], int] | None
     module: str | None
     watches_writes: bool
+    rest_bytes: int
+    unread_blocks: int
     def __new__(
         cls,
         recorder: Recorder,

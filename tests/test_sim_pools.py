@@ -143,6 +143,8 @@ def test_a_failed_step_leaves_the_pool(sim):
     sim.set_capacity(2 << 30)
     before = pools_of(sim)[1]
     one_step(model, batches[0], False)  # Its gradients, from the thread of backwards.
+    assert wrapped.plan.reserving.pool is not None
+    wrapped.plan.emitted.pooling.use(wrapped.plan.reserving)
     with pytest.raises(RuntimeError, match="Tensor"):  # An error within the pool.
         wrapped.plan.emitted.forward([None] * len(wrapped.plan.step.lowered.primals))
     others = torch.empty(3 * MIB, device="sim")

@@ -131,11 +131,15 @@ void py_pattern_release(py_pattern_t *pattern);
  * not passed. */
 enum { COST_UNKNOWN = -1, COST_WAITS = -2, COST_RAN = -3 };
 
+/* An accelerator's allocator may keep a rest of a segment with larger blocks, of up to as much. */
+#define ROTOR_LARGE_BYTES (INT64_C(1) << 20)
+
 /* The memory that an operator takes on arguments of one layout. */
 typedef struct {
     PyObject_HEAD int64_t made_bytes;
     int64_t workspace_bytes;
     int64_t cost_ns; /* of an accelerator's time, from a run after its first ones */
+    int64_t large_blocks; /* blocks of more than ROTOR_LARGE_BYTES; -1 while that is not known */
     char is_measured;
     py_pattern_t *pattern; /* NULL: not known, or not the same for all such arguments */
 } py_needs_t;

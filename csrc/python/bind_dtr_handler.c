@@ -149,35 +149,32 @@ static int prepare(py_handler_t *self, py_run_t *run) {
     }
     const py_needs_t *needs = run->needs;
     if (run->is_in_place) {
-        return py_operator_make_room(self, run->session, 0, 0);
+        return py_operator_make_room(self, run->session, NULL, 0, 0);
     }
-    int64_t bytes = needs->made_bytes + needs->workspace_bytes + run->kept_bytes;
     int64_t least = needs->made_bytes + run->kept_bytes;
-    if (needs->is_measured) {
-        return py_operator_make_room(self, run->session, bytes, bytes);
-    }
+    int64_t bytes = least + needs->workspace_bytes;
     /* A session hears of every operator that is not known. */
-    PyObject *wished = PyLong_FromLongLong(bytes);
-    PyObject *needed = wished == NULL ? NULL : PyLong_FromLongLong(least);
-    int ret = needed == NULL ? -1
-                             : py_did(py_ask(self, run->session, _make_room, wished, needed));
-    Py_XDECREF(wished);
-    Py_XDECREF(needed);
-    return ret;
+    return needs->is_measured
+               ? py_operator_make_room(self, run->session, needs, bytes, bytes)
+               : py_operator_ask_room(self, run->session, needs, bytes, least);
 }
 
 /* What it has made, and what running it took where that was measured. */
 static void note_needs(const py_run_t *run, const py_made_t *made) {
-    int64_t new_bytes = 0;
+    int64_t new_bytes = 0, large_blocks = 0;
     for (int64_t k = 0; k < made->count; k++) {
         new_bytes += made->origins[k] < 0 ? made->bytes[k] : 0;
+        large_blocks += made->origins[k] < 0 && made->bytes[k] > ROTOR_LARGE_BYTES;
     }
+    run->needs->large_blocks = rotor_max(run->needs->large_blocks, large_blocks);
     if (run->peak_bytes < 0) {
         run->needs->made_bytes = rotor_max(run->needs->made_bytes, new_bytes);
         return;
     }
     run->needs->made_bytes = new_bytes;
     run->needs->workspace_bytes = rotor_max(run->peak_bytes - new_bytes, 0);
+    run->needs->large_blocks =
+        large_blocks + (run->needs->workspace_bytes > ROTOR_LARGE_BYTES ? 1 : 0);
     run->needs->is_measured = true;
 }
 

@@ -1,18 +1,39 @@
 /* Running operations again. */
 #include "bind_dtr_private.h"
 
-int py_operator_make_room(py_handler_t *self, PyObject *session, int64_t bytes, int64_t least) {
-    const rotor_recorder_t *book = &self->recorder->book;
-    if (book->options.budget == ROTOR_UNLIMITED ||
-        book->current_bytes <= book->options.budget - bytes) {
-        return 0;
+enum { MOST_GUESSED_BLOCKS = 4 };
+
+static int64_t large_blocks_of(const py_needs_t *needs) {
+    if (needs == NULL || needs->large_blocks >= 0) {
+        return needs == NULL ? 0 : needs->large_blocks;
     }
-    PyObject *wished = PyLong_FromLongLong(bytes);
+    int64_t blocks = (needs->made_bytes + needs->workspace_bytes) / ROTOR_LARGE_BYTES;
+    return blocks < MOST_GUESSED_BLOCKS ? blocks : MOST_GUESSED_BLOCKS;
+}
+
+int py_operator_ask_room(py_handler_t *self, PyObject *session, const py_needs_t *needs,
+                         int64_t bytes, int64_t least) {
+    int64_t blocks = large_blocks_of(needs);
+    PyObject *wished = PyLong_FromLongLong(bytes + self->rest_bytes * blocks);
     PyObject *needed = wished == NULL ? NULL : PyLong_FromLongLong(least);
     int ret = needed == NULL ? -1 : py_did(py_ask(self, session, _make_room, wished, needed));
     Py_XDECREF(wished);
     Py_XDECREF(needed);
+    self->unread_blocks += blocks;
     return ret;
+}
+
+int py_operator_make_room(py_handler_t *self, PyObject *session, const py_needs_t *needs,
+                          int64_t bytes, int64_t least) {
+    const rotor_recorder_t *book = &self->recorder->book;
+    int64_t blocks = large_blocks_of(needs);
+    int64_t rests = self->rest_bytes * (self->unread_blocks + blocks);
+    if (book->options.budget != ROTOR_UNLIMITED &&
+        book->current_bytes > book->options.budget - bytes - rests) {
+        return py_operator_ask_room(self, session, needs, bytes, least);
+    }
+    self->unread_blocks += blocks;
+    return 0;
 }
 
 /* An operation that runs again, and the storages that it runs on. */
@@ -315,7 +336,7 @@ static int make_room(again_t *again) {
             return -1;
         }
     }
-    return py_operator_make_room(self, again->session, bytes + unknown,
+    return py_operator_make_room(self, again->session, needs, bytes + unknown,
                                  bytes + (needs->is_measured ? unknown : 0));
 }
 

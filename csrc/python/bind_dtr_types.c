@@ -97,6 +97,7 @@ static PyObject *py_needs_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         self->made_bytes = made;
         self->workspace_bytes = workspace;
         self->cost_ns = COST_UNKNOWN;
+        self->large_blocks = -1;
         self->is_measured = is_measured != 0;
     }
     return (PyObject *)self;

@@ -1,11 +1,14 @@
 """Private names of PyTorch that leave out of a capture what only other users of the graph read.
 
 A graph that is neither run as Python nor given to Inductor needs no code, no names of the functions
-that its operators came from, and no second description of the layouts of its tensors.
+that its operators came from, and no second description of the layouts of its tensors. Where
+PyTorch has not all of the names, captures trace as they do without this file.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -14,14 +17,63 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-__all__ = ["graph_module", "lean_traces", "new_call", "relaid"]
+__all__ = ["graph_module", "lean_traces", "missing_name", "new_call", "relaid"]
+
+logger = logging.getLogger("rotor")
+
+_NAMES = {
+    "torch.fx._lazy_graph_module": ("_LazyGraphModule", "_use_lazy_graph_module"),
+    "torch.fx.experimental.proxy_tensor": (
+        "ProxyTorchDispatchMode",
+        "TorchFunctionMetadataMode",
+        "_extract_tensor_metadata",
+        "fast_detach",
+    ),
+    "torch._C": (
+        "_set_throw_on_mutable_data_ptr",
+        "_set_warn_deprecated_on_mutable_data_ptr",
+    ),
+    "torch._dispatch.python": ("no_python_dispatcher",),
+    "torch._functorch._aot_autograd.graph_compile": (),
+    "torch._logging._internal": ("trace_log",),
+    "torch._subclasses.fake_tensor": ("in_kernel_invocation_manager",),
+    "torch._subclasses.functional_tensor": ("FunctionalTensorMode",),
+}
+"""Names that this file uses, by module."""
+
+
+@functools.cache
+def missing_name() -> str | None:
+    """Return the first of the private names that this PyTorch lacks, ``None`` if it has all."""
+    for place, names in _NAMES.items():
+        try:
+            module = importlib.import_module(place)
+        except ImportError:
+            return place
+        for name in names:
+            if not hasattr(module, name):
+                return f"{place}.{name}"
+    return None
 
 
 @contextmanager
 def lean_traces() -> Iterator[None]:
-    """Have graphs that are traced in the context hold their operators and tensors only."""
+    """Have graphs that are traced in the context hold their operators and tensors only.
+
+    Where PyTorch lacks a name, tracing is left as it is.
+    """
+    missing = missing_name()
+    if missing is not None:
+        logger.debug(
+            "captures trace all that PyTorch traces by itself, which takes longer: PyTorch %s has "
+            "no %s",
+            torch.__version__,
+            missing,
+        )
+        yield
+        return
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
     from torch.fx import _lazy_graph_module as lazy
     from torch.fx.experimental import proxy_tensor
 
@@ -49,10 +101,8 @@ def lean_traces() -> Iterator[None]:
     with ExitStack() as undone:
         undone.enter_context(lazy._use_lazy_graph_module(True))
         for owner, name, other in replaced:
-            original = getattr(owner, name, None)
-            if original is not None:
-                undone.callback(setattr, owner, name, original)
-                setattr(owner, name, other)
+            undone.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, other)
         yield
 
 
@@ -82,7 +132,9 @@ def _are_logged() -> bool:
 
 
 def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
-    """Return a module of a graph, whose code is written when it is called."""
+    """Return a module of a graph, whose code is written when it is called, if PyTorch can."""
+    if missing_name() is not None:
+        return fx.GraphModule(root, graph)
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph)
@@ -107,6 +159,8 @@ def relaid(tensor: Any, storage: torch.UntypedStorage, offset: Any) -> torch.Ten
 
 def _faked(made: torch.Tensor, tensor: Any) -> torch.Tensor:
     """Return a fake tensor of a tensor without memory, for the device of another fake one."""
+    if missing_name() is not None:
+        return FakeTensor(tensor.fake_mode, made, tensor.fake_device)
     found: Any = torch.Tensor._make_subclass(
         FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=tensor.fake_device
     )

@@ -11,12 +11,13 @@ from typing import Protocol
 import torch
 
 from rotor import _core
-from rotor._pytorch import core, dispatch
+from rotor._pytorch import core, devices, dispatch
 from rotor.common.accounting import SCRAPS_BYTES, scrap_bytes
 from rotor.common.frames import warn_caller
 from rotor.dtr.calling import ModulePaths
 from rotor.dtr.operators import KERNELS
 from rotor.dtr.repeating import Verifier, verifying_bytes
+from rotor.dtr.rests import Rests
 from rotor.dtr.signatures import known_needs, read_times
 from rotor.dtr.storages import StorageRef, Store, bytes_of
 from rotor.errors import BudgetError, MemoryLimitWarning
@@ -163,6 +164,8 @@ class Recall:
         super().__init__()
         self.device = device
         self.limit = limit
+        self.outside_bytes = 0
+        self._rests: Rests | None = None
         self._strict = strict
         self._bytes = bytes_of(storage_swap)
         self._proof_bytes = verifying_bytes(device) if verify else 0
@@ -201,7 +204,6 @@ class Recall:
             ModulePaths(self._handler, root) if verify else nullcontext()
         )
         self._is_cpu = device.type == "cpu"
-        self.outside_bytes = 0
         self._is_open = True
         self._is_leaving = False
         self._overflows = 0
@@ -229,8 +231,44 @@ class Recall:
         self._verifier = self._handler.verifier = None
 
     def _apart_bytes(self, limit: int) -> int:
-        """Return the bytes of a limit for what no operator makes: scraps, and checksums."""
-        return scrap_bytes(limit) + self._proof_bytes
+        """Return the bytes of a limit for what no operator makes: scraps, rests, and checksums."""
+        return max(scrap_bytes(limit) + self.outside_bytes, self._rest_bytes) + self._proof_bytes
+
+    @property
+    def _rest_bytes(self) -> int:
+        return 0 if self._rests is None else self._rests.nbytes
+
+    def count_rests(self) -> None:
+        """Have the limit include what an accelerator's counter has beyond storages, from now on."""
+        if self.limit is not None and not self._is_cpu and devices.has_counters(self.device):
+            self._rests = Rests(self.device)
+            self._handler.rest_bytes = self._rests.most_per_block
+
+    def _read_rests(self) -> int:
+        """Return the bytes of the session's storages, and let the limit follow the device."""
+        current: int = self._book.counters()["current_bytes"]
+        if self._rests is not None:
+            self._rests.read(current)
+            self._handler.unread_blocks = 0
+            self._follow()
+        return current
+
+    def _follow(self) -> None:
+        """Keep what the limit leaves now."""
+        self.set_limit(self.limit)
+
+    def _warn_of_excess(self) -> None:
+        """Warn if the device's own counter passed the budget, and nothing has said so yet."""
+        peak = None if self._rests is None or self._overflows else self._rests.peak_bytes()
+        if peak is not None and self.limit is not None and peak > self.limit:
+            self._overflows += 1
+            warn_caller(
+                f"the budget of {exact_bytes(self.limit)} was passed: {self.device} counted "
+                f"{exact_bytes(peak)} above the level on entry. Operators that run for the first "
+                "time may take more than is foreseen, and so may code that allocates outside of "
+                "the operators",
+                MemoryLimitWarning,
+            )
 
     def _make_room(self, nbytes: int, least: int, *, is_wish: bool = False) -> None:
         """Evict until `nbytes` fit, or, where nothing is left to evict, at least `least`.
@@ -238,6 +276,8 @@ class Recall:
         Where this is a wish, it may stay one.
         """
         read_times(self.device)
+        if self._rests is not None:
+            self._read_rests()
         make_room, now = self._book.make_room, CLOCK or perf_counter_ns
         start = now()
         taking = 0
@@ -261,11 +301,8 @@ class Recall:
                 self._cost_ns += took - taking
             return
         assert self.limit is not None
-        current = (
-            self._book.counters()["current_bytes"]
-            + self._apart_bytes(self.limit)
-            + self.outside_bytes
-        )
+        # What was evicted has taken its rests along.
+        current = self._read_rests() + self._apart_bytes(self.limit)
         if is_wish or current + least <= self.limit:
             return
         if self._strict and not self._is_leaving:
@@ -476,7 +513,7 @@ class Recall:
 
     def _fits(self, nbytes: int) -> bool:
         assert self.limit is not None
-        current = self._book.counters()["current_bytes"] + self.outside_bytes
+        current = self._book.counters()["current_bytes"]
         return current + nbytes + self._apart_bytes(self.limit) <= self.limit
 
     def _fill_lost(self) -> None:

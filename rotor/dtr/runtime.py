@@ -348,3 +348,5 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
                 "context",
                 MemoryLimitWarning,
             )
+        if warn:
+            self._warn_of_excess()

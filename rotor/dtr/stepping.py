@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from rotor._pytorch import dispatch
+from rotor.common.accounting import LOSS_GRADIENTS
 from rotor.dtr.context import running
 from rotor.dtr.records import Needs
 from rotor.dtr.runtime import Session
@@ -66,6 +67,7 @@ class StepSession(Session):
         **settings: Any,
     ) -> None:
         super().__init__(limit, device=device, **settings)
+        self._aimed = limit
         self._before_write = before_write
         self._mark: Callable[[str], None] | None = None
         self._unknown: Unknown = []
@@ -117,10 +119,22 @@ class StepSession(Session):
 
     def aim(self, wished: int) -> None:
         """Keep within so many bytes if possible, and within the limit in any case."""
-        self._book.limit(max(wished - self._proof_bytes, 0))
+        assert self.limit is not None
+        self._aimed = wished
+        self._book.limit(max(min(wished, self.limit - self._rest_bytes) - self._proof_bytes, 0))
+
+    def _follow(self) -> None:
+        self.aim(self._aimed)
+
+    def _warn_of_excess(self) -> None:
+        """Leave it to the meter of the step."""
 
     def leave_room(self, nbytes: int, least: int) -> None:
         """Evict until `nbytes` of the limit are left; BudgetError: fewer than `least` are."""
+        rest_bytes = self._handler.rest_bytes
+        if rest_bytes > 0:
+            # The blocks that a loss makes are the allocator's to cut.
+            nbytes += rest_bytes * min(nbytes // rest_bytes, LOSS_GRADIENTS)
         with dispatch.without_modes():
             self._make_room(nbytes, least)
 

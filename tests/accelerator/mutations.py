@@ -30,6 +30,7 @@ class Mutation(NamedTuple):
 
 
 DEVICES = "rotor/_pytorch/devices.py"
+CONTEXT = "rotor/dtr/context.py"
 BLOCKS = "rotor/engines/graph/captured_step.py"
 LEVEL = "rotor/meter/reserving.py"
 METER = "rotor/meter/allocator.py"
@@ -185,6 +186,12 @@ MUTATIONS = [
     Mutation("both blocks of one size may be the freed one",
              "rotor/engines/graph/allocations.py", "for latest in (True, False)",
              "for latest in (True,)", POOLS + "by_hand"),
+    Mutation("a budget counts the rests of blocks", CONTEXT, "session.count_rests()", "pass",
+             DEFECTS + "rests"),
+    Mutation("a budget foresees the rests of blocks", "rotor/dtr/recall.py",
+             "self._handler.rest_bytes = self._rests.most_per_block", "pass", DEFECTS + "rests"),
+    Mutation("a budget that was passed unseen is a warning", "rotor/dtr/runtime.py",
+             "self._warn_of_excess()", "pass", DEFECTS + "passed_unseen"),
 ]  # fmt: skip
 
 

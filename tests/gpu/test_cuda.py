@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import os
 
 import pytest
 import torch
+from gpu_models import DEVICE, network, pictures
 from torch import nn
 
 import rotor
 from rotor import _core
-
-DEVICE = os.environ.get("ROTOR_GPU_TESTS", "cuda")
 
 pytestmark = pytest.mark.skipif(
     not torch.accelerator.is_available(), reason=f"needs a device of type {DEVICE}"
@@ -20,11 +18,11 @@ pytestmark = pytest.mark.skipif(
 
 
 def _model() -> nn.Module:
-    return rotor.resnet.resnet18(num_classes=100).to(DEVICE)
+    return network(100)
 
 
 def _batch() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(32, 3, 128, 128).to(DEVICE), torch.randint(0, 100, (32,)).to(DEVICE)
+    return pictures(100)
 
 
 def _step(model: nn.Module, x: torch.Tensor, target: torch.Tensor, seed: int) -> torch.Tensor:
@@ -64,7 +62,8 @@ def test_limit_and_equality(fraction):
         assert torch.equal(p, q)
     measured = _peak(chk, x, target)
     assert measured <= limit
-    assert measured == pytest.approx(chk.get_expected_memory(), rel=0.02)
+    # Of a small model 2 % are less than the rest that the allocator keeps with one block.
+    assert measured == pytest.approx(chk.get_expected_memory(), rel=0.02, abs=1 << 20)
 
 
 def test_dropout_on_the_device():

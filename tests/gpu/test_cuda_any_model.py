@@ -3,71 +3,19 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from gpu_models import DEVICE, images, language, recurrent
 from torch import nn
 
 import rotor
 
-DEVICE = os.environ.get("ROTOR_GPU_TESTS", "cuda")
-
 pytestmark = pytest.mark.skipif(
     not torch.accelerator.is_available(), reason=f"needs a device of type {DEVICE}"
 )
-
-
-class Language(nn.Module):
-    """A small GPT with dropout, on PyTorch's layers."""
-
-    def __init__(self, width: int = 256, depth: int = 6, words: int = 1000) -> None:
-        super().__init__()
-        self.words = nn.Embedding(words, width)
-        layer = nn.TransformerEncoderLayer(width, 8, 4 * width, 0.1, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
-        self.head = nn.Linear(width, words)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(self.words(x))).flatten(0, 1)
-
-
-class Recurrent(nn.Module):
-    """LSTM cells in a Python loop."""
-
-    def __init__(self, width: int = 512, steps: int = 40) -> None:
-        super().__init__()
-        self.width, self.steps = width, steps
-        self.cell, self.head = nn.LSTMCell(width, width), nn.Linear(width, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = c = x.new_zeros(len(x), self.width)
-        for _ in range(self.steps):
-            h, c = self.cell(x, (h, c))
-        return self.head(h)
-
-
-def _language() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    return (
-        Language().to(DEVICE),
-        torch.randint(1000, (16, 256)).to(DEVICE),
-        torch.randint(1000, (16 * 256,)).to(DEVICE),
-    )
-
-
-def _images() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    model = rotor.resnet.resnet18(num_classes=10).to(DEVICE)
-    return model, torch.randn(32, 3, 128, 128).to(DEVICE), torch.randint(10, (32,)).to(DEVICE)
-
-
-def _recurrent() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    return (
-        Recurrent().to(DEVICE),
-        torch.randn(256, 512).to(DEVICE),
-        torch.randint(10, (256,)).to(DEVICE),
-    )
 
 
 def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -121,10 +69,10 @@ def _assert_equal(a: nn.Module, b: nn.Module) -> None:
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("make", [_language, _images])
+@pytest.mark.parametrize("make", [language, images])
 @pytest.mark.parametrize("fraction", [0.8, 0.5])
 def test_graphs_keep_limits(make, fraction):
-    with torch.backends.cudnn.flags(enabled=make is not _images):
+    with torch.backends.cudnn.flags(enabled=make is not images):
         # A captured BatchNorm is PyTorch's own kernel, which eager mode runs without cuDNN.
         check_graph(make, fraction)
 
@@ -144,7 +92,7 @@ def check_graph(make, fraction):
         _assert_equal(model, chk.module)
 
 
-@pytest.mark.parametrize("make", [_language, _images, _recurrent])
+@pytest.mark.parametrize("make", [language, images, recurrent])
 @pytest.mark.parametrize("fraction", [0.8, 0.6])
 def test_budgets_are_kept(make, fraction):
     model, x, target = make()
@@ -160,7 +108,7 @@ def test_budgets_are_kept(make, fraction):
         _assert_equal(model, planned)
 
 
-@pytest.mark.parametrize("make", [_language, _recurrent])
+@pytest.mark.parametrize("make", [language, recurrent])
 def test_the_dynamic_engine(make):
     model, x, target = make()
     _plain_step(copy.deepcopy(model), x, target, 0)
@@ -174,10 +122,10 @@ def test_the_dynamic_engine(make):
     assert _counted(lambda: _plain_step(chk, x, target, 4))[1] <= limit
 
 
-@pytest.mark.parametrize("make", [_language, _images])
+@pytest.mark.parametrize("make", [language, images])
 def test_other_streams(make):
     """Steps in a stream of their own, nothing waited for between them."""
-    with torch.backends.cudnn.flags(enabled=make is not _images):
+    with torch.backends.cudnn.flags(enabled=make is not images):
         check_streams(make)
 
 

@@ -118,6 +118,7 @@ class BudgetedStep:
             root=module,
             **settings,
         )
+        self.session.count_rests()
         dispatch.watch_backwards()
         self._ended = ended
         self.session.count(self._undo.random_state)
