@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,20 +11,20 @@ from two_processes import PROCESSES, run_processes
 
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 SECONDS = 400
-CASES = [
-    pytest.param(group, scenario, id=scenario)
-    for group, scenarios in GROUPS.items()
-    for scenario in scenarios
-]
+CASES = [(group, scenario) for group, scenarios in GROUPS.items() for scenario in scenarios]
 
 
 @pytest.fixture(scope="module")
-def found(request, tmp_path_factory):
-    names = list(GROUPS[request.param])
-    return run_processes(str(WORKER), tmp_path_factory.mktemp("fsdp"), SECONDS, names=names)
+def found(tmp_path_factory):
+    @cache
+    def run(group):
+        folder = tmp_path_factory.mktemp("fsdp")
+        return run_processes(str(WORKER), folder, SECONDS, names=list(GROUPS[group]))
+
+    return run
 
 
 @pytest.mark.parametrize("rank", range(PROCESSES))
-@pytest.mark.parametrize(("found", "scenario"), CASES, indirect=["found"])
-def test_fsdp(found, scenario, rank):
-    assert found[rank][scenario] == []
+@pytest.mark.parametrize(("group", "scenario"), CASES)
+def test_fsdp(found, group, scenario, rank):
+    assert found(group)[rank][scenario] == []
