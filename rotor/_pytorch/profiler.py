@@ -146,10 +146,11 @@ class AllocationTrace:
             return self._on_device(result)
         timed: list[tuple[int, Allocation | str]] = []
         pending = list(reversed(result.experimental_event_tree()))
+        allocation = torch._C._profiler._ExtraFields_Allocation
         while pending:
             event = pending.pop()
-            if event.tag == torch._C._profiler._EventType.Allocation:
-                fields: Any = event.extra_fields
+            fields: Any = event.extra_fields
+            if type(fields) is allocation:
                 if fields.device.type == "cpu":
                     ns = event.start_time_ns
                     total = -1 if self._counting is None else fields.total_allocated
@@ -184,7 +185,6 @@ core.check(
         "_C._profiler.ProfilerConfig",
         "_C._profiler.ProfilerState.KINETO",
         "_C._profiler.RecordScope.USER_SCOPE",
-        "_C._profiler._EventType.Allocation",
         "_C._profiler._ExperimentalConfig",
         "_C._profiler._ExtraFields_Allocation.alloc_size",
         "_C._profiler._ExtraFields_Allocation.ptr",

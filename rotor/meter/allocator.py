@@ -341,7 +341,13 @@ class _CpuMeter(Meter):
         if threading.get_ident() != self._thread:
             self._state = "lost"
             return
-        events = self._trace.stop()
+        # Thousands of objects are made here that soon go: nothing is collected for them.
+        with CollectorPause():
+            self._figure(self._trace.stop())
+        self._state = "done"
+
+    def _figure(self, events: Sequence[_profiler.Allocation | str]) -> None:
+        """Take the figures from allocations and marks."""
         _vacate(self)
         moments: list[tuple[int, int, int]] | None = [] if self._wants_timeline else None
         self._segments, self._peak_bytes, self._end_bytes = levels_of(
@@ -349,7 +355,6 @@ class _CpuMeter(Meter):
         )
         if moments:
             self._timeline = timeline_of(moments, marks_of(events))
-        self._state = "done"
 
 
 class _Freed:
