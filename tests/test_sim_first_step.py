@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("engine", ["graph", "dynamic"])
-def test_the_thread_of_backwards_has_its_handle(sim, engine):
+def test_the_thread_of_backwards_has_its_handle(sim, monkeypatch, engine):
     """Keep the limit from the first step on, whose backward has a thread of its own."""
     torch.manual_seed(1)
     model = Branches(0.0)
@@ -26,6 +26,7 @@ def test_the_thread_of_backwards_has_its_handle(sim, engine):
     ours = Branches(0.0)
     ours.load_state_dict(state)
     sim.forget_handles()
+    monkeypatch.setattr(devices, "_prepared", set())
     sim.set_handles(handle_bytes=MIB)
     wrapped = rotor.Checkpointable(ours.to("sim"), mem_limit=limit, engine=engine, loss_fn=distance)
     data = batches()
@@ -108,7 +109,8 @@ def test_workspaces_of_first_calls_are_not_learnt(sim):
     level = sim.memory_allocated()
     sim.reset_peak_memory_stats()
     model(value).sum().backward()
-    limit = sim.max_memory_allocated() - level + MIB
+    # A search's block above 1 MiB may keep a rest of as much.
+    limit = sim.max_memory_allocated() - level + 2 * MIB
     sim.forget_handles()
     sim.set_handles(search_bytes=4 * MIB)
     evictions = []

@@ -133,13 +133,14 @@ def reset_peak(device: torch.device) -> None:
 
 def allocated_bytes(device: torch.device) -> int:
     """Return the bytes that are allocated on an accelerator."""
-    if _stats is None or not torch._C._accelerator_isAllocatorInitialized():
+    is_known = _stats is not None and device.index is not None and torch.accelerator.is_available()
+    if not is_known or not torch._C._accelerator_isAllocatorInitialized():
         return counters(device)[0]
-    found: int = _stats(device.index or 0)["allocated_bytes"]["all"]["current"]
+    found: int = _stats(device.index)["allocated_bytes"]["all"]["current"]
     return found
 
 
-_stats: Callable[[int], Any] | None = getattr(torch._C, "_accelerator_getDeviceStats", None)
+_stats: Any = getattr(torch._C, "_accelerator_getDeviceStats", None)
 """The counters as PyTorch has them: `torch.accelerator.memory_stats` sorts all of them."""
 
 

@@ -151,9 +151,7 @@ def budget(
         offload=offload,
     )
     session.observer = _observer_of(record_log, session)
-    if found.type != "cpu":
-        devices.prepare(found)
-        session.count_rests()
+    session.count_rests()
     _current.append(session)
     failed = True
     try:

@@ -241,6 +241,8 @@ class Recall:
     def count_rests(self) -> None:
         """Have the limit include what an accelerator's counter has beyond storages, from now on."""
         if self.limit is not None and not self._is_cpu and devices.has_counters(self.device):
+            # What libraries take once is no rest.
+            devices.prepare(self.device)
             self._rests = Rests(self.device)
             self._handler.rest_bytes = self._rests.most_per_block
 
