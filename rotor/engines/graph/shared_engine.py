@@ -283,12 +283,8 @@ class SharedGraphEngine(GraphEngine):
     def replan(self, old: Any, make: Any) -> Any:
         """Return a plan that includes the lessons of metered steps, on all ranks or on none."""
         found: list[Any] = []
-        problem: Exception | None = None
-        try:
-            found.append(super().replan(old, make))
-        except Exception as error:
-            problem = error
-        self._ranks.all_well(problem)
+        again = super().replan
+        self._ranks.together(lambda: found.append(again(old, make)))
         return found[0]
 
     def load(self, key: Key, source: Any, limit_bytes: int) -> GraphPlan:

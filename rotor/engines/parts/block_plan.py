@@ -584,17 +584,8 @@ def make_blocks_plan(
         verify=verify,
     )
     if plan.tier is not None:
-        ranks.all_well(_problem(plan.tier.prepare))
+        ranks.together(plan.tier.prepare)
     values = 3 * sum(len(block.flags) for block in blocks.sites)
     if not has_room(blocks.device, values, limit):
         plan.proved.unproved = NO_ROOM
     return plan
-
-
-def _problem(act: Callable[[], object]) -> Exception | None:
-    """Return the error of an action; ``None`` without one."""
-    try:
-        act()
-    except Exception as error:
-        return error
-    return None
