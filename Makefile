@@ -56,9 +56,9 @@ test: ## C tests under sanitizers, then the Python tests
 	$(MAKE) -j$(WORKERS) $(VENV)/.test test-c
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 
-test-all: ## with the long checks
+test-all: ## with the long checks, which have no time limit
 	$(MAKE) -j$(WORKERS) $(VENV)/.test test-c
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -o faulthandler_timeout=0
 
 build/c/%.o: csrc/rotor/%.c $(C_HEADERS)
 	@mkdir -p build/c

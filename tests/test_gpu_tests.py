@@ -26,7 +26,10 @@ def check(selected: str, least: int) -> None:
         pytest.skip(str(missing))
     paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(TESTS / "gpu"), "--show-capture=no", "-k", selected],
+        [
+            *(sys.executable, "-m", "pytest", str(TESTS / "gpu"), "--show-capture=no"),
+            *("-k", selected, "-o", "faulthandler_timeout=600"),
+        ],
         cwd=TESTS.parent,
         env=os.environ
         | {"PYTHONPATH": os.pathsep.join(paths), "ROTOR_GPU_TESTS": "sim"}

@@ -20,6 +20,7 @@ from zoo.models import Branching
 
 import rotor
 from rotor import memory
+from rotor.dtr.repeating import Verifier
 
 _CLEANUP = {"__exit__", "__del__", "stop", "close", "cancel", "_restore"}
 
@@ -174,6 +175,35 @@ def _state(snapshot: Snapshot) -> dict[str, torch.Tensor]:
     named = snapshot.tensors.items()
     found = {name.removeprefix("buffer "): t for name, t in named if t is not None}
     return {n: t for n, t in found.items() if n != "loss" and not n.startswith("gradient of")}
+
+
+def test_what_a_recomputation_wrote_into_is_not_used_after_an_interrupt(monkeypatch):
+    compared = Verifier.replayed
+    count = most = 0
+
+    def replayed(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == most:
+            raise KeyboardInterrupt
+        compared(*args)
+
+    monkeypatch.setattr(Verifier, "replayed", replayed)
+    (x,) = rows()
+
+    def run() -> None:
+        _, _, model, _ = _new("dynamic")
+        torch.manual_seed(100)
+        model(x).square().mean().backward()
+
+    run()
+    total = count
+    assert total > 20
+    for most in range(1, total + 1):
+        count = 0
+        # The end of the step computes again, from what is in memory, and compares.
+        with pytest.raises(KeyboardInterrupt):
+            run()
 
 
 class Injected(Exception):

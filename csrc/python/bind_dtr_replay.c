@@ -340,6 +340,15 @@ static int make_room(again_t *again) {
                                  bytes + (needs->is_measured ? unknown : 0));
 }
 
+/* Has nothing be read that an operation which failed may have written into; keeps its exception. */
+static void forget_written(py_recorder_t *recorder) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    (void)rotor_recorder_failed(&recorder->book);
+    (void)py_book_settle(recorder);
+    PyErr_Restore(type, value, traceback);
+}
+
 static int run_again(again_t *again) {
     py_handler_t *self = again->handler;
     rotor_recorder_t *book = &self->recorder->book;
@@ -350,6 +359,7 @@ static int run_again(again_t *again) {
     }
     again->results = py_record_run(self, again->record, again->storages, NULL, &took);
     if (again->results == NULL || place(again) != 0) {
+        forget_written(self->recorder);
         return -1;
     }
     Py_CLEAR(again->results);

@@ -201,6 +201,13 @@ int64_t rotor_recorder_replay_bytes(const rotor_recorder_t *self, int32_t op) {
     return bytes;
 }
 
+/* Takes the origin of a replayed write from memory; the lock of this frame stays. */
+static int drop_origin(rotor_recorder_t *self, int32_t origin) {
+    int ret = rotor_recorder_leave_memory(self, origin);
+    rotor_eviction_lock(&self->eviction, origin);
+    return ret == ROTOR_OK ? rotor_recorder_tell(self, ROTOR_DROPPED, origin) : ret;
+}
+
 int rotor_recorder_replayed(rotor_recorder_t *self, int64_t cost_ns) {
     int32_t op = self->frames[self->frame_count - 1].op;
     rotor_record_t *record = &self->records[op];
@@ -218,11 +225,7 @@ int rotor_recorder_replayed(rotor_recorder_t *self, int64_t cost_ns) {
             continue;
         }
         if (origins[k] >= 0 && rotor_recorder_may_reuse(self, origins[k])) {
-            /* The lock of this frame is given back below. */
-            ret = rotor_recorder_leave_memory(self, origins[k]);
-            rotor_eviction_lock(&self->eviction, origins[k]);
-            if (ret != ROTOR_OK ||
-                (ret = rotor_recorder_tell(self, ROTOR_DROPPED, origins[k])) != ROTOR_OK) {
+            if ((ret = drop_origin(self, origins[k])) != ROTOR_OK) {
                 return rotor_recorder_settled(self, ret);
             }
         }
@@ -239,6 +242,21 @@ int rotor_recorder_replayed(rotor_recorder_t *self, int64_t cost_ns) {
     rotor_recorder_count_replay(self, op, cost_ns);
     int status = pop_frame(self);
     return rotor_recorder_settled(self, ret == ROTOR_OK ? status : ret);
+}
+
+int rotor_recorder_failed(rotor_recorder_t *self) {
+    const rotor_record_t *record = &self->records[self->frames[self->frame_count - 1].op];
+    const int32_t *origins = record->items + record->input_count + record->output_count;
+    int ret = ROTOR_OK;
+
+    for (int32_t k = 0; k < record->output_count; k++) {
+        if (origins[k] >= 0 && rotor_recorder_is_material(self, origins[k]) &&
+            rotor_recorder_may_reuse(self, origins[k])) {
+            int status = drop_origin(self, origins[k]);
+            ret = ret == ROTOR_OK ? status : ret;
+        }
+    }
+    return rotor_recorder_settled(self, ret);
 }
 
 /* Room. */

@@ -58,6 +58,8 @@ int32_t rotor_recorder_awaited(const rotor_recorder_t *self);
 int rotor_recorder_fetched(rotor_recorder_t *self, int64_t cost_ns);
 /* After the operation of next() ran. `cost_ns`: what it took. */
 int rotor_recorder_replayed(rotor_recorder_t *self, int64_t cost_ns);
+/* After it failed, before abort(): origins that it may have written into leave memory. */
+int rotor_recorder_failed(rotor_recorder_t *self);
 /* True if replaying the operation of next() may write into the memory of this origin, which nothing
  * else needs now; otherwise it needs a copy. */
 bool rotor_recorder_may_reuse(const rotor_recorder_t *self, int32_t origin);

@@ -42,7 +42,7 @@ def run_elsewhere(item: pytest.Item) -> None:
             _found[path] = str(missing)
         else:
             names = [other.nodeid for other in item.session.items if other.path == item.path]
-            _found[path] = _reports_of(names, Path(config.rootpath))
+            _found[path] = _reports_of(names, config)
     found = _found[path]
     if isinstance(found, str):
         reports = [_report(item, "skipped", (path, 0, f"Skipped: {found}"))]
@@ -61,7 +61,7 @@ def _report(item: pytest.Item, outcome: Any, text: Any) -> pytest.TestReport:
     return pytest.TestReport(item.nodeid, item.location, {}, outcome, text, "call")
 
 
-def _reports_of(names: Sequence[str], root: Path) -> dict[str, list[Any]]:
+def _reports_of(names: Sequence[str], config: pytest.Config) -> dict[str, list[Any]]:
     with tempfile.TemporaryDirectory() as folder:
         reports = Path(folder) / "reports"
         reports.touch()
@@ -75,10 +75,13 @@ def _reports_of(names: Sequence[str], root: Path) -> dict[str, list[Any]]:
             "-p",
             "accelerator.processes",
             "--show-capture=no",
+            "-o",
+            # What hangs is ended there, before this process is.
+            f"faulthandler_timeout={float(config.getini('faulthandler_timeout')) / 2}",
         ]
         done = subprocess.run(
-            [*command, "-p", "accelerator.processes", *names],
-            cwd=root,
+            [*command, *names],
+            cwd=config.rootpath,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

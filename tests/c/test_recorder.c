@@ -466,6 +466,32 @@ static void test_copies_of_sources(void) {
     }
 }
 
+/* A replayed write fails: what it may have written into is computed again. */
+static void test_a_failed_write(void) {
+    rotor_recorder_options_t options = options_of("LRU", 40);
+    rotor_recorder_t book;
+    int32_t source, origin, written, last, op;
+    rotor_recorder_init(&book, &options);
+    CHECK(rotor_recorder_source(&book, 0, false, &source) == ROTOR_OK);
+    CHECK(operate(&book, &source, 1, 10, -1, &origin) == ROTOR_OK);
+    CHECK(operate(&book, &origin, 1, 10, origin, &written) == ROTOR_OK);
+    CHECK(rotor_recorder_dead(&book, origin) == ROTOR_OK);
+    CHECK(operate(&book, &written, 1, 10, -1, &last) == ROTOR_OK);
+    CHECK(make_room(&book, 40) == ROTOR_OK && book.current_bytes == 0);
+    CHECK(rotor_recorder_begin(&book, &written, 1) == ROTOR_OK);
+    CHECK(rotor_recorder_next(&book, &op) == ROTOR_OK && op == book.nodes[origin].op);
+    CHECK(rotor_recorder_replayed(&book, 5) == ROTOR_OK);
+    CHECK(rotor_recorder_next(&book, &op) == ROTOR_OK && op == book.nodes[written].op);
+    CHECK(rotor_recorder_may_reuse(&book, origin));
+    book.event_count = 0;
+    CHECK(rotor_recorder_failed(&book) == ROTOR_OK);
+    CHECK(book.event_count == 1 && book.events[0].kind == ROTOR_DROPPED);
+    CHECK(rotor_recorder_abort(&book) == ROTOR_OK);
+    CHECK(!rotor_recorder_is_material(&book, origin) && book.current_bytes == 0);
+    CHECK(operate(&book, &written, 1, 10, -1, &last) == ROTOR_OK && book.replays == 3);
+    rotor_recorder_free(&book);
+}
+
 static void test_what_a_write_takes(void) {
     rotor_recorder_options_t options = options_of("LRU", ROTOR_UNLIMITED);
     rotor_recorder_t book;
@@ -540,6 +566,7 @@ static const test_case_t cases[] = {
     {"random_programs", test_random_programs},
     {"thrashing_is_found", test_thrashing_is_found},
     {"copies_of_sources", test_copies_of_sources},
+    {"a_failed_write", test_a_failed_write},
     {"what_a_write_takes", test_what_a_write_takes},
     {"contradictions_are_found", test_contradictions_are_found},
     {"removal_from_the_engine", test_removal_from_the_engine},
