@@ -402,3 +402,27 @@ def test_an_error_of_dynamos_own_is_a_refusal():
     chk = rotor.Checkpointable(model, mem_limit="1GiB", engine="graph")
     with pytest.raises(rotor.CaptureError, match="capture failed in its own code"):
         chk(rows())
+
+
+def test_each_backward_is_of_its_own_graph():
+    def forward(self, x):
+        x = chain(self, x)
+        return torch.sin(x * self.more) if self.is_longer else x
+
+    model = Net(forward, l=linears(), more=nn.Parameter(torch.randn(16)))
+    chk = rotor.Checkpointable(model, mem_limit="1MiB", engine="graph")
+    x = rows()
+
+    def gradients(which):
+        model.zero_grad()
+        for order in (0, 1), (1, 0):
+            results = []
+            for model.is_longer in (False, True):
+                results.append(which(x))
+            # The first backward of each comes after both captures.
+            for k in order:
+                results[k].square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    for found, expected in zip(gradients(chk), gradients(model), strict=True):
+        assert torch.equal(found, expected)

@@ -40,6 +40,8 @@ from rotor.errors import CaptureError
 
 __all__ = ["Capture", "Captured", "NothingToPlan", "Unplanned", "fresh"]
 
+_GRAPH = "number of rotor's graph"
+
 
 @dataclass
 class Captured:
@@ -171,8 +173,8 @@ class Capture:
         self._function = function
         self._compiler = core.aot_backend(
             partition=self._partition,
-            forward=lambda module, inputs: self._boxed(self._forward, self.graphs[-1]),
-            backward=lambda module, inputs: self._boxed(self._backward, self.graphs[-1]),
+            forward=lambda module, inputs: self._boxed(self._forward, self._graph_of(module)),
+            backward=lambda module, inputs: self._boxed(self._backward, self._graph_of(module)),
             inference=lambda module, inputs: self._refused,
             decompositions=decompositions,
         )
@@ -296,6 +298,10 @@ class Capture:
                 return reached
         raise CaptureError("the call ran without its graph being captured")
 
+    def _graph_of(self, stub: fx.GraphModule) -> Captured:
+        # PyTorch asks for a backward when it first comes, maybe after another capture.
+        return self.graphs[stub.meta[_GRAPH]]
+
     @staticmethod
     def _boxed(
         function: Callable[[Captured, list[Any]], Any], captured: Captured
@@ -404,10 +410,11 @@ class Capture:
                 torch.empty(0),
             )
         saved = saved_primals(lowered)
-        self.graphs.append(Captured(lowered, saved=len(saved)))
         forward = _stub(module, lowered.primals, [*lowered.outputs, *saved, token])
         backward = _stub(module, [*saved, token, *lowered.tangents], lowered.gradients)
         module.graph.erase_node(token)
+        self.graphs.append(Captured(lowered, saved=len(saved)))
+        forward.meta[_GRAPH] = backward.meta[_GRAPH] = len(self.graphs) - 1
         return forward, backward
 
 
