@@ -199,8 +199,8 @@ def test_what_a_recomputation_wrote_into_is_not_used_after_an_interrupt(monkeypa
     run()
     total = count
     assert total > 20
-    for most in range(1, total + 1):
-        count = 0
+    for point in range(1, total + 1):
+        count, most = 0, point
         # The end of the step computes again, from what is in memory, and compares.
         with pytest.raises(KeyboardInterrupt):
             run()
