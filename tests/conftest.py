@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -24,11 +25,16 @@ def pytest_runtest_protocol(item):
     return True
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_objects():
+    """Have collections pass over what was made before the file: PyTorch is a million objects."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def sim():
     """Give the simulated accelerator, empty, with the settings it starts with."""
-    import gc
-
     import torch
     from accelerator import load
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,29 +28,34 @@ def same_kind(model: rotor.Checkpointable) -> list[str]:
     return [] if found[0] == found[1] else [f"plans {found}"]
 
 
-def chosen_by_prediction() -> list[str]:
-    """Between the least limit of the chain and plain: the better of both, and within the limit."""
+def chosen_by_prediction(places: Sequence[tuple[bool, float]]) -> list[str]:
+    """Between the least limit of the chain and plain: the better of both, and within the limit.
+
+    Each place: whether the root is sharded too, and the share of the way.
+    """
     found: list[str] = []
-    for root in (True, False):
+    for root, share in places:
         chain = rotor.Checkpointable(deep(root=root), engine="chain")
         chain.measure(batch(0))
         curve = chain.curve()
         least, most = int(curve.minimum_bytes), int(curve.bytes[-1])
-        for share in (0.3, 0.6):
-            limit = int(least + share * (most - least))
-            plain, planned = deep(root=root), rotor.Checkpointable(deep(root=root), mem_limit=limit)
-            found += compare(plain, planned, 4, same=same_kind) + kept(planned, limit)
-            lines = planned.report().splitlines()
-            rows = lines[next(k for k, line in enumerate(lines) if line.startswith("compared")) :]
-            recomputed = [float(row.split("step, ")[1].split("%")[0]) for row in rows[2:]]
-            if [row.split()[0] for row in rows[2:]] != ["chain", "blocks"]:
-                found.append(f"compared {rows}")
-            is_best = recomputed[1] < recomputed[0] and rows[-1].endswith("runs")
-            if not is_best or planned.plan.engine != "parts":
-                found.append(f"chosen at {share}: {rows}")
+        limit = int(least + share * (most - least))
+        plain, planned = deep(root=root), rotor.Checkpointable(deep(root=root), mem_limit=limit)
+        found += compare(plain, planned, 4, same=same_kind) + kept(planned, limit)
+        lines = planned.report().splitlines()
+        rows = lines[next(k for k, line in enumerate(lines) if line.startswith("compared")) :]
+        recomputed = [float(row.split("step, ")[1].split("%")[0]) for row in rows[2:]]
+        if [row.split()[0] for row in rows[2:]] != ["chain", "blocks"]:
+            found.append(f"compared {rows}")
+        is_best = recomputed[1] < recomputed[0] and rows[-1].endswith("runs")
+        if not is_best or planned.plan.engine != "parts":
+            found.append(f"chosen at {share}: {rows}")
     return found
 
 
 SEQUENTIAL_SCENARIOS: dict[str, Callable[[], list[str]]] = {
-    "chain or blocks": chosen_by_prediction,
+    "chain or blocks": lambda: chosen_by_prediction([(True, 0.3)]),
+    "chain or blocks, other limits": lambda: chosen_by_prediction(
+        [(True, 0.6), (False, 0.3), (False, 0.6)]
+    ),
 }

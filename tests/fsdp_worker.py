@@ -351,13 +351,28 @@ CHAIN_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "optimizer between": optimizer_between,
 }
 
-GROUPS: dict[str, dict[str, Callable[[], list[str]]]] = {
+_BY_KIND: dict[str, dict[str, Callable[[], list[str]]]] = {
     "chains": CHAIN_SCENARIOS,
     "blocks": BLOCK_SCENARIOS,
     "graphs": GRAPH_SCENARIOS,
     "proofs": PROOF_SCENARIOS | SEQUENTIAL_SCENARIOS,
     "tier": TIER_SCENARIOS,
 }
+LONG = frozenset(
+    {name for name in CHAIN_SCENARIOS if name.startswith(("shard, ", "wrap, "))}
+    - {"shard, wrap, root, reshard", "wrap, shard"}
+) | {
+    *("blocks: wrap, shard, root", "blocks: shard, wrap", "blocks: precision"),
+    *("proofs: drifting, graphs of blocks", "chain or blocks, other limits", "tier: other speeds"),
+}
+"""Scenarios that take long for what they add."""
+GROUPS: dict[str, list[str]] = {
+    f"{kind}{', long' if is_long else ''}": names
+    for kind, found in _BY_KIND.items()
+    for is_long in (False, True)
+    if (names := [name for name in found if (name in LONG) == is_long])
+}
+"""Names of the scenarios of each launch."""
 
 SIM_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     f"small device, {kind}": lambda kind=kind: small_device(kind) for kind in ("chain", "blocks")
@@ -392,8 +407,8 @@ def work(rank: int, folder: Path, names: list[str]) -> None:
     )
     found: dict[str, list[str]] = {}
     scenarios = dict(SIM_SCENARIOS)
-    for group in GROUPS.values():
-        scenarios |= group
+    for more in _BY_KIND.values():
+        scenarios |= more
     for name in names:
         began = time.process_time()
         with quiet():

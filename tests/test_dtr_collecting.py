@@ -28,15 +28,6 @@ class Cycle:
         self.me = self
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _few_objects() -> Iterator[None]:
-    """Exempt all present objects, so that a collection takes no time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @contextmanager
 def collecting(threshold: int) -> Iterator[None]:
     """Collect all garbage after every so many allocations."""

@@ -18,12 +18,13 @@ from rotor import dtr, simrd
 pytestmark = pytest.mark.filterwarnings("ignore:leaving the context brought back")
 WIDTH = 2000
 BYTES = 4 * WIDTH
-ALWAYS = torch.zeros(10)
 
 
 @pytest.fixture(autouse=True)
 def unset():
+    always = torch.zeros(10)
     yield
+    assert always.nbytes > 0
     dtr.unset_memory_budget()
     dtr.toggle_sampling(True)
     dtr.toggle_ignore_small_tensors(True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import re
 from collections.abc import Callable
 
@@ -11,6 +13,7 @@ from torch import nn
 
 import rotor
 from rotor import dtr, memory
+from rotor.dtr import recall
 
 
 class Block(nn.Module):
@@ -135,6 +138,24 @@ def test_the_limit_that_is_named_works_when_it_is_tried(name: str, part: float):
         assert named is not None
         assert int(named[1]) == limit <= 2.5 * meter.peak_bytes
     assert model.plan.measured_bytes <= limit
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.filterwarnings("ignore::rotor.errors.MemoryLimitWarning")
+def test_a_recurrence_is_computed_again_whatever_times_are_read(seed: int, monkeypatch):
+    generator = random.Random(seed)
+    clock = itertools.accumulate(iter(lambda: int(10 ** generator.uniform(2, 5)), None))
+    monkeypatch.setattr(recall, "CLOCK", lambda: next(clock))
+    x = torch.linspace(-1, 1, 40 * 32 * 64).reshape(40, 32, 64)
+    model = rotor.Checkpointable(Recurrence(), mem_limit=300_000, engine="dynamic")
+    with pytest.raises(rotor.InfeasibleError) as caught:
+        steps(model, x)
+    limit = caught.value.minimum_bytes
+    model = rotor.Checkpointable(Recurrence(), mem_limit=limit, engine="dynamic")
+    # Each of the 40 steps of the recurrence could double what is computed again.
+    steps(model, x)
+    assert model.plan.measured_bytes <= limit
+    assert max(figures.stats.rematerializations for figures in model.plan.latest) < 500_000
 
 
 def steps(model: nn.Module, x: torch.Tensor) -> None:

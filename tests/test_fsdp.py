@@ -6,12 +6,16 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from fsdp_worker import GROUPS
+from fsdp_worker import GROUPS, LONG
 from two_processes import PROCESSES, run_processes
 
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 SECONDS = 400
-CASES = [(group, scenario) for group, scenarios in GROUPS.items() for scenario in scenarios]
+CASES = [
+    pytest.param(group, scenario, marks=[pytest.mark.slow] * (scenario in LONG))
+    for group, scenarios in GROUPS.items()
+    for scenario in scenarios
+]
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +23,7 @@ def found(tmp_path_factory):
     @cache
     def run(group):
         folder = tmp_path_factory.mktemp("fsdp")
-        return run_processes(str(WORKER), folder, SECONDS, names=list(GROUPS[group]))
+        return run_processes(str(WORKER), folder, SECONDS, names=GROUPS[group])
 
     return run
 

@@ -59,25 +59,26 @@ out:
 
 PyDoc_STRVAR(
     make_room_doc,
-    "make_room($self, nbytes, /)\n--\n\n"
-    "Return None where so many bytes fit; False where they do not and nothing can go; else "
+    "make_room($self, nbytes, enough, /)\n--\n\n"
+    "Return None where so many bytes fit; False where they do not and nothing can go, or only "
+    "what is needed soon where no more than enough bytes are in memory; else "
     "(storage, node, is_moving) to evict now, and ask again. is_moving: the bytes have to be "
     "written to the second tier before, and moved() follows.");
 
 static PyObject *py_recorder_make_room(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
-    int64_t bytes;
+    int64_t bytes, enough;
     int32_t node = 0;
     bool is_moving = false;
-    if (py_book_expect("make_room", count, 1, names) != 0 ||
-        py_book_read_int64(args[0], &bytes) != 0) {
+    if (py_book_expect("make_room", count, 2, names) != 0 ||
+        py_book_read_int64(args[0], &bytes) != 0 || py_book_read_int64(args[1], &enough) != 0) {
         return NULL;
     }
     for (;;) {
         if (py_book_forget_gone(self) != 0) {
             return NULL;
         }
-        int status = rotor_recorder_make_room(&self->book, bytes, &node, &is_moving);
+        int status = rotor_recorder_make_room(&self->book, bytes, enough, &node, &is_moving);
         if (status != ROTOR_OK) {
             return py_book_answer(self, type, status, NULL);
         }

@@ -4,6 +4,7 @@
 
 #include "recorder_check.h"
 #include "recorder_keeping.h"
+#include "recorder_needs.h"
 #include "vector.h"
 
 void rotor_recorder_init(rotor_recorder_t *self, const rotor_recorder_options_t *options) {
@@ -57,35 +58,70 @@ static int lock_node(rotor_recorder_t *self, int32_t node) {
     return rotor_recorder_tell(self, ROTOR_LOCKED, node);
 }
 
-/* Locks the inputs that are in memory, and notes the others. */
-static int recorder_push_frame(rotor_recorder_t *self, int32_t op, const int32_t *inputs,
-                               int64_t count) {
-    int64_t base = self->pending_count;
-    int ret = ROTOR_RESERVE(self->frames, self->frame_count, self->frame_capacity, 1);
+/* Notes the inputs of the last frame that are not in memory, and may lock the others. */
+static int gather_operands(rotor_recorder_t *self) {
+    rotor_recorder_frame_t *frame = &self->frames[self->frame_count - 1];
+    const int32_t *inputs;
+    int64_t count = rotor_recorder_operands(self, frame->op, &inputs);
+    int ret = ROTOR_RESERVE(self->pending, frame->first_pending, self->pending_capacity, count);
 
-    if (ret == ROTOR_OK) {
-        ret = ROTOR_RESERVE(self->pending, base, self->pending_capacity, count);
-    }
     if (ret == ROTOR_OK) {
         ret = ROTOR_RESERVE(self->events, self->event_count, self->event_capacity, count);
     }
     if (ret != ROTOR_OK) {
         return ret;
     }
+    self->pending_count = frame->first_pending;
     for (int64_t k = 0; k < count; k++) {
         rotor_eviction_touch(&self->eviction, inputs[k], self->clock);
-        if (rotor_recorder_is_material(self, inputs[k])) {
-            (void)lock_node(self, inputs[k]);
-        } else {
+        if (!rotor_recorder_is_material(self, inputs[k])) {
             self->pending[self->pending_count++] = inputs[k];
+        } else if (frame->is_locking) {
+            (void)lock_node(self, inputs[k]);
         }
+    }
+    frame->at_pending = frame->first_pending;
+    frame->last_pending = (int32_t)self->pending_count;
+    return ROTOR_OK;
+}
+
+static int open_frame(rotor_recorder_t *self, int32_t op) {
+    int ret = ROTOR_RESERVE(self->frames, self->frame_count, self->frame_capacity, 1);
+    if (ret != ROTOR_OK) {
+        return ret;
     }
     self->frames[self->frame_count++] = (rotor_recorder_frame_t){
         .op = op,
-        .first_pending = (int32_t)base,
-        .at_pending = (int32_t)base,
-        .last_pending = (int32_t)self->pending_count,
+        .first_pending = (int32_t)self->pending_count,
+        .is_locking = !self->has_repeated,
     };
+    if ((ret = gather_operands(self)) != ROTOR_OK) {
+        self->frame_count--;
+    }
+    return ret;
+}
+
+/* The inputs of the last frame have been in memory. Locks them if they are now; otherwise they are
+ * gathered again. */
+static int lock_operands(rotor_recorder_t *self) {
+    rotor_recorder_frame_t *frame = &self->frames[self->frame_count - 1];
+    const int32_t *inputs;
+    int64_t count = rotor_recorder_operands(self, frame->op, &inputs);
+    int ret = ROTOR_RESERVE(self->events, self->event_count, self->event_capacity, count);
+
+    if (ret != ROTOR_OK) {
+        return ret;
+    }
+    for (int64_t k = 0; k < count; k++) {
+        if (!rotor_recorder_is_material(self, inputs[k])) {
+            frame->is_locking = !rotor_recorder_may_gather_again(self);
+            return gather_operands(self);
+        }
+    }
+    for (int64_t k = 0; k < count; k++) {
+        (void)lock_node(self, inputs[k]);
+    }
+    frame->is_locked = true;
     return ROTOR_OK;
 }
 
@@ -99,35 +135,37 @@ int rotor_recorder_begin(rotor_recorder_t *self, const int32_t *inputs, int64_t 
     }
     self->input_count = count;
     self->frame_count = self->pending_count = 0;
-    return rotor_recorder_settled(
-        self, recorder_push_frame(self, ROTOR_NEW_OPERATION, self->inputs, count));
+    rotor_recorder_begin_needs(self);
+    return rotor_recorder_settled(self, open_frame(self, ROTOR_NEW_OPERATION));
 }
 
 int rotor_recorder_next(rotor_recorder_t *self, int32_t *op) {
     for (;;) {
         rotor_recorder_frame_t *frame = &self->frames[self->frame_count - 1];
-        if (frame->at_pending == frame->last_pending) {
+        bool is_whole = frame->at_pending == frame->last_pending;
+        int ret;
+        if (is_whole && (frame->is_locking || frame->is_locked)) {
             *op = frame->op;
             return rotor_recorder_settled(self, ROTOR_OK);
         }
+        if (is_whole) {
+            if ((ret = lock_operands(self)) != ROTOR_OK) {
+                return rotor_recorder_settled(self, ret);
+            }
+            continue;
+        }
         int32_t node = self->pending[frame->at_pending];
-        int ret;
         if (rotor_recorder_is_away(self, node)) {
             *op = ROTOR_FETCH;
             return rotor_recorder_settled(self, ROTOR_OK);
         }
         if (rotor_recorder_is_material(self, node)) {
-            if ((ret = lock_node(self, node)) != ROTOR_OK) {
+            if (frame->is_locking && (ret = lock_node(self, node)) != ROTOR_OK) {
                 return ret;
             }
             frame->at_pending++;
-        } else {
-            int32_t maker = self->nodes[node].op;
-            const rotor_record_t *record = &self->records[maker];
-            if ((ret = recorder_push_frame(self, maker, record->items, record->input_count)) !=
-                ROTOR_OK) {
-                return ret;
-            }
+        } else if ((ret = open_frame(self, self->nodes[node].op)) != ROTOR_OK) {
+            return ret;
         }
     }
 }
@@ -151,16 +189,15 @@ int rotor_recorder_fetched(rotor_recorder_t *self, int64_t cost_ns) {
 }
 
 /* Unlocks the inputs of the last frame that it had locked, and drops the frame. */
-static int pop_frame(rotor_recorder_t *self) {
+static int close_frame(rotor_recorder_t *self) {
     rotor_recorder_frame_t frame = self->frames[self->frame_count - 1];
-    bool is_new = frame.op == ROTOR_NEW_OPERATION;
-    const int32_t *inputs = is_new ? self->inputs : self->records[frame.op].items;
-    int64_t count = is_new ? self->input_count : self->records[frame.op].input_count;
+    const int32_t *inputs;
+    int64_t count = rotor_recorder_operands(self, frame.op, &inputs);
     int ret = ROTOR_OK;
 
     /* Inputs that were not computed again are the last of `pending`, in their order. */
     int32_t missing = frame.at_pending;
-    for (int64_t k = 0; k < count; k++) {
+    for (int64_t k = 0; k < count && (frame.is_locking || frame.is_locked); k++) {
         if (missing < frame.last_pending && self->pending[missing] == inputs[k]) {
             missing++;
         } else {
@@ -176,7 +213,7 @@ static int pop_frame(rotor_recorder_t *self) {
 int rotor_recorder_abort(rotor_recorder_t *self) {
     int ret = ROTOR_OK;
     while (self->frame_count > 0) {
-        int status = pop_frame(self);
+        int status = close_frame(self);
         ret = ret == ROTOR_OK ? status : ret;
     }
     return rotor_recorder_settled(self, ret);
@@ -240,7 +277,15 @@ int rotor_recorder_replayed(rotor_recorder_t *self, int64_t cost_ns) {
         ret = rotor_eviction_materialize(&self->eviction, &node, 1);
     }
     rotor_recorder_count_replay(self, op, cost_ns);
-    int status = pop_frame(self);
+    bool is_new = rotor_recorder_note_repeat(self, op);
+    int status = close_frame(self);
+    if (is_new && ret == ROTOR_OK && status == ROTOR_OK) {
+        /* From the beginning, so that nothing is locked for an operation that is far away. */
+        while (status == ROTOR_OK && self->frame_count > 0) {
+            status = close_frame(self);
+        }
+        status = status == ROTOR_OK ? open_frame(self, ROTOR_NEW_OPERATION) : status;
+    }
     return rotor_recorder_settled(self, ret == ROTOR_OK ? status : ret);
 }
 
@@ -315,7 +360,7 @@ static int choose_node(rotor_recorder_t *self, int32_t *node) {
     return ret;
 }
 
-int rotor_recorder_make_room(rotor_recorder_t *self, int64_t bytes, int32_t *node,
+int rotor_recorder_make_room(rotor_recorder_t *self, int64_t bytes, int64_t enough, int32_t *node,
                              bool *is_moving) {
     int ret;
 
@@ -325,17 +370,23 @@ int rotor_recorder_make_room(rotor_recorder_t *self, int64_t bytes, int32_t *nod
         self->current_bytes <= self->options.budget - bytes) {
         return ROTOR_OK;
     }
-    *node = free_temporary(self);
-    if (*node < 0) {
-        if ((ret = choose_node(self, node)) != ROTOR_OK) {
+    bool is_wish = self->current_bytes <= enough;
+    if (self->has_repeated && self->frame_count > 0) {
+        ret = rotor_recorder_needed_last(self, is_wish, node);
+        if (ret != ROTOR_OK || (*node < 0 && is_wish)) {
+            *node = -2;
             return ret;
         }
-        *is_moving = *node >= 0 && !self->eviction.candidates[*node].is_stored &&
-                     !rotor_recorder_node_is(self, *node, ROTOR_NODE_TEMPORARY) &&
-                     rotor_eviction_prefers_tier(&self->eviction, *node);
-        if (*is_moving) {
-            return ROTOR_OK;
-        }
+    }
+    if (*node < 0 && (*node = free_temporary(self)) < 0 &&
+        (ret = choose_node(self, node)) != ROTOR_OK) {
+        return ret;
+    }
+    *is_moving = *node >= 0 && !self->eviction.candidates[*node].is_stored &&
+                 !rotor_recorder_node_is(self, *node, ROTOR_NODE_TEMPORARY) &&
+                 rotor_eviction_prefers_tier(&self->eviction, *node);
+    if (*is_moving) {
+        return ROTOR_OK;
     }
     if (*node < 0 && (*node = rotor_recorder_give_up(self)) < 0) {
         *node = -2;
@@ -482,7 +533,7 @@ int rotor_recorder_finish(rotor_recorder_t *self, int64_t recorded, const int64_
     self->operations++;
     rotor_recorder_count_operation(self, cost_ns);
     if (recorded < 0 || count == 0) {
-        ret = pop_frame(self);
+        ret = close_frame(self);
         ret = ret == ROTOR_OK ? finish_sources(self, bytes, origins, count, nodes) : ret;
         goto out;
     }
@@ -494,7 +545,7 @@ int rotor_recorder_finish(rotor_recorder_t *self, int64_t recorded, const int64_
         ret = finish_record(self, recorded, bytes, origins, count, cost_ns, nodes, *op);
     }
     /* The outputs are candidates before the inputs are again, as in the published runtime. */
-    int status = pop_frame(self);
+    int status = close_frame(self);
     ret = ret == ROTOR_OK ? status : ret;
 out:
     return rotor_recorder_settled(self, ret);

@@ -68,8 +68,10 @@ int64_t rotor_recorder_replay_bytes(const rotor_recorder_t *self, int32_t op);
 
 /* Evicts one node so that `bytes` more may fit: *node is -1 when they fit, or -2 when they do not
  * and nothing is left. Of a temporary the owner hears ROTOR_DROPPED. *is_moving: it is still in
- * memory, until it is written to the tier and moved(). */
-int rotor_recorder_make_room(rotor_recorder_t *self, int64_t bytes, int32_t *node,
+ * memory, until it is written to the tier and moved(). With no more than `enough` bytes in
+ * memory, what the operation that has begun needs stays, where something had to be computed too often
+ * for it (recorder_needs.h). */
+int rotor_recorder_make_room(rotor_recorder_t *self, int64_t bytes, int64_t enough, int32_t *node,
                              bool *is_moving);
 int rotor_recorder_moved(rotor_recorder_t *self, int32_t node);
 /* `bytes` are in use for a moment beside what is counted. */

@@ -36,6 +36,7 @@ typedef struct {
     int32_t version;  /* how often its storage was written to before */
     int32_t previous; /* among the temporaries */
     int32_t next;
+    int32_t turn; /* recorder_needs.h: when it is needed */
     uint8_t state;
 } rotor_node_t;
 
@@ -49,6 +50,8 @@ typedef struct {
     int64_t workspace_bytes;
     int64_t kept_bytes; /* that the record itself takes */
     int64_t replays;
+    int64_t needs;   /* number of the last ones that it ran again for */
+    int64_t repeats; /* how often it did for them */
 } rotor_record_t;
 
 /* Events that the owner has to follow; number: of a node, or an operation. */
@@ -74,6 +77,8 @@ typedef struct {
     int32_t first_pending; /* inputs to compute again, in `pending` */
     int32_t at_pending;
     int32_t last_pending;
+    bool is_locking;  /* each input from when it is in memory; otherwise all, once all are */
+    bool is_locked;   /* all inputs, of a frame that is not locking */
 } rotor_recorder_frame_t;
 
 /* Counts of a stretch of the program. */
@@ -140,6 +145,9 @@ typedef struct {
     int64_t most_kept_bytes;
     bool had_to_give_up;     /* a kept node was evicted */
     int64_t thrashes;        /* how often thrashing was found */
+    int64_t needs;           /* number of the new operation's */
+    bool has_repeated;       /* for these needs, an operation ran again too often */
+    int64_t losses;          /* of these needs: inputs that were gone before all were there */
     rotor_stretch_t stretch; /* the current one */
     rotor_stretch_t worst;   /* the last one that thrashed */
 #ifdef ROTOR_CHECKS

@@ -283,7 +283,9 @@ class Recall:
         make_room, now = self._book.make_room, CLOCK or perf_counter_ns
         start = now()
         taking = 0
-        found = make_room(nbytes)
+        # What the operation that has begun needs does not go for a wish.
+        enough = -1 if self.limit is None else self.limit - self._apart_bytes(self.limit) - least
+        found = make_room(nbytes, enough)
         while found:
             began = now()
             if self._verifier is not None:
@@ -295,7 +297,7 @@ class Recall:
             if self.observer is not None:
                 self.observer.evicted(found[1])
             taking += now() - began
-            found = make_room(nbytes)
+            found = make_room(nbytes, enough)
         if found is None:
             if taking:
                 took = now() - start

@@ -40,7 +40,7 @@ static int make_room(rotor_recorder_t *book, int64_t bytes) {
     int32_t node;
     int ret;
     do {
-        ret = rotor_recorder_make_room(book, bytes, &node, &is_moving);
+        ret = rotor_recorder_make_room(book, bytes, book->options.budget - bytes, &node, &is_moving);
         if (ret == ROTOR_OK && is_moving) {
             ret = rotor_recorder_moved(book, node);
         }
@@ -154,10 +154,10 @@ static void test_temporaries_may_be_mixed_with_the_rest(void) {
         CHECK(operate(&book, &source, 1, 10, -1, &other) == ROTOR_OK); /* Time passes. */
         CHECK(rotor_recorder_dead(&book, other) == ROTOR_OK);
         /* Makes `late` go, and computes it again by way of `dropped`. */
-        CHECK(rotor_recorder_make_room(&book, 30, &chosen, &is_moving) == ROTOR_OK && chosen == late);
+        CHECK(rotor_recorder_make_room(&book, 30, -1, &chosen, &is_moving) == ROTOR_OK && chosen == late);
         CHECK(operate(&book, &late, 1, 10, -1, &other) == ROTOR_OK);
         CHECK(rotor_recorder_is_material(&book, dropped) && book.replays == 2);
-        CHECK(rotor_recorder_make_room(&book, 10, &chosen, &is_moving) == ROTOR_OK);
+        CHECK(rotor_recorder_make_room(&book, 10, -1, &chosen, &is_moving) == ROTOR_OK);
         CHECK(chosen == (mixed ? early : dropped));
         temporary[mixed] = book.event_count;
         book.event_count = 0;
@@ -192,10 +192,10 @@ static void test_no_room(void) {
     CHECK(rotor_recorder_source(&book, 10, false, &source) == ROTOR_OK);
     CHECK(operate(&book, &source, 1, 10, -1, &node) == ROTOR_OK);
     CHECK(rotor_recorder_begin(&book, &node, 1) == ROTOR_OK);
-    CHECK(rotor_recorder_make_room(&book, 10, &found, &is_moving) == ROTOR_OK && found == -2);
-    CHECK(rotor_recorder_make_room(&book, 5, &found, &is_moving) == ROTOR_OK && found == -1);
+    CHECK(rotor_recorder_make_room(&book, 10, -1, &found, &is_moving) == ROTOR_OK && found == -2);
+    CHECK(rotor_recorder_make_room(&book, 5, -1, &found, &is_moving) == ROTOR_OK && found == -1);
     CHECK(rotor_recorder_abort(&book) == ROTOR_OK && book.frame_count == 0);
-    CHECK(rotor_recorder_make_room(&book, 10, &found, &is_moving) == ROTOR_OK && found == node);
+    CHECK(rotor_recorder_make_room(&book, 10, -1, &found, &is_moving) == ROTOR_OK && found == node);
     CHECK(rotor_recorder_evicted(&book) == ROTOR_OK && book.work_count == 1);
     rotor_recorder_free(&book);
 }

@@ -54,8 +54,7 @@ def served(monkeypatch):
     """Workers in this process; what it holds already is no garbage of theirs."""
     monkeypatch.delenv("ROTOR_WEBHOOK", raising=False)
     gc.freeze()
-    yield Served(monkeypatch)
-    gc.unfreeze()
+    return Served(monkeypatch)
 
 
 def run(capsys, config: str | Path, out: Path, *options: str) -> tuple[str, list[str]]:
