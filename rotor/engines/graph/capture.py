@@ -300,7 +300,8 @@ class Capture:
 
     def _graph_of(self, stub: fx.GraphModule) -> Captured:
         # PyTorch asks for a backward when it first comes, maybe after another capture.
-        return self.graphs[stub.meta[_GRAPH]]
+        number: int = stub.meta[_GRAPH]
+        return self.graphs[number]
 
     @staticmethod
     def _boxed(
