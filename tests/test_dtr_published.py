@@ -22,7 +22,7 @@ BYTES = 4 * WIDTH
 
 @pytest.fixture(autouse=True)
 def unset():
-    always = torch.zeros(10)
+    always = torch.zeros(10)  # Or level() would have nothing to name.
     yield
     assert always.nbytes > 0
     dtr.unset_memory_budget()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from accelerator import NotBuilt, library
+from accelerator.processes import earlier_end
 
 TESTS = Path(__file__).parent
 QUICK = (
@@ -19,7 +20,7 @@ QUICK = (
 """The others take a minute more."""
 
 
-def check(selected: str, least: int) -> None:
+def check(config: pytest.Config, selected: str, least: int) -> None:
     try:
         library()
     except NotBuilt as missing:
@@ -28,7 +29,7 @@ def check(selected: str, least: int) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", str(TESTS / "gpu"), "--show-capture=no"),
-            *("-k", selected, "-o", "faulthandler_timeout=600"),
+            *("-k", selected, *earlier_end(config)),
         ],
         cwd=TESTS.parent,
         env=os.environ
@@ -47,10 +48,10 @@ def check(selected: str, least: int) -> None:
     assert "skipped" not in done.stdout, end
 
 
-def test_some_pass_on_the_simulated_device():
-    check(QUICK, 9)
+def test_some_pass_on_the_simulated_device(pytestconfig):
+    check(pytestconfig, QUICK, 9)
 
 
 @pytest.mark.slow
-def test_all_others_pass_on_the_simulated_device():
-    check(f"not ({QUICK})", 10)
+def test_all_others_pass_on_the_simulated_device(pytestconfig):
+    check(pytestconfig, f"not ({QUICK})", 10)

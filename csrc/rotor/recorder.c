@@ -76,7 +76,7 @@ static int gather_operands(rotor_recorder_t *self) {
         rotor_eviction_touch(&self->eviction, inputs[k], self->clock);
         if (!rotor_recorder_is_material(self, inputs[k])) {
             self->pending[self->pending_count++] = inputs[k];
-        } else if (frame->is_locking) {
+        } else if (frame->is_locked) {
             (void)lock_node(self, inputs[k]);
         }
     }
@@ -93,7 +93,7 @@ static int open_frame(rotor_recorder_t *self, int32_t op) {
     self->frames[self->frame_count++] = (rotor_recorder_frame_t){
         .op = op,
         .first_pending = (int32_t)self->pending_count,
-        .is_locking = !self->has_repeated,
+        .is_locked = !self->has_repeated,
     };
     if ((ret = gather_operands(self)) != ROTOR_OK) {
         self->frame_count--;
@@ -114,7 +114,7 @@ static int lock_operands(rotor_recorder_t *self) {
     }
     for (int64_t k = 0; k < count; k++) {
         if (!rotor_recorder_is_material(self, inputs[k])) {
-            frame->is_locking = !rotor_recorder_may_gather_again(self);
+            frame->is_locked = !rotor_recorder_may_gather_again(self);
             return gather_operands(self);
         }
     }
@@ -144,13 +144,13 @@ int rotor_recorder_next(rotor_recorder_t *self, int32_t *op) {
         rotor_recorder_frame_t *frame = &self->frames[self->frame_count - 1];
         bool is_whole = frame->at_pending == frame->last_pending;
         int ret;
-        if (is_whole && (frame->is_locking || frame->is_locked)) {
+        if (is_whole && frame->is_locked) {
             *op = frame->op;
             return rotor_recorder_settled(self, ROTOR_OK);
         }
         if (is_whole) {
             if ((ret = lock_operands(self)) != ROTOR_OK) {
-                return rotor_recorder_settled(self, ret);
+                return ret;
             }
             continue;
         }
@@ -160,7 +160,7 @@ int rotor_recorder_next(rotor_recorder_t *self, int32_t *op) {
             return rotor_recorder_settled(self, ROTOR_OK);
         }
         if (rotor_recorder_is_material(self, node)) {
-            if (frame->is_locking && (ret = lock_node(self, node)) != ROTOR_OK) {
+            if (frame->is_locked && (ret = lock_node(self, node)) != ROTOR_OK) {
                 return ret;
             }
             frame->at_pending++;
@@ -197,7 +197,7 @@ static int close_frame(rotor_recorder_t *self) {
 
     /* Inputs that were not computed again are the last of `pending`, in their order. */
     int32_t missing = frame.at_pending;
-    for (int64_t k = 0; k < count && (frame.is_locking || frame.is_locked); k++) {
+    for (int64_t k = 0; k < count && frame.is_locked; k++) {
         if (missing < frame.last_pending && self->pending[missing] == inputs[k]) {
             missing++;
         } else {
@@ -210,13 +210,17 @@ static int close_frame(rotor_recorder_t *self) {
     return ret;
 }
 
-int rotor_recorder_abort(rotor_recorder_t *self) {
+static int close_frames(rotor_recorder_t *self) {
     int ret = ROTOR_OK;
     while (self->frame_count > 0) {
         int status = close_frame(self);
         ret = ret == ROTOR_OK ? status : ret;
     }
-    return rotor_recorder_settled(self, ret);
+    return ret;
+}
+
+int rotor_recorder_abort(rotor_recorder_t *self) {
+    return rotor_recorder_settled(self, close_frames(self));
 }
 
 bool rotor_recorder_may_reuse(const rotor_recorder_t *self, int32_t origin) {
@@ -277,16 +281,14 @@ int rotor_recorder_replayed(rotor_recorder_t *self, int64_t cost_ns) {
         ret = rotor_eviction_materialize(&self->eviction, &node, 1);
     }
     rotor_recorder_count_replay(self, op, cost_ns);
-    bool is_new = rotor_recorder_note_repeat(self, op);
-    int status = close_frame(self);
-    if (is_new && ret == ROTOR_OK && status == ROTOR_OK) {
-        /* From the beginning, so that nothing is locked for an operation that is far away. */
-        while (status == ROTOR_OK && self->frame_count > 0) {
-            status = close_frame(self);
-        }
-        status = status == ROTOR_OK ? open_frame(self, ROTOR_NEW_OPERATION) : status;
+    bool starts_anew = rotor_recorder_note_repeat(self, op);
+    int status = starts_anew ? close_frames(self) : close_frame(self);
+    ret = ret == ROTOR_OK ? status : ret;
+    if (starts_anew && ret == ROTOR_OK) {
+        /* Nothing stays locked for an operation that is far away. */
+        ret = open_frame(self, ROTOR_NEW_OPERATION);
     }
-    return rotor_recorder_settled(self, ret == ROTOR_OK ? status : ret);
+    return rotor_recorder_settled(self, ret);
 }
 
 int rotor_recorder_failed(rotor_recorder_t *self) {
@@ -295,8 +297,7 @@ int rotor_recorder_failed(rotor_recorder_t *self) {
     int ret = ROTOR_OK;
 
     for (int32_t k = 0; k < record->output_count; k++) {
-        if (origins[k] >= 0 && rotor_recorder_is_material(self, origins[k]) &&
-            rotor_recorder_may_reuse(self, origins[k])) {
+        if (origins[k] >= 0 && rotor_recorder_may_reuse(self, origins[k])) {
             int status = drop_origin(self, origins[k]);
             ret = ret == ROTOR_OK ? status : ret;
         }

@@ -77,8 +77,7 @@ typedef struct {
     int32_t first_pending; /* inputs to compute again, in `pending` */
     int32_t at_pending;
     int32_t last_pending;
-    bool is_locking;  /* each input from when it is in memory; otherwise all, once all are */
-    bool is_locked;   /* all inputs, of a frame that is not locking */
+    bool is_locked; /* each input from when it is in memory; otherwise none, until all are */
 } rotor_recorder_frame_t;
 
 /* Counts of a stretch of the program. */

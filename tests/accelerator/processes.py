@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["is_child", "run_elsewhere"]
+__all__ = ["earlier_end", "is_child", "run_elsewhere"]
 
 _REPORTS = "ROTOR_SIM_REPORTS"
 _found: dict[str, dict[str, list[Any]] | str] = {}
@@ -57,6 +57,11 @@ def run_elsewhere(item: pytest.Item) -> None:
     hooks.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
 
+def earlier_end(config: pytest.Config) -> list[str]:
+    """Return options of a child, for it to end a test that hangs before this process is ended."""
+    return ["-o", f"faulthandler_timeout={float(config.getini('faulthandler_timeout')) / 2}"]
+
+
 def _report(item: pytest.Item, outcome: Any, text: Any) -> pytest.TestReport:
     return pytest.TestReport(item.nodeid, item.location, {}, outcome, text, "call")
 
@@ -75,9 +80,7 @@ def _reports_of(names: Sequence[str], config: pytest.Config) -> dict[str, list[A
             "-p",
             "accelerator.processes",
             "--show-capture=no",
-            "-o",
-            # What hangs is ended there, before this process is.
-            f"faulthandler_timeout={float(config.getini('faulthandler_timeout')) / 2}",
+            *earlier_end(config),
         ]
         done = subprocess.run(
             [*command, *names],
