@@ -1,8 +1,9 @@
-"""Small tables of numbers that rotor keeps on disk between runs.
+"""Small tables of numbers, and single contents, that rotor keeps on disk between runs.
 
 A table is one JSON file in ``$ROTOR_CACHE_DIR``, else under ``rotor`` in the platform's directory
-for caches. Writers replace whole files. A damaged file, or one that is not a regular file, counts
-as missing; a file that cannot be written is skipped. Without a home directory nothing is kept.
+for caches; a content is a file of bytes there, and the oldest ones make room for others. Writers
+replace whole files. A damaged file, or one that is not a regular file, counts as missing; a file
+that cannot be written is skipped. Without a home directory nothing is kept.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["directory", "load", "store"]
+__all__ = ["directory", "load", "load_bytes", "store", "store_bytes"]
 
 logger = logging.getLogger("rotor")
 _VERSION = 1
@@ -27,6 +28,8 @@ _LARGEST_NUMBER = 1 << 42
 """Four terabytes, more than an hour in nanoseconds."""
 
 _MOST_DIGITS = 20
+_MOST_CONTENTS = 64
+_CHECKSUM_BYTES = 32
 
 
 def directory() -> Path | None:
@@ -48,13 +51,20 @@ def _path(kind: str, environment: str) -> Path | None:
     return None if where is None else where / f"{kind}-{digest}.json"
 
 
-def _read(path: Path) -> bytes:
-    """Return the content of a regular file of a sensible size; raise OSError for any other."""
+def _read(path: Path, *, is_ours: bool = False) -> bytes:
+    """Return the content of a regular file of a sensible size; raise OSError for any other.
+
+    With `is_ours`, refuse a file that another user owns or may write to.
+    """
     # Opening a pipe would block until a process writes to it.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     with os.fdopen(os.open(path, flags), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
             raise OSError(f"{path} is no regular file")
+        writers = stat.S_IWGRP | stat.S_IWOTH
+        if is_ours and (found.st_uid != os.geteuid() or found.st_mode & writers):
+            raise OSError(f"{path} may be another user's")
         content = file.read(_LARGEST_FILE + 1)
     if len(content) > _LARGEST_FILE:
         raise OSError(f"{path} is larger than {_LARGEST_FILE} bytes")
@@ -111,15 +121,47 @@ def store(kind: str, environment: str, entries: dict[str, list[int]]) -> None:
         "entries": table,
         "sha256": _checksum(table),
     }
+    _write_whole(path, json.dumps(content).encode())
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Write a whole file; log if that is impossible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(content, file)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
             os.replace(name, path)
         except BaseException:
             os.unlink(name)
             raise
     except OSError as error:
         logger.info("the cache %s was not written: %s", path, error)
+
+
+def load_bytes(kind: str, digest: str) -> bytes | None:
+    """Return the content that this user stored under a digest; ``None`` if there is none."""
+    where = directory()
+    if where is None:
+        return None
+    try:
+        found = _read(where / f"{kind}-{digest}.bin", is_ours=True)
+    except OSError:
+        return None
+    checksum, content = found[:_CHECKSUM_BYTES], found[_CHECKSUM_BYTES:]
+    return content if hashlib.sha256(content).digest() == checksum else None
+
+
+def store_bytes(kind: str, digest: str, content: bytes) -> None:
+    """Store a content under a digest, and drop the oldest ones of its kind beyond a number."""
+    where = directory()
+    if where is None:
+        return
+    _write_whole(where / f"{kind}-{digest}.bin", hashlib.sha256(content).digest() + content)
+    try:
+        kept = sorted(where.glob(f"{kind}-*.bin"), key=lambda path: path.stat().st_mtime)
+        for path in kept[:-_MOST_CONTENTS]:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.info("old files of the cache %s were not dropped: %s", where, error)

@@ -178,8 +178,9 @@ def thinned(levels: npt.NDArray[np.int64], most: int = MOST_POINTS) -> npt.NDArr
     """
     if len(levels) <= most:
         return np.arange(len(levels))
-    kept = {0, len(levels) - 1}
-    for stretch in np.array_split(np.arange(len(levels)), most // 2 - 1):
-        part = levels[stretch]
-        kept.update((int(stretch[part.argmax()]), int(stretch[part.argmin()])))
-    return np.array(sorted(kept))
+    size = -(-len(levels) // (most // 2 - 1))
+    firsts = np.arange(0, len(levels), size)
+    filled = np.pad(levels, (0, len(firsts) * size - len(levels)), mode="edge")
+    stretches = filled.reshape(-1, size)
+    highs, lows = firsts + stretches.argmax(1), firsts + stretches.argmin(1)
+    return np.unique(np.concatenate([[0, len(levels) - 1], highs, lows])).astype(np.intp)

@@ -133,7 +133,10 @@ def _stub(
             known[output].meta.update(output.meta)
         made.append(known[output] if isinstance(output, fx.Node) else output)
     graph.output(tuple(made))
-    return graph_module(module, graph)
+    stub = graph_module(module, graph)
+    # PyTorch copies the graph of a backward before it has it compiled.
+    vars(stub)["__deepcopy__"] = lambda memo: stub
+    return stub
 
 
 class Capture:

@@ -13,13 +13,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
 from rotor._pytorch import core, symbols
+from rotor.common.kept_code import compiled
 from rotor.engines.graph.actions import Action, Kind, actions_of, deaths, root_names
 from rotor.engines.graph.false_edges import of_sizes
 from rotor.engines.graph.lowering import Lowered, Task, Value
@@ -39,8 +39,6 @@ __all__ = [
     "emit",
     "saved_primals",
 ]
-
-_serial = count()
 
 _POOL_END = ["        pass", "    finally:", "        pool.leave()"]
 """End of a function within a private pool."""
@@ -536,8 +534,9 @@ def emit(
         f"    return ({', '.join(gradients)}{',' if gradients else ''})",
     ]
     source = "\n".join([*forward, "", *backward, ""])
-    filename = f"<rotor program {next(_serial)}>"
-    exec(compile(source, filename, "exec"), namespace)
+    code = compiled(source)
+    exec(code, namespace)
+    filename = code.co_filename
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     return Emitted(
         namespace["forward"], namespace["backward"], source, len(replays), places, pooling
