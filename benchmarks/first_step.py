@@ -39,6 +39,7 @@ from rotor.graph import Program
 
 SHARE = 0.6
 OBJECTS = 3
+ROUNDS = 5
 CPU = torch.device("cpu")
 
 
@@ -347,11 +348,12 @@ def main() -> None:
     if not given.words:
         for folds, how in ((True, "one of them traced"), (False, "each of them traced")):
             capture_seconds(4, folds=folds)
-            few, many = capture_seconds(4, folds=folds), capture_seconds(24, folds=folds)
-            print(f"capture of 4 and of 24 alike layers, {how}, seconds")
-            for phase, seconds in few.items():
-                ratio = many[phase] / seconds
-                print(f"{phase:18} {seconds:6.3f} {many[phase]:6.3f}   {ratio:.1f} x")
+            rounds = [[capture_seconds(n, folds=folds) for n in (4, 24)] for _ in range(ROUNDS)]
+            print(f"capture of 4 and of 24 alike layers, {how}, seconds, medians of {ROUNDS}")
+            for phase in rounds[0][0]:
+                few, many = (statistics.median(r[k][phase] for r in rounds) for k in (0, 1))
+                ratio = statistics.median(r[1][phase] / r[0][phase] for r in rounds)
+                print(f"{phase:18} {few:6.3f} {many:6.3f}   {ratio:.1f} x")
 
 
 if __name__ == "__main__":

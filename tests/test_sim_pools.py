@@ -49,7 +49,7 @@ def test_a_program_needs_less_in_a_pool(sim):
     found = Trained(sim, wrapped, batches, inside=True)
     assert_equal(found, plain)
     pool = wrapped.plan.pool
-    assert pool.piece_bytes > 0
+    assert pool.piece_bytes >= pool.large_bytes > 0
     assert program_bytes(wrapped.plan.program).reserved_peak_bytes > limit
     assert pool.reserved_peak_bytes <= wrapped.plan.predicted_bytes <= limit
     assert sim.memory_reserved() - level <= pool.reserved_peak_bytes
@@ -191,6 +191,8 @@ def test_a_known_order_is_priced():
     assert program_bytes(program).reserved_peak_bytes == 32 * MIB
     assert program_bytes(program, orders=orders).reserved_peak_bytes == 62 * MIB
     assert pool_bytes(program, {1}, orders=orders).pool_bytes == 60 * MIB
+    assert pool_bytes(program, {1}, orders=orders).large_bytes == 60 * MIB
+    assert pool_bytes(program, {1}).large_bytes == 30 * MIB
 
 
 def test_orders_are_recorded_when_a_model_is_measured(sim):

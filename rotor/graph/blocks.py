@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rotor import _core
+from rotor.common.accounting import BLOCK_BYTES
 from rotor.graph.graph import Graph, Operation
 from rotor.graph.program import Program
 
@@ -135,12 +136,15 @@ class PoolBytes:
         Most bytes that the pool has taken, in the course of the program.
     outside_bytes
         Most bytes that are taken outside of the pool, for what outlives the program.
+    large_bytes
+        Most bytes of its blocks above 1 MiB at a time, which a piece without any hole has.
     """
 
     piece_bytes: int
     small_segments: int
     pool_bytes: int
     outside_bytes: int
+    large_bytes: int
 
     @property
     def reserved_peak_bytes(self) -> int:
@@ -180,15 +184,26 @@ def pool_bytes(
         strict=True,
     )
     outside_bytes = max(replay(events).reserved_peak_bytes for events in outside)
+    large_bytes = max(map(_large_bytes, inside))
     found: PoolBytes | None = None
     for piece in sorted({0, *(_core.fit_piece(events)["bytes"] for events in inside)}):
         replayed = [_after_piece(piece, events) for events in inside]
         most = max(one["reserved_peak_bytes"] for one in replayed)
         small = max(one["reserved_small_bytes"] for one in replayed) // SMALL_SEGMENT_BYTES
         if found is None or most <= found.pool_bytes:
-            found = PoolBytes(piece, small, most, outside_bytes)
+            found = PoolBytes(piece, small, most, outside_bytes, large_bytes)
     assert found is not None
     return found
+
+
+def _large_bytes(events: npt.NDArray[np.int64]) -> int:
+    """Return the most bytes at a time of blocks above 1 MiB."""
+    sizes = events[events >= 0]
+    sizes = np.where(sizes > SMALL_BYTES, -(-sizes // BLOCK_BYTES) * BLOCK_BYTES, 0)
+    changes = np.empty_like(events)
+    changes[events >= 0] = sizes
+    changes[events < 0] = -sizes[-1 - events[events < 0]]
+    return int(np.cumsum(changes).max(initial=0))
 
 
 def _after_piece(piece: int, events: npt.NDArray[np.int64]) -> dict[str, int]:
