@@ -148,10 +148,10 @@ class Opaque(nn.Module):
         return y * 2 if y.sum().item() > 1e30 else y
 
 
-def test_the_chain_runs_where_it_recomputes_less_than_the_parts():
+def test_the_chain_runs_where_the_parts_do_not_fit():
     torch.manual_seed(0)
     model = nn.Sequential(*[Opaque(32) for _ in range(6)], FeedForward(32, dropout=0.0))
-    limit = limit_of(model, 0.5)
+    limit = limit_of(model, 0.4)
     chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit)
     for _ in range(2):
         for ours, theirs in zip(stepped(chk), stepped(model), strict=True):

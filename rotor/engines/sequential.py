@@ -20,6 +20,7 @@ from rotor._pytorch import core
 from rotor.common.undisturbed import training_flags_kept
 from rotor.engines.chain.engine import ChainEngine
 from rotor.engines.chain.measures import Inspection
+from rotor.engines.chain.stages import made_gradients, shared_parameters
 from rotor.engines.contract import (
     Call,
     CannotPlan,
@@ -33,6 +34,7 @@ from rotor.engines.contract import (
 )
 from rotor.engines.graph.engine import GraphEngine
 from rotor.engines.parts.block_calls import NoBlocks
+from rotor.engines.parts.chained import MeasuredStages
 from rotor.engines.parts.engine import PartsEngine
 from rotor.engines.parts.pieces import Pieces
 from rotor.engines.parts.plan import PartsPlan
@@ -113,6 +115,15 @@ class _ChainParts(PartsEngine):
         """Return the device of such steps."""
         return self._inspections[key.measured].device
 
+    def stages_of(self, key: Key) -> MeasuredStages:
+        """Return the measured stages."""
+        inspection = self._inspections[key.measured]
+        lacking = self.context.structure.lacking_gradient(key.absent)
+        shared = shared_parameters(inspection.stages)
+        sizes = [m.pgrad_bytes for m in inspection.measures]
+        made = made_gradients(inspection.stages, sizes, lacking | shared, shared)
+        return MeasuredStages(inspection, *made)
+
     def measure(self, key: Key, call: Call) -> None:
         """Capture the parts; stages without any need what was measured of them."""
         super().measure(key, call)
@@ -120,14 +131,16 @@ class _ChainParts(PartsEngine):
         if not pieces.is_measured:
             between = list(pieces.bases.between)
             inspection, k = self._inspections[key.measured], 0
-            for stage, measure in zip(inspection.stages, inspection.measures, strict=True):
+            chained = {i for chain in pieces.chains for i in range(chain.begin, chain.end)}
+            for i, stage in enumerate(inspection.stages):
+                measure = inspection.measures[i]
                 inside = [
                     site
                     for site in pieces.sites
                     if any(site.path == n or site.path.startswith(f"{n}.") for n in stage.names)
                 ]
                 k += len(inside)
-                if not inside:
+                if not inside and i not in chained:
                     between[k] += max(measure.forward_tmp_bytes, measure.backward_peak_bytes)
             # The caller may hold the output until the backward is over.
             held = inspection.output_bytes if inspection.loss_peak_bytes is None else 0
@@ -341,11 +354,12 @@ class SequentialEngine(ChainEngine):
                 plan.least_bytes,
             )
             return _Offer(name, None, _NEVER, _infeasible(refusal)), refusal
-        # The code between parts runs once under every plan, and is not timed.
+        # What is no part runs once under every plan, and is not timed.
         ideal = self._chain(key).ideal_time
         again = max(plan.makespan - plan.unplanned.time_ns / 1e9, 0.0)
         slower = again / ideal if ideal else 0.0
-        return _Offer(name, plan, slower, _prediction(ideal + again, slower)), None
+        prediction = _prediction(ideal + again, slower) + plan.parts.describe_again(plan.choice)
+        return _Offer(name, plan, slower, prediction), None
 
     def _is_asked_for_chain(self, key: Key) -> bool:
         """Return whether a schedule was computed on request, or an option of chains was given."""

@@ -568,7 +568,8 @@ class ChainEngine(PublishedChain, MeteredEngine):
         """Have every plan of the same measure renewed."""
         self._loaded.clear()
         for plan in self.context.plans.values():
-            if plan.inspection is refuted.inspection:
+            # An nn.Sequential may have plans of other engines too.
+            if getattr(plan, "inspection", None) is refuted.inspection:
                 plan.refuted = plan.outdated = True
 
     # -- learning

@@ -6,6 +6,7 @@ difference, gradients, buffers and other state of the model are restored to befo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain.stages import Stage
 from rotor.meter import allocator as memory
 
-__all__ = ["CURE", "StepProof", "host_copy"]
+__all__ = ["CURE", "StageProof", "StepProof", "host_copy"]
 
 CURE = (
     "Run the step again: from now on this stage is run once, and what it makes is kept. Or mend "
@@ -48,7 +49,63 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     return pinned.copy_(tensor.detach(), non_blocking=True)
 
 
-class StepProof:
+class StageProof(ABC):
+    """Comparisons of the outputs of stages that run again with those of their first runs.
+
+    Parameters
+    ----------
+    stages
+        The stages.
+
+    Attributes
+    ----------
+    proof
+        Results of the comparisons.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
+        self.proof = Proof()
+
+    def first(self, i: int, value: Any) -> None:
+        """Note the output of stage i when it is computed for the first time."""
+        for k, tensor in enumerate(tree_tensors(value)):
+            self.proof.first((i, k), tensor)
+
+    def again(self, i: int, value: Any) -> None:
+        """Compare the recomputed output of stage i."""
+        for k, tensor in enumerate(tree_tensors(value)):
+            self.proof.again((i, k), tensor)
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Read all comparisons, at the end of a backward, or have them read."""
+
+    def refusal(self, found: Sequence[Mismatch], cure: str) -> tuple[list[int], Exception]:
+        """Return the first stages that differed, and the error.
+
+        Parameters
+        ----------
+        found
+            All differences.
+        cure
+            Sentence on what the user can do.
+        """
+        differing: dict[int, Mismatch] = {}
+        for mismatch in found:
+            differing.setdefault(mismatch.site[0], mismatch)  # type: ignore[index]
+        roots = sorted(i for i in differing if i - 1 not in differing)
+        stage = self._stages[roots[0]]
+        return roots, recomputation_error(
+            " and ".join(type(function).__name__ for function in stage.functions),
+            stage.name,
+            differing[roots[0]],
+            cure,
+            others=len(found) - 1,
+        )
+
+
+class StepProof(StageProof):
     """Comparisons of one step.
 
     Parameters
@@ -73,10 +130,9 @@ class StepProof:
         room_bytes: int,
         failed: Callable[[list[int]], object],
     ) -> None:
-        self._stages = stages
+        super().__init__(stages)
         self._proved = proved
         self._failed = failed
-        self._proof = Proof()
         self._has_begun = self._is_added = False
         self._gradients = self._copied_gradients(list(parameters), room_bytes)
         slots = [
@@ -126,16 +182,6 @@ class StepProof:
             self._is_added |= now is not None and found[-1][3] is None
         self._gradients = found
 
-    def first(self, i: int, value: Any) -> None:
-        """Note the output of stage i when it is computed for the first time."""
-        for k, tensor in enumerate(tree_tensors(value)):
-            self._proof.first((i, k), tensor)
-
-    def again(self, i: int, value: Any) -> None:
-        """Compare the recomputed output of stage i."""
-        for k, tensor in enumerate(tree_tensors(value)):
-            self._proof.again((i, k), tensor)
-
     def settle(self) -> None:
         """Read all comparisons, at the end of a backward.
 
@@ -144,8 +190,8 @@ class StepProof:
         RecomputationError
             A value differs; gradients, buffers and state are restored to before the step.
         """
-        values = self._proof.compared
-        found = self._proof.finish()
+        values = self.proof.compared
+        found = self.proof.finish()
         if not found:
             self._passed(values)
             return
@@ -158,19 +204,9 @@ class StepProof:
     def _refuse(self, found: Sequence[Mismatch], cure: str = CURE) -> None:
         """Restore everything, and raise."""
         self._restore()
-        differing: dict[int, Mismatch] = {}
-        for mismatch in found:
-            differing.setdefault(mismatch.site[0], mismatch)  # type: ignore[index]
-        roots = sorted(i for i in differing if i - 1 not in differing)
+        roots, error = self.refusal(found, cure + (_ADDED if self._is_added else ""))
         self._failed(roots)
-        stage = self._stages[roots[0]]
-        raise recomputation_error(
-            " and ".join(type(function).__name__ for function in stage.functions),
-            stage.name,
-            differing[roots[0]],
-            cure + (_ADDED if self._is_added else ""),
-            others=len(found) - 1,
-        )
+        raise error
 
     def _restore(self) -> None:
         with torch.no_grad():

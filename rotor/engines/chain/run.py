@@ -33,7 +33,7 @@ from rotor.common.tensor_trees import (
     versions,
     with_tensors,
 )
-from rotor.engines.chain.proofs import StepProof
+from rotor.engines.chain.proofs import StageProof
 from rotor.engines.chain.schedule import FE, FN, Schedule
 from rotor.engines.chain.snapshot import Snapshot
 from rotor.engines.chain.stages import Stage
@@ -161,7 +161,7 @@ class Run:
         *,
         preserve_rng_state: bool = True,
         flags: Sequence[Flags] | None = None,
-        proof: StepProof | None = None,
+        proof: StageProof | None = None,
         accumulate: bool = False,
     ) -> None:
         n, head, tail = schedule.n, schedule.head, schedule.tail
@@ -430,7 +430,7 @@ def run_chain(
     flags: Sequence[Flags] | None = None,
     started: Callable[[Run], None] | None = None,
     run_class: type[Run] = Run,
-    proof: StepProof | None = None,
+    proof: StageProof | None = None,
 ) -> Any:
     """Run the forward of a chain so that its backward follows the schedule.
 

@@ -119,9 +119,9 @@ class ShardedProof(StepProof):
         core.check_after_backward(self._settle_together)
 
     def _settle_together(self) -> None:
-        values = self._proof.compared
+        values = self.proof.compared
         found: list[Mismatch]
-        found, where = found_together(self._ranks, self._proof.finish())
+        found, where = found_together(self._ranks, self.proof.finish())
         if found:
             once = {mismatch.site: mismatch for mismatch in reversed(found)}
             self._refuse(list(once.values()), f"{where}. {CURE}")

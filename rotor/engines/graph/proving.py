@@ -131,24 +131,36 @@ class PartsTally(Tally):
     def __init__(self, proved: Proved, model: nn.Module) -> None:
         super().__init__(proved)
         self._state: _State | None = _State(model)
-        self._waiting: list[tuple[Prover, Running]] = []
+        self._waiting: list[tuple[Proof, Callable[[list[Mismatch]], Exception]]] = []
 
     def defer(self, prover: Prover, running: Running) -> None:
         """Have a part read at the end of the backward."""
+        self.defer_proof(running.proof, lambda found: prover.error(running, found))
+
+    def defer_proof(self, proof: Proof, error: Callable[[list[Mismatch]], Exception]) -> None:
+        """Have the comparisons of a part read at the end of the backward.
+
+        Parameters
+        ----------
+        proof
+            The comparisons.
+        error
+            Function of the differences that returns the error for them.
+        """
         if not self._waiting:
             core.check_after_backward(self._finish)
-        self._waiting.append((prover, running))
+        self._waiting.append((proof, error))
 
     def _finish(self) -> None:
         waiting, self._waiting = self._waiting, []
-        found = [(*one, one[1].proof.finish()) for one in waiting]
-        errors = [prover.error(run, differing) for prover, run, differing in found if differing]
+        found = [(proof, error, proof.finish()) for proof, error in waiting]
+        errors = [error(differing) for _, error, differing in found if differing]
         if errors:
             if self._state is not None:
                 self._state.restore()
             raise errors[0]
-        for _, running, _ in found:
-            self.end(running.proof.compared)
+        for proof, _, _ in found:
+            self.end(proof.compared)
 
     def _add(self) -> None:
         super()._add()

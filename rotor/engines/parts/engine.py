@@ -25,6 +25,7 @@ from rotor.engines.graph.proving import PartsTally
 from rotor.engines.graph.recorded import price
 from rotor.engines.learning import MeteredEngine
 from rotor.engines.parts.captures import Captures
+from rotor.engines.parts.chained import MeasuredStages
 from rotor.engines.parts.pieced import PiecesStep, make_pieces_plan
 from rotor.engines.parts.pieces import Pieces, discover
 from rotor.engines.parts.plan import (
@@ -82,6 +83,11 @@ class PartsEngine(MeteredEngine):
         """Return the reason for which no single graph exists."""
         return self.context.refusals[key.measured].reason
 
+    def stages_of(self, key: Key) -> MeasuredStages | None:
+        """Return the measured stages of the model, which may run as chains; ``None`` if unknown."""
+        del key
+        return None
+
     def announce(self, pieces: Pieces, reason: str) -> None:
         """Warn, once, that the model runs in parts."""
         self.context.warn("capture", f"{pieces.describe()} The reason:\n{reason}")
@@ -107,7 +113,8 @@ class PartsEngine(MeteredEngine):
         existing = {id(p) for p in module.parameters() if p.requires_grad} - lacking
         try:
             with progress(1, "capturing the parts of the model") as update:
-                found = discover(module, *call.arguments, captures, update, existing)
+                stages = self.stages_of(key)
+                found = discover(module, *call.arguments, captures, update, existing, stages)
         except MeterBusyError:
             if old is not None:
                 self.pieces[key] = old

@@ -207,10 +207,23 @@ class Kind:
             self._verified[number] = self.shared.verified[key] = found
         return self._verified[number]
 
+    def recomputes(self, number: int) -> bool:
+        """Return whether a program runs an operation again."""
+        return self.verified(number) is not None
+
+    def program(self, number: int) -> tuple[Program, Layout | None]:
+        """Return a program, and the places of its values in the second tier."""
+        return self.programs[number], self.layout(number)
+
+    @property
+    def unrepeatable(self) -> int:
+        """Number of operations that are never recomputed."""
+        return len(self.captured.lowered.unrepeatable)
+
     @property
     def is_refuted(self) -> bool:
         """True if an operation gave other bits since the search for programs."""
-        return len(self.captured.lowered.unrepeatable) != self._known
+        return self.unrepeatable != self._known
 
     def _key(self, number: int) -> Any:
         return self.existing, self._known, self.programs[number].actions.tobytes()

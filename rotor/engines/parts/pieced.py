@@ -10,11 +10,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from rotor._pytorch import core
 from rotor.common.calls import call_signature
 from rotor.common.forward_patch import PatchedForwards
 from rotor.engines.graph.emit import StepCode
 from rotor.engines.graph.offloading import Placed
-from rotor.engines.graph.proving import Tally
+from rotor.engines.graph.proving import PartsTally, Tally
+from rotor.engines.parts.chained import ChainKind, ChainProof, mark_backward
 from rotor.engines.parts.kinds import Kind, backward_marks
 from rotor.engines.parts.offloading import PlacedStep
 from rotor.engines.parts.pieces import Pieces, Site
@@ -45,14 +47,16 @@ def make_pieces_plan(
     InfeasibleError
         The pieces alone do not fit.
     """
-    pieces.captures.refresh(site.kind for site in pieces.sites)
-    pieces.captures.follow_link(site.kind for site in pieces.sites)
+    pieces.captures.refresh(pieces.kinds)
+    pieces.captures.follow_link(pieces.kinds)
+    for chain in pieces.chains:
+        chain.refresh()
     options, most = pieces.options(), pieces.tier_limit_bytes
     alone = without_bases(pieces.bases)
     least_alone = least_bytes(options, alone, most)
     if max(least_alone, least_bytes(options, pieces.bases, most)) > limit_bytes:
         # Programs of another shape may keep more than need be.
-        pieces.captures.search(site.kind for site in pieces.sites)
+        pieces.captures.search(pieces.kinds)
         options = pieces.options()
         least_alone = least_bytes(options, alone, most)
     if least_alone > limit_bytes:
@@ -98,14 +102,17 @@ class PiecesStep:
         self._plan = plan
         self._meter = meter
         self._tally = tally
-        self._sites = {(site.module, site.number): k for k, site in enumerate(plan.parts.sites)}
+        sites = plan.parts.sites
+        self._sites = {(site.module, site.number): k for k, site in enumerate(sites)}
+        self._following = {call: k for k, site in enumerate(sites) for call in site.following}
+        self._done: set[int] = set()
         self._placed = PlacedStep() if plan.tier is None else plan.tier.begin()
         self._counts: dict[nn.Module, int] = {}
         self._stack = ExitStack()
         self.token: weakref.ref[torch.Tensor] | None = None
 
     def __enter__(self) -> Self:
-        modules = dict.fromkeys(site.module for site in self._plan.parts.sites)
+        modules = dict.fromkeys(m for site in self._plan.parts.sites for m in site.modules)
         self._stack.enter_context(self._placed)
         self._replaced = self._stack.enter_context(PatchedForwards(modules, self._runner))
         self._others = self._stack.enter_context(
@@ -143,6 +150,9 @@ class PiecesStep:
             number = self._counts[module] = self._counts.get(module, -1) + 1
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
+            if self._following.get((module, number)) in self._done:
+                # Its chain has run in the place of the first of its modules.
+                return args[0]
             k = self._sites.get((module, number))
             if k is None:
                 self._plan.parts.is_stale = True
@@ -153,12 +163,36 @@ class PiecesStep:
                 # It runs without a plan, and needs what the next metered step tells.
                 self._plan.differs = True
                 return forward(*args, **kwargs)
-            return self._run(k, site, forward, args, kwargs)
+            if isinstance(site.kind, ChainKind):
+                return self._run_chain(k, site, site.kind, forward, args)
+            return self._run(k, site, site.kind, forward, args, kwargs)
 
         return run
 
-    def _run(self, k: int, site: Site, forward: Any, args: Any, kwargs: Any) -> Any:
-        kind = site.kind
+    def _run_chain(self, k: int, site: Site, chain: ChainKind, forward: Any, args: Any) -> Any:
+        """Return the output of a chain's stages; of the first module, if all run by themselves."""
+        if site.following and any(core.has_hooks(module) for module in site.modules):
+            # Hooks that are new: they expect the values of their own module.
+            self._plan.differs = True
+            return forward(*args)
+        number, (x,) = self._plan.choice[k], args
+        proof = None
+        if chain.recomputes(number) and self._tally is not None:
+            assert isinstance(self._tally, PartsTally)
+            proof = ChainProof(chain, self._tally)
+        if self._meter is not None:
+            self._meter.mark(f"forward {k}")
+        with ExitStack() as stack:
+            for module in site.modules:
+                stack.enter_context(self._replaced.paused(module))
+            output = chain.run(number, x, proof)
+        if self._meter is not None:
+            self._meter.mark(f"after {k}")
+            mark_backward(x, output, *backward_marks(self._meter.mark, k))
+        self._done.add(k)
+        return output
+
+    def _run(self, k: int, site: Site, kind: Kind, forward: Any, args: Any, kwargs: Any) -> Any:
         emitted = kind.emitted(self._plan.choice[k])
         verified = None if self._tally is None else kind.verified(self._plan.choice[k])
         if verified is not None:

@@ -2,7 +2,8 @@
 
 Top-down over the calls of a probing forward: a child is captured as one graph, forward and
 backward, or else its own children are tried. Captured children of one kind share the capture, the
-costs and the programs.
+costs and the programs. Measured stages of an ``nn.Sequential`` that are not captured are parts too:
+chains of stages in a row.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from rotor.common.undisturbed import model_kept
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.offloading import Layout
 from rotor.engines.parts.captures import Captures
+from rotor.engines.parts.chained import CalledStages, ChainKind, MeasuredStages, StageCalls
 from rotor.engines.parts.kinds import Kind
 from rotor.engines.parts.plan import Parts
 from rotor.engines.parts.probe import (
@@ -53,14 +55,18 @@ _MOST_NAMES = 12
 
 @dataclass(eq=False)
 class Site:
-    """Call of a captured module in the forward.
+    """Call of a captured module in the forward, or calls of the stages of a chain.
 
     Attributes
     ----------
     path, module, number
-        Module, and number of its earlier calls.
+        Module, and number of its earlier calls; of the first call.
     signature
         Signature of the arguments.
+    kind
+        Ways to run it.
+    following
+        Further calls of a chain, in order.
     is_held
         True if the code around it keeps its outputs for the backward.
     varies
@@ -71,14 +77,32 @@ class Site:
     module: nn.Module
     number: int
     signature: Any
-    kind: Kind
+    kind: Kind | ChainKind
+    following: Sequence[tuple[nn.Module, int]] = ()
     is_held: bool = False
     failed: bool = False
     varies: bool = False
 
     @property
+    def calls(self) -> list[tuple[nn.Module, int]]:
+        """Called modules, with the numbers of their earlier calls."""
+        return [(self.module, self.number), *self.following]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Called modules, each once."""
+        return list(dict.fromkeys(module for module, _ in self.calls))
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of these modules, each once."""
+        found = (p for module in self.modules for p in module.parameters())
+        return list(dict.fromkeys(found))
+
+    @property
     def name(self) -> str:
-        """Path, with the number of the call if it is not the first."""
+        """Path, with the number of the call if it is not the first; the stages of a chain."""
+        if isinstance(self.kind, ChainKind):
+            return self.kind.name
         return f"{self.path}, call {self.number + 1}" if self.number else self.path
 
 
@@ -123,24 +147,56 @@ class Pieces(Parts):
     def programs(self, choice: Sequence[int]) -> list[tuple[Program, Layout | None] | None]:
         """Return the programs of a choice, with the places of their values in the tier."""
         chosen = zip(self.sites, choice, strict=True)
-        return [(site.kind.programs[k], site.kind.layout(k)) for site, k in chosen]
+        return [site.kind.program(k) for site, k in chosen]
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """Captured graphs, each once."""
+        kinds = dict.fromkeys(site.kind for site in self.sites)
+        return [kind for kind in kinds if isinstance(kind, Kind)]
+
+    @property
+    def chains(self) -> list[ChainKind]:
+        """Chains of stages that are not captured."""
+        return [site.kind for site in self.sites if isinstance(site.kind, ChainKind)]
 
     def names(self, choice: Sequence[int]) -> list[str]:
-        """Return the names of the pieces."""
-        return [site.name for site in self.sites]
+        """Return the names of the pieces, and the treatment of those that are not captured."""
+        return [
+            f"{site.name}: {site.kind.treatment(k)}"
+            if isinstance(site.kind, ChainKind)
+            else site.name
+            for site, k in zip(self.sites, choice, strict=True)
+        ]
+
+    def described(self) -> str:
+        """Return the number of pieces, and the stages that run as chains."""
+        names = _listed([chain.name for chain in self.chains])
+        return f"{len(self.sites)}" + (f"; not captured, a chain: {names}" if names else "")
+
+    def describe_again(self, choice: Sequence[int]) -> str:
+        """Return the chains that are recomputed under a choice, as part of a sentence."""
+        names = _listed(
+            [
+                f"{site.name} {site.kind.treatment(k)}"
+                for site, k in zip(self.sites, choice, strict=True)
+                if isinstance(site.kind, ChainKind) and site.kind.recomputes(k)
+            ]
+        )
+        return f"; not captured: {names}" if names else ""
 
     def recomputes(self, choice: Sequence[int]) -> bool:
-        """Return whether a program of a choice runs an operation again."""
+        """Return whether anything is computed again under a choice."""
         chosen = zip(self.sites, choice, strict=True)
-        return any(site.kind.verified(k) is not None for site, k in chosen)
+        return any(site.kind.recomputes(k) for site, k in chosen)
 
     def unrepeatable(self) -> list[int]:
-        """Return the number of operations of each piece that are never recomputed."""
-        return [len(site.kind.captured.lowered.unrepeatable) for site in self.sites]
+        """Return the number of operations, or stages, of each piece that are never recomputed."""
+        return [site.kind.unrepeatable for site in self.sites]
 
     def graphs(self) -> list[Lowered]:
         """Return the operations of the captured parts, each graph once."""
-        return [kind.lowered for kind in dict.fromkeys(site.kind for site in self.sites)]
+        return [kind.lowered for kind in self.kinds]
 
     @property
     def wants_search(self) -> bool:
@@ -149,12 +205,14 @@ class Pieces(Parts):
 
     def describe(self) -> str:
         """Return a sentence on the planned and the unplanned parts."""
-        names = _listed([site.name for site in self.sites])
+        names = _listed([site.name for site in self.sites if isinstance(site.kind, Kind)])
+        chains = _listed([chain.name for chain in self.chains])
+        others = f", with stages that were not, each kept or run again ({chains})" if chains else ""
         return (
             "no single graph of the model could be captured: "
-            f"{len(self.sites)} parts of it were, and are planned together ({names})"
-            f"{self.describe_outside()}. What the rest keeps is measured, and peaks above the "
-            "limit that the parts cannot make up for are reported."
+            f"{len(self.sites) - len(self.chains)} parts of it were, and are planned together "
+            f"({names}){others}{self.describe_outside()}. What the rest keeps is measured, and "
+            "peaks above the limit that the parts cannot make up for are reported."
         )
 
     def describe_outside(self) -> str:
@@ -183,7 +241,7 @@ class Pieces(Parts):
                 place += 1
         sites, forward, backward, between = zip(*rows, strict=True)
         last = max(self.bases.between[-1], old.bases.between[-1])
-        called = {part for site in sites for part in site.module.modules()}
+        called = {part for site in sites for module in site.modules for part in module.modules()}
         return replace(
             self,
             sites=list(sites),
@@ -207,6 +265,8 @@ class _Search:
         captures: Captures,
         progress: Callable[[int, int], object],
         existing: set[int],
+        stages: MeasuredStages | None,
+        chains: Sequence[CalledStages],
     ) -> None:
         self.model = model
         self.wanted = wanted
@@ -222,9 +282,15 @@ class _Search:
         # Autograd keeps the inputs of captured parts in every plan, so they may be held here too.
         self.watched: list[tuple[torch.Tensor, int, Site]] = []
         self.changed: set[tuple[nn.Module, int]] = set()
+        self.stages = stages
+        self.stage_calls = StageCalls([]) if stages is None else stages.in_forward()
+        self.chains = {call: chain for chain in chains for call in chain.calls}
+        self.open: _OpenChain | None = None
 
     def note(self, identity: int, size: int) -> None:
-        if not self.inside:
+        if self.open is not None:
+            self.open.saved.add(identity)
+        elif not self.inside:
             self.keep(identity, size, 2 * len(self.sites))
 
     def keep(self, identity: int, size: int, phase: int) -> None:
@@ -256,32 +322,40 @@ class _Search:
         def replacement(module: nn.Module, forward: Any) -> Callable[..., Any]:
             def run(*given: Any, **named: Any) -> Any:
                 number = counts[module] = counts.get(module, -1) + 1
-                if self.inside or (module, number) not in self.wanted:
-                    return forward(*given, **named)
-                if not torch.is_grad_enabled() or not saves.on_top():
-                    return forward(*given, **named)
-                path = paths[module]
-                signature = call_signature(given, named)
-                with saves.paused(), replaced.paused():
-                    kind = self.captures.kind_of(path, module, signature, given, named)
-                if isinstance(kind, str):
-                    self.reasons.setdefault(path, kind)
-                    return forward(*given, **named)
-                for identity, size in saves.identities(tree_tensors((given, named))).items():
-                    self.keep(identity, size, 2 * len(self.sites) + 1)
-                self.inside = True
-                try:
-                    output = forward(*given, **named)
-                finally:
-                    self.inside = False
-                watched = tree_tensors((given, named))
-                if kind.reads_outputs:
-                    watched += output_tensors(output)
-                site = Site(path, module, number, signature, kind)
-                self.found(site, watched, set(saves.identities(output_tensors(output))))
-                return output
+                with self.stage_calls.entered(module, number):
+                    return called(module, number, forward, given, named)
 
             return run
+
+        def called(module: nn.Module, number: int, forward: Any, given: Any, named: Any) -> Any:
+            is_watched = torch.is_grad_enabled() and saves.on_top()
+            chain = self.chains.get((module, number))
+            if chain is not None and (is_watched or self.open is not None):
+                return self.chained(chain, paths[module], (module, number), forward, given, saves)
+            if self.inside or (module, number) not in self.wanted or not is_watched:
+                return forward(*given, **named)
+            path = paths[module]
+            signature = call_signature(given, named)
+            with saves.paused(), replaced.paused():
+                kind = self.captures.kind_of(path, module, signature, given, named)
+            if isinstance(kind, str):
+                self.reasons.setdefault(path, kind)
+                return forward(*given, **named)
+            for identity, size in saves.identities(tree_tensors((given, named))).items():
+                self.keep(identity, size, 2 * len(self.sites) + 1)
+            begin = len(self.stage_calls.calls)
+            self.inside = True
+            try:
+                output = forward(*given, **named)
+            finally:
+                self.inside = False
+            watched = tree_tensors((given, named))
+            if kind.reads_outputs:
+                watched += output_tensors(output)
+            site = Site(path, module, number, signature, kind)
+            self.found(site, watched, set(saves.identities(output_tensors(output))))
+            self.stage_calls.note_captured(module, number, begin)
+            return output
 
         with (
             model_kept(self.model, device),
@@ -295,6 +369,43 @@ class _Search:
         self.hand_over()
         return allocator.storage_bytes(output_tensors(output))
 
+    def chained(
+        self,
+        chain: CalledStages,
+        path: str,
+        call: tuple[nn.Module, int],
+        forward: Any,
+        given: Any,
+        saves: Saves,
+    ) -> Any:
+        """Run a function of a chain's stages; note the chain after its last one."""
+        if self.open is None:
+            inputs = tree_tensors(given)
+            self.open = _OpenChain(
+                path, inputs, saves.identities(inputs), call_signature(given, {})
+            )
+            self.inside = True
+        output = forward(*given)
+        if call != chain.calls[-1]:
+            return output
+        begun, self.open, self.inside = self.open, None, False
+        made = saves.identities(output_tensors(output))
+        for identity, size in begun.given.items():
+            if identity in begun.saved:
+                self.keep(identity, size, 2 * len(self.sites) + 1)
+        own = begun.saved | begun.given.keys()
+        assert self.stages is not None
+        kind = self.stages.kind(
+            chain.begin,
+            chain.end,
+            sum(size for identity, size in begun.given.items() if identity not in begun.saved),
+            sum(size for identity, size in made.items() if identity not in own),
+        )
+        first, *following = chain.calls
+        site = Site(begun.path, *first, begun.signature, kind, following)
+        self.found(site, begun.inputs, set(made))
+        return output
+
     def hand_over(self) -> None:
         """Have the pieces add to the existing gradients.
 
@@ -303,10 +414,11 @@ class _Search:
         """
         if not self.existing:
             return
-        calls = Counter(id(p) for site in self.sites for p in site.module.parameters())
+        calls = Counter(id(p) for site in self.sites for p in site.parameters())
         self.existing -= {identity for identity, count in calls.items() if count > 1}
         for site in self.sites:
-            site.kind = self.captures.with_existing(site.kind, site.module, self.existing)
+            if isinstance(site.kind, Kind):
+                site.kind = self.captures.with_existing(site.kind, site.module, self.existing)
 
     def bases(self, output_bytes: int) -> Bases:
         """Return an estimate of the memory around the pieces, and the gradients that appear."""
@@ -334,13 +446,32 @@ class _Search:
         """
         owner: dict[nn.Parameter, int] = {}
         for k, site in enumerate(self.sites):
-            owner.update({p: k for p in site.module.parameters() if p.requires_grad})
+            owner.update({p: k for p in site.parameters() if p.requires_grad})
         found = [0] * (len(self.sites) + 1)
         for parameter in self.model.parameters():
             if parameter.requires_grad and id(parameter) not in self.existing:
                 size = allocator.rounded_bytes(parameter.nbytes, parameter.device)
                 found[owner.get(parameter, len(self.sites))] += size
         return list(accumulate(reversed(found)))[::-1]
+
+
+@dataclass
+class _OpenChain:
+    """Chain whose stages are running in a probing forward.
+
+    Attributes
+    ----------
+    path, inputs, given, signature
+        First function, its tensors, their bytes by storage, and the signature of its call.
+    saved
+        Storages that autograd keeps from the stages.
+    """
+
+    path: str
+    inputs: list[torch.Tensor]
+    given: dict[int, int]
+    signature: Any
+    saved: set[int] = field(default_factory=set)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -356,10 +487,11 @@ def discover(
     captures: Captures,
     progress: Callable[[int, int], object],
     existing: Collection[int] = (),
+    stages: MeasuredStages | None = None,
 ) -> Pieces | None:
     """Capture the largest children of a model that can be captured.
 
-    The model is run twice, and is left unchanged.
+    The model is run twice or three times, and is left unchanged.
 
     Parameters
     ----------
@@ -371,6 +503,8 @@ def discover(
         Function called with (captured calls, calls of sufficient size).
     existing
         Ids of the parameters that have a gradient when a step begins.
+    stages
+        Measured stages of the model: those that are not captured run as chains.
 
     Returns
     -------
@@ -382,23 +516,31 @@ def discover(
         total = sum(whole.saved.values())
         smallest = max(total // _SMALLEST_SHARE, _SMALLEST_BYTES)
         worth = {(c.module, c.number) for c in calls if c.plannable_bytes > smallest}
+        inside = {(c.module, c.number): c.plannable_bytes for c in calls}
+        chains: list[CalledStages] | None = None
         while True:
-            search = _Search(model, worth, captures, progress, set(existing))
+            search = _Search(model, worth, captures, progress, set(existing), stages, chains or [])
             output_bytes = search.run(args, kwargs) if worth else 0
-            if not search.changed:
+            if search.changed:
+                worth -= search.changed
+                chains = chains and [c for c in chains if c.calls[0] not in search.changed]
+            elif stages is not None and chains is None and search.sites:
+                chains = stages.uncaptured(search.stage_calls, inside, smallest)
+                if not chains:
+                    break
+            else:
                 break
-            worth -= search.changed
     except allocator.MeterBusyError:
         raise
     except (NeedsBackward, NotImplementedError, RuntimeError) as error:
         # Such as transforms of torch.func, which run under no hooks for saved tensors.
         logger.info("no parts of the model can be captured: %s", error)
         return None
-    if not search.sites:
+    if not any(isinstance(site.kind, Kind) for site in search.sites):
         return None
-    inside = {part for site in search.sites for part in site.module.modules()}
+    parts = {p for site in search.sites for module in site.modules for p in module.modules()}
     paths = inner_modules(model)
-    unseen = {m: path for m, path in paths.items() if m not in inside}
+    unseen = {m: path for m, path in paths.items() if m not in parts}
     return Pieces(
         captures,
         search.sites,

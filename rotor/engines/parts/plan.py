@@ -129,6 +129,11 @@ class Parts(ABC):
         """Return the number of parts, and reasons for exceptions."""
         return str(len(self.sites))
 
+    def describe_again(self, choice: Sequence[int]) -> str:
+        """Return the parts without a graph that are computed again, as part of a sentence."""
+        del choice
+        return ""
+
 
 P = TypeVar("P", bound=Parts)
 

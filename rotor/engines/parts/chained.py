@@ -1,0 +1,478 @@
+"""Stages of an ``nn.Sequential`` that cannot be captured: chains between the captured parts.
+
+Stages in a row that are not captured are one part of the model. It runs by a schedule of the chain
+engine, under autograd as it is: everything is kept, or stages are computed again as a whole. The
+schedules are priced by the measures of the stages, and one of them is chosen together with the
+programs of the captured parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import nn
+
+from rotor._pytorch import core
+from rotor.algorithms.no_checkpoint import NoCheckpoint
+from rotor.algorithms.persistent import Persistent
+from rotor.algorithms.sequence import Sequence as Operations
+from rotor.chain import Chain
+from rotor.common.accounting import scalar_bytes
+from rotor.common.checksums import Mismatch
+from rotor.common.tensor_trees import tree_tensors
+from rotor.engines.chain.measures import Inspection
+from rotor.engines.chain.plan import executor_bytes
+from rotor.engines.chain.proofs import CURE, StageProof
+from rotor.engines.chain.run import run_chain
+from rotor.engines.chain.schedule import FE, LOSS, Schedule
+from rotor.engines.chain.stages import Stage
+from rotor.engines.graph.proving import PartsTally
+from rotor.graph.assembly import Option, undominated
+
+__all__ = [
+    "CalledStages",
+    "ChainKind",
+    "ChainProof",
+    "MeasuredStages",
+    "StageCalls",
+    "mark_backward",
+]
+
+_POINTS = 8
+"""Schedules of a chain for each size of what runs between its forward and its backward."""
+
+_LITTLE = 4
+"""Divisor of what a stage keeps: where less than this part was captured, it is not captured."""
+
+Called = tuple[nn.Module, int]
+"""Call of a module in a forward: the module, and the number of its earlier calls."""
+
+
+class _InnerStage(Stage):
+    """Stage of one module that is called by its forward: the module's hooks run around it."""
+
+    def __call__(self, x: Any) -> Any:
+        """Apply the module's forward."""
+        (module,) = self.functions
+        return module.forward(x)  # type: ignore[attr-defined]
+
+
+def _runnable(stages: Sequence[Stage]) -> list[Stage]:
+    """Return stages for a part: hooks of a single module run around the part."""
+    if len(stages) > 1 or len(stages[0].functions) > 1:
+        return list(stages)
+    (stage,) = stages
+    inner = _InnerStage(stage.names, stage.functions)
+    inner.mutable_buffers, inner.state = stage.mutable_buffers, stage.state
+    return [inner]
+
+
+class CalledStages(NamedTuple):
+    """Stages in a row, and the calls of their functions in a forward.
+
+    Attributes
+    ----------
+    begin, end
+        First stage, and the stage after the last one.
+    calls
+        Calls of all functions, in order.
+    """
+
+    begin: int
+    end: int
+    calls: list[Called]
+
+
+class StageCalls:
+    """Calls of the functions of a model's stages in one forward.
+
+    Parameters
+    ----------
+    functions
+        Stage and module of each function, in order.
+
+    Attributes
+    ----------
+    calls
+        Calls so far, in that order.
+    current
+        Stage of the running call; ``None`` outside of stages.
+    captured
+        Captured calls within each stage; ``None`` stands for a capture of the whole stage.
+    """
+
+    def __init__(self, functions: Sequence[tuple[int, Any]]) -> None:
+        self._functions = functions
+        self.calls: list[Called] = []
+        self.current: int | None = None
+        self.captured: dict[int, list[Called | None]] = {}
+
+    @contextmanager
+    def entered(self, module: nn.Module, number: int) -> Iterator[None]:
+        """Note a call, which runs in the context, if it is that of the next function."""
+        place = len(self.calls)
+        is_next = place < len(self._functions) and self._functions[place][1] is module
+        if self.current is not None or not is_next:
+            yield
+            return
+        self.calls.append((module, number))
+        self.current = self._functions[place][0]
+        try:
+            yield
+        finally:
+            self.current = None
+
+    def note_captured(self, module: nn.Module, number: int, begin: int) -> None:
+        """Note a captured call, of a stage or within one, or around several.
+
+        Parameters
+        ----------
+        module, number
+            The call.
+        begin
+            Length of `calls` when it began.
+        """
+        for stage, _ in self._functions[begin : len(self.calls)]:
+            self.captured.setdefault(stage, []).append(None)
+        if self.current is not None:
+            is_whole = (module, number) == self.calls[-1]
+            self.captured.setdefault(self.current, []).append(
+                None if is_whole else (module, number)
+            )
+
+
+@dataclass(frozen=True)
+class MeasuredStages:
+    """Measured stages of a model, any of which may run in a chain if it is not captured.
+
+    Attributes
+    ----------
+    inspection
+        Measures of all stages.
+    missing
+        For each stage, flags of the parameters whose gradients it makes and leaves.
+    sums
+        Bytes of the largest gradient that autograd adds to one of a later stage, by stage.
+    """
+
+    inspection: Inspection
+    missing: list[list[bool]]
+    sums: list[int]
+
+    def in_forward(self) -> StageCalls:
+        """Return an observer of a forward."""
+        stages = enumerate(self.inspection.stages)
+        return StageCalls([(i, function) for i, stage in stages for function in stage.functions])
+
+    def uncaptured(
+        self, seen: StageCalls, inside: Mapping[Called, int], smallest: int
+    ) -> list[CalledStages]:
+        """Return the chains of stages in a row that were not captured, or hardly.
+
+        Parameters
+        ----------
+        seen
+            Calls of a forward, and what was captured in it.
+        inside
+            Bytes that autograd keeps from inside of each call.
+        smallest
+            Bytes that a chain has to keep beside its outputs, to be worth a choice.
+        """
+        stages = self.inspection.stages
+        if len(seen.calls) < sum(len(stage.functions) for stage in stages):
+            return []
+        found: list[CalledStages] = []
+        calls = iter(seen.calls)
+        is_open = False
+        for i, stage in enumerate(stages):
+            own = [next(calls) for _ in stage.functions]
+            is_hooked = any(core.has_hooks(module) for module, _ in own)
+            if not self._may_run(i, seen, inside) or (is_hooked and len(own) > 1):
+                is_open = False
+                continue
+            if is_open and not is_hooked:
+                found[-1] = CalledStages(found[-1].begin, i + 1, [*found[-1].calls, *own])
+            else:
+                found.append(CalledStages(i, i + 1, own))
+            is_open = not is_hooked
+        return [
+            chain
+            for chain in found
+            if any(self._inner_bytes(i) > smallest for i in range(chain.begin, chain.end))
+        ]
+
+    def _may_run(self, i: int, seen: StageCalls, inside: Mapping[Called, int]) -> bool:
+        measure = self.inspection.measures[i]
+        if measure.varies or measure.leaves or not any(measure.flags):
+            return False
+        captured = seen.captured.get(i, [])
+        known = [inside.get(call, 0) for call in captured if call is not None]
+        is_whole = len(known) < len(captured)
+        return not is_whole and _LITTLE * sum(known) <= self._inner_bytes(i)
+
+    def _inner_bytes(self, i: int) -> int:
+        """Return the bytes that a stage keeps beside its output."""
+        measure = self.inspection.measures[i]
+        return measure.xbar_bytes - (measure.output_bytes if self._holds_output(i) else 0)
+
+    def _holds_output(self, i: int) -> bool:
+        """Return whether the measured memory of a stage includes its output: a loss consumes it."""
+        is_last = i == len(self.inspection.stages) - 1
+        return not is_last or self.inspection.loss_peak_bytes is None
+
+    def kind(self, begin: int, end: int, input_bytes: int, free_output_bytes: int) -> ChainKind:
+        """Return the ways to run some stages in a row; see `ChainKind`."""
+        return ChainKind(
+            self, begin, end, input_bytes, free_output_bytes, self._holds_output(end - 1)
+        )
+
+    def part(self, begin: int, end: int) -> Inspection:
+        """Return the measures of some stages in a row."""
+        whole = self.inspection
+        grads = [*(m.grad_bytes for m in whole.measures), whole.output_grad_bytes]
+        outputs = [whole.input_bytes, *(m.output_bytes for m in whole.measures)]
+        return Inspection(
+            _runnable(whole.stages[begin:end]),
+            whole.measures[begin:end],
+            outputs[begin],
+            grads[end],
+            whole.flags[begin],
+            whole.device,
+        )
+
+    def refute(self, i: int) -> None:
+        """Note that a stage gave other bits when it ran again."""
+        measures = self.inspection.measures
+        measures[i] = replace(measures[i], varies=True)
+        self.inspection.reasons[i] = "it gave other bits when it ran again in a backward"
+
+
+@dataclass(eq=False)
+class ChainKind:
+    """Stages in a row, and the schedules by which they may run.
+
+    Attributes
+    ----------
+    measured, begin, end
+        Stages of the model, the first one of the chain, and the one after its last.
+    input_bytes
+        Bytes of the inputs that nothing keeps where the stages run as they are.
+    free_output_bytes
+        Bytes of the outputs that the stages' own graph does not keep.
+    holds_output
+        True if the measured memory of the last stage includes its output.
+    schedules
+        Ways to run it; `options` has their needs.
+    """
+
+    measured: MeasuredStages
+    begin: int
+    end: int
+    input_bytes: int
+    free_output_bytes: int
+    holds_output: bool
+    schedules: list[Schedule] = field(init=False, repr=False)
+    inspection: Inspection = field(init=False, repr=False)
+    _options: dict[bool, list[Option]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._search()
+
+    def _search(self) -> None:
+        """Find schedules, from nothing recomputed to the least memory."""
+        self.inspection = self.measured.part(self.begin, self.end)
+        chain = self._chain(0)
+        found = [
+            (operations, Schedule(operations, len(chain))) for operations in _schedules(self._chain)
+        ]
+        best: list[int] = []
+        for is_held in (True, False):
+            priced = [self._option(*one, is_held) for one in found]
+            best += [priced.index(option) for option in undominated(priced)]
+        kept = [found[k] for k in dict.fromkeys(best)]
+        self.schedules = [schedule for _, schedule in kept]
+        self._options = {
+            is_held: [self._option(*one, is_held) for one in kept] for is_held in (True, False)
+        }
+
+    def _chain(self, loss_bytes: int) -> Chain:
+        """Return the cost model, with a loss that needs so much beside its gradient."""
+        places = slice(self.begin, self.end)
+        return self.inspection.chain(
+            loss_tmp_bytes=loss_bytes,
+            hold_output=False,
+            missing=self.measured.missing[places],
+            sums=self.measured.sums[places],
+        )
+
+    def _option(self, operations: Operations, schedule: Schedule, is_held: bool) -> Option:
+        """Return the needs of a schedule; see `options`."""
+        chain, inspection, codes = operations.chain, self.inspection, operations.codes
+        assert chain is not None
+        loss = int(np.argmax(codes[:, 0] == LOSS))
+        peaks = operations.timeline.peak_bytes - chain.x_bytes[0]
+        kept = int(operations.timeline.live_bytes[loss]) - chain.x_bytes[0] - chain.grad_bytes[-1]
+        is_recorded = bool((codes[:loss] == (FE, len(chain) - 1)).all(axis=1).any())
+        if is_recorded and self.holds_output:
+            kept -= chain.x_bytes[-1] if is_held else self.free_output_bytes
+        device = inspection.device
+        own = executor_bytes(inspection, schedule.runs) - scalar_bytes(device.type)
+        given = self.input_bytes if schedule.tail else 0
+        return Option(
+            kept_bytes=max(kept, 0) + own + given,
+            forward_bytes=int(peaks[:loss].max()) + own + self.input_bytes,
+            backward_bytes=int(peaks[loss:].max()) + own + given,
+            time_ns=round(operations.makespan * 1e9),
+        )
+
+    def options(self, is_held: bool) -> list[Option]:
+        """Return the needs of each schedule.
+
+        Parameters
+        ----------
+        is_held
+            True if others hold the outputs from the forward to the backward.
+        """
+        return self._options[is_held]
+
+    @property
+    def unrepeatable(self) -> int:
+        """Number of stages that are never recomputed."""
+        return sum(m.varies for m in self.measured.inspection.measures[self.begin : self.end])
+
+    @property
+    def is_refuted(self) -> bool:
+        """True if a stage gave other bits since the search for schedules."""
+        return self.unrepeatable != sum(m.varies for m in self.inspection.measures)
+
+    def refresh(self) -> None:
+        """Search again for schedules if a stage gave other bits."""
+        if self.is_refuted:
+            self._search()
+
+    def program(self, number: int) -> None:
+        """Return ``None``: schedules of a chain are no programs."""
+        del number
+
+    def recomputes(self, number: int) -> bool:
+        """Return whether a schedule runs a stage again."""
+        return bool(self.schedules[number].recomputed)
+
+    def treatment(self, number: int) -> str:
+        """Return what a schedule does, as text."""
+        again, count = len(self.schedules[number].recomputed), self.end - self.begin
+        if not again:
+            return "kept"
+        return "recomputed whole" if again == count else f"{again} of {count} recomputed whole"
+
+    @property
+    def name(self) -> str:
+        """Name of the stages."""
+        first, last = self.inspection.stages[0], self.inspection.stages[-1]
+        return first.name if first is last else f"{first.name} to {last.name}"
+
+    def run(self, number: int, x: Any, proof: ChainProof | None) -> Any:
+        """Return the output of the stages, run by a schedule.
+
+        Parameters
+        ----------
+        number
+            Number of the schedule.
+        x
+            Input of the first stage.
+        proof
+            Comparison of recomputed values; ``None`` without one.
+        """
+        return run_chain(
+            self.inspection.stages,
+            self.schedules[number],
+            x,
+            flags=self.inspection.flags,
+            proof=proof,
+        )
+
+
+def _schedules(priced: Callable[[int], Chain]) -> list[Operations]:
+    """Return the schedules of a chain for several peaks and several amounts of kept memory.
+
+    Parameters
+    ----------
+    priced
+        Function that returns the chain with a loss of some size. Only small steps fit beside a
+        large one: then the best schedules are those that keep little.
+    """
+    chain, algorithm = priced(0), Persistent()
+    unplanned = next(NoCheckpoint().candidates(chain))
+    found = [unplanned]
+    highest = unplanned.peak_bytes
+    for loss_bytes in (0, highest // 2, 4 * highest):
+        other = priced(loss_bytes)
+        budgets = algorithm.curve(other).bytes
+        places = np.linspace(0, len(budgets) - 1, min(len(budgets), _POINTS)).astype(int)
+        for budget in budgets[places].tolist():
+            found.append(Operations(algorithm.solve(other, max(budget, 1)).codes, chain))
+    return list(dict.fromkeys(found))
+
+
+class ChainProof(StageProof):
+    """Comparisons of one run of a chain between captured parts, in a verified step.
+
+    Parameters
+    ----------
+    kind
+        The chain.
+    tally
+        Tally of the step, which reads the comparisons at the end of its backward.
+    """
+
+    def __init__(self, kind: ChainKind, tally: PartsTally) -> None:
+        super().__init__(kind.inspection.stages)
+        self._kind = kind
+        self._tally = tally
+        tally.begin()
+
+    def settle(self) -> None:
+        """Have all comparisons read at the end of the backward."""
+        self._tally.defer_proof(self.proof, self._error)
+
+    def _error(self, found: list[Mismatch]) -> Exception:
+        """Return the error for values that differ; bar their stages from recomputation."""
+        roots, error = self.refusal(found, CURE)
+        for i in roots:
+            self._kind.measured.refute(self._kind.begin + i)
+        return error
+
+
+def mark_backward(x: Any, y: Any, begins: Callable[[], object], ends: Callable[[], object]) -> None:
+    """Have functions called at the start and the end of the backward from an output to an input.
+
+    Parameters
+    ----------
+    x, y
+        Input and output of stages that have run.
+    begins, ends
+        Functions, each called once.
+    """
+    begin, end = _once(begins), _once(ends)
+    for tensor in tree_tensors(y):
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(begin)
+    for tensor in tree_tensors(x):
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(end)
+        elif tensor.requires_grad:
+            tensor.register_hook(end)
+
+
+def _once(function: Callable[[], object]) -> Callable[[Any], None]:
+    waiting = [function]
+
+    def call(_: Any) -> None:
+        if waiting:
+            waiting.pop()()
+
+    return call
