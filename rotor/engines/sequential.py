@@ -150,7 +150,9 @@ class _ChainParts(PartsEngine):
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> PartsPlan[Pieces]:
         """Return the fastest choice under a limit; with a margin before a step was metered."""
         margin = 0 if self.pieces[key].is_measured else limit_bytes // _MARGIN
-        return super().plan(key, limit_bytes, max(reserve_bytes, margin))
+        plan = super().plan(key, limit_bytes, max(reserve_bytes, margin))
+        plan.margin_bytes = max(margin - reserve_bytes, 0)
+        return plan
 
     def reason_of(self, key: Key) -> str:
         """Return the reason for which no single graph exists."""

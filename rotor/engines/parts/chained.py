@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import nn
 
-from rotor._pytorch import core
 from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.algorithms.persistent import Persistent
 from rotor.algorithms.sequence import Sequence as Operations
@@ -29,7 +28,6 @@ from rotor.engines.chain.plan import executor_bytes
 from rotor.engines.chain.proofs import CURE, StageProof
 from rotor.engines.chain.run import run_chain
 from rotor.engines.chain.schedule import FE, LOSS, Schedule
-from rotor.engines.chain.stages import Stage
 from rotor.engines.graph.proving import PartsTally
 from rotor.graph.assembly import Option, undominated
 
@@ -52,25 +50,6 @@ Called = tuple[nn.Module, int]
 """Call of a module in a forward: the module, and the number of its earlier calls."""
 
 
-class _InnerStage(Stage):
-    """Stage of one module that is called by its forward: the module's hooks run around it."""
-
-    def __call__(self, x: Any) -> Any:
-        """Apply the module's forward."""
-        (module,) = self.functions
-        return module.forward(x)  # type: ignore[attr-defined]
-
-
-def _runnable(stages: Sequence[Stage]) -> list[Stage]:
-    """Return stages for a part: hooks of a single module run around the part."""
-    if len(stages) > 1 or len(stages[0].functions) > 1:
-        return list(stages)
-    (stage,) = stages
-    inner = _InnerStage(stage.names, stage.functions)
-    inner.mutable_buffers, inner.state = stage.mutable_buffers, stage.state
-    return [inner]
-
-
 class CalledStages(NamedTuple):
     """Stages in a row, and the calls of their functions in a forward.
 
@@ -78,12 +57,15 @@ class CalledStages(NamedTuple):
     ----------
     begin, end
         First stage, and the stage after the last one.
+    place
+        Place of the first function among the functions of all stages.
     calls
         Calls of all functions, in order.
     """
 
     begin: int
     end: int
+    place: int
     calls: list[Called]
 
 
@@ -103,6 +85,9 @@ class StageCalls:
         Stage of the running call; ``None`` outside of stages.
     captured
         Captured calls within each stage; ``None`` stands for a capture of the whole stage.
+    around
+        Captured modules around several functions, with the place after their last function, by the
+        place of their first one.
     """
 
     def __init__(self, functions: Sequence[tuple[int, Any]]) -> None:
@@ -110,6 +95,29 @@ class StageCalls:
         self.calls: list[Called] = []
         self.current: int | None = None
         self.captured: dict[int, list[Called | None]] = {}
+        self.around: dict[int, tuple[nn.Module, int]] = {}
+
+    def units(self, chains: Mapping[int, tuple[Any, int]]) -> list[Any]:
+        """Return the functions to call in a row, with chains, and modules around several, as one.
+
+        Parameters
+        ----------
+        chains
+            Chains of stages, by the place of their first function, with the number of functions.
+        """
+        found: list[Any] = []
+        place = 0
+        while place < len(self._functions):
+            if place in chains:
+                found.append(chains[place][0])
+                place += chains[place][1]
+            elif place in self.around:
+                module, place = self.around[place]
+                found.append(module)
+            else:
+                found.append(self._functions[place][1])
+                place += 1
+        return found
 
     @contextmanager
     def entered(self, module: nn.Module, number: int) -> Iterator[None]:
@@ -138,6 +146,7 @@ class StageCalls:
         """
         for stage, _ in self._functions[begin : len(self.calls)]:
             self.captured.setdefault(stage, []).append(None)
+            self.around[begin] = module, len(self.calls)
         if self.current is not None:
             is_whole = (module, number) == self.calls[-1]
             self.captured.setdefault(self.current, []).append(
@@ -186,19 +195,17 @@ class MeasuredStages:
         if len(seen.calls) < sum(len(stage.functions) for stage in stages):
             return []
         found: list[CalledStages] = []
-        calls = iter(seen.calls)
-        is_open = False
+        place, is_open = 0, False
         for i, stage in enumerate(stages):
-            own = [next(calls) for _ in stage.functions]
-            is_hooked = any(core.has_hooks(module) for module, _ in own)
-            if not self._may_run(i, seen, inside) or (is_hooked and len(own) > 1):
-                is_open = False
-                continue
-            if is_open and not is_hooked:
-                found[-1] = CalledStages(found[-1].begin, i + 1, [*found[-1].calls, *own])
-            else:
-                found.append(CalledStages(i, i + 1, own))
-            is_open = not is_hooked
+            calls = seen.calls[place : place + len(stage.functions)]
+            may_run = self._may_run(i, seen, inside)
+            if may_run and is_open:
+                last = found[-1]
+                found[-1] = last._replace(end=i + 1, calls=[*last.calls, *calls])
+            elif may_run:
+                found.append(CalledStages(i, i + 1, place, calls))
+            is_open = may_run
+            place += len(calls)
         return [
             chain
             for chain in found
@@ -236,7 +243,7 @@ class MeasuredStages:
         grads = [*(m.grad_bytes for m in whole.measures), whole.output_grad_bytes]
         outputs = [whole.input_bytes, *(m.output_bytes for m in whole.measures)]
         return Inspection(
-            _runnable(whole.stages[begin:end]),
+            whole.stages[begin:end],
             whole.measures[begin:end],
             outputs[begin],
             grads[end],

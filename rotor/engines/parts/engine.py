@@ -158,7 +158,7 @@ class PartsEngine(MeteredEngine):
         tally = PartsTally(plan.proved, module) if plan.is_verified() else None
         meter = start()
         with PiecesStep(plan, meter, tally) as pieces:
-            output = module.forward(*call.args, **call.kwargs)
+            output = pieces.forward(module, call)
         if tally is not None:
             tally.seal()
         if meter is not None:

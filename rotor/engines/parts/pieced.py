@@ -10,9 +10,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from rotor._pytorch import core
 from rotor.common.calls import call_signature
 from rotor.common.forward_patch import PatchedForwards
+from rotor.engines.contract import Call
 from rotor.engines.graph.emit import StepCode
 from rotor.engines.graph.offloading import Placed
 from rotor.engines.graph.proving import PartsTally, Tally
@@ -102,17 +102,16 @@ class PiecesStep:
         self._plan = plan
         self._meter = meter
         self._tally = tally
-        sites = plan.parts.sites
-        self._sites = {(site.module, site.number): k for k, site in enumerate(sites)}
-        self._following = {call: k for k, site in enumerate(sites) for call in site.following}
-        self._done: set[int] = set()
+        sites = enumerate(plan.parts.sites)
+        self._sites = {(s.module, s.number): k for k, s in sites if isinstance(s.kind, Kind)}
+        self._is_in_chain = False
         self._placed = PlacedStep() if plan.tier is None else plan.tier.begin()
         self._counts: dict[nn.Module, int] = {}
         self._stack = ExitStack()
         self.token: weakref.ref[torch.Tensor] | None = None
 
     def __enter__(self) -> Self:
-        modules = dict.fromkeys(m for site in self._plan.parts.sites for m in site.modules)
+        modules = dict.fromkeys(module for module, _ in self._sites)
         self._stack.enter_context(self._placed)
         self._replaced = self._stack.enter_context(PatchedForwards(modules, self._runner))
         self._others = self._stack.enter_context(
@@ -124,6 +123,43 @@ class PiecesStep:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def forward(self, model: nn.Module, call: Call) -> Any:
+        """Return the output of the model, whose stages are called one by one if some are a chain.
+
+        Parameters
+        ----------
+        model, call
+            Model, and the arguments of the step.
+        """
+        pieces = self._plan.parts
+        if not pieces.chains:
+            return model.forward(*call.args, **call.kwargs)
+        (x,) = (*call.args, *call.kwargs.values())
+        numbers = {site: k for k, site in enumerate(pieces.sites)}
+        for unit in pieces.units:
+            x = self._run_chain(numbers[unit], unit, x) if isinstance(unit, Site) else unit(x)
+        return x
+
+    def _run_chain(self, k: int, site: Site, x: Any) -> Any:
+        """Return the output of a chain's stages."""
+        chain, number = site.kind, self._plan.choice[k]
+        assert isinstance(chain, ChainKind)
+        proof = None
+        if chain.recomputes(number) and self._tally is not None:
+            assert isinstance(self._tally, PartsTally)
+            proof = ChainProof(chain, self._tally)
+        if self._meter is not None:
+            self._meter.mark(f"forward {k}")
+        self._is_in_chain = True
+        try:
+            output = chain.run(number, x, proof)
+        finally:
+            self._is_in_chain = False
+        if self._meter is not None:
+            self._meter.mark(f"after {k}")
+            mark_backward(x, output, *backward_marks(self._meter.mark, k))
+        return output
 
     def _elsewhere(self, module: nn.Module, forward: Any) -> Callable[..., Any]:
         """Return the forward of a module on a path where no pieces were searched."""
@@ -148,11 +184,8 @@ class PiecesStep:
     def _runner(self, module: nn.Module, forward: Any) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             number = self._counts[module] = self._counts.get(module, -1) + 1
-            if not torch.is_grad_enabled():
+            if self._is_in_chain or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            if self._following.get((module, number)) in self._done:
-                # Its chain has run in the place of the first of its modules.
-                return args[0]
             k = self._sites.get((module, number))
             if k is None:
                 self._plan.parts.is_stale = True
@@ -163,34 +196,10 @@ class PiecesStep:
                 # It runs without a plan, and needs what the next metered step tells.
                 self._plan.differs = True
                 return forward(*args, **kwargs)
-            if isinstance(site.kind, ChainKind):
-                return self._run_chain(k, site, site.kind, forward, args)
+            assert isinstance(site.kind, Kind)
             return self._run(k, site, site.kind, forward, args, kwargs)
 
         return run
-
-    def _run_chain(self, k: int, site: Site, chain: ChainKind, forward: Any, args: Any) -> Any:
-        """Return the output of a chain's stages; of the first module, if all run by themselves."""
-        if site.following and any(core.has_hooks(module) for module in site.modules):
-            # Hooks that are new: they expect the values of their own module.
-            self._plan.differs = True
-            return forward(*args)
-        number, (x,) = self._plan.choice[k], args
-        proof = None
-        if chain.recomputes(number) and self._tally is not None:
-            assert isinstance(self._tally, PartsTally)
-            proof = ChainProof(chain, self._tally)
-        if self._meter is not None:
-            self._meter.mark(f"forward {k}")
-        with ExitStack() as stack:
-            for module in site.modules:
-                stack.enter_context(self._replaced.paused(module))
-            output = chain.run(number, x, proof)
-        if self._meter is not None:
-            self._meter.mark(f"after {k}")
-            mark_backward(x, output, *backward_marks(self._meter.mark, k))
-        self._done.add(k)
-        return output
 
     def _run(self, k: int, site: Site, kind: Kind, forward: Any, args: Any, kwargs: Any) -> Any:
         emitted = kind.emitted(self._plan.choice[k])

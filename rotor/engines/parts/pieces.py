@@ -62,7 +62,7 @@ class Site:
     path, module, number
         Module, and number of its earlier calls; of the first call.
     signature
-        Signature of the arguments.
+        Signature of the arguments; ``None`` for a chain, which takes any.
     kind
         Ways to run it.
     following
@@ -121,6 +121,8 @@ class Pieces(Parts):
     elsewhere
         Modules that the forward did not call, with their paths: a call of one starts another
         search for pieces.
+    units
+        Chains, and modules to call between them, in the order of the forward; empty without chains.
     """
 
     label: ClassVar[str] = "parts"
@@ -131,6 +133,7 @@ class Pieces(Parts):
     outside: list[str]
     reasons: dict[str, str]
     elsewhere: dict[nn.Module, str]
+    units: list[Any] = field(default_factory=list)
     is_measured: bool = False
     is_stale: bool = False
     searches: int = 1
@@ -235,7 +238,7 @@ class Pieces(Parts):
                 again.varies = site.varies or again.signature != site.signature
                 here = [(row[0].module, row[0].number) for row in rows]
                 place = here.index((site.module, site.number)) + 1
-            elif not site.failed:
+            elif not site.failed and isinstance(site.kind, Kind):
                 bases = (old.bases.forward[k], old.bases.backward[k], old.bases.between[k])
                 rows.insert(place, (site, *bases))
                 place += 1
@@ -286,6 +289,7 @@ class _Search:
         self.stage_calls = StageCalls([]) if stages is None else stages.in_forward()
         self.chains = {call: chain for chain in chains for call in chain.calls}
         self.open: _OpenChain | None = None
+        self.places: dict[int, tuple[Site, int]] = {}
 
     def note(self, identity: int, size: int) -> None:
         if self.open is not None:
@@ -381,9 +385,7 @@ class _Search:
         """Run a function of a chain's stages; note the chain after its last one."""
         if self.open is None:
             inputs = tree_tensors(given)
-            self.open = _OpenChain(
-                path, inputs, saves.identities(inputs), call_signature(given, {})
-            )
+            self.open = _OpenChain(path, inputs, saves.identities(inputs))
             self.inside = True
         output = forward(*given)
         if call != chain.calls[-1]:
@@ -402,8 +404,9 @@ class _Search:
             sum(size for identity, size in made.items() if identity not in own),
         )
         first, *following = chain.calls
-        site = Site(begun.path, *first, begun.signature, kind, following)
+        site = Site(begun.path, *first, None, kind, following)
         self.found(site, begun.inputs, set(made))
+        self.places[chain.place] = site, len(chain.calls)
         return output
 
     def hand_over(self) -> None:
@@ -461,8 +464,8 @@ class _OpenChain:
 
     Attributes
     ----------
-    path, inputs, given, signature
-        First function, its tensors, their bytes by storage, and the signature of its call.
+    path, inputs, given
+        First function, its tensors, and their bytes by storage.
     saved
         Storages that autograd keeps from the stages.
     """
@@ -470,7 +473,6 @@ class _OpenChain:
     path: str
     inputs: list[torch.Tensor]
     given: dict[int, int]
-    signature: Any
     saved: set[int] = field(default_factory=set)
 
 
@@ -548,4 +550,5 @@ def discover(
         outside=[p for m, p in unseen.items() if m in called and core.parameter_slots(m)],
         reasons=search.reasons,
         elsewhere={m: p for m, p in unseen.items() if m not in called},
+        units=search.stage_calls.units(search.places) if search.places else [],
     )

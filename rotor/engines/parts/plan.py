@@ -160,6 +160,8 @@ class PartsPlan(Metered, Generic[P]):
         By mark, the most bytes above the level at which a metered step began.
     metered
         Memory beside the parts in the metered steps of this plan.
+    margin_bytes
+        Part of the reserve that is there until a step was metered.
     tier
         Use of the second tier; ``None`` without one.
     """
@@ -176,6 +178,7 @@ class PartsPlan(Metered, Generic[P]):
     verify: str | int = "first"
     levels: dict[str, int] = field(default_factory=dict, repr=False)
     metered: Bases | None = field(default=None, repr=False)
+    margin_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.choice = self.parts.settled(self.choice)
@@ -363,6 +366,7 @@ def learn(plan: PartsPlan[Any], step: StepBytes) -> bool:
     plan.metered = alone if plan.metered is None else largest_bases([plan.metered, alone])
     parts.bases = measured_bases(plan, step)
     parts.is_measured = True
+    plan.reserve_bytes, plan.margin_bytes = plan.reserve_bytes - plan.margin_bytes, 0
     options = parts.options()
     explained = simulate(options, parts.bases, plan.choice)
     plan.simulation = explained
