@@ -3,7 +3,11 @@
 Limits are the gradients and shares of what else the chain needs without recomputation. Figures are
 the predicted recomputation of each plan, and CPU time of a step, engines in turn, one thread.
 
-    python benchmarks/sequential.py [--quick] [--json rows.json]
+With ``--uncaptured``, three Sequentials with stages that cannot be captured: the chain, the captured
+parts with all other stages kept, and the parts with chains of these stages between them. The peaks
+are in MiB, as predicted and as measured in the last step.
+
+    python benchmarks/sequential.py [--uncaptured] [--quick] [--json rows.json]
 """
 
 from __future__ import annotations
@@ -14,8 +18,10 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rotor.models import resnet, vgg
@@ -61,6 +67,23 @@ def _encoder(width: int) -> nn.Module:
     return nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
 
 
+class Gate(nn.Module):
+    """Feed-forward layer that looks at a value: no graph goes through it."""
+
+    def __init__(self, width: int, factor: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, factor * width), nn.Linear(factor * width, width)
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the input and the layer's output."""
+        y = nn.functional.gelu(self.up(x))
+        if y.abs().max().item() > 1e4:
+            y = y / 2
+        y = nn.functional.dropout(y.tanh(), self.dropout, self.training)
+        return x + self.down(y)
+
+
 def _images(size: int) -> torch.Tensor:
     return torch.randn(4, 3, size, size)
 
@@ -89,6 +112,24 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
         torch.randn(512, 128),
     ),
 }
+
+
+UNCAPTURED: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "one of eight": lambda: (
+        nn.Sequential(*[Gate(64, 4) if i == 3 else _feed_forward(64) for i in range(8)]),
+        torch.randn(512, 64),
+    ),
+    "every other": lambda: (
+        nn.Sequential(*[Gate(64, 4) if i % 2 else _feed_forward(64) for i in range(8)]),
+        torch.randn(512, 64),
+    ),
+    "two runs": lambda: (
+        nn.Sequential(*[Gate(64, 4, 0.1) if i in (1, 2, 5, 6) else _encoder(64) for i in range(8)]),
+        torch.randn(8, 64, 64),
+    ),
+}
+
+WAYS = ("chain", "parts", "mixed")
 
 
 def _step(model: Any, x: torch.Tensor) -> float:
@@ -141,6 +182,87 @@ def compare(name: str, share: float) -> dict[str, Any]:
     return row
 
 
+def _as(way: str) -> ExitStack:
+    """Return the context in which "auto" runs parts where it can, with or without chains."""
+    stack = ExitStack()
+    if way != "chain":
+        stack.enter_context(
+            patch("rotor.engines.sequential.recomputation_of", lambda chain: float("inf"))
+        )
+    if way == "parts":
+        stack.enter_context(
+            patch("rotor.engines.sequential._ChainParts.stages_of", lambda self, key: None)
+        )
+    return stack
+
+
+def _again(chk: Any) -> float:
+    """Return the predicted recomputation of a plan, as a share of a step of the chain."""
+    plan = chk.plan
+    if plan.engine == "chain":
+        return _slower(plan)
+    again = plan.makespan - plan.unplanned.time_ns / 1e9
+    return float(again / chk.build_chain().ideal_time)
+
+
+def compare_uncaptured(name: str, share: float) -> dict[str, Any]:
+    """Return predicted recomputation, peaks and time of a step of each way, under one limit."""
+    torch.manual_seed(0)
+    model, x = UNCAPTURED[name]()
+    measured = rotor.Checkpointable(copy.deepcopy(model), mem_limit="8GB", engine="chain")
+    measured.measure(x)
+    gradients = sum(p.nbytes for p in model.parameters())
+    limit = gradients + int(share * (int(measured.curve().bytes[-1]) - gradients))
+    found = {}
+    for way in WAYS:
+        with _as(way):
+            found[way] = _trained(model, x, limit, "chain" if way == "chain" else "auto")
+    for way in WAYS[1:]:
+        if found[way] is not None and found[way].plan.engine != "parts":
+            found[way] = None
+    times: dict[str, list[float]] = {way: [] for way, chk in found.items() if chk}
+    for _ in range(ROUNDS):
+        for way, seen in times.items():
+            seen.append(_step(found[way], x))
+    row: dict[str, Any] = {"model": name, "share": share, "limit": limit}
+    for way, chk in found.items():
+        row[way] = _again(chk) if chk else None
+        row[f"{way}_s"] = min(times[way]) if chk else None
+        row[f"{way}_bytes"] = [chk.plan.predicted_bytes, chk.plan.measured_bytes] if chk else None
+    return row
+
+
+def _write_uncaptured(names: list[str], shares: tuple[float, ...]) -> list[dict[str, Any]]:
+    rows = []
+    columns = "".join(f"{way:>11}{'predicted':>11}{'measured':>10}" for way in WAYS)
+    sys.stdout.write(f"{'model':<14}{'limit':>6}{'MiB':>7}{columns}\n")
+    for name in names:
+        for share in shares:
+            row = compare_uncaptured(name, share)
+            rows.append(row)
+            shown = ""
+            for way in WAYS:
+                peaks = row[f"{way}_bytes"] or [None, None]
+                texts = ["-" if size is None else f"{size / 2**20:.2f}" for size in peaks]
+                shown += f"{_shown(row[way]):>11}{texts[0]:>11}{texts[1]:>10}"
+            times = " ".join(
+                f"{1e3 * row[f'{way}_s']:.1f}" if row[f"{way}_s"] else "-" for way in WAYS
+            )
+            limit = row["limit"] / 2**20
+            sys.stdout.write(f"{name:<14}{share:>6.2f}{limit:>7.2f}{shown}  (ms: {times})\n")
+            sys.stdout.flush()
+    both = [row for row in rows if row["mixed"] is not None]
+    better = [row for row in both if row["chain"] is None or row["mixed"] < row["chain"] - 0.01]
+    only = sum(row["parts"] is None for row in both)
+    over = sum(row[f"{way}_bytes"][1] > row["limit"] for row in rows for way in WAYS if row[way])
+    sys.stdout.write(
+        f"mixed plans in {len(both)} of {len(rows)} cases, in {only} of them no parts fit without; "
+        f"in {len(better)} they recompute less than the chain by more than 1 %; "
+        f"{over} measured peaks over the limit\n"
+    )
+    return rows
+
+
 def _shown(value: float | None) -> str:
     return "none fits" if value is None else f"{value:+.1%}"
 
@@ -148,9 +270,16 @@ def _shown(value: float | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two models, two limits")
+    parser.add_argument("--uncaptured", action="store_true", help="stages that are not captured")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.uncaptured:
+        cases = list(UNCAPTURED)[:2] if given.quick else list(UNCAPTURED)
+        rows = _write_uncaptured(cases, SHARES[1:3] if given.quick else SHARES)
+        if given.json:
+            given.json.write_text(json.dumps(rows, indent=1))
+        return
     names, shares = (list(MODELS)[3:5], SHARES[1:3]) if given.quick else (list(MODELS), SHARES)
     rows, worse = [], 0
     sys.stdout.write(f"{'model':<15}{'limit':>6}{'chain':>11}{'graph':>11}{'auto':>11}  runs\n")

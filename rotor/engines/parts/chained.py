@@ -14,20 +14,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from torch import nn
 
 from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.algorithms.persistent import Persistent
 from rotor.algorithms.sequence import Sequence as Operations
 from rotor.chain import Chain
-from rotor.common.accounting import scalar_bytes
+from rotor.common.accounting import GENERATOR_BYTES, generator_bytes, scalar_bytes
 from rotor.common.checksums import Mismatch
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.plan import executor_bytes
 from rotor.engines.chain.proofs import CURE, StageProof
 from rotor.engines.chain.run import run_chain
-from rotor.engines.chain.schedule import FE, LOSS, Schedule
+from rotor.engines.chain.schedule import BACKWARD, FE, LOSS, Schedule
 from rotor.engines.graph.proving import PartsTally
 from rotor.graph.assembly import Option, undominated
 
@@ -45,6 +46,8 @@ _POINTS = 8
 
 _LITTLE = 4
 """Divisor of what a stage keeps: where less than this part was captured, it is not captured."""
+
+IntArray = npt.NDArray[Any]
 
 Called = tuple[nn.Module, int]
 """Call of a module in a forward: the module, and the number of its earlier calls."""
@@ -97,20 +100,21 @@ class StageCalls:
         self.captured: dict[int, list[Called | None]] = {}
         self.around: dict[int, tuple[nn.Module, int]] = {}
 
-    def units(self, chains: Mapping[int, tuple[Any, int]]) -> list[Any]:
-        """Return the functions to call in a row, with chains, and modules around several, as one.
+    def units(self, chains: Sequence[CalledStages]) -> list[Any]:
+        """Return the modules to call in a row; chains, and what is captured around several, as one.
 
         Parameters
         ----------
         chains
-            Chains of stages, by the place of their first function, with the number of functions.
+            Chains of stages, in order.
         """
         found: list[Any] = []
+        starts = {chain.place: chain for chain in chains}
         place = 0
         while place < len(self._functions):
-            if place in chains:
-                found.append(chains[place][0])
-                place += chains[place][1]
+            if place in starts:
+                found.append(starts[place])
+                place += len(starts[place].calls)
             elif place in self.around:
                 module, place = self.around[place]
                 found.append(module)
@@ -152,6 +156,47 @@ class StageCalls:
             self.captured.setdefault(self.current, []).append(
                 None if is_whole else (module, number)
             )
+
+
+@dataclass(frozen=True)
+class Unsaved:
+    """Bytes of the values between the stages of a chain that autograd does not keep, [n + 1].
+
+    Attributes
+    ----------
+    by_any
+        Of each value, those that no stage saves.
+    by_later
+        Those that no stage after it saves: the graph of the ones before it may be gone.
+    """
+
+    by_any: list[int]
+    by_later: list[int]
+
+    @classmethod
+    def of(cls, values: Sequence[Mapping[int, int]], saved: Sequence[set[int]]) -> Unsaved:
+        """Return the sums.
+
+        Parameters
+        ----------
+        values
+            Bytes by storage of each value.
+        saved
+            Storages that autograd saves in each stage.
+        """
+
+        def bytes_beside(value: Mapping[int, int], stages: Sequence[set[int]]) -> int:
+            return sum(value[storage] for storage in value.keys() - set().union(*stages))
+
+        # A storage that has passed through unsaved counts for the first value that has it.
+        first = [
+            {s: size for s, size in value.items() if not any(s in other for other in values[:i])}
+            for i, value in enumerate(values)
+        ]
+        return cls(
+            [bytes_beside(value, saved) for value in first],
+            [bytes_beside(value, saved[i:]) for i, value in enumerate(first)],
+        )
 
 
 @dataclass(frozen=True)
@@ -231,11 +276,9 @@ class MeasuredStages:
         is_last = i == len(self.inspection.stages) - 1
         return not is_last or self.inspection.loss_peak_bytes is None
 
-    def kind(self, begin: int, end: int, input_bytes: int, free_output_bytes: int) -> ChainKind:
+    def kind(self, begin: int, end: int, unsaved: Unsaved) -> ChainKind:
         """Return the ways to run some stages in a row; see `ChainKind`."""
-        return ChainKind(
-            self, begin, end, input_bytes, free_output_bytes, self._holds_output(end - 1)
-        )
+        return ChainKind(self, begin, end, unsaved, self._holds_output(end - 1))
 
     def part(self, begin: int, end: int) -> Inspection:
         """Return the measures of some stages in a row."""
@@ -266,10 +309,8 @@ class ChainKind:
     ----------
     measured, begin, end
         Stages of the model, the first one of the chain, and the one after its last.
-    input_bytes
-        Bytes of the inputs that nothing keeps where the stages run as they are.
-    free_output_bytes
-        Bytes of the outputs that the stages' own graph does not keep.
+    unsaved
+        Values that nothing keeps where the stages run as they are.
     holds_output
         True if the measured memory of the last stage includes its output.
     schedules
@@ -279,8 +320,7 @@ class ChainKind:
     measured: MeasuredStages
     begin: int
     end: int
-    input_bytes: int
-    free_output_bytes: int
+    unsaved: Unsaved
     holds_output: bool
     schedules: list[Schedule] = field(init=False, repr=False)
     inspection: Inspection = field(init=False, repr=False)
@@ -321,20 +361,54 @@ class ChainKind:
         chain, inspection, codes = operations.chain, self.inspection, operations.codes
         assert chain is not None
         loss = int(np.argmax(codes[:, 0] == LOSS))
-        peaks = operations.timeline.peak_bytes - chain.x_bytes[0]
-        kept = int(operations.timeline.live_bytes[loss]) - chain.x_bytes[0] - chain.grad_bytes[-1]
-        is_recorded = bool((codes[:loss] == (FE, len(chain) - 1)).all(axis=1).any())
-        if is_recorded and self.holds_output:
-            kept -= chain.x_bytes[-1] if is_held else self.free_output_bytes
+        freed = self._freed(codes, loss, schedule.tail)
+        peaks = operations.timeline.peak_bytes - chain.x_bytes[0] - freed
+        kept = int(operations.timeline.live_bytes[loss] - freed[loss])
+        kept -= chain.x_bytes[0] + chain.grad_bytes[-1]
+        # The output is gone when its gradient arrives, unless the stages' own graph keeps it.
+        output = chain.x_bytes[-1]
+        if _is_recorded(codes, loss, len(chain) - 1):
+            output = self.unsaved.by_any[-1] if self.holds_output else 0
+            kept -= chain.x_bytes[-1] if is_held and self.holds_output else output
+        peaks[loss] -= output
         device = inspection.device
         own = executor_bytes(inspection, schedule.runs) - scalar_bytes(device.type)
-        given = self.input_bytes if schedule.tail else 0
+        # While a stage runs again, there is the current random state too; Fn counts its own.
+        again = [m.uses_rng for i, m in enumerate(inspection.measures) if schedule.runs[i] > 1]
+        held = own - (GENERATOR_BYTES if generator_bytes(device.type, sum(again)) else 0)
+        given = self.unsaved.by_any[0] if schedule.tail else 0
         return Option(
-            kept_bytes=max(kept, 0) + own + given,
-            forward_bytes=int(peaks[:loss].max()) + own + self.input_bytes,
+            kept_bytes=max(kept, 0) + held + given,
+            forward_bytes=int(peaks[:loss].max()) + held + self.unsaved.by_any[0],
             backward_bytes=int(peaks[loss:].max()) + own + given,
             time_ns=round(operations.makespan * 1e9),
         )
+
+    def _freed(self, codes: IntArray, loss: int, tail: int) -> IntArray:
+        """Return the bytes that the simulator counts in each operation, and plain autograd frees.
+
+        Inputs of the last stages, which plain autograd runs, stay only if they are saved.
+
+        Parameters
+        ----------
+        codes
+            Operations of a schedule.
+        loss
+            Number of the loss.
+        tail
+            First stage that plain autograd runs.
+        """
+        n = self.end - self.begin
+        sizes = np.zeros(n + 1, dtype=np.int64)
+        for i in range(max(tail, 1), n):
+            is_gone = i == tail and not _is_recorded(codes, loss, i - 1)
+            sizes[i] = (self.unsaved.by_later if is_gone else self.unsaved.by_any)[i]
+        sums = np.concatenate([[0], np.cumsum(sizes)])
+        stages = codes[:, 1]
+        # The input of a stage that runs is there, and gone in its backward.
+        plain = np.where(codes[:, 0] == BACKWARD, sums[stages + 1], sums[stages])
+        is_first = np.arange(len(codes)) <= loss
+        return np.where((stages >= tail) & (is_first | (codes[:, 0] == BACKWARD)), plain, 0)
 
     def options(self, is_held: bool) -> list[Option]:
         """Return the needs of each schedule.
@@ -401,6 +475,11 @@ class ChainKind:
             flags=self.inspection.flags,
             proof=proof,
         )
+
+
+def _is_recorded(codes: IntArray, loss: int, stage: int) -> bool:
+    """Return whether a stage's graph exists at the loss."""
+    return bool((codes[:loss] == (FE, stage)).all(axis=1).any())
 
 
 def _schedules(priced: Callable[[int], Chain]) -> list[Operations]:

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from rotor.common.accounting import GENERATOR_BYTES, generator_bytes
 from rotor.common.tensor_trees import output_tensors
 from rotor.engines.graph.actions import actions_of
 from rotor.engines.graph.capture import Capture, Captured, Unplanned
-from rotor.engines.graph.captured_step import executor_bytes
 from rotor.engines.graph.early import EarlyCode, EarlyStep, Owners, slots_of
 from rotor.engines.graph.emit import Emitted, StepCode, emit
 from rotor.engines.graph.handover import with_handovers
@@ -329,8 +329,11 @@ class Kind:
         graph, numbers = program.graph, program.actions.tolist()
         boundary = numbers.index(self.lowered.loss)
         runs = program.runs
-        replayed = sum(task.random and runs[k] > 1 for k, task in enumerate(self.lowered.tasks))
-        own = executor_bytes(self.device, int(replayed)) - executor_bytes(self.device, 0)
+        random = [k for k, task in enumerate(self.lowered.tasks) if task.random and runs[k] > 1]
+        own = generator_bytes(self.device.type, len(random))
+        # While a draw is replayed, there is the current state too.
+        held = own - GENERATOR_BYTES if own else 0
+        is_early = any(numbers[:boundary].count(k) > 1 for k in random)
         actions = actions_of(self.lowered, numbers)
         kept = read_before_made(actions[boundary + 1 :])
         kept -= set(actions[boundary].makes)
@@ -341,8 +344,9 @@ class Kind:
         timeline = program.timeline()
         layout = self._layout_of(program)
         return Option(
-            kept_bytes=sum(graph.storages[s].bytes + padding * (s in fetched) for s in kept) + own,
-            forward_bytes=int(timeline.peak_bytes[:boundary].max(initial=0)) + own,
+            kept_bytes=sum(graph.storages[s].bytes + padding * (s in fetched) for s in kept) + held,
+            forward_bytes=int(timeline.peak_bytes[:boundary].max(initial=0))
+            + (own if is_early else held),
             backward_bytes=int(timeline.peak_bytes[boundary:].max(initial=0)) + own,
             time_ns=program.time_ns,
             tier_bytes=0 if layout is None else layout.nbytes,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -27,7 +27,14 @@ from rotor.common.undisturbed import model_kept
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.offloading import Layout
 from rotor.engines.parts.captures import Captures
-from rotor.engines.parts.chained import CalledStages, ChainKind, MeasuredStages, StageCalls
+from rotor.engines.parts.chained import (
+    Called,
+    CalledStages,
+    ChainKind,
+    MeasuredStages,
+    StageCalls,
+    Unsaved,
+)
 from rotor.engines.parts.kinds import Kind
 from rotor.engines.parts.plan import Parts
 from rotor.engines.parts.probe import (
@@ -269,7 +276,7 @@ class _Search:
         progress: Callable[[int, int], object],
         existing: set[int],
         stages: MeasuredStages | None,
-        chains: Sequence[CalledStages],
+        units: Sequence[Any],
     ) -> None:
         self.model = model
         self.wanted = wanted
@@ -287,14 +294,12 @@ class _Search:
         self.changed: set[tuple[nn.Module, int]] = set()
         self.stages = stages
         self.stage_calls = StageCalls([]) if stages is None else stages.in_forward()
-        self.chains = {call: chain for chain in chains for call in chain.calls}
-        self.open: _OpenChain | None = None
-        self.places: dict[int, tuple[Site, int]] = {}
+        self.units = list(units)
+        self.saved: set[int] = set()
 
     def note(self, identity: int, size: int) -> None:
-        if self.open is not None:
-            self.open.saved.add(identity)
-        elif not self.inside:
+        self.saved.add(identity)
+        if not self.inside:
             self.keep(identity, size, 2 * len(self.sites))
 
     def keep(self, identity: int, size: int, phase: int) -> None:
@@ -333,9 +338,6 @@ class _Search:
 
         def called(module: nn.Module, number: int, forward: Any, given: Any, named: Any) -> Any:
             is_watched = torch.is_grad_enabled() and saves.on_top()
-            chain = self.chains.get((module, number))
-            if chain is not None and (is_watched or self.open is not None):
-                return self.chained(chain, paths[module], (module, number), forward, given, saves)
             if self.inside or (module, number) not in self.wanted or not is_watched:
                 return forward(*given, **named)
             path = paths[module]
@@ -366,48 +368,47 @@ class _Search:
             PatchedForwards(paths, replacement) as replaced,
             saves.watching(),
         ):
-            output = self.model.forward(*args, **kwargs)
+            output = self.in_units(paths, args, saves) if self.units else None
+            if not self.units:
+                output = self.model.forward(*args, **kwargs)
             self.look_for_changes()
         for k, (site, own) in enumerate(zip(self.sites, self.outputs, strict=True)):
             site.is_held = all(max(self.keepers.get(i, [0])) > 2 * k + 1 for i in own)
         self.hand_over()
         return allocator.storage_bytes(output_tensors(output))
 
+    def in_units(self, paths: Mapping[nn.Module, str], args: Any, saves: Saves) -> Any:
+        """Return the output of the model, whose units are called in a row; note the chains."""
+        (x,) = args
+        for place, unit in enumerate(self.units):
+            if isinstance(unit, CalledStages):
+                self.units[place], x = self.chained(unit, paths, x, saves)
+            else:
+                x = unit(x)
+        return x
+
     def chained(
-        self,
-        chain: CalledStages,
-        path: str,
-        call: tuple[nn.Module, int],
-        forward: Any,
-        given: Any,
-        saves: Saves,
-    ) -> Any:
-        """Run a function of a chain's stages; note the chain after its last one."""
-        if self.open is None:
-            inputs = tree_tensors(given)
-            self.open = _OpenChain(path, inputs, saves.identities(inputs))
-            self.inside = True
-        output = forward(*given)
-        if call != chain.calls[-1]:
-            return output
-        begun, self.open, self.inside = self.open, None, False
-        made = saves.identities(output_tensors(output))
-        for identity, size in begun.given.items():
-            if identity in begun.saved:
-                self.keep(identity, size, 2 * len(self.sites) + 1)
-        own = begun.saved | begun.given.keys()
+        self, chain: CalledStages, paths: Mapping[nn.Module, str], x: Any, saves: Saves
+    ) -> tuple[Site, Any]:
+        """Run the stages of a chain; return its site, and its output."""
         assert self.stages is not None
-        kind = self.stages.kind(
-            chain.begin,
-            chain.end,
-            sum(size for identity, size in begun.given.items() if identity not in begun.saved),
-            sum(size for identity, size in made.items() if identity not in own),
-        )
+        inputs = tree_tensors(x)
+        values, saved = [saves.identities(inputs)], []
+        self.inside = True
+        for stage in self.stages.inspection.stages[chain.begin : chain.end]:
+            self.saved = set()
+            x = stage(x)
+            values.append(saves.identities(tree_tensors(x)))
+            saved.append(self.saved)
+        self.inside = False
+        for identity, size in values[0].items():
+            if identity in set().union(*saved):
+                self.keep(identity, size, 2 * len(self.sites) + 1)
+        kind = self.stages.kind(chain.begin, chain.end, Unsaved.of(values, saved))
         first, *following = chain.calls
-        site = Site(begun.path, *first, None, kind, following)
-        self.found(site, begun.inputs, set(made))
-        self.places[chain.place] = site, len(chain.calls)
-        return output
+        site = Site(paths[first[0]], *first, None, kind, following)
+        self.found(site, inputs, set(values[-1]))
+        return site, x
 
     def hand_over(self) -> None:
         """Have the pieces add to the existing gradients.
@@ -458,24 +459,6 @@ class _Search:
         return list(accumulate(reversed(found)))[::-1]
 
 
-@dataclass
-class _OpenChain:
-    """Chain whose stages are running in a probing forward.
-
-    Attributes
-    ----------
-    path, inputs, given
-        First function, its tensors, and their bytes by storage.
-    saved
-        Storages that autograd keeps from the stages.
-    """
-
-    path: str
-    inputs: list[torch.Tensor]
-    given: dict[int, int]
-    saved: set[int] = field(default_factory=set)
-
-
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_MOST_NAMES])
     more = len(names) - _MOST_NAMES
@@ -519,15 +502,19 @@ def discover(
         smallest = max(total // _SMALLEST_SHARE, _SMALLEST_BYTES)
         worth = {(c.module, c.number) for c in calls if c.plannable_bytes > smallest}
         inside = {(c.module, c.number): c.plannable_bytes for c in calls}
-        chains: list[CalledStages] | None = None
+        barred: set[Called] = set()
+        units: list[Any] | None = None
         while True:
-            search = _Search(model, worth, captures, progress, set(existing), stages, chains or [])
+            search = _Search(model, worth, captures, progress, set(existing), stages, units or [])
             output_bytes = search.run(args, kwargs) if worth else 0
             if search.changed:
                 worth -= search.changed
-                chains = chains and [c for c in chains if c.calls[0] not in search.changed]
-            elif stages is not None and chains is None and search.sites:
+                barred |= search.changed
+                units = None
+            elif stages is not None and units is None and search.sites:
                 chains = stages.uncaptured(search.stage_calls, inside, smallest)
+                chains = [chain for chain in chains if chain.calls[0] not in barred]
+                units = search.stage_calls.units(chains)
                 if not chains:
                     break
             else:
@@ -550,5 +537,5 @@ def discover(
         outside=[p for m, p in unseen.items() if m in called and core.parameter_slots(m)],
         reasons=search.reasons,
         elsewhere={m: p for m, p in unseen.items() if m not in called},
-        units=search.stage_calls.units(search.places) if search.places else [],
+        units=search.units,
     )
