@@ -3,9 +3,9 @@
 Limits are the gradients and shares of what else the chain needs without recomputation. Figures are
 the predicted recomputation of each plan, and CPU time of a step, engines in turn, one thread.
 
-With ``--uncaptured``, three Sequentials with stages that cannot be captured: the chain, the captured
-parts with all other stages kept, and the parts with chains of these stages between them. The peaks
-are in MiB, as predicted and as measured in the last step.
+With ``--uncaptured``, three Sequentials with stages that cannot be captured: the chain, the
+captured parts with all other stages kept, and the parts with chains of these stages between them.
+The peaks are in MiB, as predicted and as measured in the last step.
 
     python benchmarks/sequential.py [--uncaptured] [--quick] [--json rows.json]
 """
