@@ -97,7 +97,7 @@ def known(device: torch.device | str) -> torch.device:
     Raises
     ------
     ValueError
-        PyTorch has no module for devices of this type.
+        PyTorch has no module for devices of this type, or this machine has no such device.
     """
     found = torch.device(device)
     if found.type == "cpu":
@@ -111,7 +111,12 @@ def known(device: torch.device | str) -> torch.device:
         ) from None
     if ":" in str(found):
         return found
-    return torch.device(found.type, getattr(module, "current_device", lambda: 0)())
+    try:
+        return torch.device(found.type, getattr(module, "current_device", lambda: 0)())
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"{str(device)!r}: this machine has {count(found.type)} {found.type.upper()} devices"
+        ) from error
 
 
 def has_counters(device: torch.device) -> bool:
@@ -324,9 +329,12 @@ def capturing(device: torch.device) -> Callable[[], bool] | None:
 
 
 def is_capturing() -> bool:
-    """Return whether work on the current accelerator is being captured."""
-    found = torch.accelerator.current_accelerator()
-    asks = None if found is None else capturing(found)
+    """Return whether work on the current accelerator is being captured.
+
+    One that is not in use is not asked: PyTorch names it even where its driver is missing, and the
+    question is then an error.
+    """
+    asks = capturing(accelerator_in_use())
     return asks is not None and asks()
 
 
@@ -453,7 +461,7 @@ def accelerator_in_use() -> torch.device:
     found = torch.accelerator.current_accelerator()
     if found is None:
         return torch.device("cpu")
-    is_initialized = getattr(_module(found), "is_initialized", lambda: True)
-    if not is_initialized():
+    module = _module(found)
+    if not getattr(module, "is_initialized", module.is_available)():
         return torch.device("cpu")
     return torch.device(found.type, torch.accelerator.current_device_index())
