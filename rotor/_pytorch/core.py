@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -241,6 +240,14 @@ def aot_backend(
     )
 
 
+def hands_gradients_over() -> bool:
+    """Return whether the backward of a captured graph is handed the gradients of its outputs.
+
+    PyTorch 2.11 holds them until that backward has returned.
+    """
+    return hasattr(torch.autograd.Function, "boxed_grads_call")
+
+
 def is_defect_of_capture(error: BaseException) -> bool:
     """Return whether an error was raised by dynamo's own code: a defect, unrelated to the model."""
     trace = error.__traceback__
@@ -272,62 +279,6 @@ def one_graph() -> Iterator[None]:
 
     with config.patch(optimize_ddp=False):
         yield
-
-
-@contextmanager
-def capturing() -> Iterator[None]:
-    """Let captured code log in the context: its loggers are silent, ``print`` is delayed.
-
-    ``requires_grad_`` of inputs within a forward is ignored: gradients of parameters do not
-    depend on it. Garbage is left to the caller.
-    """
-    from torch._dynamo import config
-
-    names = [name for name in dir(logging.Logger) if not name.startswith("_")]
-    ignored = {f for f in (getattr(logging.Logger, name) for name in names) if callable(f)}
-    collects: Any = {"run_gc_after_compile": False}
-    settings = config.patch(
-        ignore_logging_functions=config.ignore_logging_functions | ignored,
-        reorderable_logging_functions=config.reorderable_logging_functions | {print},
-        **(collects if hasattr(config, "run_gc_after_compile") else {}),
-    )
-    with settings, _requires_grad_set_in_forward():
-        yield
-
-
-@contextmanager
-def _requires_grad_set_in_forward() -> Iterator[None]:
-    from torch._dynamo.variables import builtin
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    # The class and the name of its method differ between versions.
-    owner = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)
-    name = "_call_setattr" if hasattr(owner, "_call_setattr") else "call_setattr"
-    set_attribute = getattr(owner, name)
-    require = TensorVariable.method_requires_grad_
-
-    def quiet_set_attribute(self: Any, tx: Any, obj: Any, attribute: Any, value: Any) -> Any:
-        if (
-            isinstance(obj, TensorVariable)
-            and attribute.is_python_constant()
-            and attribute.as_python_constant() == "requires_grad"
-            and value.is_python_constant()
-            and value.as_python_constant() is True
-        ):
-            return value
-        return set_attribute(self, tx, obj, attribute, value)
-
-    def quiet_require(self: Any, tx: Any, requires_grad: Any = True) -> Any:
-        asked = requires_grad if isinstance(requires_grad, bool) else requires_grad.value
-        return self if asked else require(self, tx, requires_grad)
-
-    try:
-        setattr(owner, name, quiet_set_attribute)
-        TensorVariable.method_requires_grad_ = quiet_require  # type: ignore[method-assign]
-        yield
-    finally:
-        setattr(owner, name, set_attribute)
-        TensorVariable.method_requires_grad_ = require  # type: ignore[method-assign]
 
 
 def fake_mode_of(nodes: Iterable[Any]) -> Any:

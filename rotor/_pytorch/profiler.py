@@ -165,11 +165,14 @@ class AllocationTrace:
     def _on_device(self, result: Any) -> list[Allocation | str]:
         """Return marks and an accelerator's events, which are in no tree and without addresses."""
         found: list[Allocation | str] = []
+        # PyTorch 2.11 does not say here what a backend has renamed "privateuse1" to.
+        is_renamed = self._device_type == torch._C._get_privateuse1_backend_name()
+        kinds = {self._device_type, *(["privateuse1"] if is_renamed else [])}
         for event in sorted(result.events(), key=lambda event: event.start_ns()):
             kind = str(event.device_type()).rpartition(".")[2].lower()
             if event.name() != "[memory]":
                 found.append(Mark.at(event.name(), event.start_ns()))
-            elif kind == self._device_type:
+            elif kind in kinds:
                 found.append(Allocation(0, event.nbytes(), event.start_ns()))
         return found
 
@@ -181,6 +184,7 @@ core.check(
         "_C._autograd._prepare_profiler",
         "_C._autograd._record_function_with_args_enter",
         "_C._autograd._record_function_with_args_exit",
+        "_C._get_privateuse1_backend_name",
         "_C._profiler.ProfilerActivity.CPU",
         "_C._profiler.ProfilerConfig",
         "_C._profiler.ProfilerState.KINETO",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rotor._pytorch import core, regions, symbols
+from rotor._pytorch import core, quiet_capture, regions, symbols
 from rotor._pytorch import inductor as _inductor
 from rotor._pytorch.lean_tracing import graph_module
 from rotor.common.collector import CollectorPause
@@ -257,7 +257,7 @@ class Capture:
                 except Changed:
                     self.unfold("one was changed")
                 return self._call(module, *args, **kwargs)
-            with core.capturing():
+            with quiet_capture.capturing():
                 if symbols.are_marked() and self.folding is not None:
                     self._unfolded = "sizes are symbols"
                 folding = None if self._unfolded else self.folding

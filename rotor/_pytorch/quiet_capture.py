@@ -1,0 +1,93 @@
+"""Settings of dynamo while it captures code that logs, prints or marks its inputs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["capturing"]
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Let captured code log in the context: its loggers are silent, ``print`` is delayed.
+
+    ``requires_grad_`` of inputs within a forward is ignored: gradients of parameters do not
+    depend on it. Garbage is left to the caller.
+    """
+    from torch._dynamo import config
+
+    names = [name for name in dir(logging.Logger) if not name.startswith("_")]
+    ignored = {f for f in (getattr(logging.Logger, name) for name in names) if callable(f)}
+    collects: Any = {"run_gc_after_compile": False}
+    settings = config.patch(
+        ignore_logging_functions=config.ignore_logging_functions | ignored,
+        reorderable_logging_functions=config.reorderable_logging_functions | {print},
+        **(collects if hasattr(config, "run_gc_after_compile") else {}),
+    )
+    with settings, _requires_grad_set_in_forward(), _unordered_settings():
+        yield
+
+
+@contextmanager
+def _unordered_settings() -> Iterator[None]:
+    """Have dynamo's metrics say nothing of settings that they cannot write.
+
+    PyTorch 2.11 sorts the functions of ``ignore_logging_functions``, and logs an error.
+    """
+    from torch._dynamo import utils
+
+    name = "_get_dynamo_config_for_logging"
+    written = getattr(utils, name, None)
+    if written is None:
+        yield
+        return
+
+    def written_if_possible() -> Any:
+        try:
+            return written()
+        except TypeError:
+            return None
+
+    setattr(utils, name, written_if_possible)
+    try:
+        yield
+    finally:
+        setattr(utils, name, written)
+
+
+@contextmanager
+def _requires_grad_set_in_forward() -> Iterator[None]:
+    from torch._dynamo.variables import builtin
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    # The class and the name of its method differ between versions.
+    owner = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)
+    name = "_call_setattr" if hasattr(owner, "_call_setattr") else "call_setattr"
+    set_attribute = getattr(owner, name)
+    require = TensorVariable.method_requires_grad_
+
+    def quiet_set_attribute(self: Any, tx: Any, obj: Any, attribute: Any, value: Any) -> Any:
+        if (
+            isinstance(obj, TensorVariable)
+            and attribute.is_python_constant()
+            and attribute.as_python_constant() == "requires_grad"
+            and value.is_python_constant()
+            and value.as_python_constant() is True
+        ):
+            return value
+        return set_attribute(self, tx, obj, attribute, value)
+
+    def quiet_require(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        asked = requires_grad if isinstance(requires_grad, bool) else requires_grad.value
+        return self if asked else require(self, tx, requires_grad)
+
+    try:
+        setattr(owner, name, quiet_set_attribute)
+        TensorVariable.method_requires_grad_ = quiet_require  # type: ignore[method-assign]
+        yield
+    finally:
+        setattr(owner, name, set_attribute)
+        TensorVariable.method_requires_grad_ = require  # type: ignore[method-assign]
