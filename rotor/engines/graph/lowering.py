@@ -374,6 +374,8 @@ class _Lowering:
             (tensor,) = [t for _, t in _tensors(node.meta["val"])]
             task.made[(index,)] = self._new_storage(tensor)
             self.values[node] = Value("output", node, None, (task.made[(index,)],))
+        if not core.hands_gradients_over():
+            self._pin(self.tangents)
         self.tasks.append(task)
         self._output_bytes = sum(self.storages[s][0] for s in set(read))
         return len(self.tasks) - 1
