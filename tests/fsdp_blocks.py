@@ -19,6 +19,7 @@ from fsdp_models import (
     batch,
     compare,
     differences,
+    forget_iteration,
     kept,
     on_all,
     peak_of,
@@ -253,7 +254,7 @@ def ranks_that_differ() -> list[str]:
     kind, words = (ValueError, "no tensor") if rank else (rotor.common.ranks.RankError, "rank 1")
     found += refused(lambda: planned(None if rank else batch(0)), kind, words)
     for model in (plain, planned.module):
-        model.reset_iter_state()
+        forget_iteration(model)
     return found
 
 

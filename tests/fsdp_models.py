@@ -205,3 +205,8 @@ def refused(call: Callable[[], Any], kind: type[Exception], words: str) -> list[
     except Exception as error:
         return [f"expected {kind.__name__}, not {type(error).__name__}: {error}"]
     return [f"nothing was refused, expected {words!r}"]
+
+
+def forget_iteration(model: Any) -> None:
+    """Forget a step that was not finished, where FSDP2 can be told to: from PyTorch 2.13 on."""
+    getattr(model, "reset_iter_state", lambda: None)()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from fsdp_blocks import Network, peaks, shard, trained
 from fsdp_graphs import Deep
-from fsdp_models import DEVICE, batch, differences, on_all, refused, run
+from fsdp_models import DEVICE, batch, differences, forget_iteration, on_all, refused, run
 
 import rotor
 from rotor.engines.parts import block_plan
@@ -197,7 +197,7 @@ def lives_of_steps() -> list[str]:
     if areas:
         found.append(f"{len(areas)} areas are left")
     for model in (plain, planned.module):
-        model.reset_iter_state()
+        forget_iteration(model)
     found += trained(plain, planned, 2)
     return found if races() == seen else [*found, f"{races() - seen} races"]
 

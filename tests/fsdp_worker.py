@@ -27,6 +27,7 @@ from fsdp_models import (
     batch,
     compare,
     differences,
+    forget_iteration,
     kept,
     make_model,
     peak_of,
@@ -258,8 +259,8 @@ def ranks_that_differ() -> list[str]:
     nothing = {} if rank else batch(0)
     kind, words = (ValueError, "no tensor") if rank else (rotor.common.ranks.RankError, "rank 1")
     found += refused(lambda: planned(nothing), kind, words)
-    plain.reset_iter_state()
-    planned.module.reset_iter_state()
+    for model in (plain, planned.module):
+        forget_iteration(model)
     return found
 
 

@@ -276,6 +276,7 @@ PRIVATE_IN_TESTS = {
     "test_cache": ["common.cache"],
     "test_chain": ["_core"],
     "test_checksums": ["common.checksums"],
+    "test_devices": ["_pytorch.devices"],
     "test_dtr_guard": ["_pytorch.dispatch", "dtr.recall"],
     "test_dtr_handler": [
         "_core",
@@ -288,6 +289,7 @@ PRIVATE_IN_TESTS = {
     "test_dtr_runtime": ["_core", "_pytorch.dispatch", "dtr.signatures"],
     "test_dtr_sources": ["dtr.recall"],
     "test_dynamic_limits": ["_core"],
+    "test_earlier_pytorch": ["_pytorch.core", "_pytorch.fsdp"],
     "test_extending": ["algorithms"],
     "test_fitting": ["fit.search"],
     "test_graph_engine": ["_pytorch.core"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -24,7 +25,6 @@ _REQUIRED = (
     "distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.reshard",
     "distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.unshard",
     "distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.wait_for_unshard",
-    "distributed.fsdp._fully_shard._fsdp_state.FSDPState._cast_forward_inputs",
     "distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
     "distributed.fsdp._fully_shard._fsdp_state.FSDPStateContext",
 )
@@ -174,8 +174,7 @@ class Unit:
 
     @property
     def _groups(self) -> list[Any]:
-        found: list[Any] = self._state._fsdp_param_groups
-        return found
+        return _groups_of(self._state)
 
     @property
     def world_size(self) -> int:
@@ -201,7 +200,8 @@ class Unit:
     @property
     def reduce_buffers(self) -> int:
         """Number of kept inputs of earlier reductions."""
-        return max((int(g.reduce_scatter_max_input_buffers) for g in self._groups), default=0)
+        name = "reduce_scatter_max_input_buffers"  # PyTorch 2.11 has no setting: it keeps one.
+        return max((int(getattr(g, name, 1)) for g in self._groups), default=0)
 
     @property
     def prefetches(self) -> int:
@@ -250,7 +250,10 @@ class Unit:
 
     def cast_inputs(self, arg: Any) -> Any:
         """Return the input as cast by its forward, under a policy of mixed precision."""
-        (found,), _ = self._state._cast_forward_inputs((arg,), {})
+        cast = getattr(self._state, "_cast_forward_inputs", None)
+        if cast is None:
+            return _cast(arg, self._state._mp_policy)
+        (found,), _ = cast((arg,), {})
         return found
 
     def gather(self) -> None:
@@ -271,6 +274,24 @@ class Unit:
         from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
         self._state._training_state = TrainingState.IDLE
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Return the groups of a unit's parameters; PyTorch 2.11 has one at most."""
+    if hasattr(state, "_fsdp_param_groups"):
+        found: list[Any] = state._fsdp_param_groups
+        return found
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _cast(arg: Any, policy: Any) -> Any:
+    """Return an input as cast by a policy: PyTorch 2.11 has no function of its own for it."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
+    from torch.distributed.utils import _apply_to_tensors
+
+    if not (policy.cast_forward_inputs and policy.param_dtype):
+        return arg
+    return _apply_to_tensors(partial(_cast_fp_tensor, policy.param_dtype), arg)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -320,7 +341,7 @@ def undisturbed(known: Iterable[Unit]) -> Iterator[None]:
     states = [unit._state for unit in known]
     contexts = list({id(s._state_ctx): s._state_ctx for s in states}.values())
     communications = list({id(s._comm_ctx): s._comm_ctx for s in states}.values())
-    groups = [group for state in states for group in state._fsdp_param_groups]
+    groups = [group for state in states for group in _groups_of(state)]
     parameters = [p for unit in known for p in unit.parameters]
     kept = [
         *((c, dict(vars(c))) for c in contexts),
