@@ -15,6 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental import proxy_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from versions import needs_alike
 
 import rotor
 from rotor.engines.graph import capture as captures
@@ -237,6 +238,7 @@ def described(reached: Any, model: nn.Module) -> list[Any]:
     ]
 
 
+@needs_alike
 @pytest.mark.parametrize("name", CASES)
 def test_the_graph_of_a_capture_that_traces_one_of_alike_modules_is_the_plain_one(name):
     make, batch, copies, reason = CASES[name]
@@ -302,6 +304,7 @@ def _layers(parts: list[nn.Module]) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+@needs_alike
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]} {pair[1]}")
 def test_layers_that_differ_in_one_setting_are_not_copies_of_each_other(pair):
     one, other = pair
@@ -361,6 +364,7 @@ def _child(model: Model) -> None:
     model.layers[1].dense[1] = nn.ReLU()
 
 
+@needs_alike
 @pytest.mark.parametrize("change", [_dropout, _scale, _weight, _shares, _layer, _hook, _child])
 def test_a_change_of_a_module_that_was_not_traced_is_noticed(change):
     torch.manual_seed(0)
@@ -377,6 +381,7 @@ def test_a_change_of_a_module_that_was_not_traced_is_noticed(change):
     assert not torch.equal(loss, before[0][0])
 
 
+@needs_alike
 def test_the_report_says_why_layers_were_traced_one_by_one():
     stages = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(LAYERS)]
     chk = _checkpointable(nn.Sequential(*stages))
@@ -409,12 +414,14 @@ def _codes(monkeypatch, *, layers: int) -> int:
     return count
 
 
+@needs_alike
 def test_graphs_of_a_capture_are_not_written_as_code(monkeypatch):
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [])
     # Dynamo has two bodies of layers in a graph, and writes them by themselves and within it.
     assert _codes(monkeypatch, layers=5) == 5
 
 
+@needs_alike
 def test_graphs_of_a_capture_are_written_to_logs_that_ask_for_them(monkeypatch):
     texts = []
     log = logging.getLogger("torch._functorch._aot_autograd.graph_compile.__aot_graphs")

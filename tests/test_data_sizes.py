@@ -62,7 +62,15 @@ def gradients(model, batches):
     return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("model_class", MODELS)
+needs_names = pytest.mark.skipif(
+    torch.__version__ < (2, 13),
+    reason="dynamo of PyTorch 2.11 fails on unique() with an error of its own, before the operator "
+    "is reached",
+)
+NAMED = [pytest.param(m, marks=[needs_names] * (m is Unique)) for m in MODELS]
+
+
+@pytest.mark.parametrize("model_class", NAMED)
 def test_auto_trains_models_whose_sizes_depend_on_data(model_class):
     torch.manual_seed(0)
     model = model_class()
@@ -75,7 +83,7 @@ def test_auto_trains_models_whose_sizes_depend_on_data(model_class):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("model_class", MODELS)
+@pytest.mark.parametrize("model_class", NAMED)
 def test_a_graph_refuses_them_in_words_and_names_the_line(model_class):
     wrapped = rotor.Checkpointable(model_class(), mem_limit="40MB", engine="graph")
     with pytest.raises(CaptureError) as raised:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from dynamic_cases import CASES, Plain, step
 from torch import nn
+from versions import needs_swaps
 
 from rotor import dtr, simrd
 from rotor.common.accounting import scrap_bytes
@@ -104,6 +105,7 @@ def run_both(run, heuristic, fraction):
     return stats, log.gone, parsed, result, [parsed.tensor_name(roots[k]) for k in events["index"]]
 
 
+@needs_swaps
 @pytest.mark.parametrize("heuristic", HEURISTICS)
 @pytest.mark.parametrize("fraction", [0.5, 0.35])
 def test_evictions_are_those_that_the_simulator_predicts(heuristic, fraction, ticks):

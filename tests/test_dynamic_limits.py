@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from versions import EXCHANGES, needs_swaps
 
 import rotor
 from rotor import _core, memory
@@ -196,7 +197,7 @@ def test_the_limit_named_for_convolutions_works(part: int) -> None:
     with pytest.raises(rotor.InfeasibleError) as raised:
         train(chk, x, in_double, 2)
     limit = raised.value.minimum_bytes
-    assert limit <= peak
+    assert limit <= peak or not EXCHANGES
     assert max(peaks_from_the_second_step(convolutions, limit, x, in_double)) <= limit
 
 
@@ -306,6 +307,7 @@ class Tagger(nn.Module):
         return self.head(self.lstm(self.embed(words))[0])
 
 
+@needs_swaps
 @pytest.mark.filterwarnings("ignore:this step's memory was not measured")
 def test_the_proof_of_a_first_step_keeps_the_limit():
     model, words = Tagger(), torch.randint(100, (16, 32))

@@ -1,0 +1,19 @@
+"""What only later versions of PyTorch can do, for tests of just that."""
+
+import pytest
+
+from rotor._pytorch import dispatch, regions
+
+EXCHANGES = dispatch.has_storage_swap()
+"""True if storages exchange their bytes; a budget needs room for copies of what comes back else."""
+
+needs_swaps = pytest.mark.skipif(
+    not EXCHANGES,
+    reason="before PyTorch 2.13 what is evicted comes back as a copy: for a moment it is held "
+    "twice, and views are operations",
+)
+
+needs_alike = pytest.mark.skipif(
+    not regions.is_available(),
+    reason="before PyTorch 2.13 no guards of a part of a graph are kept: alike layers are traced",
+)
