@@ -83,3 +83,58 @@ def test_inputs_of_a_sharded_model_are_cast_without_a_function_of_its_state(poli
     found = fsdp.Unit(State()).cast_inputs(((torch.ones(2), torch.ones(2).long()), {"x": BATCH}))
     (real, whole), named = found
     assert (real.dtype, whole.dtype, named["x"].dtype) == (expected, torch.int64, expected)
+
+
+class InPlace(nn.Module):
+    """Operations with a factor, in place: a product and a sum of their own round otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            y, z = layer(x).exp(), layer(x).cos()
+            x = x.mul(1).add_(y, alpha=0.1).addcmul_(y, z, value=0.3).addcdiv_(z, y + 1, value=0.7)
+        return x
+
+
+def test_operations_in_place_with_a_factor_are_captured_as_they_are():
+    torch.manual_seed(0)
+    plain = InPlace()
+    chk = rotor.Checkpointable(
+        copy.deepcopy(plain), mem_limit="1GiB", engine="graph", effort="fast", verbosity=0
+    )
+    found, expected = chk(BATCH), plain(BATCH)
+    assert torch.equal(found, expected)
+    for output in (found, expected):
+        output.sum().backward()
+    for a, b in zip(chk.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_a_transposed_output_has_gradients_laid_out_as_it_is():
+    class Transposed(Tanhs):
+        def forward(self, x):
+            return self.layers[0](x).t()
+
+    torch.manual_seed(0)
+    plain = Transposed()
+    chk = rotor.Checkpointable(copy.deepcopy(plain), mem_limit="1GiB", engine="graph", verbosity=0)
+    for model in (chk, plain):
+        model(BATCH).sum().backward()
+    assert torch.equal(chk.layers[0].bias.grad, plain.layers[0].bias.grad)
+    assert torch.equal(chk.layers[0].weight.grad, plain.layers[0].weight.grad)
+
+
+def test_an_expanded_output_has_gradients_of_each_element():
+    class Expanded(Tanhs):
+        def forward(self, x):
+            return self.layers[0](x)[:, :1].expand(-1, 64)
+
+    torch.manual_seed(0)
+    plain, factors = Expanded(), torch.randn(256, 64)
+    chk = rotor.Checkpointable(copy.deepcopy(plain), mem_limit="1GiB", engine="graph", verbosity=0)
+    for model in (chk, plain):
+        (model(BATCH) * factors).sum().backward()
+    assert torch.equal(chk.layers[0].weight.grad, plain.layers[0].weight.grad)

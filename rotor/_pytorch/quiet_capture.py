@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
 __all__ = ["capturing"]
 
 
@@ -21,14 +24,44 @@ def capturing() -> Iterator[None]:
 
     names = [name for name in dir(logging.Logger) if not name.startswith("_")]
     ignored = {f for f in (getattr(logging.Logger, name) for name in names) if callable(f)}
-    collects: Any = {"run_gc_after_compile": False}
+    # Without decompositions, that round otherwise, of add_(alpha=), addcmul_ and addcdiv_.
+    wanted = {"run_gc_after_compile": False, "enable_dynamo_decompositions": False}
+    kept: Any = {name: value for name, value in wanted.items() if hasattr(config, name)}
     settings = config.patch(
         ignore_logging_functions=config.ignore_logging_functions | ignored,
         reorderable_logging_functions=config.reorderable_logging_functions | {print},
-        **(collects if hasattr(config, "run_gc_after_compile") else {}),
+        **kept,
     )
-    with settings, _requires_grad_set_in_forward(), _unordered_settings():
+    with settings, _requires_grad_set_in_forward(), _unordered_settings(), _layouts_of_outputs():
         yield
+
+
+@contextmanager
+def _layouts_of_outputs() -> Iterator[None]:
+    """Have gradients of outputs laid out as the outputs, as PyTorch 2.13 does by itself.
+
+    So they are without a capture, for most losses. Outputs whose elements share memory have no
+    gradients of their layout.
+    """
+    from torch._functorch import config
+    from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
+
+    if config.guess_tangent_strides_as_outputs:
+        yield
+        return
+    given = MemoryFormatMeta.__dict__["from_tensor"]
+
+    def from_tensor(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        is_strided = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
+        is_shared = is_strided and torch._debug_has_internal_overlap(tensor) == 1
+        with config.patch(guess_tangent_strides_as_outputs=not is_shared):
+            return given.__func__(tensor, *args, **kwargs)
+
+    MemoryFormatMeta.from_tensor = staticmethod(from_tensor)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        MemoryFormatMeta.from_tensor = given
 
 
 @contextmanager
