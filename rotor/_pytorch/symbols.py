@@ -111,11 +111,21 @@ def marked(dimensions: Iterable[Dimension]) -> Iterator[None]:
 def forget_propagated(tensors: Iterable[torch.Tensor]) -> None:
     """Have captures take no size of these tensors as a symbol because an earlier graph did.
 
-    AOTAutograd marks the tensors that a graph with symbols keeps for its backward, or returns.
+    AOTAutograd marks the tensors that a graph with symbols keeps for its backward, or returns;
+    that of PyTorch 2.11 does so by the marks of users, which a capture of ours has no use for.
     """
+    names = (_PROPAGATED,) if _marked or _has_propagated() else (_PROPAGATED, *_MARKS)
     for tensor in tensors:
-        if hasattr(tensor, _PROPAGATED):
-            delattr(tensor, _PROPAGATED)
+        for name in names:
+            if hasattr(tensor, name):
+                delattr(tensor, name)
+
+
+def _has_propagated() -> bool:
+    """Return whether AOTAutograd has marks of its own."""
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    return hasattr(runtime_wrappers, "mark_dynamo_propagated_dynamic_indices")
 
 
 def line_of_constant(tensor: Any, dimension: int) -> str:
