@@ -323,7 +323,7 @@ PRIVATE_IN_TESTS = {
     "test_undisturbed": ["_pytorch.core"],
     "test_varying_memory": ["_pytorch.devices"],
     "background_models": ["wrapper.checkpointable"],
-    "versions": ["_pytorch.dispatch", "_pytorch.regions"],
+    "versions": ["_pytorch.core", "_pytorch.dispatch", "_pytorch.regions"],
 }
 
 

@@ -15,6 +15,7 @@ import torch
 from graph_modules import loss_of, step
 from torch import nn
 from torch.nn import functional as F
+from versions import HANDS_OVER
 
 import rotor
 from rotor import memory
@@ -194,7 +195,9 @@ def test_limit_holds_from_the_second_step_with_the_loss_outside(name):
         chk.zero_grad()
         cross_entropy(chk(x), t).backward()
     assert meter.peak_bytes <= chk.get_expected_memory() <= limit
-    assert meter.peak_bytes == pytest.approx(chk.get_expected_memory(), rel=0.03)
+    assert meter.peak_bytes == pytest.approx(
+        chk.get_expected_memory(), rel=0.03 if HANDS_OVER else 0.06
+    )
 
 
 def test_a_dear_loss_is_learned_and_planned_for():

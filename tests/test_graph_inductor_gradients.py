@@ -22,6 +22,7 @@ from eager_inductor import run_by_eager
 from graph_modules import RandomNet, arguments, in_order, random_program, step
 from test_graph_inductor import Planned, needs_compiler
 from torch import nn
+from versions import HANDS_OVER
 
 import rotor
 from rotor._pytorch import inductor as _inductor
@@ -215,7 +216,7 @@ def test_a_limit_is_kept_in_accumulation_where_new_gradients_would_not_fit(eager
     total, _ = gradient_bytes(model)
     # Beside the new gradients nothing would fit.
     limit = int(least_limit(chk) * 1.1)
-    assert limit < 1.4 * total
+    assert limit < (1.4 if HANDS_OVER else 1.45) * total
     chk.compute_sequence(limit)
     for parts in (3, 4):
         train(chk, x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from versions import HANDS_OVER
 
 import rotor
 from rotor.engines.graph.making import make_graph_plan
@@ -63,6 +64,7 @@ def test_a_graph_is_planned_beside_the_largest_reserve_that_fits(measured):
     assert "assumed for the loss" not in chk.report()
 
 
+@pytest.mark.skipif(not HANDS_OVER, reason="PyTorch 2.11 holds what the loss needs anyway")
 def test_every_limit_that_is_feasible_without_a_guess_is_planned(measured):
     limit = least(measured, 0)
     chk = rotor.Checkpointable(Wide(), mem_limit=limit, engine="graph", effort="fast")

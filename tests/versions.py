@@ -2,10 +2,13 @@
 
 import pytest
 
-from rotor._pytorch import dispatch, regions
+from rotor._pytorch import core, dispatch, regions
 
 EXCHANGES = dispatch.has_storage_swap()
 """True if storages exchange their bytes; a budget needs room for copies of what comes back else."""
+
+HANDS_OVER = core.hands_gradients_over()
+"""True if a captured backward may free the gradients of its outputs; else more is needed there."""
 
 needs_swaps = pytest.mark.skipif(
     not EXCHANGES,
