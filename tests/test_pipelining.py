@@ -116,7 +116,7 @@ def test_zero_bubble_backwards_are_refused(engine):
     output = model(x)
     with pytest.raises(RuntimeError) as caught:
         _backward.stage_backward_input([output], [torch.ones_like(output)], [x], model.parameters())
-    reason = str(caught.value.__cause__)
+    reason = str(caught.value.__cause__ or caught.value)
     # Where AOTAutograd saved what it means to overwrite, it is the first to refuse.
     assert "gradients of inputs only" in reason or "donated buffers" in reason
     assert x.grad is None
