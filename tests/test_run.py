@@ -167,7 +167,7 @@ def test_errors_of_the_script_are_its_own(capsys):
     Path("held.py").write_text(
         "import torch\nclass Trainer:\n    def __init__(self):\n"
         "        layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())\n"
-        "                  for _ in range(20)]\n"
+        "                  for _ in range(40)]\n"
         "        self.network = torch.nn.Sequential(*layers)\n"
         "    def fit(self):\n        self.network(torch.randn(4096, 8)).sum().backward()\n"
         "Trainer().fit()\n"

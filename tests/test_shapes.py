@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from versions import FEW_GRAPHS
 
 import rotor
 from rotor.engines.graph import capture, engine, shapes, sizing
@@ -193,6 +194,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_capture_serves_every_shape(name: str, profiled: list[int]) -> None:
+    if name == "cnn" and not FEW_GRAPHS:
+        pytest.skip("PyTorch 2.11 captures convolutions for some sizes of images: more graphs")
     make, batch_of, loss_of, sizes, share = CASES[name]
     torch.manual_seed(0)
     model = make()

@@ -20,3 +20,6 @@ needs_alike = pytest.mark.skipif(
     not regions.is_available(),
     reason="before PyTorch 2.13 no guards of a part of a graph are kept: alike layers are traced",
 )
+
+FEW_GRAPHS = regions.is_available()
+"""True if one capture serves all sizes of images; PyTorch 2.11 captures a convolution for some."""

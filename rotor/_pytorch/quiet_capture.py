@@ -57,11 +57,12 @@ def _layouts_of_outputs() -> Iterator[None]:
         with config.patch(guess_tangent_strides_as_outputs=not is_shared):
             return given.__func__(tensor, *args, **kwargs)
 
-    MemoryFormatMeta.from_tensor = staticmethod(from_tensor)  # type: ignore[method-assign]
+    owner: Any = MemoryFormatMeta
+    owner.from_tensor = staticmethod(from_tensor)
     try:
         yield
     finally:
-        MemoryFormatMeta.from_tensor = given
+        owner.from_tensor = given
 
 
 @contextmanager
