@@ -166,6 +166,8 @@ def edges_of(chk):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_gradients_are_those_of_plain_training(dtype, layout):
+    if layout is torch.channels_last and not HANDS_OVER:
+        pytest.skip("PyTorch 2.11 runs other layouts than it captures where formats are mixed")
     torch.manual_seed(0)
     plain = Net().to(dtype).to(memory_format=layout)
     chk = rotor.Checkpointable(copy.deepcopy(plain), engine="graph", effort="fast", mem_limit="1GB")

@@ -175,3 +175,22 @@ def test_the_source_of_a_program_is_shown_in_tracebacks():
     source = planned.captured.emitted.source
     assert source.startswith("def forward(args):")
     assert "def backward(args):" in source
+
+
+def test_weights_are_normed_in_any_memory_format():
+    """Read gradients in the layout that they have: PyTorch 2.11 captures another one."""
+    torch.manual_seed(0)
+    normed = nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 8, 3, padding=1))
+    up = nn.ConvTranspose2d(4, 8, 2, stride=2)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.GELU(), up, nn.GELU(), nn.ReflectionPad2d(1), normed
+    )
+    model = model.to(memory_format=torch.channels_last)
+    twin, x = copy.deepcopy(model), torch.randn(4, 3, 10, 10).to(memory_format=torch.channels_last)
+    planned = Planned(model, (x,))
+    planned.set_program(in_order(planned.lowered))
+    planned(x).square().mean().backward()
+    twin(x).square().mean().backward()
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, msg=name)
+    assert planned.captured.emitted.source.count(".contiguous()") == 1

@@ -40,6 +40,12 @@ __all__ = [
     "saved_primals",
 ]
 
+_READS_IN_ORDER: dict[Any, int] = {torch.ops.aten._weight_norm_interface_backward.default: 0}
+"""Operators with an argument that they read as if it were contiguous, and its position.
+
+PyTorch leaves out the copy of an argument that a capture takes for contiguous.
+"""
+
 _POOL_END = ["        pass", "    finally:", "        pool.leave()"]
 """End of a function within a private pool."""
 
@@ -164,6 +170,8 @@ class _Writer:
         if node.target is of_sizes:
             # Tuples of expressions, which read the symbols.
             arguments[:2] = [f"({', '.join(sizes)},)" for sizes in node.args[:2]]  # type: ignore
+        if (position := _READS_IN_ORDER.get(node.target)) is not None:
+            arguments[position] += ".contiguous()"
         arguments += [f"{name}={self.argument(value)}" for name, value in node.kwargs.items()]
         # Real strides may differ from the captured ones; then a view has to be a copy.
         is_view = node.target is torch.ops.aten.view.default
