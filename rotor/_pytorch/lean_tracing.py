@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["graph_module", "lean_traces", "missing_name", "new_call", "relaid"]
+__all__ = ["alone", "graph_module", "lean_traces", "missing_name", "new_call", "relaid"]
 
 logger = logging.getLogger("rotor")
 
@@ -138,6 +138,12 @@ def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph)
+
+
+def alone(tensor: Any) -> torch.Tensor:
+    """Return a fake tensor of a fake tensor's layout on a storage that just holds it."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return _faked(made, tensor)
 
 
 def relaid(tensor: Any, storage: torch.UntypedStorage, offset: Any) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from rotor._pytorch import core
 from rotor._pytorch import region_guards as guards
-from rotor._pytorch.lean_tracing import graph_module, lean_traces, relaid
+from rotor._pytorch.lean_tracing import alone, graph_module, lean_traces, relaid
 
 __all__ = [
     "MARK",
@@ -32,7 +32,6 @@ __all__ = [
     "is_backward",
     "is_plain",
     "joint_graph",
-    "new_storage",
     "on_storage",
     "regions",
     "stand_in",
@@ -506,13 +505,14 @@ def _mode() -> Any:
 
 
 def alike(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a fake tensor of a fake tensor's layout on a storage of its own."""
-    return relaid(tensor, new_storage(tensor), tensor.storage_offset())
-
-
-def new_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Return a storage without memory of the size of a fake tensor's."""
-    return torch.UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
+    """Return a fake tensor of a fake tensor's layout on a storage of its own, of the same size."""
+    nbytes = tensor.untyped_storage().nbytes()
+    if not tensor.storage_offset():
+        made = alone(tensor)
+        if made.untyped_storage().nbytes() == nbytes:
+            return made
+    storage = torch.UntypedStorage(nbytes, device="meta")
+    return relaid(tensor, storage, tensor.storage_offset())
 
 
 def on_storage(tensor: Any, storage: torch.UntypedStorage, shift: int = 0) -> torch.Tensor:

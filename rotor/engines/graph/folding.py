@@ -93,9 +93,11 @@ class _Copy:
     def _value(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             key = core.storage_identity(value)
-            if key not in self.storages:
-                self.storages[key] = (regions.new_storage(value), 0)
-            return regions.on_storage(value, *self.storages[key])
+            if key in self.storages:
+                return regions.on_storage(value, *self.storages[key])
+            made = regions.alike(value)
+            self.storages[key] = (made.untyped_storage(), 0)
+            return made
         if isinstance(value, list | tuple):
             return type(value)(self._value(item) for item in value)
         return value
