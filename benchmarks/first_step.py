@@ -326,6 +326,18 @@ def capture_seconds(layers: int, *, folds: bool = True) -> dict[str, float]:
     return {**found, "our lowering": lowering}
 
 
+def print_captures() -> None:
+    """Print what captures of alike layers take, first in a process as a user's is."""
+    for folds, how in ((True, "one of them traced"), (False, "each of them traced")):
+        capture_seconds(4, folds=folds)
+        rounds = [[capture_seconds(n, folds=folds) for n in (4, 24)] for _ in range(ROUNDS)]
+        print(f"capture of 4 and of 24 alike layers, {how}, seconds, medians of {ROUNDS}")
+        for phase in rounds[0][0]:
+            few, many = (statistics.median(r[k][phase] for r in rounds) for k in (0, 1))
+            ratio = statistics.median(r[1][phase] / r[0][phase] for r in rounds)
+            print(f"{phase:18} {few:6.3f} {many:6.3f}   {ratio:.1f} x")
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -338,6 +350,8 @@ def main() -> None:
     names = [
         n for n in CASES if not given.words or any(w.lower() in n.lower() for w in given.words)
     ]
+    if not given.words:
+        print_captures()
     print(f"planning={given.planning}; in plain steps of CPU time, but for the first column")
     print(
         f"{'':15} {'plain':>8} {'capture':>8} {'first':>6} {'second':>7} {'others+':>7} "
@@ -345,15 +359,6 @@ def main() -> None:
     )
     for name in names:
         print(figures(name, given.planning, given.steps).row(name), flush=True)
-    if not given.words:
-        for folds, how in ((True, "one of them traced"), (False, "each of them traced")):
-            capture_seconds(4, folds=folds)
-            rounds = [[capture_seconds(n, folds=folds) for n in (4, 24)] for _ in range(ROUNDS)]
-            print(f"capture of 4 and of 24 alike layers, {how}, seconds, medians of {ROUNDS}")
-            for phase in rounds[0][0]:
-                few, many = (statistics.median(r[k][phase] for r in rounds) for k in (0, 1))
-                ratio = statistics.median(r[1][phase] / r[0][phase] for r in rounds)
-                print(f"{phase:18} {few:6.3f} {many:6.3f}   {ratio:.1f} x")
 
 
 if __name__ == "__main__":
