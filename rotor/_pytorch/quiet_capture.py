@@ -46,7 +46,7 @@ def _layouts_of_outputs() -> Iterator[None]:
     from torch._functorch import config
     from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 
-    if config.guess_tangent_strides_as_outputs:
+    if getattr(config, "guess_tangent_strides_as_outputs", True):
         yield
         return
     given = MemoryFormatMeta.__dict__["from_tensor"]
