@@ -161,14 +161,19 @@ def _trained(model: nn.Module, x: torch.Tensor, limit: int, engine: str) -> Any:
     return chk
 
 
+def _limit(model: nn.Module, x: torch.Tensor, share: float) -> int:
+    """Return the gradients, and a share of what else the chain needs without recomputation."""
+    measured = rotor.Checkpointable(copy.deepcopy(model), mem_limit="8GB", engine="chain")
+    measured.measure(x)
+    gradients = sum(p.nbytes for p in model.parameters())
+    return gradients + int(share * (int(measured.curve().bytes[-1]) - gradients))
+
+
 def compare(name: str, share: float) -> dict[str, Any]:
     """Return predicted recomputation and time of a step, of each engine, under one limit."""
     torch.manual_seed(0)
     model, x = MODELS[name]()
-    measured = rotor.Checkpointable(copy.deepcopy(model), mem_limit="8GB", engine="chain")
-    measured.measure(x)
-    gradients = sum(p.nbytes for p in model.parameters())
-    limit = gradients + int(share * (int(measured.curve().bytes[-1]) - gradients))
+    limit = _limit(model, x, share)
     found = {engine: _trained(model, x, limit, engine) for engine in ("chain", "graph", "auto")}
     times: dict[str, list[float]] = {engine: [] for engine, chk in found.items() if chk}
     for _ in range(ROUNDS):
@@ -209,10 +214,7 @@ def compare_uncaptured(name: str, share: float) -> dict[str, Any]:
     """Return predicted recomputation, peaks and time of a step of each way, under one limit."""
     torch.manual_seed(0)
     model, x = UNCAPTURED[name]()
-    measured = rotor.Checkpointable(copy.deepcopy(model), mem_limit="8GB", engine="chain")
-    measured.measure(x)
-    gradients = sum(p.nbytes for p in model.parameters())
-    limit = gradients + int(share * (int(measured.curve().bytes[-1]) - gradients))
+    limit = _limit(model, x, share)
     found = {}
     for way in WAYS:
         with _as(way):

@@ -6,20 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from zoo.models import Tanhs
 
 import rotor
 from rotor import memory
-
-
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
 
 
 class ConvBlock(nn.Module):
@@ -91,15 +81,15 @@ class Bag(nn.Module):
         return self.linear(self.table(tokens).tanh().mean(1))
 
 
-class HalfFrozen(MLP):
+class HalfFrozen(Tanhs):
     def __init__(self):
-        super().__init__()
+        super().__init__(256)
         for layer in self.layers[::2]:
             layer.requires_grad_(False)
 
 
 MODELS = {
-    "mlp": (MLP, lambda: torch.randn(32, 256)),
+    "mlp": (lambda: Tanhs(256), lambda: torch.randn(32, 256)),
     "resnet": (lambda: ConvNet(residual=True), lambda: torch.randn(2, 1, 8, 8)),
     "gpt": (GPT, lambda: torch.randint(64, (2, 16))),
     "tied weights": (lambda: GPT(tied=True), lambda: torch.randint(64, (2, 16))),

@@ -10,20 +10,9 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from zoo.models import Tanhs
 
 import rotor
-
-
-class Tanhs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
 
 MODELS = {
     "graph": Tanhs,

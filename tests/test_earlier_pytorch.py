@@ -9,22 +9,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from zoo.models import Tanhs
 
 import rotor
 from rotor._pytorch import core, fsdp
 
 BATCH = torch.randn(256, 64)
-
-
-class Tanhs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
 
 
 def least_bytes(model):

@@ -121,6 +121,7 @@ def forget_propagated(tensors: Iterable[torch.Tensor]) -> None:
                 delattr(tensor, name)
 
 
+@functools.cache
 def _has_propagated() -> bool:
     """Return whether AOTAutograd has marks of its own."""
     from torch._functorch._aot_autograd import runtime_wrappers

@@ -368,8 +368,9 @@ class _Search:
             PatchedForwards(paths, replacement) as replaced,
             saves.watching(),
         ):
-            output = self.in_units(paths, args, saves) if self.units else None
-            if not self.units:
+            if self.units:
+                output = self.in_units(paths, args, saves)
+            else:
                 output = self.model.forward(*args, **kwargs)
             self.look_for_changes()
         for k, (site, own) in enumerate(zip(self.sites, self.outputs, strict=True)):
