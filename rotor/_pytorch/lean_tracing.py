@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -18,7 +19,15 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["alone", "graph_module", "lean_traces", "missing_name", "new_call", "relaid"]
+__all__ = [
+    "alone",
+    "graph_module",
+    "laid_out_as",
+    "lean_traces",
+    "missing_name",
+    "new_call",
+    "relaid",
+]
 
 logger = logging.getLogger("rotor")
 
@@ -43,6 +52,9 @@ _NAMES = {
 """Names that this file uses, by module."""
 
 
+_NUMBER = re.compile(r"_\d+$")
+
+
 @functools.cache
 def missing_name() -> str | None:
     """Return the first of the private names that this PyTorch lacks, ``None`` if it has all."""
@@ -58,10 +70,16 @@ def missing_name() -> str | None:
 
 
 @contextmanager
-def lean_traces() -> Iterator[None]:
+def lean_traces(layouts: Mapping[Any, Callable[..., Any]] | None = None) -> Iterator[None]:
     """Have graphs that are traced in the context hold their operators and tensors only.
 
     Where PyTorch lacks a name, tracing is left as it is.
+
+    Parameters
+    ----------
+    layouts
+        Operators whose results, fake tensors, a function of the arguments returns: PyTorch looks
+        for them in no table.
     """
     missing = missing_name()
     if missing is not None:
@@ -88,10 +106,13 @@ def lean_traces() -> Iterator[None]:
         (proxy_tensor, "_extract_tensor_metadata", no_description),
         (proxy_tensor, "fast_detach", _detached),
     ]
-    replaced += [
-        (mode, "__torch_dispatch__", _knowing_devices(mode))
-        for mode in (FakeTensorMode, FunctionalTensorMode, proxy_tensor.ProxyTorchDispatchMode)
-    ]
+    known: dict[Any, Callable[..., Any]] = {torch.ops.prim.device.default: _device_of}
+    modes: list[Any] = [FunctionalTensorMode, proxy_tensor.ProxyTorchDispatchMode]
+    replaced += [(mode, "__torch_dispatch__", _answering(mode, known)) for mode in modes]
+    known = {**known, torch.ops.aten.detach.default: _detached_if_unknown}
+    for operator, layout in (layouts or {}).items():
+        known[operator] = functools.partial(_laid_out, layout)
+    replaced.append((FakeTensorMode, "__torch_dispatch__", _answering(FakeTensorMode, known)))
     write = fx.GraphModule.print_readable
 
     def write_to_logs(module: Any, *args: Any, **kwargs: Any) -> str:
@@ -106,17 +127,42 @@ def lean_traces() -> Iterator[None]:
         yield
 
 
-def _knowing_devices(mode: Any) -> Callable[..., Any]:
-    """Return a mode's handler of operators that reads devices of fake tensors where they are."""
+def _answering(mode: Any, known: Mapping[Any, Callable[..., Any]]) -> Callable[..., Any]:
+    """Return a mode's handler of operators that answers some calls by itself.
+
+    Parameters
+    ----------
+    mode
+        Class of the mode.
+    known
+        Functions of the mode and the arguments; ``NotImplemented`` leaves the call to the mode.
+    """
     handle = mode.__torch_dispatch__
-    device_of = torch.ops.prim.device.default
 
     def dispatch(self: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is device_of and type(args[0]) is FakeTensor:
-            return args[0].device
+        answer = known.get(function)
+        if answer is not None and not kwargs:
+            found = answer(self, *args)
+            if found is not NotImplemented:
+                return found
         return handle(self, function, types, args, kwargs)
 
     return dispatch
+
+
+def _device_of(mode: Any, tensor: Any) -> Any:
+    return tensor.device if type(tensor) is FakeTensor else NotImplemented
+
+
+def _detached_if_unknown(mode: Any, tensor: Any) -> Any:
+    """Return a detached fake tensor; PyTorch has more to do if the tensor's values are known."""
+    if type(tensor) is not FakeTensor or tensor.fake_mode is not mode:
+        return NotImplemented
+    return NotImplemented if tensor.constant is not None else _detached(mode, tensor)
+
+
+def _laid_out(layout: Callable[..., Any], mode: Any, *args: Any) -> Any:
+    return layout(*args)
 
 
 def _are_logged() -> bool:
@@ -144,6 +190,21 @@ def alone(tensor: Any) -> torch.Tensor:
     """Return a fake tensor of a fake tensor's layout on a storage that just holds it."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return _faked(made, tensor)
+
+
+def laid_out_as(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
+    """Return a new fake tensor of a mode in the layout of a tensor, with its need of a gradient."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        made = torch.empty_strided(
+            tensor.shape,
+            tensor.stride(),
+            dtype=tensor.dtype,
+            device="meta",
+            requires_grad=tensor.requires_grad,
+        )
+        return FakeTensor(mode, made, tensor.device)
 
 
 def relaid(tensor: Any, storage: torch.UntypedStorage, offset: Any) -> torch.Tensor:
@@ -190,18 +251,21 @@ def _detached(mode: Any, tensor: Any, include_real: bool = False) -> Any:
 
 
 def new_call(
-    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    graph: fx.Graph, like: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> fx.Node:
-    """Return a new node of a graph, where nodes are being inserted.
+    """Return a new call of a node's function, where nodes of a graph are being inserted.
 
     Parameters
     ----------
     graph
         The graph.
-    target, args, kwargs
-        The call, whose arguments hold no symbol: nothing is searched for any.
+    like
+        Node of any graph; the new name is its name, but for a number at the end.
+    args, kwargs
+        Arguments, which hold no symbol: nothing is searched for any.
     """
-    node = graph.create_node("call_function", target)
+    name = _NUMBER.sub("", like.name)
+    node = graph.create_node("call_function", like.target, name=name)
     node.args = args
     if kwargs:
         node.kwargs = kwargs

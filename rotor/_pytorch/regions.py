@@ -8,7 +8,7 @@ has neither parameters nor buffers of the module; the owner of the capture adds 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from rotor._pytorch import core
 from rotor._pytorch import region_guards as guards
-from rotor._pytorch.lean_tracing import alone, graph_module, lean_traces, relaid
+from rotor._pytorch.lean_tracing import alone, graph_module, laid_out_as, lean_traces, relaid
 
 __all__ = [
     "MARK",
@@ -303,7 +303,9 @@ def _trace(tx: Any, tracing: Tracing, function: Any, args: list[Any], kwargs: An
 
 @contextmanager
 def regions(
-    modules: Iterable[nn.Module], slots_of: Callable[[nn.Module], Any]
+    modules: Iterable[nn.Module],
+    slots_of: Callable[[nn.Module], Any],
+    layouts: Mapping[Any, Callable[..., Any]],
 ) -> Iterator[Tracing]:
     """Have captures in the context trace one of alike modules; yield what is found.
 
@@ -313,6 +315,8 @@ def regions(
         Modules whose calls may be regions.
     slots_of
         Function of a module that returns a dictionary by the identities of its own tensors.
+    layouts
+        As of `lean_traces`.
     """
     from torch._dynamo.variables.functions import UserFunctionVariable
     from torch._dynamo.variables.nn_module import (
@@ -374,7 +378,7 @@ def regions(
     UnspecializedNNModuleVariable.call_function = of_module  # type: ignore[method-assign]
     UserFunctionVariable.call_function = of_function  # type: ignore[method-assign]
     try:
-        with lean_traces():
+        with lean_traces(layouts):
             yield tracing
     finally:
         UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
@@ -486,14 +490,7 @@ def is_plain(node: fx.Node) -> bool:
 
 def stand_in(tensor: Any) -> Any:
     """Return a new fake tensor of a tensor's layout, in the mode of the running capture."""
-    with _mode():
-        return torch.empty_strided(
-            tensor.shape,
-            tensor.stride(),
-            dtype=tensor.dtype,
-            device=tensor.device,
-            requires_grad=tensor.requires_grad,
-        )
+    return laid_out_as(tensor, _mode())
 
 
 def _mode() -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from rotor._pytorch import core, symbols
+from rotor.engines.graph.identities import identities_of
 
 __all__ = [
     "DEVICES",
@@ -89,15 +90,16 @@ def drop_false_edges(module: fx.GraphModule) -> int:
     """
     graph = module.graph
     resident = {
-        core.storage_identity(node.meta["val"])
+        identity
         for node in graph.find_nodes(op="placeholder")
         if "tangent" not in node.name and _has_storage(node)
+        for identity in identities_of(node)
     }
     count = 0
     for node in list(graph.nodes):
         for position in _positions(node):
             given: Any = node.args[position]
-            if _is_known(given) and core.storage_identity(given.meta["val"]) not in resident:
+            if _is_known(given) and resident.isdisjoint(identities_of(given)):
                 arguments = list(node.args)
                 arguments[position] = _stand_in(module, node, given, f"{PREFIX}{count}")
                 node.args = tuple(arguments)

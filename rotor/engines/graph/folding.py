@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +20,14 @@ from torch import fx, nn
 from rotor._pytorch import core, regions
 from rotor._pytorch.lean_tracing import new_call
 from rotor.engines.graph.alike import Alike, Slot, Watch, alike_modules, own_slots
+from rotor.engines.graph.identities import TABLE, Table
 from rotor.engines.graph.region_ops import (
     BACKWARD,
     CHOSEN,
     DOUBTS,
     FAMILIES,
     FORWARD,
+    LAYOUTS,
     NUMBERS,
     Family,
     Region,
@@ -42,7 +43,6 @@ _ATTEMPTS = 3
 """Traces of a model that are made before its modules are traced with the rest."""
 
 _SLOT = "rotor_slot"
-_COPY = "rotor_copy"
 
 
 class Changed(Exception):
@@ -75,31 +75,46 @@ class _Stacks:
         return path, kind
 
 
-@dataclass
 class _Copy:
-    """Call of a region whose operations are copied into a graph."""
+    """Call of a region whose operations are copied into a graph.
 
-    region: Region
-    stacks: _Stacks
-    known: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    storages: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    Copies share the tensors of the region's nodes: tables tell their storages apart.
+    """
+
+    def __init__(self, region: Region, stacks: _Stacks) -> None:
+        self.region = region
+        self._stacks = stacks
+        self._known: dict[fx.Node, fx.Node] = {}
+        self._table = Table()
+        self._moved: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        self._results: dict[fx.Node, torch.Tensor] = {}
 
     def bind(self, inner: fx.Node, outer: fx.Node) -> None:
         """Have a node of the region be one of the graph."""
-        self.known[inner] = outer
-        shift = outer.meta["val"].storage_offset() - inner.meta["val"].storage_offset()
-        self.storages[storage_of(inner)] = (outer.meta["val"].untyped_storage(), shift)
+        self._known[inner] = outer
+        here, there = inner.meta["val"], outer.meta["val"]
+        self._place(inner, there)
+        shift = there.storage_offset() - here.storage_offset()
+        storage = there.untyped_storage()
+        if shift or storage.nbytes() != here.untyped_storage().nbytes():
+            self._moved[storage_of(inner)] = (storage, shift)
 
-    def _value(self, value: Any) -> Any:
+    def _place(self, inner: fx.Node, tensor: torch.Tensor) -> None:
+        identity = core.storage_identity(tensor)
+        self._table[storage_of(inner)] = self._table[identity] = identity
+
+    def _value(self, node: fx.Node) -> Any:
+        if node in self._results:
+            return self._results[node]
+        value = node.meta.get("val")
+        return self._relaid(value) if self._moved else value
+
+    def _relaid(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            key = core.storage_identity(value)
-            if key in self.storages:
-                return regions.on_storage(value, *self.storages[key])
-            made = regions.alike(value)
-            self.storages[key] = (made.untyped_storage(), 0)
-            return made
+            place = self._moved.get(core.storage_identity(value))
+            return value if place is None else regions.on_storage(value, *place)
         if isinstance(value, list | tuple):
-            return type(value)(self._value(item) for item in value)
+            return type(value)(self._relaid(item) for item in value)
         return value
 
     def replace(
@@ -110,24 +125,26 @@ class _Copy:
         if len(users) != len(node.users) or set(users) != set(range(len(made))):
             raise Uncertain("a result of a module is not used")
         for k, inner in enumerate(made):
-            self.storages[storage_of(inner)] = (users[k].meta["val"].untyped_storage(), 0)
+            self._results[inner] = users[k].meta["val"]
+            self._place(inner, users[k].meta["val"])
         with graph.inserting_before(node):
             for inner in nodes:
                 self._write(graph, inner)
         for k, inner in enumerate(made):
-            users[k].replace_all_uses_with(self.known[inner])
+            users[k].replace_all_uses_with(self._known[inner])
             graph.erase_node(users[k])
         graph.erase_node(node)
 
     def _write(self, graph: fx.Graph, node: fx.Node) -> None:
-        args = fx.node.map_arg(node.args, self.known.__getitem__)
-        kwargs = fx.node.map_arg(node.kwargs, self.known.__getitem__) if node.kwargs else {}
-        made = new_call(graph, node.target, args, kwargs)
-        made.meta.update(node.meta)
-        made.meta["val"] = self._value(node.meta.get("val"))
-        made.meta[_COPY] = id(self)
-        self.stacks.apply(made.meta)
-        self.known[node] = made
+        args = fx.node.map_arg(node.args, self._known.__getitem__)
+        kwargs = fx.node.map_arg(node.kwargs, self._known.__getitem__) if node.kwargs else {}
+        made = new_call(graph, node, args, kwargs)
+        meta = made.meta
+        meta.update(node.meta)
+        meta["val"] = self._value(node)
+        meta[TABLE] = self._table
+        self._stacks.apply(meta)
+        self._known[node] = made
 
 
 def _written_out(graph: fx.GraphModule, calls: Sequence[fx.Node], prefixes: Any) -> None:
@@ -157,11 +174,11 @@ def _written_out(graph: fx.GraphModule, calls: Sequence[fx.Node], prefixes: Any)
 
 def _renumber(graph: fx.Graph) -> None:
     """Number autograd's operations, which copies share with the nodes they are copies of."""
-    numbers: dict[tuple[Any, int], int] = {}
+    numbers: dict[tuple[int, int], int] = {}
     for node in graph.nodes:
         number = node.meta.get("seq_nr")
         if number is not None:
-            key = (node.meta.pop(_COPY, None), number)
+            key = (id(node.meta.get(TABLE)), number)
             node.meta["seq_nr"] = numbers.setdefault(key, len(numbers))
 
 
@@ -223,7 +240,7 @@ class Folding:
         """Have alike modules of a module be traced once in the context."""
         self.watch = Watch(module)
         self.alike = alike_modules(module)
-        with regions.regions(self.alike.modules, own_slots) as self._tracing:
+        with regions.regions(self.alike.modules, own_slots, LAYOUTS) as self._tracing:
             try:
                 yield
             finally:

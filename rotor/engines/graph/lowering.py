@@ -25,6 +25,7 @@ from torch import fx
 from rotor._pytorch import core, symbols
 from rotor.engines.graph import marks
 from rotor.engines.graph.false_edges import drop_false_edges, of_sizes
+from rotor.engines.graph.identities import identities_of, tensors_of
 from rotor.engines.graph.rewrite import split_convolutions
 from rotor.engines.graph.sources import source_line
 from rotor.errors import CaptureError
@@ -148,7 +149,7 @@ class Lowered:
 
     def input_bytes(self, node: fx.Node) -> int:
         """Return the bytes of an input's tensors."""
-        return sum(_bytes(tensor) for _, tensor in _tensors(node.meta.get("val")))
+        return sum(map(_bytes, tensors_of(node.meta.get("val"))))
 
     def tangents_of_gradients(self) -> list[frozenset[int]]:
         """Return for each gradient the numbers of the tangents from which it is computed."""
@@ -172,15 +173,6 @@ def _tensors(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _tensors(item, (*path, index))
-
-
-def _key(tensor: torch.Tensor) -> int:
-    if tensor.layout != torch.strided:
-        raise CaptureError(
-            "a sparse tensor cannot be planned, for its size is not known before it is made: use "
-            "nn.Embedding(sparse=False)"
-        )
-    return int(core.storage_identity(tensor))
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -226,6 +218,7 @@ class _Lowering:
         self.input_keys: set[int] = set()
         self.tasks: list[Task] = []
         self._keys: dict[fx.Node, list[int]] = {}
+        self._sources = {node: node.all_input_nodes for node in self.nodes}
         # Fake tensors have to stay: their addresses are the keys.
         self.primals: list[fx.Node] = []
         self.tangents: list[fx.Node] = []
@@ -233,23 +226,35 @@ class _Lowering:
             if node.op == "placeholder":
                 (self.tangents if "tangent" in node.name else self.primals).append(node)
         returned_nodes = [node for node in self.outputs if isinstance(node, fx.Node)]
-        self.forward = _closure(returned_nodes + self._effects())
+        self.forward = self._closure(returned_nodes + self._effects())
         self.mutated = self._mutated()
         self.tainted = self._reads_of_mutated()
         if marks.recompute_marked(module, self.forward, self._is_view, self._is_fixed):
             self.nodes = list(module.graph.nodes)
+            self._sources = {node: node.all_input_nodes for node in self.nodes}
+
+    def _closure(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        """Return the nodes and everything from which they are computed."""
+        found: set[fx.Node] = set()
+        waiting = list(nodes)
+        while waiting:
+            node = waiting.pop()
+            if node not in found:
+                found.add(node)
+                waiting.extend(self._sources[node])
+        return found
 
     def _effects(self) -> list[fx.Node]:
         """Return the nodes of the forward that run for their effects, such as assertions."""
         late = set(self.tangents)
         found = []
         for node in self.nodes:
-            if late.intersection(node.all_input_nodes):
+            if not late.isdisjoint(self._sources[node]):
                 late.add(node)
-            elif node.op == "call_function" and not (
-                symbols.is_symbol(node.meta.get("val")) or any(_tensors(node.meta.get("val")))
-            ):
-                found.append(node)
+            elif node.op == "call_function":
+                value = node.meta.get("val")
+                if not (tensors_of(value) or symbols.is_symbol(value)):
+                    found.append(node)
         return found
 
     def _mutated(self) -> set[fx.Node]:
@@ -278,7 +283,7 @@ class _Lowering:
         seen = set(self.mutated)
         tainted: set[fx.Node] = set()
         for node in self.nodes:
-            if node.op != "call_function" or not seen.intersection(node.all_input_nodes):
+            if seen.isdisjoint(self._sources[node]) or node.op != "call_function":
                 continue
             if getattr(node.target, "__name__", "").split(".")[0] in _MUTATION_BLIND:
                 continue
@@ -292,14 +297,15 @@ class _Lowering:
 
     def _is_view(self, node: fx.Node) -> bool:
         made = self._keys_of(node)
-        read = {key for source in node.all_input_nodes for key in self._keys_of(source)}
+        read = [key for source in self._sources[node] for key in self._keys_of(source)]
         return bool(made) and all(key in read for key in made)
 
     def _keys_of(self, node: fx.Node) -> list[int]:
         """Return the storages of a node's tensors."""
         found = self._keys.get(node)
         if found is None:
-            found = self._keys[node] = [_key(t) for _, t in _tensors(node.meta.get("val"))]
+            _refuse_sparse(node)
+            found = self._keys[node] = identities_of(node)
         return found
 
     def run(self) -> Lowered:
@@ -332,9 +338,11 @@ class _Lowering:
 
     def _symbols(self) -> dict[str, tuple[int, int | None]]:
         found: dict[str, tuple[int, int | None]] = {}
+        parts = [part for node in self.nodes for part in _symbols_within(node.meta.get("val"))]
+        if not parts:
+            return found
         for index, node in enumerate(self.primals):
-            value = node.meta.get("val")
-            for _, tensor in _tensors(value):
+            for tensor in tensors_of(node.meta.get("val")):
                 for dimension, size in enumerate(tensor.shape):
                     if symbols.symbols_in(size) == {symbols.text_of(size)}:
                         found.setdefault(symbols.text_of(size), (index, dimension))
@@ -342,12 +350,7 @@ class _Lowering:
             value = node.meta.get("val")
             if symbols.symbols_in(value) == {symbols.text_of(value)}:
                 found[symbols.text_of(value)] = (index, None)
-        used = {
-            name
-            for node in self.nodes
-            for part in _symbols_within(node.meta.get("val"))
-            for name in symbols.symbols_in(part)
-        }
+        used = {name for part in parts for name in symbols.symbols_in(part)}
         if not used <= set(found):
             raise CaptureError(
                 f"the sizes {', '.join(sorted(used - set(found)))} are not among those of the "
@@ -371,8 +374,9 @@ class _Lowering:
         ]
         task = Task("loss", None, "loss", _unique(read))
         for index, node in enumerate(self.tangents):
-            (tensor,) = [t for _, t in _tensors(node.meta["val"])]
-            task.made[(index,)] = self._new_storage(tensor)
+            (tensor,) = tensors_of(node.meta["val"])
+            (key,) = self._keys_of(node)
+            task.made[(index,)] = self._new_storage(key, tensor)
             self.values[node] = Value("output", node, None, (task.made[(index,)],))
         if not core.hands_gradients_over():
             self._pin(self.tangents)
@@ -380,8 +384,8 @@ class _Lowering:
         self._output_bytes = sum(self.storages[s][0] for s in set(read))
         return len(self.tasks) - 1
 
-    def _new_storage(self, tensor: torch.Tensor) -> int:
-        self.by_key[_key(tensor)] = len(self.storages)
+    def _new_storage(self, key: int, tensor: torch.Tensor) -> int:
+        self.by_key[key] = len(self.storages)
         self.storages.append((_bytes(tensor), False))
         return len(self.storages) - 1
 
@@ -397,7 +401,7 @@ class _Lowering:
             return
         if node.target is of_sizes:
             self.values[node] = Value("view", node)
-            self.input_keys.add(_key(node.meta["val"]))
+            self.input_keys.update(self._keys_of(node))
             return
         if node.target is operator.getitem:
             base = self.values[node.args[0]]  # type: ignore[index]
@@ -417,26 +421,27 @@ class _Lowering:
         return tuple(_unique(self.by_key[key] for key in keys if key in self.by_key))
 
     def _view_base(self, node: fx.Node) -> Value:
-        for source in node.all_input_nodes:
-            if not set(self._keys_of(node)).isdisjoint(self._keys_of(source)):
+        keys = set(self._keys_of(node))
+        for source in self._sources[node]:
+            if not keys.isdisjoint(self._keys_of(source)):
                 return self.values[source]
         raise CaptureError(f"{node.format_node()} is a view of nothing")
 
     def _add_operation(self, node: fx.Node, phase: str) -> None:
-        read = _unique(s for source in node.all_input_nodes for s in self.values[source].storages)
+        read = _unique(s for source in self._sources[node] for s in self.values[source].storages)
         task = Task(
             node.name, node, phase, read, random=_is_random(node), module=_module_path(node)
         )
         task.source = source_line(str(node.meta.get("stack_trace") or ""))
-        for path, tensor in _tensors(node.meta.get("val")):
-            key = _key(tensor)
+        tensors = _tensors(node.meta.get("val"))
+        for (path, tensor), key in zip(tensors, self._keys_of(node), strict=True):
             if key in self.by_key and self.by_key[key] in task.made.values():
                 continue
             if key in self.by_key or key in self.input_keys:
                 raise CaptureError(
                     f"{node.format_node()} returns new tensors and an input of its own"
                 )
-            task.made[path] = self._new_storage(tensor)
+            task.made[path] = self._new_storage(key, tensor)
         self.values[node] = Value("output", node, None, tuple(task.made.values()))
         self.tasks.append(task)
         task.prefers_once = marks.prefers_saving(node)
@@ -445,26 +450,22 @@ class _Lowering:
         )
 
 
+def _refuse_sparse(node: fx.Node) -> None:
+    if any(tensor.layout != torch.strided for tensor in tensors_of(node.meta.get("val"))):
+        raise CaptureError(
+            "a sparse tensor cannot be planned, for its size is not known before it is made: use "
+            "nn.Embedding(sparse=False)"
+        )
+
+
 def _unique(items: Iterable[int]) -> list[int]:
     return list(dict.fromkeys(items))
-
-
-def _closure(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the nodes and everything from which they are computed."""
-    found: set[fx.Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting.extend(node.all_input_nodes)
-    return found
 
 
 def _symbols_within(value: Any) -> Iterator[Any]:
     if symbols.is_symbol(value):
         yield value
-    for _, tensor in _tensors(value):
+    for tensor in tensors_of(value):
         if symbols.has_symbols(tensor):
             yield from tensor.shape
 
@@ -472,7 +473,7 @@ def _symbols_within(value: Any) -> Iterator[Any]:
 def _depends_on_data(value: Any) -> bool:
     if symbols.is_symbol(value):
         return symbols.depends_on_data(value)
-    return any(symbols.depends_on_data(tensor) for _, tensor in _tensors(value))
+    return any(map(symbols.depends_on_data, tensors_of(value)))
 
 
 def _refuse_sizes_of_data(module: fx.GraphModule) -> None:

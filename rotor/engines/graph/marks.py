@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from rotor._pytorch import core
+from rotor.engines.graph.identities import TABLE
 
 if TYPE_CHECKING:
     from rotor.engines.graph.lowering import Task
@@ -31,7 +32,8 @@ _RECOMPUTED = "MUST_RECOMPUTE"
 
 
 def _mark(node: fx.Node) -> str:
-    return str(getattr(node.meta.get("recompute"), "name", ""))
+    mark = node.meta.get("recompute")
+    return "" if mark is None else str(getattr(mark, "name", ""))
 
 
 def is_saved(node: fx.Node) -> bool:
@@ -87,6 +89,8 @@ def recompute_marked(
         Number of copied operations.
     """
     nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+    if not any(_mark(node) == _RECOMPUTED for node in nodes):
+        return 0
     again: set[fx.Node] = set()
     for node in nodes:
         if node not in forward:
@@ -114,6 +118,7 @@ def recompute_marked(
             copy = module.graph.node_copy(node, lambda read: copies.get(read, read))
         copy.meta["partitioner_tag"] = "is_backward"
         copy.meta["val"] = _made(copy)
+        copy.meta.pop(TABLE, None)
         copy.meta.pop("recompute", None)
         copies[node] = copy
     for node in nodes:

@@ -23,6 +23,7 @@ __all__ = [
     "DOUBTS",
     "FAMILIES",
     "FORWARD",
+    "LAYOUTS",
     "NUMBERS",
     "Family",
     "Region",
@@ -151,6 +152,10 @@ for _name, _fake in (
     ("backward", _fake_backward),
 ):
     torch.library.register_fake(f"rotor_capture::{_name}", _fake, lib=_LIBRARY)
+
+
+LAYOUTS = {FORWARD: _fake_call, BACKWARD: _fake_backward}
+"""Functions that return the results of operations without values, by operator."""
 
 
 class _Call(torch.autograd.Function):
