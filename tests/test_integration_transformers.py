@@ -318,7 +318,7 @@ def test_a_wrapped_model_passes_for_its_class_and_is_copied():
 def test_a_cache_that_training_keeps_is_told():
     tokens = torch.randint(WORDS, (8, LENGTH))
     model = rotor.Checkpointable(make_model(), mem_limit="1 MB", effort="fast")
-    with pytest.warns(rotor.MemoryLimitWarning, match="past_key_values in training: 64 KiB"):
+    with pytest.warns(rotor.MemoryLimitWarning, match="a cache in training: 64 KiB"):
         model(tokens, labels=tokens, use_cache=True).loss.backward()
     model(tokens, labels=tokens, use_cache=True).loss.backward()
 

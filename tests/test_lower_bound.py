@@ -77,6 +77,18 @@ def test_the_last_to_be_made_has_the_others_beside_it():
     assert lower_bound(graph) == 59 == least_of(graph)
 
 
+def test_of_some_large_operations_one_has_the_gradients_of_the_others_beside_it():
+    sizes, operations = [1], [Operation("a", 1, (), (0,), phase="backward")]
+    for k, workspace in enumerate((40, 36, 36, 2, 0)):
+        sizes.append(9)
+        operations.append(
+            Operation(f"w{k}", 1, (0,), (k + 1,), workspace_bytes=workspace, phase="backward")
+        )
+    graph = Graph(sizes, [False, *[True] * 5], operations)
+    # The third of the large ones: three gradients, what is read, and 36 bytes; any could be last.
+    assert lower_bound(graph) == 27 + 1 + 36 == least_of(graph)
+
+
 def narrowing(layers=6):
     """A backward that ends with its largest operation, after gradients as large as their inputs."""
     sizes, pinned, operations = [], [], []

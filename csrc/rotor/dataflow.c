@@ -1,5 +1,6 @@
 #include "dataflow.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #define MOST_ITEMS (INT64_C(1) << 30)
@@ -350,39 +351,80 @@ static int64_t bytes_beside(bound_t *b, int32_t k) {
     return bytes;
 }
 
-/* Bytes while the operation runs that makes pinned storages last of all, whichever that is. */
-static int64_t bytes_at_end(const rotor_dataflow_t *g) {
+/* An operation of the last phase that makes pinned storages. */
+typedef struct {
+    int64_t pinned_bytes;    /* of what it makes */
+    int64_t transient_bytes; /* of its run beside pinned storages */
+} maker_t;
+
+static int by_transient_bytes(const void *one, const void *other) {
+    int64_t a = ((const maker_t *)one)->transient_bytes;
+    int64_t b = ((const maker_t *)other)->transient_bytes;
+    return (a < b) - (a > b);
+}
+
+static maker_t maker_of(const rotor_dataflow_t *g, int32_t k) {
+    maker_t maker = {.transient_bytes = g->workspace_bytes[k]};
+    for (int32_t j = g->input_start[k]; j < g->input_start[k + 1]; j++) {
+        maker.transient_bytes += g->pinned[g->inputs[j]] ? 0 : g->bytes[g->inputs[j]];
+    }
+    for (int32_t j = g->output_start[k]; j < g->output_start[k + 1]; j++) {
+        int32_t s = g->outputs[j];
+        int64_t *bytes = g->pinned[s] ? &maker.pinned_bytes : &maker.transient_bytes;
+        *bytes += g->bytes[s];
+    }
+    return maker;
+}
+
+static bool makes_pinned(const rotor_dataflow_t *g, int32_t k) {
+    for (int32_t j = g->output_start[k]; j < g->output_start[k + 1]; j++) {
+        if (g->pinned[g->outputs[j]]) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Bytes while the last one of any set of makers runs for the first time, whichever that is: the
+ * others' pinned storages exist then. The sets that matter are those of the largest runs. */
+static int bytes_of_makers(const rotor_dataflow_t *g, int64_t *bytes) {
     int64_t pinned = 0;
-    int64_t least = INT64_MAX;
+    int32_t count = 0;
     uint8_t last = ROTOR_PHASE_FORWARD;
+    maker_t *makers = rotor_malloc_array(g->operation_count, sizeof(*makers));
+    if (makers == NULL) {
+        return ROTOR_ERR_NO_MEMORY;
+    }
     for (int32_t s = 0; s < g->storage_count; s++) {
-        if (g->pinned[s]) {
-            pinned += g->bytes[s];
-            last = g->phase[g->producer[s]] > last ? g->phase[g->producer[s]] : last;
+        if (g->pinned[s] && g->phase[g->producer[s]] > last) {
+            last = g->phase[g->producer[s]];
         }
     }
     for (int32_t k = 0; k < g->operation_count; k++) {
-        int64_t more = g->workspace_bytes[k];
-        bool makes = false;
-        for (int32_t j = g->input_start[k]; j < g->input_start[k + 1]; j++) {
-            more += g->pinned[g->inputs[j]] ? 0 : g->bytes[g->inputs[j]];
-        }
-        for (int32_t j = g->output_start[k]; j < g->output_start[k + 1]; j++) {
-            more += g->pinned[g->outputs[j]] ? 0 : g->bytes[g->outputs[j]];
-            makes = makes || g->pinned[g->outputs[j]];
-        }
-        if (makes && g->phase[k] == last) {
-            least = rotor_min(least, more);
+        if (makes_pinned(g, k)) {
+            maker_t maker = maker_of(g, k);
+            if (g->phase[k] == last) {
+                makers[count++] = maker;
+            } else {
+                pinned += maker.pinned_bytes;
+            }
         }
     }
-    return least == INT64_MAX ? pinned : pinned + least;
+    qsort(makers, (size_t)count, sizeof(*makers), by_transient_bytes);
+    *bytes = pinned;
+    for (int32_t i = 0; i < count; i++) {
+        pinned += makers[i].pinned_bytes;
+        *bytes = rotor_max(*bytes, pinned + makers[i].transient_bytes);
+    }
+    rotor_free(makers);
+    return ROTOR_OK;
 }
 
 int rotor_dataflow_lower_bound(const rotor_dataflow_t *self, int64_t *bytes) {
     bound_t b;
-    int64_t bound = bytes_at_end(self);
+    int64_t bound = 0;
     int ret = bound_init(&b, self);
-    if (ret != ROTOR_OK) {
+    if (ret != ROTOR_OK || (ret = bytes_of_makers(self, &bound)) != ROTOR_OK) {
         goto out;
     }
     for (int32_t k = self->operation_count - 1; k >= 0; k--) {

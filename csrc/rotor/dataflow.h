@@ -76,7 +76,8 @@ int rotor_dataflow_build(rotor_dataflow_t *self, const rotor_dataflow_arrays_t *
  * Bytes below which no program can stay, in any order: the largest, over operations, of what is live
  * in the first run at least. These are its inputs, outputs and workspace; pinned storages that are
  * made before in every order; and storages that are made before, cannot be made again, and are read
- * after it in every order (those of the loss). Large graphs are looked at in part.
+ * after it in every order (those of the loss). Of several operations that make pinned storages, the
+ * one that runs last has those of the others beside it. Large graphs are looked at in part.
  */
 int rotor_dataflow_lower_bound(const rotor_dataflow_t *self, int64_t *bytes);
 

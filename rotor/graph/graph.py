@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -83,13 +83,27 @@ class Storage:
     movable: bool = True
 
 
-def _whole(where: str, value: Any, largest: int = _LARGEST) -> int:
+def _whole(what: str, value: Any, owner: object = "", largest: int = _LARGEST) -> int:
+    """Return a whole number; the errors name it and its owner, which has a text only then."""
+    if type(value) is int and 0 <= value <= largest:
+        return value
+    where = f"{what} {owner}".strip()
     number = value.item() if isinstance(value, np.generic) else value
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"{where} must be a whole number, got {value!r}")
     if not 0 <= number <= largest:
         raise ValueError(f"{where} = {number}, expected 0 to {largest}")
     return number
+
+
+class _Place(NamedTuple):
+    """Operation as errors name it."""
+
+    number: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"operation {self.number} ({self.name})"
 
 
 _Numbers = npt.NDArray[np.int64]
@@ -151,27 +165,26 @@ class Graph:
         if not self.operations:
             raise ValueError("a graph needs at least one operation")
         for s, storage in enumerate(self.storages):
-            _whole(f"bytes of storage {s}", storage.bytes)
+            _whole("bytes of storage", storage.bytes, s)
         makers: dict[int, int] = {}
+        phase = 0
         for k, op in enumerate(self.operations):
-            where = f"operation {k} ({op.name})"
+            where = _Place(k, op.name)
             if op.phase not in PHASES:
                 raise ValueError(
                     f"phase of {where} is {op.phase!r}, expected one of {', '.join(PHASES)}"
                 )
-            if k and PHASES.index(op.phase) < PHASES.index(self.operations[k - 1].phase):
+            before, phase = phase, PHASES.index(op.phase)
+            if phase < before:
                 raise ValueError(
                     f"{where} is of phase {op.phase!r} and comes after one of phase "
-                    f"{self.operations[k - 1].phase!r}: expected forward, loss, backward in order"
+                    f"{PHASES[before]!r}: expected forward, loss, backward in order"
                 )
-            _whole(f"cost_ns of {where}", op.cost_ns)
-            _whole(f"workspace_bytes of {where}", op.workspace_bytes)
+            _whole("cost_ns of", op.cost_ns, where)
+            _whole("workspace_bytes of", op.workspace_bytes, where)
             for s in (*op.inputs, *op.outputs):
-                number = _whole(f"a storage of {where}", s)
-                if number >= len(self.storages):
-                    raise ValueError(
-                        f"{where} names storage {number}, there are {len(self.storages)}"
-                    )
+                if _whole("a storage of", s, where) >= len(self.storages):
+                    raise ValueError(f"{where} names storage {s}, there are {len(self.storages)}")
             for s in op.inputs:
                 if s not in makers:
                     raise ValueError(f"{where} reads storage {s} before any operation makes it")

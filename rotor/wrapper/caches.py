@@ -32,10 +32,21 @@ from rotor.meter import allocator
 from rotor.meter.step_meter import cancel_running
 from rotor.units import exact_bytes
 
-__all__ = ["CacheRule", "UnreadCache"]
+__all__ = ["CacheRule", "UnreadCache", "cache_field"]
 
 _ARGUMENT = "use_cache"
-_OUTPUT = "past_key_values"
+_FIELDS = ("cache", "past_key_values")
+"""Names of the cache among the arguments and results, in Transformers from 5.24 on and before."""
+
+
+def cache_field(output: Any) -> str | None:
+    """Return the name of the cache in the output of a model of Transformers; ``None`` without."""
+    if not dataclasses.is_dataclass(output):
+        return None
+    if not any(kind.__name__ == "ModelOutput" for kind in type(output).__mro__):
+        return None
+    names = {field.name for field in dataclasses.fields(output)}
+    return next((name for name in _FIELDS if name in names), None)
 
 
 class UnreadCache:
@@ -133,7 +144,7 @@ class CacheRule:
             # The cache is no output then, and the loss may read it.
             return False
         given = {**dict(zip(self._names, call.args, strict=False)), **call.kwargs}
-        if given.get(_ARGUMENT) is not None or given.get(_OUTPUT) is not None:
+        if any(given.get(name) is not None for name in (_ARGUMENT, *_FIELDS)):
             return False
         as_tuple = given.get("return_dict") is False or not getattr(config, "return_dict", True)
         return not as_tuple and _ARGUMENT not in self._names[: len(call.args)]
@@ -144,17 +155,18 @@ class CacheRule:
 
     def completed(self, output: Any, forward: _Forward) -> Any:
         """Return an output with an `UnreadCache` in the place of the one that was left out."""
-        if not dataclasses.is_dataclass(output) or getattr(output, _OUTPUT, True) is not None:
+        name = cache_field(output)
+        if name is None or getattr(output, name) is not None:
             return output
 
         def compute() -> Any:
             cancel_running()
-            cache = getattr(forward.output_again(), _OUTPUT)
+            cache = getattr(forward.output_again(), name)
             self.is_read = True
             size = allocator.storage_bytes(output_tensors(cache))
             self._context.warn(
                 "cache",
-                f"past_key_values of a training step was read: {exact_bytes(size)} of keys and "
+                f"the cache of a training step was read: {exact_bytes(size)} of keys and "
                 f"values, which the step had left out{_of_limit(self._context)}, were computed by "
                 "a second forward, beside the limit. The following steps keep them to their end. "
                 "Call the model with use_cache=True to keep them from the first step on",
@@ -163,7 +175,7 @@ class CacheRule:
 
         made: Any = type(output)
         values = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-        return made(**values | {_OUTPUT: UnreadCache(compute)})
+        return made(**values | {name: UnreadCache(compute)})
 
 
 class _Forward:
@@ -194,7 +206,7 @@ class _Forward:
         """
         if self._current_versions() != self._versions:
             raise RuntimeError(
-                "past_key_values of a training step was read after the model's parameters or the "
+                "the cache of a training step was read after the model's parameters or the "
                 "batch had changed: the step had left them out, for nothing read them before. "
                 "Call the model with use_cache=True to keep them"
             )

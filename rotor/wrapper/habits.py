@@ -11,6 +11,7 @@ from rotor.common.tensor_trees import output_tensors
 from rotor.engines.contract import Context
 from rotor.meter import allocator
 from rotor.units import exact_bytes
+from rotor.wrapper.caches import cache_field
 
 __all__ = [
     "refuse_graph_capture",
@@ -35,7 +36,8 @@ def refuse_graph_capture() -> None:
 
 def warn_of_cache(context: Context, limit_bytes: int, output: Any) -> None:
     """Warn if the output of a training step holds a cache of keys and values."""
-    cache = getattr(output, "past_key_values", None)
+    name = cache_field(output)
+    cache = None if name is None else getattr(output, name)
     if cache is None or "cache" in context.warned:
         return
     size = allocator.storage_bytes(output_tensors(cache))
@@ -43,7 +45,7 @@ def warn_of_cache(context: Context, limit_bytes: int, output: Any) -> None:
         return
     context.warn(
         "cache",
-        f"the model returns past_key_values in training: {exact_bytes(size)} of the limit of "
+        f"the model returns a cache in training: {exact_bytes(size)} of the limit of "
         f"{exact_bytes(limit_bytes)} are kept for it to the end of the step. If nothing reads "
         "them, call the model with use_cache=False, or set model.config.use_cache = False",
     )

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import linecache
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -146,7 +147,7 @@ class _Writer:
         return f"a{task}" + "".join(f"_{k}" for k in path)
 
     def constant(self, value: Any) -> str:
-        if value is None or value is True or value is False or type(value) in (int, str):
+        if type(value) is str:
             return repr(value)
         name = self.constants.get(id(value))
         if name is None:
@@ -158,8 +159,10 @@ class _Writer:
     def argument(self, value: Any) -> str:
         if isinstance(value, fx.Node):
             return self.reference(value)
+        if value is None or type(value) in (bool, int):
+            return repr(value)
         if isinstance(value, list | tuple):
-            inner = ", ".join(self.argument(item) for item in value)
+            inner = ", ".join([self.argument(item) for item in value])
             return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if inner else ''})"
         if isinstance(value, dict):
             return "{" + ", ".join(f"{k!r}: {self.argument(v)}" for k, v in value.items()) + "}"
@@ -237,16 +240,18 @@ class _Writer:
         with self.outside(self.pooling is not None):
             self.lines.append("yield")
 
-    @contextmanager
-    def outside(self, is_outside: bool) -> Iterator[None]:
+    def outside(self, is_outside: bool) -> AbstractContextManager[None]:
         """Write lines that are run outside of the private pool, if so."""
-        if is_outside and self.lines[-1:] == ["pool.enter()"]:
+        return self._outside() if is_outside else nullcontext()
+
+    @contextmanager
+    def _outside(self) -> Iterator[None]:
+        if self.lines[-1:] == ["pool.enter()"]:
             self.lines.pop()
-        elif is_outside:
+        else:
             self.lines.append("pool.leave()")
         yield
-        if is_outside:
-            self.lines.append("pool.enter()")
+        self.lines.append("pool.enter()")
 
     def body(self) -> list[str]:
         """Return the lines of the function, indented, within its private pool."""
@@ -355,8 +360,9 @@ def compared_storages(
         By storage: the position of the first making, then of every later one that is used.
     """
     found: dict[int, list[int]] = {}
+    runs = Counter(action.number for action in actions if action.kind is Kind.RUN)
     for position, action in enumerate(actions):
-        if action.kind is not Kind.RUN:
+        if action.kind is not Kind.RUN or runs[action.number] == 1:
             continue
         task = lowered.tasks[action.number]
         for path, storage in task.made.items():

@@ -94,6 +94,7 @@ class Cost:
 
 
 _HERE = "device"
+_NUMBERS = (type(None), bool, int, float)
 
 
 def _described(value: Any, device: torch.device, known: dict[fx.Node, Any]) -> Any:
@@ -101,10 +102,13 @@ def _described(value: Any, device: torch.device, known: dict[fx.Node, Any]) -> A
 
     The device of the step goes without its name: profiles are kept by device.
     """
+    if type(value) in _NUMBERS:
+        return repr(value)
     if isinstance(value, fx.Node):
-        if value not in known:
-            known[value] = _described(value.meta.get("val"), device, known)
-        return known[value]
+        found = known.get(value)
+        if found is None:
+            found = known[value] = _described(value.meta.get("val"), device, known)
+        return found
     if isinstance(value, torch.Tensor):
         return (
             "tensor",
