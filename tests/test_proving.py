@@ -136,8 +136,9 @@ def test_a_mismatch_leaves_everything_as_it_was(norm, exist, is_roomy):
 def test_the_value_is_kept_from_then_on():
     x = sample()
     model = Stack("liar")
-    chk, _ = planned(model, x, 2, engine="graph")
-    assert max(runs_of(chk, "liar")) > 1
+    # The times of this run decide what is recomputed under a limit.
+    plans = (planned(model, x, factor, engine="graph")[0] for factor in (2, 1.7, 1.5, 1.3, 1.1))
+    chk = next(chk for chk in plans if max(runs_of(chk, "liar")) > 1)
     STATE["lies"] = True
     with pytest.raises(rotor.RecomputationError):
         train(chk, x)

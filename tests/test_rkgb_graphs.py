@@ -13,7 +13,7 @@ from rkgb_cases import NAMES, ODD, Frozen, case, odd
 from torch import nn
 
 from rotor import rkgb
-from rotor.graph import plan, simulate
+from rotor.graph import lower_bound, plan, simulate
 from rotor.rkgb.units import _ordered
 
 ELEMENTWISE = (nn.ReLU, nn.GELU, nn.Tanh)
@@ -319,6 +319,8 @@ def test_computations_are_planned(name):
     whole = simulate(kg.graph, range(len(kg.graph)))
     gradients = sum(kdn.mem for kdn in kg.list_kdn if kdn.kdn_type == "pgrad")
     limit = gradients + (whole.peak_bytes - gradients) * 9 // 10
+    # Workspaces of convolutions, which differ by processor, may leave no more to be saved.
+    limit = max(limit, (lower_bound(kg.graph) + whole.peak_bytes) // 2)
     program = plan(kg.graph, limit, effort="fast")
     assert program.peak_bytes <= limit < whole.peak_bytes
     priced = kg.simulate(kg.list_kcn[k] for k in program.ops.tolist())

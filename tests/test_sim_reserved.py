@@ -221,7 +221,7 @@ def test_the_report_has_allocated_bytes_and_slack(sim):
 
 def test_checksums_come_from_small_segments(sim):
     """Charge a plan for small segments, and no large one, beside the blocks of its program."""
-    plan = check_held(sim, "images", 0.75).plan
+    plan = check_held(sim, "odd sizes", 0.75).plan
     own = plan.step.executor_bytes_of(plan.program.actions.tolist(), plan.limit_bytes)
     assert own > MIB
     alone = program_bytes(plan.program).reserved_peak_bytes

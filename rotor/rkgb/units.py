@@ -167,8 +167,15 @@ def contracted(
     small = contract(reordered(step, flat), groups, labels)
     paths = [op.module for op in small.operations] if modules is None else modules
     members = [[order[k] for k in op.extra["operations"]] for op in small.operations]
+    # First runs of what runs once, or is random, have the order of the step: so have their groups.
     operations = [
-        replace(op, module=path, once=not is_repeatable(step, own), extra={"operations": own})
+        replace(
+            op,
+            module=path,
+            once=not is_repeatable(step, own),
+            random=op.random or any(step.operations[k].once for k in own),
+            extra={"operations": own},
+        )
         for op, path, own in zip(small.operations, paths, members, strict=True)
     ]
     return Graph(small.storages, None, operations, name=step.name)
