@@ -43,7 +43,8 @@ def cache_field(output: Any) -> str | None:
     """Return the name of the cache in the output of a model of Transformers; ``None`` without."""
     if not dataclasses.is_dataclass(output):
         return None
-    if not any(kind.__name__ == "ModelOutput" for kind in type(output).__mro__):
+    kind: Any = type(output)
+    if not any(base.__name__ == "ModelOutput" for base in kind.__mro__):
         return None
     names = {field.name for field in dataclasses.fields(output)}
     return next((name for name in _FIELDS if name in names), None)
