@@ -208,6 +208,7 @@ def attribute(module: nn.Module, target: str) -> Any:
     return attrgetter(target)(module)
 
 
+@functools.lru_cache(maxsize=4096)
 def module_path(path: str) -> str:
     """Return a module's path as its model names it, from dynamo's source expression."""
     found = re.sub(r"L\['[^']*'\]|_modules|\['|'\]|\(\)", ".", path)
