@@ -31,13 +31,8 @@ class Blocks:
         self._total = -1
         self._elsewhere = 0
 
-    @property
-    def level(self) -> int:
-        """Total bytes of the live blocks."""
-        return self._bytes + min(self._elsewhere, 0)
-
-    def add(self, event: Allocation) -> None:
-        """Record an allocation or a release."""
+    def add(self, event: Allocation) -> int:
+        """Record an allocation or a release; return the total bytes of the live blocks."""
         if event.total_bytes >= 0:
             if self._total >= 0:
                 self._elsewhere += event.total_bytes - self._total - event.nbytes
@@ -46,6 +41,7 @@ class Blocks:
             self._begin(event.address, event.nbytes)
         else:
             self._end(event.address, -event.nbytes)
+        return self._bytes + min(self._elsewhere, 0)
 
     def _begin(self, address: int, nbytes: int) -> None:
         place = bisect_left(self._addresses, address)

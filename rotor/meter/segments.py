@@ -60,17 +60,17 @@ def levels_of(
     segments: list[Segment] = []
     blocks = Blocks(resident)
     name: str | None = None
-    freed = level = start = peak = highest = given = 0
+    freed = live = level = start = peak = highest = given = 0
     for event in events:
         if isinstance(event, _profiler.Allocation):
-            blocks.add(event)
-            level = blocks.level - freed
+            live = blocks.add(event)
+            level = live - freed
             if event.nbytes > 0:
                 given += event.nbytes
                 peak = max(peak, level)
         elif event.startswith(FREED):
             freed += int(event.removeprefix(FREED))
-            level = blocks.level - freed
+            level = live - freed
         elif event == END or event.startswith(MARK):
             highest = max(highest, peak)
             if name is not None:
