@@ -242,13 +242,7 @@ BENCHMARKS = (
     ),
     Benchmark("dtr_simulator.py", "the dynamic runtime beside the simulator"),
     Benchmark("reserved.py", "limits in reserved bytes, simulated", ("--quick",), 1200.0, 300.0),
-    Benchmark("resident.py", "resident memory of a process beside its limit", ("GPT",)),
-    Benchmark(
-        "dynamic_tier.py",
-        "the dynamic engine with a disk",
-        ("--quick",),
-        one_thread=True,
-    ),
+    Benchmark("dynamic_tier.py", "the dynamic engine with a disk", ("--quick",), one_thread=True),
     Benchmark(
         "check_random_chains.py",
         "the solvers beside exhaustive search",
