@@ -22,6 +22,15 @@ def tree_tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in core.tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
+def result_tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors among an operator's results, in order; pytrees are left alone."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in result_tensors(item)]
+    return []
+
+
 def argument_tensors(value: Any) -> list[torch.Tensor]:
     """Return the tensors in arguments, in order; plain containers are walked without pytrees."""
     kind = type(value)

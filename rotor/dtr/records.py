@@ -1,4 +1,4 @@
-"""Tensors among results, and memory that shows what an operator leaves as it was."""
+"""Memory that shows what an operator leaves as it was."""
 
 from __future__ import annotations
 
@@ -12,15 +12,6 @@ import torch
 from rotor import _core
 
 Needs = _core.Needs
-
-
-def tensors_of(results: Any) -> list[torch.Tensor]:
-    """Return the tensors among an operator's results, in order."""
-    if isinstance(results, torch.Tensor):
-        return [results]
-    if isinstance(results, list | tuple):
-        return [tensor for item in results for tensor in tensors_of(item)]
-    return []
 
 
 @contextmanager

@@ -16,9 +16,10 @@ import torch
 from rotor import _core
 from rotor._pytorch import core
 from rotor.common.checksums import EMPTY_OPERATORS, UNSPECIFIED_OUTPUTS, checksum, proof_bytes
+from rotor.common.tensor_trees import result_tensors
 from rotor.common.undisturbed import generators_kept
 from rotor.dtr.operators import Operator
-from rotor.dtr.records import filled_memory, tensors_of
+from rotor.dtr.records import filled_memory
 from rotor.errors import RecomputationError
 
 __all__ = ["Verifier", "known_repeats", "repeats", "verifying_bytes"]
@@ -39,7 +40,8 @@ def known_repeats() -> dict[Any, bool]:
 
 def _sums(results: Any) -> list[Any]:
     return [
-        (tuple(tensor.shape), tensor.dtype, int(checksum(tensor))) for tensor in tensors_of(results)
+        (tuple(tensor.shape), tensor.dtype, int(checksum(tensor)))
+        for tensor in result_tensors(results)
     ]
 
 
@@ -105,8 +107,8 @@ def _leaves_unwritten(
     """Return whether an operator leaves memory of a result as it was; it runs again."""
     key = (record.operator.name, index)
     if key not in _unwritten:
-        fills = _is_fill(tensors_of(handler.rerun(record, storages, _run_filled))[index])
-        made = tensors_of(handler.rerun(record, storages, None))[index]
+        fills = _is_fill(result_tensors(handler.rerun(record, storages, _run_filled))[index])
+        made = result_tensors(handler.rerun(record, storages, None))[index]
         if made.shape == fills.shape and _any_beyond(fills, made):
             _unwritten.add(key)
     return key in _unwritten

@@ -10,9 +10,10 @@ import torch
 from rotor import _core
 from rotor._pytorch import core, devices, dispatch, profiler
 from rotor.common.frames import warn_caller
+from rotor.common.tensor_trees import result_tensors
 from rotor.dtr.operators import Operator, kernel_of
 from rotor.dtr.recall import LONGEST_CHAIN, Recall, Stats
-from rotor.dtr.records import Needs, tensors_of
+from rotor.dtr.records import Needs
 from rotor.dtr.repeating import known_repeats, repeats
 from rotor.dtr.signatures import guess, read_times, remember, run_measured, run_timed
 from rotor.dtr.storages import StorageRef
@@ -283,7 +284,7 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
             return self._keep(operator)
         known = known_repeats().get(key)
         if known is None:
-            made = sum(t.untyped_storage().nbytes() for t in tensors_of(results))
+            made = sum(t.untyped_storage().nbytes() for t in result_tensors(results))
             if operator.written or key is None:
                 return self._keep(operator)
             if self.limit is not None:

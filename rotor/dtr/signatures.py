@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from rotor._pytorch import dispatch, profiler
+from rotor.common.tensor_trees import result_tensors
 from rotor.dtr.operators import Operator, on_meta
-from rotor.dtr.records import Needs, tensors_of
+from rotor.dtr.records import Needs
 from rotor.timing import Clock
 
 _MOST_KNOWN = 1 << 16
@@ -44,9 +45,9 @@ def guess(operator: Operator, args: Any, kwargs: dict[str, Any], read_bytes: int
     # Its targets exist already.
     seen = {
         dispatch.storage_key(tensor.untyped_storage())
-        for tensor in tensors_of((args, list(kwargs.values())))
+        for tensor in result_tensors((args, list(kwargs.values())))
     }
-    for tensor in tensors_of(results):
+    for tensor in result_tensors(results):
         if tensor.layout is not torch.strided:
             return Needs(read_bytes, read_bytes, False)
         storage = tensor.untyped_storage()

@@ -147,8 +147,6 @@ class _Writer:
         return f"a{task}" + "".join(f"_{k}" for k in path)
 
     def constant(self, value: Any) -> str:
-        if type(value) is str:
-            return repr(value)
         name = self.constants.get(id(value))
         if name is None:
             name = f"k{len(self.constants)}"
@@ -159,7 +157,7 @@ class _Writer:
     def argument(self, value: Any) -> str:
         if isinstance(value, fx.Node):
             return self.reference(value)
-        if value is None or type(value) in (bool, int):
+        if value is None or type(value) in (bool, int, str):
             return repr(value)
         if isinstance(value, list | tuple):
             inner = ", ".join([self.argument(item) for item in value])

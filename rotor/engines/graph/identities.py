@@ -7,14 +7,13 @@ storages these lie in the copy.
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
-import torch
 from torch import fx
 
 from rotor._pytorch import core
+from rotor.common.tensor_trees import result_tensors
 
-__all__ = ["TABLE", "Table", "identities_of", "tensors_of"]
+__all__ = ["TABLE", "Table", "identities_of"]
 
 TABLE = "rotor_storages"
 """Name of the table of a copied node, in its data."""
@@ -33,17 +32,8 @@ class Table(dict[int, int]):
         return made
 
 
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of a node's value, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in tensors_of(item)]
-    return []
-
-
 def identities_of(node: fx.Node) -> list[int]:
     """Return the identity of the storage of each of a node's tensors."""
-    found = [core.storage_identity(tensor) for tensor in tensors_of(node.meta.get("val"))]
+    found = [core.storage_identity(tensor) for tensor in result_tensors(node.meta.get("val"))]
     table = node.meta.get(TABLE)
     return found if table is None else [table[identity] for identity in found]

@@ -23,9 +23,10 @@ import torch
 from torch import fx
 
 from rotor._pytorch import core, symbols
+from rotor.common.tensor_trees import result_tensors
 from rotor.engines.graph import marks
 from rotor.engines.graph.false_edges import drop_false_edges, of_sizes
-from rotor.engines.graph.identities import identities_of, tensors_of
+from rotor.engines.graph.identities import identities_of
 from rotor.engines.graph.rewrite import split_convolutions
 from rotor.engines.graph.sources import source_line
 from rotor.errors import CaptureError
@@ -149,7 +150,7 @@ class Lowered:
 
     def input_bytes(self, node: fx.Node) -> int:
         """Return the bytes of an input's tensors."""
-        return sum(map(_bytes, tensors_of(node.meta.get("val"))))
+        return sum(map(_bytes, result_tensors(node.meta.get("val"))))
 
     def tangents_of_gradients(self) -> list[frozenset[int]]:
         """Return for each gradient the numbers of the tangents from which it is computed."""
@@ -253,7 +254,7 @@ class _Lowering:
                 late.add(node)
             elif node.op == "call_function":
                 value = node.meta.get("val")
-                if not (tensors_of(value) or symbols.is_symbol(value)):
+                if not (result_tensors(value) or symbols.is_symbol(value)):
                     found.append(node)
         return found
 
@@ -342,7 +343,7 @@ class _Lowering:
         if not parts:
             return found
         for index, node in enumerate(self.primals):
-            for tensor in tensors_of(node.meta.get("val")):
+            for tensor in result_tensors(node.meta.get("val")):
                 for dimension, size in enumerate(tensor.shape):
                     if symbols.symbols_in(size) == {symbols.text_of(size)}:
                         found.setdefault(symbols.text_of(size), (index, dimension))
@@ -374,7 +375,7 @@ class _Lowering:
         ]
         task = Task("loss", None, "loss", _unique(read))
         for index, node in enumerate(self.tangents):
-            (tensor,) = tensors_of(node.meta["val"])
+            (tensor,) = result_tensors(node.meta["val"])
             (key,) = self._keys_of(node)
             task.made[(index,)] = self._new_storage(key, tensor)
             self.values[node] = Value("output", node, None, (task.made[(index,)],))
@@ -451,7 +452,7 @@ class _Lowering:
 
 
 def _refuse_sparse(node: fx.Node) -> None:
-    if any(tensor.layout != torch.strided for tensor in tensors_of(node.meta.get("val"))):
+    if any(tensor.layout != torch.strided for tensor in result_tensors(node.meta.get("val"))):
         raise CaptureError(
             "a sparse tensor cannot be planned, for its size is not known before it is made: use "
             "nn.Embedding(sparse=False)"
@@ -465,7 +466,7 @@ def _unique(items: Iterable[int]) -> list[int]:
 def _symbols_within(value: Any) -> Iterator[Any]:
     if symbols.is_symbol(value):
         yield value
-    for tensor in tensors_of(value):
+    for tensor in result_tensors(value):
         if symbols.has_symbols(tensor):
             yield from tensor.shape
 
@@ -473,7 +474,7 @@ def _symbols_within(value: Any) -> Iterator[Any]:
 def _depends_on_data(value: Any) -> bool:
     if symbols.is_symbol(value):
         return symbols.depends_on_data(value)
-    return any(map(symbols.depends_on_data, tensors_of(value)))
+    return any(map(symbols.depends_on_data, result_tensors(value)))
 
 
 def _refuse_sizes_of_data(module: fx.GraphModule) -> None:
