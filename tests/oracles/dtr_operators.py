@@ -16,9 +16,10 @@ from unittest import mock
 import torch
 
 from rotor._pytorch import core, dispatch
+from rotor.common.tensor_trees import result_tensors
 from rotor.dtr import recall
 from rotor.dtr.operators import Operator, kernel_of
-from rotor.dtr.records import Needs, tensors_of
+from rotor.dtr.records import Needs
 from rotor.dtr.runtime import Session
 
 
@@ -83,7 +84,7 @@ class Record:
             with dispatch.BelowAutograd():
                 args = [_filled(value, storage_of) for value in self.args]
                 kwargs = {name: _filled(v, storage_of) for name, v in self.kwargs.items()}
-                return tensors_of(replay(*args, **kwargs))
+                return result_tensors(replay(*args, **kwargs))
         finally:
             if self.generator is not None and state is not None:
                 self.generator.set_state(state)
@@ -107,7 +108,7 @@ class Call:
 
 def _refs(session: Session, values: Any) -> tuple[dict[int, Any], dict[int, int]]:
     refs, node_of = {}, {}
-    for tensor in tensors_of(values):
+    for tensor in result_tensors(values):
         if tensor.layout is not torch.strided:
             node_of[id(tensor)] = -1
             continue
@@ -122,7 +123,7 @@ def _written(operator: Operator, args: Any, kwargs: Any, node_of: dict[int, int]
         kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None
         for where in operator.written
     ]
-    found = dict.fromkeys(node_of[id(tensor)] for tensor in tensors_of(values))
+    found = dict.fromkeys(node_of[id(tensor)] for tensor in result_tensors(values))
     return [node for node in found if node >= 0]
 
 
@@ -244,7 +245,7 @@ def _complete(
 ) -> None:
     book, operator, refs = session._book, call.operator, call.refs
     made, indices = [], []
-    for index, tensor in enumerate(tensors_of(results)):
+    for index, tensor in enumerate(result_tensors(results)):
         if tensor.layout is not torch.strided:
             is_recording = False
             session._see_parts(tensor)
