@@ -305,6 +305,7 @@ PRIVATE_IN_TESTS = {
     "test_progress": ["common.progress"],
     "test_rkgb_graphs": ["rkgb.units"],
     "test_sim_blocks": ["_core"],
+    "test_sim_early_blocks": ["_core"],
     "fsdp_worker": ["_pytorch.fsdp"],
     "test_sharers": ["_pytorch.core", "_pytorch.devices", "common.ranks"],
     "test_sim_meter": ["_pytorch.devices"],

@@ -516,9 +516,11 @@ static int replay_event(rotor_blocks_t *self, int64_t event, int32_t *made, int6
 
 int rotor_blocks_replay_after(enum rotor_segments segments, int64_t capacity_bytes, int64_t piece,
                               int64_t most, const int64_t *events, int64_t length,
-                              int64_t *levels, int32_t *made, rotor_blocks_figures_t *figures) {
+                              int64_t *levels, int32_t *made, int64_t *replayed,
+                              rotor_blocks_figures_t *figures) {
     rotor_blocks_t self;
     int64_t made_count = 0;
+    int64_t k = 0;
     int32_t first;
     int ret = ROTOR_OK;
 
@@ -530,7 +532,7 @@ int rotor_blocks_replay_after(enum rotor_segments segments, int64_t capacity_byt
         }
         rotor_blocks_give(&self, first);
     }
-    for (int64_t k = 0; k < length && self.figures.reserved <= most; k++) {
+    for (; k < length && self.figures.reserved <= most; k++) {
         ret = replay_event(&self, events[k], made, &made_count);
         if (ret != ROTOR_OK) {
             goto out;
@@ -539,6 +541,9 @@ int rotor_blocks_replay_after(enum rotor_segments segments, int64_t capacity_byt
             levels[2 * k] = self.figures.allocated;
             levels[2 * k + 1] = self.figures.reserved;
         }
+    }
+    if (replayed != NULL) {
+        *replayed = k;
     }
     *figures = self.figures;
 out:
@@ -554,7 +559,7 @@ int rotor_blocks_replay(enum rotor_segments segments, int64_t capacity_bytes,
         return ROTOR_ERR_NO_MEMORY;
     }
     int ret = rotor_blocks_replay_after(segments, capacity_bytes, 0, INT64_MAX, events, length,
-                                        levels, made, figures);
+                                        levels, made, NULL, figures);
     rotor_free(made);
     return ret;
 }

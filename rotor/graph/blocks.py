@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from rotor.graph.program import Program
 
 __all__ = [
     "BlockBytes",
+    "EarlyBlock",
     "PoolBytes",
     "pool_bytes",
     "program_bytes",
@@ -25,6 +27,24 @@ __all__ = [
     "replay",
     "runs_outside",
 ]
+
+
+class EarlyBlock(NamedTuple):
+    """Block that keeps a place for what a run of a program allocates.
+
+    Attributes
+    ----------
+    begin
+        Position in the program before which it is allocated.
+    end
+        Position before which it is freed.
+    nbytes
+        Its size.
+    """
+
+    begin: int
+    end: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -37,10 +57,13 @@ class BlockBytes:
         Most bytes of blocks in use; a block may be larger than what was asked for.
     reserved_peak_bytes
         Most bytes taken from the device.
+    early
+        Blocks that the program allocates early.
     """
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
+    early: tuple[EarlyBlock, ...] = ()
 
 
 def replay(events: npt.NDArray[np.int64], *, expandable: bool = False) -> BlockBytes:
@@ -62,6 +85,12 @@ SMALL_BYTES = 1 << 20
 
 SMALL_SEGMENT_BYTES = 1 << 21
 """Bytes of one of these."""
+
+LARGE_SEGMENT_BYTES = 20 << 20
+"""Bytes of a segment for several larger blocks."""
+
+POOL_UNIT_BYTES = 1 << 21
+"""Unit of the piece of a private pool."""
 
 
 def small_blocks(nbytes: int) -> list[int]:
@@ -87,6 +116,7 @@ def program_bytes(
     *,
     orders: Sequence[Orders | None] | None = None,
     expandable: bool = False,
+    limit_bytes: int | None = None,
 ) -> BlockBytes:
     """Return the bytes of a program, the largest of several orders within its operations.
 
@@ -103,15 +133,65 @@ def program_bytes(
         Known orders within each operation, the first and the last of which are taken.
     expandable
         As of `replay`.
+    limit_bytes
+        Bytes to stay within. A program that needs more because of holes between its blocks
+        allocates some of them early if that closes enough of the holes; not where segments grow.
     """
-    found = [
-        replay(program_events(program, beside, known, is_second=second), expandable=expandable)
+    found = _every_order(program, (), beside, orders)
+    best = _in_common(found, expandable)
+    if limit_bytes is None or expandable or best.reserved_peak_bytes <= limit_bytes:
+        return best
+    suited = _search_early(program, found, [0], limit_bytes)
+    if suited is None:
+        return best
+    return _in_common(_every_order(program, (), beside, orders, suited[1]), False, suited[1])
+
+
+def _in_common(
+    found: Sequence[_Events], expandable: bool, early: tuple[EarlyBlock, ...] = ()
+) -> BlockBytes:
+    """Return the bytes of events in common segments."""
+    replayed = [replay(each.inside, expandable=expandable) for each in found]
+    return BlockBytes(
+        max(one.allocated_peak_bytes for one in replayed),
+        max(one.reserved_peak_bytes for one in replayed),
+        early,
+    )
+
+
+def _every_order(
+    program: Program,
+    outliving: Collection[int],
+    beside: Sequence[int],
+    orders: Sequence[Orders | None] | None,
+    early: Sequence[EarlyBlock] = (),
+) -> list[_Events]:
+    """Return the events of a program in each of the orders to price."""
+    return [
+        _split_events(program, outliving, beside, known, second, early)
         for known, second in _variants(orders)
     ]
-    return BlockBytes(
-        max(one.allocated_peak_bytes for one in found),
-        max(one.reserved_peak_bytes for one in found),
+
+
+def _search_early(
+    program: Program, found: Sequence[_Events], pieces: Iterable[int], most: int
+) -> tuple[int, tuple[EarlyBlock, ...]] | None:
+    """Return one of several pieces and the early blocks with which it suffices, or ``None``."""
+    if max(replay(each.inside).allocated_peak_bytes for each in found) > most:
+        return None
+    operations, actions = program.graph.operations, program.actions.tolist()
+    losses = (
+        position
+        for position, action in enumerate(actions)
+        if action < len(operations) and operations[action].phase == "loss"
     )
+    loss = next(losses, len(actions))
+    orders = [(each.inside, each.starts) for each in found]
+    for piece in pieces:
+        blocks = _core.search_early(orders, loss, piece, most)
+        if blocks is not None:
+            return piece, tuple(EarlyBlock(*block) for block in blocks)
+    return None
 
 
 def _variants(
@@ -138,6 +218,8 @@ class PoolBytes:
         Most bytes that are taken outside of the pool, for what outlives the program.
     large_bytes
         Most bytes of its blocks above 1 MiB at a time, which a piece without any hole has.
+    early
+        Blocks that the program allocates early.
     """
 
     piece_bytes: int
@@ -145,6 +227,7 @@ class PoolBytes:
     pool_bytes: int
     outside_bytes: int
     large_bytes: int
+    early: tuple[EarlyBlock, ...] = ()
 
     @property
     def reserved_peak_bytes(self) -> int:
@@ -164,6 +247,7 @@ def pool_bytes(
     beside: Sequence[int] = (),
     *,
     orders: Sequence[Orders | None] | None = None,
+    limit_bytes: int | None = None,
 ) -> PoolBytes:
     """Return the bytes of a program in a private pool, the largest of orders as above.
 
@@ -175,25 +259,43 @@ def pool_bytes(
         As of `program_bytes`; the blocks beside the program may be in the pool, or outside.
     outliving
         Numbers of the storages that outlive the program.
+    limit_bytes
+        As of `program_bytes`; pieces of other sizes are tried too.
     """
-    inside, outside = zip(
-        *(
-            _split_events(program, outliving, beside, known, second)
-            for known, second in _variants(orders)
-        ),
-        strict=True,
-    )
-    outside_bytes = max(replay(events).reserved_peak_bytes for events in outside)
-    large_bytes = max(map(_large_bytes, inside))
-    found: PoolBytes | None = None
-    for piece in sorted({0, *(_core.fit_piece(events)["bytes"] for events in inside)}):
-        replayed = [_after_piece(piece, events) for events in inside]
-        most = max(one["reserved_peak_bytes"] for one in replayed)
-        small = max(one["reserved_small_bytes"] for one in replayed) // SMALL_SEGMENT_BYTES
-        if found is None or most <= found.pool_bytes:
-            found = PoolBytes(piece, small, most, outside_bytes, large_bytes)
-    assert found is not None
-    return found
+    found = _every_order(program, outliving, beside, orders)
+    outside_bytes = max(replay(each.outside).reserved_peak_bytes for each in found)
+    best: PoolBytes | None = None
+    for piece in sorted({0, *(_core.fit_piece(each.inside)["bytes"] for each in found)}):
+        pool = _in_pool(piece, found, outside_bytes)
+        if best is None or pool.pool_bytes <= best.pool_bytes:
+            best = pool
+    assert best is not None
+    if limit_bytes is None or best.reserved_peak_bytes <= limit_bytes:
+        return best
+    most = limit_bytes - outside_bytes
+    whole = (most // POOL_UNIT_BYTES - best.small_segments) * POOL_UNIT_BYTES
+    pieces = dict.fromkeys((whole, whole - LARGE_SEGMENT_BYTES, best.piece_bytes))
+    suited = _search_early(program, found, [p for p in pieces if p >= 0], most)
+    if suited is None:
+        return best
+    piece, early = suited
+    found = _every_order(program, outliving, beside, orders, early)
+    pool = _in_pool(piece, found, outside_bytes, early)
+    return min(best, pool, key=lambda one: one.reserved_peak_bytes)
+
+
+def _in_pool(
+    piece: int,
+    found: Sequence[_Events],
+    outside_bytes: int,
+    early: tuple[EarlyBlock, ...] = (),
+) -> PoolBytes:
+    """Return the bytes of events in a pool with a piece; 0: none."""
+    replayed = [_after_piece(piece, each.inside) for each in found]
+    small = max(one["reserved_small_bytes"] for one in replayed) // SMALL_SEGMENT_BYTES
+    most = max(one["reserved_peak_bytes"] for one in replayed)
+    large = max(_large_bytes(each.inside) for each in found)
+    return PoolBytes(piece, small, most, outside_bytes, large, early)
 
 
 def _large_bytes(events: npt.NDArray[np.int64]) -> int:
@@ -229,7 +331,7 @@ def program_events(
     is_second
         True for the second of the two orders within each operation.
     """
-    return _split_events(program, (), beside, orders, is_second)[0]
+    return _split_events(program, (), beside, orders, is_second).inside
 
 
 def runs_outside(
@@ -258,13 +360,25 @@ def runs_outside(
     )
 
 
+class _Events(NamedTuple):
+    """Events of a program in a private pool and outside of it, int64.
+
+    Those in the pool have the number of the first event of each position beside them.
+    """
+
+    inside: npt.NDArray[np.int64]
+    outside: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+
+
 def _split_events(
     program: Program,
     outliving: Collection[int],
     beside: Sequence[int],
     orders: Sequence[Orders | None] | None,
     is_second: bool,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    early: Sequence[EarlyBlock] = (),
+) -> _Events:
     """Return the events of a program in a private pool, and outside of it.
 
     Without results that outlive the program all of them are in the pool.
@@ -274,7 +388,17 @@ def _split_events(
     for nbytes in beside:
         for writer in writers:
             writer.take(nbytes)
-    for action, kept, dying in zip(actions, *_deaths(graph, actions), strict=True):
+    starts: list[int] = []
+    places: dict[EarlyBlock, int] = {}
+    deaths = zip(*_deaths(graph, actions), strict=True)
+    for position, (action, (kept, dying)) in enumerate(zip(actions, deaths, strict=True)):
+        starts.append(len(writers[0].events))
+        for block in early:
+            if block.end == position:
+                writers[0].events.append(-1 - places[block])
+        for block in early:
+            if block.begin == position:
+                places[block] = writers[0].take(block.nbytes)
         if action < len(graph):
             operation = graph.operations[action]
             sizes = {storage: graph.storages[storage].bytes for storage in kept}
@@ -293,7 +417,7 @@ def _split_events(
         for writer in writers:
             writer.drop(dying)
     inside, outside = [np.array(writer.events, dtype=np.int64) for writer in writers]
-    return inside, outside
+    return _Events(inside, outside, np.array(starts, dtype=np.int64))
 
 
 class _Writer:

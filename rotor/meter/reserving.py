@@ -15,18 +15,18 @@ __all__ = ["Reserving"]
 _NOISE_BYTES = 1 << 21
 """Change of the allocated bytes before a step that moves no level: a small segment."""
 
-_holders: weakref.WeakValueDictionary[torch.device, Reserving] = weakref.WeakValueDictionary()
-"""Plan that holds a private pool, by device."""
+_latest: weakref.WeakValueDictionary[torch.device, Reserving] = weakref.WeakValueDictionary()
+"""Plan that ran last, by device."""
 
 
 class Reserving:
     """Reserved bytes of a plan's steps above the level without cached memory.
 
     The level is taken before the first step of the plan, and again when other tensors have come to
-    live on the device, such as the state of an optimizer: cached memory is given back then, so that
-    what a step reserves depends on the step alone. The private pool of the plan, if it has one,
-    takes its segments from the device after that, before the step; there is one at a time on a
-    device, of the plan that ran last.
+    live on the device, such as the state of an optimizer, or another plan ran in between: cached
+    memory is given back then, so that what a step reserves depends on the step alone. The private
+    pool of the plan, if it has one, takes its segments from the device after that, before the step;
+    there is one at a time on a device, of the plan that ran last.
 
     Attributes
     ----------
@@ -54,12 +54,13 @@ class Reserving:
         torch.OutOfMemoryError
             The device has not as many bytes as the plan needs.
         """
-        holder = _holders.get(device)
-        if holder is not None and holder is not self:
-            # What its segments hold is not among the cached memory that other steps may use.
-            holder.pool = None
-            del _holders[device]
+        latest = _latest.get(device)
+        if latest is not self:
+            # Its segments do not suit this plan, and those of its pool cannot be used by others.
+            if latest is not None:
+                latest.pool = None
             self._allocated_bytes = None
+            _latest[device] = self
         allocated = devices.allocated_bytes(device)
         known = self._allocated_bytes
         is_due = known is None or abs(allocated - known) > _NOISE_BYTES
@@ -70,7 +71,6 @@ class Reserving:
             self._level_bytes = devices.reserved_bytes(device)
         if blocks and self.pool is None:
             self.pool = _pool(device, blocks)
-            _holders[device] = self
 
     def grown_bytes(self, device: torch.device) -> int:
         """Return the reserved bytes above the level; 0 if a level was never taken."""

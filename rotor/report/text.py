@@ -194,6 +194,11 @@ def reserved_rows(plan: GraphPlan) -> list[list[str]]:
             "in a private pool",
             "nothing" if plan.pool is None else format_bytes(plan.pool.pool_bytes),
         ],
+        *(
+            [["allocated early", ", ".join(format_bytes(b.nbytes) for b in plan.early_blocks)]]
+            if plan.early_blocks
+            else []
+        ),
     ]
 
 

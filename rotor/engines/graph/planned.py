@@ -25,7 +25,7 @@ from rotor.engines.graph.proving import Prover, Tally
 from rotor.engines.graph.record import PlanningRecord
 from rotor.engines.graph.repeating import keep_from_now_on
 from rotor.graph import planner
-from rotor.graph.blocks import PoolBytes
+from rotor.graph.blocks import EarlyBlock, PoolBytes
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program, simulate
 from rotor.graph.transfers import transfers_of
@@ -87,14 +87,16 @@ class GraphPlan(Metered):
 
     def take_code(self, old: GraphPlan) -> None:
         """Take over the functions of another plan of the same program."""
-        if old.step is self.step and old.program == self.program:
+        is_same = old.step is self.step and old.program == self.program
+        if is_same and old.early_blocks == self.early_blocks:
             self._emitted, self._early, self._verified = old._emitted, old._early, old._verified
 
     @property
     def emitted(self) -> StepCode:
         """Functions that run the program, made when they are first needed."""
         if self._emitted is None:
-            self._emitted = self.step.code(self.program.actions.tolist(), self.layout)
+            numbers = self.program.actions.tolist()
+            self._emitted = self.step.code(numbers, self.layout, self.early_blocks)
         return self._emitted
 
     @functools.cached_property
@@ -182,7 +184,12 @@ class GraphPlan(Metered):
             code = self.emitted
         else:
             if self._verified is None:
-                self._verified = self.step.verified(self.program.actions, self._verified_code)
+                # Early blocks have the sizes of this shape.
+                self._verified = (
+                    self._verified_code()
+                    if self.early_blocks
+                    else self.step.verified(self.program.actions, self._verified_code)
+                )
             code, prover = self._verified
             prover.tally = tally
         code.prepare()
@@ -193,14 +200,23 @@ class GraphPlan(Metered):
         return code
 
     @functools.cached_property
+    def _taken(self) -> tuple[PoolBytes | None, tuple[EarlyBlock, ...]]:
+        return self.step.pool_and_early_blocks(self.program, self.limit_bytes)
+
+    @property
     def pool(self) -> PoolBytes | None:
         """Bytes of the private pool in which the program runs; ``None`` without one."""
-        return self.step.pool_bytes(self.program, self.limit_bytes)
+        return self._taken[0]
 
     @property
     def pool_blocks(self) -> list[int]:
         """Blocks that make its pool take its segments; none without one."""
         return [] if self.pool is None else self.pool.blocks
+
+    @property
+    def early_blocks(self) -> tuple[EarlyBlock, ...]:
+        """Blocks that the program allocates early."""
+        return self._taken[1]
 
     def _place(self, code: StepCode) -> None:
         """Have code, which plans may share, use the places and the pool of this plan."""
@@ -229,7 +245,7 @@ class GraphPlan(Metered):
         whole = self.step.captured.lowered
         # Compiled code may outlive the plan, whose pool must go with it.
         refuted = functools.partial(keep_from_now_on, whole)
-        if self.step.hands_over:
+        if self.step.hands_over and not self.early_blocks:
             number = {id(task): k for k, task in enumerate(whole.tasks)}
             costs = dict(zip(map(id, lowered.tasks), self.step.costs, strict=True))
             others = {
@@ -240,9 +256,10 @@ class GraphPlan(Metered):
             program = simulate(graph, held, self.program.link)
             if program.peak_bytes + self.executor_bytes <= self.limit_bytes:
                 prover = Prover(whole, refuted)
-                pooling = self.step.pooling(whole, [costs[id(t)] for t in whole.tasks])
+                known = [costs[id(t)] for t in whole.tasks]
+                pooling = self.step.pooling(lowered=whole, costs=known)
                 return emit(whole, held, (), prover, self.layout, pooling), prover
-        prover, pooling = Prover(lowered, refuted), self.step.pooling()
+        prover, pooling = Prover(lowered, refuted), self.step.pooling(self.early_blocks)
         if self.step.hands_over:
             code = EarlyCode.of(
                 lowered, actions, prover=prover, layout=self.layout, pooling=pooling
@@ -260,8 +277,9 @@ class GraphPlan(Metered):
             return code if isinstance(code, EarlyCode) else None
         if self._early is None:
             numbers = self.program.actions.tolist()
+            pooling = step.pooling(self.early_blocks)
             self._early = EarlyCode.of(
-                step.lowered, numbers, spread=True, layout=self.layout, pooling=step.pooling()
+                step.lowered, numbers, spread=True, layout=self.layout, pooling=pooling
             )
         return self._early
 
