@@ -144,7 +144,9 @@ def program_bytes(
     suited = _search_early(program, found, [0], limit_bytes)
     if suited is None:
         return best
-    return _in_common(_every_order(program, (), beside, orders, suited[1]), False, suited[1])
+    early = suited[1]
+    other = _in_common(_every_order(program, (), beside, orders, early), expandable, early)
+    return min(best, other, key=lambda one: one.reserved_peak_bytes)
 
 
 def _in_common(
