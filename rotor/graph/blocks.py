@@ -266,12 +266,8 @@ def pool_bytes(
     """
     found = _every_order(program, outliving, beside, orders)
     outside_bytes = max(replay(each.outside).reserved_peak_bytes for each in found)
-    best: PoolBytes | None = None
-    for piece in sorted({0, *(_core.fit_piece(each.inside)["bytes"] for each in found)}):
-        pool = _in_pool(piece, found, outside_bytes)
-        if best is None or pool.pool_bytes <= best.pool_bytes:
-            best = pool
-    assert best is not None
+    fitted = {0, *(_core.fit_piece(each.inside)["bytes"] for each in found)}
+    best = _in_pool(sorted(fitted), found, outside_bytes)
     if limit_bytes is None or best.reserved_peak_bytes <= limit_bytes:
         return best
     most = limit_bytes - outside_bytes
@@ -282,22 +278,27 @@ def pool_bytes(
         return best
     piece, early = suited
     found = _every_order(program, outliving, beside, orders, early)
-    pool = _in_pool(piece, found, outside_bytes, early)
+    pool = _in_pool([piece], found, outside_bytes, early)
     return min(best, pool, key=lambda one: one.reserved_peak_bytes)
 
 
 def _in_pool(
-    piece: int,
+    pieces: Sequence[int],
     found: Sequence[_Events],
     outside_bytes: int,
     early: tuple[EarlyBlock, ...] = (),
 ) -> PoolBytes:
-    """Return the bytes of events in a pool with a piece; 0: none."""
-    replayed = [_after_piece(piece, each.inside) for each in found]
-    small = max(one["reserved_small_bytes"] for one in replayed) // SMALL_SEGMENT_BYTES
-    most = max(one["reserved_peak_bytes"] for one in replayed)
+    """Return the bytes of events in a pool with the best of ascending pieces; 0: none."""
     large = max(_large_bytes(each.inside) for each in found)
-    return PoolBytes(piece, small, most, outside_bytes, large, early)
+    best: PoolBytes | None = None
+    for piece in pieces:
+        replayed = [_after_piece(piece, each.inside) for each in found]
+        small = max(one["reserved_small_bytes"] for one in replayed) // SMALL_SEGMENT_BYTES
+        most = max(one["reserved_peak_bytes"] for one in replayed)
+        if best is None or most <= best.pool_bytes:
+            best = PoolBytes(piece, small, most, outside_bytes, large, early)
+    assert best is not None
+    return best
 
 
 def _large_bytes(events: npt.NDArray[np.int64]) -> int:
