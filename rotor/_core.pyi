@@ -23,6 +23,10 @@ def search_early(
     orders: Sequence[tuple[Any, Any]], border: int, piece: int, most: int, /
 ) -> list[tuple[int, int, int]] | None: ...
 
+# -- live blocks of a memory (csrc/python/bind_live.c)
+
+def live_bytes(address: Any, nbytes: Any, total: Any, resident: Any, /) -> bytearray: ...
+
 # -- chains (csrc/python/bind_chain.c)
 
 @final

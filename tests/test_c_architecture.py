@@ -24,6 +24,7 @@ C_LEVELS = {
             "checksum",
             "classes",
             "graph",
+            "live",
             "log_json",
             "log_names",
             "log_writer",
@@ -50,8 +51,8 @@ C_LEVELS = {
     ],
     "csrc/python": [
         ["support"],
-        ["bind_blocks", "bind_candidate", "bind_chain", "bind_checksum", "bind_log", "bind_tier"],
-        ["bind_log_writer"],
+        ["bind_blocks", "bind_candidate", "bind_chain", "bind_checksum", "bind_live", "bind_log"],
+        ["bind_log_writer", "bind_tier"],
         [
             "bind_planner",
             "bind_probe",

@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from rotor import _core, memory
 from rotor._pytorch import core, profiler
 from rotor.memory import MeterBusyError, Segment, meter
-from rotor.meter.segments import levels_of
+from rotor.meter.segments import counted_levels, levels_of
 
 
 @pytest.fixture(autouse=True)
@@ -256,56 +256,112 @@ def test_gradients_dropped_within_a_step_are_seen():
     assert backward.end_bytes == backward.start_bytes - activation + size
 
 
+def events_of(*entries):
+    """Events, one each nanosecond: address, bytes and perhaps total; names of marks."""
+    blocks = {at: entry for at, entry in enumerate(entries) if not isinstance(entry, str)}
+    marks = {at: entry for at, entry in enumerate(entries) if isinstance(entry, str)}
+    return profiler.Events.by_time(
+        list(blocks.values()), list(blocks), list(marks.values()), list(marks)
+    )
+
+
+def figures_of(levels):
+    return levels.segments(), levels.peak_bytes, levels.end_bytes
+
+
+def test_events_are_sorted_by_time():
+    events = profiler.Events.by_time([(7, 70), (5, 50), (7, -70)], [4, 1, 9], ["b", "a"], [5, 1])
+    assert events.address.tolist() == [5, 7, 7]
+    assert (events.nbytes.tolist(), events.ns.tolist()) == ([50, 70, -70], [1, 4, 9])
+    assert events.marks == (("a", 1, 0), ("b", 5, 2))
+    assert events.total_bytes is None
+    empty = profiler.Events.by_time([], [], ["a"], [1])
+    assert (len(empty.ns), empty.marks) == (0, (("a", 1, 0),))
+
+
 def test_levels_do_not_trust_frees_of_what_was_not_allocated_before_their_eyes():
-    a = profiler.Allocation
-    segments, peak, level = levels_of(
-        [
-            a(1000, 100),
-            a(9000, -70),  # allocated before: what the profiler remembers of it may be wrong
+    levels = levels_of(
+        events_of(
+            (1000, 100),
+            (9000, -70),  # allocated before: what the profiler remembers of it may be wrong
             "rotor.mark.x",
             "a range of the user",
-            a(2000, 50),
-            a(1000, 30),  # its address again: the 100 bytes were freed unseen
-            a(2000, -50),
+            (2000, 50),
+            (1000, 30),  # its address again: the 100 bytes were freed unseen
+            (2000, -50),
             "rotor.end",
-            a(3000, 1000),
-        ]
+            (3000, 1000),
+        )
     )
-    assert segments == [Segment("x", 100, 150, 30)]
-    assert (peak, level) == (150, 30)
+    assert figures_of(levels) == ([Segment("x", 100, 150, 30)], 150, 30)
+
+
+def test_levels_know_releases_that_marks_report():
+    levels = levels_of(
+        events_of(
+            "rotor.mark.x",
+            (1000, 100),
+            "rotor.freed.70",
+            "rotor.mark.y",
+            "rotor.freed.20",
+            (2000, 30),
+            (1000, -100),
+            "rotor.end",
+        ),
+        {9000},
+    )
+    assert levels.after.tolist() == [100, 40, -60]
+    assert levels.segments() == [Segment("x", 0, 100, 30), Segment("y", 30, 40, -60)]
+    assert (levels.peak_bytes, levels.end_bytes) == (100, -60)
+    found = levels.timeline()
+    assert found.live_bytes.tolist() == [0, 100, 30, 30, 10, 40, -60, -60]
+    assert found.allocated_bytes.tolist() == [0, 100, 100, 100, 100, 130, 130, 130]
+    assert found.marks == (("x", 0.0), ("y", 3e-9))
+
+
+def test_counters_correct_the_levels_of_an_accelerator():
+    events = events_of(
+        "rotor.mark.x",
+        (0, 100),
+        "rotor.mark.y",  # another thread has freed 60
+        "a range of the user",
+        (0, 50),
+        (0, -20),
+        "rotor.end",
+        (0, 9),
+    )
+    levels = counted_levels(events, [5, 45, 71])
+    assert levels.segments() == [Segment("x", 5, 105, 45), Segment("y", 45, 95, 71)]
+    assert (levels.peak_bytes, levels.end_bytes) == (105, 71)
+    assert levels.at_marks == [5, 45, 45, 71]
 
 
 def test_blocks_that_others_overlap_were_freed_unseen():
-    a = profiler.Allocation
-    _, peak, level = levels_of(
-        [a(1000, 100), a(1100, 100), a(1300, 50), a(1150, 170), a(1000, -100), "rotor.end"]
+    levels = levels_of(
+        events_of((1000, 100), (1100, 100), (1300, 50), (1150, 170), (1000, -100), "rotor.end")
     )
-    assert (peak, level) == (270, 170)
+    assert (levels.peak_bytes, levels.end_bytes) == (270, 170)
 
 
 def test_totals_tell_what_other_threads_free():
-    a = profiler.Allocation
-    events = [
-        a(1000, 100, total_bytes=700),
-        a(2000, 50, total_bytes=750),
-        a(3000, 10, total_bytes=660),  # the 100 bytes are gone
+    rows = [
+        (1000, 100, 700),
+        (2000, 50, 750),
+        (3000, 10, 660),  # the 100 bytes are gone
         "rotor.mark.x",
-        a(1000, 30, total_bytes=690),  # in their place
-        a(4000, -40, total_bytes=650),  # from before the start
-        a(5000, 5, total_bytes=735),  # another thread has allocated 80
-        a(6000, 5, total_bytes=690),  # and 50 are gone, of whichever thread
-        a(7000, -30, total_bytes=660),  # freed by this thread
-        a(8000, 5, total_bytes=615),  # now 50 of this thread are gone
+        (1000, 30, 690),  # in their place
+        (4000, -40, 650),  # from before the start
+        (5000, 5, 735),  # another thread has allocated 80
+        (6000, 5, 690),  # and 50 are gone, of whichever thread
+        (7000, -30, 660),  # freed by this thread
+        (8000, 5, 615),  # now 50 of this thread are gone
         "rotor.end",
     ]
-    segments, peak, level = levels_of(events)
-    assert segments == [Segment("x", 60, 100, 55)]
-    assert (peak, level) == (150, 55)
+    assert figures_of(levels_of(events_of(*rows))) == ([Segment("x", 60, 100, 55)], 150, 55)
     # A block that the meter was told of is not taken for one of another thread.
-    told = [a(100, 5, total_bytes=9), a(200, 5, total_bytes=94), a(700, -80, total_bytes=14)]
-    told.append(a(300, 1, total_bytes=10))
-    assert levels_of([*told, "rotor.end"], None, {700})[2] == 11
-    assert levels_of([*told, "rotor.end"])[2] == 6
+    told = events_of((100, 5, 9), (200, 5, 94), (700, -80, 14), (300, 1, 10), "rotor.end")
+    assert levels_of(told, {700}).end_bytes == 11
+    assert levels_of(told).end_bytes == 6
 
 
 def test_what_threads_of_collectives_free_is_seen(monkeypatch):

@@ -80,8 +80,8 @@ def test_short_timelines_are_kept_whole():
 
 
 def test_moments_become_seconds():
-    moments = [(1_000, 0, 0), (3_000, 8, 8), (5_000, 8, 8), (9_000, 2, 10)]
-    found = timeline_of(moments, [("loss", 5_000)])
+    columns = ([1_000, 3_000, 5_000, 9_000], [0, 8, 8, 2], [0, 8, 8, 10])
+    found = timeline_of(*map(np.array, columns), [("loss", 5_000)])
     assert found.seconds.tolist() == [0.0, 2e-6, 4e-6, 8e-6]
     assert found.live_bytes.tolist() == [0, 8, 8, 2]
     assert found.allocated_bytes.tolist() == [0, 8, 8, 10]

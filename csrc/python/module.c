@@ -22,7 +22,7 @@ static int execute(PyObject *module) {
         py_add_log,      py_add_log_writer, py_add_candidate, py_add_replay,  py_add_planner,
         py_add_recorder, py_add_node_state, py_add_dtr_types, py_add_kernel,  py_add_record,
         py_add_handler,  py_add_modes,      py_add_checksum,   py_add_blocks,   py_add_tier,
-        py_add_pending,
+        py_add_pending, py_add_live,
     };
     int ret = load_errors(module);
     for (size_t k = 0; ret == 0 && k < sizeof(areas) / sizeof(areas[0]); k++) {

@@ -137,5 +137,6 @@ int py_add_modes(PyObject *module);
 int py_add_checksum(PyObject *module);
 int py_add_blocks(PyObject *module);
 int py_add_tier(PyObject *module);
+int py_add_live(PyObject *module);
 
 #endif

@@ -6,12 +6,19 @@ import ctypes
 import gc
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from rotor._pytorch import core, devices
+
+Column = npt.NDArray[np.int64]
 
 
 def profiler_in_use() -> bool:
@@ -28,30 +35,68 @@ def profiler_in_use() -> bool:
     )
 
 
-class Allocation(NamedTuple):
-    """Memory allocated (`nbytes` > 0) or freed (< 0) at an address of the CPU, with its time.
+class Mark(NamedTuple):
+    """Name between allocations, its time, and the number of allocations and releases before it."""
 
-    `total_bytes` is the total of all threads at that time, from an unknown level; negative
-    if only this thread was watched.
+    name: str
+    ns: int
+    position: int
+
+
+@dataclass(frozen=True, eq=False)
+class Events:
+    """Blocks that were allocated and freed, in order of time, and the marks between them.
+
+    Attributes
+    ----------
+    address
+        Addresses of the blocks on the CPU, int64 [k]; 0 on other devices.
+    nbytes
+        Bytes of a block, negative for a release, int64 [k].
+    ns
+        Times, int64 [k].
+    marks
+        Marks in order of time.
+    total_bytes
+        Totals of all threads from an unknown level, int64 [k]; ``None`` if only this thread was
+        watched.
     """
 
-    address: int
-    nbytes: int
-    ns: int = 0
-    total_bytes: int = -1
-
-
-class Mark(str):
-    """Name between allocations, with its time."""
-
-    ns: int = 0
+    address: Column
+    nbytes: Column
+    ns: Column
+    marks: tuple[Mark, ...] = ()
+    total_bytes: Column | None = None
 
     @classmethod
-    def at(cls, name: str, ns: int) -> Mark:
-        """Return a mark with its time."""
-        made = cls(name)
-        made.ns = ns
-        return made
+    def by_time(
+        cls,
+        blocks: Sequence[tuple[int, ...]],
+        block_ns: Sequence[int],
+        names: Sequence[str],
+        name_ns: Sequence[int],
+    ) -> Events:
+        """Return events by their times.
+
+        Parameters
+        ----------
+        blocks
+            Rows of address, bytes and perhaps total.
+        block_ns
+            Their times.
+        names, name_ns
+            Names and times of marks. A mark comes before blocks of its time.
+        """
+        ns = np.array(block_ns, dtype=np.int64)
+        order = np.argsort(ns, kind="stable")
+        width = len(blocks[0]) if blocks else 2
+        columns = np.array(blocks, dtype=np.int64).reshape(len(blocks), width)[order].T
+        ns = ns[order]
+        timed = sorted(zip(name_ns, names, strict=True), key=lambda one: one[0])
+        positions = np.searchsorted(ns, [at for at, _ in timed]).tolist()
+        marks = [Mark(name, at, k) for (at, name), k in zip(timed, positions, strict=True)]
+        address, nbytes, *total = map(np.ascontiguousarray, columns)
+        return cls(address, nbytes, ns, tuple(marks), total[0] if total else None)
 
 
 _SILENT = "99"
@@ -135,49 +180,66 @@ class AllocationTrace:
         autograd = torch._C._autograd
         autograd._record_function_with_args_exit(autograd._record_function_with_args_enter(name))
 
-    def stop(self) -> list[Allocation | str]:
-        """End, in the thread that began; return allocations and marks in order of time."""
+    def stop(self) -> Events:
+        """End, in the thread that began; return what was recorded."""
         result = torch._C._autograd._disable_profiler()
         if self._counting is not None:
             self._counting.value = self._old_counting
         if self._level is not None:
             self._level.value = self._old_level
-        if self._device_type != "cpu":
-            return self._on_device(result)
-        timed: list[tuple[int, Allocation | str]] = []
-        pending = list(reversed(result.experimental_event_tree()))
-        allocation = torch._C._profiler._ExtraFields_Allocation
-        # Asking each event for its device takes a third of the time.
-        is_alone = devices.accelerator_in_use().type == "cpu"
-        while pending:
-            event = pending.pop()
-            fields: Any = event.extra_fields
-            if type(fields) is allocation:
-                if is_alone or fields.device.type == "cpu":
-                    ns = event.start_time_ns
-                    total = -1 if self._counting is None else fields.total_allocated
-                    timed.append((ns, Allocation(fields.ptr, fields.alloc_size, ns, total)))
-            else:
-                ns = event.start_time_ns
-                timed.append((ns, Mark.at(event.name, ns)))
-                pending.extend(reversed(event.children))
-        timed.sort(key=lambda entry: entry[0])
-        return [entry for _, entry in timed]
+        return self._on_cpu(result) if self._device_type == "cpu" else self._on_device(result)
 
-    def _on_device(self, result: Any) -> list[Allocation | str]:
+    def _on_cpu(self, result: Any) -> Events:
+        # Thousands of events: loops in Python would take twice the time.
+        events = result.experimental_event_tree()
+        blocks: list[tuple[Any, int]] = []
+        marks: list[Any] = []
+        while events:
+            pairs = list(map(_FIELDS_AND_NS, events))
+            blocks += [pair for pair in pairs if type(pair[0]) is _ALLOCATION]
+            named = [
+                event
+                for event, pair in zip(events, pairs, strict=True)
+                if type(pair[0]) is not _ALLOCATION
+            ]
+            marks += named
+            events = [inner for event in named for inner in event.children]
+        if devices.accelerator_in_use().type != "cpu":
+            # Asking each event for its device takes a third of the time.
+            blocks = [pair for pair in blocks if pair[0].device.type == "cpu"]
+        read = _BLOCK if self._counting is None else _BLOCK_AND_TOTAL
+        return Events.by_time(
+            list(map(read, [fields for fields, _ in blocks])),
+            [ns for _, ns in blocks],
+            [event.name for event in marks],
+            [event.start_time_ns for event in marks],
+        )
+
+    def _on_device(self, result: Any) -> Events:
         """Return marks and an accelerator's events, which are in no tree and without addresses."""
-        found: list[Allocation | str] = []
         # PyTorch 2.11 does not say here what a backend has renamed "privateuse1" to.
         is_renamed = self._device_type == torch._C._get_privateuse1_backend_name()
         kinds = {self._device_type, *(["privateuse1"] if is_renamed else [])}
-        for event in sorted(result.events(), key=lambda event: event.start_ns()):
-            kind = str(event.device_type()).rpartition(".")[2].lower()
-            if event.name() != "[memory]":
-                found.append(Mark.at(event.name(), event.start_ns()))
-            elif kind in kinds:
-                found.append(Allocation(0, event.nbytes(), event.start_ns()))
-        return found
+        events = result.events()
+        marks = [event for event in events if event.name() != "[memory]"]
+        blocks = [
+            event
+            for event in events
+            if event.name() == "[memory]"
+            and str(event.device_type()).rpartition(".")[2].lower() in kinds
+        ]
+        return Events.by_time(
+            [(0, event.nbytes()) for event in blocks],
+            [event.start_ns() for event in blocks],
+            [event.name() for event in marks],
+            [event.start_ns() for event in marks],
+        )
 
+
+_ALLOCATION = torch._C._profiler._ExtraFields_Allocation
+_FIELDS_AND_NS = attrgetter("extra_fields", "start_time_ns")
+_BLOCK = attrgetter("ptr", "alloc_size")
+_BLOCK_AND_TOTAL = attrgetter("ptr", "alloc_size", "total_allocated")
 
 core.check(
     (

@@ -133,14 +133,17 @@ class PredictedTimeline:
 
 
 def timeline_of(
-    moments: Sequence[tuple[int, int, int]], marks: Sequence[tuple[str, int]]
+    times: npt.NDArray[np.int64],
+    levels: npt.NDArray[np.int64],
+    allocated: npt.NDArray[np.int64],
+    marks: Sequence[tuple[str, int]],
 ) -> Timeline:
     """Return the timeline of levels, thinned and starting at zero.
 
     Parameters
     ----------
-    moments
-        Nanoseconds, following level, bytes given out until then: in order, at least one.
+    times, levels, allocated
+        Nanoseconds, following level, bytes given out until then, [k]: in order, at least one.
     marks
         Pairs (name, nanoseconds); their moments are kept.
 
@@ -149,10 +152,11 @@ def timeline_of(
     Timeline
         Seconds since the first moment, levels in bytes, and marks.
     """
-    times, levels, allocated = np.array(moments, dtype=np.int64).T
-    kept = thinned(levels, max(MOST_POINTS - len(marks), MOST_POINTS // 2))
+    is_kept = np.zeros(len(times), dtype=np.bool_)
+    is_kept[thinned(levels, max(MOST_POINTS - len(marks), MOST_POINTS // 2))] = True
     marked = np.searchsorted(times, [ns for _, ns in marks])
-    kept = np.union1d(kept, marked[marked < len(times)]).astype(np.intp)
+    is_kept[marked[marked < len(times)]] = True
+    kept = np.flatnonzero(is_kept)
     return Timeline(
         (times[kept] - times[0]) / _NS,
         levels[kept],

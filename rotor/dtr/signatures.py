@@ -67,12 +67,7 @@ def run_measured(
         results = call(*args, **kwargs)
     finally:
         events = trace.stop()
-    level = peak = 0
-    for event in events:
-        if isinstance(event, profiler.Allocation):
-            level += event.nbytes
-            peak = max(peak, level)
-    return results, peak
+    return results, int(events.nbytes.cumsum().max(initial=0))
 
 
 def run_timed(

@@ -25,16 +25,16 @@ from rotor._pytorch import core, devices, main_thread
 from rotor._pytorch import profiler as _profiler
 from rotor.common import accounting
 from rotor.common.collector import CollectorPause
-from rotor.common.timeline import Timeline, timeline_of
+from rotor.common.timeline import Timeline
 from rotor.meter.segments import (
     END,
     FREED,
     MARK,
     START,
+    Levels,
     Segment,
     counted_levels,
     levels_of,
-    marks_of,
 )
 
 __all__ = [
@@ -147,8 +147,9 @@ class Meter(ABC):
     block Python's collector of cycles waits: what it frees would be taken for the block's.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timeline: bool) -> None:
         self._device = device
+        self._wants_timeline = timeline
         self._state = "new"
         self._segments: list[Segment] = []
         self._peak_bytes = 0
@@ -265,6 +266,15 @@ class Meter(ABC):
         """
         core.at_end_of_backward(done, failed)
 
+    def _take(self, levels: Levels) -> None:
+        """Take the figures from the levels along the events; the peak may be known to be higher."""
+        self._segments = levels.segments()
+        self._peak_bytes = max(self._peak_bytes, levels.peak_bytes)
+        self._end_bytes = levels.end_bytes
+        if self._wants_timeline:
+            self._timeline = levels.timeline()
+        self._state = "done"
+
     @abstractmethod
     def _begin(self) -> None: ...
 
@@ -298,8 +308,7 @@ class _CpuMeter(Meter):
     def __init__(
         self, device: torch.device, existing: Sequence[torch.Tensor], timeline: bool
     ) -> None:
-        super().__init__(device)
-        self._wants_timeline = timeline
+        super().__init__(device, timeline)
         self._existing = existing
         self._watched: list[weakref.ref[torch.UntypedStorage]] = []
         # Threads of collectives free blocks of the metered thread.
@@ -343,18 +352,9 @@ class _CpuMeter(Meter):
             return
         # Thousands of objects are made here that soon go: nothing is collected for them.
         with CollectorPause():
-            self._figure(self._trace.stop())
-        self._state = "done"
-
-    def _figure(self, events: Sequence[_profiler.Allocation | str]) -> None:
-        """Take the figures from allocations and marks."""
+            events = self._trace.stop()
         _vacate(self)
-        moments: list[tuple[int, int, int]] | None = [] if self._wants_timeline else None
-        self._segments, self._peak_bytes, self._end_bytes = levels_of(
-            events, moments, self._resident
-        )
-        if moments:
-            self._timeline = timeline_of(moments, marks_of(events))
+        self._take(levels_of(events, self._resident))
 
 
 class _Freed:
@@ -379,8 +379,7 @@ class _DeviceMeter(Meter):
     _by_counters = False
 
     def __init__(self, device: torch.device, timeline: bool) -> None:
-        super().__init__(device)
-        self._wants_timeline = timeline
+        super().__init__(device, timeline)
         self._base = 0
         self._highest = 0
         self._start = 0
@@ -493,15 +492,9 @@ class _DeviceMeter(Meter):
         trace, self._trace = self._trace, None
         if trace is None:
             return
-        moments: list[tuple[int, int, int]] = []
         events = trace.stop()
         _vacate(self)
-        self._segments, peak = counted_levels(events, self._levels, moments)
-        self._peak_bytes = max(self._peak_bytes, peak)
-        self._end_bytes = self._levels[-1]
-        if self._wants_timeline and moments:
-            self._timeline = timeline_of(moments, marks_of(events))
-        self._state = "done"
+        self._take(counted_levels(events, self._levels))
 
 
 def meter(

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
-from rotor._pytorch import profiler as _profiler
-from rotor.meter.blocks import Blocks
+import numpy as np
+import numpy.typing as npt
 
-__all__ = [
-    "END",
-    "FREED",
-    "MARK",
-    "START",
-    "Segment",
-    "counted_levels",
-    "levels_of",
-    "marks_of",
-]
+from rotor import _core
+from rotor._pytorch.profiler import Events, Mark
+from rotor.common.timeline import Timeline, timeline_of
+
+__all__ = ["END", "FREED", "MARK", "START", "Levels", "Segment", "counted_levels", "levels_of"]
 
 MARK = "rotor.mark."
 FREED = "rotor.freed."
 END = "rotor.end"
 START = "rotor.start"
+
+Column = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,99 +45,144 @@ class Segment:
     end_bytes: int
 
 
-def levels_of(
-    events: Iterable[_profiler.Allocation | str],
-    moments: list[tuple[int, int, int]] | None = None,
-    resident: Collection[int] = (),
-) -> tuple[list[Segment], int, int]:
-    """Return the segments, the peak and the last level of allocations and marks.
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """Bytes allocated along the events of a meter, above the level at its start.
 
-    A list of moments, if given, receives (nanoseconds, level, bytes given out so far) for
-    each moment.
+    Attributes
+    ----------
+    events
+        Events up to the end.
+    after
+        Level after each allocation and release, int64 [k].
+    at_marks
+        Level at each mark of the events.
     """
-    segments: list[Segment] = []
-    blocks = Blocks(resident)
-    name: str | None = None
-    freed = live = level = start = peak = highest = given = 0
-    for event in events:
-        if isinstance(event, _profiler.Allocation):
-            live = blocks.add(event)
-            level = live - freed
-            if event.nbytes > 0:
-                given += event.nbytes
-                peak = max(peak, level)
-        elif event.startswith(FREED):
-            freed += int(event.removeprefix(FREED))
-            level = live - freed
-        elif event == END or event.startswith(MARK):
-            highest = max(highest, peak)
-            if name is not None:
-                segments.append(Segment(name, start, peak, level))
-            if event == END:
-                _note(moments, event, level, given)
-                break
-            name = event.removeprefix(MARK)
-            start = peak = level
-        _note(moments, event, level, given)
-    return segments, highest, level
+
+    events: Events
+    after: Column
+    at_marks: list[int]
+
+    @property
+    def end_bytes(self) -> int:
+        """Level at the end."""
+        return self.at_marks[-1]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Maximum; at least the level at the start."""
+        starts = [
+            level
+            for mark, level in zip(self.events.marks, self.at_marks, strict=True)
+            if mark.name.startswith(MARK)
+        ]
+        return max(self._peak(0, len(self.after), 0), *starts, 0)
+
+    def _peak(self, begin: int, end: int, start: int) -> int:
+        grown = self.after[begin:end][self.events.nbytes[begin:end] > 0]
+        return int(grown.max(initial=start))
+
+    def segments(self) -> list[Segment]:
+        """Return the segments in the order of their marks."""
+        bounds = [
+            (mark, level)
+            for mark, level in zip(self.events.marks, self.at_marks, strict=True)
+            if _is_bound(mark)
+        ]
+        return [
+            Segment(
+                mark.name.removeprefix(MARK),
+                level,
+                self._peak(mark.position, following.position, level),
+                end,
+            )
+            for (mark, level), (following, end) in pairwise(bounds)
+        ]
+
+    def timeline(self) -> Timeline:
+        """Return the levels over time, thinned, with the marks of the segments."""
+        events = self.events
+        positions = [mark.position for mark in events.marks]
+        given = np.cumsum(np.maximum(events.nbytes, 0))
+        given_at = [int(given[k - 1]) if k else 0 for k in positions]
+        return timeline_of(
+            np.insert(events.ns, positions, [mark.ns for mark in events.marks]),
+            np.insert(self.after, positions, self.at_marks),
+            np.insert(given, positions, given_at),
+            [
+                (mark.name.removeprefix(MARK), mark.ns)
+                for mark in events.marks
+                if mark.name.startswith(MARK)
+            ],
+        )
 
 
-def _note(
-    moments: list[tuple[int, int, int]] | None,
-    event: _profiler.Allocation | str,
-    level: int,
-    given: int,
-) -> None:
-    if moments is not None:
-        assert isinstance(event, _profiler.Allocation | _profiler.Mark)
-        moments.append((event.ns, level, given))
+def _is_bound(mark: Mark) -> bool:
+    return mark.name == END or mark.name.startswith(MARK)
 
 
-def counted_levels(
-    events: Iterable[_profiler.Allocation | str],
-    levels: Sequence[int],
-    moments: list[tuple[int, int, int]],
-) -> tuple[list[Segment], int]:
-    """Return the segments and the peak of an accelerator's events.
+def _until_end(events: Events) -> Events:
+    names = [mark.name for mark in events.marks]
+    count = names.index(END) + 1
+    last = events.marks[count - 1].position
+    total = events.total_bytes
+    return Events(
+        events.address[:last],
+        events.nbytes[:last],
+        events.ns[:last],
+        events.marks[:count],
+        None if total is None else total[:last],
+    )
+
+
+def _shifted(events: Events, running: Column, shifts: Sequence[int]) -> Levels:
+    """Return levels that differ from running sums: from each mark to the next by its shift."""
+    positions = [mark.position for mark in events.marks]
+    passed = np.searchsorted(positions, np.arange(len(running)), side="right")
+    at_marks = [
+        shift + (int(running[k - 1]) if k else 0)
+        for k, shift in zip(positions, shifts, strict=True)
+    ]
+    return Levels(events, running + np.array([0, *shifts], dtype=np.int64)[passed], at_marks)
+
+
+def levels_of(events: Events, resident: Collection[int] = ()) -> Levels:
+    """Return the levels along the events of the CPU's allocator.
 
     Parameters
     ----------
     events
-        Allocations and marks. What another thread frees may be missing.
-    levels
-        Bytes by the counters at each mark, and at the end.
-    moments
-        List that receives (nanoseconds, level, bytes given out so far) for each moment.
+        Events, among whose marks is `END`.
+    resident
+        Addresses of blocks from before the start, whose release marks report (`FREED`).
     """
-    segments: list[Segment] = []
-    name: str | None = None
-    start = level = peak = highest = given = 0
-    ends = iter(levels)
-    for event in events:
-        if isinstance(event, _profiler.Allocation):
-            level += event.nbytes
-            given += max(event.nbytes, 0)
-            peak = max(peak, level)
-        elif event == END:
-            break
-        elif event.startswith(MARK):
-            level = next(ends)
-            highest = max(highest, peak)
-            if name is not None:
-                segments.append(Segment(name, start, peak, level))
-            name = event.removeprefix(MARK)
-            start = peak = level
-        _note(moments, event, level, given)
-    highest = max(highest, peak)
-    if name is not None:
-        segments.append(Segment(name, start, peak, next(ends)))
-    return segments, highest
+    events = _until_end(events)
+    known = np.array(sorted(resident), dtype=np.int64)
+    live = _core.live_bytes(events.address, events.nbytes, events.total_bytes, known)
+    names = [mark.name for mark in events.marks]
+    freed = [int(name.removeprefix(FREED)) if name.startswith(FREED) else 0 for name in names]
+    shifts = [-gone for gone in accumulate(freed)]
+    return _shifted(events, np.frombuffer(live, dtype=np.int64), shifts)
 
 
-def marks_of(events: Iterable[_profiler.Allocation | str]) -> list[tuple[str, int]]:
-    """Return the names of marks, and their times."""
-    return [
-        (event.removeprefix(MARK), event.ns)
-        for event in events
-        if isinstance(event, _profiler.Mark) and event.startswith(MARK)
-    ]
+def counted_levels(events: Events, counted: Sequence[int]) -> Levels:
+    """Return the levels along the events of an accelerator.
+
+    Parameters
+    ----------
+    events
+        Events, among whose marks is `END`. What another thread frees may be missing.
+    counted
+        Bytes by the counters at each mark of a segment, and at the end.
+    """
+    events = _until_end(events)
+    running = np.cumsum(events.nbytes)
+    known = iter(counted)
+    shifts: list[int] = []
+    for mark in events.marks:
+        if _is_bound(mark):
+            before = int(running[mark.position - 1]) if mark.position else 0
+            shifts.append(next(known) - before)
+        else:
+            shifts.append(shifts[-1] if shifts else 0)
+    return _shifted(events, running, shifts)

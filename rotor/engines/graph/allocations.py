@@ -58,18 +58,14 @@ def record(device: torch.device, recorded: Recorded) -> Iterator[_Recorder]:
     """Record operations; their events are in `recorded` afterwards."""
     trace = profiler.AllocationTrace(device_type=device.type)
     trace.start()
-    entries: list[profiler.Allocation | str] = []
     try:
         yield _Recorder(trace)
     finally:
-        entries = trace.stop()
-    marks = [k for k, entry in enumerate(entries) if isinstance(entry, str)]
-    for begin, end in pairwise(marks):
-        if entries[begin] == "begin":
-            events = entries[begin + 1 : end]
-            recorded.events.append(
-                [event.nbytes for event in events if isinstance(event, profiler.Allocation)]
-            )
+        events = trace.stop()
+    sizes = events.nbytes.tolist()
+    for mark, following in pairwise(events.marks):
+        if mark.name == "begin":
+            recorded.events.append(sizes[mark.position : following.position])
 
 
 def _order(events: Sequence[int], made: Sequence[int], *, latest: bool) -> tuple[int, ...] | None:
