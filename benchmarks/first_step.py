@@ -3,16 +3,21 @@
 Run as ``python benchmarks/first_step.py [--planning before] [word ...]``. CPU time of a process on
 one thread, in plain steps of the same run. The limit leaves 60 % of what plain training needs
 beside the gradients. "first" is the first step without its capture; "others+" what steps 3 to 50
-take together beyond a late one; "again" the median of the first steps of three further objects,
-with what the first one has kept on disk; "program" the time of the last program against one that
-was searched for before the first step, by the same costs.
+take together beyond a late one; "again" the first step, without its capture, of a second run: of
+another process with what this one has kept on disk, in plain steps of that process, median of
+three; "later" the steps that follow it there, each beside a plain one; "whole" that first step with
+its capture, beside the capture and a plain step; "program" the time of the last program against one
+that was searched for before the first step, by the same costs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -38,7 +43,7 @@ from rotor.engines.graph.engine import GraphEngine
 from rotor.graph import Program
 
 SHARE = 0.6
-OBJECTS = 3
+RUNS = 3
 ROUNDS = 5
 CPU = torch.device("cpu")
 
@@ -210,7 +215,7 @@ class Captures:
 
 @dataclass
 class Found:
-    """Figures of one model; seconds of CPU time."""
+    """Figures of one model; seconds of CPU time, and ratios of second runs."""
 
     plain: float
     capture: float
@@ -224,10 +229,11 @@ class Found:
         steps = [seconds / self.plain for seconds in self.steps]
         first = steps[0] - self.capture / self.plain
         late = statistics.median(steps[-5:])
+        again, later, whole = self.again
         return (
             f"{name:15} {self.plain:6.3f} s {self.capture / self.plain:8.1f} {first:6.2f} "
             f"{steps[1]:7.2f} {sum(steps[2:]) - late * len(steps[2:]):7.1f} {late:7.2f} "
-            f"{statistics.median(self.again) / self.plain:7.2f} {self.slower:+8.2%}   {self.text}"
+            f"{again:7.2f} {later:6.2f} {whole:6.2f} {self.slower:+8.2%}   {self.text}"
         )
 
 
@@ -241,37 +247,64 @@ def step_limit(model: nn.Module, batch: Batch) -> int:
     return int(gradients + SHARE * (meter.peak_bytes - gradients))
 
 
+class Case:
+    """A model with its batch, and its plain step's seconds."""
+
+    def __init__(self, name: str) -> None:
+        make, batch_of = CASES[name]
+        torch.manual_seed(0)
+        self.model, self.batch = make(), batch_of()
+        train_step(self.model, self.batch)
+        self.plain = statistics.median(self.seconds(self.model) for _ in range(5))
+
+    def seconds(self, model: nn.Module) -> float:
+        """CPU time of a step."""
+        return cpu_seconds(lambda: train_step(model, self.batch))
+
+    def begun(self, limit: int, planning: str) -> tuple[rotor.Checkpointable, float, float]:
+        """A wrapped model after its first step, and the seconds of that step and its capture."""
+        chk = rotor.Checkpointable(
+            self.model, mem_limit=limit, engine="graph", planning=planning, verbosity=0
+        )
+        with Captures() as captures:
+            first = self.seconds(chk)
+        return chk, first, captures.seconds
+
+
 def figures(name: str, planning: str, steps: int) -> Found:
     """The figures of one model, from an empty cache directory."""
-    make, batch_of = CASES[name]
-    torch.manual_seed(0)
-    model, batch = make(), batch_of()
+    case = Case(name)
     with tempfile.TemporaryDirectory() as directory:
         os.environ["ROTOR_CACHE_DIR"] = directory
-        train_step(model, batch)
-        plain = statistics.median(cpu_seconds(lambda: train_step(model, batch)) for _ in range(5))
-        limit = step_limit(model, batch)
-
-        def begun(how: str) -> tuple[rotor.Checkpointable, float, float]:
-            chk = rotor.Checkpointable(
-                model, mem_limit=limit, engine="graph", planning=how, verbosity=0
-            )
-            with Captures() as captures:
-                first = cpu_seconds(lambda: train_step(chk, batch))
-            return chk, first, captures.seconds
-
-        chk, first, capture = begun(planning)
-        times = [first, *(cpu_seconds(lambda: train_step(chk, batch)) for _ in range(steps - 1))]
-        again = []
-        for _ in range(OBJECTS):
-            _, seconds, capture_again = begun(planning)
-            again.append(seconds - capture_again)
-        best, *_ = begun("before")
-        train_step(best, batch)
+        limit = step_limit(case.model, case.batch)
+        chk, first, capture = case.begun(limit, planning)
+        times = [first, *(case.seconds(chk) for _ in range(steps - 1))]
+        command = [sys.executable, __file__, "--planning", planning, "--again", str(limit), name]
+        runs = [
+            json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            for _ in range(RUNS)
+        ]
+        again = list(map(statistics.median, zip(*runs, strict=True)))
+        best, *_ = case.begun(limit, "before")
+        train_step(best, case.batch)
         priced = Program(best.graph, chk.program.ops)
         slower = priced.makespan / best.program.makespan - 1
         text = chk.plan.planning.text
-    return Found(plain, capture, times, again, slower, text)
+    return Found(case.plain, capture, times, again, slower, text)
+
+
+def print_again(name: str, planning: str, limit: int) -> None:
+    """Print the ratios of a second run: "again", "later" and "whole"."""
+    case = Case(name)
+    chk, first, capture = case.begun(limit, planning)
+    assert chk.plan.planning.origin in ("kept on disk", "before the first step"), chk.plan.planning
+    later = [case.seconds(chk) / case.seconds(case.model) for _ in range(ROUNDS)]
+    found = [
+        (first - capture) / case.plain,
+        statistics.median(later),
+        first / (capture + case.plain),
+    ]
+    print(json.dumps(found))
 
 
 PHASES = {
@@ -344,9 +377,13 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="parts of the names of models; by default all")
     parser.add_argument("--planning", default="background", choices=("background", "before"))
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--again", type=int, metavar="LIMIT", help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
+    if given.again is not None:
+        print_again(*given.words, given.planning, given.again)
+        return
     names = [
         n for n in CASES if not given.words or any(w.lower() in n.lower() for w in given.words)
     ]
@@ -355,7 +392,7 @@ def main() -> None:
     print(f"planning={given.planning}; in plain steps of CPU time, but for the first column")
     print(
         f"{'':15} {'plain':>8} {'capture':>8} {'first':>6} {'second':>7} {'others+':>7} "
-        f"{'late':>7} {'again':>7} {'program':>8}"
+        f"{'late':>7} {'again':>7} {'later':>6} {'whole':>6} {'program':>8}"
     )
     for name in names:
         print(figures(name, given.planning, given.steps).row(name), flush=True)

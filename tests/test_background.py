@@ -53,7 +53,7 @@ def plain_losses(steps):
 
 @pytest.fixture
 def poor_start(monkeypatch):
-    """A first program for which products are as cheap as anything else."""
+    """A first program for which products are as cheap as anything else; they are measured as dear."""
     original = improving.glance
 
     def distorted(*args, **kwargs):
@@ -61,6 +61,9 @@ def poor_start(monkeypatch):
         return [replace(cost, ns=1000 if cost.ns else 0) for cost in costs], rough
 
     monkeypatch.setattr(improving, "glance", distorted)
+    monkeypatch.setattr(
+        glances, "timed", lambda task, *_: 100_000 if "mm" in str(task.node.target) else 1000
+    )
 
 
 def test_the_first_step_takes_no_measurement_and_no_long_search(limit, monkeypatch):

@@ -258,10 +258,10 @@ def test_gradients_dropped_within_a_step_are_seen():
 
 def events_of(*entries):
     """Events, one each nanosecond: address, bytes and perhaps total; names of marks."""
-    blocks = {at: entry for at, entry in enumerate(entries) if not isinstance(entry, str)}
-    marks = {at: entry for at, entry in enumerate(entries) if isinstance(entry, str)}
+    timed = list(enumerate(entries))
     return profiler.Events.by_time(
-        list(blocks.values()), list(blocks), list(marks.values()), list(marks)
+        [(at, *entry) for at, entry in timed if not isinstance(entry, str)],
+        [(at, entry) for at, entry in timed if isinstance(entry, str)],
     )
 
 
@@ -270,12 +270,12 @@ def figures_of(levels):
 
 
 def test_events_are_sorted_by_time():
-    events = profiler.Events.by_time([(7, 70), (5, 50), (7, -70)], [4, 1, 9], ["b", "a"], [5, 1])
+    events = profiler.Events.by_time([(4, 7, 70), (1, 5, 50), (9, 7, -70)], [(5, "b"), (1, "a")])
     assert events.address.tolist() == [5, 7, 7]
     assert (events.nbytes.tolist(), events.ns.tolist()) == ([50, 70, -70], [1, 4, 9])
     assert events.marks == (("a", 1, 0), ("b", 5, 2))
     assert events.total_bytes is None
-    empty = profiler.Events.by_time([], [], ["a"], [1])
+    empty = profiler.Events.by_time([], [(1, "a")])
     assert (len(empty.ns), empty.marks) == (0, (("a", 1, 0),))
 
 

@@ -6,9 +6,9 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,34 +69,24 @@ class Events:
     total_bytes: Column | None = None
 
     @classmethod
-    def by_time(
-        cls,
-        blocks: Sequence[tuple[int, ...]],
-        block_ns: Sequence[int],
-        names: Sequence[str],
-        name_ns: Sequence[int],
-    ) -> Events:
-        """Return events by their times.
+    def by_time(cls, blocks: Sequence[tuple[int, ...]], marks: Iterable[tuple[int, str]]) -> Events:
+        """Return events in order of time.
 
         Parameters
         ----------
         blocks
-            Rows of address, bytes and perhaps total.
-        block_ns
-            Their times.
-        names, name_ns
-            Names and times of marks. A mark comes before blocks of its time.
+            Rows of time, address, bytes and perhaps total.
+        marks
+            Times and names. A mark comes before blocks of its time.
         """
-        ns = np.array(block_ns, dtype=np.int64)
-        order = np.argsort(ns, kind="stable")
-        width = len(blocks[0]) if blocks else 2
-        columns = np.array(blocks, dtype=np.int64).reshape(len(blocks), width)[order].T
-        ns = ns[order]
-        timed = sorted(zip(name_ns, names, strict=True), key=lambda one: one[0])
+        width = len(blocks[0]) if blocks else 3
+        rows = np.array(blocks, dtype=np.int64).reshape(len(blocks), width)
+        columns = rows[np.argsort(rows[:, 0], kind="stable")].T
+        ns, address, nbytes, *total = map(np.ascontiguousarray, columns)
+        timed = sorted(marks, key=itemgetter(0))
         positions = np.searchsorted(ns, [at for at, _ in timed]).tolist()
-        marks = [Mark(name, at, k) for (at, name), k in zip(timed, positions, strict=True)]
-        address, nbytes, *total = map(np.ascontiguousarray, columns)
-        return cls(address, nbytes, ns, tuple(marks), total[0] if total else None)
+        found = [Mark(name, at, k) for (at, name), k in zip(timed, positions, strict=True)]
+        return cls(address, nbytes, ns, tuple(found), total[0] if total else None)
 
 
 _SILENT = "99"
@@ -190,30 +180,22 @@ class AllocationTrace:
         return self._on_cpu(result) if self._device_type == "cpu" else self._on_device(result)
 
     def _on_cpu(self, result: Any) -> Events:
-        # Thousands of events: loops in Python would take twice the time.
-        events = result.experimental_event_tree()
-        blocks: list[tuple[Any, int]] = []
-        marks: list[Any] = []
-        while events:
-            pairs = list(map(_FIELDS_AND_NS, events))
-            blocks += [pair for pair in pairs if type(pair[0]) is _ALLOCATION]
-            named = [
-                event
-                for event, pair in zip(events, pairs, strict=True)
-                if type(pair[0]) is not _ALLOCATION
-            ]
-            marks += named
-            events = [inner for event in named for inner in event.children]
-        if devices.accelerator_in_use().type != "cpu":
-            # Asking each event for its device takes a third of the time.
-            blocks = [pair for pair in blocks if pair[0].device.type == "cpu"]
+        # Asking each event for its device takes a third of the time.
+        is_alone = devices.accelerator_in_use().type == "cpu"
+        allocation = torch._C._profiler._ExtraFields_Allocation
         read = _BLOCK if self._counting is None else _BLOCK_AND_TOTAL
-        return Events.by_time(
-            list(map(read, [fields for fields, _ in blocks])),
-            [ns for _, ns in blocks],
-            [event.name for event in marks],
-            [event.start_time_ns for event in marks],
-        )
+        blocks: list[tuple[int, ...]] = []
+        marks: list[tuple[int, str]] = []
+        pending = [result.experimental_event_tree()]
+        while pending:
+            for event in pending.pop():
+                fields = event.extra_fields
+                if type(fields) is not allocation:
+                    marks.append((event.start_time_ns, event.name))
+                    pending.append(event.children)
+                elif is_alone or fields.device.type == "cpu":
+                    blocks.append((event.start_time_ns, *read(fields)))
+        return Events.by_time(blocks, marks)
 
     def _on_device(self, result: Any) -> Events:
         """Return marks and an accelerator's events, which are in no tree and without addresses."""
@@ -221,23 +203,17 @@ class AllocationTrace:
         is_renamed = self._device_type == torch._C._get_privateuse1_backend_name()
         kinds = {self._device_type, *(["privateuse1"] if is_renamed else [])}
         events = result.events()
-        marks = [event for event in events if event.name() != "[memory]"]
-        blocks = [
-            event
-            for event in events
-            if event.name() == "[memory]"
-            and str(event.device_type()).rpartition(".")[2].lower() in kinds
-        ]
         return Events.by_time(
-            [(0, event.nbytes()) for event in blocks],
-            [event.start_ns() for event in blocks],
-            [event.name() for event in marks],
-            [event.start_ns() for event in marks],
+            [
+                (event.start_ns(), 0, event.nbytes())
+                for event in events
+                if event.name() == "[memory]"
+                and str(event.device_type()).rpartition(".")[2].lower() in kinds
+            ],
+            [(event.start_ns(), event.name()) for event in events if event.name() != "[memory]"],
         )
 
 
-_ALLOCATION = torch._C._profiler._ExtraFields_Allocation
-_FIELDS_AND_NS = attrgetter("extra_fields", "start_time_ns")
 _BLOCK = attrgetter("ptr", "alloc_size")
 _BLOCK_AND_TOTAL = attrgetter("ptr", "alloc_size", "total_allocated")
 

@@ -12,8 +12,8 @@ from typing import Self
 
 __all__ = ["CollectorPause"]
 
-_MANY = 200_000
-"""Objects from which all generations are collected after a pause."""
+_MANY = 60_000
+"""Objects from which all generations are collected after a pause: Python would do it soon after."""
 
 _lock = threading.Lock()
 _pauses = 0
@@ -29,8 +29,7 @@ class CollectorPause:
     ----------
     collects
         True to collect once at the end, unless another pause goes on: the collector would walk
-        what was made since, generation by generation, soon after. All generations are collected
-        if that is much.
+        what was made since, generation by generation, soon after.
     """
 
     def __init__(self, *, collects: bool = False) -> None:

@@ -187,4 +187,8 @@ def thinned(levels: npt.NDArray[np.int64], most: int = MOST_POINTS) -> npt.NDArr
     filled = np.pad(levels, (0, len(firsts) * size - len(levels)), mode="edge")
     stretches = filled.reshape(-1, size)
     highs, lows = firsts + stretches.argmax(1), firsts + stretches.argmin(1)
-    return np.unique(np.concatenate([[0, len(levels) - 1], highs, lows])).astype(np.intp)
+    # np.unique would do, but takes milliseconds when it is first called.
+    is_kept = np.zeros(len(levels), dtype=np.bool_)
+    for moments in ([0, len(levels) - 1], highs, lows):
+        is_kept[moments] = True
+    return np.flatnonzero(is_kept)
