@@ -53,7 +53,7 @@ def plain_losses(steps):
 
 @pytest.fixture
 def poor_start(monkeypatch):
-    """A first program for which products are as cheap as anything else; they are measured as dear."""
+    """A first program for which products are as cheap as anything; they are measured as dear."""
     original = improving.glance
 
     def distorted(*args, **kwargs):
