@@ -3,11 +3,14 @@
 Run as ``python benchmarks/first_step.py [--planning before] [word ...]``. CPU time of a process on
 one thread, in plain steps of the same run. The limit leaves 60 % of what plain training needs
 beside the gradients. "first" is the first step without its capture; "others+" what steps 3 to 50
-take together beyond a late one; "again" the first step, without its capture, of a second run: of
-another process with what this one has kept on disk, in plain steps of that process, median of
-three; "later" the steps that follow it there, each beside a plain one; "whole" that first step with
-its capture, beside the capture and a plain step; "program" the time of the last program against one
-that was searched for before the first step, by the same costs.
+take together beyond a late one; "program" the time of the last program against one that was
+searched for before the first step, by the same costs.
+
+A second run of the script is another process with what this one has kept on disk, three times, each
+after a process that trains the plain model; medians. "script" is its first step without the capture
+beside the first step of the plain process; "whole" that step with its capture, beside the capture
+and the plain first step; "later" its later steps, each beside a plain one of the same process;
+"again" the first step, without the capture, of a second object there, in such plain steps.
 """
 
 from __future__ import annotations
@@ -215,7 +218,7 @@ class Captures:
 
 @dataclass
 class Found:
-    """Figures of one model; seconds of CPU time, and ratios of second runs."""
+    """Figures of one model: seconds of CPU time, and ratios of second runs (`second_run`)."""
 
     plain: float
     capture: float
@@ -229,11 +232,11 @@ class Found:
         steps = [seconds / self.plain for seconds in self.steps]
         first = steps[0] - self.capture / self.plain
         late = statistics.median(steps[-5:])
-        again, later, whole = self.again
+        again = "{:7.2f} {:6.2f} {:6.2f} {:6.2f}".format(*self.again)
         return (
             f"{name:15} {self.plain:6.3f} s {self.capture / self.plain:8.1f} {first:6.2f} "
             f"{steps[1]:7.2f} {sum(steps[2:]) - late * len(steps[2:]):7.1f} {late:7.2f} "
-            f"{again:7.2f} {later:6.2f} {whole:6.2f} {self.slower:+8.2%}   {self.text}"
+            f"{self.slower:+8.2%} {again}   {self.text}"
         )
 
 
@@ -248,14 +251,12 @@ def step_limit(model: nn.Module, batch: Batch) -> int:
 
 
 class Case:
-    """A model with its batch, and its plain step's seconds."""
+    """A model with its batch."""
 
     def __init__(self, name: str) -> None:
         make, batch_of = CASES[name]
         torch.manual_seed(0)
         self.model, self.batch = make(), batch_of()
-        train_step(self.model, self.batch)
-        self.plain = statistics.median(self.seconds(self.model) for _ in range(5))
 
     def seconds(self, model: nn.Module) -> float:
         """CPU time of a step."""
@@ -274,37 +275,50 @@ class Case:
 def figures(name: str, planning: str, steps: int) -> Found:
     """The figures of one model, from an empty cache directory."""
     case = Case(name)
+    case.seconds(case.model)
+    plain = statistics.median(case.seconds(case.model) for _ in range(ROUNDS))
     with tempfile.TemporaryDirectory() as directory:
         os.environ["ROTOR_CACHE_DIR"] = directory
         limit = step_limit(case.model, case.batch)
         chk, first, capture = case.begun(limit, planning)
         times = [first, *(case.seconds(chk) for _ in range(steps - 1))]
-        command = [sys.executable, __file__, "--planning", planning, "--again", str(limit), name]
-        runs = [
-            json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-            for _ in range(RUNS)
-        ]
+        runs = [second_run(name, planning, limit) for _ in range(RUNS)]
         again = list(map(statistics.median, zip(*runs, strict=True)))
         best, *_ = case.begun(limit, "before")
         train_step(best, case.batch)
         priced = Program(best.graph, chk.program.ops)
         slower = priced.makespan / best.program.makespan - 1
         text = chk.plan.planning.text
-    return Found(case.plain, capture, times, again, slower, text)
+    return Found(plain, capture, times, again, slower, text)
 
 
-def print_again(name: str, planning: str, limit: int) -> None:
-    """Print the ratios of a second run: "again", "later" and "whole"."""
+def second_run(name: str, planning: str, limit: int) -> list[float]:
+    """Ratios of a second run, beside one of the plain model: script, whole, later and again."""
+
+    def run(*arguments: str) -> list[float]:
+        command = [sys.executable, __file__, "--planning", planning, "--run", *arguments, name]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        return json.loads(done.stdout)
+
+    (plain,) = run("0")
+    first, capture, later, again = run(str(limit))
+    return [first / plain, (capture + first) / (capture + plain), later, again]
+
+
+def print_run(name: str, planning: str, limit: int) -> None:
+    """Print figures of a process for `second_run`; without a limit those of the plain model."""
     case = Case(name)
+    if not limit:
+        print(json.dumps([case.seconds(case.model)]))
+        return
     chk, first, capture = case.begun(limit, planning)
     assert chk.plan.planning.origin in ("kept on disk", "before the first step"), chk.plan.planning
-    later = [case.seconds(chk) / case.seconds(case.model) for _ in range(ROUNDS)]
-    found = [
-        (first - capture) / case.plain,
-        statistics.median(later),
-        first / (capture + case.plain),
-    ]
-    print(json.dumps(found))
+    case.seconds(case.model)
+    pairs = [(case.seconds(chk), case.seconds(case.model)) for _ in range(ROUNDS)]
+    _, other, other_capture = case.begun(limit, planning)
+    plain = statistics.median(plain for _, plain in pairs)
+    later = statistics.median(later / plain for later, plain in pairs)
+    print(json.dumps([first - capture, capture, later, (other - other_capture) / plain]))
 
 
 PHASES = {
@@ -377,12 +391,12 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="parts of the names of models; by default all")
     parser.add_argument("--planning", default="background", choices=("background", "before"))
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--again", type=int, metavar="LIMIT", help=argparse.SUPPRESS)
+    parser.add_argument("--run", type=int, metavar="LIMIT", help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
-    if given.again is not None:
-        print_again(*given.words, given.planning, given.again)
+    if given.run is not None:
+        print_run(*given.words, given.planning, given.run)
         return
     names = [
         n for n in CASES if not given.words or any(w.lower() in n.lower() for w in given.words)
@@ -392,7 +406,7 @@ def main() -> None:
     print(f"planning={given.planning}; in plain steps of CPU time, but for the first column")
     print(
         f"{'':15} {'plain':>8} {'capture':>8} {'first':>6} {'second':>7} {'others+':>7} "
-        f"{'late':>7} {'again':>7} {'later':>6} {'whole':>6} {'program':>8}"
+        f"{'late':>7} {'program':>8} {'script':>7} {'whole':>6} {'later':>6} {'again':>6}"
     )
     for name in names:
         print(figures(name, given.planning, given.steps).row(name), flush=True)
