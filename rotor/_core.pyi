@@ -25,7 +25,7 @@ def search_early(
 
 # -- live blocks of a memory (csrc/python/bind_live.c)
 
-def live_bytes(address: Any, nbytes: Any, total: Any, resident: Any, /) -> bytearray: ...
+def live_bytes(address: Any, nbytes: Any, resident: Any, total: Any, /) -> bytearray: ...
 
 # -- chains (csrc/python/bind_chain.c)
 

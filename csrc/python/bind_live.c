@@ -5,11 +5,11 @@
 enum { ADDRESS, NBYTES, RESIDENT, TOTAL, COLUMNS };
 
 PyDoc_STRVAR(live_bytes_doc,
-             "live_bytes(address, nbytes, total, resident, /)\n--\n\n"
+             "live_bytes(address, nbytes, resident, total, /)\n--\n\n"
              "Return the live bytes after each event of an allocator, as bytes of int64.\n"
              "\n"
-             "Arrays of int64: addresses; bytes, negative for freed blocks; totals of all threads\n"
-             "or None; ascending addresses of blocks whose release is counted elsewhere.");
+             "Arrays of int64: addresses; bytes, negative for freed blocks; ascending addresses of\n"
+             "blocks whose release is counted elsewhere; totals of all threads, or None.");
 
 static PyObject *py_live_bytes(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     static const char *const names[COLUMNS] = {"address", "nbytes", "resident", "total"};
@@ -18,15 +18,14 @@ static PyObject *py_live_bytes(PyObject *module, PyObject *const *args, Py_ssize
     PyObject *answer = NULL;
     int filled = 0;
 
-    if (!py_are_counted("live_bytes", nargs, 4, 4)) {
+    if (!py_are_counted("live_bytes", nargs, COLUMNS, COLUMNS)) {
         return NULL;
     }
-    PyObject *const objects[COLUMNS] = {args[0], args[1], args[3], args[2]};
-    int wanted = args[2] == Py_None ? TOTAL : COLUMNS;
+    int wanted = args[TOTAL] == Py_None ? TOTAL : COLUMNS;
     for (; filled < wanted; filled++) {
-        Py_ssize_t length =
-            filled == ADDRESS || filled == RESIDENT ? -1 : views[ADDRESS].shape[0];
-        if (py_get_int64(objects[filled], names[filled], length, &views[filled]) != 0) {
+        bool is_free = filled == ADDRESS || filled == RESIDENT;
+        Py_ssize_t length = is_free ? -1 : views[ADDRESS].shape[0];
+        if (py_get_int64(args[filled], names[filled], length, &views[filled]) != 0) {
             goto out;
         }
     }

@@ -19,7 +19,7 @@ typedef struct {
 
 /* Live bytes after each event, above the level before the first one. The release of blocks at the
  * `resident_count` ascending addresses of `resident`, from before the first event, is counted
- * elsewhere. */
+ * elsewhere. After a failure, `live_bytes` holds anything. */
 int rotor_live_bytes(const rotor_live_events_t *events, const int64_t *resident,
                      int64_t resident_count, int64_t *live_bytes);
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from rotor import _core
-from rotor._pytorch.profiler import Events, Mark
+from rotor._pytorch.profiler import Column, Events, Mark
 from rotor.common.timeline import Timeline, timeline_of
 
 __all__ = ["END", "FREED", "MARK", "START", "Levels", "Segment", "counted_levels", "levels_of"]
@@ -19,8 +18,6 @@ MARK = "rotor.mark."
 FREED = "rotor.freed."
 END = "rotor.end"
 START = "rotor.start"
-
-Column = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +155,7 @@ def levels_of(events: Events, resident: Collection[int] = ()) -> Levels:
     """
     events = _until_end(events)
     known = np.array(sorted(resident), dtype=np.int64)
-    live = _core.live_bytes(events.address, events.nbytes, events.total_bytes, known)
+    live = _core.live_bytes(events.address, events.nbytes, known, events.total_bytes)
     names = [mark.name for mark in events.marks]
     freed = [int(name.removeprefix(FREED)) if name.startswith(FREED) else 0 for name in names]
     shifts = [-gone for gone in accumulate(freed)]
