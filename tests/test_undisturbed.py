@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -167,6 +168,38 @@ def test_cycles_are_collected_after_a_capture_only(monkeypatch):
     torch._dynamo.reset()
     assert seen == [False]
     assert gc.isenabled()
+
+
+class Cycle:
+    """An object that only the collector frees."""
+
+    def __init__(self):
+        self.itself = self
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_pause_collects_what_was_made_in_it(is_frozen):
+    gc.unfreeze()  # conftest.py freezes what was imported.
+    gc.collect()
+    if is_frozen:
+        gc.freeze()
+    before = gc.get_freeze_count()
+    try:
+        old = weakref.ref(Cycle())
+        with CollectorPause(collects=True):
+            new = weakref.ref(Cycle())
+            with CollectorPause(collects=True):
+                newer = weakref.ref(Cycle())
+            assert newer() is not None
+        assert new() is None
+        assert newer() is None
+        # What the caller had frozen stays so, and nothing is frozen besides.
+        assert gc.get_freeze_count() == before
+        assert is_frozen or old() is not None
+        gc.collect()
+        assert old() is None
+    finally:
+        gc.freeze()
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])

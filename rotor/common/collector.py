@@ -12,9 +12,6 @@ from typing import Self
 
 __all__ = ["CollectorPause"]
 
-_MANY = 60_000
-"""Objects from which all generations are collected after a pause: Python would do it soon after."""
-
 _lock = threading.Lock()
 _pauses = 0
 _was_enabled = False
@@ -28,12 +25,13 @@ class CollectorPause:
     Parameters
     ----------
     collects
-        True to collect once at the end, unless another pause goes on: the collector would walk
-        what was made since, generation by generation, soon after.
+        True to collect at the end what was made since the begin, unless another pause goes on.
+        Python would soon do so, and walk all older objects too.
     """
 
     def __init__(self, *, collects: bool = False) -> None:
         self._collects = collects
+        self._sets_apart = False  # True while what was made before the begin is frozen.
         self.is_on = False
         """True between `begin` and `end`."""
 
@@ -46,6 +44,9 @@ class CollectorPause:
                 gc.disable()
             _pauses += 1
             self.is_on = True
+            if self._collects and _was_enabled and not gc.get_freeze_count():
+                self._sets_apart = True
+                gc.freeze()
 
     def end(self) -> None:
         """Let the collector run again, as it did before the first pause; do nothing twice."""
@@ -57,7 +58,10 @@ class CollectorPause:
             _pauses -= 1
             is_last = not _pauses and _was_enabled
         if is_last and self._collects:
-            gc.collect(2 if gc.get_count()[0] > _MANY else 1)
+            gc.collect(2 if self._sets_apart else 1)
+        if self._sets_apart:
+            self._sets_apart = False
+            gc.unfreeze()
         with _lock:
             if not _pauses and _was_enabled:
                 gc.enable()
