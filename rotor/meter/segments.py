@@ -73,7 +73,7 @@ class Levels:
             for mark, level in zip(self.events.marks, self.at_marks, strict=True)
             if mark.name.startswith(MARK)
         ]
-        return max(self._peak(0, len(self.after), 0), *starts, 0)
+        return max([self._peak(0, len(self.after), 0), *starts])
 
     def _peak(self, begin: int, end: int, start: int) -> int:
         grown = self.after[begin:end][self.events.nbytes[begin:end] > 0]
@@ -101,11 +101,10 @@ class Levels:
         events = self.events
         positions = [mark.position for mark in events.marks]
         given = np.cumsum(np.maximum(events.nbytes, 0))
-        given_at = [int(given[k - 1]) if k else 0 for k in positions]
         return timeline_of(
             np.insert(events.ns, positions, [mark.ns for mark in events.marks]),
             np.insert(self.after, positions, self.at_marks),
-            np.insert(given, positions, given_at),
+            np.insert(given, positions, [_before(given, k) for k in positions]),
             [
                 (mark.name.removeprefix(MARK), mark.ns)
                 for mark in events.marks
@@ -116,6 +115,11 @@ class Levels:
 
 def _is_bound(mark: Mark) -> bool:
     return mark.name == END or mark.name.startswith(MARK)
+
+
+def _before(sums: Column, position: int) -> int:
+    """Return a running sum before an event."""
+    return int(sums[position - 1]) if position else 0
 
 
 def _until_end(events: Events) -> Events:
@@ -136,10 +140,7 @@ def _shifted(events: Events, running: Column, shifts: Sequence[int]) -> Levels:
     """Return levels that differ from running sums: from each mark to the next by its shift."""
     positions = [mark.position for mark in events.marks]
     passed = np.searchsorted(positions, np.arange(len(running)), side="right")
-    at_marks = [
-        shift + (int(running[k - 1]) if k else 0)
-        for k, shift in zip(positions, shifts, strict=True)
-    ]
+    at_marks = [_before(running, k) + shift for k, shift in zip(positions, shifts, strict=True)]
     return Levels(events, running + np.array([0, *shifts], dtype=np.int64)[passed], at_marks)
 
 
@@ -178,8 +179,7 @@ def counted_levels(events: Events, counted: Sequence[int]) -> Levels:
     shifts: list[int] = []
     for mark in events.marks:
         if _is_bound(mark):
-            before = int(running[mark.position - 1]) if mark.position else 0
-            shifts.append(next(known) - before)
+            shifts.append(next(known) - _before(running, mark.position))
         else:
             shifts.append(shifts[-1] if shifts else 0)
     return _shifted(events, running, shifts)
