@@ -24,7 +24,8 @@ from rotor.graph.graph import Graph, Storage
 from rotor.graph.program import Program
 from rotor.meter import allocator
 from rotor.units import exact_bytes, parse_bytes
-from rotor.wrapper.checkpointable import Checkpointable, Setting
+from rotor.wrapper.checkpointable import Checkpointable
+from rotor.wrapper.setting import Setting, checked_limit, plan_anew
 
 __all__ = ["Hiremate", "PureCheckmate", "PureRockmate", "PureRotor", "Rockmate"]
 
@@ -60,6 +61,18 @@ _SOLVERS: dict[str, Solver] = {"operations": search, "blocks": _by_blocks, "exac
 def _budget_bytes(budget: float | str) -> int:
     whole = int(budget) if isinstance(budget, float) and budget > 0 else budget
     return parse_bytes(whole, name="budget")
+
+
+def _checked_budget(budget: float | str | None) -> int | None:
+    return None if budget is None else _budget_bytes(budget)
+
+
+class _OtherLimit(Setting):
+    """Limit of the whole step, which takes the place of a budget."""
+
+    def __set__(self, model: Any, value: Any) -> None:
+        super().__set__(model, value)
+        model._driver.settings.budget = None
 
 
 def _created(graph: Graph) -> set[int]:
@@ -214,7 +227,8 @@ class Rockmate(Checkpointable):
         Published options that have no effect.
     """
 
-    budget = Setting()
+    budget = Setting(_checked_budget, plan_anew)
+    mem_limit = _OtherLimit(checked_limit, plan_anew)
     _settings_class = _Budgeted
     _shown_name = "Rockmate"
     _solvers: ClassVar[tuple[str, ...]] = ("operations",)
@@ -250,7 +264,7 @@ class Rockmate(Checkpointable):
             options["time_limit"] = ilp_time_limit
         if verbose:
             options.setdefault("verbosity", 1)
-        given = None if budget is None else _budget_bytes(budget)
+        given = _checked_budget(budget)
         super().__init__(original_mod, engine="graph", **options)
         self.budget = given
         vars(self._driver.settings)["solvers"] = self._solvers
@@ -277,12 +291,12 @@ class Rockmate(Checkpointable):
         before = self.budget
         given = [*args[:1], kwargs.get("custom_mem_limit_bytes"), kwargs.get("mem_limit")]
         if any(limit is not None for limit in given):
-            self.budget = None
+            self._driver.settings.budget = None
         try:
             found: Program | None = super().compute_sequence(*args, **kwargs)
             return found
         except BaseException:
-            self.budget = before
+            self._driver.settings.budget = before
             raise
 
     def get_sequence(self, budget: float | str | None = None) -> Program | None:
@@ -305,12 +319,12 @@ class Rockmate(Checkpointable):
         """
         before = self.budget
         if budget is not None:
-            self.budget = _budget_bytes(budget)
+            self._driver.settings.budget = _budget_bytes(budget)
         try:
             found: Program | None = super().compute_sequence()
             return found
         except BaseException:
-            self.budget = before
+            self._driver.settings.budget = before
             raise
 
     def get_compiled_fct(self) -> None:

@@ -166,6 +166,8 @@ class Settings:
         Engine of captured graphs, if not the default one.
     offload
         Second tier; ``None`` for none.
+    options, given_options
+        Options of the plans: those of the constructor, and those of the latest `compute_sequence`.
 
     Other attributes have the meaning of `rotor.Checkpointable`.
     """
@@ -189,6 +191,10 @@ class Settings:
     algorithm_options: dict[str, Any] = field(default_factory=dict)
     unsuited: set[str] = field(default_factory=set)
     graph_class: Any = None
+    given_options: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.given_options = self.options
 
 
 class Refusal(NamedTuple):
@@ -459,10 +465,10 @@ class Engine(ABC):
         return True
 
     def choose(self, algo: Any, options: dict[str, Any]) -> None:
-        """Set options of the following plans, and the algorithm, if given."""
+        """Set the options of the following plans beside the constructor's, and the algorithm."""
         given = options if algo is None else options | {"algo": algo}
         self.check_options(given)
-        self.settings.options = self.settings.options | given
+        self.settings.options = self.settings.given_options | given
 
     def has_measures(self) -> bool:
         """Return whether anything was measured."""

@@ -33,9 +33,10 @@ from rotor.units import parse_bytes
 from rotor.wrapper.driver import Driver
 from rotor.wrapper.registry import ENGINES
 from rotor.wrapper.reporting import about, with_remarks
+from rotor.wrapper.setting import Setting, checked_limit, checked_loss_bytes, plan_anew
 from rotor.wrapper.transparent import ShownForward, TransparentModule
 
-__all__ = ["BACKENDS", "Checkpointable", "Setting"]
+__all__ = ["BACKENDS", "Checkpointable"]
 
 BACKENDS = ("fx", "inductor")
 """Accepted values of ``backend=``."""
@@ -45,19 +46,6 @@ _NOT_COMPILED = (
     "a model with a limit runs its own plan, which torch.compile leaves as it is: "
     'rotor.Checkpointable(model, backend="inductor") compiles plans'
 )
-
-
-class Setting:
-    """Option of a wrapped model, kept in the settings of its driver."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, model: Any, owner: type) -> Any:
-        return self if model is None else getattr(model._driver.settings, self._name)
-
-    def __set__(self, model: Any, value: Any) -> None:
-        setattr(model._driver.settings, self._name, value)
 
 
 class Checkpointable(TransparentModule):
@@ -135,11 +123,12 @@ class Checkpointable(TransparentModule):
     module
         The wrapped model.
     mem_limit
-        Limit in bytes, ``None`` before it is known.
-    mem_slots, verbosity, preserve_rng_state, loss_tmp_memory_usage, engine, loss_fn
-        Values of the arguments.
-    backend, verify, planning, counts
-        Values of the arguments.
+        Limit in bytes, ``None`` before it is known. A new one, in any form of the argument, holds
+        from the next step on, for which a plan is made.
+    mem_slots, verbosity, loss_tmp_memory_usage, verify, planning
+        Values of the arguments; new ones are checked, and hold from the next step on.
+    preserve_rng_state, engine, loss_fn, backend, counts
+        Values of the arguments, which cannot be changed.
     offload
         Second tier and its link; ``None`` without one.
     plan
@@ -148,7 +137,7 @@ class Checkpointable(TransparentModule):
         Every plan, by kind of step.
     names, functions, inspection_values, chain, sequence, all_values
         Of an ``nn.Sequential`` that is planned as a chain: its stages, the latest measure, the cost
-        model and the schedule.
+        model and the schedule. ``model.sequence = s`` is ``model.load_plan(s)``.
     graph, program
         Of a captured graph: the cost model, and the program.
 
@@ -169,16 +158,16 @@ class Checkpointable(TransparentModule):
     _shown_name = "Checkpointable"
     _settings_class: ClassVar[type[Settings]] = Settings
     _driver: Driver
-    mem_limit = Setting()
-    mem_slots = Setting()
-    verbosity = Setting()
+    mem_limit = Setting(checked_limit, plan_anew)
+    mem_slots = Setting(checked_slots, plan_anew)
+    verbosity = Setting(int)
     preserve_rng_state = Setting()
-    loss_tmp_memory_usage = Setting()
+    loss_tmp_memory_usage = Setting(checked_loss_bytes, plan_anew)
     engine = Setting()
     loss_fn = Setting()
     backend = Setting()
-    verify = Setting()
-    planning = Setting()
+    verify = Setting(checked_verify)
+    planning = Setting(checked_planning)
     counts = Setting()
     offload = Setting()
 
@@ -220,12 +209,11 @@ class Checkpointable(TransparentModule):
         refuse_replicated(model)
         settings = self._settings_class(
             model,
-            mem_limit=None if mem_limit is None else parse_bytes(mem_limit),
+            mem_limit=checked_limit(mem_limit),
             mem_slots=mem_slots if mem_slots is DEFAULT_SLOTS else checked_slots(mem_slots),
             verbosity=verbosity,
             preserve_rng_state=preserve_rng_state,
-            loss_tmp_memory_usage=loss_tmp_memory_usage
-            and parse_bytes(loss_tmp_memory_usage, name="loss_tmp_memory_usage"),
+            loss_tmp_memory_usage=checked_loss_bytes(loss_tmp_memory_usage),
             engine=engine,
             loss_fn=loss_fn,
             profile=profile,
@@ -259,13 +247,34 @@ class Checkpointable(TransparentModule):
         return f"{self._shown_name}({self.module!r})"
 
     def __getattr__(self, name: str) -> Any:
-        module, driver = self.__dict__.get("module"), self.__dict__.get("_driver")
-        if driver is not None and name in driver.engines[0].published:
-            return getattr(driver.engines[0], name)
+        module = self.__dict__.get("module")
+        if name in self._published:
+            return getattr(self._driver.engines[0], name)
         if name == "model" and module is not None:
             # Published: the wrapped model, unless the model has an attribute of that name.
             return getattr(module, name, module)
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "sequence" and name in self._published:
+            self.load_plan(value)
+        elif name in self._published:
+            raise AttributeError(
+                f"{name} of a model with a limit is read-only: measure() and compute_sequence() "
+                "make it anew, load_plan() takes a schedule or a program of your own, and the "
+                "wrapped model, with attributes of its own, is model.module"
+            )
+        else:
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._published})
+
+    @property
+    def _published(self) -> frozenset[str]:
+        """Names of the engine's attributes."""
+        driver = self.__dict__.get("_driver")
+        return frozenset() if driver is None else driver.engines[0].published
 
     @property
     def planned_as(self) -> str:
@@ -350,7 +359,7 @@ class Checkpointable(TransparentModule):
             Plan a chain on this many slots; graphs are planned in bytes.
         algo
             For chains, an algorithm of `rotor.algorithms`, its class, or its name such as
-            "floating"; ``Persistent()`` by default.
+            "floating"; ``Persistent()`` by default. It makes all plans up to the next call.
         **options
             For chains, given to the class if `algo` is one or a name, else to its ``solve``. For
             graphs ``effort``, ``seed`` and ``time_limit`` of `rotor.graph.plan`. Under the dynamic

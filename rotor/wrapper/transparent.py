@@ -135,7 +135,7 @@ class TransparentModule(nn.Module):
             delattr(self.module, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *dir(self.module)})
+        return sorted({*dir(type(self)), *self.__dict__, *dir(self.module)})
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _unmade, (type(self),), self.__getstate__()

@@ -360,8 +360,6 @@ class ChainEngine(PublishedChain, MeteredEngine):
         options
             Keywords of the class if `algo` is one or a name, else of its ``solve``.
         """
-        if algo is None and not options:
-            return
         if isinstance(algo, str):
             algo = algorithms.get(algo)
         if isinstance(algo, type):
