@@ -68,6 +68,11 @@ def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
+def is_without_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is zeros that PyTorch made no memory for."""
+    return tensor._is_zerotensor()
+
+
 def hooks_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """Return the dictionaries of hooks on these tensors, if any."""
     return [hooks for tensor in tensors if (hooks := tensor._backward_hooks)]
@@ -111,8 +116,10 @@ _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the dense parts of a tensor: itself, or its parts if sparse, jagged or distributed.
 
-    None if the memory cannot be read, as that of MKL-DNN's layout.
+    None if the memory cannot be read, as that of MKL-DNN's layout, or there is none.
     """
+    if is_without_memory(tensor):
+        return ()
     if tensor.layout == torch.strided:
         wrapper: Any = tensor
         if type(tensor) in _PLAIN_TYPES or not is_traceable_wrapper_subclass(wrapper):
@@ -239,6 +246,19 @@ def aot_backend(
         partition_fn=partition,
         decompositions=decompositions,
     )
+
+
+def is_effect(node: Any) -> bool:
+    """Return whether a node of a joint graph is an operation that takes a token first."""
+    return node.target is torch._higher_order_ops.effects.with_effects
+
+
+def is_token(node: Any, *, of_backward: bool = False) -> bool:
+    """Return whether an input of a joint graph is a token of its forward, or of its backward."""
+    from torch._functorch._aot_autograd import descriptors
+
+    kinds = descriptors.ForwardTokenAOTInput, descriptors.BackwardTokenAOTInput
+    return isinstance(node.meta.get("desc"), kinds[of_backward])
 
 
 def hands_gradients_over() -> bool:
@@ -387,6 +407,7 @@ _REQUIRED = (
     "_C._autograd._top_saved_tensors_default_hooks",
     "_C._set_grad_enabled",
     "_C._will_engine_execute_node",
+    "Tensor._is_zerotensor",
     "autograd.Variable._execution_engine.queue_callback",
     "autograd.Variable._execution_engine.run_backward",
     "utils._python_dispatch.is_traceable_wrapper_subclass",

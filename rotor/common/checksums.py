@@ -23,6 +23,7 @@ from rotor.errors import RecomputationError
 __all__ = [
     "EMPTY_OPERATORS",
     "NO_ROOM",
+    "PARTLY_WRITTEN",
     "UNSPECIFIED_OUTPUTS",
     "VERIFIED_STEPS",
     "Mismatch",
@@ -54,6 +55,9 @@ UNSPECIFIED_OUTPUTS = frozenset(
     )
 )
 """Names of further outputs that may be: states without dropout, padding, scratch."""
+
+PARTLY_WRITTEN = {("_ctc_loss", 1), ("_cudnn_rnn", 3), ("miopen_rnn", 3), ("mkldnn_rnn_layer", 3)}
+"""Operators, and the numbers of outputs without a name of which they write a part."""
 
 _COLUMNS = 4093
 _SLOTS = 2048
@@ -154,6 +158,8 @@ def checksum(tensor: torch.Tensor) -> int | torch.Tensor:
     TypeError
         The memory cannot be read, as that of MKL-DNN's layout.
     """
+    if _torch.is_without_memory(tensor):
+        tensor = tensor.new_zeros(1)
     parts = _torch.strided_parts(tensor)
     if not parts:
         raise TypeError(f"the bits of a tensor of layout {tensor.layout} cannot be read")

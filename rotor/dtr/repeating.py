@@ -15,7 +15,13 @@ import torch
 
 from rotor import _core
 from rotor._pytorch import core
-from rotor.common.checksums import EMPTY_OPERATORS, UNSPECIFIED_OUTPUTS, checksum, proof_bytes
+from rotor.common.checksums import (
+    EMPTY_OPERATORS,
+    PARTLY_WRITTEN,
+    UNSPECIFIED_OUTPUTS,
+    checksum,
+    proof_bytes,
+)
 from rotor.common.tensor_trees import result_tensors
 from rotor.common.undisturbed import generators_kept
 from rotor.dtr.operators import Operator
@@ -25,7 +31,7 @@ from rotor.errors import RecomputationError
 __all__ = ["Verifier", "known_repeats", "repeats", "verifying_bytes"]
 
 _known: dict[Any, bool] = {}
-_unwritten = {("aten::mkldnn_rnn_layer", 3)}
+_unwritten = {(f"aten::{name}", index) for name, index in PARTLY_WRITTEN}
 """Results of operators, by their numbers, that are known to be written in part."""
 _PIECE = 1 << 20
 

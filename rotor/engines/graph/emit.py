@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +29,7 @@ from rotor.engines.graph.moves import Moves
 from rotor.engines.graph.offloading import Layout, Places
 from rotor.engines.graph.pooling import Pooling
 from rotor.engines.graph.proving import Prover
-from rotor.engines.graph.repeating import is_unspecified
+from rotor.engines.graph.repeating import is_empty, is_unspecified
 from rotor.errors import CaptureError
 
 __all__ = [
@@ -130,9 +131,11 @@ class _Writer:
         namespace: dict[str, Any],
         names: dict[int, str],
         pooling: Pooling | None,
+        proves: bool,
     ) -> None:
         self.lowered = lowered
         self.pooling = pooling
+        self.proves = proves
         self.namespace = namespace
         self.constants = names
         self.lines: list[str] = []
@@ -263,6 +266,9 @@ class _Writer:
         task = self.lowered.tasks[index]
         assert task.node is not None
         call = self.call(task.node)
+        if self.proves and is_empty(task.node.target):
+            # What is made from it is compared before all of it is written.
+            call += ".zero_()"
         if replay is not None:
             self.lines.append(f"now = get_state({replay[1:]})")
             self.lines.append(f"set_state({replay[1:]}, {replay})")
@@ -497,7 +503,8 @@ def emit(
                 writer.lines.append(f"{replay} = None")
             writer.drop(sorted(dying[position]))
 
-    head = _Writer(lowered, namespace, constants, pooling)
+    new_writer = partial(_Writer, lowered, namespace, constants, pooling, prover is not None)
+    head = new_writer()
     write(head, 0, boundary)
     outputs = [head.argument(node) for node in lowered.outputs]
     stored = _stored(lowered, actions, boundary, kept)
@@ -525,7 +532,7 @@ def emit(
         f"    return ({', '.join([*outputs, *saved, 'token'])},)",
     ]
 
-    tail = _Writer(lowered, namespace, constants, pooling)
+    tail = new_writer()
     for storage, name in stored.items():
         tail.define(name, [storage])
     for index, storage in enumerate(lowered.tasks[lowered.loss].made.values()):

@@ -14,7 +14,12 @@ import torch
 from torch import fx
 
 from rotor._pytorch import core
-from rotor.common.checksums import EMPTY_OPERATORS, UNSPECIFIED_OUTPUTS, checksum
+from rotor.common.checksums import (
+    EMPTY_OPERATORS,
+    PARTLY_WRITTEN,
+    UNSPECIFIED_OUTPUTS,
+    checksum,
+)
 from rotor.engines.graph.lowering import Lowered, Task
 
 __all__ = [
@@ -24,6 +29,7 @@ __all__ = [
     "TESTED",
     "UNTESTED",
     "described_unrepeatable",
+    "is_empty",
     "is_unspecified",
     "keep_from_now_on",
     "keep_unrepeatable",
@@ -47,6 +53,11 @@ def _name_of(target: Any) -> str:
     return str(getattr(target, "__name__", target)).split(".")[0]
 
 
+def is_empty(target: Any) -> bool:
+    """Return whether an operator of PyTorch's returns memory that it never wrote."""
+    return getattr(target, "namespace", "") == "aten" and _name_of(target) in EMPTY_OPERATORS
+
+
 def is_unspecified(node: fx.Node, path: Sequence[int]) -> bool:
     """Return whether an output may hold memory that its operation never wrote.
 
@@ -59,7 +70,9 @@ def is_unspecified(node: fx.Node, path: Sequence[int]) -> bool:
     """
     if getattr(node.target, "namespace", "") != "aten":
         return False
-    if _name_of(node.target) in EMPTY_OPERATORS:
+    if is_empty(node.target):
+        return True
+    if path and (_name_of(node.target), path[0]) in PARTLY_WRITTEN:
         return True
     names = core.schema_return_names(node.target)
     return bool(path) and path[0] < len(names) and names[path[0]] in _UNSPECIFIED
