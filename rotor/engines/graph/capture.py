@@ -29,6 +29,7 @@ from rotor.common.undisturbed import generators_kept
 from rotor.engines.contract import NothingToPlan
 from rotor.engines.graph.alike import alike_modules
 from rotor.engines.graph.early import Delivery
+from rotor.engines.graph.effects import drop_tokens
 from rotor.engines.graph.emit import StepCode, saved_primals
 from rotor.engines.graph.false_edges import DEVICES, without_memory
 from rotor.engines.graph.folding import Changed, Folding
@@ -61,6 +62,8 @@ class Captured:
         Tangents that came in no backward so far; ``None`` before the first.
     zeros
         Stand-ins for absent tangents, by number and shape.
+    tokens
+        Number of arguments of the backward, and of its results, that are no tensors.
     """
 
     lowered: Lowered
@@ -69,6 +72,7 @@ class Captured:
     reached: list[frozenset[int]] | None = None
     absent: frozenset[int] | None = None
     zeros: dict[tuple[int, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
+    tokens: int = 0
 
     def sizes(self, primals: Sequence[Any]) -> dict[str, int]:
         """Return the values of the symbols in a call, by name."""
@@ -267,7 +271,9 @@ class Capture:
                 try:
                     with folding.tracing(module):
                         return self._call(module, *args, **kwargs)
-                except core.CAPTURE_ERRORS as error:
+                except (Unplanned, NothingToPlan):
+                    raise
+                except Exception as error:
                     known = isinstance(getattr(error, "inner_exception", None), CaptureError)
                     if known or not folding.was_tried:
                         raise
@@ -335,6 +341,7 @@ class Capture:
     @staticmethod
     def _backward(captured: Captured, args: list[Any]) -> Any:
         token = args[captured.saved]
+        tokens = [args.pop() for _ in range(captured.tokens)]
         absent = token.absent
         run = token.backward_of_program
         owner, sizes = token.owner(), token.sizes
@@ -352,8 +359,8 @@ class Capture:
             run.withheld = withheld
         gradients = run(args)
         if withheld:
-            return tuple(None if i in withheld else g for i, g in enumerate(gradients))
-        return gradients
+            gradients = tuple(None if i in withheld else g for i, g in enumerate(gradients))
+        return (*gradients, *tokens) if tokens else gradients
 
     def forget_programs(self) -> None:
         """Have the next call of each graph ask for a program."""
@@ -401,6 +408,7 @@ class Capture:
             _inductor.joint_passes(module, module.graph.find_nodes(op="placeholder"))
         if self.folding is not None:
             self.folding.expand(module)
+        tokens = drop_tokens(module)
         lowered = lower(module, num_fwd_outputs, as_traced=self.backend == "inductor")
         if self.backend == "inductor":
             draw_once(lowered)
@@ -415,9 +423,13 @@ class Capture:
             )
         saved = saved_primals(lowered)
         forward = _stub(module, lowered.primals, [*lowered.outputs, *saved, token])
-        backward = _stub(module, [*saved, token, *lowered.tangents], lowered.gradients)
+        backward = _stub(
+            module,
+            [*saved, token, *lowered.tangents, *tokens],
+            [*lowered.gradients, *tokens],
+        )
         module.graph.erase_node(token)
-        self.graphs.append(Captured(lowered, saved=len(saved)))
+        self.graphs.append(Captured(lowered, saved=len(saved), tokens=len(tokens)))
         forward.meta[_GRAPH] = backward.meta[_GRAPH] = len(self.graphs) - 1
         return forward, backward
 

@@ -1,0 +1,61 @@
+"""Checks within a joint graph, freed from the tokens by which AOTAutograd keeps them in order.
+
+``torch.linalg.inv`` and its like check their results by an operation that returns nothing. It is
+traced with a token, an empty tensor: each such operation takes the one of the operation before, the
+first one an argument of the graph, and the last one's is returned. PyTorch gives the graph no
+tensors for these arguments. A check needs no place but one behind the values that it reads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from rotor._pytorch import core
+from rotor.errors import CaptureError
+
+__all__ = ["drop_tokens"]
+
+_CHECK = torch.ops.aten._linalg_check_errors.default
+
+
+def drop_tokens(module: fx.GraphModule) -> list[fx.Node]:
+    """Make checks plain operations; return the tokens that the backward is given.
+
+    Tokens of the forward stay among the inputs, unused; ``None`` is returned for them.
+
+    Parameters
+    ----------
+    module
+        Joint graph; it is changed in place.
+
+    Raises
+    ------
+    CaptureError
+        Another operation has effects that come in order.
+    """
+    graph = module.graph
+    effects = [node for node in graph.nodes if core.is_effect(node)]
+    for node in effects:
+        token, operation, *arguments = node.args
+        if operation is not _CHECK:
+            raise CaptureError(
+                f"{operation} has effects that come in order, and a plan may change the order of "
+                'operations: leave the engine at "auto", or call it outside of the model'
+            )
+        with graph.inserting_before(node):
+            check = graph.call_function(operation, tuple(arguments), node.kwargs)
+        check.meta = {**node.meta, "val": None}
+        for user in list(node.users):
+            user.replace_all_uses_with(token)  # type: ignore[arg-type]
+            graph.erase_node(user)
+        graph.erase_node(node)
+    inputs = graph.find_nodes(op="placeholder")
+    late = [node for node in inputs if core.is_token(node, of_backward=True)]
+    kept = {node for node in inputs if core.is_token(node)}
+    output = graph.output_node()
+    returned: list[fx.Node | None] = list(output.args[0])  # type: ignore[arg-type]
+    output.args = ([None if one in kept else one for one in returned if one not in late],)
+    for node in late:
+        graph.erase_node(node)
+    return late
