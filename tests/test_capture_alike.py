@@ -458,3 +458,80 @@ def test_traces_of_others_are_as_before():
     with pytest.raises(CaptureError, match="graph"):
         captured(nn.Sequential(*[Failing() for _ in range(4)]), torch.ones(2, 3, 16), folds=True)
     assert all(ours is theirs for ours, theirs in zip(_patched_names(), before, strict=True))
+
+
+class Looped(nn.Module):
+    """Alike layers, called by a function."""
+
+    def __init__(self, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Small(0.0) for _ in range(LAYERS))
+        self.call = call
+
+    def stack(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the result of all layers."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the result."""
+        return self.call(self, x)
+
+
+def _penalty(model: Looped, x: torch.Tensor) -> torch.Tensor:
+    return model.stack(x) + sum(p.square().sum() for p in model.layers[2].parameters())
+
+
+def _derivative(model: Looped, x: torch.Tensor) -> torch.Tensor:
+    return sum(torch.func.jvp(model.stack, (x,), (torch.ones_like(x),)))
+
+
+def _gradients(model: Looped, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.vmap(torch.func.grad(lambda row: model.stack(row).square().sum()))(x)
+
+
+def _half_in_low_precision(model: Looped, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x = model.layers[1](model.layers[0](x))
+    return model.layers[3](model.layers[2](x.float()))
+
+
+def _teacher(model: Looped, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        wanted = model.stack(x * 0.5)
+    return model.stack(x) - wanted
+
+
+def _doubled(model: Looped, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        doubled = {name: 2 * value for name, value in layer.named_parameters()}
+        x = torch.func.functional_call(layer, doubled, (x,))
+    return x
+
+
+USES = {
+    "twice": lambda model, x: model.stack(model.stack(x)),
+    "one of them twice": lambda model, x: model.layers[2](model.stack(x)),
+    "two views": lambda model, x: model.stack(x) - model.stack(x[:1]),
+    "a penalty": _penalty,
+    "a weight read": lambda model, x: model.stack(x) + model.layers[3].out.weight.norm(),
+    "jvp": _derivative,
+    "grad": _gradients,
+    "autocast": _half_in_low_precision,
+    "no_grad": _teacher,
+    "functional_call": _doubled,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@needs_alike
+def test_alike_layers_are_used_in_any_way(use):
+    model = Looped(USES[use])
+    x = torch.randn(64, next(model.parameters()).shape[-1])
+    chk = _checkpointable(model)
+    for _ in range(2):
+        found, wanted = _step(chk, x), _step(model, x)
+        assert torch.equal(found[0], wanted[0])
+        assert all(map(torch.equal, found[1], wanted[1]))

@@ -22,6 +22,7 @@ __all__ = [
     "is_watched",
     "layout",
     "layout_check",
+    "mode_check",
     "scope",
     "signature",
     "within",
@@ -106,6 +107,17 @@ def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], b
     strides: Any = [list(tensor.stride()) for tensor in tensors]
     guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     return lambda others: bool(guards.check(*others))
+
+
+def mode_check() -> Callable[[], bool]:
+    """Return a check that gradients, autocast, precisions and the like are on or off as now.
+
+    Its result is False, too, within a transform of ``torch.func``.
+    """
+    from torch._C._dynamo.guards import GlobalStateGuard
+
+    state = GlobalStateGuard()
+    return lambda: bool(state.check()) and not core.in_functorch()
 
 
 def signature(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:

@@ -326,6 +326,7 @@ def regions(
 
     kinds = UnspecializedNNModuleVariable, UnspecializedBuiltinNNModuleVariable
     tracing = Tracing({id(module): module for module in modules}, slots_of)
+    in_same_mode = guards.mode_check()
     call_function = UserFunctionVariable.call_function
     call_module = UnspecializedNNModuleVariable.call_function
 
@@ -333,6 +334,7 @@ def regions(
         return (
             type(variable) in kinds
             and not tracing.is_inside
+            and in_same_mode()
             and variable.source is not None
             and id(variable.value) in tracing.modules
         )
@@ -457,6 +459,12 @@ def differentiable_outputs(body: fx.GraphModule) -> list[int]:
     """Return the numbers of the outputs of dynamo's graph that may have gradients."""
     returned: Any = body.graph.output_node().args[0]
     return [k for k, node in enumerate(returned) if node.meta["example_value"].requires_grad]
+
+
+def inputs_by_tensor(graph: fx.Graph) -> dict[int, fx.Node]:
+    """Return the inputs of dynamo's graph by the identities of the tensors that they stand for."""
+    nodes = graph.find_nodes(op="placeholder")
+    return {id(found.example): n for n in nodes if (found := n.meta.get("grapharg")) is not None}
 
 
 def add_input(graph: fx.Graph, name: str, value: Any) -> fx.Node:

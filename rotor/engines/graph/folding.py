@@ -282,6 +282,7 @@ class Folding:
         templates = {node.args[1]: node for node in traced_calls}
         prefixes: dict[fx.Node, Any] = {}
         order = {node: k for k, node in enumerate(graph.graph.nodes)}
+        known = regions.inputs_by_tensor(graph.graph)
         for node in calls:
             call = self._call_of(node)
             if call is None:
@@ -303,11 +304,15 @@ class Folding:
                     arguments[number] = shared[number]
                 else:
                     tensor = call.captured[number]
+                    if id(tensor) in known:
+                        # Another call reads it, or the forward itself.
+                        arguments[number] = known[id(tensor)]
+                        continue
                     with graph.graph.inserting_after(after):
                         value = regions.stand_in(tensor)
                         after = regions.add_input(graph.graph, f"{node.name}_{number}", value)
                     after.meta[_SLOT] = slots[id(tensor)]
-                    arguments[number] = after
+                    arguments[number] = known[id(tensor)] = after
             node.args = (*node.args[:2], *arguments)
             prefixes[node] = (core.module_path(traced.path), core.module_path(call.path))
         return prefixes
