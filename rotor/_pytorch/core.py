@@ -248,6 +248,10 @@ def aot_backend(
     )
 
 
+LINALG_CHECK = torch.ops.aten._linalg_check_errors.default
+"""Operator that raises the errors of others, which are among their results."""
+
+
 def is_effect(node: Any) -> bool:
     """Return whether a node of a joint graph is an operation that takes a token first."""
     return node.target is torch._higher_order_ops.effects.with_effects

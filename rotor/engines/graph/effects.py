@@ -8,15 +8,12 @@ tensors for these arguments. A check needs no place but one behind the values th
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from rotor._pytorch import core
 from rotor.errors import CaptureError
 
 __all__ = ["drop_tokens"]
-
-_CHECK = torch.ops.aten._linalg_check_errors.default
 
 
 def drop_tokens(module: fx.GraphModule) -> list[fx.Node]:
@@ -38,7 +35,7 @@ def drop_tokens(module: fx.GraphModule) -> list[fx.Node]:
     effects = [node for node in graph.nodes if core.is_effect(node)]
     for node in effects:
         token, operation, *arguments = node.args
-        if operation is not _CHECK:
+        if operation is not core.LINALG_CHECK:
             raise CaptureError(
                 f"{operation} has effects that come in order, and a plan may change the order of "
                 'operations: leave the engine at "auto", or call it outside of the model'
