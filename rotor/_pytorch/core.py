@@ -53,6 +53,17 @@ def child_slots(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def global_hooks() -> list[Any]:
+    """Return the hooks that run in calls of every module."""
+    return [list(held.values()) for held in _GLOBAL_HOOKS]
+
+
+_GLOBAL_HOOKS = [
+    getattr(nn.modules.module, f"_global_{name}")
+    for name in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+]
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Return whether forward or backward hooks are registered on the module itself."""
     return bool(

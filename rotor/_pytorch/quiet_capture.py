@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["capturing"]
+__all__ = ["capturing", "capturing_again"]
 
 
 @contextmanager
@@ -25,15 +26,66 @@ def capturing() -> Iterator[None]:
     names = [name for name in dir(logging.Logger) if not name.startswith("_")]
     ignored = {f for f in (getattr(logging.Logger, name) for name in names) if callable(f)}
     # Without decompositions, that round otherwise, of add_(alpha=), addcmul_ and addcdiv_.
-    wanted = {"run_gc_after_compile": False, "enable_dynamo_decompositions": False}
+    # A hook that is registered or removed later makes another graph.
+    wanted = {
+        "run_gc_after_compile": False,
+        "enable_dynamo_decompositions": False,
+        "skip_nnmodule_hook_guards": False,
+    }
     kept: Any = {name: value for name, value in wanted.items() if hasattr(config, name)}
     settings = config.patch(
         ignore_logging_functions=config.ignore_logging_functions | ignored,
         reorderable_logging_functions=config.reorderable_logging_functions | {print},
         **kept,
     )
-    with settings, _requires_grad_set_in_forward(), _unordered_settings(), _layouts_of_outputs():
+    with (
+        settings,
+        warnings.catch_warnings(),
+        _requires_grad_set_in_forward(),
+        _branches_of_plain_execution(),
+        _unordered_settings(),
+        _layouts_of_outputs(),
+    ):
+        # Dynamo reads the gradients of all tensors, also of those that are no leaves.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
         yield
+
+
+@contextmanager
+def _branches_of_plain_execution() -> Iterator[None]:
+    """Have ``torch.compiler.is_compiling()`` and the like be false but in PyTorch's own code."""
+    from torch._dynamo.variables import torch as variables
+
+    asked = {f for f, answer in variables.tracing_state_functions().items() if answer}
+    owner: Any = variables.TorchInGraphFunctionVariable
+    call = owner.call_function
+
+    def answered(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        caller = str(tx.f_globals.get("__name__", ""))
+        if self.value in asked and caller.partition(".")[0] != "torch":
+            return variables.ConstantVariable.create(False)
+        return call(self, tx, args, kwargs)
+
+    owner.call_function = answered
+    try:
+        yield
+    finally:
+        owner.call_function = call
+
+
+@contextmanager
+def capturing_again() -> Iterator[None]:
+    """Enter `capturing` if a call in the context is captured; else it costs next to nothing."""
+    from torch._dynamo.callback import callback_handler as handler
+
+    entered = ExitStack()
+    begin = handler.register_start_callback(lambda _: entered.enter_context(capturing()))
+    end = handler.register_end_callback(lambda _: entered.close())
+    try:
+        yield
+    finally:
+        handler.remove_start_callback(begin)
+        handler.remove_end_callback(end)
 
 
 @contextmanager

@@ -6,8 +6,9 @@ within a module, so that modules are compared part by part too.
 
 from __future__ import annotations
 
+import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +19,13 @@ from rotor._pytorch import core
 __all__ = [
     "Refused",
     "difference",
+    "guarded_names",
     "is_plain_module",
     "is_watched",
     "layout",
     "layout_check",
     "mode_check",
+    "reads_gradients",
     "scope",
     "signature",
     "within",
@@ -224,3 +227,15 @@ def is_watched(tx: Any, source: Any, cache: dict[Any, Any], kept: set[int]) -> b
         return source.get_value(scope(tx), {}, {}) is value
     except (AttributeError, LookupError, NameError, TypeError):
         return False
+
+
+def guarded_names() -> list[str]:
+    """Return dynamo's expressions of all that the code which is being captured has read."""
+    from torch._guards import TracingContext
+
+    return [guard.name for guard in TracingContext.get().guards_context.dynamo_guards]
+
+
+def reads_gradients(names: Iterable[str]) -> bool:
+    """Return whether one of dynamo's expressions is the gradient of a tensor."""
+    return any(re.search(r"\.grad\b", name) for name in names)

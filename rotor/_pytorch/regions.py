@@ -270,6 +270,10 @@ def _trace(tx: Any, tracing: Tracing, function: Any, args: list[Any], kwargs: An
         tracing.note("dynamo keeps no trace of them that could stand for another")
         return result
     ((condition, entry),) = fresh
+    if guards.reads_gradients(guarded.name for guarded, *_ in condition.guards):
+        tracing.refused.add(code)
+        tracing.note("the forward reads gradients")
+        return result
     inputs: list[Any] = []
     captured = {}
     for origin in entry.subgraph_input_mapping:

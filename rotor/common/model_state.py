@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from operator import methodcaller
+import types
+from collections.abc import Callable
+from operator import itemgetter, methodcaller
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +16,10 @@ __all__ = ["ModelState", "refuse_replicated", "refuse_sharded"]
 
 
 _values_of = methodcaller("values")
+
+_FUNCTIONS = (types.FunctionType, property, classmethod, staticmethod, types.MethodType)
+_ROOT = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
+"""Functions of ``nn.Module`` that run when a module is called."""
 
 
 def refuse_sharded(model: nn.Module, planned_as: str = "a graph") -> None:
@@ -69,6 +76,12 @@ def _draws_in_cudnn(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and bool(torch.backends.cudnn.is_acceptable(tensor))
 
 
+def _reader(kind: type) -> Callable[[Any], Any]:
+    """Return a function that reads from a class's attributes what is run when it is called."""
+    found = [name for name, value in vars(kind).items() if isinstance(value, _FUNCTIONS)]
+    return itemgetter("__module__", *(_ROOT if kind is nn.Module else found))
+
+
 class ModelState:
     """State of a model that a plan depends on, read fast before every step.
 
@@ -84,6 +97,9 @@ class ModelState:
         self._types = list(map(type, self._modules))
         self._slots = list(map(core.child_slots, self._modules))
         self._children = self._child_modules()
+        kinds = dict.fromkeys(base for kind in self._types for base in kind.__mro__)
+        self._classes = [(vars(kind), _reader(kind)) for kind in kinds if kind is not object]
+        self._code = self._called_code()
         self._parameters = [slot for m in self._modules for slot in core.parameter_slots(m)]
         self._managed = fsdp.managed(self._modules)
         self._recurrent = [m for m in self._modules if isinstance(m, nn.RNNBase)]
@@ -91,15 +107,24 @@ class ModelState:
     def _child_modules(self) -> list[tuple[nn.Module | None, ...]]:
         return list(map(tuple, map(_values_of, self._slots)))
 
+    def _called_code(self) -> list[Any]:
+        """Return the functions of the modules' classes, and the hooks of all modules."""
+        try:
+            functions = [(len(held), read(held)) for held, read in self._classes]
+        except KeyError:
+            return []
+        return [functions, core.global_hooks()]
+
     @property
     def parameters(self) -> list[core.Slot]:
         """Slots of parameters: (the dictionary of their module, their name)."""
         return self._parameters
 
     def is_current(self) -> bool:
-        """Return whether the modules, their types and their sharding are unchanged."""
+        """Return whether modules, what runs in their calls, and their sharding are unchanged."""
         return (
             list(map(type, self._modules)) == self._types
+            and self._called_code() == self._code
             and self._child_modules() == self._children
             and fsdp.managed(self._modules) == self._managed
         )

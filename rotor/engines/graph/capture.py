@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rotor._pytorch import core, quiet_capture, regions, symbols
+from rotor._pytorch import core, quiet_capture, region_guards, regions, symbols
 from rotor._pytorch import inductor as _inductor
 from rotor._pytorch.lean_tracing import graph_module
 from rotor.common.collector import CollectorPause
@@ -256,11 +256,12 @@ class Capture:
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         with core.one_graph():
             if self.graphs:
-                try:
+                with quiet_capture.capturing_again():
+                    try:
+                        return self._call(module, *args, **kwargs)
+                    except Changed:
+                        self.unfold("one was changed")
                     return self._call(module, *args, **kwargs)
-                except Changed:
-                    self.unfold("one was changed")
-                return self._call(module, *args, **kwargs)
             with quiet_capture.capturing():
                 if symbols.are_marked() and self.folding is not None:
                     self._unfolded = "sizes are symbols"
@@ -410,6 +411,7 @@ class Capture:
             self.folding.expand(module)
         tokens = drop_tokens(module)
         lowered = lower(module, num_fwd_outputs, as_traced=self.backend == "inductor")
+        lowered.reads_gradients = region_guards.reads_gradients(region_guards.guarded_names())
         if self.backend == "inductor":
             draw_once(lowered)
         token = module.graph.call_function(torch.ops.aten.empty.memory_format, ([0],))

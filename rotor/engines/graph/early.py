@@ -93,8 +93,11 @@ def owners_of(
     Returns
     -------
     dict of int to Owner, or None
-        ``None`` if another tensor needs a gradient too, or an argument that is changed does.
+        ``None`` if another tensor needs a gradient too, or an argument that is changed does, or if
+        the call itself reads gradients.
     """
+    if lowered.reads_gradients:
+        return None
     numbers: dict[int, list[int]] = {}
     for number, (values, name) in enumerate(slots):
         numbers.setdefault(id(values.get(name)), []).append(number)

@@ -130,6 +130,8 @@ class Lowered:
     symbols
         Origins of sizes that are symbols, by name: the number of a primal, and of its dimension;
         ``None`` for a primal that is the size itself.
+    reads_gradients
+        True if the captured code reads gradients that exist when a step begins.
     """
 
     tasks: list[Task]
@@ -147,6 +149,7 @@ class Lowered:
     unrepeatable: list[Task] = field(default_factory=list)
     draws_once: bool = False
     symbols: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+    reads_gradients: bool = False
 
     def input_bytes(self, node: fx.Node) -> int:
         """Return the bytes of an input's tensors."""

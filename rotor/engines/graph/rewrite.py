@@ -26,8 +26,21 @@ def as_in_eager() -> dict[Any, Callable[..., Any]]:
 
     Dropout on a CPU multiplies by a mask that is scaled in the type of its input. Traced, it is
     ``native_dropout``, whose backward scales in float32: the same in that, other bits below.
+    Where everything is dropped, eager PyTorch draws no random numbers.
     """
-    return {torch.ops.aten.native_dropout_backward.default: _dropout_backward}
+    aten = torch.ops.aten
+    return {
+        aten.native_dropout.default: _dropout,
+        aten.native_dropout_backward.default: _dropout_backward,
+    }
+
+
+def _dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
+    if p != 1 or not train:
+        return NotImplemented
+    return x.mul(torch.zeros((), dtype=x.dtype, device=x.device)), torch.ones_like(
+        x, dtype=torch.bool
+    )
 
 
 def _dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:

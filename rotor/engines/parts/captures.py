@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -82,8 +80,7 @@ class Captures:
         for capture in [*tried, Capture(fresh(_run), folds=False)]:
             capture.forget_programs()
             try:
-                with _quiet():
-                    found = capture.reach(module, args, kwargs)
+                found = capture.reach(module, args, kwargs)
             except CaptureError as error:
                 # A capture that others share may have been made for too many values.
                 reason = str(error)
@@ -116,9 +113,8 @@ class Captures:
     ) -> Kind | None:
         """Return a graph that shapes share, at the shape of a call; ``None`` without one."""
         try:
-            with _quiet():
-                make = partial(Capture, fresh(_run))
-                step = shapes.step(key[0], module, key[1], arguments, make)
+            make = partial(Capture, fresh(_run))
+            step = shapes.step(key[0], module, key[1], arguments, make)
         except NothingToPlan:
             return None
         if step is None:
@@ -171,14 +167,6 @@ class Captures:
 
 def _run(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return module.forward(*args, **kwargs)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        # PyTorch reads the gradients of traced tensors, also of non-leaves.
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
-        yield
 
 
 def _shape_of(module: nn.Module) -> Any:

@@ -1,0 +1,171 @@
+"""A captured graph follows changes of the model between steps, as plain PyTorch does."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+)
+from torch.nn.utils import parametrizations, prune
+
+import rotor
+
+
+class Layer(nn.Module):
+    """Layer with a helper, a dropout and, unless alike layers are to be copied, statistics."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = norm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.drop = nn.Dropout(0.3)
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.b(torch.tanh(self.mixed(self.a(self.norm(x))))))
+
+
+def doubled(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+    return output * 2 if isinstance(module, nn.Linear) else None
+
+
+def doubled_inputs(module: nn.Module, inputs: Any) -> Any:
+    return (inputs[0] * 2,) if isinstance(module, nn.Linear) else None
+
+
+def doubled_gradients(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return tuple([g * 2 for g in inputs]) if isinstance(module, nn.Linear) else None
+
+
+Change = Callable[[Any, Any], object]
+
+
+CHANGES: dict[str, Change] = {
+    "hook": lambda net, patch: net[2].a.register_forward_hook(doubled),
+    "pre-hook": lambda net, patch: net[2].a.register_forward_pre_hook(doubled_inputs),
+    "hook of all": lambda net, patch: register_module_forward_hook(doubled),
+    "pre-hook of all": lambda net, patch: register_module_forward_pre_hook(doubled_inputs),
+    "hook of the root": lambda net, patch: net.register_forward_pre_hook(
+        lambda module, inputs: (inputs[0] * 2,)
+    ),
+    "forward of a class": lambda net, patch: patch.setattr(
+        Layer, "forward", lambda self, x: x - self.b(self.a(x))
+    ),
+    "forward of an inner class": lambda net, patch: patch.setattr(
+        nn.Linear, "forward", lambda self, x: x @ self.weight.t()
+    ),
+    "method of a class": lambda net, patch: patch.setattr(Layer, "mixed", lambda self, x: x * 3),
+    "call of a class": lambda net, patch: patch.setattr(
+        Layer, "__call__", lambda self, x: self.forward(x) * 2, raising=False
+    ),
+    "forward of an instance": lambda net, patch: setattr(
+        net[2].a, "forward", types.MethodType(lambda self, x: x @ self.weight.t(), net[2].a)
+    ),
+    "method of an instance": lambda net, patch: setattr(net[2], "mixed", lambda x: x * 3),
+    "parametrization": lambda net, patch: parametrizations.weight_norm(net[2].a),
+    "pruning": lambda net, patch: prune.l1_unstructured(net[2].a, "weight", 0.5),
+    "dropout of nothing": lambda net, patch: setattr(net[2].drop, "p", 0.0),
+    "dropout of everything": lambda net, patch: setattr(net[2].drop, "p", 1.0),
+}
+
+
+def trained(
+    change: Change, norm: type[nn.Module], engine: str | None, monkeypatch: pytest.MonkeyPatch
+) -> list[float]:
+    torch.manual_seed(0)
+    net = nn.Sequential(*[Layer(norm) for _ in range(4)])
+    limit = {"mem_limit": "1 MB", "engine": engine, "verbosity": 0}
+    model = net if engine is None else rotor.Checkpointable(net, **limit)
+    x, seen = torch.randn(32, 16), []
+    with monkeypatch.context() as patch:
+        made = None
+        for step in range(4):
+            if step == 2:
+                made = change(net, patch)
+            for parameter in net.parameters():
+                parameter.grad = None
+            loss = model(x).square().mean()
+            loss.backward()
+            grads = [p.grad.sum().item() for p in net.parameters() if p.grad is not None]
+            seen += [loss.item(), *grads, torch.rand(()).item()]
+        if hasattr(made, "remove"):
+            made.remove()
+    return seen
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_graph_follows_a_change(
+    change: str, norm: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = trained(CHANGES[change], norm, None, monkeypatch)
+    assert trained(CHANGES[change], norm, "graph", monkeypatch) == plain
+
+
+def test_a_graph_follows_a_hook_that_is_removed() -> None:
+    losses = []
+    for engine in (None, "graph"):
+        torch.manual_seed(0)
+        net = nn.Sequential(*[Layer(nn.BatchNorm1d) for _ in range(3)])
+        handle = net[1].b.register_forward_hook(doubled)
+        limit = {"mem_limit": "1 MB", "engine": engine, "verbosity": 0}
+        model = net if engine is None else rotor.Checkpointable(net, **limit)
+        x, seen = torch.randn(32, 16), []
+        for step in range(4):
+            if step == 2:
+                handle.remove()
+            loss = model(x).square().mean()
+            loss.backward()
+            seen.append(loss.item())
+        losses.append(seen)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda net: net[0].layers[2].a.register_full_backward_hook(doubled_gradients),
+        lambda net: register_module_full_backward_hook(doubled_gradients),
+    ],
+    ids=["of one module", "of all"],
+)
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
+def test_a_backward_hook_between_steps_is_called(register: Any, norm: type[nn.Module]) -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer(norm) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    def gradients(engine: str | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.ModuleList([Whole()])
+        model: Any = net[0]
+        if engine is not None:
+            model = rotor.Checkpointable(net[0], mem_limit="1 MB", engine=engine, verbosity=0)
+        x, handle = torch.randn(32, 16, requires_grad=True), None
+        for step in range(4):
+            if step == 2:
+                handle = register(net)
+            net.zero_grad()
+            model(x).square().mean().backward()
+        assert handle is not None
+        handle.remove()
+        return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+    with pytest.warns(rotor.MemoryLimitWarning):
+        limited = gradients("auto")
+    assert all(map(torch.equal, gradients(None), limited))
