@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,11 +15,17 @@ __all__ = ["capturing", "capturing_again"]
 
 
 @contextmanager
-def capturing() -> Iterator[None]:
+def capturing(asked: Callable[[], object] | None) -> Iterator[None]:
     """Let captured code log in the context: its loggers are silent, ``print`` is delayed.
 
     ``requires_grad_`` of inputs within a forward is ignored: gradients of parameters do not
     depend on it. Garbage is left to the caller.
+
+    Parameters
+    ----------
+    asked
+        Function called where the code asks whether it is compiled, and is told that it is not;
+        ``None``: it is told that it is.
     """
     from torch._dynamo import config
 
@@ -42,7 +48,7 @@ def capturing() -> Iterator[None]:
         settings,
         warnings.catch_warnings(),
         _requires_grad_set_in_forward(),
-        _branches_of_plain_execution(),
+        nullcontext() if asked is None else _branches_of_plain_execution(asked),
         _unordered_settings(),
         _layouts_of_outputs(),
     ):
@@ -52,7 +58,7 @@ def capturing() -> Iterator[None]:
 
 
 @contextmanager
-def _branches_of_plain_execution() -> Iterator[None]:
+def _branches_of_plain_execution(asks: Callable[[], object]) -> Iterator[None]:
     """Have ``torch.compiler.is_compiling()`` and the like be false but in PyTorch's own code."""
     from torch._dynamo.variables import torch as variables
 
@@ -63,6 +69,7 @@ def _branches_of_plain_execution() -> Iterator[None]:
     def answered(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         caller = str(tx.f_globals.get("__name__", ""))
         if self.value in asked and caller.partition(".")[0] != "torch":
+            asks()
             return variables.ConstantVariable.create(False)
         return call(self, tx, args, kwargs)
 
@@ -74,12 +81,12 @@ def _branches_of_plain_execution() -> Iterator[None]:
 
 
 @contextmanager
-def capturing_again() -> Iterator[None]:
+def capturing_again(asked: Callable[[], object] | None) -> Iterator[None]:
     """Enter `capturing` if a call in the context is captured; else it costs next to nothing."""
     from torch._dynamo.callback import callback_handler as handler
 
     entered = ExitStack()
-    begin = handler.register_start_callback(lambda _: entered.enter_context(capturing()))
+    begin = handler.register_start_callback(lambda _: entered.enter_context(capturing(asked)))
     end = handler.register_end_callback(lambda _: entered.close())
     try:
         yield

@@ -154,9 +154,13 @@ class Capture:
         Executor of the programs: for "inductor", operators are decomposed as it does.
     folds
         True to trace one of alike modules, and to copy its operations for the others.
+    as_compiled
+        True to take the branches of code that asks whether it is compiled.
 
     Attributes
     ----------
+    has_asked
+        True if the code has asked for it, and was told that it is not.
     graphs
         Captured graphs.
     ran
@@ -170,9 +174,16 @@ class Capture:
     """
 
     def __init__(
-        self, function: Callable[..., Any], backend: str = "fx", *, folds: bool = True
+        self,
+        function: Callable[..., Any],
+        backend: str = "fx",
+        *,
+        folds: bool = True,
+        as_compiled: bool = False,
     ) -> None:
         self.backend = backend
+        self.has_asked = False
+        self._asked = None if as_compiled else self._note_asked
         self.graphs: list[Captured] = []
         self.ran: Captured | None = None
         self.token: weakref.ref[torch.Tensor] | None = None
@@ -195,6 +206,9 @@ class Capture:
             self.folding = Folding(self._compiler, decompositions)
         self._has_alike = False
         self._call = self._compiled()
+
+    def _note_asked(self) -> None:
+        self.has_asked = True
 
     def _compiled(self) -> Callable[..., Any]:
         compiler: Any = self.folding or self._compiler
@@ -256,13 +270,13 @@ class Capture:
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         with core.one_graph():
             if self.graphs:
-                with quiet_capture.capturing_again():
+                with quiet_capture.capturing_again(self._asked):
                     try:
                         return self._call(module, *args, **kwargs)
                     except Changed:
                         self.unfold("one was changed")
                     return self._call(module, *args, **kwargs)
-            with quiet_capture.capturing():
+            with quiet_capture.capturing(self._asked):
                 if symbols.are_marked() and self.folding is not None:
                     self._unfolded = "sizes are symbols"
                 folding = None if self._unfolded else self.folding

@@ -25,6 +25,7 @@ from rotor.engines.contract import (
     PlanAgain,
     StartMeter,
 )
+from rotor.engines.graph.branches import gives_plain_outputs
 from rotor.engines.graph.calls import check_arguments, run_once
 from rotor.engines.graph.capture import Capture, Unplanned, fresh
 from rotor.engines.graph.captured_step import CapturedStep
@@ -116,6 +117,7 @@ class GraphEngine(MeteredEngine):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.steps: dict[Any, CapturedStep] = {}
+        self._as_compiled = False
         self.sizing = Sizing(context)
         self.primals: list[Any] | None = None
         """List that takes the tensors of the next capture, or None."""
@@ -192,7 +194,7 @@ class GraphEngine(MeteredEngine):
                 return step
         with progress(1, "capturing the model"):
             try:
-                capture, found = self._captured(loss_fn, arguments)
+                capture, found = self._captured(loss_fn, call)
             except CaptureError as error:
                 self.sizing.refuse(key, error)
                 raise CannotPlan(error) from None
@@ -206,20 +208,34 @@ class GraphEngine(MeteredEngine):
             return "reserved bytes depend on the rounding of each size"
         return "" if self.solve() is None else "the given algorithm plans one shape"
 
-    def _new_capture(self) -> Capture:
-        return Capture(fresh(_call), self.backend)
+    def _new_capture(self, *, as_compiled: bool = False) -> Capture:
+        as_compiled |= self._as_compiled
+        return Capture(fresh(_call), self.backend, as_compiled=as_compiled)
 
-    def _captured(self, loss_fn: Any, arguments: Any) -> tuple[Capture, Unplanned]:
-        module = self.context.module
-        capture = self._new_capture()
+    def _captured(self, loss_fn: Any, call: Call) -> tuple[Capture, Unplanned]:
         try:
-            return capture, capture.reach(module, loss_fn, *arguments)
+            return self._captured_once(loss_fn, call)
         except CaptureError as error:
             # Modules that prepare themselves in their first forward can be captured after it.
-            if not run_once(module, arguments[0], arguments[1]):
+            if not run_once(self.context.module, *call.arguments):
                 raise error from None
-            capture = self._new_capture()
-            return capture, capture.reach(module, loss_fn, *arguments)
+            return self._captured_once(loss_fn, call)
+
+    def _captured_once(self, loss_fn: Any, call: Call) -> tuple[Capture, Unplanned]:
+        """Capture a call; in the branches for compiled code if no others can be captured."""
+        given = (self.context.module, loss_fn, *call.arguments, call.targets)
+        capture = self._new_capture()
+        try:
+            return capture, capture.reach(*given)
+        except CaptureError:
+            if not capture.has_asked:
+                raise
+            capture = self._new_capture(as_compiled=True)
+            found = capture.reach(*given)
+            self._as_compiled = gives_plain_outputs(self.context, found, call)
+            if not self._as_compiled:
+                raise
+            return capture, found
 
     def _profiled(
         self, key: Key, capture: Capture, found: Unplanned, call: Call, *, loss_captured: bool
