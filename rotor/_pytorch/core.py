@@ -37,6 +37,12 @@ def buffer_slots(module: nn.Module) -> list[Slot]:
     return [(slots, name) for name, value in slots.items() if value is not None]
 
 
+def value_in(slot: Slot) -> Any:
+    """Return what a slot holds, ``None`` if it is gone; the slots of a script have no ``get``."""
+    slots, name = slot
+    return slots[name] if name in slots else None  # noqa: SIM401
+
+
 def slots_of_module(module: nn.Module) -> list[dict[str, Any]]:
     """Return the dictionaries of a module's parameters, buffers, children, hooks and the like."""
     names = vars(nn.Module())

@@ -11,6 +11,7 @@ from torch import nn
 
 from rotor._pytorch import core
 from rotor.common.generators import autocast_of
+from rotor.common.tensor_trees import output_tensors
 
 __all__ = [
     "autocast_signature",
@@ -89,6 +90,11 @@ def leaf_signature(leaf: Any, *, by_identity: bool) -> Any:
         return (leaf.shape, layout_of(leaf), leaf.dtype, leaf.device, leaf.requires_grad)
     if isinstance(leaf, _VALUES):
         return (type(leaf), leaf)
+    inner = output_tensors(leaf)
+    if inner:
+        return (type(leaf), tuple([leaf_signature(t, by_identity=False) for t in inner]))
+    if hasattr(leaf, "dtype"):
+        return (type(leaf), leaf.dtype, leaf.shape)
     return (type(leaf), id(leaf)) if by_identity else type(leaf)
 
 

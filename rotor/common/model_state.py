@@ -155,7 +155,7 @@ class ModelState:
 
     def parameter_flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """Return flags of the parameters: which require gradients, and which have none yet."""
-        parameters = [slots.get(name) for slots, name in self._parameters]
+        parameters = list(map(core.value_in, self._parameters))
         return (
             tuple([p is not None and p.requires_grad for p in parameters]),
             tuple([p is not None and p.grad is None for p in parameters]),

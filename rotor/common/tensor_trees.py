@@ -6,9 +6,11 @@ Numbers, strings and ``None`` may be among the tensors; they are passed on uncha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 
 from rotor._pytorch import core
 
@@ -58,6 +60,13 @@ def output_tensors(value: Any) -> list[torch.Tensor]:
             seen.add(id(item))
             waiting.extend(_inside(item))
     return found[::-1]
+
+
+def device_of(value: Any, model: nn.Module) -> torch.device:
+    """Return the device of the first tensor in arguments, also in objects, or else in the model."""
+    tensors = tree_tensors(value) or output_tensors(value)
+    first = tensors[0] if tensors else next(chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def _inside(item: Any) -> list[Any]:

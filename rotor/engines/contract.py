@@ -19,7 +19,7 @@ from rotor.algorithms.curve import Curve
 from rotor.common.calls import sample_call
 from rotor.common.frames import warn_caller
 from rotor.common.model_state import ModelState
-from rotor.common.tensor_trees import tree_tensors
+from rotor.common.tensor_trees import device_of, tree_tensors
 from rotor.engines.peers import Alone, Peers
 from rotor.errors import MemoryLimitWarning
 from rotor.meter.step_meter import StepBytes, StepWatch, Verdict
@@ -136,11 +136,6 @@ class Call:
     def of_sample(sample: Any) -> Call:
         """Return the call that a sample stands for: a tuple of arguments, or keyword arguments."""
         return Call(*sample_call(sample))
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the first tensor."""
-        return tree_tensors((self.args, dict(self.kwargs)))[0].device
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -293,9 +288,15 @@ class Context:
         """Return whether steps still run under a plan."""
         return any(known is plan for known in self.plans.values())
 
+    def device_of(self, call: Call) -> torch.device:
+        """Return the device of a call: that of its first tensor, or else the model's."""
+        return device_of(call.arguments, self.module)
+
     def check_devices(self, arguments: Any) -> None:
         """Raise ValueError if a parameter is on another device than the arguments."""
         devices = {t.device for t in tree_tensors(arguments)}
+        if not devices:
+            return
         for name, parameter in self.module.named_parameters():
             if parameter.device not in devices:
                 raise ValueError(

@@ -186,10 +186,11 @@ class _Forward:
         self._module, self._call = context.module, call
         # A callback has its own forward in the place of this one, but while a step runs.
         self._forward = context.module.forward
-        self._rng = RngTracker(call.device)
+        self._device = context.device_of(call)
+        self._rng = RngTracker(self._device)
         # The tensors of the states would count as memory of the step.
         self._states = [state.tobytes() for _, state in self._rng.read()]
-        self._autocast = AutocastState(call.device.type)
+        self._autocast = AutocastState(self._device.type)
         self._flags = [module.training for module in self._module.modules()]
         self._versions = self._current_versions()
 
@@ -218,7 +219,7 @@ class _Forward:
         ]
         with ExitStack() as stack:
             stack.enter_context(training_flags_kept(module))
-            stack.enter_context(random_states_kept(self._call.device))
+            stack.enter_context(random_states_kept(self._device))
             stack.enter_context(generators_kept(modules))
             stack.enter_context(attributes_kept(modules))
             slots = [slot for part in modules for slot in core.buffer_slots(part)]

@@ -220,7 +220,8 @@ class Driver:
         following = (0 if known is None else known.engine) + 1
         if following >= len(self.engines):
             return False
-        self.context.refusals[key.measured] = Refusal(following, call.device, reason)
+        device = self.context.device_of(call)
+        self.context.refusals[key.measured] = Refusal(following, device, reason)
         self.engines[following].take_over(reason)
         return True
 

@@ -87,8 +87,7 @@ class Stage:
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that require a gradient now, once each."""
         found = {}
-        for slots, name in self._parameter_slots:
-            parameter = slots.get(name)
+        for parameter in self.current_parameters():
             if parameter is not None and parameter.requires_grad:
                 found[id(parameter)] = parameter
         return list(found.values())
@@ -103,7 +102,7 @@ class Stage:
 
     def current_parameters(self) -> list[Any]:
         """Return the current contents of the parameter slots recorded at construction."""
-        return [slots.get(name) for slots, name in self._parameter_slots]
+        return list(map(core.value_in, self._parameter_slots))
 
     def merged_with(self, following: Stage) -> Stage:
         """Return one stage of this and the one after it."""

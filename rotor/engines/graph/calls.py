@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor.common.tensor_trees import tree_tensors
+from rotor.common.tensor_trees import device_of
 from rotor.common.undisturbed import (
     attributes_kept,
     generators_kept,
@@ -53,7 +53,7 @@ def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
     It runs without gradients, which fails for a forward that computes some itself, and twice,
     so that a flag toggled by every forward has its former value at the end.
     """
-    device = tree_tensors((args, kwargs))[0].device
+    device = device_of((args, kwargs), module)
     modules = list(module.modules())
     buffers = list(module.buffers())
     try:

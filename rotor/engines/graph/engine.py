@@ -78,17 +78,16 @@ def check_generator(context: Context) -> None:
 def captured_key(context: Context, call: Call) -> Key:
     """Return the kind of a captured step: its arguments, modes, and flags."""
     leaves, structure = flattened_call(call.args, call.kwargs, call.targets)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if not tensors:
-        raise ValueError("the arguments hold no tensor, expected at least one")
-    kind = tensors[0].device.type
+    first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+    device = context.device_of(call) if first is None else first.device
+    kind = device.type
     if kind == "meta":
         raise ValueError(
             "the arguments are meta tensors, which nothing can be trained on: "
             "rotor.graph.build(model, ..., profile=Machine(...)) and rotor.graph.plan plan "
             "without values"
         )
-    check_counts(context.settings.counts, tensors[0].device)
+    check_counts(context.settings.counts, device)
     required, absent = context.structure.parameter_flags()
     measured = (
         structure,
@@ -181,7 +180,7 @@ class GraphEngine(MeteredEngine):
         cancel_running()
         arguments = (args, kwargs, call.targets)
         if self.settings.offload is not None:
-            check_device(self.settings.offload.tier, call.device)
+            check_device(self.settings.offload.tier, self.context.device_of(call))
         reason = self._one_shape_reason()
         if self.follows_shapes and reason:
             self.sizing.alone(key, arguments, reason)
@@ -240,7 +239,8 @@ class GraphEngine(MeteredEngine):
     def _profiled(
         self, key: Key, capture: Capture, found: Unplanned, call: Call, *, loss_captured: bool
     ) -> CapturedStep:
-        source, lowered, device = self.settings.profile, found.captured.lowered, call.device
+        source, lowered = self.settings.profile, found.captured.lowered
+        device = self.context.device_of(call)
         arguments = (*call.arguments, call.targets)
         owners = owners_of(lowered, found.primals, self.context.structure.parameters, arguments)
         if self.primals is not None:

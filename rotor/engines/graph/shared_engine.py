@@ -202,7 +202,7 @@ class SharedGraphEngine(GraphEngine):
                 "where each process plans for itself"
             ) from None
         if self.settings.offload is not None:
-            self.settings.offload.known_link(call.device)
+            self.settings.offload.known_link(self.context.device_of(call))
 
     def forget(self, measured: Any) -> None:
         """Have a kind of step captured again, also if another combination of ranks has it."""

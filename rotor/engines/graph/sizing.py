@@ -145,7 +145,7 @@ class Sizing:
         loss_captured: bool,
     ) -> None:
         """Add a graph with symbols, with costs of its operations at the known shapes."""
-        captured, device = found.captured, call.device
+        captured, device = found.captured, self.context.device_of(call)
         settings, context, lowered = self.context.settings, self.context, captured.lowered
         values = tuple(origin_values(lowered, found.primals))
         arguments = (*call.arguments, call.targets)

@@ -22,7 +22,7 @@ from rotor._pytorch import core
 from rotor.common.accounting import CODE_FACTOR, assumed_loss_bytes
 from rotor.common.calls import call_signature
 from rotor.common.forward_patch import PatchedForwards
-from rotor.common.tensor_trees import output_tensors, tree_tensors
+from rotor.common.tensor_trees import device_of, output_tensors, tree_tensors
 from rotor.common.undisturbed import model_kept
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.offloading import Layout
@@ -322,7 +322,7 @@ class _Search:
 
     def run(self, args: Any, kwargs: Any) -> int:
         """Return the bytes of the model's outputs."""
-        device = tree_tensors((args, kwargs))[0].device
+        device = device_of((args, kwargs), self.model)
         paths = inner_modules(self.model)
         counts: dict[nn.Module, int] = {}
         resident = [*self.model.parameters(), *self.model.buffers(), *tree_tensors((args, kwargs))]

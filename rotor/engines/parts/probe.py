@@ -17,7 +17,7 @@ from torch import nn
 
 from rotor._pytorch import core
 from rotor.common.forward_patch import PatchedForwards
-from rotor.common.tensor_trees import output_tensors, tree_tensors
+from rotor.common.tensor_trees import device_of, output_tensors, tree_tensors
 from rotor.common.undisturbed import model_kept
 from rotor.meter import allocator
 
@@ -177,7 +177,7 @@ def weigh(
 
         return run
 
-    device = tree_tensors((args, kwargs))[0].device
+    device = device_of((args, kwargs), model)
     with model_kept(model, device), PatchedForwards(paths, watched), saves.watching():
         model.forward(*args, **kwargs)
     return calls, whole, set(counts)

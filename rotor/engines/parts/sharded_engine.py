@@ -119,8 +119,8 @@ class ShardedBlocksEngine(MeteredEngine):
             with allocator.meter(tree_tensors((args, kwargs))[0].device):
                 pass
             if self.settings.offload is not None:
-                check_device(self.settings.offload.tier, call.device)
-                self.settings.offload.known_link(call.device)
+                check_device(self.settings.offload.tier, self.context.device_of(call))
+                self.settings.offload.known_link(self.context.device_of(call))
         except Exception as error:
             problem = error
         self.context.peers.all_well(problem)
@@ -139,7 +139,7 @@ class ShardedBlocksEngine(MeteredEngine):
             (args, kwargs),
             has_loss=bool(call.targets) and self.settings.loss_fn is not None,
             preserve_rng_state=self.settings.preserve_rng_state,
-            captures=self._captures_on(call.device),
+            captures=self._captures_on(self.context.device_of(call)),
         )
         names = [
             f"{b.name} ({type(b.stage.module).__name__})" for b in found.sites if b.kept.varies
