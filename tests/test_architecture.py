@@ -36,7 +36,7 @@ LAYERS = [
 # The same within the folder of the engines: what they share comes first.
 ENGINES = [
     ["contract", "peers", "loss_guess", "learning"],
-    ["chain"],
+    ["chain", "plain"],
     ["graph"],
     ["dynamic"],
     ["parts"],

@@ -152,16 +152,27 @@ def test_infeasible_names_the_least_bytes():
     assert all(p.grad is None for p in fails.parameters())
 
 
-def test_a_first_stage_that_changes_its_input_is_named():
+@pytest.mark.parametrize("engine", ["chain", "auto"])
+def test_a_first_stage_that_changes_its_input_is_named(engine):
+    if engine == "auto":
+        model = nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(4, 4))
+        x, other = torch.randn(2, 4), torch.randn(2, 4)
+        plain_x = x.clone()
+        with pytest.warns(rotor.MemoryLimitWarning, match="changes the model's input in place"):
+            chk = rotor.Checkpointable(model, other, "1MB")
+        assert torch.equal(chk(x), model(plain_x))
+        assert torch.equal(x, plain_x)
+        assert chk.plan.engine == "graph"
+        return
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
     x = torch.randn(2, 4)
     kept = x.clone()
     with pytest.raises(ValueError, match="stage 0 changes the model's input in place"):
-        rotor.Checkpointable(model, x)
+        rotor.Checkpointable(model, x, engine="chain")
     assert torch.equal(x, kept)
     viewed = nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(4, 4))
     with pytest.raises(ValueError, match="stage 1 changes the model's input in place"):
-        rotor.Checkpointable(viewed, x)
+        rotor.Checkpointable(viewed, x, engine="chain")
     assert torch.equal(x, kept)
 
 
@@ -175,7 +186,7 @@ def test_inputs_that_cannot_be_measured():
 
 
 def test_torch_func_is_refused():
-    chk = rotor.Checkpointable(conv_net(), images())
+    chk = rotor.Checkpointable(conv_net(), images(), engine="chain")
     chk.compute_sequence("1GiB", algo=RecomputeAll())
     with pytest.raises(RuntimeError, match=r"torch\.func"):
         torch.func.grad(lambda x: chk(x).sum())(images())
@@ -215,7 +226,7 @@ def test_dropout_from_a_state_of_cudnn_is_refused(monkeypatch):
             return found[0]
 
     model = nn.Sequential(nn.LSTM(8, 8, num_layers=2, dropout=0.5), Second())
-    chk = rotor.Checkpointable(model, mem_limit="10MB")
+    chk = rotor.Checkpointable(model, mem_limit="10MB", engine="chain")
     chk(torch.randn(5, 2, 8)).sum().backward()
     monkeypatch.setattr("rotor.common.model_state._draws_in_cudnn", lambda _: True)
     model.zero_grad()

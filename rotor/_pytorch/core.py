@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -290,12 +291,10 @@ def hands_gradients_over() -> bool:
     return hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
-def is_defect_of_capture(error: BaseException) -> bool:
-    """Return whether an error was raised by dynamo's own code: a defect, unrelated to the model."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and "/torch/_dynamo/" in trace.tb_frame.f_code.co_filename
+def is_of_capture(error: BaseException) -> bool:
+    """Return whether an error was raised while dynamo captured, before what it captured ran."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(file.endswith("/torch/_dynamo/convert_frame.py") for file in files)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -431,6 +430,7 @@ _REQUIRED = (
     "Tensor._is_zerotensor",
     "autograd.Variable._execution_engine.queue_callback",
     "autograd.Variable._execution_engine.run_backward",
+    "autograd.forward_ad._current_level",
     "utils._python_dispatch.is_traceable_wrapper_subclass",
     "utils._pytree.tree_flatten",
     "utils._pytree.tree_unflatten",
@@ -465,6 +465,11 @@ def check(required: Iterable[str] = _REQUIRED) -> None:
 def in_functorch() -> bool:
     """Return whether a ``torch.func`` transform (``grad``, ``vmap``, ...) is being applied."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def in_forward_ad() -> bool:
+    """Return whether a level of forward-mode differentiation is active."""
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 def in_backward() -> bool:

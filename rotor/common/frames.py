@@ -14,7 +14,7 @@ from torch import nn
 
 from rotor.errors import InfeasibleError
 
-__all__ = ["fold", "warn_caller"]
+__all__ = ["fold", "reported", "warn_caller"]
 
 FULL = "ROTOR_FULL_TRACEBACK"
 """Environment variable that keeps tracebacks whole."""
@@ -69,6 +69,22 @@ def warn_caller(text: str, category: type[Warning]) -> None:
             break
         frame, level = frame.f_back, level + 1  # type: ignore[assignment]
     warnings.warn(text, category, stacklevel=found)
+
+
+def reported(error: BaseException) -> str:
+    """Return the line that a report of a defect should have: versions, type and place."""
+    trace = error.__traceback__
+    where = "no line"
+    while trace is not None:
+        if _is_ours(trace.tb_frame.f_code) or trace.tb_next is None:
+            where = f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    python = ".".join(map(str, sys.version_info[:3]))
+    return (
+        "If plain PyTorch runs this, please report this line: "
+        f"rotor {sys.modules['rotor'].__version__}, PyTorch {torch.__version__}, Python {python}, "
+        f"{type(error).__name__} at {where}"
+    )
 
 
 def fold(error: BaseException) -> None:

@@ -156,7 +156,7 @@ class Settings:
     algorithm, algorithm_options
         Algorithm that finds schedules of chains, and keywords of its ``solve``.
     unsuited
-        Names of engines that cannot plan the model.
+        Reasons of engines that cannot run the model, by name.
     graph_class
         Engine of captured graphs, if not the default one.
     offload
@@ -184,7 +184,7 @@ class Settings:
     options: dict[str, Any] = field(default_factory=dict)
     algorithm: Any = None
     algorithm_options: dict[str, Any] = field(default_factory=dict)
-    unsuited: set[str] = field(default_factory=set)
+    unsuited: dict[str, str] = field(default_factory=dict)
     graph_class: Any = None
     given_options: dict[str, Any] = field(init=False)
 
@@ -203,11 +203,14 @@ class Refusal(NamedTuple):
         Device of such steps.
     reason
         Reason, as text.
+    why
+        Reasons of all engines that were asked, by name.
     """
 
     engine: int
     device: torch.device
     reason: str
+    why: dict[str, str]
 
 
 @dataclass

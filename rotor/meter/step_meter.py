@@ -136,6 +136,8 @@ class Metered:
         Metered step whose figures another one has to confirm.
     is_over
         True if a step needed more than the limit, and no other plan of the engine would help.
+    why
+        Engines that were asked for such steps, in order, and why each handed over; the last runs.
     """
 
     engine: ClassVar[str]
@@ -158,6 +160,7 @@ class Metered:
     key: Any = field(default=None, repr=False)
     earlier: StepBytes | None = field(default=None, repr=False)
     is_over: bool = field(default=False, repr=False)
+    why: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
         figures: Any = self

@@ -21,10 +21,13 @@ from rotor.report.text import (
     pieces_figures,
     pieces_report,
     pieces_table,
+    plain_figures,
+    plain_report,
     plan_report,
     stage_rows,
     stage_table,
     step_rows,
+    why_rows,
 )
 from rotor.report.tracing import is_trace, write_plan_trace
 
@@ -45,6 +48,11 @@ def _write_steps(plan: Any, path: Path, about: About) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def _write_plain(plan: Any, path: Path, about: About) -> None:
+    text = measured_page(plan, plain_figures(plan), ("Engines", why_rows(plan)), about)
+    path.write_text(text, encoding="utf-8")
+
+
 class _View(NamedTuple):
     report: Callable[[Any], Text]
     table: Callable[[Any], Text]
@@ -56,6 +64,7 @@ _VIEWS = {
     "graph": _View(graph_report, operation_table, write_plan),
     "parts": _View(pieces_report, pieces_table, _write_parts),
     "dynamic": _View(dynamic_report, dynamic_table, _write_steps),
+    "plain": _View(plain_report, plain_report, _write_plain),
 }
 """Functions by `rotor.meter.step_meter.Metered.engine`."""
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rotor.engines.graph.planned import GraphPlan
     from rotor.engines.parts.offloading import PartsTier
     from rotor.engines.parts.plan import PartsPlan
+    from rotor.engines.plain import PlainPlan
     from rotor.graph.program import Program
     from rotor.meter.step_meter import Metered
     from rotor.tier.interface import Tier
@@ -277,6 +278,25 @@ def dynamic_figures(plan: DynamicPlan) -> list[list[str]]:
     lines.append(["steps", str(plan.steps)])
     lines.append(["proof", plan.proved.text(plan.verify)])
     return lines
+
+
+def plain_report(plan: PlainPlan) -> Text:
+    """Return the figures of a model that runs as plain PyTorch, and why."""
+    rows = [["no plan: runs as plain PyTorch", ""], *plain_figures(plan)]
+    return Text(f"{table(rows)}\n\n{table(why_rows(plan))}")
+
+
+def plain_figures(plan: PlainPlan) -> list[list[str]]:
+    """Return the figures of that report, by name."""
+    measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
+    limit = ["limit, which nothing keeps", format_bytes(plan.limit_bytes)]
+    return [limit, ["peak, measured", measured], *seen_rows(plan)]
+
+
+def why_rows(plan: Metered) -> list[list[str]]:
+    """Return the table of the engines that were asked, its head first."""
+    rows = [[name, (reason.splitlines() or [""])[0]] for name, reason in plan.why.items()]
+    return [["engine", "why it does not run the step"], *rows]
 
 
 def _moved_rows(step: StepFigures) -> list[list[str]]:

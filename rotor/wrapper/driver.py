@@ -7,7 +7,6 @@ plan, the run, the metering, and the lessons of the meter.
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -32,9 +31,7 @@ from rotor.engines.contract import (
     Key,
     NothingToPlan,
     PlanAgain,
-    Refusal,
     Settings,
-    Unsuited,
     Verdict,
 )
 from rotor.engines.peers import Alone, Peers, SharingRanks
@@ -45,22 +42,18 @@ from rotor.meter.step_meter import StepBytes, StepMeter, StepWatch, cancel_runni
 from rotor.meter.watch import PeakWatch, is_due, meter_again
 from rotor.units import exact_bytes
 from rotor.wrapper.announcing import Announcer
+from rotor.wrapper.attempts import Attempts
 from rotor.wrapper.caches import CacheRule
 from rotor.wrapper.habits import (
-    refuse_graph_capture,
+    refuse_outer_transforms,
     warn_of_cache,
     warn_of_checkpointing,
     warn_of_searches,
 )
-from rotor.wrapper.registry import engines_for
+from rotor.wrapper.order import Order
 from rotor.wrapper.sharing import agree_to_share
 
 __all__ = ["Driver"]
-
-logger = logging.getLogger("rotor")
-
-_HOPELESS = 4
-"""Number of refused kinds of step after which a model without any graph is captured no more."""
 
 
 class Driver:
@@ -93,6 +86,7 @@ class Driver:
         self._is_crowded = self._has_collected = False
         self._group_peers: Peers = Alone()
         self._announcer = Announcer(settings.verbosity)
+        self._attempts = Attempts()
         self._checked: ModelState | None = None
         _drivers.add(self)
         self._discover(None, set())
@@ -113,7 +107,8 @@ class Driver:
         self._is_unit = fsdp.is_unit(self._wrapper())
         self._unplanned = set()
         self._caches = CacheRule(self.context, is_read=is_read)
-        self.engines = engines_for(self.context)
+        self.order = Order(self.context)
+        self.engines = self.order.engines
 
     def _rediscover(self) -> None:
         """Drop all measures, and find structure and engines again."""
@@ -171,6 +166,7 @@ class Driver:
         self._is_pending, self._is_crowded, self._has_collected = None, False, False
         self._checked = None
         self._announcer = Announcer(self.settings.verbosity)
+        self._attempts = Attempts()
         _drivers.add(self)
         self._discover(None, state["warned"])
         self.context.learned_loss.update(state["learned_loss"])
@@ -201,46 +197,11 @@ class Driver:
             self.settings.mem_limit = free_limit(device)
         return self.settings.mem_limit
 
-    # -- engines of a kind of step
-
-    def engine_of(self, key: Key) -> Engine:
-        """Return the engine that plans a kind of step."""
-        refusal = self.context.refusals.get(key.measured)
-        return self.engines[0 if refusal is None else refusal.engine]
-
     def planned(self) -> Any:
         """Return the plan that ran last; raise ValueError before one."""
         if self.context.latest is None:
             raise ValueError("no plan was made: call compute_sequence(), or train a step")
         return self.context.latest
-
-    def _refuse(self, key: Key, call: Call, reason: str) -> bool:
-        """Hand a kind of step to the next engine; return False after the last one."""
-        known = self.context.refusals.get(key.measured)
-        following = (0 if known is None else known.engine) + 1
-        if following >= len(self.engines):
-            return False
-        device = self.context.device_of(call)
-        self.context.refusals[key.measured] = Refusal(following, device, reason)
-        self.engines[following].take_over(reason)
-        return True
-
-    def _hand_back(self, key: Key, before: Refusal | None) -> None:
-        """Return a kind of step to its former engine."""
-        if before is None:
-            self.context.refusals.pop(key.measured, None)
-        else:
-            self.context.refusals[key.measured] = before
-
-    def _is_hopeless(self) -> bool:
-        """Return whether the model differs from call to call: capturing costs more than a step."""
-        refusals, last = self.context.refusals.values(), len(self.engines) - 1
-        return (
-            last > 0
-            and len(refusals) >= _HOPELESS
-            and all(refusal.engine == last for refusal in refusals)
-            and not any(engine.has_measures() for engine in self.engines[:-1])
-        )
 
     # -- measuring and planning
 
@@ -266,22 +227,28 @@ class Driver:
                 engine.forget(key.measured)
             try:
                 with self._announcer.timed():
-                    found = self._measure(key, call)
-            except Unsuited:
-                return self._with_other_engines(self.engines[0]).measure(call)
+                    return self._attempts.run(self, call, self._measured, measures=True)
             except NothingToPlan:
                 raise ValueError(
                     "nothing in this step needs a gradient: call the plain model, chk.module"
                 ) from None
-            self.context.latest_key = self.engine_of(key).refined(key)
+
+    def _measured(self, call: Call) -> Any:
+        self._attempts.asked = key = self._agreed_key(call)[0]
+        found = self._measure(key, call)
+        engine = self.order.of(key)
+        if self._attempts.failures is not None and not engine.plans_ahead:
+            # The sample may be at fault.
+            self._make(key)
+            engine.try_out(key, call)
+        self.context.latest_key = engine.refined(key)
         return found
 
-    def _with_other_engines(self, engine: Engine) -> Driver:
-        """Return the driver itself, after removing an engine that the model does not suit."""
-        self.settings.unsuited.add(engine.name)
+    def drop_first(self, reason: str) -> None:
+        """Find the engines of the model without the first, which does not suit it."""
+        self.settings.unsuited = self.settings.unsuited | {self.engines[0].name: reason}
         self._rediscover()
         self.engines[0].check()
-        return self
 
     def _agreed_key(self, call: Call) -> tuple[Key, bool]:
         engine = self.engines[0]
@@ -292,13 +259,13 @@ class Driver:
 
     def _measure(self, key: Key, call: Call, *, again: bool = False) -> Any:
         """Measure a kind of step by the first engine that can."""
-        if key.measured not in self.context.refusals and self._is_hopeless():
+        if key.measured not in self.context.refusals and self.order.is_hopeless():
             last = next(reversed(self.context.refusals.values()))
             self.context.refusals[key.measured] = last
         before = self.context.refusals.get(key.measured)
         warn_of_checkpointing(self.context)
         while True:
-            engine = self.engine_of(key)
+            engine = self.order.of(key)
             if engine.is_measured(key) and not again:
                 if not engine.plans_ahead and engine is self.engines[0]:
                     if key not in self.context.plans:
@@ -316,17 +283,17 @@ class Driver:
                     devices.release_cached(device)
                 return found
             except CannotPlan as refused:
-                if not self._refuse(key, call, str(refused.error)):
+                if not self.order.refuse(key, call, str(refused.error)):
                     raise refused.error from None
                 again = False
             except allocator.MeterBusyError:
                 # The next step tries again.
-                self._hand_back(key, before)
+                self.order.hand_back(key, before)
                 raise
 
     def _make(self, key: Key, reserve_bytes: int = 0) -> Any:
         """Plan a measured kind of step."""
-        engine, settings = self.engine_of(key), self.settings
+        engine, settings = self.order.of(key), self.settings
         is_given = settings.mem_limit is not None
         limit = engine.limit_on(engine.device_of(key), self.limit_on)
         plan = engine.plan(key, limit, reserve_bytes)
@@ -337,6 +304,7 @@ class Driver:
 
     def _install(self, key: Key, plan: Any) -> Any:
         plan.key = key
+        plan.why = self.order.why(key, getattr(plan, "engine", self.order.of(key).name))
         self.context.plans[key] = plan
         self.context.latest, self.context.latest_key = plan, key
         return plan
@@ -352,7 +320,7 @@ class Driver:
         settings, context = self.settings, self.context
         engine = self.engines[0]
         key = context.measured_key() if engine.plans_ahead else None
-        owner = engine if key is None else self.engine_of(key)
+        owner = engine if key is None else self.order.of(key)
         concerned = {engine, owner}
         before = (dict(vars(settings)), context.plans)
         states = [(known, dict(vars(known))) for known in concerned]
@@ -386,7 +354,7 @@ class Driver:
         engine = self.engines[0]
         key = self.context.measured_key() if engine.plans_ahead else Key(None, None)
         if key.measured is not None:
-            engine = self.engine_of(key)
+            engine = self.order.of(key)
         return engine.curve(key, points)
 
     def load(self, source: Any) -> Any:
@@ -396,7 +364,7 @@ class Driver:
         key = self.context.measured_key()
         # A kind of step taken over by another engine has no plan of the first one's form.
         engine = self.engines[0]
-        limit = engine.limit_on(self.engine_of(key).device_of(key), self.limit_on)
+        limit = engine.limit_on(self.order.of(key).device_of(key), self.limit_on)
         plan = self._install(key, engine.load(key, source, limit))
         return engine.result(plan)
 
@@ -409,19 +377,7 @@ class Driver:
         if not (self.settings.module.training and torch.is_grad_enabled()):
             return False
         self._check_sharding()
-        refuse_graph_capture()
-        if core.in_functorch():
-            raise RuntimeError(
-                "torch.func transforms (grad, vmap, functional_call inside them) cannot go through "
-                "a plan that recomputes: apply them to the plain model, chk.module"
-            )
-        if core.in_checkpoint() or core.in_backward():
-            raise RuntimeError(
-                "a model with a limit was called within torch.utils.checkpoint, or otherwise in a "
-                "backward: what a plan keeps would be computed twice. Remove that checkpoint, "
-                "the plan recomputes what it must; or leave the limit to one model, the outermost"
-            )
-        return True
+        return not refuse_outer_transforms(self.context)
 
     def plain(self, call: Call) -> Any:
         """Return the output of the plain model."""
@@ -441,18 +397,16 @@ class Driver:
         try:
             if trimmed is call:
                 # No variable: the frame may live on in the traceback of an error that is kept.
-                return self._step(call)
+                return self._attempts.run(self, call, self._step)
             forward = caches.begin(call)
-            return caches.completed(self._step(trimmed), forward)
+            return caches.completed(self._attempts.run(self, trimmed, self._step), forward)
         finally:
             context.is_stepping = False
 
     def _step(self, call: Call) -> Any:
         key, is_one_behind = self._agreed_key(call)
-        try:
-            plan = self._ready(key, call, is_one_behind=is_one_behind)
-        except Unsuited:
-            return self._with_other_engines(self.engines[0]).step(call)
+        self._attempts.asked = key
+        plan = self._ready(key, call, is_one_behind=is_one_behind)
         if plan is None:
             return self.plain(call)
         self.context.latest, self.context.latest_key = plan, plan.key
@@ -471,21 +425,21 @@ class Driver:
         except CannotPlan as refused:
             # It was captured before, but the code now keeps asking for other graphs.
             cancel_running()
-            self.engine_of(key).forget(key.measured)
-            if not self._refuse(key, call, str(refused.error)):
+            self.order.of(key).forget(key.measured)
+            if not self.order.refuse(key, call, str(refused.error)):
                 raise refused.error from None
             self._measure(key, call)
             return self._run(self._make(key), call)
 
     def _ready(self, key: Key, call: Call, *, is_one_behind: bool) -> Any:
         """Return the plan of a step; ``None`` if nothing in it needs a gradient."""
-        plans, engine = self.context.plans, self.engine_of(key)
+        plans, engine = self.context.plans, self.order.of(key)
         key = engine.refined(key)
         plan = plans.get(key)
         verdict = None if plan is None else plan.verdict
         if verdict is Verdict.GIVE_UP:
             plan = self._give_up(key, call, plan)
-            engine = self.engine_of(key)
+            engine = self.order.of(key)
             verdict = None if plan is None else plan.verdict
         is_stale = verdict is Verdict.REMEASURE
         if is_stale:
@@ -515,7 +469,7 @@ class Driver:
                 except NothingToPlan:
                     self._unplanned.add(key.measured)
                     return None
-                key = self.engine_of(key).refined(key)
+                key = self.order.of(key).refined(key)
             plan = self._replanned(key)
         if plan.verdict is Verdict.GIVE_UP:
             return self._ready(key, call, is_one_behind=is_one_behind)
@@ -526,15 +480,15 @@ class Driver:
         old = self.context.plans.get(key)
         if old is None:
             return self._make(key)
-        return self.engine_of(key).replan(old, lambda reserve: self._make(key, reserve))
+        return self.order.of(key).replan(old, lambda reserve: self._make(key, reserve))
 
     def _give_up(self, key: Key, call: Call, plan: Any) -> Any:
         """Return the next engine's plan if that engine keeps the limit; ``None`` to make one."""
         context, before = self.context, self.context.refusals.get(key.measured)
         plan.is_over = False
-        if not self._refuse(key, call, plan.describe_excess()):
+        if not self.order.refuse(key, call, plan.describe_excess()):
             return plan
-        following = self.engine_of(key)
+        following = self.order.of(key)
         if not following.is_measured(key):
             del context.plans[key]
             return None
@@ -543,7 +497,7 @@ class Driver:
             following.try_out(key, call)
         except InfeasibleError:
             self.context.warn("over", plan.describe_excess())
-            self._hand_back(key, before)
+            self.order.hand_back(key, before)
             return self._install(key, plan)
         self.context.warn(
             "over",
@@ -553,7 +507,8 @@ class Driver:
         return taken
 
     def _run(self, plan: Any, call: Call) -> Any:
-        engine = self.engine_of(plan.key)
+        engine = self.order.of(plan.key)
+        before = self._attempts.state_before(engine, call, plan.device, self.context)
         started: list[StepWatch] = []
 
         def start() -> StepWatch | None:
@@ -564,10 +519,13 @@ class Driver:
 
         try:
             output, self._is_pending = engine.run(plan, call, start)
-        except BaseException:
+        except BaseException as error:
             for meter in started:
                 meter.cancel()
+            if not isinstance(error, CannotPlan | PlanAgain):
+                self._attempts.put_back(before)
             raise
+        self._attempts.proven.add(engine)
         warn_of_cache(self.context, plan.limit_bytes, output)
         return output
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rotor._pytorch import devices
+from rotor._pytorch import core, devices
 from rotor.common.tensor_trees import output_tensors
 from rotor.engines.contract import Context
 from rotor.meter import allocator
@@ -14,7 +14,7 @@ from rotor.units import exact_bytes
 from rotor.wrapper.caches import cache_field
 
 __all__ = [
-    "refuse_graph_capture",
+    "refuse_outer_transforms",
     "warn_of_cache",
     "warn_of_checkpointing",
     "warn_of_searches",
@@ -24,14 +24,55 @@ _SHARE = 0.05
 """Share of the limit from which a cache is worth a warning."""
 
 
-def refuse_graph_capture() -> None:
-    """Raise RuntimeError if an accelerator's graph is being captured."""
+def refuse_outer_transforms(context: Context) -> bool:
+    """Return whether a step runs within something that only plain PyTorch can run in.
+
+    Raises
+    ------
+    RuntimeError
+        It does, and an engine was asked for by name.
+    """
+    reason = _outer_transform()
+    if not reason:
+        return False
+    if context.settings.engine != "auto" or context.peers.ranks is not None:
+        raise RuntimeError(reason)
+    context.warn(
+        reason, f"{reason}. Until then such steps run as plain PyTorch, {_unlimited(context)}"
+    )
+    return True
+
+
+def _unlimited(context: Context) -> str:
+    limit = context.settings.mem_limit
+    return f"and nothing keeps the limit{'' if limit is None else ' of ' + exact_bytes(limit)}"
+
+
+def _outer_transform() -> str:
+    """Return why a step cannot run under a plan where it is called; empty if it can."""
     if devices.is_capturing():
-        raise RuntimeError(
+        return (
             "a training step under a limit cannot be captured as an accelerator's graph (such as "
             "torch.cuda.graph): it restores random states and measures memory. Capture the plain "
             "model, chk.module, or train without a capture"
         )
+    if core.in_functorch():
+        return (
+            "torch.func transforms (grad, vmap, functional_call inside them) cannot go through "
+            "a plan that recomputes: apply them to the plain model, chk.module"
+        )
+    if core.in_forward_ad():
+        return (
+            "forward-mode differentiation (torch.autograd.forward_ad) cannot go through a plan "
+            "that recomputes: apply it to the plain model, chk.module"
+        )
+    if core.in_checkpoint() or core.in_backward():
+        return (
+            "a model with a limit was called within torch.utils.checkpoint, or otherwise in a "
+            "backward: what a plan keeps would be computed twice. Remove that checkpoint, "
+            "the plan recomputes what it must; or leave the limit to one model, the outermost"
+        )
+    return ""
 
 
 def warn_of_cache(context: Context, limit_bytes: int, output: Any) -> None:

@@ -15,6 +15,7 @@ from rotor.engines.graph.engine import GraphEngine
 from rotor.engines.graph.shared_engine import SharedGraphEngine
 from rotor.engines.parts.engine import PartsEngine
 from rotor.engines.parts.sharded_engine import ShardedBlocksEngine
+from rotor.engines.plain import PlainEngine
 from rotor.engines.sequential import SequentialEngine
 
 __all__ = ["ENGINES", "engines_for"]
@@ -24,7 +25,7 @@ def _automatic(context: Context) -> list[Engine]:
     """Return the engine that a model suits, and the engines that take over its refusals."""
     settings = context.settings
     if settings.counts == "reserved":
-        return _graph(context)
+        return [*_graph(context), PlainEngine(context)]
     # Only the operations of a graph can be priced without running.
     is_timed = isinstance(settings.profile, str) and settings.profile == "measured"
     is_chain = is_plain_sequential(settings.module) and is_timed and settings.offload is None
@@ -34,7 +35,10 @@ def _automatic(context: Context) -> list[Engine]:
         sharding = find_sharding(settings.module, context.wrapper())
         if sharding is not None:
             return [ShardedBlocksEngine(context, sharding)]
-    return [*_graph(context), PartsEngine(context), DynamicEngine(context)]
+    if not settings.preserve_rng_state and ChainEngine.name in settings.unsuited:
+        return [PlainEngine(context)]
+    following = [PartsEngine(context), DynamicEngine(context), PlainEngine(context)]
+    return [*_graph(context), *following]
 
 
 def _graph(context: Context) -> list[Engine]:

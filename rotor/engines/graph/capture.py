@@ -23,6 +23,7 @@ from rotor._pytorch import core, quiet_capture, region_guards, regions, symbols
 from rotor._pytorch import inductor as _inductor
 from rotor._pytorch.lean_tracing import graph_module
 from rotor.common.collector import CollectorPause
+from rotor.common.frames import reported
 from rotor.common.generators import SPLIT_BACKWARD
 from rotor.common.tensor_trees import argument_tensors
 from rotor.common.undisturbed import generators_kept
@@ -259,12 +260,12 @@ class Capture:
                     f"shows them.\n{_reason(error)}"
                 ) from error
             raise CaptureError(_reason(error)) from error
-        except (AssertionError, AttributeError, LookupError, TypeError, RuntimeError) as error:
-            if not core.is_defect_of_capture(error):
+        except Exception as error:
+            if isinstance(error, Warning | CaptureError) or not core.is_of_capture(error):
                 raise
             raise CaptureError(
-                f"PyTorch's capture failed in its own code: {type(error).__name__}: "
-                f"{_reason(error)}"
+                f"the capture failed in its own code: {type(error).__name__}: {_reason(error)}\n"
+                f"{reported(error)}"
             ) from error
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -55,6 +55,7 @@ class PartsEngine(MeteredEngine):
         self.pieces: dict[Key, Pieces] = {}
         self._metered: set[Any] = set()
         self._warned_bytes: dict[int, int] = {}
+        self._told = ""
 
     # -- measuring and planning
 
@@ -89,8 +90,12 @@ class PartsEngine(MeteredEngine):
         return None
 
     def announce(self, pieces: Pieces, reason: str) -> None:
+        """Note what to say when the parts have run a step."""
+        self._told = f"{pieces.describe()} The reason:\n{reason}"
+
+    def take_over(self, reason: str) -> None:
         """Warn, once, that the model runs in parts."""
-        self.context.warn("capture", f"{pieces.describe()} The reason:\n{reason}")
+        self.context.warn("capture", self._told)
 
     def measure(self, key: Key, call: Call) -> None:
         """Capture the parts of the model; keep fitting parts of an earlier search."""

@@ -1,0 +1,263 @@
+"""Attempts at a call: what sends it from one engine to the next.
+
+Whatever an engine raises before plain PyTorch has raised too is no error of the caller's: under
+``engine="auto"`` the next engine is asked, and the last one is plain PyTorch. An error that comes
+from there is the caller's own; then everything is as it was before the call.
+"""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor._pytorch import core
+from rotor.common.frames import reported
+from rotor.common.generators import RngTracker
+from rotor.common.module_state import Watch
+from rotor.common.ranks import RankError
+from rotor.common.tensor_trees import output_tensors
+from rotor.engines.contract import Call, Context, Engine, Key, NothingToPlan, Refusal, Unsuited
+from rotor.engines.plain import PlainEngine
+from rotor.errors import InfeasibleError, RecomputationError
+from rotor.meter.allocator import MeterBusyError
+from rotor.units import exact_bytes
+
+__all__ = ["Attempts"]
+
+_ANSWERS = (
+    InfeasibleError,
+    RecomputationError,
+    RankError,
+    NothingToPlan,
+    MeterBusyError,
+    torch.OutOfMemoryError,
+    Warning,
+)
+"""Errors that are for the caller, whoever raises them."""
+
+_SMALL_BYTES = 1 << 16
+"""Bytes up to which a buffer is copied before the first step of an engine."""
+
+
+class _StateBefore:
+    """State in which a step begins, for another engine should the first one fail in it.
+
+    Parameters
+    ----------
+    model
+        The model.
+    call
+        Arguments of the step.
+    device
+        Device of the step.
+    """
+
+    def __init__(self, model: nn.Module, call: Call, device: torch.device) -> None:
+        self._rng = RngTracker(device)
+        self._states = self._rng.read()
+        self._watch = Watch([("the model", model)])
+        buffers = {id(b): b for b in model.buffers()}
+        self._copies = [(b, b.clone()) for b in buffers.values() if b.nbytes <= _SMALL_BYTES]
+        self._slots = [
+            (slots, slots.copy())
+            for module in model.modules()
+            for slots in core.slots_of_module(module)
+            if isinstance(slots, dict)
+        ]
+        copied = {id(buffer) for buffer, _ in self._copies}
+        others = [*model.parameters(), *buffers.values(), *output_tensors((call.args, call.kwargs))]
+        self._versions = [
+            (t, t._version) for t in others if id(t) not in copied and not t.is_inference()
+        ]
+
+    def put_back(self) -> bool:
+        """Restore the state; return False where something was written to that is not copied."""
+        if any(tensor._version != version for tensor, version in self._versions):
+            return False
+        for slots, values in self._slots:
+            slots.clear()
+            slots.update(values)
+        with torch.no_grad():
+            for buffer, value in self._copies:
+                buffer.copy_(value)
+        self._watch.restore()
+        self._rng.write(self._states)
+        return True
+
+
+class _Failures:
+    """Engines that failed at one call.
+
+    Parameters
+    ----------
+    driver
+        Driver of the model, as it was when the first of them failed.
+    refusals
+        Refusals before the call.
+
+    Attributes
+    ----------
+    first
+        Error of the first.
+    """
+
+    def __init__(self, driver: Any, refusals: dict[Any, Refusal]) -> None:
+        self.first: Exception
+        self._named: list[str] = []
+        self._report = ""
+        context = driver.context
+        self._settings = context.settings
+        self._before = dict(vars(driver)), self._settings.unsuited, refusals
+        self._told = set(context.warned)
+        # One warning tells of all.
+        context.warned.add("capture")
+
+    def add(self, engine: Engine, error: Exception) -> str:
+        """Note the failure of an engine; return it as text."""
+        report = reported(error)
+        if not self._named:
+            self.first, self._report = error, report
+        text = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no text'])[0]}"
+        self._named.append(f"the {engine.name} engine raised {text}")
+        # What the failed code held is needed no more.
+        traceback.clear_frames(error.__traceback__)
+        return f"{text}\n{report}"
+
+    def take_back(self, driver: Any) -> None:
+        """Have the driver as it was: the caller's own code has failed."""
+        vars(driver).update(self._before[0])
+        driver.context.refusals = self._before[2]
+        driver.context.warned.clear()
+        driver.context.warned.update(self._told)
+        self._settings.unsuited = self._before[1]
+
+    def text(self, engine: Engine) -> str:
+        """Return a sentence on the failures and on the engine that runs instead."""
+        limit = exact_bytes(self._settings.mem_limit or 0)
+        runs = {
+            "plain": f"plain PyTorch runs such steps, and nothing keeps the limit of {limit}",
+            "dynamic": "the dynamic engine runs such steps: it evicts and recomputes",
+        }.get(engine.name, f"the {engine.name} engine plans such steps")
+        return f"{', and '.join(self._named)}; {runs}. {self._report}"
+
+
+class Attempts:
+    """Attempts of a driver at its calls, one call at a time.
+
+    Attributes
+    ----------
+    asked
+        Kind of the step that is being attempted; ``None`` before it is known.
+    failures
+        Engines that failed at this call; ``None`` without any.
+    proven
+        Engines that have run a step.
+    """
+
+    def __init__(self) -> None:
+        self.asked: Key | None = None
+        self.failures: _Failures | None = None
+        self.proven: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._is_unspoilt = True
+        self._refusals: dict[Any, Refusal] = {}
+
+    def run(
+        self, driver: Any, call: Call, function: Callable[[Call], Any], *, measures: bool = False
+    ) -> Any:
+        """Return ``function(call)`` by the first engine that can.
+
+        Raises
+        ------
+        Exception
+            What plain PyTorch raises too; where a sample is measured, what the first engine raised.
+        """
+        self.failures = None
+        self._refusals = dict(driver.context.refusals)
+        while True:
+            self.asked, self._is_unspoilt, raised = None, True, None
+            try:
+                found = function(call)
+                break
+            except Unsuited as reason:
+                driver.drop_first(str(reason))
+            except Exception as error:
+                raised = self._error_of(driver, call, error, measures=measures)
+                if raised is error:
+                    raise
+            if raised is not None:
+                raise raised
+        self._report(driver)
+        return found
+
+    def _error_of(
+        self, driver: Any, call: Call, error: Exception, *, measures: bool
+    ) -> Exception | None:
+        """Return the error to raise after that of an engine; ``None`` if the next one is asked."""
+        key, failures = self.asked, self.failures
+        engine = driver.engines[0] if key is None else driver.order.of(key)
+        is_only = key is not None or len(driver.engines) == 1
+        if not (_goes_on_after(error, driver.context) and is_only):
+            if failures is not None:
+                error.add_note(failures.text(engine))
+            return error
+        is_spoilt = engine in self.proven and not self._is_unspoilt
+        if isinstance(engine, PlainEngine) or is_spoilt:
+            # The caller's own, as far as anyone can tell.
+            if failures is None:
+                return error
+            failures.take_back(driver)
+            self._forget(driver, key)
+            return failures.first if measures else error
+        if failures is None:
+            failures = self.failures = _Failures(driver, self._refusals)
+        reason = failures.add(engine, error)
+        self._forget(driver, key)
+        if key is None or not driver.order.refuse(key, call, reason):
+            driver.drop_first(reason)
+        return None if self._is_unspoilt else error
+
+    @staticmethod
+    def _forget(driver: Any, key: Key | None) -> None:
+        """Drop the measures and plans of a kind of step."""
+        if key is None:
+            return
+        for engine in driver.engines:
+            engine.forget(key.measured)
+        for known in [k for k in driver.context.plans if k.measured == key.measured]:
+            del driver.context.plans[known]
+
+    def _report(self, driver: Any) -> None:
+        """Warn of engines that failed, and of one that has taken the step over."""
+        engine, failures = driver.order.of(self.asked), self.failures
+        self.failures = None
+        if failures is not None:
+            text = failures.text(engine)
+            driver.context.warn(engine.name, text)
+        driver.order.announce(self.asked)
+
+    def state_before(
+        self, engine: Engine, call: Call, device: torch.device, context: Context
+    ) -> _StateBefore | None:
+        """Return the state to put back if an engine fails in its first step; else ``None``."""
+        if engine in self.proven or isinstance(engine, PlainEngine) or not _is_free(context):
+            return None
+        return _StateBefore(context.module, call, device)
+
+    def put_back(self, before: _StateBefore | None) -> None:
+        """Put the state back after a failed step, where that is possible."""
+        self._is_unspoilt = before is not None and before.put_back()
+
+
+def _is_free(context: Context) -> bool:
+    """Return whether the engine is free to choose."""
+    return context.settings.engine == "auto" and context.peers.ranks is None
+
+
+def _goes_on_after(error: Exception, context: Context) -> bool:
+    """Return whether an error may send a step to the next engine."""
+    return _is_free(context) and not isinstance(error, _ANSWERS)

@@ -1,0 +1,90 @@
+"""Order in which the engines of a model are asked, and what each has refused."""
+
+from __future__ import annotations
+
+from rotor.engines.contract import Call, Context, Engine, Key, Refusal
+from rotor.wrapper.registry import engines_for
+
+__all__ = ["Order"]
+
+_HOPELESS = 4
+"""Number of refused kinds of step after which a model without any graph is captured no more."""
+
+
+class Order:
+    """Engines of a model, in the order in which they are asked.
+
+    Parameters
+    ----------
+    context
+        Context that they share.
+
+    Attributes
+    ----------
+    engines
+        The engines.
+    taken_over
+        Engines that took steps over and have not said so, each with the reason.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.engines = engines_for(context)
+        self.taken_over: dict[Engine, str] = {}
+
+    def of(self, key: Key) -> Engine:
+        """Return the engine that plans a kind of step."""
+        refusal = self._context.refusals.get(key.measured)
+        return self.engines[0 if refusal is None else refusal.engine]
+
+    def refuse(self, key: Key, call: Call, reason: str) -> bool:
+        """Hand a kind of step to the next engine; return False after the last one."""
+        known = self._context.refusals.get(key.measured)
+        number = 0 if known is None else known.engine
+        if number + 1 >= len(self.engines):
+            return False
+        why = ({} if known is None else known.why) | {self.engines[number].name: reason}
+        device = self._context.device_of(call)
+        self._context.refusals[key.measured] = Refusal(number + 1, device, reason, why)
+        self.taken_over[self.engines[number + 1]] = reason
+        return True
+
+    def hand_back(self, key: Key, before: Refusal | None) -> None:
+        """Return a kind of step to its former engine."""
+        self.taken_over.clear()
+        if before is None:
+            self._context.refusals.pop(key.measured, None)
+        else:
+            self._context.refusals[key.measured] = before
+
+    def announce(self, key: Key) -> None:
+        """Have the engine that runs such steps now say so, if it has taken them over."""
+        reason = self.taken_over.get(self.of(key))
+        self.taken_over.clear()
+        if reason is not None:
+            self.of(key).take_over(reason)
+
+    def is_hopeless(self) -> bool:
+        """Return whether the model differs from call to call: capturing costs more than a step."""
+        refusals = self._context.refusals.values()
+        capturing = [engine for engine in self.engines if engine.plans_ahead]
+        return (
+            len(capturing) < len(self.engines)
+            and len(refusals) >= _HOPELESS
+            and all(refusal.engine >= len(capturing) for refusal in refusals)
+            and not any(engine.has_measures() for engine in capturing)
+        )
+
+    def why(self, key: Key, name: str) -> dict[str, str]:
+        """Return the engines that were asked for such steps, and why each handed over.
+
+        Parameters
+        ----------
+        key
+            Kind of the steps.
+        name
+            Name of what runs them, the last entry.
+        """
+        known = self._context.refusals.get(key.measured)
+        refused = {} if known is None else known.why
+        return self._context.settings.unsuited | refused | {name: "runs the step"}

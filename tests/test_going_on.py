@@ -1,0 +1,296 @@
+"""What plain PyTorch runs, ``engine="auto"`` runs: engine by engine, plain PyTorch last."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import rotor
+from rotor.engines.chain.engine import ChainEngine
+from rotor.engines.dynamic.engine import DynamicEngine
+from rotor.engines.graph.engine import GraphEngine
+from rotor.engines.parts.engine import PartsEngine
+
+WIDTH = 16
+ENGINES = {
+    "chain": ChainEngine,
+    "graph": GraphEngine,
+    "parts": PartsEngine,
+    "dynamic": DynamicEngine,
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.drop, self.calls = nn.Dropout(0.3), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + self.drop(torch.tanh(self.norm(self.linear(x))))
+
+
+class Outer(nn.Sequential):
+    """A Sequential that is no chain."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Branching(Outer):
+    """A model without a single graph, of which parts are captured."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.detach().sum().item() > -1e9 else x
+
+
+MODELS = {"chain": nn.Sequential, "graph": Outer, "parts": Branching, "dynamic": Branching}
+
+
+def made(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[kind](*[Block() for _ in range(3)])
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def steps(model: Any, net: nn.Module, count: int = 2) -> list[torch.Tensor]:
+    """Outputs, gradients, buffers and random numbers of some steps."""
+    torch.manual_seed(5)
+    found = []
+    for _ in range(count):
+        y = model(batch())
+        y.square().mean().backward()
+        found += [y.detach(), *(p.grad for p in net.parameters())]
+        found += [b.clone() for b in net.buffers()]
+        found.append(torch.get_rng_state())
+        net.zero_grad()
+    return found
+
+
+def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def broken(monkeypatch: Any, kind: str, method: str) -> None:
+    """Have a method of an engine do its work, and then raise."""
+    before = getattr(ENGINES[kind], method)
+
+    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before(self, *args, **kwargs)
+        raise ZeroDivisionError("an odd defect")
+
+    monkeypatch.setattr(ENGINES[kind], method, fails)
+
+
+def heard(function: Any) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = function()
+    return found, [str(w.message) for w in caught if w.category is rotor.MemoryLimitWarning]
+
+
+FOLLOWING = {"chain": "graph", "graph": "parts", "parts": "dynamic", "dynamic": "plain"}
+
+
+@pytest.mark.parametrize("method", ["measure", "plan", "run"])
+@pytest.mark.parametrize("kind", ["chain", "graph", "parts", "dynamic"])
+def test_a_defect_of_an_engine_sends_a_step_to_the_next(
+    kind: str, method: str, monkeypatch: Any
+) -> None:
+    if (kind, method) == ("dynamic", "measure"):
+        pytest.skip("the dynamic engine measures nothing")
+    plain = made(kind)
+    expected = steps(plain, plain)
+    if kind == "dynamic":
+        broken(monkeypatch, "parts", "measure")
+    broken(monkeypatch, kind, method)
+    net = made(kind)
+    model = rotor.Checkpointable(net, mem_limit="1 MB", planning="before")
+    found, told = heard(lambda: steps(model, net))
+    assert equal(found, expected)
+    assert [block.calls for block in net] == [block.calls for block in plain]
+    assert model.plan.engine == FOLLOWING[kind] == list(model.plan.why)[-1]
+    assert "ZeroDivisionError: an odd defect" in model.plan.why[kind]
+    named = [text for text in told if "ZeroDivisionError: an odd defect" in text]
+    assert len(named) == 1
+    assert "please report this line: rotor " in named[0]
+    assert f"ZeroDivisionError at {__file__.split('/')[-1]}" in named[0]
+
+
+def test_the_last_engine_is_plain_pytorch_which_says_in_numbers_what_it_needs(
+    monkeypatch: Any,
+) -> None:
+    for kind in ("graph", "parts"):
+        broken(monkeypatch, kind, "measure")
+    broken(monkeypatch, "dynamic", "plan")
+    plain, net = made("graph"), made("graph")
+    expected = steps(plain, plain, 3)
+    model = rotor.Checkpointable(net, mem_limit=20_000)
+    found, told = heard(lambda: steps(model, net, 3))
+    assert equal(found, expected)
+    first, second = told
+    for kind in ("graph", "parts", "dynamic"):
+        assert f"the {kind} engine raised ZeroDivisionError: an odd defect" in first
+    assert "nothing keeps the limit of 19.5 KiB (20000 bytes)" in first
+    assert "a step of plain PyTorch needed" in second
+    assert f"({model.plan.measured_bytes} bytes), and the limit is 19.5 KiB (20000" in second
+    assert model.plan.measured_bytes > 20_000
+    assert list(model.plan.why) == ["graph", "parts", "dynamic", "plain"]
+    assert "runs as plain PyTorch" in model.report()
+    assert "an odd defect" in model.display()
+
+
+@pytest.mark.parametrize("kind", ["chain", "graph", "dynamic"])
+def test_an_engine_by_name_raises(kind: str, monkeypatch: Any) -> None:
+    broken(monkeypatch, kind, "run")
+    model = rotor.Checkpointable(made(kind), mem_limit="1 MB", engine=kind)
+    with pytest.raises(ZeroDivisionError, match="an odd defect"):
+        model(batch())
+
+
+class Odd(Exception):
+    """An exception of the caller's, with arguments of its own."""
+
+    def __init__(self, one: int, other: str) -> None:
+        super().__init__(one, other)
+
+
+class Refuses(nn.Module):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.linear, self.error, self.refuses = nn.Linear(WIDTH, WIDTH), error, True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.dropout(self.linear(x), 0.2, self.training)
+        if self.refuses:
+            raise self.error
+        return x
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("error", [ValueError("no"), Odd(1, "b"), KeyError("x"), StopIteration()])
+@pytest.mark.parametrize("kind", ["chain", "graph"])
+def test_errors_of_the_callers_own_code_are_raised_as_they_are(
+    kind: str, error: Exception, later: bool
+) -> None:
+    def run(limited: bool) -> tuple[list[torch.Tensor], BaseException]:
+        torch.manual_seed(0)
+        net = MODELS[kind](Block(), Refuses(error), Block())
+        model: Any = rotor.Checkpointable(net, mem_limit="1 MB") if limited else net
+        net[1].refuses = not later
+        found = steps(model, net, 1) if later else []
+        net[1].refuses = True
+        torch.manual_seed(3)
+        with pytest.raises(type(error)) as caught:
+            model(batch())
+        found += [torch.rand(3), *(b.clone() for b in net.buffers()), torch.tensor(net[0].calls)]
+        net[1].refuses = False
+        found += steps(model, net, 2)
+        if limited:
+            assert model.plan.engine in ("chain", "graph")
+        return found, caught.value
+
+    expected, plain = run(limited=False)
+    found, limited = run(limited=True)
+    assert limited is plain is error
+    assert error.__cause__ is None
+    assert not getattr(error, "__notes__", [])
+    assert equal(found, expected)
+
+
+def test_a_wrong_shape_is_told_in_the_words_of_pytorch() -> None:
+    for kind in ("chain", "graph", "parts"):
+        net = made(kind)
+        model = rotor.Checkpointable(net, mem_limit="1 MB")
+        with pytest.raises(RuntimeError) as plain:
+            net(torch.randn(4, WIDTH + 1))
+        with pytest.raises(RuntimeError) as limited:
+            model(torch.randn(4, WIDTH + 1))
+        assert str(limited.value) == str(plain.value)
+        assert type(limited.value) is type(plain.value)
+
+
+def test_an_answer_of_an_engine_is_no_reason_to_go_on() -> None:
+    for kind in ("chain", "graph"):
+        model = rotor.Checkpointable(made(kind), mem_limit=1000)
+        with pytest.raises(rotor.InfeasibleError):
+            model(batch())
+
+
+def test_a_sample_that_plain_pytorch_refuses_leaves_the_engines_as_they_were() -> None:
+    net = made("chain")
+    model = rotor.Checkpointable(net, mem_limit="1 MB")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model.measure(torch.randn(4, WIDTH + 1))
+    model.measure(batch())
+    assert model.planned_as == "chain"
+
+
+def test_a_sample_is_measured_by_an_engine_that_can(monkeypatch: Any) -> None:
+    for kind in ("graph", "parts"):
+        broken(monkeypatch, kind, "measure")
+    plain, net = made("graph"), made("graph")
+    expected = steps(plain, plain)
+    with pytest.warns(rotor.MemoryLimitWarning, match="an odd defect"):
+        model = rotor.Checkpointable(net, batch(), "1 MB")
+    assert equal(steps(model, net), expected)
+    assert model.plan.engine == "dynamic"
+
+
+# -- calls within something that only plain PyTorch can run in
+
+
+def smooth() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def of_tangents(model: Any) -> torch.Tensor:
+    with forward_ad.dual_level():
+        x = batch()
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        value, tangent = forward_ad.unpack_dual(model(dual))
+        assert tangent is not None
+        return value + tangent
+
+
+OUTER = {
+    "forward_ad": of_tangents,
+    "grad": lambda model: torch.func.grad(lambda x: model(x).sum())(batch()).detach(),
+    "vmap": lambda model: torch.func.vmap(model)(batch()),
+    "jvp": lambda model: sum(torch.func.jvp(model, (batch(),), (torch.ones(32, WIDTH),))),
+    "checkpoint": lambda model: checkpoint(model, batch(), use_reentrant=False),
+    "reentrant": lambda model: checkpoint(model, batch().requires_grad_(), use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("kind", OUTER)
+def test_a_call_within_what_only_plain_pytorch_runs_in_is_plain_and_warned(kind: str) -> None:
+    plain, net = smooth(), smooth()
+    model = rotor.Checkpointable(net, mem_limit="1 MB")
+
+    def run(model: Any, net: nn.Module) -> list[torch.Tensor]:
+        y = OUTER[kind](model)
+        if y.requires_grad:
+            y.sum().backward()
+        return [y, *(p.grad for p in net.parameters() if p.grad is not None)]
+
+    found, told = heard(lambda: run(model, net))
+    assert equal(found, run(plain, plain))
+    (text,) = told
+    assert "nothing keeps the limit of 976.6 KiB (1000000 bytes)" in text
+    for engine in ("chain", "graph", "dynamic"):
+        named = rotor.Checkpointable(smooth(), mem_limit="1 MB", engine=engine)
+        with pytest.raises(RuntimeError, match=r"torch\.func|forward-mode|torch\.utils\.checkp"):
+            run(named, named)
