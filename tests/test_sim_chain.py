@@ -88,3 +88,15 @@ def test_measuring_draws_no_numbers(sim, engine):
     wrapped.measure(data, targets=(torch.tensor(0.5, device="sim"),))
     assert torch.equal(torch.get_rng_state(), states[0])
     assert torch.equal(sim.get_rng_state(), states[1])
+
+
+@pytest.mark.parametrize("engine", ["chain", "graph"])
+def test_the_named_least_limit_is_accepted(sim, engine):
+    """Checksums of verified steps have room under the named limit, not under the given one."""
+    wrapped = rotor.Checkpointable(chain().to("sim"), engine=engine, loss_fn=distance)
+    data = batches(1, 80 * ROWS)[0]
+    wrapped.measure(data, targets=(torch.tensor(0.5, device="sim"),))
+    with pytest.raises(rotor.InfeasibleError) as refusal:
+        wrapped.compute_sequence(1)
+    wrapped.compute_sequence(refusal.value.minimum_bytes)
+    assert wrapped.plan.predicted_bytes <= refusal.value.minimum_bytes

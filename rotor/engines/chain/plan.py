@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -212,11 +214,49 @@ def make_chain_plan(
         No schedule fits; `minimum_bytes` is the least limit with a schedule, counted as
         `limit_bytes` is.
     """
-    n = len(chain)
     has_proofs = has_room(inspection.device, _most_compared(inspection), limit_bytes)
-    verified = verify != "off" and has_proofs
+    make = partial(
+        _make_chain_plan,
+        inspection,
+        chain,
+        limit_bytes,
+        algorithm,
+        reserve_bytes=reserve_bytes,
+        rng=rng,
+        options=dict(options or {}),
+        progress=progress,
+        collective_bytes=collective_bytes,
+        plain_tail=plain_tail,
+    )
+    plan: Plan | None = None
+    if verify != "off" and has_proofs:
+        # Comparing results never makes a limit infeasible.
+        with suppress(InfeasibleError):
+            plan = make(verified=True)
+        has_proofs = plan is not None
+    plan = plan or make(verified=False)
+    plan.verify = verify
+    plan.proved.unproved = "" if has_proofs else NO_ROOM
+    return plan
+
+
+def _make_chain_plan(
+    inspection: Inspection,
+    chain: Chain,
+    limit_bytes: int,
+    algorithm: DynamicAlgorithm,
+    *,
+    reserve_bytes: int,
+    rng: bool,
+    options: dict[str, Any],
+    progress: ProgressCallback | None,
+    collective_bytes: int,
+    plain_tail: bool,
+    verified: bool,
+) -> Plan:
+    """Return the best schedule under a limit, with or without the bytes of verified steps."""
+    n = len(chain)
     resident = chain.x_bytes[0]
-    options = dict(options or {})
 
     def solve(own: int) -> Plan:
         budget = limit_bytes - own - reserve_bytes + resident
@@ -234,18 +274,9 @@ def make_chain_plan(
         schedule = Schedule(sequence, n, plain_tail=plain_tail, head=inspection.plain[0])
         kept = executor_bytes(inspection, schedule.runs, rng=rng, verified=verified)
         kept += collective_bytes
-        plan = Plan(
-            inspection,
-            chain,
-            sequence,
-            schedule,
-            limit_bytes,
-            kept,
-            reserve_bytes=reserve_bytes,
-            verify=verify,
+        return Plan(
+            inspection, chain, sequence, schedule, limit_bytes, kept, reserve_bytes=reserve_bytes
         )
-        plan.proved.unproved = "" if has_proofs else NO_ROOM
-        return plan
 
     def fits(plan: Plan) -> bool:
         return plan.predicted_bytes + reserve_bytes <= limit_bytes

@@ -70,8 +70,8 @@ def make_graph_plan(
                 best, own = between, failed
                 break
             # Under any recomputation in the program of that peak, its random states fit then.
-            most = max(step.most_executor_bytes(limit_bytes), own)
-            least = error.minimum_bytes + most + reserve_bytes
+            least = error.minimum_bytes + reserve_bytes
+            least += max(step.most_executor_bytes(max(limit_bytes, least)), own)
             bound = lower_bound_of(step, graph, limit_bytes) + reserve_bytes
             raise InfeasibleError(
                 f"no plan was found that fits in {exact_bytes(limit_bytes)}; the least limit for "
