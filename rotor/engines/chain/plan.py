@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -214,7 +213,8 @@ def make_chain_plan(
         No schedule fits; `minimum_bytes` is the least limit with a schedule, counted as
         `limit_bytes` is.
     """
-    has_proofs = has_room(inspection.device, _most_compared(inspection), limit_bytes)
+    compared = _most_compared(inspection)
+    has_proofs = has_room(inspection.device, compared, limit_bytes)
     make = partial(
         _make_chain_plan,
         inspection,
@@ -228,13 +228,14 @@ def make_chain_plan(
         collective_bytes=collective_bytes,
         plain_tail=plain_tail,
     )
-    plan: Plan | None = None
-    if verify != "off" and has_proofs:
-        # Comparing results never makes a limit infeasible.
-        with suppress(InfeasibleError):
-            plan = make(verified=True)
-        has_proofs = plan is not None
-    plan = plan or make(verified=False)
+    try:
+        plan = make(verified=verify != "off" and has_proofs)
+    except InfeasibleError as error:
+        least = error.minimum_bytes
+        if verify != "off" and not has_proofs and has_room(inspection.device, compared, least):
+            # A limit of that size has room for verified steps, which need their own bytes.
+            make(verified=True)
+        raise
     plan.verify = verify
     plan.proved.unproved = "" if has_proofs else NO_ROOM
     return plan
