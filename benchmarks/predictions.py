@@ -357,6 +357,7 @@ def save_traces(device: torch.device, folder: Path) -> list[Figures]:
         model(batch).sum().backward()
         model.zero_grad()
         devices.release_cached(device)
+        rests = devices.reserved_bytes(device) - devices.allocated_bytes(device)
         core.record_history(True)
         model(batch).sum().backward()
         trace = torch.cuda.memory._snapshot()["device_traces"][device.index or 0]
@@ -366,6 +367,7 @@ def save_traces(device: torch.device, folder: Path) -> list[Figures]:
         given = np.array(events, dtype=np.int64)
         figures, _ = _core.replay_blocks(given, expandable, 0, False)
         row = {"model": name, "reserved": held, "replayed": figures["reserved_peak_bytes"]}
+        row["rests"] = rests
         settings = {"expandable": expandable, "torch": torch.__version__}
         (folder / f"{name}.json").write_text(json.dumps(row | settings | {"events": events}))
         rows.append(row)
@@ -427,9 +429,10 @@ def main() -> int:
         rows.append({"experiment": "history", "figures": {}, "cured": None})
     elif given.traces:
         for row in save_traces(device, given.traces):
-            same = row["reserved"] == row["replayed"]
+            # The step may use the rests of segments in which the model lies.
+            same = 0 <= row["replayed"] - row["reserved"] <= row["rests"]
             fails += not same
-            print(f"history of {row['model']}: {'equal to' if same else 'NOT'} the model's", row)
+            print(f"history of {row['model']}: {'as' if same else 'NOT as'} the model's", row)
             rows.append({"experiment": "history", "figures": row, "cured": same})
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1))

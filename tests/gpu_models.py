@@ -57,7 +57,7 @@ def network(classes: int) -> nn.Module:
 
 def pictures(classes: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a batch for it, and its targets."""
-    rows, size = (8, 61) if IS_SIM else (32, 128)
+    rows, size = (8, 61) if IS_SIM else (64, 224)
     batch = torch.randn(rows, 3, size, size).to(DEVICE)
     return batch, torch.randint(0, classes, (rows,)).to(DEVICE)
 

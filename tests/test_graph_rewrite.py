@@ -1,4 +1,4 @@
-"""Rewrites of joint graphs: convolutions' backwards in two parts."""
+"""Rewrites of joint graphs: convolutions' backwards in two parts, BatchNorm by cuDNN."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import rotor
+from rotor._pytorch import cudnn
 
 CONVOLUTIONS = {
     "plain": lambda: nn.Conv2d(6, 8, 3, padding=1),
@@ -63,3 +64,62 @@ def test_frozen_weights_leave_one_part():
     chk(torch.randn(2, 3, 9, 9)).backward()
     assert (True, False, False) in backward_masks(chk)
     assert len(backward_masks(chk)) == 2
+
+
+def _normalise(x, weight, bias, mean, variance, training, momentum, epsilon):
+    native = torch.ops.aten
+    if mean is None:
+        made = native._native_batch_norm_legit.no_stats(
+            x, weight, bias, training, momentum, epsilon
+        )
+        mean = variance = weight.new_empty(0)
+    else:
+        mean, variance = mean.clone(), variance.clone()
+        made = native.native_batch_norm(
+            x, weight, bias, mean, variance, training, momentum, epsilon
+        )
+    return *made, mean, variance, torch.empty(64, dtype=torch.uint8)
+
+
+def _normalise_backward(gradient, x, weight, mean, variance, kept_mean, kept_scale, *rest):
+    assert rest[1].nbytes == 64
+    given = (gradient, x, weight, mean, variance, kept_mean, kept_scale, True, rest[0])
+    return torch.ops.aten.native_batch_norm_backward(*given, [True, True, True])
+
+
+@pytest.fixture
+def cudnn_here(monkeypatch):
+    """Have the CPU take the place of cuDNN; its reserve has bytes that nothing writes."""
+    library = torch.library.Library("rotor_cudnn", "IMPL")
+    library.impl("cudnn_batch_norm", _normalise, "CPU")
+    library.impl("cudnn_batch_norm_backward", _normalise_backward, "CPU")
+    monkeypatch.setattr(cudnn, "normalises", lambda *_: True)
+    monkeypatch.setattr(cudnn, "reserve_like", lambda x: x.new_empty((64,), dtype=torch.uint8))
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("limit", ["64MiB", "1.5MB"])
+def test_batch_norm_goes_to_cudnn_where_eager_pytorch_gives_it_there(cudnn_here, limit):
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
+        *(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8, track_running_stats=False), nn.ReLU()),
+        *(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(4), nn.Flatten()),
+    )
+    chk = rotor.Checkpointable(copy.deepcopy(plain), mem_limit=limit, engine="graph")
+    x = torch.randn(8, 3, 32, 32)
+    for _ in range(2):
+        plain.zero_grad()
+        chk.zero_grad()
+        plain(x).square().mean().backward()
+        chk(x).square().mean().backward()
+        for ours, theirs in zip(chk.module.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+        for ours, theirs in zip(chk.module.buffers(), plain.buffers(), strict=True):
+            assert torch.equal(ours, theirs)
+    operators = [str(task.node.target) for task in chk.plan.step.lowered.tasks if task.node]
+    assert sum("cudnn_batch_norm.default" in name for name in operators) == 3
+    assert sum("cudnn_batch_norm_backward.default" in name for name in operators) == 3
+    assert not any("native_batch_norm" in name for name in operators)
+    assert (chk.plan.recomputed > 0) == (limit == "1.5MB")

@@ -156,8 +156,8 @@ ODD_OPERATORS: dict[str, Treatment] = {
     "aten::lift_fresh": Treatment(is_fresh=True),
     "aten::add.Tensor": Treatment(in_place=aten.add_.Tensor),
     "aten::native_batch_norm": _BATCH_NORM,
-    "aten::cudnn_batch_norm": _BATCH_NORM,
-    "aten::miopen_batch_norm": _BATCH_NORM,
+    "aten::cudnn_batch_norm": _BATCH_NORM._replace(replay=aten.cudnn_batch_norm.default),
+    "aten::miopen_batch_norm": _BATCH_NORM._replace(replay=aten.miopen_batch_norm.default),
     "aten::_native_batch_norm_legit": _BATCH_NORM,
     # Followed by the flag for training. Masks come from a state beside the generators.
     "aten::_cudnn_rnn": Treatment(kept_if=11),

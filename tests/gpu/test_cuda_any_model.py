@@ -72,12 +72,6 @@ def _assert_equal(a: nn.Module, b: nn.Module) -> None:
 @pytest.mark.parametrize("make", [language, images])
 @pytest.mark.parametrize("fraction", [0.8, 0.5])
 def test_graphs_keep_limits(make, fraction):
-    with torch.backends.cudnn.flags(enabled=make is not images):
-        # A captured BatchNorm is PyTorch's own kernel, which eager mode runs without cuDNN.
-        check_graph(make, fraction)
-
-
-def check_graph(make, fraction):
     model, x, target = make()
     _plain_step(copy.deepcopy(model), x, target, 0)
     limit = int(fraction * _plain_peak(copy.deepcopy(model), x, target))
@@ -125,11 +119,6 @@ def test_the_dynamic_engine(make):
 @pytest.mark.parametrize("make", [language, images])
 def test_other_streams(make):
     """Steps in a stream of their own, nothing waited for between them."""
-    with torch.backends.cudnn.flags(enabled=make is not images):
-        check_streams(make)
-
-
-def check_streams(make):
     stream = torch.Stream(DEVICE)
     stream.wait_stream(torch.accelerator.current_stream())
     with stream:

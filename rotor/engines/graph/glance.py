@@ -59,6 +59,8 @@ _PLAIN = frozenset(
         "bmm",
         "convolution",
         "convolution_backward",
+        "cudnn_batch_norm",
+        "cudnn_batch_norm_backward",
         "mm",
         "native_batch_norm",
         "native_batch_norm_backward",

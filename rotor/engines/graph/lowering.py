@@ -27,14 +27,19 @@ from rotor.common.tensor_trees import result_tensors
 from rotor.engines.graph import marks
 from rotor.engines.graph.false_edges import drop_false_edges, of_sizes
 from rotor.engines.graph.identities import identities_of
-from rotor.engines.graph.rewrite import split_convolutions
+from rotor.engines.graph.rewrite import normalise_as_in_eager, split_convolutions
 from rotor.engines.graph.sources import source_line
 from rotor.errors import CaptureError
 from rotor.meter import allocator
 
 __all__ = ["Lowered", "Task", "Value", "lower"]
 
-_MUTATION_BLIND = ("_native_batch_norm_legit_functional", "native_batch_norm_backward")
+_MUTATION_BLIND = (
+    "_native_batch_norm_legit_functional",
+    "cudnn_batch_norm",
+    "cudnn_batch_norm_backward",
+    "native_batch_norm_backward",
+)
 """Operators that read running statistics in training only to make new ones, which are discarded."""
 
 
@@ -516,6 +521,7 @@ def lower(module: fx.GraphModule, num_outputs: int, *, as_traced: bool = False) 
     _refuse_sizes_of_data(module)
     split_convolutions(module)
     if not as_traced:
+        normalise_as_in_eager(module)
         drop_false_edges(module)
     lowered = _Lowering(module, num_outputs).run()
     if lowered.symbols:

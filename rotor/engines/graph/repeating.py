@@ -40,7 +40,8 @@ UNTESTED, TESTED, DRAWS, DIFFERS, NOT_RUN = 0, 1, 2, 4, 8
 """Flags of an operation: it ran twice; drew from the default generator; gave other bits;
 could not run on made-up arguments."""
 
-_OWN_NAMESPACES = ("aten", "prims", "prim", "mkldnn", "mkl", "quantized", "torchvision")
+_NAMED = ("aten", "rotor_cudnn")
+_OWN_NAMESPACES = (*_NAMED, "prims", "prim", "mkldnn", "mkl", "quantized", "torchvision")
 _UNSPECIFIED = UNSPECIFIED_OUTPUTS | {"running_mean_out", "running_var_out"}
 """With new running statistics, which a repetition makes of changed ones, and discards."""
 
@@ -68,7 +69,7 @@ def is_unspecified(node: fx.Node, path: Sequence[int]) -> bool:
     path
         Path of the tensor in its result.
     """
-    if getattr(node.target, "namespace", "") != "aten":
+    if getattr(node.target, "namespace", "") not in _NAMED:
         return False
     if is_empty(node.target):
         return True

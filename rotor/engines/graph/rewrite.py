@@ -1,5 +1,7 @@
 """Changes to a joint graph, and to its tracing, for the results of eager PyTorch.
 
+BatchNorm that eager PyTorch gives to cuDNN is traced as PyTorch's own kernel, and is given back.
+
 A convolution's backward gives the gradients of its input and of its weight in one operation, though
 the kernels compute them separately. Split here, each can run at the best moment for memory:
 the input's activation is freed before the gradient of the input comes, and large gradients of
@@ -15,9 +17,14 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["as_in_eager", "split_convolutions"]
+from rotor._pytorch import core, cudnn
+
+__all__ = ["as_in_eager", "normalise_as_in_eager", "split_convolutions"]
 
 _BACKWARD = torch.ops.aten.convolution_backward.default
+_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+_NORM_WITHOUT_STATISTICS = torch.ops.aten._native_batch_norm_legit.no_stats
+_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -93,3 +100,58 @@ def _split(graph: fx.Graph, node: fx.Node) -> None:
     for user in list(node.users):
         user.args = (made[bool(user.args[1] == 0)], user.args[1])
     graph.erase_node(node)
+
+
+def normalise_as_in_eager(module: fx.GraphModule) -> int:
+    """Give every training BatchNorm that eager PyTorch gives to cuDNN to cuDNN.
+
+    Parameters
+    ----------
+    module
+        Joint graph; it is changed in place.
+
+    Returns
+    -------
+    int
+        Number of such operations in the forward.
+    """
+    graph, reserves = module.graph, dict[fx.Node, fx.Node]()
+    for node in list(graph.nodes):
+        if node.target in (_NORM, _NORM_WITHOUT_STATISTICS):
+            given = list(node.args)
+            if node.target is _NORM_WITHOUT_STATISTICS:
+                given[3:3] = [None, None]
+            known = [part.meta["val"] if isinstance(part, fx.Node) else part for part in given]
+            if given[5] and cudnn.normalises(*known[:5], known[7]):
+                replacement = _replaced(node, cudnn.FORWARD, given)
+                reserves[replacement] = _reserve_of(replacement, known[0])
+        elif node.target is _NORM_BACKWARD:
+            gradient, x, weight, mean, variance, *kept, training, epsilon, _ = node.args
+            forward = kept[0].args[0] if isinstance(kept[0], fx.Node) and kept[0].args else None
+            if training and forward in reserves:
+                given = [gradient, x, weight, mean, variance, *kept, epsilon, reserves[forward]]
+                _replaced(node, cudnn.BACKWARD, given)
+    return len(reserves)
+
+
+def _replaced(node: fx.Node, target: Any, args: list[Any]) -> fx.Node:
+    """Return the node that stands for another one from now on."""
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(target, tuple(args))
+    made.meta.update(node.meta)
+    node.replace_all_uses_with(made)
+    node.graph.erase_node(node)
+    return made
+
+
+def _reserve_of(forward: fx.Node, x: torch.Tensor) -> fx.Node:
+    """Return cuDNN's reserve, a further result of a forward."""
+    made = forward.meta["val"]
+    with core.fake_mode_of([forward.args[0]]):
+        made = [*made, *[torch.empty(0) for _ in range(5 - len(made))], cudnn.reserve_like(x)]
+    forward.meta["val"] = tuple(made)
+    with forward.graph.inserting_after(forward):
+        reserve = forward.graph.call_function(getitem, (forward, 5))
+    reserve.meta.update(forward.meta)
+    reserve.meta["val"] = made[5]
+    return reserve
