@@ -100,3 +100,15 @@ def test_outputs_that_the_program_dropped_count_where_they_are_made_again():
     assert torch.equal(found, expected)
     assert session.stats.rematerializations > 20
     assert session.stats.peak_bytes - 4096 <= meter.peak_bytes <= budget
+
+
+def test_a_workspace_is_gone_before_results_are_copied():
+    """Without exchanged pointers a replay holds its results twice, not its workspace."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(8, 1 << 17), torch.ones(1, 1, requires_grad=True)
+    for _ in range(2):
+        with dtr.budget(12_000 * 1024, storage_swap=False) as session:
+            kept = [(torch.logsumexp(x * 1.0, 0) * weight).tanh() for _ in range(5)]
+            loss = sum(value.square().mean() for value in reversed(kept))
+            loss.backward()
+    assert session.stats.evictions > 0

@@ -325,7 +325,8 @@ static int make_room(again_t *again) {
     int64_t bytes = rotor_recorder_replay_bytes(&self->recorder->book, again->op);
     int64_t unknown = needs->workspace_bytes - again->record->counted_bytes;
     if (!self->swaps) {
-        bytes *= 2;
+        /* Results come back by a copy: both are held once the workspace is gone. */
+        bytes = rotor_max(bytes, 2 * (bytes - again->record->counted_bytes));
     }
     if (again->record->state != Py_None && self->is_cpu) {
         /* The generator's state of now, to be set again. */
