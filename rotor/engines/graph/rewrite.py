@@ -22,9 +22,6 @@ from rotor._pytorch import core, cudnn
 __all__ = ["as_in_eager", "normalise_as_in_eager", "split_convolutions"]
 
 _BACKWARD = torch.ops.aten.convolution_backward.default
-_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
-_NORM_WITHOUT_STATISTICS = torch.ops.aten._native_batch_norm_legit.no_stats
-_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -117,15 +114,15 @@ def normalise_as_in_eager(module: fx.GraphModule) -> int:
     """
     graph, reserves = module.graph, dict[fx.Node, fx.Node]()
     for node in list(graph.nodes):
-        if node.target in (_NORM, _NORM_WITHOUT_STATISTICS):
+        if node.target in (cudnn.NATIVE, cudnn.NATIVE_WITHOUT_STATISTICS):
             given = list(node.args)
-            if node.target is _NORM_WITHOUT_STATISTICS:
+            if node.target is cudnn.NATIVE_WITHOUT_STATISTICS:
                 given[3:3] = [None, None]
             known = [part.meta["val"] if isinstance(part, fx.Node) else part for part in given]
             if given[5] and cudnn.normalises(*known[:5], known[7]):
                 replacement = _replaced(node, cudnn.FORWARD, given)
                 reserves[replacement] = _reserve_of(replacement, known[0])
-        elif node.target is _NORM_BACKWARD:
+        elif node.target is cudnn.NATIVE_BACKWARD:
             gradient, x, weight, mean, variance, *kept, training, epsilon, _ = node.args
             forward = kept[0].args[0] if isinstance(kept[0], fx.Node) and kept[0].args else None
             if training and forward in reserves:
