@@ -272,6 +272,7 @@ PRIVATE_IN_TESTS = {
     "installed": ["_core"],
     "oracles.dtr_operators": ["_pytorch.core", "_pytorch.dispatch", "dtr.recall", "dtr.runtime"],
     "published.test_rockmate": ["rockmate"],
+    "test_graph_rewrite": ["_pytorch.cudnn"],
     "test_background_generous": ["_core"],
     "test_cache": ["common.cache"],
     "test_chain": ["_core"],

@@ -95,7 +95,7 @@ def cudnn_here(monkeypatch):
     library.impl("cudnn_batch_norm_backward", _normalise_backward, "CPU")
     monkeypatch.setattr(cudnn, "normalises", lambda *_: True)
     monkeypatch.setattr(cudnn, "reserve_like", lambda x: x.new_empty((64,), dtype=torch.uint8))
-    yield library
+    return library
 
 
 @pytest.mark.parametrize("limit", ["64MiB", "1.5MB"])
