@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from rotor._pytorch.draws import Draws
+
 __all__ = ["capturing", "capturing_again"]
 
 
 @contextmanager
-def capturing(asked: Callable[[], object] | None) -> Iterator[None]:
+def capturing(asked: Callable[[], object] | None, draws: Draws) -> Iterator[None]:
     """Let captured code log in the context: its loggers are silent, ``print`` is delayed.
 
     ``requires_grad_`` of inputs within a forward is ignored: gradients of parameters do not
@@ -26,6 +28,8 @@ def capturing(asked: Callable[[], object] | None) -> Iterator[None]:
     asked
         Function called where the code asks whether it is compiled, and is told that it is not;
         ``None``: it is told that it is.
+    draws
+        Random numbers that the captured code draws.
     """
     from torch._dynamo import config
 
@@ -49,6 +53,7 @@ def capturing(asked: Callable[[], object] | None) -> Iterator[None]:
         warnings.catch_warnings(),
         _requires_grad_set_in_forward(),
         nullcontext() if asked is None else _branches_of_plain_execution(asked),
+        draws.drawn_anew(),
         _unordered_settings(),
         _layouts_of_outputs(),
     ):
@@ -81,12 +86,14 @@ def _branches_of_plain_execution(asks: Callable[[], object]) -> Iterator[None]:
 
 
 @contextmanager
-def capturing_again(asked: Callable[[], object] | None) -> Iterator[None]:
+def capturing_again(asked: Callable[[], object] | None, draws: Draws) -> Iterator[None]:
     """Enter `capturing` if a call in the context is captured; else it costs next to nothing."""
     from torch._dynamo.callback import callback_handler as handler
 
     entered = ExitStack()
-    begin = handler.register_start_callback(lambda _: entered.enter_context(capturing(asked)))
+    begin = handler.register_start_callback(
+        lambda _: entered.enter_context(capturing(asked, draws))
+    )
     end = handler.register_end_callback(lambda _: entered.close())
     try:
         yield

@@ -21,6 +21,7 @@ from torch import fx, nn
 
 from rotor._pytorch import core, quiet_capture, region_guards, regions, symbols
 from rotor._pytorch import inductor as _inductor
+from rotor._pytorch.draws import Draws
 from rotor._pytorch.lean_tracing import graph_module
 from rotor.common.collector import CollectorPause
 from rotor.common.frames import reported
@@ -185,6 +186,7 @@ class Capture:
         self.backend = backend
         self.has_asked = False
         self._asked = None if as_compiled else self._note_asked
+        self._draws = Draws()
         self.graphs: list[Captured] = []
         self.ran: Captured | None = None
         self.token: weakref.ref[torch.Tensor] | None = None
@@ -245,7 +247,9 @@ class Capture:
             if watch is not None and not watch.is_of(module):
                 self.unfold("another model shares the capture")
         try:
-            return self._called(module, args, kwargs)
+            result = self._called(module, args, kwargs)
+            self._draws.keep()
+            return result
         except (Unplanned, NothingToPlan):
             raise
         except core.CAPTURE_ERRORS as error:
@@ -267,17 +271,19 @@ class Capture:
                 f"the capture failed in its own code: {type(error).__name__}: {_reason(error)}\n"
                 f"{reported(error)}"
             ) from error
+        finally:
+            self._draws.take_back()
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         with core.one_graph():
             if self.graphs:
-                with quiet_capture.capturing_again(self._asked):
+                with quiet_capture.capturing_again(self._asked, self._draws):
                     try:
                         return self._call(module, *args, **kwargs)
                     except Changed:
                         self.unfold("one was changed")
                     return self._call(module, *args, **kwargs)
-            with quiet_capture.capturing(self._asked):
+            with quiet_capture.capturing(self._asked, self._draws):
                 if symbols.are_marked() and self.folding is not None:
                     self._unfolded = "sizes are symbols"
                 folding = None if self._unfolded else self.folding

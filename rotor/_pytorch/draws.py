@@ -1,0 +1,143 @@
+"""Private names of PyTorch for random numbers that Python and NumPy draw in captured code.
+
+Dynamo would keep the first number of a `random.Random` for good, and take NumPy's from PyTorch.
+Here each call of the code draws anew from the same generators, before the graph runs: numbers and
+arrays are inputs of the graph. Code that does anything else with a generator is not captured.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+__all__ = ["Draws"]
+
+
+def _state_of(generator: Any) -> Callable[[], object]:
+    """Return a function that puts a generator back as it is now."""
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    if hasattr(generator, "bit_generator"):
+        bits = generator.bit_generator
+        return functools.partial(setattr, bits, "state", bits.state)
+    return functools.partial(generator.set_state, generator.get_state())
+
+
+def _kinds() -> tuple[type, ...]:
+    numpy: Any = sys.modules.get("numpy")
+    numpys = () if numpy is None else (numpy.random.RandomState, numpy.random.Generator)
+    return (random.Random, *numpys)
+
+
+class Draws:
+    """Random numbers that one captured call draws, which can be taken back until it has run."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Callable[[], object]] = {}
+
+    def _drawn(self, generator: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        if id(generator) not in self._before:
+            self._before[id(generator)] = _state_of(generator)
+        return getattr(generator, name)(*args, **kwargs)
+
+    def take_back(self) -> None:
+        """Put all generators back as they were before the call."""
+        for restore in self._before.values():
+            restore()
+        self._before.clear()
+
+    def keep(self) -> None:
+        """Forget how the generators were."""
+        self._before.clear()
+
+    @contextmanager
+    def drawn_anew(self) -> Iterator[None]:
+        """Have captures in the context draw in each call."""
+        from torch._dynamo.variables.builder import VariableBuilder
+
+        wrap, kinds = VariableBuilder._wrap, _kinds()
+
+        def wrapped(builder: Any, value: Any) -> Any:
+            generator = getattr(value, "__self__", None)
+            if isinstance(value, kinds):
+                return _variables()[0](self, value, source=builder.source)
+            if isinstance(generator, kinds) and callable(value):
+                return _variables()[1](self, generator, value.__name__, source=builder.source)
+            return wrap(builder, value)
+
+        VariableBuilder._wrap = wrapped  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            VariableBuilder._wrap = wrap  # type: ignore[method-assign]
+
+    def input(self, tx: Any, generator: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Return the variable of a drawn number, or array, of the code that is being captured."""
+        from torch._dynamo.exc import unimplemented
+        from torch._dynamo.source import RandomValueSource
+        from torch._dynamo.variables.builder import VariableBuilder
+
+        draw = functools.partial(self._drawn, generator, name)
+        constants = [arg.as_python_constant() for arg in args]
+        named = {key: value.as_python_constant() for key, value in kwargs.items()}
+        value = draw(*constants, **named)
+        source = RandomValueSource(len(tx.output.random_calls))
+        tx.output.random_calls.append((draw, constants, named))
+        builder = VariableBuilder(tx, source)
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.ndarray):
+            made = builder(value)
+            # Shape and type follow from the arguments, which are constants.
+            tx.output.guards.remove_guards_with_source(source)
+            return made
+        if type(value) is float and numpy is not None:
+            # Kept in full precision, as the number of each call is.
+            return builder.wrap_unspecialized_primitive(numpy.float64(value))
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return builder.wrap_unspecialized_primitive(value)
+        return unimplemented(
+            gb_type="random values that are no numbers",
+            context=f"{type(generator).__name__}.{name}",
+            explanation=f"{type(generator).__name__}.{name}() draws no number, or array of numbers",
+            hints=[],
+        )
+
+
+@functools.cache
+def _variables() -> tuple[Any, Any]:
+    """Return the classes of dynamo's variables for generators, and for their methods."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.variables.base import VariableTracker
+
+    class Generator(VariableTracker):
+        _nonvar_fields: ClassVar = {"draws", "generator", *VariableTracker._nonvar_fields}
+
+        def __init__(self, draws: Draws, generator: Any, **options: Any) -> None:
+            super().__init__(**options)
+            self.draws, self.generator = draws, generator
+            install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
+
+        def python_type(self) -> type:
+            return type(self.generator)
+
+        def var_getattr(self, tx: Any, name: str) -> Any:
+            return Method(self.draws, self.generator, name)
+
+        def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            return self.draws.input(tx, self.generator, name, args, kwargs)
+
+    class Method(VariableTracker):
+        _nonvar_fields: ClassVar = {"draws", "generator", "name", *VariableTracker._nonvar_fields}
+
+        def __init__(self, draws: Draws, generator: Any, name: str, **options: Any) -> None:
+            super().__init__(**options)
+            self.draws, self.generator, self.name = draws, generator, name
+
+        def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+            return self.draws.input(tx, self.generator, self.name, args, kwargs)
+
+    return Generator, Method
