@@ -31,6 +31,7 @@ from rotor.common.frames import warn_caller
 from rotor.common.generators import SPLIT_BACKWARD
 from rotor.common.hook_values import hook_places
 from rotor.common.places import tensors_in
+from rotor.common.substitutes import substituted
 from rotor.common.tensor_trees import tree_tensors
 from rotor.dtr.stepping import StepSession
 from rotor.engines.dynamic.additions import Additions, Arrivals
@@ -145,14 +146,16 @@ class BudgetedStep:
         InfeasibleError
             The limit cannot be kept. Parameters, buffers and the random state are as before.
         """
-        outer, inner, value = _own_inputs(value)
+        outer, own = _own_inputs(value)
+        inner = list(own.values())
         self._undo.inputs = tree_tensors(value)
         output = None
         found: list[torch.Tensor] = []
         kept: list[torch.Tensor] = []
         try:
-            with self.session.running(), _OwnCasts():
-                output = call(*value)
+            with self.session.running(), _OwnCasts(), substituted(value, own) as mine:
+                output = call(*mine)
+            del mine
             found = list(_returned(output))
             kept = [tensor for tensor in self._attributes() if self.session.made(tensor)]
             for tensor in (*found, *kept):
@@ -475,14 +478,14 @@ def _may_hold_tensors(value: Any) -> bool:
     )
 
 
-def _own_inputs(value: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
-    """Return tensors that require gradients, their inner substitutes, and the value with these."""
+def _own_inputs(value: Any) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    """Return tensors that require gradients, and their inner substitutes by ``id``."""
     outer: dict[int, torch.Tensor] = {}
     for tensor in tree_tensors(value):
         if tensor.requires_grad:
             outer.setdefault(id(tensor), tensor)
     own = {key: tensor.detach().requires_grad_() for key, tensor in outer.items()}
-    return list(outer.values()), list(own.values()), replaced(value, own)
+    return list(outer.values()), own
 
 
 def _returned(value: Any) -> Iterator[torch.Tensor]:

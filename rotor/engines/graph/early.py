@@ -22,6 +22,7 @@ from torch.autograd.function import Function
 
 from rotor._pytorch import core
 from rotor.common.generators import autocast_off
+from rotor.common.substitutes import substituted
 from rotor.engines.chain.proofs import host_copy
 from rotor.engines.graph.actions import Kind, actions_of, deaths
 from rotor.engines.graph.emit import StepCode, emit
@@ -448,7 +449,8 @@ class EarlyStep:
         arguments
             Arguments of the call, nested; the context gives the ones to call it with.
         """
-        leaves, spec = core.tree_flatten(arguments)
+        leaves = core.tree_flatten(arguments)[0]
+        substitutes: dict[int, torch.Tensor] = {}
         changed: list[tuple[core.Slot, Any]] = []
         try:
             # Autograd runs the latest node first.
@@ -466,9 +468,10 @@ class EarlyStep:
                     for values, name in (slots[number] for number in owner.slots):
                         changed.append(((values, name), values[name]))
                         values[name] = tensor
-                    for number in owner.leaves:
-                        leaves[number] = tensor
-            yield core.tree_unflatten(leaves, spec)
+                    if owner.leaves:
+                        substitutes[id(original)] = tensor
+            with substituted(arguments, substitutes) as replaced:
+                yield replaced
         finally:
             for (values, name), original in changed:
                 values[name] = original

@@ -1,0 +1,70 @@
+"""Tensors that stand in for the caller's while a call runs, in the caller's own containers.
+
+A call that writes to a dictionary, a list or an object of its caller's must be given that one, and
+not a copy: so tensors are exchanged within them, and exchanged back when the call ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor._pytorch import core
+
+__all__ = ["substituted"]
+
+
+@contextmanager
+def substituted(value: Any, given: Mapping[int, torch.Tensor]) -> Iterator[Any]:
+    """Give a value with tensors replaced in the context; tuples alone are copied.
+
+    Parameters
+    ----------
+    value
+        Tensors in tuples, lists, dictionaries, dataclasses and other objects with attributes.
+    given
+        Substitutes of tensors, by ``id``.
+    """
+    found: dict[int, torch.Tensor] = {}
+    try:
+        yield _exchanged(value, given, found, set()) if given else value
+    finally:
+        if given:
+            theirs = {id(given[key]): tensor for key, tensor in found.items() if key in given}
+            _exchanged(value, theirs, {}, set())
+
+
+# A closure that calls itself would keep the tensors until the next garbage collection.
+def _exchanged(
+    item: Any, given: Mapping[int, torch.Tensor], found: dict[int, torch.Tensor], seen: set[int]
+) -> Any:
+    if isinstance(item, torch.Tensor):
+        found[id(item)] = item
+        return given.get(id(item), item)
+    if id(item) in seen:
+        return item
+    if isinstance(item, dict | list | deque):
+        seen.add(id(item))
+        places: Any = item.items() if isinstance(item, dict) else enumerate(item)
+        for key, part in list(places):
+            new = _exchanged(part, given, found, seen)
+            if new is not part:
+                item[key] = new
+    elif (parts := core.parts_of(item)) is not None:
+        made = [_exchanged(part, given, found, seen) for part in parts[0]]
+        changes = any(a is not b for a, b in zip(parts[0], made, strict=True))
+        return core.tree_unflatten(made, parts[1]) if changes else item
+    if isinstance(item, type | nn.Module) or callable(item):
+        return item
+    seen.add(id(item))
+    for name in (*getattr(item, "__dict__", ()), *getattr(item, "__slots__", ())):
+        part = getattr(item, name, None)
+        new = _exchanged(part, given, found, seen)
+        if new is not part:
+            object.__setattr__(item, name, new)
+    return item
