@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import signal
@@ -52,8 +53,7 @@ def with_rows(path, change):
 def with_valid_checksum(path, change):
     good = json.loads(path.read_text())
     rows = {k: change(v) for k, v in ROWS.items()}
-    changed = good | {"entries": rows, "sha256": cache._checksum(rows)}
-    path.write_text(json.dumps(changed))
+    path.write_text(json.dumps(cache.sealed(good | {"entries": rows})))
 
 
 DAMAGES = {
@@ -82,6 +82,32 @@ DAMAGES = {
 }
 
 
+def _of_another_kind(path):
+    cache.store("glances", ENVIRONMENT, {"add": [10, 0, 64]})
+    (other,) = path.parent.glob("glances-*.json")
+    path.write_bytes(other.read_bytes())
+
+
+def _of_another_environment(path):
+    cache.store("profile", "there", ROWS)
+    (other,) = set(path.parent.glob("profile-*.json")) - {path}
+    path.write_bytes(other.read_bytes())
+
+
+DAMAGES |= {
+    "another kind's": _of_another_kind,
+    "another environment's": _of_another_environment,
+    "another version": lambda path: path.write_text(
+        json.dumps(cache.sealed(json.loads(path.read_text()) | {"version": 1000}))
+    ),
+    "no version": lambda path: path.write_text(
+        json.dumps(
+            cache.sealed({k: v for k, v in json.loads(path.read_text()).items() if k != "version"})
+        )
+    ),
+}
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_table_is_not_there_and_is_written_again(table, damage):
     before = table.read_bytes()
@@ -90,6 +116,22 @@ def test_a_damaged_table_is_not_there_and_is_written_again(table, damage):
     assert cache.load("profile", ENVIRONMENT) == {}
     cache.store("profile", ENVIRONMENT, ROWS)
     assert cache.load("profile", ENVIRONMENT) == ROWS
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_table_that_others_may_write_to_is_not_read(table, mode, caplog):
+    table.chmod(mode)
+    with caplog.at_level(logging.INFO, "rotor"):
+        assert cache.load("profile", ENVIRONMENT) == {}
+    assert "may write to it" in caplog.text
+    table.chmod(0o644)
+    assert cache.load("profile", ENVIRONMENT) == ROWS
+
+
+def test_a_table_of_another_user_is_not_read(table, monkeypatch):
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    assert cache.load("profile", ENVIRONMENT) == {}
 
 
 def pipe(path):

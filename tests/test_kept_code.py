@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import logging
 import os
 
 import pytest
@@ -82,6 +83,23 @@ def test_doubtful_files_are_compiled_again(counted, change):
     assert sources == [SOURCE, SOURCE]
 
 
+def test_a_file_in_the_place_of_another_is_not_run(counted, caplog):
+    folder, sources = counted
+    other = SOURCE.replace("x + x", "3 * x")
+    assert doubled(SOURCE) == 42
+    (path,) = folder.iterdir()
+    first = path.read_bytes()
+    assert doubled(other) == 63
+    (second,) = set(folder.iterdir()) - {path}
+    second.write_bytes(first)
+    with caplog.at_level(logging.INFO, "rotor"):
+        assert doubled(other) == 63
+    assert sources == [SOURCE, other, other]
+    (record,) = caplog.records
+    assert str(second) in record.getMessage()
+    assert "another file's copy" in record.getMessage()
+
+
 def test_files_of_other_users_are_not_read(counted, monkeypatch):
     _, sources = counted
     assert doubled(SOURCE) == 42
@@ -95,7 +113,7 @@ def test_the_oldest_contents_make_room(counted):
     folder, _ = counted
     for k in range(70):
         cache.store_bytes("code", f"{k:02}", b"content")
-        os.utime(folder / f"code-{k:02}.bin", (k, k))
+        os.utime(cache._path("code", f"{k:02}"), (k, k))
     assert cache.load_bytes("code", "69") == b"content"
     assert cache.load_bytes("code", "05") is None
     assert len(list(folder.iterdir())) == 64

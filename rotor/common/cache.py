@@ -1,13 +1,15 @@
 """Small tables of numbers, and single contents, that rotor keeps on disk between runs.
 
-A table is one JSON file in ``$ROTOR_CACHE_DIR``, else under ``rotor`` in the platform's directory
-for caches; a content is a file of bytes there, and the oldest ones make room for others. Writers
-replace whole files. A damaged file, or one that is not a regular file, counts as missing; a file
-that cannot be written is skipped. Without a home directory nothing is kept.
+Each is one JSON file in ``$ROTOR_CACHE_DIR``, else under ``rotor`` in the platform's directory for
+caches. A file says of what kind and for what it is, and has a checksum of all of that and of what
+it holds; writers replace whole files, and the oldest contents make room for others. A file that is
+damaged, in another's place, no regular one, or one that another user owns or may write to counts as
+missing; a file that cannot be written is skipped. Without a home directory nothing is kept.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import logging
@@ -18,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["directory", "load", "load_bytes", "store", "store_bytes"]
+__all__ = ["directory", "is_whole", "load", "load_bytes", "sealed", "store", "store_bytes"]
 
 logger = logging.getLogger("rotor")
 _VERSION = 1
@@ -29,7 +31,7 @@ _LARGEST_NUMBER = 1 << 42
 
 _MOST_DIGITS = 20
 _MOST_CONTENTS = 64
-_CHECKSUM_BYTES = 32
+_CHECKSUM = "sha256"
 
 
 def directory() -> Path | None:
@@ -51,23 +53,19 @@ def _path(kind: str, environment: str) -> Path | None:
     return None if where is None else where / f"{kind}-{digest}.json"
 
 
-def _read(path: Path, *, is_ours: bool = False) -> bytes:
-    """Return the content of a regular file of a sensible size; raise OSError for any other.
-
-    With `is_ours`, refuse a file that another user owns or may write to.
-    """
+def _read(path: Path) -> bytes:
+    """Return the content of a regular file of this user's alone; raise OSError for any other."""
     # Opening a pipe would block until a process writes to it.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     with os.fdopen(os.open(path, flags), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(f"{path} is no regular file")
-        writers = stat.S_IWGRP | stat.S_IWOTH
-        if is_ours and (found.st_uid != os.geteuid() or found.st_mode & writers):
-            raise OSError(f"{path} may be another user's")
+            raise OSError("it is no regular file")
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise OSError("another user owns it, or may write to it")
         content = file.read(_LARGEST_FILE + 1)
     if len(content) > _LARGEST_FILE:
-        raise OSError(f"{path} is larger than {_LARGEST_FILE} bytes")
+        raise OSError(f"it is larger than {_LARGEST_FILE} bytes")
     return content
 
 
@@ -77,8 +75,41 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _checksum(entries: dict[str, list[int]]) -> str:
-    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+def _checksum(fields: dict[str, Any]) -> str:
+    others = {name: value for name, value in fields.items() if name != _CHECKSUM}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
+
+
+def sealed(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a file with a checksum of all of them."""
+    return {**fields, _CHECKSUM: _checksum(fields)}
+
+
+def is_whole(fields: dict[str, Any]) -> bool:
+    """Return whether the fields of a file are as `sealed` returned them."""
+    return bool(fields.get(_CHECKSUM) == _checksum(fields))
+
+
+def _fields(path: Path | None, kind: str, environment: str) -> dict[str, Any]:
+    """Return the fields of a file; none if it is not there, damaged, or another one."""
+    if path is None:
+        return {}
+    try:
+        found: Any = json.loads(_read(path), parse_int=_number)
+        if not isinstance(found, dict) or not is_whole(found):
+            raise ValueError("it is damaged")
+        if any(found[name] != value for name, value in _header(kind, environment).items()):
+            raise ValueError("it is another file's copy")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        logger.info("the cache %s is not read, but made again: %s", path, error)
+        return {}
+    return found
+
+
+def _header(kind: str, environment: str) -> dict[str, Any]:
+    return {"format": f"rotor.{kind}", "version": _VERSION, "environment": environment}
 
 
 def _is_row(row: Any) -> bool:
@@ -89,39 +120,21 @@ def _is_row(row: Any) -> bool:
 
 def load(kind: str, environment: str) -> dict[str, list[int]]:
     """Return the table of a kind for an environment (versions, device); empty if none is kept."""
-    path = _path(kind, environment)
-    if path is None:
-        return {}
-    try:
-        found: Any = json.loads(_read(path), parse_int=_number)
-        table = found["entries"]
-        if (
-            found["format"] != f"rotor.{kind}"
-            or found["version"] != _VERSION
-            or found["environment"] != environment
-            or not all(map(_is_row, table.values()))
-            or found["sha256"] != _checksum(table)
-        ):
-            return {}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return {}
-    return dict(table)
+    table = _fields(_path(kind, environment), kind, environment).get("entries")
+    return table if isinstance(table, dict) and all(map(_is_row, table.values())) else {}
 
 
 def store(kind: str, environment: str, entries: dict[str, list[int]]) -> None:
     """Add entries to a table; entries that another process added meanwhile are kept."""
-    path = _path(kind, environment)
-    if path is None:
-        return
     table = load(kind, environment) | {key: row for key, row in entries.items() if _is_row(row)}
-    content = {
-        "format": f"rotor.{kind}",
-        "version": _VERSION,
-        "environment": environment,
-        "entries": table,
-        "sha256": _checksum(table),
-    }
-    _write_whole(path, json.dumps(content).encode())
+    _write(kind, environment, {"entries": table})
+
+
+def _write(kind: str, environment: str, fields: dict[str, Any]) -> None:
+    path = _path(kind, environment)
+    if path is not None:
+        content = sealed(_header(kind, environment) | fields)
+        _write_whole(path, json.dumps(content).encode())
 
 
 def _write_whole(path: Path, content: bytes) -> None:
@@ -140,27 +153,20 @@ def _write_whole(path: Path, content: bytes) -> None:
         logger.info("the cache %s was not written: %s", path, error)
 
 
-def load_bytes(kind: str, digest: str) -> bytes | None:
-    """Return the content that this user stored under a digest; ``None`` if there is none."""
-    where = directory()
-    if where is None:
-        return None
-    try:
-        found = _read(where / f"{kind}-{digest}.bin", is_ours=True)
-    except OSError:
-        return None
-    checksum, content = found[:_CHECKSUM_BYTES], found[_CHECKSUM_BYTES:]
-    return content if hashlib.sha256(content).digest() == checksum else None
+def load_bytes(kind: str, environment: str) -> bytes | None:
+    """Return the content that was stored for an environment; ``None`` if there is none."""
+    content = _fields(_path(kind, environment), kind, environment).get("content")
+    return None if content is None else base64.b64decode(content)
 
 
-def store_bytes(kind: str, digest: str, content: bytes) -> None:
-    """Store a content under a digest, and drop the oldest ones of its kind beyond a number."""
+def store_bytes(kind: str, environment: str, content: bytes) -> None:
+    """Store a content, and drop the oldest ones of its kind beyond a number."""
     where = directory()
     if where is None:
         return
-    _write_whole(where / f"{kind}-{digest}.bin", hashlib.sha256(content).digest() + content)
+    _write(kind, environment, {"content": base64.b64encode(content).decode()})
     try:
-        kept = sorted(where.glob(f"{kind}-*.bin"), key=lambda path: path.stat().st_mtime)
+        kept = sorted(where.glob(f"{kind}-*.json"), key=lambda path: path.stat().st_mtime)
         for path in kept[:-_MOST_CONTENTS]:
             path.unlink(missing_ok=True)
     except OSError as error:

@@ -1,8 +1,7 @@
 """Compiled Python sources that are kept on disk beside the tables of `rotor.common.cache`.
 
 Compiling the code of a large graph takes up to a tenth of its step. A file holds one code object as
-Python's ``marshal`` writes it, with a checksum; its name covers the source and the interpreter.
-Files that another user may have written are not read.
+Python's ``marshal`` writes it, for one source and one interpreter.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ _DIGITS = 24
 def compiled(source: str) -> CodeType:
     """Return the code of a module's source; its filename is ``<rotor program ...>``."""
     text = f"{sys.implementation.cache_tag} {sys.hexversion} {sys.flags.optimize}\n{source}"
-    digest = hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
-    filename = f"<rotor program {digest}>"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    filename = f"<rotor program {digest[:_DIGITS]}>"
     if len(source) < _LEAST_CHARACTERS:
         return compile(source, filename, "exec")
     kept = cache.load_bytes(_KIND, digest)
     if kept is not None:
-        # Its checksum is right: it was written by this version of Python.
+        # It is whole, and for this digest: this version of Python has written it.
         code: CodeType = marshal.loads(kept)
         return code
     code = compile(source, filename, "exec")

@@ -110,6 +110,11 @@ class Profile:
             Another format or version, or a field missing or wrong.
         """
         fields = check_header(data, FORMAT, VERSION)
+        if "sha256" in fields and not cache.is_whole(data):
+            raise ValueError(
+                "malformed profile: it was changed after it was written, as its checksum shows: "
+                "save it again, or remove its field sha256 if the change was meant"
+            )
         entries, environment = fields.get("entries"), fields.get("environment")
         if not isinstance(entries, dict) or not all(_is_row(row) for row in entries.values()):
             raise ValueError(
@@ -134,7 +139,7 @@ class Profile:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the profile to a JSON file; return the path."""
-        write_json(self.to_dict(), path)
+        write_json(cache.sealed(self.to_dict()), path)
         return Path(path)
 
     @classmethod
