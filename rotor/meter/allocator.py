@@ -13,6 +13,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -43,6 +44,7 @@ __all__ = [
     "Segment",
     "driver_bytes",
     "free_bytes",
+    "highest_peak",
     "meter",
     "record_history",
     "rounded_bytes",
@@ -126,6 +128,23 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(rounded_bytes(size, device) for (device, _), size in sizes.items())
 
 
+_started: ContextVar[list[Meter] | None] = ContextVar("started", default=None)
+
+
+@contextmanager
+def highest_peak() -> Iterator[Callable[[], int]]:
+    """Give a function that returns the highest peak of the meters that start in the context."""
+    meters: list[Meter] = []
+    outer = _started.get()
+    token = _started.set(meters)
+    try:
+        yield lambda: max([meter._peak_bytes for meter in meters], default=0)
+    finally:
+        _started.reset(token)
+        if outer is not None:
+            outer.extend(meters)
+
+
 class Meter(ABC):
     """Exact meter of the bytes allocated on a device; made by `meter`.
 
@@ -204,6 +223,8 @@ class Meter(ABC):
             _vacate(self)
             raise
         self._state = "running"
+        if (started := _started.get()) is not None:
+            started.append(self)
         return self
 
     def mark(self, name: str) -> None:

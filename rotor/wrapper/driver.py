@@ -48,6 +48,7 @@ from rotor.wrapper.habits import (
     refuse_outer_transforms,
     warn_of_cache,
     warn_of_checkpointing,
+    warn_of_measuring,
     warn_of_searches,
 )
 from rotor.wrapper.order import Order
@@ -459,7 +460,7 @@ class Driver:
                 return plan
         if key.measured in self._unplanned:
             return None
-        with self._announcer.timed():
+        with self._announcer.timed(), allocator.highest_peak() as peak_bytes:
             if wants_measure:
                 if self.context.peers.ranks is not None:
                     # What one rank has lost, all measure and plan from the beginning.
@@ -471,14 +472,14 @@ class Driver:
                     return None
                 key = self.order.of(key).refined(key)
             plan = self._replanned(key)
+            warn_of_measuring(self.context, plan.limit_bytes, peak_bytes())
         if plan.verdict is Verdict.GIVE_UP:
             return self._ready(key, call, is_one_behind=is_one_behind)
         return plan
 
     def _replanned(self, key: Key) -> Any:
         """Return a plan that includes the lessons of the latest metered steps."""
-        old = self.context.plans.get(key)
-        if old is None:
+        if (old := self.context.plans.get(key)) is None:
             return self._make(key)
         return self.order.of(key).replan(old, lambda reserve: self._make(key, reserve))
 

@@ -92,6 +92,17 @@ def warn_of_cache(context: Context, limit_bytes: int, output: Any) -> None:
     )
 
 
+def warn_of_measuring(context: Context, limit_bytes: int, peak_bytes: int) -> None:
+    """Warn if measuring has taken more memory than a limit."""
+    if peak_bytes > limit_bytes:
+        context.warn(
+            "measuring",
+            f"the limit of {exact_bytes(limit_bytes)} was not kept before a first step: measuring "
+            f"took {exact_bytes(peak_bytes)}, once. Costs that a run has measured are kept on "
+            "disk, where a later run finds them",
+        )
+
+
 def warn_of_checkpointing(context: Context) -> None:
     """Warn if layers of the model recompute by themselves, as Hugging Face's can."""
     if any(getattr(module, "gradient_checkpointing", False) for module in context.module.modules()):

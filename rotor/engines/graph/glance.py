@@ -130,12 +130,7 @@ def _glance(
     with memory.meter(device) as meter:
         for index, task in enumerate(tasks):
             name = f"operation {index}"
-            seen = _seen(task, name, arguments, clock, device, meter, proves)
-            if seen is None:
-                found.append(None)
-            else:
-                runs, flags = seen
-                found.append((runs.segment, runs.ns, runs.sizes, flags))
+            found.append(_seen(task, name, arguments, clock, device, meter, proves))
             if progress is not None:
                 progress(index + 1, len(tasks))
     segments = {segment.name: segment for segment in meter.segments}
@@ -207,21 +202,26 @@ def _seen(
     device: torch.device,
     meter: memory.Meter,
     proves: bool,
-) -> tuple[_Runs, int] | None:
-    """Return the runs of an operation and its flags; ``None`` if it does not run."""
+) -> tuple[str, int, list[int], int] | None:
+    """Return an operation's name in the meter, time, sizes, flags; ``None`` if it does not run.
+
+    Nothing that it was given or has made is alive then.
+    """
     for arguments.whole in wholes_for(task, device):
         try:
-            runs = _Runs(task, arguments, f"{name}, {arguments.whole}", clock, meter)
+            runs: _Runs | None = _Runs(task, arguments, f"{name}, {arguments.whole}", clock, meter)
             if proves and _is_plain(task, device):
                 runs()
                 if runs.ns < _LONG_NS:
                     runs()
-                return runs, UNTESTED
-            return runs, tested(task, runs, device)
+                flags = UNTESTED
+            else:
+                flags = tested(task, runs, device)
+            return runs.segment, runs.ns, runs.sizes, flags
         except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
-            reason = error
+            runs, reason = None, str(error)
     log_estimate(task, reason)
     return None
 

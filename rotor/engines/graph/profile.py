@@ -53,7 +53,7 @@ logger = logging.getLogger("rotor")
 _SECONDS_PER_OPERATION = 0.5
 
 
-_RANDOM_BLOCK = 1 << 16
+_RANDOM_BLOCK = 1 << 12
 _BYTES_PER_NS = (4, 500)  # On the CPU, and on an accelerator.
 _MOST_DEPTH = 30
 FAILURES = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError)
@@ -566,12 +566,12 @@ def timed(task: Task, arguments: Arguments, device: torch.device) -> int | None:
         except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
-            reason = error
+            reason = str(error)
     log_estimate(task, reason)
     return None
 
 
-def log_estimate(task: Task, reason: BaseException) -> None:
+def log_estimate(task: Task, reason: str) -> None:
     """Log that an operation does not run alone."""
     assert task.node is not None
     logger.info(
