@@ -112,8 +112,10 @@ def test_files_of_other_users_are_not_read(counted, monkeypatch):
 def test_the_oldest_contents_make_room(counted):
     folder, _ = counted
     for k in range(70):
+        before = set(folder.iterdir())
         cache.store_bytes("code", f"{k:02}", b"content")
-        os.utime(cache._path("code", f"{k:02}"), (k, k))
+        (new,) = set(folder.iterdir()) - before
+        os.utime(new, (k, k))
     assert cache.load_bytes("code", "69") == b"content"
     assert cache.load_bytes("code", "05") is None
     assert len(list(folder.iterdir())) == 64

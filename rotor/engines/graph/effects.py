@@ -44,7 +44,7 @@ def drop_tokens(module: fx.GraphModule) -> list[fx.Node]:
             check = graph.call_function(operation, tuple(arguments), node.kwargs)
         check.meta = {**node.meta, "val": None}
         for user in list(node.users):
-            user.replace_all_uses_with(token)  # type: ignore[arg-type]
+            user.replace_all_uses_with(token)
             graph.erase_node(user)
         graph.erase_node(node)
     inputs = graph.find_nodes(op="placeholder")

@@ -162,7 +162,7 @@ class _Runs:
         self._task = task
         self._function, self._args, self._kwargs = arguments.of(task)
         self._planned = planned_bytes(arguments.lowered, task)
-        self._name = name
+        self._name = f"{name}, {arguments.whole}"
         self._clock = clock
         self._meter = meter
         self._count = 0
@@ -209,21 +209,27 @@ def _seen(
     """
     for arguments.whole in wholes_for(task, device):
         try:
-            runs: _Runs | None = _Runs(task, arguments, f"{name}, {arguments.whole}", clock, meter)
-            if proves and _is_plain(task, device):
-                runs()
-                if runs.ns < _LONG_NS:
-                    runs()
-                flags = UNTESTED
-            else:
-                flags = tested(task, runs, device)
-            return runs.segment, runs.ns, runs.sizes, flags
+            return _run(_Runs(task, arguments, name, clock, meter), task, device, proves)
         except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
-            runs, reason = None, str(error)
+            reason = str(error)
     log_estimate(task, reason)
     return None
+
+
+def _run(
+    runs: _Runs, task: Task, device: torch.device, proves: bool
+) -> tuple[str, int, list[int], int]:
+    """Run an operation once or twice; return what `_seen` does."""
+    flags = UNTESTED
+    if not proves or not _is_plain(task, device):
+        flags = tested(task, runs, device)
+    else:
+        runs()
+        if runs.ns < _LONG_NS:
+            runs()
+    return runs.segment, runs.ns, runs.sizes, flags
 
 
 class Refinement:
