@@ -274,7 +274,6 @@ PRIVATE_IN_TESTS = {
     "published.test_rockmate": ["rockmate"],
     "test_graph_rewrite": ["_pytorch.cudnn"],
     "test_background_generous": ["_core"],
-    "test_cache": ["common.cache"],
     "test_chain": ["_core"],
     "test_checksums": ["common.checksums"],
     "test_devices": ["_pytorch.devices"],

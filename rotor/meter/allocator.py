@@ -128,21 +128,18 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(rounded_bytes(size, device) for (device, _), size in sizes.items())
 
 
-_started: ContextVar[list[Meter] | None] = ContextVar("started", default=None)
+_started: ContextVar[tuple[list[Meter], ...]] = ContextVar("started", default=())
 
 
 @contextmanager
 def highest_peak() -> Iterator[Callable[[], int]]:
     """Give a function that returns the highest peak of the meters that start in the context."""
     meters: list[Meter] = []
-    outer = _started.get()
-    token = _started.set(meters)
+    token = _started.set((*_started.get(), meters))
     try:
         yield lambda: max([meter._peak_bytes for meter in meters], default=0)
     finally:
         _started.reset(token)
-        if outer is not None:
-            outer.extend(meters)
 
 
 class Meter(ABC):
@@ -223,7 +220,7 @@ class Meter(ABC):
             _vacate(self)
             raise
         self._state = "running"
-        if (started := _started.get()) is not None:
+        for started in _started.get():
             started.append(self)
         return self
 
