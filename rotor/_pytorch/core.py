@@ -62,10 +62,10 @@ def child_slots(module: nn.Module) -> dict[str, nn.Module | None]:
 
 def global_hooks() -> list[Any]:
     """Return the hooks that run in calls of every module."""
-    return [list(held.values()) for held in _GLOBAL_HOOKS]
+    return [list(held.values()) for held in GLOBAL_HOOKS]
 
 
-_GLOBAL_HOOKS = [
+GLOBAL_HOOKS = [
     getattr(nn.modules.module, f"_global_{name}")
     for name in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 ]
@@ -79,6 +79,13 @@ def has_hooks(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
+
+
+def registries_of(module: nn.Module, *, with_parameters: bool = True) -> list[dict[str, Any]]:
+    """Return the dictionaries of a module's parameters, buffers, children and hooks."""
+    skipped = None if with_parameters else module._parameters
+    found = [slots for slots in slots_of_module(module) if isinstance(slots, dict)]
+    return [slots for slots in found if slots is not skipped]
 
 
 def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import autograd, overrides
-from torch.utils import _python_dispatch
+from torch.utils import _device, _python_dispatch
 
 from rotor._pytorch import core, devices
 
@@ -278,6 +278,31 @@ def write_flags(flags: tuple[Any, ...]) -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = bfloat16
 
 
+def saving_hooks() -> Any:
+    """Return the functions with which autograd currently packs and unpacks saved tensors."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def default_device() -> torch.device | None:
+    """Return the device of new tensors; ``None`` if none was set."""
+    return _device.CURRENT_DEVICE
+
+
+_ATTENTION = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
+_ATTENTION_GETTERS = [getattr(torch.backends.cuda, f"{name}_enabled") for name in _ATTENTION]
+
+
+def attention_kernels() -> list[bool]:
+    """Return which kinds of kernels attention may take."""
+    return [read() for read in _ATTENTION_GETTERS]
+
+
+def set_attention_kernels(enabled: list[bool]) -> None:
+    """Set what `attention_kernels` returned."""
+    for name, flag in zip(_ATTENTION, enabled, strict=True):
+        getattr(torch.backends.cuda, f"enable_{name}")(flag)
+
+
 def direct_call(function: Any) -> Any:
     """Return the function that an operator calls, without its wrapper in Python."""
     return getattr(function, "_op", function)
@@ -416,7 +441,9 @@ in_functorch = core.in_functorch
 core.check(
     (
         "_C._AutoDispatchBelowAutograd",
+        "_C._autograd._top_saved_tensors_default_hooks",
         "_C._get_fp32_precision_getter",
+        "utils._device.CURRENT_DEVICE",
         "_C._set_fp32_precision_setter",
         "_C._DisableAutocast",
         "_C._DisableTorchDispatch",

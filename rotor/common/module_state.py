@@ -14,7 +14,7 @@ import types
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from rotor.common.places import (
     state_of,
 )
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "is_library", "is_same", "is_scalar"]
 
 _MOST_CELLS = 20_000
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -46,7 +46,6 @@ _CODE: Any = (
     | functools.partial
     | type
 )
-_INTERNALS = frozenset(vars(nn.Module())) | {"training"}
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "scipy"}
 
 
@@ -56,7 +55,7 @@ def _is_installed(package: str) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
 
-def _is_library(name: str | None) -> bool:
+def is_library(name: str | None) -> bool:
     """Return whether the state of a Python module of this name is left unwatched."""
     name = name or ""
     package = name.split(".")[0]
@@ -65,7 +64,12 @@ def _is_library(name: str | None) -> bool:
     return name != "__main__" and (package in _LIBRARIES or _is_installed(package))
 
 
-def _same(a: Any, b: Any) -> bool:
+def is_scalar(value: Any) -> bool:
+    """Return whether a value cannot be changed, and holds no others."""
+    return isinstance(value, _SCALARS)
+
+
+def is_same(a: Any, b: Any) -> bool:
     """Return whether two values are the same object, or equal scalars and states."""
     if a is b:
         return True
@@ -76,7 +80,7 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, _SCALARS):
         return a == b or repr(a) == repr(b)
     if isinstance(a, tuple | list) and len(a) == len(b):
-        return all(_same(one, other) for one, other in zip(a, b, strict=True))
+        return all(is_same(one, other) for one, other in zip(a, b, strict=True))
     return False
 
 
@@ -128,7 +132,7 @@ class _Values:
         return [
             place
             for key, place in places.items()
-            if not _same(place.get(), self.before.get(key, MISSING))
+            if not is_same(place.get(), self.before.get(key, MISSING))
         ]
 
     def restore(self) -> None:
@@ -213,6 +217,9 @@ class Watch:
         Names of running generators (functions with ``yield``), which cannot be set back.
     """
 
+    most: ClassVar[int] = _MOST_CELLS
+    internals: ClassVar[frozenset[str]] = frozenset([*vars(nn.Module()), "training"])
+
     def __init__(self, modules: Iterable[tuple[str, Any]]) -> None:
         self._cells: dict[Any, _Values | _Whole | _Mutable] = {}
         self._waiting: deque[tuple[str, Any, Place | None]] = deque()
@@ -230,7 +237,7 @@ class Watch:
             self._state("NumPy's random generator", numpy.random)
         for name, module in modules:
             self._waiting.append((name, module, None))
-        while self._waiting and len(self._seen) < _MOST_CELLS:
+        while self._waiting and len(self._seen) < self.most:
             self._visit(*self._waiting.popleft())
         self._owners = {
             key[0] for key, cell in self._cells.items() if not isinstance(cell, _Mutable)
@@ -271,11 +278,11 @@ class Watch:
 
     def _module(self, name: str, module: nn.Module) -> None:
         slots = vars(module)
-        if type(module).__module__.startswith("rotor.") and _is_library(type(module).__module__):
+        if type(module).__module__.startswith("rotor.") and is_library(type(module).__module__):
             slots = {}
 
         def keys() -> list[str]:
-            return [key for key in slots if key not in _INTERNALS]
+            return [key for key in slots if key not in self.internals]
 
         self._values(name, slots, Entry, keys)
         for hook in core.forward_hooks(module):
@@ -291,7 +298,7 @@ class Watch:
 
     def _class(self, kind: type) -> None:
         for base in kind.__mro__:
-            if _is_library(base.__module__) or id(base) in self._seen:
+            if is_library(base.__module__) or id(base) in self._seen:
                 continue
             self._seen.add(id(base))
 
@@ -314,7 +321,7 @@ class Watch:
                 self._waiting.append((name, part, None))
         elif isinstance(value, types.MethodType):
             self._waiting += [(name, value.__self__, None), (name, value.__func__, None)]
-        elif isinstance(value, types.FunctionType) and not _is_library(value.__module__):
+        elif isinstance(value, types.FunctionType) and not is_library(value.__module__):
             for variable, cell in zip(
                 value.__code__.co_freevars, value.__closure__ or (), strict=True
             ):
@@ -327,7 +334,7 @@ class Watch:
             self._values(value.__module__, value.__globals__, Entry, lambda: names, unique=value)
 
     def _object(self, name: str, value: Any) -> None:
-        if _is_library(type(value).__module__) and not isinstance(value, types.SimpleNamespace):
+        if is_library(type(value).__module__) and not isinstance(value, types.SimpleNamespace):
             return
         slots = getattr(value, "__dict__", None)
         if isinstance(slots, dict):
@@ -358,7 +365,7 @@ class Watch:
 
     def _contents(self, name: str, value: Any) -> None:
         place = Contents(name, value)
-        self._cells[id(value), None] = _Whole(place, _same)
+        self._cells[id(value), None] = _Whole(place, is_same)
         if not isinstance(value, bytearray):
             for k, item in enumerate(list(value)):
                 self._waiting.append((f"{name}[{k}]", item, place))

@@ -20,7 +20,8 @@ from torch.autograd.function import Function
 
 from rotor._pytorch import core
 from rotor.common.frames import warn_caller
-from rotor.common.generators import SPLIT_BACKWARD, AutocastState, RngTracker
+from rotor.common.generators import SPLIT_BACKWARD, RngTracker
+from rotor.common.modes import Modes
 from rotor.common.tensor_trees import (
     Flags,
     as_leaves,
@@ -184,8 +185,8 @@ class Run:
         self.snapshots: list[Snapshot | None] = [None] * n
         self.left = [runs - 1 for runs in schedule.runs]
         self.rng = RngTracker(self.device) if preserve_rng_state else None
-        self.autocast = AutocastState(self.device.type)
-        self.autocast_differs = False
+        self.modes = Modes(self.device.type)
+        self.modes_differ = False
         self.gradient: list[torch.Tensor | None] | None = None
         self.next = tail - 1
         receivers = [i for i in range(head, tail) if self.parameters[i]]
@@ -233,7 +234,7 @@ class Run:
             y = snapshot.recompute(x, last=self.left[i] == 0)
             if self.proof is not None:
                 self.proof.again(i, y)
-        if self.autocast.enabled:
+        if self.modes.is_autocast:
             torch.clear_autocast_cache()
         return y
 
@@ -298,6 +299,10 @@ class Run:
                 self.gradient = [leaf.grad for leaf in wanted]
             else:
                 inputs = wanted if need_x else []
+                # Autograd drops gradients of parameters that were frozen after the forward.
+                needs = [
+                    need and p.requires_grad for p, need in zip(parameters, needs, strict=True)
+                ]
                 every = all(needs)
                 asked = (
                     parameters
@@ -353,6 +358,12 @@ class Run:
         """Return whether the running backward leaves parameters' gradients to another one."""
         return core.splits_backward(p for stage in self.parameters for p in stage)
 
+    def check(self, *_: Any) -> None:
+        """Raise if what a recomputation depends on was written to since the forward."""
+        for snapshot in self.snapshots:
+            if snapshot is not None:
+                snapshot.check()
+
     def take_gradient(self, gradient: list[torch.Tensor | None]) -> None:
         """Begin the backward with the gradients of the last activation.
 
@@ -375,8 +386,9 @@ class Run:
             )
         if self.splits_backward():
             raise RuntimeError(SPLIT_BACKWARD)
+        self.check()
         self.gradient = gradient
-        self.autocast_differs = not self.autocast.is_current()
+        self.modes_differ = not self.modes.are_current()
 
     def backward_to(
         self, stage: int, need_x: bool, needs: Sequence[bool]
@@ -386,8 +398,8 @@ class Run:
         try:
             while self.next >= stage:
                 i = self.next
-                if self.autocast_differs:
-                    with self.autocast:
+                if self.modes_differ:
+                    with self.modes:
                         self._redo(i)
                 else:
                     self._redo(i)
@@ -458,6 +470,7 @@ def run_chain(
     y = arg
     for stage in stages[: schedule.head]:
         y = stage(y)
+    run = None
     if schedule.tail > schedule.head:
         run = run_class(
             stages,
@@ -471,9 +484,12 @@ def run_chain(
             started(run)
         run.forward()
         y = run.attach(y)
-        del run
     for stage in stages[schedule.tail :]:
         y = stage(y)
+    if run is not None and schedule.tail < len(stages):
+        for tensor in tree_tensors(y):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(run.check)
     return y
 
 

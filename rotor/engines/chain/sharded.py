@@ -91,6 +91,10 @@ class ShardedStage(Stage):
             for owner, (slots, name) in zip(self._owners, self._parameter_slots, strict=True)
         ]
 
+    def sharded_parameters(self) -> list[Any]:
+        """Return the shards, and the parameters that are not sharded."""
+        return self.current_parameters()
+
     def merged_with(self, following: Stage) -> Stage:
         """Return one stage of this and the one after it."""
         return ShardedStage(

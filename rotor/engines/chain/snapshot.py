@@ -2,19 +2,24 @@
 
 Random number generators are set back and restored afterwards; buffers that the first forward
 changed (the running statistics of BatchNorm, the vectors of spectral norm) are replaced by copies
-of their former values, so that the real ones are updated exactly once.
+of their former values, so that the real ones are updated exactly once. Parameters that the forward
+writes to get their former values, and are written to again. Other state that the stage depends on
+is put back where it was replaced; where it was written to, the backward is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from rotor._pytorch import core
 from rotor.common.generators import RngTracker
-from rotor.common.places import Saved
+from rotor.common.places import Saved, tensors_in
 from rotor.engines.chain.stages import Stage
+from rotor.errors import RecomputationError
 
 __all__ = ["Snapshot"]
 
@@ -32,39 +37,41 @@ class Snapshot:
 
     __slots__ = (
         "_buffers",
-        "_parameters",
+        "_own",
+        "_record",
         "_rng",
+        "_sharded",
         "_stage",
         "_state",
         "_states",
-        "_versions",
-        "_watched",
+        "_written",
     )
 
     def __init__(self, stage: Stage, rng: RngTracker | None) -> None:
         self._stage = stage
-        self._parameters = stage.current_parameters()
-        self._versions = [-1 if p is None else p._version for p in self._parameters]
+        self._record = stage.record()
+        self._sharded = [(p, p._version) for p in stage.sharded_parameters()]
         self._rng = rng
         self._states = None if rng is None else rng.latest or rng.read()
-        self._watched: list[tuple[core.Slot, torch.Tensor, int]] = []
         self._buffers: list[tuple[core.Slot, torch.Tensor]] = []
         self._state = Saved(stage.state)
+        self._own = {id(t) for p in stage.state if p.in_place for t in tensors_in(p.get())}
         if stage.buffers:
             self._copy_buffers(stage)
+        self._written: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        if stage.written:
+            parameters = [slots[name] for slots, name in stage.written]
+            self._own.update(map(id, parameters))
+            self._written = [(p, p.detach().clone(), -1) for p in parameters]
 
     def _copy_buffers(self, stage: Stage) -> None:
-        self._watched = [
-            (slot, buffer, buffer._version)
-            for slot in stage.buffers
-            if (buffer := slot[0][slot[1]]) is not None
-        ]
         mutable = stage.buffers if stage.mutable_buffers is None else stage.mutable_buffers
         self._buffers = [
             (slot, buffer.detach().clone())
             for slot in mutable
             if (buffer := slot[0][slot[1]]) is not None
         ]
+        self._own.update([id(slots[name]) for (slots, name), _ in self._buffers])
 
     def finish(self) -> None:
         """End the first forward: keep only the state that it changed.
@@ -72,13 +79,21 @@ class Snapshot:
         Raises
         ------
         RuntimeError
-            The stage changed a buffer of which no copy was made.
+            The stage changed a buffer or a parameter of which no copy was made.
         """
         states, rng = self._states, self._rng
         if states is not None and rng is not None and not rng.drawn_since(states):
             self._states = None
-        if not self._watched:
-            return
+        self._written = [(p, copy, p._version) for p, copy, _ in self._written]
+        if written := self._foreign():
+            self._stage.note_written(written)
+            raise RecomputationError(
+                f"{self._record.name_of(written[0])} was written to in the forward of stage "
+                f"{self._stage.name}, which it was not when the stage was measured, and "
+                "recomputing the stage would write twice: run the step again, which from now on "
+                "keeps a copy of it",
+                self._stage.name,
+            )
         # Kernels such as native_batch_norm change buffers without a trace in their versions.
         if self._stage.mutable_buffers is None:
             self._buffers = [
@@ -86,26 +101,45 @@ class Snapshot:
                 for slot, copy in self._buffers
                 if not torch.equal(copy, slot[0][slot[1]])
             ]
-        else:
-            self._check_watched()
-        self._watched = []
 
-    def _check_watched(self) -> None:
-        copied = {_key(slot) for slot, _ in self._buffers}
-        for slot, buffer, version in self._watched:
-            same = slot[0][slot[1]] is buffer and buffer._version == version
-            if not same and _key(slot) not in copied:
-                raise RuntimeError(
-                    f"stage {self._stage.name} changed its buffer {slot[1]!r}, which it did not "
-                    "do when it was measured, so recomputing it would change it twice: call "
-                    "measure() again with the model as it is now"
-                )
+    def _foreign(self) -> list[torch.Tensor]:
+        """Return the tensors written to that the stage is not known to write to itself."""
+        return [tensor for tensor in self._record.written() if id(tensor) not in self._own]
+
+    def check(self) -> None:
+        """Raise if what a recomputation depends on was written to since the first forward.
+
+        Raises
+        ------
+        RecomputationError
+            Names the tensor and the stage.
+        """
+        found = self._foreign() + [p for p, _, version in self._written if p._version != version]
+        name = self._record.name_of(found[0]) if found else ""
+        if not found and self._sharded:
+            now = self._stage.sharded_parameters()
+            pairs = zip(now, self._sharded, strict=True)
+            if any(p is not then or p._version != version for p, (then, version) in pairs):
+                name = "a parameter"
+        if name:
+            raise RecomputationError(
+                f"{name} was changed or replaced between the forward of stage "
+                f"{self._stage.name} and its recomputation in the backward, which would give "
+                "wrong gradients: step the optimizer, or write to tensors, after the backward",
+                self._stage.name,
+            )
 
     def recompute(self, x: Any, *, last: bool) -> Any:
         """Run the stage again as the first time; the `last` run may use up the copies."""
-        self._check_parameters()
-        if not self._buffers and not self._state and self._states is None:
-            return self._stage(x)
+        self.check()
+        kept = {place.identity for place in self._stage.state}
+        kept.update([_key(slot) for slot, _ in self._buffers])
+        with self._record.put_back(kept), self._parameters_as_before():
+            if not self._buffers and not self._state and self._states is None:
+                return self._stage(x)
+            return self._run(x, last)
+
+    def _run(self, x: Any, last: bool) -> Any:
         saved = None
         current = self._state.current()
         replaced = [slots[name] for (slots, name), _ in self._buffers]
@@ -125,16 +159,19 @@ class Snapshot:
             if saved is not None and self._rng is not None:
                 self._rng.write(saved)
 
-    def _check_parameters(self) -> None:
-        for now, then, version in zip(
-            self._stage.current_parameters(), self._parameters, self._versions, strict=True
-        ):
-            if now is not then or (now is not None and now._version != version):
-                raise RuntimeError(
-                    f"the parameters of stage {self._stage.name} were changed or replaced "
-                    "between its forward and its recomputation in the backward, which would give "
-                    "wrong gradients: step the optimizer, or swap parameters, after the backward"
-                )
+    @contextmanager
+    def _parameters_as_before(self) -> Iterator[None]:
+        """Give parameters that the stage writes to the values from before its first forward."""
+        written = [(p, copy, p.detach().clone()) for p, copy, _ in self._written]
+        try:
+            for parameter, before, _ in written:
+                parameter.data.copy_(before)
+            yield
+        except BaseException:
+            for parameter, _, after in written:
+                parameter.data.copy_(after)
+            raise
+        self._written = [(p, before, p._version) for p, before, _ in written]
 
 
 def _key(slot: core.Slot) -> tuple[int, str]:

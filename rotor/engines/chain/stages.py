@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from rotor._pytorch import core
+from rotor.common.dependencies import Dependencies, Record
 from rotor.common.places import Place
 
 
@@ -34,15 +35,19 @@ class Stage:
         unknown; every buffer is then treated as mutable.
     state
         Other state that a forward depends on and that the stages change.
+    written
+        Parameters that a forward writes to.
     """
 
     __slots__ = (
+        "_dependencies",
         "_parameter_slots",
         "buffers",
         "functions",
         "mutable_buffers",
         "names",
         "state",
+        "written",
     )
 
     def __init__(self, names: list[str], functions: list[Callable[[Any], Any]]) -> None:
@@ -52,6 +57,8 @@ class Stage:
         self.buffers: list[core.Slot] = []
         self.mutable_buffers: list[core.Slot] | None = None
         self.state: list[Place] = []
+        self.written: list[core.Slot] = []
+        self._dependencies: Dependencies | None = None
         for module in self.modules():
             self._parameter_slots += core.parameter_slots(module)
             self.buffers += core.buffer_slots(module)
@@ -66,6 +73,25 @@ class Stage:
         for function in self.functions:
             x = function(x)
         return x
+
+    def record(self) -> Record:
+        """Return a record of the state that the functions depend on, as it is now."""
+        found = None if self._dependencies is None else self._dependencies.recorded()
+        if found is None:
+            self._dependencies = Dependencies(
+                zip(self.names, self.functions, strict=True),
+                with_parameters=not self.sharded_parameters(),
+            )
+            found = self._dependencies.recorded()
+        assert found is not None
+        return Record(found)
+
+    def note_written(self, tensors: Sequence[Any]) -> None:
+        """Note that a forward writes to these parameters or buffers."""
+        ids = set(map(id, tensors))
+        self.written += [slot for slot in self._parameter_slots if id(slot[0][slot[1]]) in ids]
+        buffers = [slot for slot in self.buffers if id(slot[0][slot[1]]) in ids]
+        self.mutable_buffers = [*(self.mutable_buffers or ()), *buffers]
 
     def is_of_layers(self) -> bool:
         """Return whether the stage holds PyTorch's own layers only, without hooks."""
@@ -103,6 +129,10 @@ class Stage:
     def current_parameters(self) -> list[Any]:
         """Return the current contents of the parameter slots recorded at construction."""
         return list(map(core.value_in, self._parameter_slots))
+
+    def sharded_parameters(self) -> list[Any]:
+        """Return the parameters that come and go while the functions run; none without FSDP2."""
+        return []
 
     def merged_with(self, following: Stage) -> Stage:
         """Return one stage of this and the one after it."""

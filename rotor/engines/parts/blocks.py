@@ -19,7 +19,8 @@ from torch.autograd.function import Function
 
 from rotor._pytorch import core
 from rotor.common.forward_patch import PatchedForwards
-from rotor.common.generators import AutocastState, RngTracker
+from rotor.common.generators import RngTracker
+from rotor.common.modes import Modes
 from rotor.common.tensor_trees import (
     Flags,
     as_leaves,
@@ -198,7 +199,7 @@ class BlockCall:
         self._value: Any = detached((args, kwargs))
         self._versions = versions((args, kwargs))
         self._input_flags = grad_flags((args, kwargs))
-        self._autocast = AutocastState(token.device.type)
+        self._modes = Modes(token.device.type)
         self._gradients: list[torch.Tensor | None] | None = None
         self._is_begun = False
         if rng is not None:
@@ -214,7 +215,7 @@ class BlockCall:
             self._snapshot.finish()
         if self._proof is not None:
             self._proof.first(self._k, y)
-        if self._autocast.enabled:
+        if self._modes.is_autocast:
             torch.clear_autocast_cache()
         if versions((args, kwargs)) != self._versions:
             raise RuntimeError(
@@ -267,10 +268,10 @@ class BlockCall:
             return [None] * sum(self._input_flags)
         self._tell("backward")
         try:
-            if self._autocast.is_current():
+            if self._modes.are_current():
                 wanted, root, cell = self._record()
             else:
-                with self._autocast:
+                with self._modes:
                     wanted, root, cell = self._record()
             self._value = self._snapshot = None
             self._tell("recorded")
@@ -297,7 +298,7 @@ class BlockCall:
                 self._proof.again(self._k, y)
             cell: list[Any] = []
             root = apply_handoff(cell, self.token, *flagged(y, self.flags))
-        if self._autocast.enabled:
+        if self._modes.is_autocast:
             torch.clear_autocast_cache()
         return wanted, root, cell
 
