@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -28,11 +30,12 @@ def test_a_sample_stands_for_arguments(sample, options, expected):
     assert sample_call(sample, **options) == expected
 
 
-def test_other_objects_count_by_type_or_as_themselves():
+def test_other_objects_count_by_type_and_numbers_by_their_bits():
     a, b = object(), object()
-    assert leaf_signature(a, by_identity=False) == leaf_signature(b, by_identity=False)
-    assert leaf_signature(a, by_identity=True) != leaf_signature(b, by_identity=True)
-    assert leaf_signature(1, by_identity=False) != leaf_signature(True, by_identity=False)
+    assert leaf_signature(a) == leaf_signature(b)
+    assert leaf_signature(1) != leaf_signature(True)
+    assert leaf_signature(0.0) != leaf_signature(-0.0)
+    assert leaf_signature(math.nan) == leaf_signature(math.nan)
 
 
 def test_a_signature_has_the_layout_and_autocast_of_every_device():

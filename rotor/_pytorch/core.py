@@ -126,6 +126,11 @@ def tree_flatten(value: Any) -> tuple[list[Any], Any]:
     return _pytree.tree_flatten(value)
 
 
+def tree_flatten_with_path(value: Any) -> tuple[list[Any], Any]:
+    """Return (path, leaf) for each leaf of a nested value, and its structure."""
+    return _pytree.tree_flatten_with_path(value)
+
+
 def tree_unflatten(leaves: Iterable[Any], spec: Any) -> Any:
     """Return the nested value of this structure with these leaves."""
     return _pytree.tree_unflatten(leaves, spec)
@@ -446,6 +451,7 @@ _REQUIRED = (
     "autograd.forward_ad._current_level",
     "utils._python_dispatch.is_traceable_wrapper_subclass",
     "utils._pytree.tree_flatten",
+    "utils._pytree.tree_flatten_with_path",
     "utils._pytree.tree_unflatten",
 )
 

@@ -229,11 +229,22 @@ def is_watched(tx: Any, source: Any, cache: dict[Any, Any], kept: set[int]) -> b
         return False
 
 
-def guarded_names() -> list[str]:
-    """Return dynamo's expressions of all that the code which is being captured has read."""
+def guarded_names() -> dict[str, bool]:
+    """Return dynamo's expressions of all that the code which is being captured has read.
+
+    Their values say whether all that an object contains was read too.
+    """
     from torch._guards import TracingContext
 
-    return [guard.name for guard in TracingContext.get().guards_context.dynamo_guards]
+    found: dict[str, bool] = {}
+    for guard in TracingContext.get().guards_context.dynamo_guards:
+        kind = guard.create_fn_name()
+        if kind != "TYPE_MATCH":
+            found[guard.name] = found.get(guard.name, False) or kind in _WHOLE
+    return found
+
+
+_WHOLE = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH")
 
 
 def reads_gradients(names: Iterable[str]) -> bool:

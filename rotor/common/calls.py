@@ -14,15 +14,21 @@ from rotor.common.generators import autocast_of
 from rotor.common.tensor_trees import output_tensors
 
 __all__ = [
+    "PlainValues",
+    "Reads",
     "autocast_signature",
     "call_signature",
     "flattened_call",
+    "is_plain_value",
+    "leaf_expressions",
     "leaf_signature",
     "sample_call",
 ]
 
 _PLAIN_LEAVES = {torch.Tensor, nn.Parameter, bool, int, float, str, type(None)}
-_VALUES = bool | int | float | str | None | torch.dtype | torch.device
+_VALUES = bool | int | float | str | bytes | complex | None | torch.dtype | torch.device
+_FEW = (bool, type(None), torch.dtype, torch.device)
+"""Types of which there are few values: they always tell calls apart."""
 
 
 def sample_call(
@@ -76,26 +82,96 @@ def _flat_structure(positional: int, names: tuple[str, ...], targets: int) -> st
     return str(core.tree_flatten(call)[1])
 
 
-def leaf_signature(leaf: Any, *, by_identity: bool) -> Any:
+def leaf_signature(leaf: Any) -> Any:
     """Return the part of a signature that comes from one leaf of the arguments.
 
-    Parameters
-    ----------
-    leaf
-        A tensor, a plain value, or any other object.
-    by_identity
-        Other objects count as themselves, not by their type.
+    Objects count by their type: what captured code reads of them, its guards compare.
     """
     if isinstance(leaf, torch.Tensor):
         return (leaf.shape, layout_of(leaf), leaf.dtype, leaf.device, leaf.requires_grad)
+    if isinstance(leaf, float | complex):
+        # -0.0 is another number than 0.0, and what is not a number is itself.
+        return (type(leaf), repr(leaf))
     if isinstance(leaf, _VALUES):
         return (type(leaf), leaf)
     inner = output_tensors(leaf)
     if inner:
-        return (type(leaf), tuple([leaf_signature(t, by_identity=False) for t in inner]))
+        return (type(leaf), tuple(map(leaf_signature, inner)))
     if hasattr(leaf, "dtype"):
         return (type(leaf), leaf.dtype, leaf.shape)
-    return (type(leaf), id(leaf)) if by_identity else type(leaf)
+    return type(leaf)
+
+
+class Reads:
+    """Numbers and texts among the arguments of calls of one structure that captured code reads.
+
+    Attributes
+    ----------
+    leaves
+        Numbers of the leaves; ``None`` before a capture: until then all count.
+    captured
+        Values of these leaves in captured calls, three at most.
+    """
+
+    def __init__(self) -> None:
+        self.leaves: frozenset[int] | None = None
+        self.captured: list[PlainValues] = []
+
+    def note(self, leaves: frozenset[int], values: PlainValues) -> list[int]:
+        """Note a capture; return the leaves of which it has met the third value."""
+        self.leaves = leaves if self.leaves is None else self.leaves | leaves
+        if len(self.captured) == _MANY or values in self.captured:
+            return []
+        self.captured.append(values)
+        if len(self.captured) < _MANY:
+            return []
+        read = sorted(self.leaves)
+        return [k for k in read if len({other.values[k] for other in self.captured}) == _MANY]
+
+
+_MANY = 3
+
+
+class PlainValues:
+    """Numbers and texts among the arguments of a call; equal if those that are read are.
+
+    Parameters
+    ----------
+    values
+        Signatures by the number of the leaf.
+    reads
+        Leaves that are read.
+    """
+
+    __slots__ = ("reads", "values")
+
+    def __init__(self, values: dict[int, Any], reads: Reads) -> None:
+        self.values, self.reads = values, reads
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.values))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PlainValues) or self.values.keys() != other.values.keys():
+            return False
+        read = self.values if self.reads.leaves is None else self.reads.leaves
+        return all(self.values[k] == other.values[k] for k in read)
+
+
+def is_plain_value(leaf: Any) -> bool:
+    """Return whether a leaf is a number or a text, of which there may be many."""
+    return isinstance(leaf, _VALUES) and not isinstance(leaf, _FEW)
+
+
+def leaf_expressions(arguments: Any) -> list[str | None]:
+    """Return dynamo's expression of each leaf of (args, kwargs, targets); ``None`` if unknown."""
+    found: list[str | None] = []
+    for (first, *path), _ in core.tree_flatten_with_path(arguments)[0]:
+        keys = [getattr(key, "key", getattr(key, "idx", None)) for key in path]
+        known = all(isinstance(key, str | int) for key in keys)
+        name = ("args", "kwargs", "targets")[first.idx]
+        found.append(f"L['{name}']" + "".join(f"[{key!r}]" for key in keys) if known else None)
+    return found
 
 
 def autocast_signature(kind: str) -> tuple[str, bool, torch.dtype]:
@@ -108,5 +184,5 @@ def call_signature(args: Sequence[Any], kwargs: Any) -> Any:
     leaves, spec = core.tree_flatten((args, kwargs))
     kinds = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
     kinds = kinds - {"meta"} or {"cpu"}
-    described = tuple([leaf_signature(leaf, by_identity=False) for leaf in leaves])
+    described = tuple([leaf_signature(leaf) for leaf in leaves])
     return str(spec), described, tuple([autocast_signature(kind) for kind in sorted(kinds)])

@@ -7,6 +7,7 @@ An engine knows how to measure a module, to plan a step under a limit, and to ru
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -16,7 +17,7 @@ from torch import nn
 
 from rotor._pytorch import core
 from rotor.algorithms.curve import Curve
-from rotor.common.calls import sample_call
+from rotor.common.calls import Reads, sample_call
 from rotor.common.frames import warn_caller
 from rotor.common.model_state import ModelState
 from rotor.common.tensor_trees import device_of, tree_tensors
@@ -234,6 +235,8 @@ class Context:
         Bytes of the caller's loss by `Key.measured`, for metered steps.
     refusals
         Refusals by `Key.measured`.
+    reads
+        Plain values among the arguments that captured code reads, by structure of the arguments.
     latest, latest_key
         Latest plan, made or run; kind of the latest step, measured or run.
     warned
@@ -249,6 +252,7 @@ class Context:
     plans: dict[Key, Any] = field(default_factory=dict)
     learned_loss: dict[Any, int] = field(default_factory=dict)
     refusals: dict[Any, Refusal] = field(default_factory=dict)
+    reads: defaultdict[str, Reads] = field(default_factory=lambda: defaultdict(Reads))
     latest: Any = None
     latest_key: Key | None = None
     warned: set[str] = field(default_factory=set)

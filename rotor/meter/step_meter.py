@@ -167,6 +167,11 @@ class Metered:
         return f"<{type(self).__name__} within {format_bytes(figures.limit_bytes)}>"
 
     @property
+    def is_alone(self) -> bool:
+        """True if it holds a capture that no other kind of step shares."""
+        return False
+
+    @property
     def predicted_timeline(self) -> PredictedTimeline | None:
         """Predicted live bytes of a step over time; ``None`` where they are not known."""
         return None

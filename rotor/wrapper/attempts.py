@@ -211,25 +211,15 @@ class Attempts:
             if failures is None:
                 return error
             failures.take_back(driver)
-            self._forget(driver, key)
+            driver.forget(key)
             return failures.first if measures else error
         if failures is None:
             failures = self.failures = _Failures(driver, self._refusals)
         reason = failures.add(engine, error)
-        self._forget(driver, key)
+        driver.forget(key)
         if key is None or not driver.order.refuse(key, call, reason):
             driver.drop_first(reason)
         return None if self._is_unspoilt else error
-
-    @staticmethod
-    def _forget(driver: Any, key: Key | None) -> None:
-        """Drop the measures and plans of a kind of step."""
-        if key is None:
-            return
-        for engine in driver.engines:
-            engine.forget(key.measured)
-        for known in [k for k in driver.context.plans if k.measured == key.measured]:
-            del driver.context.plans[known]
 
     def _report(self, driver: Any) -> None:
         """Warn of engines that failed, and of one that has taken the step over."""

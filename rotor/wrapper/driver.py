@@ -51,6 +51,7 @@ from rotor.wrapper.habits import (
     warn_of_measuring,
     warn_of_searches,
 )
+from rotor.wrapper.kinds import unused_kinds
 from rotor.wrapper.order import Order
 from rotor.wrapper.sharing import agree_to_share
 
@@ -221,11 +222,8 @@ class Driver:
             call = self.engines[0].prepared(call)
             call = self._caches.applied(call)
             key = self._agreed_key(call)[0]
-            for plan_key in [k for k in self.context.plans if k.measured == key.measured]:
-                del self.context.plans[plan_key]
+            self.forget(key)
             self.context.refusals.pop(key.measured, None)
-            for engine in self.engines:
-                engine.forget(key.measured)
             try:
                 with self._announcer.timed():
                     return self._attempts.run(self, call, self._measured, measures=True)
@@ -306,9 +304,21 @@ class Driver:
     def _install(self, key: Key, plan: Any) -> Any:
         plan.key = key
         plan.why = self.order.why(key, getattr(plan, "engine", self.order.of(key).name))
+        self.context.plans.pop(key, None)
         self.context.plans[key] = plan
+        for unused in unused_kinds(self.context):
+            self.forget(unused)
         self.context.latest, self.context.latest_key = plan, key
         return plan
+
+    def forget(self, key: Key | None) -> None:
+        """Drop the measures and plans of a kind of step."""
+        if key is None:
+            return
+        for engine in self.engines:
+            engine.forget(key.measured)
+        for known in [k for k in self.context.plans if k.measured == key.measured]:
+            del self.context.plans[known]
 
     def compute(
         self,
@@ -410,6 +420,9 @@ class Driver:
         plan = self._ready(key, call, is_one_behind=is_one_behind)
         if plan is None:
             return self.plain(call)
+        if plan is not self.context.latest and plan.key in self.context.plans:
+            # The order of the plans is that of their last use.
+            self.context.plans[plan.key] = self.context.plans.pop(plan.key)
         self.context.latest, self.context.latest_key = plan, plan.key
         self._announcer.see(plan)
         key = plan.key

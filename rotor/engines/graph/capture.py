@@ -44,6 +44,7 @@ from rotor.errors import CaptureError
 __all__ = ["Capture", "Captured", "NothingToPlan", "Unplanned", "fresh"]
 
 _GRAPH = "number of rotor's graph"
+_ARGUMENT = re.compile(r"L\['(args|kwargs|targets)'\]")
 
 
 @dataclass
@@ -66,6 +67,8 @@ class Captured:
         Stand-ins for absent tangents, by number and shape.
     tokens
         Number of arguments of the backward, and of its results, that are no tensors.
+    guarded
+        Dynamo's expressions of what the code has read of the arguments; true with all within.
     """
 
     lowered: Lowered
@@ -75,6 +78,14 @@ class Captured:
     absent: frozenset[int] | None = None
     zeros: dict[tuple[int, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
     tokens: int = 0
+    guarded: dict[str, bool] = field(default_factory=dict)
+
+    def reads(self, expression: str | None) -> bool:
+        """Return whether the code depends on the value of an expression of dynamo's."""
+        return expression is None or any(
+            expression in name or (is_whole and expression.startswith(name))
+            for name, is_whole in self.guarded.items()
+        )
 
     def sizes(self, primals: Sequence[Any]) -> dict[str, int]:
         """Return the values of the symbols in a call, by name."""
@@ -432,7 +443,8 @@ class Capture:
             self.folding.expand(module)
         tokens = drop_tokens(module)
         lowered = lower(module, num_fwd_outputs, as_traced=self.backend == "inductor")
-        lowered.reads_gradients = region_guards.reads_gradients(region_guards.guarded_names())
+        names = region_guards.guarded_names()
+        lowered.reads_gradients = region_guards.reads_gradients(names)
         if self.backend == "inductor":
             draw_once(lowered)
         token = module.graph.call_function(torch.ops.aten.empty.memory_format, ([0],))
@@ -452,7 +464,9 @@ class Capture:
             [*lowered.gradients, *tokens],
         )
         module.graph.erase_node(token)
-        self.graphs.append(Captured(lowered, saved=len(saved), tokens=len(tokens)))
+        self.graphs.append(
+            Captured(lowered, saved=len(saved), tokens=len(tokens), guarded=_of_arguments(names))
+        )
         forward.meta[_GRAPH] = backward.meta[_GRAPH] = len(self.graphs) - 1
         return forward, backward
 
@@ -465,6 +479,11 @@ _FOR_DEVELOPERS = (
     "Set TORCHDYNAMO_VERBOSE",
     "consider using data-dependent friendly APIs",
 )
+
+
+def _of_arguments(names: Mapping[str, bool]) -> dict[str, bool]:
+    """Return those of dynamo's expressions that are within the arguments of a call."""
+    return {name: whole for name, whole in names.items() if _ARGUMENT.search(name)}
 
 
 def _reason(error: BaseException) -> str:

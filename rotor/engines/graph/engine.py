@@ -12,7 +12,14 @@ import torch
 
 from rotor._pytorch import core
 from rotor.algorithms.curve import Curve
-from rotor.common.calls import autocast_signature, flattened_call, leaf_signature
+from rotor.common.calls import (
+    PlainValues,
+    autocast_signature,
+    flattened_call,
+    is_plain_value,
+    leaf_expressions,
+    leaf_signature,
+)
 from rotor.common.model_state import refuse_sharded
 from rotor.common.progress import progress
 from rotor.common.tensor_trees import output_tensors
@@ -27,10 +34,11 @@ from rotor.engines.contract import (
 )
 from rotor.engines.graph.branches import gives_plain_outputs
 from rotor.engines.graph.calls import check_arguments, run_once
-from rotor.engines.graph.capture import Capture, Unplanned, fresh
+from rotor.engines.graph.capture import Capture, Captured, Unplanned, fresh
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.counting import check_counts
 from rotor.engines.graph.early import owners_of
+from rotor.engines.graph.families import leaf_names
 from rotor.engines.graph.improving import Improver
 from rotor.engines.graph.link_learning import learn_link
 from rotor.engines.graph.loading import loaded_plan
@@ -89,9 +97,20 @@ def captured_key(context: Context, call: Call) -> Key:
         )
     check_counts(context.settings.counts, device)
     required, absent = context.structure.parameter_flags()
+    described, values = [], {}
+    for number, leaf in enumerate(leaves):
+        if is_plain_value(leaf):
+            values[number] = leaf_signature(leaf)
+            described.append(type(leaf))
+        else:
+            described.append(leaf_signature(leaf))
+    plain: Any = tuple(values.items())
+    if values and context.peers.ranks is None:
+        plain = PlainValues(values, context.reads[structure])
     measured = (
         structure,
-        tuple([leaf_signature(leaf, by_identity=True) for leaf in leaves]),
+        tuple(described),
+        plain,
         autocast_signature(kind),
         context.structure.training_flags(),
         required,
@@ -190,12 +209,14 @@ class GraphEngine(MeteredEngine):
                 for measured, known in self.steps.items():
                     if known.shares_shapes:
                         self.improver.forget(measured)
+                self._note_reads(key, step.captured, call)
                 return step
         with progress(1, "capturing the model"):
             try:
                 capture, found = self._captured(loss_fn, call)
             except CaptureError as error:
                 self.sizing.refuse(key, error)
+                self._note_reads(key, None, call)
                 raise CannotPlan(error) from None
         return self._profiled(key, capture, found, call, loss_captured=loss_fn is not None)
 
@@ -265,7 +286,26 @@ class GraphEngine(MeteredEngine):
         step.counts = self.settings.counts
         step.offload = self.settings.offload
         self.steps[key.measured] = step
+        self._note_reads(key, found.captured, call)
         return step
+
+    def _note_reads(self, key: Key, captured: Captured | None, call: Call) -> None:
+        """Note which numbers and texts among the arguments a capture, if there is one, reads."""
+        values = key.measured[2]
+        if not isinstance(values, PlainValues):
+            return
+        arguments = (*call.arguments, call.targets)
+        expressions = leaf_expressions(arguments)
+        read = [k for k in values.values if captured and captured.reads(expressions[k])]
+        many = values.reads.note(frozenset(read), values)
+        if many:
+            names = leaf_names(self.context.module, arguments)
+            self.context.warn(
+                f"values of {names[many[0]]}",
+                f"{' and '.join(names[k] for k in many)} had three values so far, and the model, "
+                "whose code depends on them, was captured and planned anew for each: give numbers "
+                "that change as tensors, and leave out what the model need not know",
+            )
 
     def remarks(self, plan: Any, key: Key | None) -> list[Any]:
         """Return a note on the shapes of the calls, and the captures and plans that they share."""

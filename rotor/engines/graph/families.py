@@ -15,7 +15,7 @@ from rotor.engines.graph.capture import Capture, Captured, Unplanned
 from rotor.engines.graph.shapes import Shapes, SymbolicGraph
 from rotor.errors import CaptureError
 
-__all__ = ["Families", "Family", "origins_of", "shapes_of"]
+__all__ = ["Families", "Family", "leaf_names", "origins_of", "shapes_of"]
 
 _MOST_GRAPHS = 4
 """Number of captures with symbols of one family after which further shapes are captured alone."""
@@ -29,7 +29,7 @@ def shapes_of(leaves: Sequence[Any]) -> Shapes:
     return tuple([tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in leaves])
 
 
-def _leaf_names(module: nn.Module, arguments: Any) -> list[str]:
+def leaf_names(module: nn.Module, arguments: Any) -> list[str]:
     """Return a name for each leaf of (arguments by position, by name, targets)."""
     args, kwargs, targets = arguments
     parameters = list(inspect.signature(module.forward).parameters)
@@ -240,11 +240,15 @@ class Families:
         """Return the family of a kind of step, if it has one."""
         return self._by_key.get(self._key(measured)) if self._by_key else None
 
+    def drop(self, measured: Any) -> None:
+        """Forget the family of a kind of step."""
+        del self._by_key[self._key(measured)]
+
     def joined(self, measured: Any, module: nn.Module, arguments: Any) -> Family:
         """Return the family of a call, made if it is new."""
         key = self._key(measured)
         if key not in self._by_key:
-            self._by_key[key] = Family(_leaf_names(module, arguments))
+            self._by_key[key] = Family(leaf_names(module, arguments))
         return self._by_key[key]
 
 

@@ -81,6 +81,11 @@ class GraphPlan(Metered):
             self.proved.unproved = NO_ROOM
 
     @property
+    def is_alone(self) -> bool:
+        """True if no other kind of step shares the capture."""
+        return not self.step.shares_shapes
+
+    @property
     def is_refuted(self) -> bool:
         """True if an operation of this capture gave other bits when it ran again."""
         return len(self.step.captured.lowered.unrepeatable) != self._known

@@ -200,8 +200,11 @@ class Sizing:
     def forget(self, measured: Any) -> None:
         """Have a kind of step captured again."""
         family = self.families.of(measured)
-        if family is not None:
-            family.error = None
+        if family is None:
+            return
+        family.error = None
+        if list(family.shapes) == [measured] and not family.graphs:
+            self.families.drop(measured)
 
     def forget_programs(self) -> None:
         """Drop all programs: an option has changed."""
