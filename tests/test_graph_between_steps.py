@@ -169,3 +169,16 @@ def test_a_backward_hook_between_steps_is_called(register: Any, norm: type[nn.Mo
     with pytest.warns(rotor.MemoryLimitWarning):
         limited = gradients("auto")
     assert all(map(torch.equal, gradients(None), limited))
+
+
+def test_what_libraries_note_in_classes_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = rotor.Checkpointable(Layer(nn.LayerNorm), mem_limit="1 MB", engine="graph")
+    x = torch.randn(32, 16)
+    model(x).square().mean().backward()
+    step = model.plan.step
+    monkeypatch.setattr(Layer, "note", {}, raising=False)
+    monkeypatch.setattr(nn.Module, "note", {}, raising=False)
+    model.zero_grad()
+    model(x).square().mean().backward()
+    assert model.plan.step.captured is step.captured

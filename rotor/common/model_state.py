@@ -98,8 +98,9 @@ class ModelState:
         self._slots = list(map(core.child_slots, self._modules))
         self._children = self._child_modules()
         kinds = dict.fromkeys(base for kind in self._types for base in kind.__mro__)
-        self._classes = [(vars(kind), _reader(kind)) for kind in kinds if kind is not object]
-        self._code = self._called_code()
+        self._kinds = [kind for kind in kinds if kind not in (object, nn.Module)]
+        self._classes = [(vars(kind), _reader(kind)) for kind in (*self._kinds, nn.Module)]
+        self._code, self._functions = self._called_code(), self._all_functions()
         self._parameters = [slot for m in self._modules for slot in core.parameter_slots(m)]
         self._managed = fsdp.managed(self._modules)
         self._recurrent = [m for m in self._modules if isinstance(m, nn.RNNBase)]
@@ -115,6 +116,21 @@ class ModelState:
             return []
         return [functions, core.global_hooks()]
 
+    def _all_functions(self) -> list[Any]:
+        """Return the same with functions that a class did not have; slower."""
+        found = [
+            {name: value for name, value in vars(kind).items() if isinstance(value, _FUNCTIONS)}
+            for kind in self._kinds
+        ]
+        return [found, list(map(vars(nn.Module).get, _ROOT)), core.global_hooks()]
+
+    def _is_same_code(self) -> bool:
+        code = self._called_code()
+        if code != self._code and self._all_functions() == self._functions:
+            # PyTorch, Python and libraries note other things in classes, at any time.
+            self._code = code
+        return code == self._code
+
     @property
     def parameters(self) -> list[core.Slot]:
         """Slots of parameters: (the dictionary of their module, their name)."""
@@ -124,7 +140,7 @@ class ModelState:
         """Return whether modules, what runs in their calls, and their sharding are unchanged."""
         return (
             list(map(type, self._modules)) == self._types
-            and self._called_code() == self._code
+            and self._is_same_code()
             and self._child_modules() == self._children
             and fsdp.managed(self._modules) == self._managed
         )
