@@ -122,13 +122,20 @@ def without_hooks(hooked: list[Any]) -> Iterator[None]:
 
 
 def tree_flatten(value: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of nested tuples, lists and dictionaries, and their structure."""
-    return _pytree.tree_flatten(value)
+    """Return the leaves of nested tuples, lists and dictionaries, and their structure.
+
+    A ``torch.Size`` is a leaf: PyTorch would put a plain tuple together again.
+    """
+    return _pytree.tree_flatten(value, _is_size)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is torch.Size
 
 
 def tree_flatten_with_path(value: Any) -> tuple[list[Any], Any]:
     """Return (path, leaf) for each leaf of a nested value, and its structure."""
-    return _pytree.tree_flatten_with_path(value)
+    return _pytree.tree_flatten_with_path(value, _is_size)
 
 
 def tree_unflatten(leaves: Iterable[Any], spec: Any) -> Any:

@@ -152,7 +152,7 @@ def check_output(name: str, value: Any) -> None:
     wrong = [
         leaf
         for leaf in leaves
-        if not isinstance(leaf, torch.Tensor | int | float | complex | str | type(None))
+        if not isinstance(leaf, torch.Tensor | torch.Size | int | float | complex | str | None)
     ]
     if wrong or not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         found = type(wrong[0] if wrong else value).__name__

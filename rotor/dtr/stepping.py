@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rotor._pytorch import dispatch
+from rotor._pytorch import core, dispatch
 from rotor.common.accounting import LOSS_GRADIENTS
 from rotor.dtr.context import running
 from rotor.dtr.records import Needs
@@ -151,8 +151,9 @@ class StepSession(Session):
 
     def made(self, tensor: torch.Tensor) -> bool:
         """Return whether the storage of a tensor was made in this session."""
-        ref = self._handler.reference(tensor.untyped_storage())
-        return ref is not None and not ref.is_foreign
+        parts = core.strided_parts(tensor)
+        refs = [self._handler.reference(part.untyped_storage()) for part in parts]
+        return any(ref is not None and not ref.is_foreign for ref in refs)
 
     def protect(self, storage: torch.UntypedStorage) -> None:
         """Prepare a write to a storage: compute what depends on it, and keep that in memory."""

@@ -24,7 +24,7 @@ from rotor.common.tensor_trees import output_tensors
 from rotor.engines.contract import Call, Context, Engine, Key, NothingToPlan, Refusal, Unsuited
 from rotor.engines.plain import PlainEngine
 from rotor.errors import InfeasibleError, RecomputationError
-from rotor.meter.allocator import MeterBusyError
+from rotor.meter.allocator import MeterBusyError, storage_bytes
 from rotor.units import exact_bytes
 
 __all__ = ["Attempts"]
@@ -62,7 +62,8 @@ class _StateBefore:
         self._states = self._rng.read()
         self._watch = Watch([("the model", model)])
         buffers = {id(b): b for b in model.buffers()}
-        self._copies = [(b, b.clone()) for b in buffers.values() if b.nbytes <= _SMALL_BYTES]
+        small = [b for b in buffers.values() if storage_bytes([b]) <= _SMALL_BYTES]
+        self._copies = [(buffer, buffer.clone()) for buffer in small]
         self._slots = [
             (slots, slots.copy())
             for module in model.modules()

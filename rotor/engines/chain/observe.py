@@ -393,7 +393,7 @@ class Observer:
                 for slot, copy, original, version in before
                 if slot[0][slot[1]] is not copy
                 or copy._version != version
-                or not torch.equal(copy, original)
+                or (_is_strided(copy) and not torch.equal(copy, original))
             ]
         own = {id(t) for t in (*wanted, *parameters)}
         known = _pointers([*tree_tensors(x), *parameters])

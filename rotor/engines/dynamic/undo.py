@@ -15,7 +15,9 @@ class Undo:
         self._device = device
         self._modules = modules
         self._slots = [
-            (where, name, where[name]) for m in modules for where, name in core.buffer_slots(m)
+            (where, name, where[name], where[name].shape)
+            for m in modules
+            for where, name in core.buffer_slots(m)
         ]
         self._keys: set[int] | None = None
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -31,7 +33,7 @@ class Undo:
             parameters = [
                 where[name] for m in self._modules for where, name in core.parameter_slots(m)
             ]
-            tensors = [*parameters, *(b for _, _, b in self._slots), *self.inputs]
+            tensors = [*parameters, *(b for _, _, b, _ in self._slots), *self.inputs]
             self._keys = {
                 dispatch.storage_key(t.untyped_storage())
                 for t in tensors
@@ -47,9 +49,12 @@ class Undo:
     def run(self) -> None:
         """Restore everything."""
         for storage, saved in self._saved.values():
+            storage.resize_(saved.nbytes())
             storage.copy_(saved)
-        for where, name, buffer in self._slots:
+        for where, name, buffer, shape in self._slots:
             where[name] = buffer
+            if buffer.shape != shape:
+                buffer.resize_(shape)
         core.set_generator_state(self._device, self.random_state)
 
     def clear(self) -> None:
