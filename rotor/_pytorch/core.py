@@ -122,14 +122,12 @@ def without_hooks(hooked: list[Any]) -> Iterator[None]:
 
 
 def tree_flatten(value: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of nested tuples, lists and dictionaries, and their structure.
-
-    A ``torch.Size`` is a leaf: PyTorch would put a plain tuple together again.
-    """
+    """Return the leaves of nested tuples, lists and dictionaries, and their structure."""
     return _pytree.tree_flatten(value, _is_size)
 
 
 def _is_size(value: Any) -> bool:
+    # PyTorch would put a plain tuple together again.
     return type(value) is torch.Size
 
 
