@@ -120,15 +120,15 @@ typedef struct {
     Py_ssize_t positions;
 } given_orders_t;
 
-static int read_orders(PyObject *sequence, given_orders_t *given) {
-    given->count = PySequence_Fast_GET_SIZE(sequence);
+static int read_orders(PyObject *orders, given_orders_t *given) {
+    given->count = PyTuple_GET_SIZE(orders);
     if (given->count < 1 || given->count > MOST_ORDERS) {
         PyErr_Format(PyExc_ValueError, "expected 1 to %d orders, got %zd", (int)MOST_ORDERS,
                      given->count);
         return -1;
     }
     for (Py_ssize_t k = 0; k < given->count; k++) {
-        PyObject *pair = PySequence_Fast_GET_ITEM(sequence, k);
+        PyObject *pair = PyTuple_GET_ITEM(orders, k);
         if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
             PyErr_SetString(PyExc_TypeError, "an order is a tuple of events and starts");
             return -1;
@@ -167,7 +167,7 @@ static PyObject *early_blocks(const rotor_early_block_t *blocks, int64_t count) 
 
 static PyObject *py_search_early(PyObject *module, PyObject *args) {
     PyObject *orders_object;
-    PyObject *sequence;
+    PyObject *orders;
     PyObject *answer = NULL;
     given_orders_t given = {.held = 0};
     rotor_early_block_t blocks[ROTOR_MOST_EARLY_BLOCKS];
@@ -180,8 +180,8 @@ static PyObject *py_search_early(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OLLL:search_early", &orders_object, &border, &piece, &most)) {
         return NULL;
     }
-    sequence = PySequence_Fast(orders_object, "orders are a sequence");
-    if (sequence == NULL || read_orders(sequence, &given) != 0) {
+    orders = PySequence_Tuple(orders_object);
+    if (orders == NULL || read_orders(orders, &given) != 0) {
         goto out;
     }
     Py_BEGIN_ALLOW_THREADS;
@@ -199,7 +199,7 @@ out:
     while (given.held > 0) {
         PyBuffer_Release(&given.buffers[--given.held]);
     }
-    Py_XDECREF(sequence);
+    Py_XDECREF(orders);
     return answer;
 }
 

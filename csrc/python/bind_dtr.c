@@ -27,23 +27,23 @@ static PyObject *py_recorder_begin(METHOD_ARGUMENTS) {
     int32_t few[64];
     int32_t *nodes = few;
     PyObject *result = NULL;
-    if (py_book_expect("begin", count, 1, names) != 0 || py_book_forget_gone(self) != 0) {
+    if (py_book_expect("begin", count, 1, names) != 0) {
         return NULL;
     }
-    if (py_book_may_begin(self) != 0) {
+    PyObject *inputs = PySequence_Tuple(args[0]);
+    if (inputs == NULL) {
         return NULL;
     }
-    PyObject *list = PySequence_Fast(args[0], "the inputs must be a sequence");
-    if (list == NULL) {
-        return NULL;
+    if (py_book_forget_gone(self) != 0 || py_book_may_begin(self) != 0) {
+        goto out;
     }
-    Py_ssize_t length = PySequence_Fast_GET_SIZE(list);
+    Py_ssize_t length = PyTuple_GET_SIZE(inputs);
     if (length > 64 && (nodes = PyMem_Malloc((size_t)length * sizeof(*nodes))) == NULL) {
         PyErr_NoMemory();
         goto out;
     }
     for (Py_ssize_t k = 0; k < length; k++) {
-        if (py_book_read_node(self, PySequence_Fast_GET_ITEM(list, k), &nodes[k]) != 0) {
+        if (py_book_read_node(self, PyTuple_GET_ITEM(inputs, k), &nodes[k]) != 0) {
             goto out;
         }
     }
@@ -53,7 +53,7 @@ out:
     if (nodes != few) {
         PyMem_Free(nodes);
     }
-    Py_DECREF(list);
+    Py_DECREF(inputs);
     return result;
 }
 
@@ -126,19 +126,23 @@ static PyObject *py_recorder_finish(METHOD_ARGUMENTS) {
         py_book_read_int64(args[4], &workspace) != 0 || py_book_read_int64(args[5], &kept) != 0) {
         return NULL;
     }
-    if (!PyList_Check(args[1]) || !PyList_Check(args[2]) || !PyList_Check(args[6]) ||
-        PyList_GET_SIZE(args[1]) != PyList_GET_SIZE(args[2]) ||
-        PyList_GET_SIZE(args[1]) != PyList_GET_SIZE(args[6])) {
-        PyErr_SetString(PyExc_TypeError, "nbytes, origins, places must be lists of one length");
+    /* Making a weak reference may run the garbage collector, and thereby any code. */
+    PyObject *places = PySequence_Tuple(args[6]);
+    if (places == NULL) {
         return NULL;
     }
-    Py_ssize_t length = PyList_GET_SIZE(args[1]);
+    Py_ssize_t length = PyTuple_GET_SIZE(places);
+    if (!PyList_Check(args[1]) || !PyList_Check(args[2]) || PyList_GET_SIZE(args[1]) != length ||
+        PyList_GET_SIZE(args[2]) != length) {
+        PyErr_SetString(PyExc_TypeError, "nbytes, origins, places must be lists of one length");
+        goto out;
+    }
     if (py_book_reserve(self, length) != 0) {
-        return NULL;
+        goto out;
     }
     if (self->book.frame_count != 1 || recorded > self->book.input_count) {
         PyErr_SetString(PyExc_RuntimeError, "no new operation is about to finish");
-        return NULL;
+        goto out;
     }
     if (length > 64) {
         all_bytes = PyMem_Malloc((size_t)length * sizeof(*all_bytes));
@@ -161,7 +165,7 @@ static PyObject *py_recorder_finish(METHOD_ARGUMENTS) {
                                             .recorded = recorded,
                                             .bytes = all_bytes,
                                             .origins = all_origins,
-                                            .places = PySequence_Fast_ITEMS(args[6]),
+                                            .places = PySequence_Fast_ITEMS(places),
                                             .count = length,
                                             .cost_ns = cost,
                                             .workspace_bytes = workspace,
@@ -179,6 +183,7 @@ out:
         PyMem_Free(all_origins);
         PyMem_Free(all_nodes);
     }
+    Py_DECREF(places);
     return result;
 }
 

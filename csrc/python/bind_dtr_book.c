@@ -137,6 +137,11 @@ int py_book_reserve(py_recorder_t *self, int64_t more) {
 }
 
 int py_book_read_int64(PyObject *object, int64_t *value) {
+    /* No __index__ is called, which might change the book or a list that is being read. */
+    if (!PyLong_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "expected an int, got %R", object);
+        return -1;
+    }
     *value = PyLong_AsLongLong(object);
     return *value == -1 && PyErr_Occurred() ? -1 : 0;
 }

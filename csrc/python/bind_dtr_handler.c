@@ -54,8 +54,11 @@ static int take_results(py_handler_t *self, py_run_t *run, PyObject *value, int3
         return take_tensor(self, run, value, (*index)++, made);
     }
     if (PyList_Check(value) || PyTuple_Check(value)) {
-        for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(value); k++) {
-            if (take_results(self, run, PySequence_Fast_GET_ITEM(value, k), index, made) != 0) {
+        PyObject *item;
+        for (Py_ssize_t k = 0; (item = py_entry(value, k)) != NULL; k++) {
+            int ret = take_results(self, run, item, index, made);
+            Py_DECREF(item);
+            if (ret != 0) {
                 return -1;
             }
         }
@@ -266,7 +269,7 @@ static int is_accumulating(py_handler_t *self, const py_run_t *run) {
     const py_input_t *terms = self->inputs;
     if (run->kernel->in_place == Py_None || !run->needs->is_measured || run->kwargs != NULL ||
         self->input_count != 2 || PyTuple_GET_SIZE(run->args) != 2 ||
-        terms[0].dims != terms[1].dims || Py_REFCNT(terms[0].tensor) != self->sole_references) {
+        terms[0].dims != terms[1].dims || Py_REFCNT(terms[0].tensor) != self->sole_references + 1) {
         return 0;
     }
     /* Data type, device, sizes and strides stand together in the key. */

@@ -102,7 +102,7 @@ static int read_tensor(py_handler_t *self, PyObject *session, PyObject *tensor, 
     }
     py_input_t *input = &self->inputs[self->input_count++];
     *input = (py_input_t){
-        .tensor = tensor, .is_written = is_written && !is_hidden, .is_hidden = is_hidden};
+        .tensor = Py_NewRef(tensor), .is_written = is_written && !is_hidden, .is_hidden = is_hidden};
     if (self->exchange == NULL) {
         return read_attributes(self, session, input);
     }
@@ -217,9 +217,11 @@ static int read_value(py_handler_t *self, PyObject *session, const py_kernel_t *
     if (append(self, TAG_LIST | (int64_t)PySequence_Fast_GET_SIZE(value) << 8) != 0) {
         return -1;
     }
-    for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(value); k++) {
-        if (read_value(self, session, kernel, PySequence_Fast_GET_ITEM(value, k), is_written,
-                       is_hidden) != 0) {
+    PyObject *item;
+    for (Py_ssize_t k = 0; (item = py_entry(value, k)) != NULL; k++) {
+        int ret = read_value(self, session, kernel, item, is_written, is_hidden);
+        Py_DECREF(item);
+        if (ret != 0) {
             return -1;
         }
     }
@@ -252,10 +254,16 @@ int py_operator_read(py_handler_t *self, PyObject *session, const py_kernel_t *k
         Py_ssize_t at = 0;
         PyObject *name, *value;
         while (PyDict_Next(kwargs, &at, &name, &value)) {
+            Py_INCREF(name);
+            Py_INCREF(value);
             int64_t words[2] = {TAG_NAME, (int64_t)PyObject_Hash(name)};
             int is_written = PySequence_Contains(kernel->written_names, name);
-            if (is_written < 0 || append_all(self, words, 2) != 0 ||
-                read_value(self, session, kernel, value, is_written, false) != 0) {
+            int ret = is_written < 0 || append_all(self, words, 2) != 0
+                          ? -1
+                          : read_value(self, session, kernel, value, is_written, false);
+            Py_DECREF(name);
+            Py_DECREF(value);
+            if (ret != 0) {
                 return -1;
             }
         }
@@ -267,6 +275,7 @@ void py_operator_clear(py_handler_t *self) {
     while (self->input_count > 0) {
         py_input_t *input = &self->inputs[--self->input_count];
         Py_XDECREF((PyObject *)input->ref);
+        Py_DECREF(input->tensor);
     }
     self->key_count = self->node_count = self->hidden_count = 0;
 }

@@ -10,20 +10,25 @@ enum { LAYOUT_SHAPE, LAYOUT_STRIDE, LAYOUT_DTYPE, LAYOUT_DEVICE, LAYOUT_FIELDS }
 /* An argument with Ellipsis in the place of each tensor, and None in that of a hidden one. */
 static PyObject *pattern_of(py_handler_t *self, PyObject *value, int64_t *at) {
     if (py_is_tensor(self, value)) {
+        if (*at >= self->input_count) {
+            PyErr_SetString(PyExc_RuntimeError, "the arguments of an operator changed in its call");
+            return NULL;
+        }
         bool is_hidden = self->inputs[(*at)++].is_hidden;
         return Py_NewRef(is_hidden ? Py_None : Py_Ellipsis);
     }
     if (!PyList_Check(value) && !PyTuple_Check(value)) {
         return Py_NewRef(value);
     }
-    PyObject *list = PyList_New(PySequence_Fast_GET_SIZE(value));
-    for (Py_ssize_t k = 0; list != NULL && k < PyList_GET_SIZE(list); k++) {
-        PyObject *item = pattern_of(self, PySequence_Fast_GET_ITEM(value, k), at);
-        if (item == NULL) {
+    PyObject *list = PyList_New(0);
+    PyObject *given;
+    for (Py_ssize_t k = 0; list != NULL && (given = py_entry(value, k)) != NULL; k++) {
+        PyObject *item = pattern_of(self, given, at);
+        if (item == NULL || PyList_Append(list, item) != 0) {
             Py_CLEAR(list);
-        } else {
-            PyList_SET_ITEM(list, k, item);
         }
+        Py_XDECREF(item);
+        Py_DECREF(given);
     }
     return list;
 }

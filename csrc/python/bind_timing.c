@@ -10,7 +10,7 @@ PyDoc_STRVAR(
 
 static PyObject *py_stable_median(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     int64_t *samples = NULL;
-    PyObject *list = NULL;
+    PyObject *tuple = NULL;
     PyObject *answer = NULL;
     int64_t median = 0;
     bool is_stable = false;
@@ -20,16 +20,16 @@ static PyObject *py_stable_median(PyObject *module, PyObject *const *args, Py_ss
     }
     double tolerance = PyFloat_AsDouble(args[1]);
     if ((tolerance == -1.0 && PyErr_Occurred()) ||
-        (list = PySequence_Fast(args[0], "samples must be a sequence")) == NULL) {
+        (tuple = PySequence_Tuple(args[0])) == NULL) {
         goto out;
     }
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(list);
+    Py_ssize_t count = PyTuple_GET_SIZE(tuple);
     if ((samples = rotor_malloc_array(count, sizeof(*samples))) == NULL) {
         PyErr_NoMemory();
         goto out;
     }
     for (Py_ssize_t k = 0; k < count; k++) {
-        if (!py_get_integer(PySequence_Fast_GET_ITEM(list, k), "a sample", -INT64_MAX / 2,
+        if (!py_get_integer(PyTuple_GET_ITEM(tuple, k), "a sample", -INT64_MAX / 2,
                             INT64_MAX / 2, &samples[k])) {
             goto out;
         }
@@ -44,7 +44,7 @@ static PyObject *py_stable_median(PyObject *module, PyObject *const *args, Py_ss
     }
 out:
     rotor_free(samples);
-    Py_XDECREF(list);
+    Py_XDECREF(tuple);
     return answer;
 }
 

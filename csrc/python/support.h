@@ -108,6 +108,14 @@ int py_is_true(PyObject *function);
 
 #define PY_FASTCALL(function) (PyCFunction)(void (*)(void)) function, METH_FASTCALL
 
+/* The entry at a place of a list or tuple, a new reference, or NULL past its end. A list may change
+ * whenever Python code runs: loops over one end here, and hold what they look at. */
+static inline PyObject *py_entry(PyObject *sequence, Py_ssize_t k) {
+    return k < PySequence_Fast_GET_SIZE(sequence)
+               ? Py_NewRef(PySequence_Fast_GET_ITEM(sequence, k))
+               : NULL;
+}
+
 /* True if a method got `least` to `most` arguments, else a TypeError. */
 bool py_are_counted(const char *method, Py_ssize_t nargs, Py_ssize_t least, Py_ssize_t most);
 

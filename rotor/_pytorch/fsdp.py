@@ -177,15 +177,19 @@ class Unit:
         return _groups_of(self._state)
 
     @property
+    def _mesh_info(self) -> Any:
+        """Return what is known of its ranks; ``None`` without parameters."""
+        return self._groups[0].mesh_info if self._groups else None
+
+    @property
     def world_size(self) -> int:
         """Number of ranks over which a parameter is cut."""
-        info = self._groups[0].mesh_info
-        return int(getattr(info, "shard_mesh_size", 1))
+        return int(getattr(self._mesh_info, "shard_mesh_size", 1))
 
     @property
     def mesh(self) -> Any:
         """Device mesh of its collectives; ``None`` without parameters."""
-        return self._groups[0].mesh_info.mesh if self._groups else None
+        return getattr(self._mesh_info, "mesh", None)
 
     @property
     def reduces(self) -> bool:
@@ -225,7 +229,7 @@ class Unit:
 
         Where gradients have that type, they are the same memory, and nothing more is kept.
         """
-        replicas = getattr(self._groups[0].mesh_info, "replicate_mesh_size", 1)
+        replicas = getattr(self._mesh_info, "replicate_mesh_size", 1)
         kept = [p for p in self.parameters if p.shard.requires_grad and p.is_converted]
         return sum(p.reduced_bytes // self.world_size for p in kept) if replicas > 1 else 0
 
