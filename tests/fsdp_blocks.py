@@ -142,6 +142,20 @@ def first_step_measures() -> list[str]:
     return found + peaks(plain, planned, limit)
 
 
+def empty_units() -> list[str]:
+    """Train where the root has no parameter of its own, or where an inner unit has none."""
+    found = []
+    for inner in (False, True):
+        plain, model = (shard(Network(), root=inner) for _ in range(2))
+        mesh = init_device_mesh(DEVICE, (PROCESSES,))
+        for sharded in (plain, model):
+            fully_shard(sharded.blocks[0].drop if inner else sharded, mesh=mesh)
+        planned = rotor.Checkpointable(model)
+        planned.measure(batch(0))
+        found += trained(plain, planned, 2)
+    return found
+
+
 class Masked(nn.Module):
     """Keyword arguments, several outputs, buffers that a forward changes, a sharded part."""
 
@@ -339,6 +353,7 @@ BLOCK_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     )
 } | {
     "blocks: first step measures": first_step_measures,
+    "blocks: units without parameters": empty_units,
     "blocks: unusual": unusual_blocks,
     "blocks: precision": precision,
     "blocks: captured loss": captured_loss,
