@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import types
 import weakref
 
 import pytest
@@ -263,3 +264,46 @@ def test_a_model_goes_with_its_last_name(engine):
 def test_a_misspelt_argument_is_told_with_the_nearest_name(name, meant):
     with pytest.raises(TypeError, match=f"unknown option '{name}': did you mean {meant}"):
         rotor.Checkpointable(nn.Linear(2, 2), **{name: 1})
+
+
+# -- another forward in the place of the wrapper's
+
+
+def other_forward(model, x):
+    return model[0:](x) * 2
+
+
+class WithForward(rotor.Checkpointable):
+    def forward(self, x):
+        return self.module(x)
+
+
+def replaced():
+    chk = rotor.Checkpointable(conv_net(), mem_limit="1GiB", verbosity=0)
+    chk.forward = types.MethodType(other_forward, chk)
+    return chk
+
+
+@pytest.mark.parametrize("make", [replaced, lambda: WithForward(conv_net(), mem_limit="1GiB")])
+def test_a_forward_that_limits_nothing_is_named_in_the_first_step(make):
+    chk = make()
+    chk.eval()(images())
+    chk.train()
+    with torch.no_grad():
+        chk(images())
+    with pytest.warns(rotor.MemoryLimitWarning, match="forward is in the place|before rotor"):
+        chk(images())
+    chk(images()).sum().backward()
+    assert chk.plan is None
+
+
+@pytest.mark.parametrize("is_method", [True, False])
+def test_a_forward_around_the_wrappers_own_is_limited(is_method):
+    chk = rotor.Checkpointable(conv_net(), mem_limit="1GiB", verbosity=0)
+    own = chk.forward
+    if is_method:
+        chk.forward = types.MethodType(lambda model, x: own(x) * 2, chk)
+    else:
+        chk.forward = lambda x: own(x) * 2
+    chk(images()).sum().backward()
+    assert chk.plan.measured_bytes

@@ -31,6 +31,7 @@ from rotor.tier.interface import Tier
 from rotor.tier.offload import checked_offload
 from rotor.units import parse_bytes
 from rotor.wrapper.driver import Driver
+from rotor.wrapper.habits import warn_of_forward
 from rotor.wrapper.registry import ENGINES
 from rotor.wrapper.reporting import about, with_remarks
 from rotor.wrapper.setting import Setting, checked_limit, checked_loss_bytes, plan_anew
@@ -158,6 +159,7 @@ class Checkpointable(TransparentModule):
     _shown_name = "Checkpointable"
     _settings_class: ClassVar[type[Settings]] = Settings
     _driver: Driver
+    _calls = 0
     mem_limit = Setting(checked_limit, plan_anew)
     mem_slots = Setting(checked_slots, plan_anew)
     verbosity = Setting(int)
@@ -580,6 +582,16 @@ class Checkpointable(TransparentModule):
 
     # -- running
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; warn if a forward put in the place of this class's does not limit it."""
+        calls = self._calls
+        output = super().__call__(*args, **kwargs)
+        if self._calls == calls:
+            warn_of_forward(self._driver.context, self.forward)
+        return output
+
+    __call__ = core.untraced(__call__, _NOT_COMPILED)
+
     def forward(self, *args: Any, targets: Any = _NO_TARGETS, **kwargs: Any) -> Any:
         """Return the model's output, or its loss where ``loss_fn`` and `targets` are given.
 
@@ -594,6 +606,7 @@ class Checkpointable(TransparentModule):
             With ``loss_fn``: its arguments after the output.
         """
         driver = self._driver
+        self._calls += 1
         if self.loss_fn is None and targets is not _NO_TARGETS and takes_targets(self.module):
             kwargs["targets"], targets = targets, _NO_TARGETS
         call = driver.engines[0].call_of(args, kwargs, targets)

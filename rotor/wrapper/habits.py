@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ __all__ = [
     "refuse_outer_transforms",
     "warn_of_cache",
     "warn_of_checkpointing",
+    "warn_of_forward",
     "warn_of_searches",
 ]
 
@@ -111,6 +113,18 @@ def warn_of_checkpointing(context: Context) -> None:
             "gradient checkpointing is on: layers that recompute by themselves leave less to "
             "choose, and the limit decides what is recomputed. Call "
             "model.gradient_checkpointing_disable(), or leave gradient_checkpointing=True out",
+        )
+
+
+def warn_of_forward(context: Context, forward: Callable[..., Any]) -> None:
+    """Warn of a training call by another forward than the limited model's, which was not run."""
+    if context.module.training and torch.is_grad_enabled():
+        name = getattr(forward, "__qualname__", repr(forward))
+        context.warn(
+            "forward",
+            f"this step ran without any limit: {name} is in the place of the limited model's "
+            "forward, and does not call it. Replace the forward of the model before "
+            "rotor.Checkpointable(model): then its steps are planned",
         )
 
 
