@@ -1,4 +1,7 @@
-"""Published names of ``rotor.meter.allocator``: free memory, and meters of allocated memory."""
+"""Published names of ``rotor.meter``: free memory, meters of allocated memory, CUDA's history."""
 
+from rotor.meter import allocator, history
 from rotor.meter.allocator import *  # noqa: F403
-from rotor.meter.allocator import __all__ as __all__
+from rotor.meter.history import *  # noqa: F403
+
+__all__ = [*allocator.__all__, *history.__all__]

@@ -571,11 +571,12 @@ def untraced(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        dynamo = sys.modules.get("torch._dynamo")
-        if dynamo is None:
+        # Another thread may be importing it.
+        disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
+        if disable is None:
             return function(*args, **kwargs)
         if not disabled:
-            disabled.append(dynamo.disable(function, reason=reason))
+            disabled.append(disable(function, reason=reason))
         return disabled[0](*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]

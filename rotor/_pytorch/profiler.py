@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import os
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -16,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rotor._pytorch import core, devices
+from rotor._pytorch import core, devices, main_thread
 
 Column = npt.NDArray[np.int64]
 
@@ -24,7 +28,8 @@ Column = npt.NDArray[np.int64]
 def profiler_in_use() -> bool:
     """Return whether a profiler records, or is about to, in this process: profilers do not nest."""
     profiler = torch.autograd.profiler
-    if core.profiler_enabled_here() or profiler._is_profiler_enabled:
+    _session.end_left()
+    if _session.is_taken or core.profiler_enabled_here() or profiler._is_profiler_enabled:
         return True
     # A profiler with a schedule is prepared before it records, and only the object shows it.
     return "ProfilerStep" in profiler.KinetoStepTracker._step_dict and any(
@@ -112,6 +117,137 @@ def _cpp_flags() -> tuple[ctypes.c_int | None, ctypes.c_bool | None]:
         return level, None
 
 
+class _Session:
+    """The one session of PyTorch's profiler that traces of this process may have at a time.
+
+    PyTorch crashes where a second one runs beside it, where another thread ends it, and where it is
+    on when its thread or the interpreter ends.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[int] = []
+        self._thread = 0
+        self._trace: Callable[[], AllocationTrace | None] = _nothing
+        self._flags: list[tuple[Any, Any]] = []
+
+    @property
+    def is_here(self) -> bool:
+        """True if this thread has it."""
+        return self._thread == threading.get_ident()
+
+    @property
+    def is_taken(self) -> bool:
+        """True if a thread has it."""
+        return self._thread != 0
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if another thread has it."""
+        return self._thread not in (0, threading.get_ident())
+
+    @property
+    def is_wanted_elsewhere(self) -> bool:
+        """True if it is another thread's turn."""
+        return self._waiting[:1] not in ([], [threading.get_ident()])
+
+    def take(self, trace: AllocationTrace) -> bool:
+        """Give it to a trace of this thread; return False if it is taken."""
+        with self._changed:
+            if self._thread or self.is_wanted_elsewhere:
+                return False
+            if not main_thread.is_current():
+                _ends.thread_end = _ThreadEnd()
+            self._trace, self._thread = weakref.ref(trace), threading.get_ident()
+            return True
+
+    def set(self, flag: Any, value: Any) -> None:
+        """Set a flag of PyTorch's C++ until the end."""
+        if flag is not None:
+            self._flags.append((flag, flag.value))
+            flag.value = value
+
+    def end(self) -> Any:
+        """End it in its own thread; return what was recorded."""
+        try:
+            if core.profiler_enabled_here():
+                return torch._C._autograd._disable_profiler()
+        finally:
+            while self._flags:
+                flag, value = self._flags.pop()
+                flag.value = value
+            with self._changed:
+                self._thread, self._trace = 0, _nothing
+                self._changed.notify_all()
+
+    @contextmanager
+    def in_turn(self, seconds: float) -> Iterator[None]:
+        """Wait for other threads that have it, and let none take it within."""
+        me = threading.get_ident()
+        with self._changed:
+            self._waiting.append(me)
+            self._changed.wait_for(
+                lambda: not self.is_elsewhere and self._waiting[0] == me, seconds
+            )
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting.remove(me)
+                self._changed.notify_all()
+
+    def belongs_to(self, trace: AllocationTrace) -> bool:
+        """Return whether a trace has it."""
+        return self._trace() is trace
+
+    def drop(self) -> None:
+        """End it without a result, in its own thread as soon as that can."""
+        self._trace = _nothing
+        if self.is_here:
+            self.end_left()
+        elif self._thread == threading.main_thread().ident:
+            main_thread.call_soon(self.end_left)
+
+    def end_left(self) -> None:
+        """End it where this thread has left it on; a backward would turn it on again."""
+        is_left = self._trace() is None or not core.profiler_enabled_here()
+        if self.is_here and is_left and not core.in_backward():
+            self.end()
+
+
+def _nothing() -> None:
+    return None
+
+
+def _end_here() -> None:
+    if _session.is_here:
+        _session.drop()
+
+
+class _ThreadEnd:
+    """Object of a thread, which goes with it: no session is left on."""
+
+    def __del__(self) -> None:
+        _end_here()
+
+
+_ends = threading.local()
+_session = _Session()
+# A child of this process has no session, and may start one.
+os.register_at_fork(after_in_child=_session.__init__)  # type: ignore[misc]
+atexit.register(_end_here)
+
+
+def is_taken_elsewhere() -> bool:
+    """Return whether a trace of another thread is on, or about to begin."""
+    return _session.is_elsewhere or _session.is_wanted_elsewhere
+
+
+def in_turn(seconds: float) -> AbstractContextManager[None]:
+    """Wait for traces of other threads, so long at most, and let none begin another within."""
+    return _session.in_turn(seconds)
+
+
 class AllocationTrace:
     """Recorder of an allocator's events in this thread and in the backwards it runs.
 
@@ -131,11 +267,19 @@ class AllocationTrace:
         self._device_type = device_type
         self._level, counting = _cpp_flags()
         self._counting = counting if totals else None
-        self._old_level = 0
-        self._old_counting = False
 
-    def start(self) -> None:
-        """Begin; raise if a profiler is in use."""
+    def start(self) -> bool:
+        """Begin, and return True; return False if a profiler or another trace is in use."""
+        if profiler_in_use() or not _session.take(self):
+            return False
+        try:
+            self._start()
+        except BaseException:
+            _session.drop()
+            raise
+        return True
+
+    def _start(self) -> None:
         profiler, autograd = torch._C._profiler, torch._C._autograd
         config = profiler.ProfilerConfig(
             profiler.ProfilerState.KINETO,
@@ -159,11 +303,8 @@ class AllocationTrace:
                 del os.environ["KINETO_LOG_LEVEL"]
         scopes = {profiler.RecordScope.USER_SCOPE}
         autograd._enable_profiler(config, activities, scopes)  # type: ignore[call-arg]
-        if self._level is not None:
-            self._old_level = self._level.value
-            self._level.value = max(self._old_level, _ERRORS_ONLY)
-        if self._counting is not None:
-            self._old_counting, self._counting.value = self._counting.value, True
+        _session.set(self._level, max(_ERRORS_ONLY, getattr(self._level, "value", 0)))
+        _session.set(self._counting, True)
 
     def mark(self, name: str) -> None:
         """Put a name between earlier and later events."""
@@ -172,12 +313,13 @@ class AllocationTrace:
 
     def stop(self) -> Events:
         """End, in the thread that began; return what was recorded."""
-        result = torch._C._autograd._disable_profiler()
-        if self._counting is not None:
-            self._counting.value = self._old_counting
-        if self._level is not None:
-            self._level.value = self._old_level
+        result = _session.end()
         return self._on_cpu(result) if self._device_type == "cpu" else self._on_device(result)
+
+    def drop(self) -> None:
+        """End without a result; in another thread, have its own thread do so as soon as it can."""
+        if _session.belongs_to(self):
+            _session.drop()
 
     def _on_cpu(self, result: Any) -> Events:
         # Asking each event for its device takes a third of the time.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,11 +24,37 @@ from rotor.simrd.log_writer import LogWriter
 from rotor.units import parse_bytes
 
 _current: list[Session] = []
+_holder: list[int] = []
+_left = threading.Condition()
+_PATIENCE = 60.0
+"""Seconds that a thread waits for the budget of another one: guards are set for all threads."""
+_NESTED = (
+    "a budget holds already, and they do not nest: leave the one before, or change its limit; wrap "
+    "the outermost model only, and do not use it within rotor.dtr.budget"
+)
 
 
 def current() -> Session | None:
-    """Return the session that the program runs in, ``None`` outside."""
-    return _current[-1] if _current else None
+    """Return the session that this thread runs in, ``None`` outside."""
+    return _current[-1] if _holder == [threading.get_ident()] else None
+
+
+@contextmanager
+def _entered(session: Session) -> Iterator[None]:
+    """Make a session the current one; wait for that of another thread."""
+    me = [threading.get_ident()]
+    with _left:
+        if _holder == me or not _left.wait_for(lambda: not _current, _PATIENCE):
+            raise RuntimeError(_NESTED)
+        _current.append(session)
+        _holder[:] = me
+    try:
+        yield
+    finally:
+        with _left:
+            _current.remove(session)
+            _holder.clear()
+            _left.notify_all()
 
 
 def _bytes_of_limit(limit: int | str | float | None) -> int | None:
@@ -135,8 +162,8 @@ def budget(
     found = devices.accelerator_in_use() if device is None else devices.known(device)
     if verify not in ("always", "off"):
         raise ValueError(f'verify={verify!r}, expected "always" or "off"')
-    if _current:
-        raise RuntimeError("budgets do not nest: leave the one before, or change its limit")
+    if current() is not None:
+        raise RuntimeError(_NESTED)
     session = Session(
         _bytes_of_limit(limit),
         heuristic=heuristic,
@@ -152,14 +179,18 @@ def budget(
     )
     session.observer = _observer_of(record_log, session)
     session.count_rests()
-    _current.append(session)
     failed = True
     try:
-        with _eager(), guarded(session) if guard else nullcontext(), session.paths, session:
+        with (
+            _entered(session),
+            _eager(),
+            guarded(session) if guard else nullcontext(),
+            session.paths,
+            session,
+        ):
             yield session
         failed = False
     finally:
-        _current.remove(session)
         last, session.observer = session.observer, None
         try:
             session.close(warn=not failed)
@@ -206,14 +237,5 @@ def _eager() -> Iterator[None]:
 @contextmanager
 def running(session: Session) -> Iterator[None]:
     """Enter a session that may be entered again; it is not closed in the end."""
-    if _current:
-        raise RuntimeError(
-            "a budget holds already, and they do not nest: wrap the outermost model only, and do "
-            "not use it within rotor.dtr.budget"
-        )
-    _current.append(session)
-    try:
-        with _eager(), guarded(session), session.paths, session:
-            yield
-    finally:
-        _current.remove(session)
+    with _entered(session), _eager(), guarded(session), session.paths, session:
+        yield

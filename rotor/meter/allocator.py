@@ -7,14 +7,12 @@ kernel takes from elsewhere is invisible to both, and resident set size is no me
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -46,15 +44,21 @@ __all__ = [
     "free_bytes",
     "highest_peak",
     "meter",
-    "record_history",
     "rounded_bytes",
-    "save_snapshot",
     "storage_bytes",
 ]
 
 
+_PATIENCE = 5.0
+"""Seconds that a measurement waits for the metered step of another thread."""
+
+
 class MeterBusyError(RuntimeError):
     """Failure to start a meter: a profiler, another meter, or a backward is running."""
+
+
+class OtherThreadError(MeterBusyError):
+    """Failure to start a meter, as one of another thread is running: a later attempt succeeds."""
 
 
 def free_bytes(device: torch.device | str) -> int:
@@ -165,12 +169,19 @@ class Meter(ABC):
 
     def __init__(self, device: torch.device, timeline: bool) -> None:
         self._device = device
+        # The counters of a device are one for all threads.
+        self.place = (device, threading.get_ident() if device.type == "cpu" else 0)
         self._wants_timeline = timeline
         self._state = "new"
         self._segments: list[Segment] = []
         self._peak_bytes = 0
         self._end_bytes = 0
         self._timeline: Timeline | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """True if the running step may be metered in this thread."""
+        return True
 
     @property
     def device(self) -> torch.device:
@@ -236,6 +247,10 @@ class Meter(ABC):
             raise RuntimeError("a mark needs a running meter: call start() first")
         self._mark(name)
 
+    def drop(self) -> None:
+        """Stop without figures, in whatever thread."""
+        self.stop()
+
     def stop(self) -> None:
         """Stop measuring; do nothing if the meter does not run.
 
@@ -248,7 +263,8 @@ class Meter(ABC):
             self._stop()
 
     def __enter__(self) -> Self:
-        return self.start()
+        with _profiler.in_turn(_PATIENCE):
+            return self.start()
 
     def __exit__(
         self,
@@ -260,7 +276,7 @@ class Meter(ABC):
 
     def __del__(self) -> None:
         if getattr(self, "_state", None) == "running":
-            self._stop()
+            self.drop()
 
     def _need_figures(self) -> None:
         if self._state != "done":
@@ -268,7 +284,7 @@ class Meter(ABC):
                 "new": "was not started",
                 "running": "is still running",
                 "stopping": "was stopped inside a backward that has not returned",
-                "lost": "was stopped in a backward run by another thread",
+                "lost": "was dropped, as its step went on in another thread",
             }[self._state]
             raise RuntimeError(f"the meter has no figures: it {reason}")
 
@@ -303,23 +319,23 @@ class Meter(ABC):
     def _stop(self) -> None: ...
 
 
-_running: dict[torch.device, weakref.ref[Meter]] = {}
+_running: dict[tuple[torch.device, int], weakref.ref[Meter]] = {}
 _running_lock = threading.Lock()
 
 
 def _occupy(candidate: Meter) -> None:
     with _running_lock:
-        reference = _running.get(candidate.device)
+        reference = _running.get(candidate.place)
         if reference is not None and reference() is not None:
             raise MeterBusyError(f"another meter is running on {candidate.device}")
-        _running[candidate.device] = weakref.ref(candidate)
+        _running[candidate.place] = weakref.ref(candidate)
 
 
 def _vacate(candidate: Meter) -> None:
     with _running_lock:
-        reference = _running.get(candidate.device)
+        reference = _running.get(candidate.place)
         if reference is not None and reference() in (candidate, None):
-            del _running[candidate.device]
+            del _running[candidate.place]
 
 
 class _CpuMeter(Meter):
@@ -339,13 +355,14 @@ class _CpuMeter(Meter):
         existing, self._existing = self._existing, ()
         if core.in_backward():
             raise MeterBusyError("a meter of the CPU cannot be started inside a backward")
-        if _profiler.profiler_in_use():
+        if not self._trace.start():
+            if _profiler.is_taken_elsewhere():
+                raise OtherThreadError("the memory of another thread's step is being metered")
             raise MeterBusyError("a profiler is in use, and PyTorch's profilers do not nest")
         parts = [part for tensor in existing for part in core.strided_parts(tensor)]
         storages = {s.data_ptr(): s for s in (part.untyped_storage() for part in parts)}
         self._resident = set(storages)
         self._thread = threading.get_ident()
-        self._trace.start()
         self._trace.mark(START)
         for storage in storages.values():
             self._watched.append(weakref.ref(storage, _Freed(self._trace, storage.nbytes())))
@@ -353,8 +370,21 @@ class _CpuMeter(Meter):
     def _mark(self, name: str) -> None:
         self._trace.mark(MARK + name)
 
+    @property
+    def is_here(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def drop(self) -> None:
+        if self.is_here and core.in_backward():
+            self.stop()
+        elif self._state == "running":
+            self._state = "lost"
+            self._watched.clear()
+            _vacate(self)
+            self._trace.drop()
+
     def _stop(self) -> None:
-        if threading.get_ident() != self._thread:
+        if not self.is_here:
             raise RuntimeError("a meter of the CPU must be stopped by the thread that started it")
         self._trace.mark(END)
         self._watched.clear()
@@ -365,9 +395,6 @@ class _CpuMeter(Meter):
             self._finish()
 
     def _finish(self) -> None:
-        if threading.get_ident() != self._thread:
-            self._state = "lost"
-            return
         # Thousands of objects are made here that soon go: nothing is collected for them.
         with CollectorPause():
             events = self._trace.stop()
@@ -461,8 +488,8 @@ class _DeviceMeter(Meter):
             ) from error
         if is_traced:
             self._thread = threading.get_ident()
-            self._trace = _profiler.AllocationTrace(device_type=self.device.type)
-            self._trace.start()
+            trace = _profiler.AllocationTrace(device_type=self.device.type)
+            self._trace = trace if trace.start() else None
 
     def _mark(self, name: str) -> None:
         if self._trace is not None:
@@ -561,58 +588,6 @@ def meter(
             "kept there, train without one or on another device"
         )
     return _DeviceMeter(device, timeline)
-
-
-@contextmanager
-def record_history(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
-    """Record the actions of CUDA's allocator, with the lines of code that caused them.
-
-    Around a training step it shows the origin of each byte, beside the prediction of a plan.
-
-    Parameters
-    ----------
-    path
-        File of the snapshot, saved at the end, also after an error such as out of memory: a
-        ``.pickle`` file for https://pytorch.org/memory_viz. Without one, use
-        ``report(path, snapshot=True)`` inside.
-
-    Raises
-    ------
-    RuntimeError
-        PyTorch sees no CUDA device.
-    """
-    _check_history()
-    core.record_history(True)
-    try:
-        yield
-    finally:
-        try:
-            if path is not None:
-                save_snapshot(path)
-        finally:
-            core.record_history(False)
-
-
-def save_snapshot(path: str | os.PathLike[str]) -> Path:
-    """Save the state and the recorded history of CUDA's allocator; return the path.
-
-    Raises
-    ------
-    RuntimeError
-        PyTorch sees no CUDA device.
-    """
-    _check_history()
-    path = Path(path)
-    core.dump_snapshot(path)
-    return path
-
-
-def _check_history() -> None:
-    if not core.has_history():
-        raise RuntimeError(
-            "snapshots come from CUDA's allocator, and PyTorch sees no CUDA device here: on the "
-            'CPU, report("trace.json") has the bytes of the last metered step over time'
-        )
 
 
 def _checked(device: torch.device | str) -> torch.device:

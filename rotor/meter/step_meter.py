@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from rotor._pytorch import core
 from rotor.common.checksums import Proved
 from rotor.common.tensor_trees import tree_tensors
 from rotor.common.timeline import PredictedTimeline, Timeline
@@ -237,7 +239,7 @@ def check_idle(device: torch.device) -> None:
         with allocator.meter(device):
             pass
     except allocator.MeterBusyError as error:
-        raise allocator.MeterBusyError(
+        raise type(error)(
             f"the model cannot be measured now: {error}. Measure it before: "
             "Checkpointable(model, sample), or chk.measure(sample)"
         ) from error
@@ -247,7 +249,8 @@ class StepMeter:
     """Meter that starts before a forward and stops by itself at the end of the backward.
 
     Only the graph of the step references it: when the output is dropped without a backward, it
-    stops too. Only one exists at a time; `cancel_running` makes room for another measurement.
+    stops too. A thread has one at a time; `cancel_running` makes room for another measurement. A
+    step whose backward runs in another thread than its forward has no result on the CPU.
 
     Parameters
     ----------
@@ -259,6 +262,8 @@ class StepMeter:
         Tensors that may be freed during the step, such as existing gradients.
     reserving
         Level of reserved bytes, if the peak is to be counted in these.
+    lost
+        Function called instead where the backward runs in another thread.
 
     Raises
     ------
@@ -272,16 +277,17 @@ class StepMeter:
         done: Callable[[StepBytes], None],
         existing: Iterable[torch.Tensor] = (),
         reserving: Reserving | None = None,
+        lost: Callable[[], object] = int,
     ) -> None:
         self._meter: allocator.Meter | None = None
-        self._done = done
+        self._done, self._lost = done, lost
         self._reserving = reserving
         self._in_backward = False
         self._output_held = True
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         cancel_running()
         self._meter = allocator.meter(device, existing=existing, timeline=True).start()
-        _running.append(weakref.ref(self))
+        _running.meter = weakref.ref(self)
 
     @property
     def is_running(self) -> bool:
@@ -305,6 +311,9 @@ class StepMeter:
         self._outputs = [weakref.ref(tensor) for tensor in watched]
 
     def _gradient_arrived(self, gradient: torch.Tensor) -> None:
+        if self._meter is not None and not self._meter.is_here:
+            self.cancel()
+            core.at_end_of_backward(self._lost)
         if self._meter is not None and not self._in_backward:
             self._in_backward = True
             self._output_held = all(output() is not None for output in self._outputs)
@@ -332,21 +341,25 @@ class StepMeter:
         """Stop without a result: the step was abandoned."""
         if self._meter is not None:
             meter, self._meter = self._meter, None
-            meter.stop()
+            meter.drop()
 
     def __del__(self) -> None:
         self.cancel()
 
 
-_running: list[weakref.ref[StepMeter]] = []
+class _Running(threading.local):
+    """Meter of the step that runs in this thread."""
+
+    meter: Callable[[], StepMeter | None] = staticmethod(lambda: None)
+
+
+_running = _Running()
 
 
 def cancel_running() -> bool:
-    """Stop the meter of a step whose backward has not come; return whether one ran."""
-    was_running = False
-    while _running:
-        meter = _running.pop()()
-        if meter is not None:
-            was_running |= meter.is_running
-            meter.cancel()
-    return was_running
+    """Stop this thread's meter of a step whose backward has not come; return whether one ran."""
+    meter = _running.meter()
+    if meter is None or not meter.is_running:
+        return False
+    meter.cancel()
+    return True

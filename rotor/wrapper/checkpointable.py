@@ -25,6 +25,7 @@ from rotor.engines.graph.calls import takes_targets
 from rotor.engines.graph.counting import checked_counts
 from rotor.graph.planner import OPTIONS as GRAPH_OPTIONS
 from rotor.meter import allocator as memory
+from rotor.meter import history
 from rotor.report import plans as views
 from rotor.report.plot import plot_timeline
 from rotor.tier.interface import Tier
@@ -551,7 +552,7 @@ class Checkpointable(TransparentModule):
             return text
         file = views.checked_path(path)
         if snapshot:
-            memory.save_snapshot(file.with_name(file.name.split(".")[0] + ".pickle"))
+            history.save_snapshot(file.with_name(file.name.split(".")[0] + ".pickle"))
         views.write(plan, file, about(self._driver, plan))
         return text
 

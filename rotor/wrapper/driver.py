@@ -7,6 +7,7 @@ plan, the run, the metering, and the lessons of the meter.
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +17,11 @@ from torch import nn
 
 from rotor._pytorch import core, devices, fsdp
 from rotor.algorithms.curve import Curve
-from rotor.common.accounting import METERED_STEPS
+from rotor.common.frames import warn_caller
 from rotor.common.model_state import ModelState
 from rotor.common.ranks import Ranks
 from rotor.common.tensor_trees import tree_tensors
 from rotor.common.undisturbed import training_flags_kept
-from rotor.common.verbosity import logging_at
 from rotor.engines.contract import (
     Call,
     CannotPlan,
@@ -35,11 +35,10 @@ from rotor.engines.contract import (
     Verdict,
 )
 from rotor.engines.peers import Alone, Peers, SharingRanks
-from rotor.errors import InfeasibleError
+from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.meter import allocator
 from rotor.meter.limit import free_limit
-from rotor.meter.step_meter import StepBytes, StepMeter, StepWatch, cancel_running
-from rotor.meter.watch import PeakWatch, is_due, meter_again
+from rotor.meter.step_meter import StepWatch, cancel_running
 from rotor.units import exact_bytes
 from rotor.wrapper.announcing import Announcer
 from rotor.wrapper.attempts import Attempts
@@ -52,6 +51,7 @@ from rotor.wrapper.habits import (
     warn_of_searches,
 )
 from rotor.wrapper.kinds import unused_kinds
+from rotor.wrapper.metering import observer_of_step
 from rotor.wrapper.order import Order
 from rotor.wrapper.sharing import agree_to_share
 
@@ -85,6 +85,7 @@ class Driver:
         self._wrapper: Callable[[], nn.Module | None] = _reference(wrapper)
         self._unplanned: set[Any] = set()
         self._is_pending: IsPending = None
+        self._thread = 0
         self._is_crowded = self._has_collected = False
         self._group_peers: Peers = Alone()
         self._announcer = Announcer(settings.verbosity)
@@ -165,6 +166,7 @@ class Driver:
         self.settings = state["settings"]
         self._wrapper = _reference(None)
         self._group_peers = Alone()
+        self._thread = 0
         self._is_pending, self._is_crowded, self._has_collected = None, False, False
         self._checked = None
         self._announcer = Announcer(self.settings.verbosity)
@@ -184,12 +186,15 @@ class Driver:
 
     def _is_other_pending(self) -> bool:
         """Return whether another model's step is pending that is no garbage."""
-        found = any(other is not self and other.is_pending() for other in _drivers)
-        if not found or self._has_collected:
-            return found
+        if not self._sees_other() or self._has_collected:
+            return self._sees_other()
         self._has_collected = True
         gc.collect()
-        return any(other is not self and other.is_pending() for other in _drivers)
+        return self._sees_other()
+
+    def _sees_other(self) -> bool:
+        others = [other for other in _drivers if other is not self]
+        return any(other._thread == self._thread and other.is_pending() for other in others)
 
     # -- the limit
 
@@ -225,7 +230,7 @@ class Driver:
             self.forget(key)
             self.context.refusals.pop(key.measured, None)
             try:
-                with self._announcer.timed():
+                with _planning, self._announcer.timed():
                     return self._attempts.run(self, call, self._measured, measures=True)
             except NothingToPlan:
                 raise ValueError(
@@ -398,6 +403,7 @@ class Driver:
     def step(self, call: Call) -> Any:
         """Run the forward of a training step under a plan, made first if none exists."""
         self._rediscover_if_changed()
+        self._thread = threading.get_ident()
         if self._is_other_pending() or cancel_running():
             # One backward will run several steps.
             cancel_running()
@@ -417,7 +423,11 @@ class Driver:
     def _step(self, call: Call) -> Any:
         key, is_one_behind = self._agreed_key(call)
         self._attempts.asked = key
-        plan = self._ready(key, call, is_one_behind=is_one_behind)
+        try:
+            plan = self._ready(key, call, is_one_behind=is_one_behind)
+        except allocator.OtherThreadError as error:
+            warn_caller(f"this step ran without a limit: {error}", MemoryLimitWarning)
+            plan = None
         if plan is None:
             return self.plain(call)
         if plan is not self.context.latest and plan.key in self.context.plans:
@@ -473,7 +483,7 @@ class Driver:
                 return plan
         if key.measured in self._unplanned:
             return None
-        with self._announcer.timed(), allocator.highest_peak() as peak_bytes:
+        with _planning, self._announcer.timed(), allocator.highest_peak() as peak_bytes:
             if wants_measure:
                 if self.context.peers.ranks is not None:
                     # What one rank has lost, all measure and plan from the beginning.
@@ -526,7 +536,10 @@ class Driver:
         started: list[StepWatch] = []
 
         def start() -> StepWatch | None:
-            meter = self._start_meter(engine, plan)
+            is_crowded, self._is_crowded = self._is_crowded, False
+            meter = None
+            if not (is_crowded or core.in_pipeline()):
+                meter = observer_of_step(engine, plan)
             if meter is not None:
                 started.append(meter)
             return meter
@@ -553,40 +566,11 @@ class Driver:
         cancel_running()
         self._is_crowded = True
 
-    # -- metering
-
-    def _start_meter(self, engine: Engine, plan: Any) -> StepWatch | None:
-        is_crowded, self._is_crowded = self._is_crowded, False
-        if is_crowded or core.in_pipeline():
-            return None
-        if plan.reserving is not None:
-            plan.reserving.begin(plan.device, plan.pool_blocks)
-        if plan.measured_bytes is not None or plan.meterings >= METERED_STEPS:
-            return self._watch(engine, plan)
-        learner, verbosity = weakref.ref(engine), self.settings.verbosity
-
-        def done(step: StepBytes) -> None:
-            found = learner()
-            if found is not None:
-                with logging_at(verbosity):
-                    found.learn(plan, step)
-
-        try:
-            return StepMeter(plan.device, done, self.context.gradients, plan.reserving)
-        except allocator.MeterBusyError as error:
-            self.context.warn("busy", f"this step's memory was not measured: {error}")
-            return None
-
-    def _watch(self, engine: Engine, plan: Any) -> StepWatch | None:
-        """Return the observer of a step of a plan that has been metered; ``None`` without one."""
-        if not engine.meters_later():
-            return None
-        if is_due(plan, self.context.structure.parameters):
-            return meter_again(engine, plan)
-        return engine.watch(plan) if plan.device.type == "cpu" else PeakWatch(engine, plan)
-
 
 _drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
+
+_planning = threading.RLock()
+"""Measuring and planning patch PyTorch for the whole process: one thread at a time does."""
 
 
 def _reference(module: nn.Module | None) -> Callable[[], nn.Module | None]:

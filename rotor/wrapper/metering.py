@@ -1,0 +1,58 @@
+"""Choice of what observes a planned step: a meter, or something cheaper."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from rotor.common.accounting import METERED_STEPS
+from rotor.common.verbosity import logging_at
+from rotor.engines.contract import Engine
+from rotor.meter import allocator
+from rotor.meter.step_meter import StepBytes, StepMeter, StepWatch
+from rotor.meter.watch import PeakWatch, is_due, meter_again
+
+__all__ = ["observer_of_step"]
+
+
+def observer_of_step(engine: Engine, plan: Any) -> StepWatch | None:
+    """Return the observer of a step that begins now; ``None`` without one."""
+    if plan.reserving is not None:
+        plan.reserving.begin(plan.device, plan.pool_blocks)
+    if plan.measured_bytes is None and plan.meterings < METERED_STEPS:
+        return _meter(engine, plan)
+    if not engine.meters_later():
+        return None
+    if is_due(plan, engine.context.structure.parameters):
+        return meter_again(engine, plan)
+    return engine.watch(plan) if plan.device.type == "cpu" else PeakWatch(engine, plan)
+
+
+def _meter(engine: Engine, plan: Any) -> StepMeter | None:
+    context, learner = engine.context, weakref.ref(engine)
+    verbosity = context.settings.verbosity
+
+    def done(step: StepBytes) -> None:
+        found = learner()
+        if found is not None:
+            with logging_at(verbosity):
+                found.learn(plan, step)
+
+    def lost() -> None:
+        found = learner()
+        plan.meterings += 1
+        if found is not None:
+            found.context.warn(
+                "lost",
+                "the backward of this step runs in another thread than its forward: its memory "
+                "cannot be measured, and whether it kept the limit is unknown. Run forward and "
+                "backward of some steps in one thread",
+            )
+
+    try:
+        return StepMeter(plan.device, done, context.gradients, plan.reserving, lost)
+    except allocator.OtherThreadError:
+        return None  # A later step is metered.
+    except allocator.MeterBusyError as error:
+        context.warn("busy", f"this step's memory was not measured: {error}")
+        return None
