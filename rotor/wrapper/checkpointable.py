@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,6 @@ from rotor.common.verbosity import heard
 from rotor.engines.contract import DEFAULT_SLOTS, DEFAULT_VERBOSITY, Settings
 from rotor.engines.graph.calls import takes_targets
 from rotor.engines.graph.counting import checked_counts
-from rotor.graph.planner import OPTIONS as GRAPH_OPTIONS
 from rotor.meter import allocator as memory
 from rotor.meter import history
 from rotor.report import plans as views
@@ -35,7 +33,13 @@ from rotor.wrapper.driver import Driver
 from rotor.wrapper.habits import warn_of_forward
 from rotor.wrapper.registry import ENGINES
 from rotor.wrapper.reporting import about, with_remarks
-from rotor.wrapper.setting import Setting, checked_limit, checked_loss_bytes, plan_anew
+from rotor.wrapper.setting import (
+    Setting,
+    check_names,
+    checked_limit,
+    checked_loss_bytes,
+    plan_anew,
+)
 from rotor.wrapper.transparent import ShownForward, TransparentModule
 
 __all__ = ["BACKENDS", "Checkpointable"]
@@ -208,7 +212,7 @@ class Checkpointable(TransparentModule):
                     'use engine="graph"'
                 )
             _inductor.check({parameter.device.type for parameter in model.parameters()})
-        _check_names(options)
+        check_names(options, [*inspect.signature(Checkpointable.__init__).parameters][2:-1])
         refuse_replicated(model)
         settings = self._settings_class(
             model,
@@ -614,12 +618,3 @@ class Checkpointable(TransparentModule):
         return driver.step(call) if driver.is_training(call) else driver.plain(call)
 
     forward = ShownForward(core.untraced(heard(forward), _NOT_COMPILED))  # type: ignore[assignment]
-
-
-def _check_names(options: Mapping[str, Any]) -> None:
-    """Raise TypeError for an option that looks like a misspelt argument."""
-    known = [*inspect.signature(Checkpointable.__init__).parameters][2:-1]
-    for name in options:
-        near = difflib.get_close_matches(name, [*known, *GRAPH_OPTIONS], 1)
-        if near and near[0] != name:
-            raise TypeError(f"unknown option {name!r}: did you mean {near[0]}?")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from rotor.graph.planner import OPTIONS as GRAPH_OPTIONS
 from rotor.units import parse_bytes
 
-__all__ = ["Setting", "checked_limit", "checked_loss_bytes", "plan_anew"]
+__all__ = ["Setting", "check_names", "checked_limit", "checked_loss_bytes", "plan_anew"]
 
 
 class Setting:
@@ -61,3 +63,11 @@ def plan_anew(driver: Any) -> None:
     driver.context.plans = {}
     for engine in driver.engines:
         engine.begin_planning()
+
+
+def check_names(options: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for an option that looks like a misspelt one of the known."""
+    for name in options:
+        near = difflib.get_close_matches(name, [*known, *GRAPH_OPTIONS], 1)
+        if near and near[0] != name:
+            raise TypeError(f"unknown option {name!r}: did you mean {near[0]}?")
