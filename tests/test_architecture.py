@@ -298,6 +298,7 @@ PRIVATE_IN_TESTS = {
     "test_graph_inductor_gradients": ["_pytorch.inductor"],
     "test_integration_transformers": ["integrations.limited"],
     "test_lean_tracing": ["_pytorch.lean_tracing"],
+    "test_lists_that_change": ["_core", "dtr.recall"],
     "test_memory": ["_core", "_pytorch.core", "_pytorch.profiler"],
     "test_persistent": ["_core"],
     "test_precision_settings": ["_pytorch.dispatch"],
