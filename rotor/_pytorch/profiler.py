@@ -316,6 +316,11 @@ class AllocationTrace:
         result = _session.end()
         return self._on_cpu(result) if self._device_type == "cpu" else self._on_device(result)
 
+    @property
+    def is_here(self) -> bool:
+        """True while it records this thread, whose number may have been another's before."""
+        return _session.is_here and _session.belongs_to(self)
+
     def drop(self) -> None:
         """End without a result; in another thread, have its own thread do so as soon as it can."""
         if _session.belongs_to(self):

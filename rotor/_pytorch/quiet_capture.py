@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -31,7 +32,7 @@ def capturing(asked: Callable[[], object] | None, draws: Draws) -> Iterator[None
     draws
         Random numbers that the captured code draws.
     """
-    from torch._dynamo import config
+    from torch._dynamo import config, convert_frame
 
     names = [name for name in dir(logging.Logger) if not name.startswith("_")]
     ignored = {f for f in (getattr(logging.Logger, name) for name in names) if callable(f)}
@@ -49,6 +50,7 @@ def capturing(asked: Callable[[], object] | None, draws: Draws) -> Iterator[None
         **kept,
     )
     with (
+        convert_frame.compile_lock,  # Code captured by another thread would see what is patched.
         settings,
         warnings.catch_warnings(),
         _requires_grad_set_in_forward(),
@@ -90,11 +92,18 @@ def capturing_again(asked: Callable[[], object] | None, draws: Draws) -> Iterato
     """Enter `capturing` if a call in the context is captured; else it costs next to nothing."""
     from torch._dynamo.callback import callback_handler as handler
 
-    entered = ExitStack()
-    begin = handler.register_start_callback(
-        lambda _: entered.enter_context(capturing(asked, draws))
-    )
-    end = handler.register_end_callback(lambda _: entered.close())
+    entered, me = ExitStack(), threading.get_ident()
+
+    def enter(_: object) -> None:
+        # Captures of other threads are announced too.
+        if threading.get_ident() == me:
+            entered.enter_context(capturing(asked, draws))
+
+    def leave(_: object) -> None:
+        if threading.get_ident() == me:
+            entered.close()
+
+    begin, end = handler.register_start_callback(enter), handler.register_end_callback(leave)
     try:
         yield
     finally:

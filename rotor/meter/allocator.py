@@ -326,7 +326,8 @@ _running_lock = threading.Lock()
 def _occupy(candidate: Meter) -> None:
     with _running_lock:
         reference = _running.get(candidate.place)
-        if reference is not None and reference() is not None:
+        found = None if reference is None else reference()
+        if found is not None and found.is_here:
             raise MeterBusyError(f"another meter is running on {candidate.device}")
         _running[candidate.place] = weakref.ref(candidate)
 
@@ -349,7 +350,6 @@ class _CpuMeter(Meter):
         threads = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._trace = _profiler.AllocationTrace(totals=threads)
         self._resident: Collection[int] = ()
-        self._thread = 0
 
     def _begin(self) -> None:
         existing, self._existing = self._existing, ()
@@ -362,7 +362,6 @@ class _CpuMeter(Meter):
         parts = [part for tensor in existing for part in core.strided_parts(tensor)]
         storages = {s.data_ptr(): s for s in (part.untyped_storage() for part in parts)}
         self._resident = set(storages)
-        self._thread = threading.get_ident()
         self._trace.mark(START)
         for storage in storages.values():
             self._watched.append(weakref.ref(storage, _Freed(self._trace, storage.nbytes())))
@@ -372,7 +371,7 @@ class _CpuMeter(Meter):
 
     @property
     def is_here(self) -> bool:
-        return threading.get_ident() == self._thread
+        return self._trace.is_here
 
     def drop(self) -> None:
         if self.is_here and core.in_backward():

@@ -1,0 +1,231 @@
+"""Forward and backward in whatever threads, and programs that end between the two."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import rotor
+from rotor import dtr, memory
+
+ENGINES = ["chain", "graph", "dynamic"]
+LIMIT = "2.2 MB"
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(chain()[:3] for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+            if x.sum().item() > 1e9:
+                x = x * 2
+        return x
+
+
+def chain():
+    torch.manual_seed(0)
+    layers = [(nn.Linear(64, 192), nn.GELU(), nn.Linear(192, 64)) for _ in range(4)]
+    return nn.Sequential(*[layer for block in layers for layer in block])
+
+
+def made(engine):
+    model = Parts() if engine == "parts" else chain()
+    name = "auto" if engine == "parts" else engine
+    return rotor.Checkpointable(model, mem_limit=LIMIT, engine=name, verbosity=0)
+
+
+def here(function):
+    return function()
+
+
+def elsewhere(function):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def trained(model, forward=here, backward=here, steps=2):
+    generator, found = torch.Generator().manual_seed(1), []
+    for _ in range(steps):
+        x = torch.randn(512, 64, generator=generator)
+        model.zero_grad()
+        loss = forward(lambda x=x: model(x).square().mean())
+        backward(loss.backward)
+        found += [p.grad.clone() for p in model.parameters()]
+    return found
+
+
+def equal(some, others):
+    return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
+@contextmanager
+def remarks():
+    """Give the texts of warnings, among which the one of a model in parts does not count."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        texts = []
+        yield texts
+    texts += [str(w.message) for w in caught if "single graph" not in str(w.message)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("where", ["forward", "backward", "each"])
+def test_a_step_may_go_on_in_another_thread(engine, where):
+    pool = ThreadPoolExecutor(1)
+    ways = {
+        "forward": (elsewhere, here),
+        "backward": (here, lambda function: pool.submit(function).result()),
+        "each": (elsewhere, elsewhere),
+    }
+    model = made(engine)
+    with remarks() as texts:
+        assert equal(trained(model, *ways[where], steps=5), trained(chain(), steps=5))
+    pool.shutdown()
+    assert len(texts) == 1
+    assert "another thread than its forward: its memory cannot be measured" in texts[0]
+    assert model.plan.measured_bytes is None
+    with memory.meter("cpu"):
+        pass
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_steps_in_another_thread_are_metered(engine):
+    model = made(engine)
+    assert equal(elsewhere(lambda: trained(model)), trained(chain()))
+    assert model.plan.measured_bytes
+    assert equal(trained(model), trained(chain()))
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "parts"])
+def test_two_models_train_in_two_threads(engine):
+    plain = Parts() if engine == "parts" else chain()
+    expected, found = trained(plain, steps=4), {}
+    models = [made(engine) for _ in range(2)]
+
+    def train(number):
+        found[number] = trained(models[number], steps=4)
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
+    with remarks():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(equal(found[number], expected) for number in range(2))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_thread_that_prefetches_changes_no_figures(engine):
+    batches, asked, done = queue.Queue(1), queue.Queue(), threading.Event()
+
+    def feed():
+        while not done.is_set():
+            batches.put(torch.randn(512, 64).mul(2).add(1))
+            asked.get()
+
+    def steps(model, take):
+        found = []
+        for _ in range(4):
+            model.zero_grad()
+            model(take()).square().mean().backward()
+            found.append(getattr(model, "plan", None) and model.plan.measured_bytes)
+        return found
+
+    def taken():
+        asked.put(None)
+        return batches.get()
+
+    alone = steps(made(engine), lambda: torch.randn(512, 64))
+    thread = threading.Thread(target=feed)
+    thread.start()
+    beside = steps(made(engine), taken)
+    done.set()
+    asked.put(None)
+    batches.get(timeout=10)
+    thread.join()
+    assert beside == alone
+
+
+def test_a_thread_that_ends_leaves_no_meter_on():
+    model = made("chain")
+    kept = elsewhere(lambda: model(torch.ones(512, 64)))
+    with memory.meter("cpu") as meter:
+        torch.ones(1000)
+    assert meter.peak_bytes == 4000
+    del kept
+
+
+def test_a_measurement_waits_for_the_meter_of_another_thread():
+    ready, go = threading.Event(), threading.Event()
+
+    def metered():
+        with memory.meter("cpu") as meter:
+            ready.set()
+            go.wait()
+            torch.ones(500)
+        return meter.peak_bytes
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(metered)
+        ready.wait()
+        second = pool.submit(metered)
+        go.set()
+        assert first.result() == second.result() == 2000
+
+
+def test_budgets_of_two_threads_follow_each_other():
+    def train():
+        model = chain()
+        with dtr.budget("1.6 MiB"):
+            return trained(model)
+
+    expected = trained(chain())
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(train) for _ in range(2)]
+    assert all(equal(future.result(), expected) for future in futures)
+
+
+MODEL = """
+import os, sys, threading, torch, rotor
+from torch import nn
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+model = rotor.Checkpointable(model, mem_limit="1 MB", engine=sys.argv[1], verbosity=0)
+y = model(torch.randn(4, 8))
+"""
+ENDS = {
+    "raise ValueError('the loss fails')": 1,
+    "sys.exit(3)": 3,
+    "": 0,
+    "os._exit(4)": 4,
+    "raise KeyboardInterrupt": -2,
+    "model(torch.randn(4, 8)).sum().backward(); y2 = model(torch.randn(4, 8)); sys.exit(5)": 5,
+    "t = threading.Thread(target=lambda: sys.exit(model(torch.randn(4, 8)).grad)); t.start()": 0,
+    "def f(): global z; z = model(torch.randn(4, 8)); threading.Event().wait()\n"
+    "t = threading.Thread(target=f, daemon=True); t.start(); t.join(3); sys.exit(6)": 6,
+    "import multiprocessing; p = multiprocessing.get_context('fork').Process("
+    "target=torch.randn, args=(4,)); p.start(); p.join(); sys.exit(p.exitcode + 7)": 7,
+    "d = torch.utils.data.DataLoader(range(4), num_workers=1, multiprocessing_context='fork')\n"
+    "assert len(list(d)) == 4; y.sum().backward(); sys.exit(8)": 8,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_program_that_ends_before_its_backward_ends_as_without_a_limit(end):
+    engine = ENGINES[list(ENDS).index(end) % len(ENGINES)]
+    command = [sys.executable, "-W", "ignore", "-c", MODEL + textwrap.dedent(end), engine]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert child.returncode == ENDS[end], child.stderr
