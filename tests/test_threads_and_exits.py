@@ -187,14 +187,14 @@ def test_a_measurement_waits_for_the_meter_of_another_thread():
 
 
 def test_budgets_of_two_threads_follow_each_other():
-    def train():
-        model = chain()
-        with dtr.budget("1.6 MiB"):
+    def train(model):
+        with dtr.budget(LIMIT):
             return trained(model)
 
     expected = trained(chain())
+    models = [chain(), chain()]
     with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(train) for _ in range(2)]
+        futures = [pool.submit(train, model) for model in models]
     assert all(equal(future.result(), expected) for future in futures)
 
 
@@ -214,8 +214,9 @@ ENDS = {
     "raise KeyboardInterrupt": -2,
     "model(torch.randn(4, 8)).sum().backward(); y2 = model(torch.randn(4, 8)); sys.exit(5)": 5,
     "t = threading.Thread(target=lambda: sys.exit(model(torch.randn(4, 8)).grad)); t.start()": 0,
-    "def f(): global z; z = model(torch.randn(4, 8)); threading.Event().wait()\n"
-    "t = threading.Thread(target=f, daemon=True); t.start(); t.join(3); sys.exit(6)": 6,
+    "del y; e = threading.Event()\n"
+    "def f(): z = model(torch.randn(4, 8)); e.set(); threading.Event().wait()\n"
+    "threading.Thread(target=f, daemon=True).start(); e.wait(); sys.exit(6)": 6,
     "import multiprocessing; p = multiprocessing.get_context('fork').Process("
     "target=torch.randn, args=(4,)); p.start(); p.join(); sys.exit(p.exitcode + 7)": 7,
     "d = torch.utils.data.DataLoader(range(4), num_workers=1, multiprocessing_context='fork')\n"
