@@ -306,6 +306,23 @@ def is_token(node: Any, *, of_backward: bool = False) -> bool:
     return isinstance(node.meta.get("desc"), kinds[of_backward])
 
 
+def forget_compiled(code: Any, backend: int, modes: list[Any]) -> None:
+    """Drop what dynamo keeps of a function's compiled code, and of a backend, by its ``id``.
+
+    It keeps the code that it made as long as the function's, and that as long as what it made.
+    Fake tensors with gradients are in cycles, through their modes, that no collector sees.
+    """
+    from torch._dynamo import eval_frame
+
+    for mode in modes:
+        mode.shape_env.tracked_fakes = []
+
+    eval_frame.reset_code(code)
+    known = eval_frame.cached_backends
+    for key in [k for k, one in known.items() if id(getattr(one, "compiler_fn", one)) == backend]:
+        del known[key]
+
+
 def hands_gradients_over() -> bool:
     """Return whether the backward of a captured graph is handed the gradients of its outputs.
 

@@ -43,7 +43,7 @@ from rotor.errors import CaptureError
 
 __all__ = ["Capture", "Captured", "NothingToPlan", "Unplanned", "fresh"]
 
-_GRAPH = "number of rotor's graph"
+_GRAPH = "rotor's graph"
 _ARGUMENT = re.compile(r"L\['(args|kwargs|targets)'\]")
 
 
@@ -156,6 +156,18 @@ def _stub(
     return stub
 
 
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a bound method, and does not keep its object."""
+    owned: weakref.WeakMethod[Any] = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = owned()
+        assert found is not None
+        return found(*args, **kwargs)
+
+    return call
+
+
 class Capture:
     """Captured call of a module; several captures if its code depends on Python values.
 
@@ -203,13 +215,17 @@ class Capture:
         self.token: weakref.ref[torch.Tensor] | None = None
         decompositions = _inductor.decompositions() if backend == "inductor" else as_in_eager()
         self._function = function
+        # Dynamo keeps compiled code as long as the function's: that must not keep the capture,
+        # which keeps the function.
+        partition, forward = _weakly(self._partition), _weakly(self._forward)
         self._compiler = core.aot_backend(
-            partition=self._partition,
-            forward=lambda module, inputs: self._boxed(self._forward, self._graph_of(module)),
-            backward=lambda module, inputs: self._boxed(self._backward, self._graph_of(module)),
-            inference=lambda module, inputs: self._refused,
+            partition=partition,
+            forward=lambda module, inputs: Capture._boxed(forward, module.meta[_GRAPH]),
+            backward=lambda module, inputs: Capture._boxed(Capture._backward, module.meta[_GRAPH]),
+            inference=lambda module, inputs: Capture._refused,
             decompositions=decompositions,
         )
+        self._modes: list[Any] = []
         self.folding: Folding | None = None
         self._unfolded = ""
         if folds and backend != "fx":
@@ -226,6 +242,8 @@ class Capture:
 
     def _compiled(self) -> Callable[..., Any]:
         compiler: Any = self.folding or self._compiler
+        code, modes = self._function.__code__, self._modes
+        weakref.finalize(self, core.forget_compiled, code, id(compiler), modes).atexit = False
         return torch.compile(self._function, backend=compiler, fullgraph=True, dynamic=False)
 
     @property
@@ -340,11 +358,6 @@ class Capture:
                 return reached
         raise CaptureError("the call ran without its graph being captured")
 
-    def _graph_of(self, stub: fx.GraphModule) -> Captured:
-        # PyTorch asks for a backward when it first comes, maybe after another capture.
-        number: int = stub.meta[_GRAPH]
-        return self.graphs[number]
-
     @staticmethod
     def _boxed(
         function: Callable[[Captured, list[Any]], Any], captured: Captured
@@ -449,7 +462,9 @@ class Capture:
             draw_once(lowered)
         token = module.graph.call_function(torch.ops.aten.empty.memory_format, ([0],))
         token.name = "token"
-        with core.fake_mode_of(lowered.primals + lowered.tangents):
+        mode = core.fake_mode_of(lowered.primals + lowered.tangents)
+        self._modes.append(mode)
+        with mode:
             # With memory of its own, PyTorch lets no backward keep the graph.
             inputs = [node.meta.get("val") for node in lowered.primals]
             token.meta["val"] = next(
@@ -467,7 +482,8 @@ class Capture:
         self.graphs.append(
             Captured(lowered, saved=len(saved), tokens=len(tokens), guarded=_of_arguments(names))
         )
-        forward.meta[_GRAPH] = backward.meta[_GRAPH] = len(self.graphs) - 1
+        # PyTorch asks for a backward when it first comes, maybe after another capture.
+        forward.meta[_GRAPH] = backward.meta[_GRAPH] = self.graphs[-1]
         return forward, backward
 
 
