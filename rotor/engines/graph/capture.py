@@ -243,7 +243,7 @@ class Capture:
     def _compiled(self) -> Callable[..., Any]:
         compiler: Any = self.folding or self._compiler
         code, modes = self._function.__code__, self._modes
-        weakref.finalize(self, core.forget_compiled, code, id(compiler), modes).atexit = False
+        weakref.finalize(self, captures.forget_compiled, code, id(compiler), modes).atexit = False
         return torch.compile(self._function, backend=compiler, fullgraph=True, dynamic=False)
 
     @property

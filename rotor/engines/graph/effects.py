@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from rotor._pytorch import core
+from rotor._pytorch import captures
 from rotor.errors import CaptureError
 
 __all__ = ["drop_tokens"]
@@ -32,10 +32,10 @@ def drop_tokens(module: fx.GraphModule) -> list[fx.Node]:
         Another operation has effects that come in order.
     """
     graph = module.graph
-    effects = [node for node in graph.nodes if core.is_effect(node)]
+    effects = [node for node in graph.nodes if captures.is_effect(node)]
     for node in effects:
         token, operation, *arguments = node.args
-        if operation is not core.LINALG_CHECK:
+        if operation is not captures.LINALG_CHECK:
             raise CaptureError(
                 f"{operation} has effects that come in order, and a plan may change the order of "
                 'operations: leave the engine at "auto", or call it outside of the model'
@@ -48,8 +48,8 @@ def drop_tokens(module: fx.GraphModule) -> list[fx.Node]:
             graph.erase_node(user)
         graph.erase_node(node)
     inputs = graph.find_nodes(op="placeholder")
-    late = [node for node in inputs if core.is_token(node, of_backward=True)]
-    kept = {node for node in inputs if core.is_token(node)}
+    late = [node for node in inputs if captures.is_token(node, of_backward=True)]
+    kept = {node for node in inputs if captures.is_token(node)}
     output = graph.output_node()
     returned: list[fx.Node | None] = list(output.args[0])  # type: ignore[arg-type]
     output.args = ([None if one in kept else one for one in returned if one not in late],)

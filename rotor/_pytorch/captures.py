@@ -1,0 +1,42 @@
+"""Private names of PyTorch for what a capture has among its nodes, and leaves behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["LINALG_CHECK", "forget_compiled", "is_effect", "is_token"]
+
+LINALG_CHECK = torch.ops.aten._linalg_check_errors.default
+"""Operator that raises the errors of others, which are among their results."""
+
+
+def is_effect(node: Any) -> bool:
+    """Return whether a node of a joint graph is an operation that takes a token first."""
+    return node.target is torch._higher_order_ops.effects.with_effects
+
+
+def is_token(node: Any, *, of_backward: bool = False) -> bool:
+    """Return whether an input of a joint graph is a token of its forward, or of its backward."""
+    from torch._functorch._aot_autograd import descriptors
+
+    kinds = descriptors.ForwardTokenAOTInput, descriptors.BackwardTokenAOTInput
+    return isinstance(node.meta.get("desc"), kinds[of_backward])
+
+
+def forget_compiled(code: Any, backend: int, modes: list[Any]) -> None:
+    """Drop what dynamo keeps of a function's compiled code, and of a backend, by its ``id``.
+
+    It keeps the code that it made as long as the function's, and that as long as what it made.
+    Fake tensors with gradients are in cycles, through their modes, that no collector sees.
+    """
+    from torch._dynamo import eval_frame
+
+    for mode in modes:
+        mode.shape_env.tracked_fakes = []
+
+    eval_frame.reset_code(code)
+    known = eval_frame.cached_backends
+    for key in [k for k, one in known.items() if id(getattr(one, "compiler_fn", one)) == backend]:
+        del known[key]
