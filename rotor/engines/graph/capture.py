@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rotor._pytorch import core, quiet_capture, region_guards, regions, symbols
+from rotor._pytorch import captures, core, quiet_capture, region_guards, regions, symbols
 from rotor._pytorch import inductor as _inductor
 from rotor._pytorch.draws import Draws
 from rotor._pytorch.lean_tracing import graph_module
