@@ -23,10 +23,10 @@ __all__ = ["gives_plain_outputs"]
 
 def gives_plain_outputs(context: Context, found: Unplanned, call: Call) -> bool:
     """Return whether a captured call gives the outputs of plain execution, bit for bit."""
-    module = context.module
+    module, device = context.module, context.device_of(call)
     args, kwargs = call.arguments
-    with torch.no_grad(), model_kept(module, call.device):
-        with random_states_kept(call.device):
+    with torch.no_grad(), model_kept(module, device):
+        with random_states_kept(device):
             made = _outputs(found.captured.lowered, found.primals)
         plain = context.with_loss(module.forward(*args, **kwargs), call.targets)
     others = output_tensors(plain)
