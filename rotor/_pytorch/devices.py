@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from rotor import _core
+
 __all__ = [
     "Generator",
     "Pool",
@@ -33,6 +35,7 @@ __all__ = [
     "is_capturing",
     "is_type",
     "known",
+    "level",
     "libraries",
     "memory_fraction",
     "name_of",
@@ -143,6 +146,11 @@ def allocated_bytes(device: torch.device) -> int:
         return counters(device)[0]
     found: int = _stats(device.index)["allocated_bytes"]["all"]["current"]
     return found
+
+
+def level(device: torch.device) -> int:
+    """Return the bytes in use on a device; of the CPU, those of the C library's heap."""
+    return _core.heap_bytes() if device.type == "cpu" else allocated_bytes(device)
 
 
 _stats: Any = getattr(torch._C, "_accelerator_getDeviceStats", None)

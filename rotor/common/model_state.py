@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from functools import cached_property
 from operator import itemgetter, methodcaller
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core, fsdp
+from rotor.common.rerun import Rerun, Unit
 
 __all__ = ["ModelState", "refuse_replicated", "refuse_sharded"]
 
@@ -130,6 +132,14 @@ class ModelState:
             # PyTorch, Python and libraries note other things in classes, at any time.
             self._code = code
         return code == self._code
+
+    @cached_property
+    def _unit(self) -> Unit:
+        return Unit(self._modules)
+
+    def rerun(self, value: Any, device: torch.device) -> Rerun:
+        """Return the state in which a forward of these arguments begins, to run it again."""
+        return Rerun(self._unit, value, device)
 
     @property
     def parameters(self) -> list[core.Slot]:

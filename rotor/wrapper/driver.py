@@ -10,6 +10,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from rotor.algorithms.curve import Curve
 from rotor.common.frames import warn_caller
 from rotor.common.model_state import ModelState
 from rotor.common.ranks import Ranks
+from rotor.common.rerun import STEP
 from rotor.common.tensor_trees import tree_tensors
 from rotor.common.undisturbed import training_flags_kept
 from rotor.engines.contract import (
@@ -45,6 +47,7 @@ from rotor.wrapper.attempts import Attempts
 from rotor.wrapper.caches import CacheRule
 from rotor.wrapper.habits import (
     refuse_outer_transforms,
+    rerun_notes,
     warn_of_cache,
     warn_of_checkpointing,
     warn_of_measuring,
@@ -494,17 +497,12 @@ class Driver:
                     self._unplanned.add(key.measured)
                     return None
                 key = self.order.of(key).refined(key)
-            plan = self._replanned(key)
+            old, make = plans.get(key), partial(self._make, key)
+            plan = make() if old is None else self.order.of(key).replan(old, make)
             warn_of_measuring(self.context, plan.limit_bytes, peak_bytes())
         if plan.verdict is Verdict.GIVE_UP:
             return self._ready(key, call, is_one_behind=is_one_behind)
         return plan
-
-    def _replanned(self, key: Key) -> Any:
-        """Return a plan that includes the lessons of the latest metered steps."""
-        if (old := self.context.plans.get(key)) is None:
-            return self._make(key)
-        return self.order.of(key).replan(old, lambda reserve: self._make(key, reserve))
 
     def _give_up(self, key: Key, call: Call, plan: Any) -> Any:
         """Return the next engine's plan if that engine keeps the limit; ``None`` to make one."""
@@ -544,6 +542,7 @@ class Driver:
                 started.append(meter)
             return meter
 
+        previous = STEP.set(rerun_notes(self.context, plan.limit_bytes, self.is_pending))
         try:
             output, self._is_pending = engine.run(plan, call, start)
         except BaseException as error:
@@ -552,6 +551,8 @@ class Driver:
             if not isinstance(error, CannotPlan | PlanAgain):
                 self._attempts.put_back(before)
             raise
+        finally:
+            STEP.reset(previous)
         self._attempts.proven.add(engine)
         warn_of_cache(self.context, plan.limit_bytes, output)
         return output

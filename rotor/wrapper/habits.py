@@ -8,14 +8,17 @@ from typing import Any
 import torch
 
 from rotor._pytorch import core, devices
+from rotor.common.rerun import StepNotes
 from rotor.common.tensor_trees import output_tensors
 from rotor.engines.contract import Context
 from rotor.meter import allocator
+from rotor.meter.step_meter import cancel_running
 from rotor.units import exact_bytes
 from rotor.wrapper.caches import cache_field
 
 __all__ = [
     "refuse_outer_transforms",
+    "rerun_notes",
     "warn_of_cache",
     "warn_of_checkpointing",
     "warn_of_forward",
@@ -103,6 +106,36 @@ def warn_of_measuring(context: Context, limit_bytes: int, peak_bytes: int) -> No
             f"took {exact_bytes(peak_bytes)}, once. Costs that a run has measured are kept on "
             "disk, where a later run finds them",
         )
+
+
+def rerun_notes(context: Context, limit_bytes: int, is_pending: Callable[[], bool]) -> StepNotes:
+    """Return notes for parts of a step that a backward may run again without a plan.
+
+    Parameters
+    ----------
+    context, limit_bytes
+        Context of the model, and the limit of the step.
+    is_pending
+        Function that tells whether the step itself, which may take all of the limit, keeps values.
+    """
+
+    def report(needed_bytes: int) -> None:
+        # Such a step says nothing about the plan.
+        cancel_running()
+        is_beside = is_pending()
+        over = needed_bytes if is_beside else needed_bytes - limit_bytes
+        if over > 0:
+            beside = ", beside what the step itself kept" if is_beside else ""
+            context.warn(
+                "rerun",
+                "a backward that no plan gives ran the model's forward again, in plain autograd: "
+                "gradients of gradients (create_graph=True), of inputs before those of "
+                f"parameters, batched ones, or a second backward. It took "
+                f"{exact_bytes(needed_bytes)}{beside}: up to {exact_bytes(over)} more than the "
+                f"limit of {exact_bytes(limit_bytes)}",
+            )
+
+    return StepNotes(context.settings.preserve_rng_state, report)
 
 
 def warn_of_checkpointing(context: Context) -> None:

@@ -21,6 +21,7 @@ from rotor.common.calls import autocast_signature
 from rotor.common.progress import progress
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain import collective
+from rotor.engines.chain.around import attach_chain
 from rotor.engines.chain.fitted import described, inferred
 from rotor.engines.chain.growth import StageWatch, known_growth, stage_watch
 from rotor.engines.chain.measure import Measuring, measure
@@ -502,14 +503,15 @@ class ChainEngine(PublishedChain, MeteredEngine):
 
     def run(self, plan: Plan, call: Call, start: StartMeter) -> tuple[Any, IsPending]:
         """Run a step under a plan."""
-        proof = self._proof_of(plan)
+        proof, state, x = self._proof_of(plan), self.context.structure, call.args[0]
+        rerun = state.rerun(x, plan.device) if self._sharding is None else None
         meter = start()
         watch = stage_watch(self, plan) if meter is None else None
         runs: list[weakref.ref[Run]] = []
         output = run_chain(
             plan.inspection.stages if watch is None else watch.stages,
             plan.schedule,
-            call.args[0],
+            x,
             preserve_rng_state=self.settings.preserve_rng_state,
             flags=plan.inspection.flags,
             started=lambda run: runs.append(weakref.ref(run)),
@@ -518,10 +520,9 @@ class ChainEngine(PublishedChain, MeteredEngine):
         )
         if proof is not None:
             proof.begin_with(output)
-        if meter is not None:
-            meter.forward_done(output)
-        if watch is not None:
-            watch.forward_done(output)
+        output = attach_chain(output, rerun, plan.inspection.stages, plan.schedule, x)
+        if (observer := meter or watch) is not None:
+            observer.forward_done(output)
 
         def is_pending() -> bool:
             return any(run is not None and not run.is_done() for run in [ref() for ref in runs])

@@ -170,8 +170,7 @@ class StepProof(StageProof):
 
     def _begin(self, gradients: Any) -> None:
         """Note the current values of gradients that changed since the forward."""
-        del gradients
-        if self._has_begun:
+        if self._has_begun or all(gradient is None for gradient in gradients):
             return
         self._has_begun = True
         found: list[_Gradient] = []

@@ -76,6 +76,8 @@ class _Entry(Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         run = ctx.run
+        if run.is_passed:
+            return None, *[None] * sum(run.flags_of(run.schedule.head))
         run.backward_to(run.schedule.head, True, ())
         gradient, run.gradient = run.gradient, None
         return None, *gradient
@@ -95,6 +97,8 @@ class _StageNode(Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         run = ctx.run
+        if run.is_passed:
+            return None, None, run.token, *[None] * len(run.parameters[ctx.stage])
         _, _, need_x, *needs = ctx.needs_input_grad
         return None, None, run.token, *run.backward_to(ctx.stage, need_x, needs)
 
@@ -152,6 +156,11 @@ class Run:
     accumulate
         True to let the nested backward add to ``.grad`` of the parameters, instead of returning
         their gradients.
+
+    Attributes
+    ----------
+    is_passed
+        True in a backward that brings no gradient to the last activation.
     """
 
     def __init__(
@@ -170,6 +179,7 @@ class Run:
         self.schedule = schedule
         self.accumulate = accumulate
         self.proof = proof
+        self.is_passed = False
         self.device = tree_tensors(arg)[0].device
         self.token = _token(self.device)
         self.x: list[Any] = [None] * (n + 1)
@@ -370,8 +380,11 @@ class Run:
         Raises
         ------
         RuntimeError
-            The backward has begun before, or is to be differentiated itself.
+            The schedule cannot give such a backward, and cannot be run again.
         """
+        self.is_passed = not _any_given(gradient)
+        if self.is_passed:
+            return
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a backward with create_graph=True cannot go through a schedule that recomputes: "

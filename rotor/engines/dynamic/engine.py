@@ -191,9 +191,12 @@ class DynamicEngine(Engine):
             output = module.forward(*args, **kwargs)
             return output if not targets or loss_fn is None else loss_fn(output, *targets)
 
+        value, rerun = (*call.arguments, call.targets), None
+        if not is_trial:
+            rerun = self.context.structure.rerun(value, plan.device)
         step = plan.step(module, is_trial=is_trial)
         plan.unknown = [] if meter is None else step.session.mark_unknown(meter.mark)
-        return step, step.forward(forward, (*call.arguments, call.targets), plan.room)
+        return step, step.forward(forward, value, plan.room, rerun)
 
     def _try(self, plan: DynamicPlan, call: Call) -> None:
         """Run a forward and a backward without a trace; gradients of outputs are ones.

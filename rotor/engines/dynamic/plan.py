@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rotor import _core, dtr
+from rotor import dtr
 from rotor._pytorch import devices
 from rotor.common.accounting import (
     DYNAMIC_LOSS_FACTOR,
@@ -192,7 +192,7 @@ class DynamicPlan(Metered):
 
     def step(self, module: nn.Module, *, is_trial: bool = False) -> BudgetedStep:
         """Return a step of a module, about to begin; a trial leaves no trace."""
-        level = _level(self.device)
+        level = devices.level(self.device)
 
         def began(step: BudgetedStep) -> None:
             session = step.session
@@ -200,7 +200,7 @@ class DynamicPlan(Metered):
                 self.counted_bytes = session.current_bytes
             held = self.held_by_loss(step.output_bytes)
             if self._knows(step.output_bytes) and not is_trial:
-                seen = _level(self.device) - level - session.current_bytes
+                seen = devices.level(self.device) - level - session.current_bytes
                 # The level of the CPU's heap includes Python's objects.
                 known = held if self.device.type == "cpu" else min(held, max(seen, 0))
                 session.outside_bytes = self.reserve_bytes + known
@@ -259,10 +259,6 @@ class DynamicPlan(Metered):
             return max(wished, DYNAMIC_LOSS_FACTOR * step.output_bytes if is_guess else 0), 0
         step.tried_bytes = self.step_bytes + 2 * SCRAPS_BYTES
         return wished, wished
-
-
-def _level(device: torch.device) -> int:
-    return _core.heap_bytes() if device.type == "cpu" else devices.allocated_bytes(device)
 
 
 def _without_parts(timeline: Timeline | None) -> Timeline | None:

@@ -8,7 +8,6 @@ runs a backward of its own through the graph of the forward.
 
 from __future__ import annotations
 
-import copy
 import sys
 import traceback
 import weakref
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
 from rotor._pytorch import core, dispatch
 from rotor.common.accounting import (
@@ -28,11 +27,11 @@ from rotor.common.accounting import (
     SCRAPS_BYTES,
 )
 from rotor.common.frames import warn_caller
-from rotor.common.generators import SPLIT_BACKWARD
 from rotor.common.hook_values import hook_places
 from rotor.common.places import tensors_in
+from rotor.common.rerun import Rerun
 from rotor.common.substitutes import substituted
-from rotor.common.tensor_trees import tree_tensors
+from rotor.common.tensor_trees import output_tensors, replaced, tree_tensors
 from rotor.dtr.stepping import StepSession
 from rotor.engines.dynamic.additions import Additions, Arrivals
 from rotor.engines.dynamic.undo import Undo
@@ -107,6 +106,11 @@ class BudgetedStep:
         self._asked: list[torch.Tensor] = []
         self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self.output_bytes = self.gradient_bytes = 0
+        self._rerun: Rerun | None = None
+        self._theirs: list[torch.Tensor] = []
+        self._mine: list[weakref.ref[torch.Tensor]] = []
+        self._call: Callable[..., Any] = tuple
+        self._places_of_results: list[int] = []
         self._arrivals: Arrivals | None = None
         self._least_bytes = 0
         self.is_metered = False
@@ -127,7 +131,11 @@ class BudgetedStep:
     # -- forward
 
     def forward(
-        self, call: Callable[..., Any], value: Any, room: Callable[[BudgetedStep], tuple[int, int]]
+        self,
+        call: Callable[..., Any],
+        value: Any,
+        room: Callable[[BudgetedStep], tuple[int, int]],
+        rerun: Rerun | None = None,
     ) -> Any:
         """Run ``call(*value)`` and return its result, in the graph of the caller.
 
@@ -140,6 +148,8 @@ class BudgetedStep:
         room
             Function of the step, called when its outputs are known: bytes to leave for the loss,
             and its known need.
+        rerun
+            State in which the forward begins, for backwards that are to be differentiated.
 
         Raises
         ------
@@ -181,7 +191,15 @@ class BudgetedStep:
         if unique:
             theirs = {id(mine): tensor for tensor, mine in zip(outer, inner, strict=True)}
             asked = [theirs.get(id(mine), mine) for mine in self._asked]
+            if rerun is not None:
+                everything = [id(t) for t in (*output_tensors(output), *self._attributes())]
+                if all(key in everything for key in unique):
+                    self._rerun, self._theirs = rerun, asked
+                    # No closure over the step: a cycle would free it too late.
+                    self._call = call
+                    self._places_of_results = [everything.index(key) for key in unique]
             results = _Node.apply(self, *asked)
+            self._mine = [*map(weakref.ref, results)]
             given |= dict(zip(unique, results, strict=True))
         self._watch(value, [given.get(id(t), t) for t in (*found, *kept)])
         self._replace_attributes(given)
@@ -191,6 +209,12 @@ class BudgetedStep:
         else:
             _paused.add(self)
         return output
+
+    def _results_again(self, value: Any) -> list[torch.Tensor]:
+        """Return the node's outputs from a forward that runs again, without a session."""
+        output = self._call(*value)
+        everything = [*output_tensors(output), *self._attributes()]
+        return [everything[k] for k in self._places_of_results]
 
     def _connect(self, outputs: list[torch.Tensor], inner: list[torch.Tensor]) -> None:
         self._edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in outputs]
@@ -256,18 +280,20 @@ class BudgetedStep:
             A backward has run already, and did not keep the graph; a tensor that the recomputation
             needs was written to since the forward.
         """
-        if self._edges is None:
+        edges = self._edges or []
+        roots = [k for k, gradient in enumerate(gradients) if gradient is not None]
+        rerun = self._rerun
+        if roots and rerun and rerun.is_wanted(gradients, repeats=self._edges is not None):
+            made_again = rerun.gradients(self._results_again, gradients, self._theirs, self._mine)
+            return [made_again.pop(id(tensor), None) for tensor in self._theirs]
+        if roots and torch.is_grad_enabled():
             raise RuntimeError(
-                "trying to backward through the model a second time, what it kept is freed: pass "
-                "retain_graph=True to the first backward"
+                "a backward with create_graph=True has to run the model's forward again, and does "
+                "not find all of its results there: use the plain model (chk.module)"
             )
         asked = [leaf for leaf, need in zip(self._asked, needed, strict=True) if need]
-        roots = [k for k, gradient in enumerate(gradients) if gradient is not None]
         if not asked or not roots:
             return [None] * len(needed)
-        if core.splits_backward(self._modules[0].parameters()):
-            self.release()
-            raise RuntimeError(SPLIT_BACKWARD)
         if self._backward_began is not None:
             self.gradient_bytes = allocator.storage_bytes(g for g in gradients if g is not None)
             self._backward_began(self)
@@ -293,7 +319,7 @@ class BudgetedStep:
                 self.session.running(),
             ):
                 made = torch.autograd.grad(
-                    [self._edges[k] for k in roots],
+                    [edges[k] for k in roots],
                     asked,
                     [gradients[k] for k in roots],
                     retain_graph=keeps,
@@ -441,7 +467,6 @@ class _Node(Function):
         return tuple(step.take_outputs())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         return None, *ctx.step.backward(gradients, ctx.needs_input_grad[1:])
 
@@ -493,56 +518,6 @@ def _returned(value: Any) -> Iterator[torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
     replaced(value, {}, found)
     yield from found.values()
-
-
-def replaced(
-    value: Any, given: dict[int, torch.Tensor], found: dict[int, torch.Tensor] | None = None
-) -> Any:
-    """Return the value with tensors replaced; copy objects that hold one.
-
-    Parameters
-    ----------
-    value
-        Tensors in tuples, lists, dictionaries, dataclasses and other objects with attributes.
-    given
-        Substitutes of tensors, by ``id``.
-    found
-        List that collects the tensors of the value.
-    """
-    return _replaced(value, given, {} if found is None else found, {})
-
-
-# A closure that calls itself would keep the tensors until the next garbage collection.
-def _replaced(
-    item: Any,
-    given: dict[int, torch.Tensor],
-    found: dict[int, torch.Tensor],
-    memo: dict[int, Any],
-) -> Any:
-    if isinstance(item, torch.Tensor):
-        found[id(item)] = item
-        return given.get(id(item), item)
-    if id(item) in memo:
-        return memo[id(item)]
-    leaves, spec = core.tree_flatten(item)
-    if len(leaves) != 1 or leaves[0] is not item:
-        new = [_replaced(leaf, given, found, memo) for leaf in leaves]
-        if all(a is b for a, b in zip(leaves, new, strict=True)):
-            return item
-        return core.tree_unflatten(new, spec)
-    attributes = getattr(item, "__dict__", None)
-    if not attributes or isinstance(item, type | nn.Module) or callable(item):
-        return item
-    memo[id(item)] = item
-    changed = {
-        name: other
-        for name, attribute in attributes.items()
-        if (other := _replaced(attribute, given, found, memo)) is not attribute
-    }
-    if changed:
-        item = memo[id(item)] = copy.copy(item)
-        item.__dict__.update(changed)
-    return item
 
 
 def _leaves(roots: Sequence[Any]) -> Iterator[torch.Tensor]:

@@ -26,6 +26,7 @@ from rotor._pytorch.lean_tracing import graph_module
 from rotor.common.collector import CollectorPause
 from rotor.common.frames import reported
 from rotor.common.generators import SPLIT_BACKWARD
+from rotor.common.rerun import Rerun, attach
 from rotor.common.tensor_trees import argument_tensors
 from rotor.common.undisturbed import generators_kept
 from rotor.engines.contract import NothingToPlan
@@ -192,6 +193,8 @@ class Capture:
         Graph that the last call ran.
     token
         Object that lives while the last call's backward is still to come.
+    leaves
+        Primals of the last call that get gradients, if a list stood here when it began.
     folding
         Copies of alike modules; ``None`` without any.
     alike
@@ -213,6 +216,7 @@ class Capture:
         self.graphs: list[Captured] = []
         self.ran: Captured | None = None
         self.token: weakref.ref[torch.Tensor] | None = None
+        self.leaves: list[Any] | None = None
         decompositions = _inductor.decompositions() if backend == "inductor" else as_in_eager()
         self._function = function
         # Dynamo keeps compiled code as long as the function's: that must not keep the capture,
@@ -373,6 +377,11 @@ class Capture:
         if emitted is None:
             raise Unplanned(captured, list(args))
         self.ran = captured
+        if self.leaves is not None:
+            pairs = zip(args, captured.lowered.gradients, strict=True)
+            leaves = [primal for primal, gradient in pairs if gradient is not None]
+            original = getattr(emitted, "original", None)
+            self.leaves = leaves if original is None else [*map(original, leaves)]
         sizes = captured.sizes(args)
         result = emitted.forward(args)
         token = result[-1]
@@ -380,6 +389,7 @@ class Capture:
         # The program may differ when the backward of this step comes.
         token.backward_of_program = emitted.backward
         token.absent = frozenset()
+        token.is_passed = False
         token.owner = self._owner
         self.token = weakref.ref(token)
         return result
@@ -390,8 +400,12 @@ class Capture:
         tokens = [args.pop() for _ in range(captured.tokens)]
         absent = token.absent
         run = token.backward_of_program
-        owner, sizes = token.owner(), token.sizes
+        owner, sizes, is_passed = token.owner(), token.sizes, token.is_passed
         del token
+        if is_passed:
+            if isinstance(run, Delivery):
+                run.forget()
+            return (None,) * len(captured.lowered.gradients)
         if owner is not None and core.splits_backward(owner.parameters()):
             raise RuntimeError(SPLIT_BACKWARD)
         withheld: frozenset[int] = frozenset()
@@ -407,6 +421,21 @@ class Capture:
         if withheld:
             gradients = tuple(None if i in withheld else g for i, g in enumerate(gradients))
         return (*gradients, *tokens) if tokens else gradients
+
+    def with_a_way_around(self, output: Any, rerun: Rerun, forward: Callable[[Any], Any]) -> Any:
+        """Return the result of the last call, whose forward may run again in plain autograd.
+
+        Parameters
+        ----------
+        output
+            Result of the call.
+        rerun, forward
+            State in which it began, and the function of its arguments without a plan.
+        """
+        leaves, self.leaves = self.leaves, None
+        if not leaves or self.token is None:
+            return output
+        return attach(output, rerun, forward, leaves, self.token)
 
     def forget_programs(self) -> None:
         """Have the next call of each graph ask for a program."""

@@ -325,10 +325,10 @@ class Delivery:
                         self._marks[1]()
         except RecomputationError:
             self._restore()
-            self._forget()
+            self.forget()
             raise
         except BaseException:
-            self._forget()
+            self.forget()
             raise
         if self._parts is None:
             self._before.clear()
@@ -360,7 +360,8 @@ class Delivery:
                     gradient.copy_(copied)
                 owner.grad = gradient
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop what is not delivered."""
         self._parts = None
         self._given = {}
         self._before.clear()
@@ -387,11 +388,6 @@ class _Deliver(Function):
 
     @staticmethod
     def backward(ctx: Any, *others: torch.Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "a backward with create_graph=True cannot go through a captured graph: gradients "
-                "of gradients need the plain model (chk.module)"
-            )
         found = ctx.delivery.deliver(ctx.group)
         ctx.delivery.remember(ctx.owners)
         # A call may also return one of its arguments, which then has a gradient of its own.

@@ -515,7 +515,10 @@ class GraphEngine(MeteredEngine):
         capture = plan.step.capture
         tally = self._tally_of(plan)
         plan.install(tally)
+        value = (*call.arguments, call.targets)
+        rerun = self.context.structure.rerun(value, plan.device)
         meter = start()
+        capture.leaves = []
         try:
             output = self._called(plan, call, tally)
         except Unplanned as reached:
@@ -536,10 +539,16 @@ class GraphEngine(MeteredEngine):
         if meter is not None or plan.step.several_tangents:
             tensors = output_tensors(output)
             capture.note_absent_tangents(tensors)
-            if meter is not None:
-                meter.forward_done(tensors)
+        output = capture.with_a_way_around(output, rerun, self._run_plain)
+        if meter is not None:
+            meter.forward_done(output_tensors(output))
         token = capture.token
         return output, lambda: token is not None and token() is not None
+
+    def _run_plain(self, value: Any) -> Any:
+        """Return the result of the call without a plan."""
+        args, kwargs, targets = value
+        return self.context.with_loss(self.context.module.forward(*args, **kwargs), targets)
 
     def _called(self, plan: GraphPlan, call: Call, tally: Tally | None) -> Any:
         """Return the result of the captured call under a plan."""

@@ -112,6 +112,11 @@ class _Met:
         """Backward of the code."""
         return self._code.backward
 
+    @property
+    def original(self) -> Any:
+        """Function of the code that returns the argument for a tensor on which it runs."""
+        return getattr(self._code, "original", None)
+
 
 class _SharedTally(Tally):
     """Verified step of all ranks, which is refused on all if one finds a difference.

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,9 @@ from rotor.algorithms.sequence import Sequence as Operations
 from rotor.chain import Chain
 from rotor.common.accounting import GENERATOR_BYTES, generator_bytes, scalar_bytes
 from rotor.common.checksums import Mismatch
+from rotor.common.rerun import Rerun, Unit
 from rotor.common.tensor_trees import tree_tensors
+from rotor.engines.chain.around import attach_chain
 from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.plan import executor_bytes
 from rotor.engines.chain.proofs import CURE, StageProof
@@ -468,13 +471,17 @@ class ChainKind:
         proof
             Comparison of recomputed values; ``None`` without one.
         """
-        return run_chain(
-            self.inspection.stages,
-            self.schedules[number],
-            x,
-            flags=self.inspection.flags,
-            proof=proof,
-        )
+        stages = self.inspection.stages
+        rerun = Rerun(self._unit, x, tree_tensors(x)[0].device)
+        flags = self.inspection.flags
+        output = run_chain(stages, self.schedules[number], x, flags=flags, proof=proof)
+        return attach_chain(output, rerun, stages, self.schedules[number], x)
+
+    @cached_property
+    def _unit(self) -> Unit:
+        functions = [f for stage in self.inspection.stages for f in stage.functions]
+        modules = [m for f in functions if isinstance(f, nn.Module) for m in f.modules()]
+        return Unit(dict.fromkeys(modules))
 
 
 def _is_recorded(codes: IntArray, loss: int, stage: int) -> bool:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from rotor.common.accounting import GENERATOR_BYTES, generator_bytes
+from rotor.common.rerun import Rerun, Unit
 from rotor.common.tensor_trees import output_tensors
 from rotor.engines.graph.actions import actions_of
 from rotor.engines.graph.capture import Capture, Captured, Unplanned
@@ -108,6 +110,7 @@ class Kind:
     _variants: dict[frozenset[int], Kind] = field(default_factory=dict)
     _verified: dict[int, tuple[StepCode, Prover]] = field(default_factory=dict)
     _layouts: dict[int, Layout | None] = field(default_factory=dict)
+    _units: WeakKeyDictionary[nn.Module, Unit] = field(default_factory=WeakKeyDictionary)
     _known: int = 0
     is_carried: bool = False
 
@@ -421,6 +424,10 @@ class Kind:
             assert placed is not None
             places.layout = placed
         self.capture.forget_programs()
+        if module not in self._units:
+            self._units[module] = Unit(module.modules())
+        rerun = Rerun(self._units[module], (args, kwargs), self.device)
+        self.capture.leaves = []
         try:
             with self._installed(emitted, module, (args, kwargs), marks) as (given, named):
                 output = self.capture(module, given, named)
@@ -435,7 +442,9 @@ class Kind:
             self.captured.emitted = None
         if len(self.captured.lowered.output_of_tangent) > 1:
             self.capture.note_absent_tangents(output_tensors(output))
-        return output, ""
+        return self.capture.with_a_way_around(
+            output, rerun, lambda value: module.forward(*value[0], **value[1])
+        ), ""
 
 
 def _lenient(link: Link | None) -> Link | None:

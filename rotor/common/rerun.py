@@ -1,0 +1,415 @@
+"""Backwards that a plan cannot give: a part of the step runs again, under plain autograd.
+
+What a plan keeps is enough for one first-order backward of the whole part. Gradients that are to be
+differentiated themselves, gradients of inputs before those of parameters, batches of gradients, and
+a second backward take another way: the part's forward runs again from its inputs, in the state in
+which it ran first, and autograd differentiates that.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import Function
+
+from rotor._pytorch import backwards, core, devices
+from rotor.common.generators import SPLIT_BACKWARD, AutocastState, RngTracker
+from rotor.common.tensor_trees import map_tensors, output_tensors, replaced, tree_tensors, versions
+from rotor.common.undisturbed import (
+    attributes_kept,
+    autocast_cache_dropped,
+    buffers_copied,
+    generators_kept,
+    random_states_kept,
+)
+
+__all__ = ["STEP", "Rerun", "StepNotes", "Unit", "attach"]
+
+_FIRST_BYTES = 1 << 16
+"""Size up to which a buffer is copied before the first forward, which may write to it."""
+
+
+class StepNotes(NamedTuple):
+    """Notes that a part needs of the step in which it runs.
+
+    Attributes
+    ----------
+    preserves_rng
+        True to run again with the random numbers of the first forward.
+    report
+        Function of the bytes that a forward which ran again has needed.
+    """
+
+    preserves_rng: bool = True
+    report: Callable[[int], object] = int
+
+
+STEP: ContextVar[StepNotes | None] = ContextVar("step", default=None)
+"""Notes of the running step."""
+
+
+class Unit:
+    """Modules that run together, and the buffers that their forward writes to.
+
+    Parameters
+    ----------
+    modules
+        All modules of the part, children included.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.modules = list(modules)
+        self.parameters = [slot for m in self.modules for slot in core.parameter_slots(m)]
+        self.buffers = [slot for m in self.modules for slot in core.buffer_slots(m)]
+        self._versions: list[tuple[int, int]] | None = None
+        self._written: set[int] = set()
+
+    def flags(self) -> list[bool]:
+        """Return the training flag of every module."""
+        return [module.training for module in self.modules]
+
+    def parameter_versions(self) -> list[tuple[int, int]]:
+        """Return what changes when a parameter is written to or replaced."""
+        return _versions(self.parameters)
+
+    def written_buffers(self) -> tuple[list[tuple[int, int]], dict[int, torch.Tensor | None]]:
+        """Return the versions of all buffers, and copies of those that forwards write to."""
+        now = _versions(self.buffers)
+        if self._versions is None:
+            values = [where.get(name) for where, name in self.buffers]
+            written = {k for k, v in enumerate(values) if v is None or v.nbytes <= _FIRST_BYTES}
+        else:
+            pairs = enumerate(zip(now, self._versions, strict=True))
+            self._written.update(k for k, (new, old) in pairs if new != old)
+            written = self._written
+        self._versions = now
+        found: dict[int, torch.Tensor | None] = {}
+        for k in written:
+            where, name = self.buffers[k]
+            value = where.get(name)
+            found[k] = None if value is None else value.detach().clone()
+        return now, found
+
+
+def _versions(slots: Sequence[core.Slot]) -> list[tuple[int, int]]:
+    values = [where.get(name) for where, name in slots]
+    return [(id(v), 0 if v is None or v.is_inference() else v._version) for v in values]
+
+
+class Rerun:
+    """State of a part, of its arguments and of random generators when its forward begins.
+
+    Parameters
+    ----------
+    unit
+        Modules of the part.
+    value
+        Its arguments, nested; containers are copied.
+    device
+        Device of the part.
+    """
+
+    def __init__(self, unit: Unit, value: Any, device: torch.device) -> None:
+        self._unit, self._device = unit, device
+        self._notes = STEP.get() or StepNotes()
+        self._rng = RngTracker(device) if self._notes.preserves_rng else None
+        self._autocast = AutocastState(device.type)
+        self._flags = unit.flags()
+        self._parameters = unit.parameter_versions()
+        self._buffers, self._before = unit.written_buffers()
+        self._value = _copied(value)
+        # The tensors of the states would count as memory of the step.
+        self._states = [] if self._rng is None else [s.tobytes() for _, s in self._rng.read()]
+        self._tensors = tree_tensors(value)
+        self._inputs = versions(self._tensors)
+        self._is_used = self._is_over = False
+
+    @property
+    def arguments(self) -> set[int]:
+        """Identities of the tensors among the arguments."""
+        return set(map(id, self._tensors))
+
+    def is_wanted(self, given: Iterable[torch.Tensor | None], *, repeats: bool = False) -> bool:
+        """Return whether the running backward is one that a plan cannot give.
+
+        Parameters
+        ----------
+        given
+            Gradients of the part's outputs.
+        repeats
+            True if the plan keeps what a second backward needs.
+
+        Raises
+        ------
+        RuntimeError
+            It is half of a backward of a pipeline's stage; or the graph was not kept for it.
+        """
+        if self._is_over:
+            raise RuntimeError(
+                "trying to backward through the model a second time, what it kept is freed: pass "
+                "retain_graph=True to the first backward"
+            )
+        keeps = core.keeps_graph()
+        parameters = (where.get(name) for where, name in self._unit.parameters)
+        is_split = keeps and core.splits_backward(p for p in parameters if p is not None)
+        if is_split and backwards.in_split_backward():
+            raise RuntimeError(SPLIT_BACKWARD)
+        is_used, self._is_over = self._is_used and not repeats, not keeps
+        is_batched = any(
+            gradient is not None and backwards.is_batched(gradient) for gradient in given
+        )
+        is_wanted = is_split or is_used or torch.is_grad_enabled() or is_batched
+        self._is_used |= not is_wanted
+        if self._is_over and not is_wanted:
+            self._drop()
+        return is_wanted
+
+    def _drop(self) -> None:
+        """Drop the arguments and states: no other backward comes."""
+        self._value, self._tensors, self._states, self._before = None, [], [], {}
+
+    def output(self, forward: Callable[[Any], Any]) -> Any:
+        """Return the result of the part's forward, run again from the same state with a tape.
+
+        Parameters
+        ----------
+        forward
+            Function of the part's arguments.
+
+        Raises
+        ------
+        RuntimeError
+            A parameter, a buffer or an argument has changed since the first forward.
+        """
+        unit = self._unit
+        self._check()
+        with ExitStack() as stack:
+            stack.enter_context(backwards.outside_transforms())
+            stack.enter_context(_training(unit.modules, self._flags))
+            stack.enter_context(random_states_kept(self._device))
+            stack.enter_context(generators_kept(unit.modules))
+            stack.enter_context(attributes_kept(unit.modules))
+            stack.enter_context(buffers_copied(unit.buffers))
+            stack.enter_context(autocast_cache_dropped())
+            stack.enter_context(self._autocast)
+            stack.enter_context(torch.enable_grad())
+            for k, before in self._before.items():
+                where, name = unit.buffers[k]
+                if before is not None:
+                    where[name] = before.clone()
+            if self._rng is not None:
+                states = [torch.frombuffer(bytearray(s), dtype=torch.uint8) for s in self._states]
+                self._rng.write([(state, None) for state in states])
+            return forward(_copied(self._value))
+
+    def gradients(
+        self,
+        forward: Callable[[Any], Sequence[torch.Tensor]],
+        given: Sequence[torch.Tensor | None],
+        wanted: Sequence[torch.Tensor],
+        mine: Sequence[weakref.ref[torch.Tensor]] = (),
+    ) -> dict[int, torch.Tensor | None]:
+        """Return gradients of tensors that the part reads, by the ids of the tensors.
+
+        Parameters
+        ----------
+        forward
+            Function of the part's arguments that returns its outputs.
+        given
+            Gradients of these outputs.
+        wanted
+            Tensors whose gradients may be asked for.
+        mine
+            The part's outputs as the caller has them: what is computed of them from now on joins
+            the new graph, so that sums of gradients are made in the order of plain autograd.
+        """
+        asked = {id(t): t for t in wanted if backwards.is_asked_for(t)}
+        roots = [k for k, gradient in enumerate(given) if gradient is not None]
+        if not asked or not roots:
+            return {}
+        level = devices.level(self._device)
+        outputs = self.output(forward)
+        recorded = devices.level(self._device)
+        if len(outputs) != len(given):
+            raise RuntimeError(
+                f"the forward returned {len(outputs)} tensors when it ran again for this "
+                f"backward, and {len(given)} before: it depends on a state that is not "
+                "restored. Use the plain model (chk.module) for such a backward"
+            )
+        roots = [k for k in roots if outputs[k].requires_grad]
+        with core.without_hooks(core.hooks_of(asked.values())):
+            found = torch.autograd.grad(
+                [outputs[k] for k in roots],
+                list(asked.values()),
+                [given[k] for k in roots],
+                create_graph=torch.is_grad_enabled(),
+                allow_unused=True,
+            )
+        if torch.is_grad_enabled():
+            for reference, output in zip(mine, outputs, strict=False):
+                _join(reference(), output)
+        del outputs
+        self._notes.report(max(recorded, devices.level(self._device)) - level)
+        if self._is_over:
+            self._drop()
+        return dict(zip(asked, found, strict=True))
+
+    def _check(self) -> None:
+        unit = self._unit
+        buffers = zip(self._buffers, _versions(unit.buffers), strict=True)
+        changed = [
+            f"parameter {unit.parameters[k][1]}"
+            for k, pair in enumerate(zip(self._parameters, unit.parameter_versions(), strict=True))
+            if pair[0] != pair[1]
+        ]
+        changed += [
+            f"buffer {unit.buffers[k][1]}"
+            for k, (old, new) in enumerate(buffers)
+            if old != new and k not in self._before
+        ]
+        if versions(self._tensors) != self._inputs:
+            changed.append("an argument")
+        if changed:
+            raise RuntimeError(
+                f"{changed[0]} of the model was changed in place, or replaced, since its forward, "
+                "and this backward has to run that forward again: change it after the backward, "
+                "or call the model again"
+            )
+
+
+@contextmanager
+def _training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[None]:
+    """Give modules these training flags inside."""
+    before = [module.training for module in modules]
+    try:
+        for module, training in zip(modules, flags, strict=True):
+            module.training = training
+        yield
+    finally:
+        for module, training in zip(modules, before, strict=True):
+            module.training = training
+
+
+class _Joined(Function):
+    """Node between a tensor of the caller's and the same value in a newer graph."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, newer: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return None, *gradients
+
+
+def _join(tensor: torch.Tensor | None, newer: torch.Tensor) -> None:
+    """Have what is computed of a tensor from now on be differentiated through a newer graph."""
+    if tensor is not None and tensor._version == 0 and newer.requires_grad:
+        with backwards.version_kept(tensor):
+            _Joined.apply(tensor, newer)
+
+
+def _copied(value: Any) -> Any:
+    """Return nested arguments in containers of their own."""
+    return map_tensors(value, lambda tensor: tensor)
+
+
+class _Part:
+    """Captured call, and the way around it.
+
+    Parameters
+    ----------
+    rerun, forward
+        State in which it began, and the function of its arguments.
+    output, positions
+        Tensors of its result, and the places of those with gradients among them.
+    leaves
+        Tensors that get gradients.
+    token
+        Object that lives while the call's own backward can run; it is told to pass.
+    """
+
+    def __init__(
+        self,
+        rerun: Rerun,
+        forward: Callable[[Any], Any],
+        positions: list[int],
+        leaves: list[torch.Tensor],
+        token: Any,
+    ) -> None:
+        self._rerun, self._forward, self._positions = rerun, forward, positions
+        self._leaves, self._token = leaves, token
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    def backward(self, given: Sequence[torch.Tensor | None]) -> Iterable[torch.Tensor | None]:
+        """Return gradients of the call's outputs and leaves: those of one kind are ``None``."""
+        token = self._token()
+        is_wanted = self._rerun.is_wanted(given, repeats=token is not None)
+        if token is not None:
+            token.is_passed = is_wanted
+        if not is_wanted:
+            return (*given, *[None] * len(self._leaves))
+        found = self._rerun.gradients(self._outputs, given, self._leaves, self.made)
+        return (*[None] * len(given), *[found.pop(id(leaf), None) for leaf in self._leaves])
+
+    def _outputs(self, value: Any) -> list[torch.Tensor]:
+        tensors = output_tensors(self._forward(value))
+        return [tensors[k] for k in self._positions]
+
+
+class _Again(Function):
+    """Node that passes gradients on to a captured call, or takes them past it."""
+
+    @staticmethod
+    def forward(ctx: Any, part: _Part, number: int, *tensors: torch.Tensor) -> Any:
+        ctx.part = part
+        ctx.set_materialize_grads(False)
+        return tuple([tensor.detach() for tensor in tensors[:number]])
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor | None) -> Any:
+        return None, None, *ctx.part.backward(given)
+
+
+_apply_again = core.bare_apply(_Again)
+
+
+def attach(
+    output: Any,
+    rerun: Rerun,
+    forward: Callable[[Any], Any],
+    leaves: list[torch.Tensor],
+    token: Any,
+) -> Any:
+    """Return the result of a captured call, with a way around the call in its graph.
+
+    Parameters
+    ----------
+    output
+        Result, nested.
+    rerun, forward
+        State in which the call began, and the function of its arguments.
+    leaves
+        Tensors that its backward makes gradients of.
+    token
+        Weak reference to the object that lives while that backward can run.
+    """
+    tensors, passed = output_tensors(output), rerun.arguments
+    places: dict[int, int] = {}
+    for k, tensor in enumerate(tensors):
+        if tensor.grad_fn is not None and id(tensor) not in passed:
+            places.setdefault(id(tensor), k)
+    if not places or not leaves:
+        return output
+    positions = list(places.values())
+    part = _Part(rerun, forward, positions, leaves, token)
+    made = _apply_again(part, len(positions), *[tensors[k] for k in positions], *leaves)
+    part.made = [*map(weakref.ref, made)]
+    return replaced(output, dict(zip(places, made, strict=True)))
