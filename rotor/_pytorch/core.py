@@ -201,6 +201,7 @@ def run_backward(
 
 
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+in_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 # -- captured graphs
@@ -428,6 +429,7 @@ SUPPORTED = "PyTorch 2.11 to 2.13"
 _REQUIRED = (
     "_C._current_graph_task_id",
     "_C._functorch.peek_interpreter_stack",
+    "_C._is_any_autocast_enabled",
     "_C._autograd._get_current_graph_task_keep_graph",
     "_C._autograd._profiler_enabled",
     "_C._autograd._top_saved_tensors_default_hooks",

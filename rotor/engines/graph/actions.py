@@ -22,9 +22,11 @@ __all__ = [
     "deaths",
     "movable",
     "offloaded",
+    "outputs_among",
     "renumbered",
     "root_names",
     "runs_among",
+    "stored_values",
 ]
 
 
@@ -189,3 +191,34 @@ def root_names(lowered: Lowered) -> dict[int, str]:
         for index, task in enumerate(lowered.tasks)
         for path, storage in task.made.items()
     }
+
+
+def stored_values(
+    lowered: Lowered, actions: Sequence[Action], boundary: int, kept: Sequence[set[int]]
+) -> dict[int, str]:
+    """Return the storages kept from forward to backward, with the variables that hold them."""
+    names = root_names(lowered)
+    made: dict[int, str] = {}
+    for position in range(boundary):
+        made.update({s: names[s] for s in actions[position].makes if s in kept[position]})
+    read: set[int] = set()
+    again: set[int] = set()
+    for action in actions[boundary + 1 :]:
+        read.update(s for s in action.reads if s not in again)
+        again.update(s for s in action.makes if not lowered.storages[s][1])
+    for node in lowered.gradients:
+        if isinstance(node, fx.Node):
+            read.update(s for s in lowered.values[node].storages if s not in again)
+    return {storage: name for storage, name in made.items() if storage in read}
+
+
+def outputs_among(lowered: Lowered, stored: dict[int, str]) -> list[str]:
+    """Return the variables of kept storages that outputs of the model are on."""
+    mutations = len(lowered.mutated)
+    on = {
+        storage
+        for node in lowered.outputs[mutations:]
+        if isinstance(node, fx.Node)
+        for storage in lowered.values[node].storages
+    }
+    return [name for storage, name in stored.items() if storage in on]

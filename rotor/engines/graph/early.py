@@ -21,7 +21,6 @@ from torch import nn
 from torch.autograd.function import Function
 
 from rotor._pytorch import core
-from rotor.common.generators import autocast_off
 from rotor.common.substitutes import substituted
 from rotor.engines.chain.proofs import host_copy
 from rotor.engines.graph.actions import Kind, actions_of, deaths
@@ -274,8 +273,6 @@ class Delivery:
     ----------
     code
         Code to run.
-    device
-        Device of the model.
     marks
         Functions called when the backward begins, and after its last part.
 
@@ -288,11 +285,9 @@ class Delivery:
     def __init__(
         self,
         code: EarlyCode,
-        device: torch.device,
         marks: tuple[Callable[[], object], Callable[[], object]] | None = None,
     ) -> None:
         self._code = code
-        self._device = device
         self._marks = marks
         self._parts: Generator[None, None, None] | None = None
         self._given: dict[int, torch.Tensor | None] = {}
@@ -314,15 +309,14 @@ class Delivery:
     def deliver(self, group: int) -> list[torch.Tensor | None]:
         """Run the backward up to the gradients of a group; return them, once."""
         try:
-            with autocast_off(self._device.type):
-                while self._next <= group and self._parts is not None:
-                    next(self._parts)
-                    self._next += 1
-                if self._next == len(self._code.groups) and self._parts is not None:
-                    self._parts.close()
-                    self._parts = None
-                    if self._marks is not None:
-                        self._marks[1]()
+            while self._next <= group and self._parts is not None:
+                next(self._parts)
+                self._next += 1
+            if self._next == len(self._code.groups) and self._parts is not None:
+                self._parts.close()
+                self._parts = None
+                if self._marks is not None:
+                    self._marks[1]()
         except RecomputationError:
             self._restore()
             self.forget()
@@ -406,8 +400,6 @@ class EarlyStep:
         Program.
     owners
         Origins of the call's primals.
-    device
-        Device of the model.
     marks
         See `Delivery`.
     """
@@ -416,13 +408,12 @@ class EarlyStep:
         self,
         code: EarlyCode,
         owners: Owners,
-        device: torch.device,
         marks: tuple[Callable[[], object], Callable[[], object]] | None = None,
     ) -> None:
         self.source = code.source
         self.replayed = code.replayed
         self.forward = code.forward
-        self.backward = Delivery(code, device, marks)
+        self.backward = Delivery(code, marks)
         self._groups = code.groups
         self._owners = owners
         self._originals: dict[int, torch.Tensor] = {}

@@ -22,7 +22,15 @@ from torch import fx
 
 from rotor._pytorch import core, symbols
 from rotor.common.kept_code import compiled
-from rotor.engines.graph.actions import Action, Kind, actions_of, deaths, root_names
+from rotor.engines.graph.actions import (
+    Action,
+    Kind,
+    actions_of,
+    deaths,
+    outputs_among,
+    stored_values,
+)
+from rotor.engines.graph.autocast import in_either_mode, within_autocast
 from rotor.engines.graph.false_edges import of_sizes
 from rotor.engines.graph.lowering import Lowered, Task, Value
 from rotor.engines.graph.moves import Moves
@@ -132,8 +140,10 @@ class _Writer:
         names: dict[int, str],
         pooling: Pooling | None,
         proves: bool,
+        in_autocast: bool,
     ) -> None:
         self.lowered = lowered
+        self.in_autocast = in_autocast
         self.pooling = pooling
         self.proves = proves
         self.namespace = namespace
@@ -179,8 +189,11 @@ class _Writer:
         arguments += [f"{name}={self.argument(value)}" for name, value in node.kwargs.items()]
         # Real strides may differ from the captured ones; then a view has to be a copy.
         is_view = node.target is torch.ops.aten.view.default
-        target = torch.ops.aten.reshape.default if is_view else node.target
-        return f"{self.constant(core.callable_of(target))}({', '.join(arguments)})"
+        target = core.callable_of(torch.ops.aten.reshape.default if is_view else node.target)
+        if self.in_autocast and node in self.task_of:
+            is_backward = self.task_of[node] > self.lowered.loss
+            target = within_autocast(target, node, is_backward=is_backward)
+        return f"{self.constant(target)}({', '.join(arguments)})"
 
     def reference(self, node: fx.Node) -> str:
         """Return the variable of a node; write the code of a missing view."""
@@ -406,6 +419,8 @@ def emit(
     prover: Prover | None = None,
     layout: Layout | None = None,
     pooling: Pooling | None = None,
+    *,
+    in_autocast: bool = False,
 ) -> Emitted:
     """Return the functions that run a program.
 
@@ -425,6 +440,8 @@ def emit(
         Places of offloaded values; ``None``: nothing is offloaded.
     pooling
         Use of a private pool; ``None``: none is used.
+    in_autocast
+        True if the backward runs within autocast.
     """
     actions = actions_of(lowered, numbers)
     boundary = [int(number) for number in numbers].index(lowered.loss)
@@ -503,11 +520,13 @@ def emit(
                 writer.lines.append(f"{replay} = None")
             writer.drop(sorted(dying[position]))
 
-    new_writer = partial(_Writer, lowered, namespace, constants, pooling, prover is not None)
+    new_writer = partial(
+        _Writer, lowered, namespace, constants, pooling, prover is not None, in_autocast
+    )
     head = new_writer()
     write(head, 0, boundary)
     outputs = [head.argument(node) for node in lowered.outputs]
-    stored = _stored(lowered, actions, boundary, kept)
+    stored = stored_values(lowered, actions, boundary, kept)
     states = [replays[i] for i in sorted(replays) if i in ran and remaining[i] > 0]
     unsaved = [f"p{head.primal_of[n]}" for n in lowered.primals if n in lowered.mutated]
     saved = [f"p{head.primal_of[n]}" for n in saved_primals(lowered)]
@@ -517,7 +536,7 @@ def emit(
         names.append("proof")
     if layout is not None:
         names.append("tier")
-    returned = _outputs_among(lowered, stored)
+    returned = outputs_among(lowered, stored)
     checks = ", ".join(f"({name}, {name}._version)" for name in returned)
     forward = [
         "def forward(args):",
@@ -568,9 +587,11 @@ def emit(
     exec(code, namespace)
     filename = code.co_filename
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    return Emitted(
-        namespace["forward"], namespace["backward"], source, len(replays), places, pooling
-    )
+    run_backward = namespace["backward"]
+    if not in_autocast:
+        given = (lowered, numbers, groups, prover, layout, pooling)
+        run_backward = in_either_mode(run_backward, partial(emit, *given, in_autocast=True))
+    return Emitted(namespace["forward"], run_backward, source, len(replays), places, pooling)
 
 
 def _origin(primal: int, dimension: int | None) -> str:
@@ -588,33 +609,3 @@ def _device(task: Task) -> torch.device:
     while isinstance(value, list | tuple):
         value = value[0]
     return torch.device(value.device)
-
-
-def _stored(
-    lowered: Lowered, actions: Sequence[Action], boundary: int, kept: Sequence[set[int]]
-) -> dict[int, str]:
-    """Return the storages kept from forward to backward, with the variables that hold them."""
-    names = root_names(lowered)
-    made: dict[int, str] = {}
-    for position in range(boundary):
-        made.update({s: names[s] for s in actions[position].makes if s in kept[position]})
-    read: set[int] = set()
-    again: set[int] = set()
-    for action in actions[boundary + 1 :]:
-        read.update(s for s in action.reads if s not in again)
-        again.update(s for s in action.makes if not lowered.storages[s][1])
-    for node in lowered.gradients:
-        if isinstance(node, fx.Node):
-            read.update(s for s in lowered.values[node].storages if s not in again)
-    return {storage: name for storage, name in made.items() if storage in read}
-
-
-def _outputs_among(lowered: Lowered, stored: dict[int, str]) -> list[str]:
-    mutations = len(lowered.mutated)
-    on = {
-        storage
-        for node in lowered.outputs[mutations:]
-        if isinstance(node, fx.Node)
-        for storage in lowered.values[node].storages
-    }
-    return [name for storage, name in stored.items() if storage in on]

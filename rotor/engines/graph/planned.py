@@ -320,7 +320,7 @@ class GraphPlan(Metered):
             return
         assert self.step.owners is not None
         self._place(code)
-        early = EarlyStep(code, self.step.owners, self.device)
+        early = EarlyStep(code, self.step.owners)
         self.step.captured.emitted = early
         try:
             with early.around(slots, arguments) as replaced:

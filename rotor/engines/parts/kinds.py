@@ -366,7 +366,7 @@ class Kind:
     ) -> Iterator[Any]:
         """Make the next call run a program; return the arguments to call it with."""
         if isinstance(code, EarlyCode) and self.owners is not None:
-            early = EarlyStep(code, self.owners, self.device, marks)
+            early = EarlyStep(code, self.owners, marks)
             self.captured.emitted = early
             with early.around(slots_of(module), arguments) as replaced:
                 yield replaced
