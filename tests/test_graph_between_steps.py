@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -182,3 +183,42 @@ def test_what_libraries_note_in_classes_changes_nothing(monkeypatch: pytest.Monk
     model.zero_grad()
     model(x).square().mean().backward()
     assert model.plan.step.captured is step.captured
+
+
+class Attention(nn.Module):
+    """Layers of attention; they break their graph if asked for."""
+
+    def __init__(self, *, breaks: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 96) for _ in range(3))
+        self.breaks = breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            parts = layer(x).unflatten(-1, (4, 24)).transpose(1, 2).chunk(3, -1)
+            y = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+            x = y.transpose(1, 2).flatten(2)
+        if self.breaks and x.sum() > 1e9:
+            return x * 2
+        return x
+
+
+@pytest.mark.parametrize(("engine", "breaks"), [("graph", False), ("auto", False), ("auto", True)])
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+def test_a_graph_follows_the_choice_of_kernels(engine: str, breaks: bool) -> None:
+    def seen(engine: str | None) -> list[float]:
+        torch.manual_seed(0)
+        net = Attention(breaks=breaks)
+        limit = {"mem_limit": "2 MB", "engine": engine, "verbosity": 0}
+        model = net if engine is None else rotor.Checkpointable(net, **limit)
+        x, found = torch.randn(2, 70, 32), []
+        for step in range(4):
+            chosen = SDPBackend.MATH if step >= 2 else SDPBackend.FLASH_ATTENTION
+            with sdpa_kernel(chosen):
+                loss = model(x).square().mean()
+                loss.backward()
+            found.append(loss.item())
+            found += [p.grad.sum().item() for p in net.parameters() if p.grad is not None]
+        return found
+
+    assert seen(engine) == seen(None)

@@ -200,6 +200,15 @@ def run_backward(
     return found
 
 
+_CHOICES = ("math_sdp", "flash_sdp", "mem_efficient_sdp", "cudnn_sdp", "cudnn", "mkldnn")
+_ASKED = [getattr(torch._C, f"_get_{name}_enabled") for name in _CHOICES]
+
+
+def kernel_choices() -> tuple[bool, ...]:
+    """Return which implementations PyTorch may choose for attention, convolutions and the like."""
+    return tuple([ask() for ask in _ASKED])
+
+
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 in_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 

@@ -12,7 +12,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 __all__ = ["Draws"]
 
@@ -69,11 +69,12 @@ class Draws:
                 return _variables()[1](self, generator, value.__name__, source=builder.source)
             return wrap(builder, value)
 
-        VariableBuilder._wrap = wrapped  # type: ignore[method-assign]
+        owner: Any = VariableBuilder
+        owner._wrap = wrapped
         try:
             yield
         finally:
-            VariableBuilder._wrap = wrap  # type: ignore[method-assign]
+            owner._wrap = wrap
 
     def input(self, tx: Any, generator: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Return the variable of a drawn number, or array, of the code that is being captured."""
@@ -114,11 +115,12 @@ def _variables() -> tuple[Any, Any]:
     from torch._dynamo.variables.base import VariableTracker
 
     class Generator(VariableTracker):
-        _nonvar_fields: ClassVar = {"draws", "generator", *VariableTracker._nonvar_fields}
+        _nonvar_fields = {"draws", "generator", *VariableTracker._nonvar_fields}  # noqa: RUF012
 
         def __init__(self, draws: Draws, generator: Any, **options: Any) -> None:
             super().__init__(**options)
             self.draws, self.generator = draws, generator
+            assert self.source is not None
             install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
 
         def python_type(self) -> type:
@@ -131,7 +133,12 @@ def _variables() -> tuple[Any, Any]:
             return self.draws.input(tx, self.generator, name, args, kwargs)
 
     class Method(VariableTracker):
-        _nonvar_fields: ClassVar = {"draws", "generator", "name", *VariableTracker._nonvar_fields}
+        _nonvar_fields = {  # noqa: RUF012
+            *VariableTracker._nonvar_fields,
+            "draws",
+            "generator",
+            "name",
+        }
 
         def __init__(self, draws: Draws, generator: Any, name: str, **options: Any) -> None:
             super().__init__(**options)

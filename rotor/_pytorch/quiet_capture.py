@@ -67,6 +67,7 @@ def capturing(asked: Callable[[], object] | None, draws: Draws) -> Iterator[None
 @contextmanager
 def _branches_of_plain_execution(asks: Callable[[], object]) -> Iterator[None]:
     """Have ``torch.compiler.is_compiling()`` and the like be false but in PyTorch's own code."""
+    from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables import torch as variables
 
     asked = {f for f, answer in variables.tracing_state_functions().items() if answer}
@@ -77,7 +78,7 @@ def _branches_of_plain_execution(asks: Callable[[], object]) -> Iterator[None]:
         caller = str(tx.f_globals.get("__name__", ""))
         if self.value in asked and caller.partition(".")[0] != "torch":
             asks()
-            return variables.ConstantVariable.create(False)
+            return ConstantVariable.create(False)
         return call(self, tx, args, kwargs)
 
     owner.call_function = answered

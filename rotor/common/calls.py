@@ -16,12 +16,12 @@ from rotor.common.tensor_trees import output_tensors
 __all__ = [
     "PlainValues",
     "Reads",
-    "autocast_signature",
     "call_signature",
     "flattened_call",
     "is_plain_value",
     "leaf_expressions",
     "leaf_signature",
+    "mode_signature",
     "sample_call",
 ]
 
@@ -176,9 +176,9 @@ def leaf_expressions(arguments: Any) -> list[str | None]:
     return found
 
 
-def autocast_signature(kind: str) -> tuple[str, bool, torch.dtype]:
-    """Return the part of a signature that comes from autocast on a type of device."""
-    return (kind, *autocast_of(kind))
+def mode_signature(kind: str) -> tuple[Any, ...]:
+    """Return the part of a signature that comes from modes, for a type of device."""
+    return (kind, *autocast_of(kind), core.kernel_choices())
 
 
 def call_signature(args: Sequence[Any], kwargs: Any) -> Any:
@@ -187,4 +187,4 @@ def call_signature(args: Sequence[Any], kwargs: Any) -> Any:
     kinds = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
     kinds = kinds - {"meta"} or {"cpu"}
     described = tuple([leaf_signature(leaf) for leaf in leaves])
-    return str(spec), described, tuple([autocast_signature(kind) for kind in sorted(kinds)])
+    return str(spec), described, tuple([mode_signature(kind) for kind in sorted(kinds)])

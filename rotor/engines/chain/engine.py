@@ -17,7 +17,7 @@ from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence as Schedule
 from rotor.algorithms.utils import DynamicAlgorithm
 from rotor.chain import Chain
-from rotor.common.calls import autocast_signature
+from rotor.common.calls import mode_signature
 from rotor.common.progress import progress
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain import collective
@@ -163,7 +163,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         targets = call.targets
         measured = (
             tuple([(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]),
-            autocast_signature(kind),
+            mode_signature(kind),
             structure.training_flags(),
             required,
             tuple([(t.shape, t.dtype) for t in tree_tensors(targets)]) if targets else None,

@@ -51,7 +51,7 @@ def _outputs(lowered: Lowered, primals: list[Any]) -> list[torch.Tensor]:
             known[node] = core.attribute(lowered.module, str(node.target))
             continue
         arguments = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
-        known[node] = node.target(*arguments[0], **arguments[1])  # type: ignore[operator]
+        known[node] = node.target(*arguments[0], **arguments[1])
         for used in node.all_input_nodes:
             left[used] -= 1
             if not left[used] and used not in outputs:

@@ -14,11 +14,11 @@ from rotor._pytorch import core
 from rotor.algorithms.curve import Curve
 from rotor.common.calls import (
     PlainValues,
-    autocast_signature,
     flattened_call,
     is_plain_value,
     leaf_expressions,
     leaf_signature,
+    mode_signature,
 )
 from rotor.common.model_state import refuse_sharded
 from rotor.common.progress import progress
@@ -111,7 +111,7 @@ def captured_key(context: Context, call: Call) -> Key:
         structure,
         tuple(described),
         plain,
-        autocast_signature(kind),
+        mode_signature(kind),
         context.structure.training_flags(),
         required,
     )
