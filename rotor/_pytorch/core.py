@@ -60,17 +60,6 @@ def child_slots(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-def global_hooks() -> list[Any]:
-    """Return the hooks that run in calls of every module."""
-    return [list(held.values()) for held in GLOBAL_HOOKS]
-
-
-GLOBAL_HOOKS = [
-    getattr(nn.modules.module, f"_global_{name}")
-    for name in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
-]
-
-
 def has_hooks(module: nn.Module) -> bool:
     """Return whether forward or backward hooks are registered on the module itself."""
     return bool(
@@ -200,17 +189,7 @@ def run_backward(
     return found
 
 
-_CHOICES = ("math_sdp", "flash_sdp", "mem_efficient_sdp", "cudnn_sdp", "cudnn", "mkldnn")
-_ASKED = [getattr(torch._C, f"_get_{name}_enabled") for name in _CHOICES]
-
-
-def kernel_choices() -> tuple[bool, ...]:
-    """Return which implementations PyTorch may choose for attention, convolutions and the like."""
-    return tuple([ask() for ask in _ASKED])
-
-
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-in_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 # -- captured graphs

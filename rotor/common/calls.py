@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor._pytorch import core
+from rotor._pytorch import core, modes
 from rotor.common.generators import autocast_of
 from rotor.common.tensor_trees import output_tensors
 
@@ -178,7 +178,7 @@ def leaf_expressions(arguments: Any) -> list[str | None]:
 
 def mode_signature(kind: str) -> tuple[Any, ...]:
     """Return the part of a signature that comes from modes, for a type of device."""
-    return (kind, *autocast_of(kind), core.kernel_choices())
+    return (kind, *autocast_of(kind), modes.kernel_choices())
 
 
 def call_signature(args: Sequence[Any], kwargs: Any) -> Any:

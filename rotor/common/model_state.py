@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor._pytorch import core, fsdp
+from rotor._pytorch import core, fsdp, modes
 from rotor.common.rerun import Rerun, Unit
 
 __all__ = ["ModelState", "refuse_replicated", "refuse_sharded"]
@@ -116,7 +116,7 @@ class ModelState:
             functions = [(len(held), read(held)) for held, read in self._classes]
         except KeyError:
             return []
-        return [functions, core.global_hooks()]
+        return [functions, modes.global_hooks()]
 
     def _all_functions(self) -> list[Any]:
         """Return the same with functions that a class did not have; slower."""
@@ -124,7 +124,7 @@ class ModelState:
             {name: value for name, value in vars(kind).items() if isinstance(value, _FUNCTIONS)}
             for kind in self._kinds
         ]
-        return [found, list(map(vars(nn.Module).get, _ROOT)), core.global_hooks()]
+        return [found, list(map(vars(nn.Module).get, _ROOT)), modes.global_hooks()]
 
     def _is_same_code(self) -> bool:
         code = self._called_code()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rotor._pytorch import core, devices
+from rotor._pytorch import devices, modes
 from rotor.common.generators import autocast_off
 
 __all__ = ["in_either_mode", "within_autocast"]
@@ -32,7 +32,7 @@ def in_either_mode(backward: Callable[..., Any], emit: Callable[[], Any]) -> Cal
     other = functools.cache(lambda: emit().backward)
 
     def run(*args: Any) -> Any:
-        return (other() if core.in_autocast() else backward)(*args)
+        return (other() if modes.in_autocast() else backward)(*args)
 
     return run
 
