@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["global_hooks", "in_autocast", "kernel_choices"]
+__all__ = ["GLOBAL_HOOKS", "global_hooks", "in_autocast", "kernel_choices"]
 
 _CHOICES = ("math_sdp", "flash_sdp", "mem_efficient_sdp", "cudnn_sdp", "cudnn", "mkldnn")
 _ASKED = [getattr(torch._C, f"_get_{name}_enabled") for name in _CHOICES]
-_HOOKS = [
+GLOBAL_HOOKS = [
     getattr(nn.modules.module, f"_global_{name}")
     for name in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 ]
@@ -27,4 +27,4 @@ def kernel_choices() -> tuple[bool, ...]:
 
 def global_hooks() -> list[Any]:
     """Return the hooks that run in calls of every module."""
-    return [list(held.values()) for held in _HOOKS]
+    return [list(held.values()) for held in GLOBAL_HOOKS]

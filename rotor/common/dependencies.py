@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rotor._pytorch import core
+from rotor._pytorch import core, modes
 from rotor.common.module_state import Watch, is_library, is_same, is_scalar
 from rotor.common.places import MISSING, Attribute, Contents, Entry, Place
 from rotor.errors import RecomputationError
@@ -160,7 +160,7 @@ class Dependencies(Watch):
         self._sources: list[_Source] = []
         self._empty: list[dict[Any, Any]] = []
         self._with_parameters = with_parameters
-        for hooks in core.GLOBAL_HOOKS:
+        for hooks in modes.GLOBAL_HOOKS:
             self._dict("hooks of all modules", hooks)
         super().__init__(modules)
         self._reads = [source.read for source in self._sources]
