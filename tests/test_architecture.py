@@ -322,7 +322,6 @@ PRIVATE_IN_TESTS = {
     "test_memory_cuda": ["_core", "_pytorch.devices", "_pytorch.main_thread"],
     "test_wrapping": ["common.model_state"],
     "test_integer_program": ["algorithms._integer_program"],
-    "test_undisturbed": ["_pytorch.core"],
     "test_varying_memory": ["_pytorch.devices"],
     "background_models": ["wrapper.checkpointable"],
     "versions": ["_pytorch.core", "_pytorch.dispatch", "_pytorch.regions"],

@@ -23,7 +23,7 @@ import rotor
 from rotor import memory
 from rotor.common.calls import call_signature
 from rotor.common.forward_patch import PatchedForwards
-from rotor.common.undisturbed import model_kept
+from rotor.common.undisturbed import trial
 from rotor.engines.dynamic.engine import DynamicEngine
 from rotor.engines.dynamic.plan import DynamicPlan
 from rotor.engines.graph import false_edges
@@ -601,7 +601,7 @@ def test_replaced_forwards_come_back():
 
 def test_plain_attributes_come_back():
     model = Breaks()
-    with model_kept(model, torch.device("cpu")):
+    with trial(model, (), torch.device("cpu")):
         model.calls, model.made = 7, True
     assert model.calls == 0
     assert not hasattr(model, "made")

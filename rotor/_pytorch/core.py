@@ -44,8 +44,8 @@ def value_in(slot: Slot) -> Any:
     return slots[name] if name in slots else None  # noqa: SIM401
 
 
-def slots_of_module(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the dictionaries of a module's parameters, buffers, children, hooks and the like."""
+def slots_of_module(module: nn.Module) -> list[Any]:
+    """Return the containers of a module's parameters, buffers, children, hooks and the like."""
     names = vars(nn.Module())
     return [value for name, value in vars(module).items() if name in names]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+import traceback
 import warnings
 from pathlib import Path
 from types import CodeType, TracebackType
@@ -14,7 +15,7 @@ from torch import nn
 
 from rotor.errors import InfeasibleError
 
-__all__ = ["fold", "reported", "warn_caller"]
+__all__ = ["fold", "release", "reported", "warn_caller"]
 
 FULL = "ROTOR_FULL_TRACEBACK"
 """Environment variable that keeps tracebacks whole."""
@@ -136,3 +137,14 @@ def _is_hidden(trace: TracebackType) -> bool:
     """Return whether a frame between ours and the model's says nothing about the model."""
     name = trace.tb_frame.f_code.co_filename
     return name.startswith(_TORCH) and not name.startswith(_MODULES)
+
+
+def release(error: BaseException) -> None:
+    """Drop the variables in the frames of an error, and of those that led to it."""
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        this = waiting.pop()
+        if this is not None and this.__traceback__ is not None:
+            traceback.clear_frames(this.__traceback__)
+            this.__traceback__ = None
+            waiting += [this.__cause__, this.__context__]

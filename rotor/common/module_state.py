@@ -13,7 +13,7 @@ import sys
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -36,7 +36,9 @@ from rotor.common.places import (
 
 __all__ = ["Watch", "is_library", "is_same", "is_scalar"]
 
-_MOST_CELLS = 20_000
+_Identities = Collection[tuple[int, Any]] | None
+
+_MOST_CELLS = 100_000
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CODE: Any = (
     types.FunctionType
@@ -135,9 +137,14 @@ class _Values:
             if not is_same(place.get(), self.before.get(key, MISSING))
         ]
 
-    def restore(self) -> None:
+    def restore(self, among: _Identities = None) -> None:
         for place in self.changed():
-            place.put(self.before.get(place.key, MISSING))
+            if among is None or place.identity in among:
+                place.put(self.before.get(place.key, MISSING))
+        if among is None and type(self.owner) is dict and list(self.keys()) != list(self.before):
+            # An entry that was removed comes back at its place.
+            for key in list(self.before):
+                self.owner[key] = self.owner.pop(key)
 
 
 class _Whole:
@@ -151,8 +158,8 @@ class _Whole:
     def changed(self) -> list[Place]:
         return [] if self.same(self.before, self.place.get()) else [self.place]
 
-    def restore(self) -> None:
-        if self.changed():
+    def restore(self, among: _Identities = None) -> None:
+        if self.changed() and (among is None or self.place.identity in among):
             self.place.put(self.before)
 
 
@@ -175,8 +182,9 @@ class _Mutable:
             return []
         return [type(h)(h.name, h.owner, h.key, in_place=True) for h in self.holders]
 
-    def restore(self) -> None:
-        if not self.changed():
+    def restore(self, among: _Identities = None) -> None:
+        changed = self.changed()
+        if not changed or (among is not None and changed[0].identity not in among):
             return
         if self.is_tensor:
             # The holder keeps the tensor, and no graph takes it for changed.
@@ -210,6 +218,11 @@ class Watch:
     ----------
     modules
         Modules by name, and functions that are no modules.
+    copies_tensors
+        False to leave the values of tensors to others.
+    slots_of
+        Function of a module that returns containers of it to note as well: of parameters, buffers,
+        children and hooks.
 
     Attributes
     ----------
@@ -220,7 +233,15 @@ class Watch:
     most: ClassVar[int] = _MOST_CELLS
     internals: ClassVar[frozenset[str]] = frozenset([*vars(nn.Module()), "training"])
 
-    def __init__(self, modules: Iterable[tuple[str, Any]]) -> None:
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, Any]],
+        *,
+        copies_tensors: bool = True,
+        slots_of: Callable[[nn.Module], Iterable[Any]] = lambda module: (),
+    ) -> None:
+        self._copies_tensors = copies_tensors
+        self._slots_of = slots_of
         self._cells: dict[Any, _Values | _Whole | _Mutable] = {}
         self._waiting: deque[tuple[str, Any, Place | None]] = deque()
         self._seen: set[int] = set()
@@ -249,7 +270,8 @@ class Watch:
         if isinstance(value, _SCALARS) or value is MISSING:
             return
         if isinstance(value, torch.Tensor):
-            if not isinstance(value, nn.Parameter) and value.grad_fn is None:
+            is_value = not isinstance(value, nn.Parameter) and value.grad_fn is None
+            if is_value and self._copies_tensors:
                 self._mutable(value, holder)
             return
         if id(value) in self._seen:
@@ -285,6 +307,8 @@ class Watch:
             return [key for key in slots if key not in self.internals]
 
         self._values(name, slots, Entry, keys)
+        for inner in self._slots_of(module):
+            self._visit(name, inner, None)
         for hook in core.forward_hooks(module):
             self._waiting.append((f"a hook of {name}", hook, None))
         if id(module) not in self._own:
@@ -400,10 +424,14 @@ class Watch:
         """Return whether the modules could read or change a place."""
         return id(place.owner) in self._owners
 
-    def restore(self) -> None:
-        """Restore the state at construction."""
+    def identities(self) -> set[tuple[int, Any]]:
+        """Return the identities of the places whose state has changed."""
+        return {place.identity for place in self.changed()}
+
+    def restore(self, among: Collection[tuple[int, Any]] | None = None) -> None:
+        """Restore the state at construction; of places of these identities only, if given."""
         for cell in self._cells.values():
-            cell.restore()
+            cell.restore(among)
 
 
 def _is_data(value: Any) -> bool:

@@ -1,35 +1,56 @@
-"""Guards of runs that leave no trace: each puts one kind of state back when it ends."""
+"""Trials: runs of a model that are not the user's, and leave everything as it was.
+
+A `Trial` takes copies of the call's arguments, and puts back what the model's code can reach:
+parameters, buffers, attributes, containers, objects, hooks, globals, gradients, random generators
+and PyTorch's own caches. The bytes of tensors are kept where they are written to, and not before.
+"""
 
 from __future__ import annotations
 
+import copy
+import gc
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from rotor._pytorch import core
+from rotor._pytorch import core, traces
 from rotor.common.generators import RngTracker
+from rotor.common.module_state import Watch
 
 __all__ = [
-    "attributes_kept",
-    "autocast_cache_dropped",
-    "buffers_copied",
-    "buffers_kept",
+    "Trial",
+    "Untriable",
+    "copied_arguments",
     "generators_kept",
     "gradients_aside",
-    "model_kept",
     "random_states_kept",
     "training_flags_kept",
+    "trial",
     "values_kept",
 ]
 
-_PLAIN = (bool, int, float, complex, str, type(None), tuple)
-_FILLED = (list, dict, set)
+_MOST_OBJECTS = 100_000
+_SHARED = (
+    nn.Module,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.CodeType,
+    types.FrameType,
+)
+"""Types of objects in arguments that a trial takes as they are."""
+
+
+class Untriable(ValueError):
+    """Absence of a way to run something without a trace; the message says why."""
 
 
 @contextmanager
@@ -44,7 +65,7 @@ def training_flags_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def gradients_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def gradients_aside(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Take the gradients of parameters off inside, and put them back afterwards."""
     kept = [(parameter, parameter.grad) for parameter in parameters]
     try:
@@ -98,53 +119,22 @@ def generators_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
             restore()
 
 
-@contextmanager
-def attributes_kept(modules: Sequence[nn.Module], *, prepares: bool = False) -> Iterator[None]:
-    """Put plain attributes of modules, tensors and collections among them, back as they were.
-
-    Parameters
-    ----------
-    modules
-        Whose attributes.
-    prepares
-        Leave what a first forward sets up: attributes that are new, or were ``None`` or a flag.
-    """
-    before = [(module, dict(module.__dict__)) for module in modules]
-    values = [value for _, found in before for value in found.values()]
-    tensors = [
-        (value, value.detach().clone())
-        for value in values
-        if isinstance(value, torch.Tensor) and value.layout == torch.strided
-    ]
-    filled = [(value, value.copy()) for value in values if type(value) in _FILLED]
-    own = {id(slots) for module in modules for slots in core.slots_of_module(module)}
-    filled = [(value, copied) for value, copied in filled if id(value) not in own]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in tensors:
-                if not torch.equal(tensor, value):
-                    tensor.copy_(value)
-        for value, copied in filled:
-            _refill(value, copied)
-        for module, attributes in before:
-            for name, value in list(module.__dict__.items()):
-                if name not in attributes:
-                    if not prepares and type(value) in (*_PLAIN, torch.Tensor):
-                        del module.__dict__[name]
-                elif prepares and isinstance(attributes[name], bool | None):
-                    continue
-                elif type(attributes[name]) in (*_PLAIN, torch.Tensor, *_FILLED):
-                    module.__dict__[name] = attributes[name]
+# -- arguments
 
 
-def _refill(value: Any, copied: Any) -> None:
-    value.clear()
-    if isinstance(value, list):
-        value.extend(copied)
-    else:
-        value.update(copied)
+def _reachable(value: Any) -> list[Any]:
+    """Return the objects that a value holds, down to tensors and what trials share."""
+    found: dict[int, Any] = {}
+    waiting = [value]
+    while waiting:
+        if len(found) > _MOST_OBJECTS:
+            raise Untriable("the arguments hold too many objects to copy them")
+        item = waiting.pop()
+        if id(item) not in found:
+            found[id(item)] = item
+            if not isinstance(item, (torch.Tensor, *_SHARED)):
+                waiting += gc.get_referents(item)
+    return list(found.values())
 
 
 @contextmanager
@@ -159,55 +149,195 @@ def values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
                 tensor.copy_(value)
 
 
-@contextmanager
-def buffers_kept(slots: Sequence[core.Slot]) -> Iterator[None]:
-    """Put the same buffers with the same values back, after a run on the buffers themselves."""
-    kept = [(slot, slot[0][slot[1]]) for slot in slots]
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the same memory that no graph of the caller's knows.
+
+    A tensor in a graph of the caller's is copied: a write would become a part of that graph.
+    """
+    if tensor.is_leaf:
+        return tensor if tensor.requires_grad else tensor.detach()
+    if tensor.layout != torch.strided or core.in_functorch():
+        return tensor
+    with torch.enable_grad():
+        made = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        return made.copy_(tensor.detach().requires_grad_())
+
+
+def copied_arguments(value: Any, *, copies_tensors: bool = False) -> Any:
+    """Return arguments that share nothing with these but modules.
+
+    The bytes of tensors are shared too, unless these are copied: a `Trial` puts them back.
+
+    Raises
+    ------
+    Untriable
+        An argument cannot be copied.
+    """
+    kept = _reachable(value)
+    memo: dict[int, Any] = {}
+    for item in kept:
+        if isinstance(item, torch.Tensor):
+            memo[id(item)] = _copy(item) if copies_tensors else _alias(item)
+        elif isinstance(item, _SHARED):
+            memo[id(item)] = item
     try:
-        with values_kept(buffer for _, buffer in kept):
+        return copy.deepcopy(value, memo)
+    except Exception as error:
+        raise Untriable(
+            f"the arguments cannot be copied ({type(error).__name__}: {error}), so that trying "
+            "the model would change them"
+        ) from None
+
+
+# -- the world
+
+Roots = nn.Module | Iterable[tuple[str, Any]]
+
+
+class Trial:
+    """State before a trial.
+
+    Parameters
+    ----------
+    roots
+        The model; or modules, and functions that are no modules, by name.
+    arguments
+        Arguments of the runs.
+    device
+        Device of the runs.
+    is_guarded
+        True if the bytes of tensors are kept when they are written to; else those of attributes are
+        copied at once, and the caller keeps the others.
+    is_sharded
+        True to leave parameters and gradients to FSDP2.
+
+    Attributes
+    ----------
+    arguments
+        Copies for the runs.
+
+    Raises
+    ------
+    Untriable
+        An argument cannot be copied, or a running generator cannot be set back.
+    """
+
+    def __init__(
+        self,
+        roots: Roots,
+        arguments: Any,
+        device: torch.device,
+        *,
+        is_guarded: bool = True,
+        is_sharded: bool = False,
+    ) -> None:
+        roots = [("the model", roots)] if isinstance(roots, nn.Module) else list(roots)
+
+        def slots_of(module: nn.Module) -> list[Any]:
+            found = core.slots_of_module(module)
+            return [slots for slots in found if not is_sharded or slots is not module._parameters]
+
+        self._watch = Watch(roots, copies_tensors=not is_guarded, slots_of=slots_of)
+        if self._watch.generators:
+            raise Untriable(
+                f"{self._watch.generators[0]} is a running generator (a function with yield), "
+                "which measuring would move on and nothing can set back: keep a list or an "
+                'iterator of one there, or use engine="dynamic", which measures nothing'
+            )
+        self.arguments = copied_arguments(arguments)
+        modules = [m for _, root in roots if isinstance(root, nn.Module) for m in root.modules()]
+        self._modules = [(module, module.training) for module in dict.fromkeys(modules)]
+        given = [item for item in _reachable(self.arguments) if isinstance(item, torch.Tensor)]
+        self._given = {
+            core.storage_identity(part) for tensor in given for part in core.strided_parts(tensor)
+        }
+        leaves = [tensor for tensor in given if tensor.is_leaf and tensor.requires_grad]
+        if not is_sharded:
+            leaves += [p for module, _ in self._modules for p in module.parameters(recurse=False)]
+        self._leaves = [(leaf, leaf.requires_grad, leaf.grad) for leaf in dict.fromkeys(leaves)]
+        self._rng = RngTracker(device)
+        self._states = self._rng.read()
+        self._parametrizations = traces.OwnParametrizations()
+        self._parametrizations.__enter__()
+        self._writes = traces.Writes()
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Keep the bytes of tensors that are written to in the context, until they are put back."""
+        with self._writes:
             yield
-    finally:
-        for (where, name), buffer in kept:
-            where[name] = buffer
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let operators run unseen in the context; only valid if `is_innermost` holds."""
+        self._writes.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self._writes.__enter__()
 
-@contextmanager
-def buffers_copied(slots: Iterable[core.Slot]) -> Iterator[None]:
-    """Put the same buffers back after a run on copies of them; shared ones share their copy."""
-    kept = [(slot, slot[0][slot[1]]) for slot in slots]
-    copies: dict[int, torch.Tensor] = {}
-    try:
-        for (where, name), buffer in kept:
-            if buffer is not None:
-                if id(buffer) not in copies:
-                    copies[id(buffer)] = buffer.detach().clone()
-                where[name] = copies[id(buffer)]
-        yield
-    finally:
-        for (where, name), buffer in kept:
-            where[name] = buffer
+    def is_innermost(self) -> bool:
+        """Return whether no other mode of PyTorch was entered since."""
+        return self._writes.is_innermost()
 
+    def undo_writes(self) -> None:
+        """Restore the bytes of tensors."""
+        self._writes.undo()
 
-@contextmanager
-def autocast_cache_dropped() -> Iterator[None]:
-    """Clear autocast's cache afterwards: it holds casts that no further step reads."""
-    is_enabled = torch.is_autocast_cache_enabled()
-    try:
-        yield
-    finally:
-        if is_enabled:
+    def put_back(self, again: Trial | None = None) -> None:
+        """Restore the state at construction.
+
+        Parameters
+        ----------
+        again
+            Trial of a second run: what that did not change again stays, as a first forward's
+            preparation of the model; but for tensors of the arguments.
+        """
+        if again is None:
+            self._writes.undo()
+            self._watch.restore()
+        else:
+            rewritten, places = again._writes.identities(), again._watch.identities()
+            again.put_back()
+            self._writes.undo(lambda storage: storage not in rewritten | self._given)
+            self._watch.restore(places)
+        for module, training in self._modules:
+            module.training = training
+        for leaf, requires_grad, gradient in self._leaves:
+            if leaf.is_leaf:
+                leaf.requires_grad_(requires_grad)
+            leaf.grad = gradient
+        self._rng.write(self._states)
+        if torch.is_autocast_cache_enabled():
             torch.clear_autocast_cache()
 
+    def end(self, again: Trial | None = None) -> None:
+        """Restore the state for good; as `put_back`."""
+        self.put_back(again)
+        self._parametrizations.__exit__()
+        # Closures of the run may refer to this object in a cycle.
+        del self.arguments, self._leaves, self._watch
+
 
 @contextmanager
-def model_kept(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put buffers, random states and plain attributes back after forwards of a model."""
-    modules = list(model.modules())
-    slots = [slot for module in modules for slot in core.buffer_slots(module)]
-    with (
-        random_states_kept(device),
-        buffers_kept(slots),
-        generators_kept(modules),
-        attributes_kept(modules),
-    ):
-        yield
+def trial(
+    roots: Roots,
+    arguments: Any,
+    device: torch.device,
+    *,
+    is_guarded: bool = True,
+    is_sharded: bool = False,
+) -> Iterator[Trial]:
+    """Run what is in the context without a trace; for the parameters and errors see `Trial`."""
+    made = Trial(roots, arguments, device, is_guarded=is_guarded, is_sharded=is_sharded)
+    try:
+        with made.guarded() if is_guarded else nullcontext():
+            yield made
+    finally:
+        made.end()

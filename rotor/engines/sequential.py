@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from rotor._pytorch import core
-from rotor.common.undisturbed import training_flags_kept
+from rotor.common.undisturbed import Untriable, training_flags_kept
 from rotor.engines.chain.engine import ChainEngine
 from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.stages import made_gradients, shared_parameters
@@ -31,6 +31,7 @@ from rotor.engines.contract import (
     NothingToPlan,
     PlanAgain,
     StartMeter,
+    Unsuited,
 )
 from rotor.engines.graph.engine import GraphEngine
 from rotor.engines.parts.block_calls import NoBlocks
@@ -248,7 +249,12 @@ class SequentialEngine(ChainEngine):
         self._samples[key.measured] = [_described(leaf) for leaf in leaves], spec
         self._reasons.pop(key.measured, None)
         self._no_parts.pop(key.measured, None)
-        return super().measure(key, call)
+        try:
+            return super().measure(key, call)
+        except Untriable as error:
+            if self.context.peers.ranks is not None or not self.settings.preserve_rng_state:
+                raise
+            raise Unsuited(str(error)) from None
 
     def forget(self, measured: Any) -> None:
         """Drop the measures of an input."""

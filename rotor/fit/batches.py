@@ -13,11 +13,10 @@ from rotor._pytorch import core
 from rotor.common.calls import sample_call
 from rotor.common.tensor_trees import tree_tensors
 from rotor.common.undisturbed import (
-    autocast_cache_dropped,
-    buffers_copied,
+    copied_arguments,
     gradients_aside,
-    random_states_kept,
-    training_flags_kept,
+    trial,
+    values_kept,
 )
 from rotor.engines.chain.stages import is_plain_sequential
 from rotor.meter import allocator as memory
@@ -67,7 +66,8 @@ def batches_of(
             return chosen.requires_grad_(leaf.requires_grad)
 
         found: Batch = core.tree_unflatten([taken(leaf) for leaf in leaves], spec)
-        return found
+        copies: Batch = copied_arguments(found)
+        return copies
 
     return of_size
 
@@ -117,12 +117,9 @@ def sum_of(output: Any) -> torch.Tensor:
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Let the model train, without gradients at first; restore it at the end."""
-    slots = [slot for module in model.modules() for slot in core.buffer_slots(module)]
     with (
-        autocast_cache_dropped(),
-        random_states_kept(device),
-        training_flags_kept(model),
-        buffers_copied(slots),
+        trial(model, (), device, is_guarded=False),
+        values_kept(model.buffers()),
         gradients_aside(model.parameters()),
         torch.enable_grad(),
     ):

@@ -17,16 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor._pytorch import core
 from rotor.common.generators import AutocastState, RngTracker
 from rotor.common.tensor_trees import output_tensors, tree_tensors
-from rotor.common.undisturbed import (
-    attributes_kept,
-    buffers_copied,
-    generators_kept,
-    random_states_kept,
-    training_flags_kept,
-)
+from rotor.common.undisturbed import trial
 from rotor.engines.contract import Call, Context
 from rotor.meter import allocator
 from rotor.meter.step_meter import cancel_running
@@ -218,12 +211,8 @@ class _Forward:
             (torch.frombuffer(bytearray(state), dtype=torch.uint8), None) for state in self._states
         ]
         with ExitStack() as stack:
-            stack.enter_context(training_flags_kept(module))
-            stack.enter_context(random_states_kept(self._device))
-            stack.enter_context(generators_kept(modules))
-            stack.enter_context(attributes_kept(modules))
-            slots = [slot for part in modules for slot in core.buffer_slots(part)]
-            stack.enter_context(buffers_copied(slots))
+            # The caller's own arguments, to whose graph gradients flow.
+            stack.enter_context(trial(module, (), self._device))
             stack.enter_context(self._autocast)
             stack.enter_context(torch.enable_grad())
             for part, training in zip(modules, self._flags, strict=True):

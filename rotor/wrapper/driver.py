@@ -23,7 +23,7 @@ from rotor.common.model_state import ModelState
 from rotor.common.ranks import Ranks
 from rotor.common.rerun import STEP
 from rotor.common.tensor_trees import tree_tensors
-from rotor.common.undisturbed import training_flags_kept
+from rotor.common.undisturbed import Untriable, training_flags_kept
 from rotor.engines.contract import (
     Call,
     CannotPlan,
@@ -517,7 +517,7 @@ class Driver:
         taken = self._make(key)
         try:
             following.try_out(key, call)
-        except InfeasibleError:
+        except (InfeasibleError, Untriable):
             self.context.warn("over", plan.describe_excess())
             self.order.hand_back(key, before)
             return self._install(key, plan)

@@ -55,7 +55,7 @@ MUTATIONS = [
     Mutation("a chain's replayed draws start from their state", "rotor/common/generators.py",
              "generator.set_state(state)", "pass", CHAIN),
     Mutation("measuring puts random states back", "rotor/common/undisturbed.py",
-             "rng.write(states)", "pass", "tests/test_sim_chain.py -k draws"),
+             "self._rng.write(self._states)", "pass", "tests/test_sim_chain.py -k draws"),
     Mutation("the device's own generator is kept", DEVICES,
              "found: Generator = generators[index]", "found = torch.default_generator", CHAIN),
     Mutation("the dynamic engine keeps the device's generator", "rotor/dtr/runtime.py",

@@ -49,6 +49,8 @@ class ShardedMeasuring(Measuring):
     metered_rounds = 3
     # Ranks meet in every round: none may have fewer than another.
     shares_times = False
+    # FSDP2 fills and frees parameters as stages run.
+    sees_writes = False
 
     @staticmethod
     @contextmanager

@@ -9,6 +9,7 @@ autocast's cache are as before.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from statistics import median_low
@@ -23,15 +24,12 @@ from rotor.algorithms.utils import ProgressCallback
 from rotor.chain import Chain
 from rotor.common.generators import autocast_off
 from rotor.common.places import Saved
-from rotor.common.tensor_trees import (
-    flagged,
-    grad_flags,
-    tree_tensors,
-)
+from rotor.common.tensor_trees import flagged, grad_flags, map_tensors, tree_tensors
+from rotor.common.undisturbed import gradients_aside, trial
 from rotor.engines.chain.alike import TimedStage, structure_of
 from rotor.engines.chain.measures import Inspection, StageMeasure
 from rotor.engines.chain.merge import frozen_prefix, merge_stages
-from rotor.engines.chain.observe import Observation, copied_buffers, observe, undisturbed
+from rotor.engines.chain.observe import Observation, copied_buffers, named, observe
 from rotor.engines.chain.run import Run
 from rotor.engines.chain.schedule import FE, FN, Schedule
 from rotor.engines.chain.stages import Stage
@@ -68,6 +66,7 @@ class Measuring:
     run_class = Run
     metered_rounds = 1
     shares_times = True
+    sees_writes = True
 
     def __init__(
         self,
@@ -92,6 +91,7 @@ class Measuring:
         self.observations = observations
         self.last_input: Any = None
         self._state = Saved([])
+        self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._least_rounds, self._most_rounds = _FEW_ROUNDS if few_rounds else _ROUNDS
         self._timed: dict[Hashable, TimedStage] = {}
 
@@ -107,6 +107,7 @@ class Measuring:
         seen = self.observations[i]
         self.run.flags[i + 1] = seen.flags
         self._state = Saved(stage.state)
+        self._written = [(t, t.detach().clone()) for t in seen.written]
         structure = self._structure(i, kept) if self.shares_times else None
         earlier = None if structure is None else self._timed.get(structure)
         with copied_buffers(stage):
@@ -123,6 +124,7 @@ class Measuring:
                 forward, record, backward = self._times(i, kept)
             self._reset()
             self._forward(i, kept)
+            self._put_parameters()
         if structure is not None and earlier is None:
             self._timed[structure] = TimedStage(metered[0], rough_ns, (forward, record, backward))
         self.run.x[i] = None
@@ -150,7 +152,7 @@ class Measuring:
                 [slots[name] for slots, name in stage.mutable_buffers or ()], self.device
             )
             + sum(place.saved_bytes(self.device) for place in stage.state),
-            varies=not seen.repeats,
+            varies=not seen.repeats or bool(seen.written),
             leaves=bool(seen.leaves)
             or seen.is_fed
             or (i > 0 and self.observations[i - 1].passes_output),
@@ -180,6 +182,11 @@ class Measuring:
     def _reset(self) -> None:
         """Restore the state with which the stage began."""
         self._state.put()
+        self._put_parameters()
+
+    def _put_parameters(self) -> None:
+        for tensor, before in self._written:
+            tensor.data.copy_(before)
 
     def _forward(self, i: int, x: Any) -> None:
         self.run.x[i] = x
@@ -269,7 +276,7 @@ class Measuring:
 
     def back(self, i: int) -> Sequence[torch.Tensor | None]:
         """Run B of stage i; return the gradients of its parameters."""
-        with autocast_off(self.device.type):
+        with autocast_off(self.device.type), gradients_aside(self.run.parameters[i]):
             return self.run.back(i, True, [True] * len(self.run.parameters[i]))
 
     def _times(self, i: int, x: Any) -> tuple[int, int, int]:
@@ -310,15 +317,17 @@ class Measuring:
         clock = timing.Clock(self.device)
 
         def once(mark: Callable[[str], object] = _no_mark) -> int:
+            given = map_tensors(list(targets), lambda t: t.detach().clone())
             mark("output")
             self._reset()
             with copied_buffers(self.stages[-1]):
                 self._forward(n - 1, self.last_input)
+            self._put_parameters()
             mark("loss")
             clock.start()
             with torch.enable_grad():
                 token = run.token.detach().requires_grad_()
-                loss = loss_fn(run.hand_over(token), *targets)
+                loss = loss_fn(run.hand_over(token), *given)
             torch.autograd.grad(loss, token, allow_unused=True)
             run.gradient = None
             return clock.stop()
@@ -386,11 +395,21 @@ def measure(
         raise ValueError("the input holds no tensor, expected a tensor or a tuple with tensors")
     device = tensors[0].device
     check_idle(device)
-    with undisturbed(stages, device) as put_back:
-        merged = frozen_prefix(merge_stages(stages, arg), arg)
-        put_back()
-        merged, seen = observe(merged, arg, device, measuring_class.around)
-        put_back()
+    if device.type != "cpu":
+        gc.collect()  # Counters of the device would take what is freed later for a stage's.
+    roots = [root for stage in stages for root in named(stage)]
+    if loss_fn is not None:
+        roots.append(("loss_fn", loss_fn))
+    is_sharded = not measuring_class.sees_writes
+    with trial(roots, (arg, targets), device, is_guarded=False, is_sharded=is_sharded) as made:
+        arg, targets = made.arguments
+        with nullcontext() if is_sharded else made.guarded():
+            merged = frozen_prefix(merge_stages(stages, arg, made.undo_writes), arg)
+        made.put_back()
+        merged, seen = observe(
+            merged, arg, device, measuring_class.around, sees_writes=not is_sharded
+        )
+        made.put_back()
         if observed is not None:
             observed(merged, seen)
         measuring = measuring_class(

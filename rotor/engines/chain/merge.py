@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,13 @@ def _storages(value: Any) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in tree_tensors(value) if t.numel()}
 
 
-def merge_stages(stages: Sequence[Stage], arg: Any) -> list[Stage]:
+def merge_stages(
+    stages: Sequence[Stage], arg: Any, done: Callable[[], object] = lambda: None
+) -> list[Stage]:
     """Return stages that can be cut apart: in-place and viewing ones join their predecessor.
 
     Runs the model forward once, without a graph and on copies of its buffers; and on a copy of its
-    input where a stage that might write to it comes first.
+    input where a stage that might write to it comes first. `done` is called after each stage.
 
     Raises
     ------
@@ -52,6 +54,7 @@ def merge_stages(stages: Sequence[Stage], arg: Any) -> list[Stage]:
             before, untouched = versions(x), versions(first)
             with copied_buffers(stage):
                 y = _run_without_graph(stage, x)
+            done()
             check_output(stage.name, y)
             if first is not None and versions(first) != untouched:
                 raise ValueError(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rotor._pytorch import core
+from rotor._pytorch.traces import Writes
 from rotor.common.checksums import checksum
 from rotor.common.generators import RngTracker
 from rotor.common.module_state import Watch
@@ -30,6 +31,7 @@ from rotor.common.tensor_trees import (
     grad_flags,
     tree_tensors,
 )
+from rotor.common.undisturbed import gradients_aside
 from rotor.engines.chain.stages import Stage
 
 __all__ = [
@@ -37,9 +39,9 @@ __all__ = [
     "Observer",
     "copied_buffers",
     "kept_bytes",
+    "named",
     "note_state",
     "observe",
-    "undisturbed",
 ]
 
 
@@ -67,6 +69,8 @@ class Observation:
         True if the stage reads a value in the graph that no stage made.
     repeats
         True if two runs gave the same bits.
+    written
+        Parameters that a forward writes to.
     """
 
     flags: Flags
@@ -78,6 +82,7 @@ class Observation:
     reads: int
     is_fed: bool
     repeats: bool
+    written: list[torch.Tensor] = field(default_factory=list, repr=False)
     reaches: Any = field(default=None, repr=False)
 
     def reason(self) -> str:
@@ -86,6 +91,8 @@ class Observation:
             return f"{', '.join(self.leaves)} has values of its graph beside its output"
         if self.is_fed:
             return "it reads a value in the graph that no stage made"
+        if self.written:
+            return "its forward writes to parameters"
         return "" if self.repeats else "two runs of it from the same state gave different bits"
 
 
@@ -103,47 +110,9 @@ def copied_buffers(stage: Stage) -> Iterator[list[tuple[core.Slot, torch.Tensor]
             slots[name] = buffer
 
 
-def _named(stage: Stage) -> list[tuple[str, Any]]:
+def named(stage: Stage) -> list[tuple[str, Any]]:
+    """Return the functions of a stage by their names."""
     return list(zip(stage.names, stage.functions, strict=True))
-
-
-@contextmanager
-def undisturbed(stages: Sequence[Stage], device: torch.device) -> Iterator[Callable[[], None]]:
-    """Leave random states, buffers and other state of the stages as they are.
-
-    Gives a function that puts them back at any time.
-
-    Raises
-    ------
-    ValueError
-        A stage holds a running generator, which cannot be set back.
-    """
-    if device.type != "cpu":
-        gc.collect()  # Counters of the device would take what is freed later for a stage's.
-    rng = RngTracker(device)
-    states = rng.read()
-    buffers = [(slot, slot[0][slot[1]]) for stage in stages for slot in stage.buffers]
-    watch = Watch([named for stage in stages for named in _named(stage)])
-    if watch.generators:
-        raise ValueError(
-            f"{watch.generators[0]} is a running generator (a function with yield), which "
-            "measuring the stages would move on and nothing can set back: keep a list or an "
-            'iterator of one there, or use engine="dynamic", which measures nothing'
-        )
-    autocast = torch.is_autocast_cache_enabled()
-
-    def put_back() -> None:
-        rng.write(states)
-        for (slots, name), buffer in buffers:
-            slots[name] = buffer
-        watch.restore()
-        if autocast:
-            torch.clear_autocast_cache()
-
-    try:
-        yield put_back
-    finally:
-        put_back()
 
 
 class _Mark:
@@ -334,12 +303,20 @@ class Observer:
         Device of the stages.
     around
         Function that returns the context of a stage.
+    sees_writes
+        False to leave writes to parameters alone: FSDP2 fills and frees them.
     """
 
     def __init__(
-        self, device: torch.device, around: Callable[[Stage], AbstractContextManager[Any]]
+        self,
+        device: torch.device,
+        around: Callable[[Stage], AbstractContextManager[Any]],
+        *,
+        sees_writes: bool = False,
     ) -> None:
         self._around = around
+        self._sees_writes = sees_writes
+        self._writes = Writes()
         self._rng = RngTracker(device)
         self._makers: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._owners: dict[int, int] = {}
@@ -349,7 +326,7 @@ class Observer:
         """Observe the next stage on its input; return its output as well, without a graph."""
         i = self._count
         self._count += 1
-        watch = Watch(_named(stage))
+        watch = Watch(named(stage))
         states = self._rng.read()
         found, first = self._run(stage, x, flags, i, watch)[:2]
         changed = watch.changed()
@@ -384,7 +361,7 @@ class Observer:
             leaves, wanted = as_leaves(x, flags)
             parameters = stage.graph_leaves()
             alive = _Leaves(wanted, parameters)
-            with torch.enable_grad():
+            with torch.enable_grad(), self._seen():
                 y = stage(leaves)
             check_output(stage.name, y)
             uses_rng = self._rng.drawn_since(states)
@@ -412,6 +389,7 @@ class Observer:
             is_fed=is_fed,
             repeats=True,
         )
+        found.written = self._undo(stage)
         digest = walk.outputs, walk.saved
         end = _Ends(y)
         y = detached(y)
@@ -421,6 +399,17 @@ class Observer:
             found.leaves = [""]
             found.passes_output = end.are_alive()
         return found, digest, y
+
+    def _seen(self) -> AbstractContextManager[Any]:
+        return self._writes if self._sees_writes else nullcontext()
+
+    def _undo(self, stage: Stage) -> list[torch.Tensor]:
+        """Put the bytes of parameters that were written to back; return these."""
+        rewritten = self._writes.identities()
+        parameters = [p for p in stage.current_parameters() if p is not None] if rewritten else []
+        found = {core.storage_identity(p): p for p in parameters}
+        self._writes.undo(lambda storage: storage not in found)
+        return [p for storage, p in found.items() if storage in rewritten]
 
     def _same_gradients(
         self, stage: Stage, x: Any, flags: Flags, watch: Watch, states: Any
@@ -433,7 +422,7 @@ class Observer:
             watch.restore()
             self._rng.write(states)
             with self._around(stage), copied_buffers(stage):
-                with torch.enable_grad():
+                with torch.enable_grad(), self._seen():
                     leaves, wanted = as_leaves(x, flags)
                     y = stage(leaves)
                 inputs = [*wanted, *stage.graph_leaves()]
@@ -442,15 +431,17 @@ class Observer:
                     return [[], []]
                 found = []
                 for again in (True, False) if twice else (False,):
-                    made = torch.autograd.grad(
-                        ends,
-                        inputs,
-                        [torch.ones_like(t) for t in ends],
-                        retain_graph=again,
-                        allow_unused=True,
-                    )
+                    with gradients_aside(stage.graph_leaves()):
+                        made = torch.autograd.grad(
+                            ends,
+                            inputs,
+                            [torch.ones_like(t) for t in ends],
+                            retain_graph=again,
+                            allow_unused=True,
+                        )
                     found.append(_as_numbers([_digest(g) for g in made if g is not None]))
                     del made
+                self._undo(stage)
                 return found
 
         try:
@@ -473,6 +464,8 @@ def observe(
     arg: Any,
     device: torch.device,
     around: Callable[[Stage], AbstractContextManager[Any]] = nullcontext,
+    *,
+    sees_writes: bool = True,
 ) -> tuple[list[Stage], list[Observation]]:
     """Observe the stages; merge a stage that reads another one's values with it.
 
@@ -486,12 +479,14 @@ def observe(
         Device of the input.
     around
         Function that returns the context of a stage.
+    sees_writes
+        As of `Observer`.
 
     Returns
     -------
     The stages, after merging, and the observation of each.
     """
-    observer = Observer(device, around)
+    observer = Observer(device, around, sees_writes=sees_writes)
     x, flags = detached(arg), grad_flags(arg)
     found: list[Observation] = []
     for stage in stages:
@@ -524,6 +519,7 @@ def _joined(a: Observation, b: Observation) -> Observation:
         reads=min(a.reads, b.reads),
         is_fed=a.is_fed or b.is_fed,
         repeats=a.repeats and b.repeats,
+        written=[*a.written, *b.written],
         reaches=lambda place: a.reaches(place) or b.reaches(place),
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from rotor._pytorch import core
+from rotor._pytorch.traces import OwnParametrizations
 from rotor.common.dependencies import Dependencies, Record
 from rotor.common.places import Place
 
@@ -69,10 +70,11 @@ class Stage:
         return "+".join(self.names)
 
     def __call__(self, x: Any) -> Any:
-        """Apply the functions."""
-        for function in self.functions:
-            x = function(x)
-        return x
+        """Apply the functions; what they cache of parametrizations belongs to this run's graph."""
+        with OwnParametrizations():
+            for function in self.functions:
+                x = function(x)
+            return x
 
     def record(self) -> Record:
         """Return a record of the state that the functions depend on, as it is now."""

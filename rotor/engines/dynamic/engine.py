@@ -14,7 +14,7 @@ from rotor.common.accounting import METERED_STEPS, SCRAPS_BYTES
 from rotor.common.frames import warn_caller
 from rotor.common.model_state import refuse_sharded
 from rotor.common.tensor_trees import output_tensors, tree_tensors
-from rotor.common.undisturbed import attributes_kept, generators_kept
+from rotor.common.undisturbed import trial
 from rotor.engines.contract import Call, Context, Engine, IsPending, Key, StartMeter
 from rotor.engines.dynamic.plan import DynamicPlan, check_options
 from rotor.engines.dynamic.step import BudgetedStep
@@ -138,9 +138,11 @@ class DynamicEngine(Engine):
     def try_out(self, key: Key, call: Call) -> None:
         """Raise InfeasibleError if a step does not fit in the limit."""
         cancel_running()
-        modules = list(self.context.module.modules())
-        with generators_kept(modules), attributes_kept(modules):
-            self._try(self._by_device[self.device_of(key)], call)
+        plan = self._by_device[self.device_of(key)]
+        # A step undoes its own writes to tensors.
+        given = (call.args, call.kwargs, call.targets)
+        with trial(self.context.module, given, plan.device, is_guarded=False) as made:
+            self._try(plan, Call(*made.arguments))
 
     def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
         """Raise ValueError: the cost of a limit is unknown before a step has run under it."""

@@ -10,12 +10,7 @@ import torch
 from torch import nn
 
 from rotor.common.tensor_trees import device_of
-from rotor.common.undisturbed import (
-    attributes_kept,
-    generators_kept,
-    random_states_kept,
-    values_kept,
-)
+from rotor.common.undisturbed import Trial
 
 logger = logging.getLogger("rotor")
 
@@ -48,25 +43,24 @@ def check_arguments(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Non
 
 
 def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Run a forward, restore random states and buffers, and return whether it completed.
+    """Have a model prepare itself as in its first forward; return whether one completed.
 
-    It runs without gradients, which fails for a forward that computes some itself, and twice,
-    so that a flag toggled by every forward has its former value at the end.
+    It runs twice without gradients, which fails for a forward that computes some itself. What the
+    second run does not change again stays; all else is as before.
     """
     device = device_of((args, kwargs), module)
-    modules = list(module.modules())
-    buffers = list(module.buffers())
+    runs: list[Trial] = []
     try:
-        with (
-            torch.no_grad(),
-            random_states_kept(device),
-            generators_kept(modules),
-            attributes_kept(modules, prepares=True),
-        ):
-            for _ in range(2):
-                with values_kept(buffers):
-                    module.forward(*args, **kwargs)
-        return True
+        for _ in range(2):
+            runs.append(Trial(module, (args, kwargs), device))
+            given, named = runs[-1].arguments
+            with runs[-1].guarded(), torch.no_grad():
+                module.forward(*given, **named)
     except Exception as error:
         logger.info("a forward without gradients failed: %s", error)
+        for run in reversed(runs):
+            run.end()
         return False
+    first, again = runs
+    first.end(again)
+    return True

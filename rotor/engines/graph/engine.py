@@ -20,6 +20,7 @@ from rotor.common.calls import (
     leaf_signature,
     mode_signature,
 )
+from rotor.common.frames import release
 from rotor.common.model_state import refuse_sharded
 from rotor.common.progress import progress
 from rotor.common.tensor_trees import output_tensors
@@ -217,6 +218,7 @@ class GraphEngine(MeteredEngine):
             except CaptureError as error:
                 self.sizing.refuse(key, error)
                 self._note_reads(key, None, call)
+                release(error)
                 raise CannotPlan(error) from None
         return self._profiled(key, capture, found, call, loss_captured=loss_fn is not None)
 

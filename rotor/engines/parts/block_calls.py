@@ -13,7 +13,7 @@ from torch import nn
 from rotor._pytorch import core, fsdp
 from rotor.common.forward_patch import PatchedForwards
 from rotor.common.tensor_trees import Flags, check_output, grad_flags, tree_tensors, versions
-from rotor.common.undisturbed import gradients_aside, model_kept
+from rotor.common.undisturbed import copied_arguments, gradients_aside, trial, values_kept
 from rotor.engines.chain.sharded import Sharding
 from rotor.engines.parts.blocks import BlockStage
 from rotor.engines.parts.probe import Saves
@@ -57,15 +57,21 @@ def candidates(model: nn.Module, sharding: Sharding) -> list[BlockStage]:
 
 
 @contextmanager
-def apart(model: nn.Module, sharding: Sharding, device: torch.device) -> Iterator[None]:
-    """Keep a training step without a trace, in the model's forward or before the first."""
+def apart(model: nn.Module, sharding: Sharding, arguments: Any) -> Iterator[Any]:
+    """Keep a training step without a trace, in the model's forward or before the first.
+
+    Gives copies of the arguments for it.
+    """
+    device = tree_tensors(arguments)[0].device
+    own = copied_arguments(arguments, copies_tensors=True)
     sharded = {id(p.shard) for unit in sharding.units for p in unit.parameters}
     sharded |= {id(p.whole) for unit in sharding.units for p in unit.parameters}
     plain = [p for p in model.parameters() if id(p) not in sharded]
     root = sharding.root
     inner = [unit for unit in sharding.units if unit is not root]
     with ExitStack() as stack:
-        stack.enter_context(model_kept(model, device))
+        stack.enter_context(trial(model, (), device, is_guarded=False, is_sharded=True))
+        stack.enter_context(values_kept(model.buffers()))
         stack.enter_context(fsdp.undisturbed(sharding.units))
         if root is not None and not root.is_gathered:
             root.gather()
@@ -73,7 +79,7 @@ def apart(model: nn.Module, sharding: Sharding, device: torch.device) -> Iterato
         stack.enter_context(fsdp.alone(inner))
         try:
             with gradients_aside(plain):
-                yield
+                yield own
         finally:
             for unit in sharding.units:
                 for sharded_parameter in unit.parameters:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median, median_low
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from rotor.common.accounting import assumed_loss_bytes, scalar_bytes
 from rotor.common.checksums import NO_ROOM, has_room
 from rotor.common.progress import progress
 from rotor.common.ranks import RankError, Ranks
-from rotor.common.tensor_trees import Flags, map_tensors, output_tensors, tree_tensors
+from rotor.common.tensor_trees import Flags, output_tensors, tree_tensors
 from rotor.engines.chain.sharded import Sharding
 from rotor.engines.graph.offloading import Layout
 from rotor.engines.parts.block_calls import Calls, NoBlocks, apart
@@ -320,9 +321,8 @@ def measure_blocks(
         The ranks have different blocks.
     """
     device = tree_tensors(arguments)[0].device
-    own = map_tensors(arguments, lambda t: t.detach().requires_grad_(t.requires_grad))
-    calls = Calls(model, stages, own)
-    with apart(model, sharding, device):
+    with apart(model, sharding, arguments) as own:
+        calls = Calls(model, stages, own)
         calls.run(lambda: call(own))
     # State found for other inputs stays with the plans for these inputs.
     by_module = {s.module: BlockStage(s.name, s.module, sharding) for s in stages}
@@ -346,13 +346,13 @@ def measure_blocks(
             f"none of the sharded modules could be computed again by itself ({described}): shard "
             "modules that take what they need as arguments and are called once in a forward"
         )
-    with apart(model, sharding, device):
+    with apart(model, sharding, arguments) as own:
         kept = observe_blocks(
             model, [block.stage for block in blocks], lambda: call(own), own, sharding.ranks
         )
     for block, why in zip(blocks, kept, strict=True):
         block.kept = why
-    with apart(model, sharding, device):
+    with apart(model, sharding, arguments) as own:
         _capture(model, blocks, lambda: call(own), own, captures)
     for block, (graph, reason) in zip(
         blocks, share_graphs(sharding.ranks, [block.graph for block in blocks]), strict=True
@@ -360,8 +360,9 @@ def measure_blocks(
         block.graph, block.whole = graph, block.whole or reason
     rounds = []
     for _ in range(_ROUNDS):
-        with apart(model, sharding, device):
-            rounds.append(_measured(blocks, lambda: call(own), device, preserve_rng_state))
+        with apart(model, sharding, arguments) as own:
+            run = partial(call, own)
+            rounds.append(_measured(blocks, run, device, preserve_rng_state))
     found = _priced(blocks, rounds, sharding, device, has_loss=has_loss, outside=outside)
     offload = captures.offload
     link = None if offload is None else offload.link

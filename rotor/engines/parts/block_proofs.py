@@ -16,7 +16,8 @@ from rotor.common.forward_patch import PatchedForwards
 from rotor.common.places import Place, Saved
 from rotor.common.ranks import Ranks
 from rotor.common.tensor_trees import grad_flags, output_tensors, tree_tensors
-from rotor.engines.chain.observe import Observation, Observer, note_state, undisturbed
+from rotor.common.undisturbed import trial
+from rotor.engines.chain.observe import Observation, Observer, note_state
 from rotor.engines.chain.proofs import CURE, host_copy
 from rotor.engines.chain.sharded_proofs import ShardedGradients, found_together
 from rotor.engines.chain.stages import Stage
@@ -91,7 +92,8 @@ def observe_blocks(
 
         def run(*args: Any, **kwargs: Any) -> Any:
             x = (forward, (args, kwargs))
-            with undisturbed([stages[k]], device):
+            named = zip(stages[k].names, stages[k].functions, strict=True)
+            with trial(named, (), device, is_guarded=False, is_sharded=True):
                 if saves.on_top():
                     with saves.paused():
                         seen[k] = observer.stage(stages[k], x, grad_flags(x))[0]

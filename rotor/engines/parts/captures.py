@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rotor.common.frames import release
 from rotor.engines.graph.capture import Capture, NothingToPlan, Unplanned, fresh
 from rotor.engines.graph.early import owners_of, slots_of
 from rotor.engines.parts.kinds import Kind, Shared
@@ -84,6 +85,7 @@ class Captures:
             except CaptureError as error:
                 # A capture that others share may have been made for too many values.
                 reason = str(error)
+                release(error)
                 continue
             except NothingToPlan:
                 reason = "nothing in it needs a gradient"

@@ -12,6 +12,7 @@ from rotor.algorithms.curve import Curve
 from rotor.common.accounting import METERED_STEPS
 from rotor.common.progress import progress
 from rotor.common.tensor_trees import output_tensors
+from rotor.common.undisturbed import Untriable
 from rotor.engines.contract import (
     Call,
     CannotPlan,
@@ -124,6 +125,8 @@ class PartsEngine(MeteredEngine):
             if old is not None:
                 self.pieces[key] = old
             raise
+        except Untriable as error:
+            raise CannotPlan(CaptureError(f"{reason}\nNor can parts be found: {error}")) from None
         if found is None:
             raise CannotPlan(CaptureError(reason))
         pieces = self.pieces[key] = found if old is None else found.with_earlier(old)

@@ -23,7 +23,7 @@ from rotor.common.accounting import CODE_FACTOR, assumed_loss_bytes
 from rotor.common.calls import call_signature
 from rotor.common.forward_patch import PatchedForwards
 from rotor.common.tensor_trees import device_of, output_tensors, tree_tensors
-from rotor.common.undisturbed import model_kept
+from rotor.common.undisturbed import Trial, trial
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.offloading import Layout
 from rotor.engines.parts.captures import Captures
@@ -323,6 +323,10 @@ class _Search:
     def run(self, args: Any, kwargs: Any) -> int:
         """Return the bytes of the model's outputs."""
         device = device_of((args, kwargs), self.model)
+        with trial(self.model, (args, kwargs), device) as made:
+            return self._run(made, *made.arguments)
+
+    def _run(self, made: Trial, args: Any, kwargs: Any) -> int:
         paths = inner_modules(self.model)
         counts: dict[nn.Module, int] = {}
         resident = [*self.model.parameters(), *self.model.buffers(), *tree_tensors((args, kwargs))]
@@ -337,12 +341,12 @@ class _Search:
             return run
 
         def called(module: nn.Module, number: int, forward: Any, given: Any, named: Any) -> Any:
-            is_watched = torch.is_grad_enabled() and saves.on_top()
+            is_watched = torch.is_grad_enabled() and saves.on_top() and made.is_innermost()
             if self.inside or (module, number) not in self.wanted or not is_watched:
                 return forward(*given, **named)
             path = paths[module]
             signature = call_signature(given, named)
-            with saves.paused(), replaced.paused():
+            with saves.paused(), replaced.paused(), made.paused():
                 kind = self.captures.kind_of(path, module, signature, given, named)
             if isinstance(kind, str):
                 self.reasons.setdefault(path, kind)
@@ -363,11 +367,7 @@ class _Search:
             self.stage_calls.note_captured(module, number, begin)
             return output
 
-        with (
-            model_kept(self.model, device),
-            PatchedForwards(paths, replacement) as replaced,
-            saves.watching(),
-        ):
+        with PatchedForwards(paths, replacement) as replaced, saves.watching():
             if self.units:
                 output = self.in_units(paths, args, saves)
             else:

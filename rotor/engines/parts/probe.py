@@ -18,7 +18,7 @@ from torch import nn
 from rotor._pytorch import core
 from rotor.common.forward_patch import PatchedForwards
 from rotor.common.tensor_trees import device_of, output_tensors, tree_tensors
-from rotor.common.undisturbed import model_kept
+from rotor.common.undisturbed import trial
 from rotor.meter import allocator
 
 __all__ = ["ModuleCall", "NeedsBackward", "Saves", "weigh"]
@@ -147,14 +147,12 @@ def weigh(
     """
     paths = inner_modules(model)
     whole = ModuleCall("", model, 0, None)
-    stack, calls = [whole], []
+    stack, calls = [whole], list[ModuleCall]()
     counts: dict[nn.Module, int] = {}
 
     def note(identity: int, size: int) -> None:
         for call in stack:
             call.saved[identity] = size
-
-    saves = Saves([*model.parameters(), *model.buffers(), *tree_tensors((args, kwargs))], note)
 
     def watched(module: nn.Module, forward: Any) -> Callable[..., Any]:
         def run(*given: Any, **named: Any) -> Any:
@@ -178,6 +176,10 @@ def weigh(
         return run
 
     device = device_of((args, kwargs), model)
-    with model_kept(model, device), PatchedForwards(paths, watched), saves.watching():
-        model.forward(*args, **kwargs)
+    with trial(model, (args, kwargs), device) as made, PatchedForwards(paths, watched):
+        resident = [*model.parameters(), *model.buffers(), *tree_tensors(made.arguments)]
+        saves = Saves(resident, note)
+        args, kwargs = made.arguments
+        with saves.watching():
+            model.forward(*args, **kwargs)
     return calls, whole, set(counts)

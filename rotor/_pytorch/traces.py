@@ -1,0 +1,176 @@
+"""Traces of a run in tensors that existed before it, and in caches of PyTorch: seen, and undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn.utils import parametrize
+from torch.utils import _python_dispatch
+
+from rotor._pytorch import core
+
+__all__ = ["OwnParametrizations", "Writes"]
+
+core.check(
+    (
+        "_C._autograd._unsafe_set_version_counter",
+        "nn.utils.parametrize._cache",
+        "utils._python_dispatch.TorchDispatchMode",
+        "utils._python_dispatch._get_current_dispatch_mode",
+    )
+)
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+class OwnParametrizations:
+    """Context in which ``torch.nn.utils.parametrize.cached`` knows no weights of outside."""
+
+    def __enter__(self) -> None:
+        self._kept = parametrize._cache
+        parametrize._cache = {}
+
+    def __exit__(self, *_: object) -> None:
+        parametrize._cache = self._kept
+
+
+@cache
+def _written(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Return places and names of the arguments that an operator writes to."""
+    schema = getattr(operator, "_schema", None)
+    if schema is None:
+        return ()
+    # Kernels of batch norm write to their statistics, which their schemas do not say.
+    more = _STATISTICS if "batch_norm" in schema.name else ()
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.name in more or (argument.alias_info and argument.alias_info.is_write)
+    )
+
+
+@cache
+def _makes(operator: Any) -> bool:
+    """Return whether all results of an operator have memory of their own."""
+    schema = getattr(operator, "_schema", None)
+    return schema is not None and not any(result.alias_info for result in schema.returns)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+class _Kept:
+    """Tensor as it was before it was written to first."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._version = None if tensor.is_inference() else tensor._version
+        self._requires_grad = tensor.requires_grad
+        self._place = self._current_place()
+        self.identity = None if self._place is None else self._place[0]
+
+    def _current_place(self) -> Any:
+        t = self.tensor
+        if t.layout != torch.strided:
+            return None
+        return core.storage_identity(t), t.storage_offset(), t.size(), t.stride()
+
+    def restore(self, storages: dict[int, Any]) -> None:
+        """Set place and history back; the bytes are set back already."""
+        tensor = self.tensor
+        if tensor.requires_grad and not self._requires_grad and not tensor._is_view():
+            tensor.detach_()
+        if self._place != self._current_place() and self._place[0] in storages:
+            identity, *place = self._place
+            with torch.no_grad():
+                tensor.set_(storages[identity][0], *place)
+        if self._version is not None:
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (self._version,))
+
+
+class Writes(_python_dispatch.TorchDispatchMode):
+    """Context in which the bytes of tensors from before are kept when they are first written to.
+
+    Only what is written to is copied. Operators are seen below autograd, whoever calls them.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: set[int] = set()
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._kept: dict[int, _Kept] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # PyTorch would import its compiler.
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator."""
+        kwargs = kwargs or {}
+        for place, name in _written(operator):
+            given = args[place] if place < len(args) else kwargs.get(name)
+            for tensor in _tensors(given):
+                self._keep(tensor)
+        result = operator(*args, **kwargs)
+        if _makes(operator):
+            for tensor in _tensors(result):
+                for part in core.strided_parts(tensor):
+                    self._made.add(core.storage_identity(part))
+        return result
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        parts = core.strided_parts(tensor)
+        storages = {core.storage_identity(part): part.untyped_storage() for part in parts}
+        if storages.keys() <= self._made:
+            return
+        if id(tensor) not in self._kept:
+            self._kept[id(tensor)] = _Kept(tensor)
+        for identity, storage in storages.items():
+            if identity not in self._storages and identity not in self._made:
+                self._storages[identity] = storage, storage.clone()
+
+    def written(self) -> list[torch.Tensor]:
+        """Return the tensors from before that were written to."""
+        return [kept.tensor for kept in self._kept.values()]
+
+    def is_innermost(self) -> bool:
+        """Return whether no other mode was entered since."""
+        return _python_dispatch._get_current_dispatch_mode() is self
+
+    def identities(self) -> set[int]:
+        """Return the identities of the storages from before that were written to."""
+        return set(self._storages)
+
+    def undo(self, spares: Callable[[int], bool] = lambda identity: False) -> None:
+        """Write the former bytes back.
+
+        Parameters
+        ----------
+        spares
+            Function that tells, by its identity, whether a storage is left as it is.
+        """
+        with torch.no_grad():
+            for identity, (storage, before) in self._storages.items():
+                if spares(identity):
+                    continue
+                if storage.nbytes() != before.nbytes():
+                    storage.resize_(before.nbytes())
+                storage.copy_(before)
+        # Views share a version, which was least when the first of them was written to.
+        for kept in reversed(self._kept.values()):
+            if kept.identity is None or not spares(kept.identity):
+                kept.restore(self._storages)
+        self._storages.clear()
+        self._kept.clear()
