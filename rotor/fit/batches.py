@@ -60,14 +60,15 @@ def batches_of(
         rows = torch.arange(size) % length
 
         def taken(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != length:
+            if not isinstance(leaf, torch.Tensor):
+                return copied_arguments(leaf)
+            if not leaf.dim() or leaf.shape[0] != length:
                 return leaf
             chosen = leaf.detach().index_select(0, rows.to(leaf.device))
             return chosen.requires_grad_(leaf.requires_grad)
 
         found: Batch = core.tree_unflatten([taken(leaf) for leaf in leaves], spec)
-        copies: Batch = copied_arguments(found)
-        return copies
+        return found
 
     return of_size
 

@@ -276,7 +276,9 @@ class Measuring:
 
     def back(self, i: int) -> Sequence[torch.Tensor | None]:
         """Run B of stage i; return the gradients of its parameters."""
-        with autocast_off(self.device.type), gradients_aside(self.run.parameters[i]):
+        # FSDP2 leaves what it has reduced in the parameters.
+        aside = gradients_aside(self.run.parameters[i]) if self.sees_writes else nullcontext()
+        with autocast_off(self.device.type), aside:
             return self.run.back(i, True, [True] * len(self.run.parameters[i]))
 
     def _times(self, i: int, x: Any) -> tuple[int, int, int]:
