@@ -10,7 +10,7 @@ import torch
 from rotor.common.accounting import is_new_maximum
 from rotor.common.frames import warn_caller
 from rotor.common.tensor_trees import output_tensors
-from rotor.common.undisturbed import model_kept
+from rotor.common.undisturbed import Untriable, trial
 from rotor.engines.contract import Call, Engine, IsPending, Key, StartMeter
 from rotor.errors import MemoryLimitWarning
 from rotor.meter.step_meter import Metered, StepBytes
@@ -89,10 +89,14 @@ class PlainEngine(Engine):
         return PlainPlan(self.device_of(key), limit_bytes, reason)
 
     def try_out(self, key: Key, call: Call) -> None:
-        """Raise what a forward raises; it leaves no trace."""
-        module = self.context.module
-        with torch.no_grad(), model_kept(module, self.device_of(key)):
-            module.forward(*call.args, **call.kwargs)
+        """Raise what a forward raises, where one can be tried; it leaves no trace."""
+        module, given = self.context.module, call.arguments
+        try:
+            with torch.no_grad(), trial(module, given, self.device_of(key)) as made:
+                args, kwargs = made.arguments
+                module.forward(*args, **kwargs)
+        except Untriable:
+            return
 
     def run(self, plan: PlainPlan, call: Call, start: StartMeter) -> tuple[Any, IsPending]:
         """Run a step as PyTorch does."""

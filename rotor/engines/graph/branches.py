@@ -13,7 +13,7 @@ from torch import fx
 
 from rotor._pytorch import core
 from rotor.common.tensor_trees import output_tensors
-from rotor.common.undisturbed import model_kept, random_states_kept
+from rotor.common.undisturbed import random_states_kept, trial
 from rotor.engines.contract import Call, Context
 from rotor.engines.graph.capture import Unplanned
 from rotor.engines.graph.lowering import Lowered
@@ -24,11 +24,12 @@ __all__ = ["gives_plain_outputs"]
 def gives_plain_outputs(context: Context, found: Unplanned, call: Call) -> bool:
     """Return whether a captured call gives the outputs of plain execution, bit for bit."""
     module, device = context.module, context.device_of(call)
-    args, kwargs = call.arguments
-    with torch.no_grad(), model_kept(module, device):
+    given = (*call.arguments, call.targets)
+    with torch.no_grad(), trial(module, given, device) as run:
         with random_states_kept(device):
             made = _outputs(found.captured.lowered, found.primals)
-        plain = context.with_loss(module.forward(*args, **kwargs), call.targets)
+        args, kwargs, targets = run.arguments
+        plain = context.with_loss(module.forward(*args, **kwargs), targets)
     others = output_tensors(plain)
     return bool(made) and all(any(_same(one, other) for other in others) for one in made)
 
