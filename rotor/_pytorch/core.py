@@ -44,9 +44,9 @@ def value_in(slot: Slot) -> Any:
     return slots[name] if name in slots else None  # noqa: SIM401
 
 
-def slots_of_module(module: nn.Module) -> list[Any]:
+def slots_of_module(module: nn.Module, *, with_parameters: bool = True) -> list[Any]:
     """Return the containers of a module's parameters, buffers, children, hooks and the like."""
-    names = vars(nn.Module())
+    names = vars(nn.Module()).keys() - (() if with_parameters else {"_parameters"})
     return [value for name, value in vars(module).items() if name in names]
 
 

@@ -239,10 +239,7 @@ class Trial:
     ) -> None:
         roots = [("the model", roots)] if isinstance(roots, nn.Module) else list(roots)
 
-        def slots_of(module: nn.Module) -> list[Any]:
-            found = core.slots_of_module(module)
-            return [slots for slots in found if not is_sharded or slots is not module._parameters]
-
+        slots_of = partial(core.slots_of_module, with_parameters=not is_sharded)
         self._watch = Watch(roots, copies_tensors=not is_guarded, slots_of=slots_of)
         if self._watch.generators:
             raise Untriable(
