@@ -149,10 +149,11 @@ class Measuring:
             flags=seen.flags,
             uses_rng=seen.uses_rng,
             buffer_bytes=_bytes(
-                [slots[name] for slots, name in stage.mutable_buffers or ()], self.device
+                [slots[name] for slots, name in (*(stage.mutable_buffers or ()), *stage.written)],
+                self.device,
             )
             + sum(place.saved_bytes(self.device) for place in stage.state),
-            varies=not seen.repeats or bool(seen.written),
+            varies=not seen.repeats,
             leaves=bool(seen.leaves)
             or seen.is_fed
             or (i > 0 and self.observations[i - 1].passes_output),

@@ -91,8 +91,6 @@ class Observation:
             return f"{', '.join(self.leaves)} has values of its graph beside its output"
         if self.is_fed:
             return "it reads a value in the graph that no stage made"
-        if self.written:
-            return "its forward writes to parameters"
         return "" if self.repeats else "two runs of it from the same state gave different bits"
 
 
@@ -541,6 +539,7 @@ def note_state(stages: Sequence[Stage], observations: Sequence[Observation]) -> 
     for stage, seen in zip(stages, observations, strict=True):
         own = {place.identity for place in seen.changes}
         stage.mutable_buffers = seen.mutable_buffers
+        stage.note_written(seen.written)
         stage.state = [
             place
             for identity, place in places.items()
