@@ -72,7 +72,7 @@ class _Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self._version = None if tensor.is_inference() else tensor._version
+        self._count = None if tensor.is_inference() else tensor._version
         self._requires_grad = tensor.requires_grad
         self._place = self._current_place()
         self.identity = None if self._place is None else self._place[0]
@@ -92,8 +92,8 @@ class _Kept:
             identity, *place = self._place
             with torch.no_grad():
                 tensor.set_(storages[identity][0], *place)
-        if self._version is not None:
-            torch._C._autograd._unsafe_set_version_counter((tensor,), (self._version,))
+        if self._count is not None:
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (self._count,))
 
 
 class Writes(_python_dispatch.TorchDispatchMode):
