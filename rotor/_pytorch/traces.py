@@ -31,10 +31,10 @@ class OwnParametrizations:
 
     def __enter__(self) -> None:
         self._kept = parametrize._cache
-        parametrize._cache = {}
+        vars(parametrize)["_cache"] = {}
 
     def __exit__(self, *_: object) -> None:
-        parametrize._cache = self._kept
+        vars(parametrize)["_cache"] = self._kept
 
 
 @cache

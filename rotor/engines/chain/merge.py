@@ -31,7 +31,16 @@ def merge_stages(
     """Return stages that can be cut apart: in-place and viewing ones join their predecessor.
 
     Runs the model forward once, without a graph and on copies of its buffers; and on a copy of its
-    input where a stage that might write to it comes first. `done` is called after each stage.
+    input where a stage that might write to it comes first.
+
+    Parameters
+    ----------
+    stages
+        Stages from `find_stages`.
+    arg
+        Input of the model.
+    done
+        Function called after each stage.
 
     Raises
     ------
