@@ -42,6 +42,11 @@ def merge_stages(
     done
         Function called after each stage.
 
+    Returns
+    -------
+    list of Stage
+        The stages, some of them joined.
+
     Raises
     ------
     ValueError
