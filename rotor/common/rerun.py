@@ -21,13 +21,7 @@ from torch.autograd.function import Function
 from rotor._pytorch import backwards, core, devices
 from rotor.common.generators import SPLIT_BACKWARD, AutocastState, RngTracker
 from rotor.common.tensor_trees import map_tensors, output_tensors, replaced, tree_tensors, versions
-from rotor.common.undisturbed import (
-    attributes_kept,
-    autocast_cache_dropped,
-    buffers_copied,
-    generators_kept,
-    random_states_kept,
-)
+from rotor.common.undisturbed import buffers_copied, trial
 
 __all__ = ["STEP", "Rerun", "StepNotes", "Unit", "attach"]
 
@@ -192,11 +186,9 @@ class Rerun:
         with ExitStack() as stack:
             stack.enter_context(backwards.outside_transforms())
             stack.enter_context(_training(unit.modules, self._flags))
-            stack.enter_context(random_states_kept(self._device))
-            stack.enter_context(generators_kept(unit.modules))
-            stack.enter_context(attributes_kept(unit.modules))
+            roots = [(type(module).__name__, module) for module in unit.modules]
+            stack.enter_context(trial(roots, (), self._device, is_guarded=False))
             stack.enter_context(buffers_copied(unit.buffers))
-            stack.enter_context(autocast_cache_dropped())
             stack.enter_context(self._autocast)
             stack.enter_context(torch.enable_grad())
             for k, before in self._before.items():

@@ -27,6 +27,7 @@ from rotor.common.module_state import Watch
 __all__ = [
     "Trial",
     "Untriable",
+    "buffers_copied",
     "copied_arguments",
     "generators_kept",
     "gradients_aside",
@@ -135,6 +136,23 @@ def _reachable(value: Any) -> list[Any]:
             if not isinstance(item, (torch.Tensor, *_SHARED)):
                 waiting += gc.get_referents(item)
     return list(found.values())
+
+
+@contextmanager
+def buffers_copied(slots: Iterable[core.Slot]) -> Iterator[None]:
+    """Put the same buffers back after a run on copies of them; shared ones share their copy."""
+    kept = [(slot, slot[0][slot[1]]) for slot in slots]
+    copies: dict[int, torch.Tensor] = {}
+    try:
+        for (where, name), buffer in kept:
+            if buffer is not None:
+                if id(buffer) not in copies:
+                    copies[id(buffer)] = buffer.detach().clone()
+                where[name] = copies[id(buffer)]
+        yield
+    finally:
+        for (where, name), buffer in kept:
+            where[name] = buffer
 
 
 @contextmanager
