@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -288,15 +288,15 @@ class Rockmate(Checkpointable):
 
         With a limit, `budget` is forgotten; without one, it is `get_sequence`.
         """
-        before = self.budget
+        before, settings = self.budget, cast(_Budgeted, self._driver.settings)
         given = [*args[:1], kwargs.get("custom_mem_limit_bytes"), kwargs.get("mem_limit")]
         if any(limit is not None for limit in given):
-            self._driver.settings.budget = None
+            settings.budget = None
         try:
             found: Program | None = super().compute_sequence(*args, **kwargs)
             return found
         except BaseException:
-            self._driver.settings.budget = before
+            settings.budget = before
             raise
 
     def get_sequence(self, budget: float | str | None = None) -> Program | None:
@@ -317,14 +317,14 @@ class Rockmate(Checkpointable):
         ValueError
             Nothing was measured; InfeasibleError (a ValueError) if no plan was found.
         """
-        before = self.budget
+        before, settings = self.budget, cast(_Budgeted, self._driver.settings)
         if budget is not None:
-            self._driver.settings.budget = _budget_bytes(budget)
+            settings.budget = _budget_bytes(budget)
         try:
             found: Program | None = super().compute_sequence()
             return found
         except BaseException:
-            self._driver.settings.budget = before
+            settings.budget = before
             raise
 
     def get_compiled_fct(self) -> None:

@@ -36,7 +36,7 @@ def forget_compiled(code: Any, backend: int, modes: list[Any]) -> None:
     for mode in modes:
         mode.shape_env.tracked_fakes = []
 
-    eval_frame.reset_code(code)
+    eval_frame.remove_from_cache(code)
     known = eval_frame.cached_backends
     for key in [k for k, one in known.items() if id(getattr(one, "compiler_fn", one)) == backend]:
         del known[key]

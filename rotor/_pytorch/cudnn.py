@@ -5,6 +5,7 @@ PyTorch traces ``cudnn_batch_norm`` as its own kernel, whose bits and speed are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,30 +49,39 @@ def _forward(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, *settings
     statistics = (None, None) if mean is None else (mean.clone(), variance.clone())
     run = torch.ops.aten.cudnn_batch_norm.default
     output, *kept, reserve = run(x, weight, bias, *statistics, *settings)
-    if mean is None:
-        statistics = (weight.new_empty(0), weight.new_empty(0))
-    return output, *kept, *statistics, reserve
+    made = [weight.new_empty(0) if value is None else value for value in statistics]
+    return output, *kept, *made, reserve
 
 
 @torch.library.impl(_LIBRARY, "cudnn_batch_norm_backward", "CUDA")
-def _backward(gradient: Any, x: Any, weight: Any, mean: Any, variance: Any, *kept: Any) -> Any:
-    *kept, epsilon, reserve = kept
+def _backward(gradient: Any, x: Any, weight: Any, mean: Any, variance: Any, *others: Any) -> Any:
+    *kept, epsilon, reserve = others
     run = torch.ops.aten.cudnn_batch_norm_backward.default
     # cuDNN may write to the reserve, which a repeated backward reads again.
     return run(x, gradient, weight, mean, variance, *kept, epsilon, reserve.clone())
 
 
-def normalises(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, epsilon: float) -> bool:
-    """Return whether eager PyTorch gives a training BatchNorm to cuDNN."""
-    if x.device.type != "cuda" or weight is None or symbols.has_symbols(x):
+def normalises(x: Any, tensors: Sequence[Any], epsilon: float) -> bool:
+    """Return whether eager PyTorch gives a training BatchNorm to cuDNN.
+
+    Parameters
+    ----------
+    x, tensors
+        Input; weight, bias, and running statistics or ``None``.
+    epsilon
+        Number added to the variance.
+    """
+    if x.device.type != "cuda" or tensors[0] is None or symbols.has_symbols(x):
         return False
-    chosen = torch._C._select_batch_norm_backend(x, weight, bias, mean, variance, True, epsilon)
-    return bool(chosen == torch._C._BatchNormBackend.Cudnn)
+    private: Any = torch._C
+    chosen = private._select_batch_norm_backend(x, *tensors, True, epsilon)
+    return bool(chosen == private._BatchNormBackend.Cudnn)
 
 
 def reserve_like(x: Any) -> Any:
     """Return a tensor of the size and type of cuDNN's reserve for a training BatchNorm."""
-    size = torch._C._get_cudnn_batch_norm_reserve_space_size(x, True)
+    private: Any = torch._C
+    size = private._get_cudnn_batch_norm_reserve_space_size(x, True)
     return x.new_empty((size,), dtype=torch.uint8)
 
 

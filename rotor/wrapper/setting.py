@@ -55,7 +55,7 @@ def checked_limit(limit: int | str | None) -> int | None:
 
 def checked_loss_bytes(size: int | str) -> int:
     """Return the bytes that the loss needs; 0 where they are not known."""
-    return size and parse_bytes(size, name="loss_tmp_memory_usage")
+    return parse_bytes(size, name="loss_tmp_memory_usage") if size else 0
 
 
 def plan_anew(driver: Any) -> None:

@@ -119,14 +119,15 @@ def normalise_as_in_eager(module: fx.GraphModule) -> int:
             if node.target is cudnn.NATIVE_WITHOUT_STATISTICS:
                 given[3:3] = [None, None]
             known = [part.meta["val"] if isinstance(part, fx.Node) else part for part in given]
-            if given[5] and cudnn.normalises(*known[:5], known[7]):
+            if given[5] and cudnn.normalises(known[0], known[1:5], known[7]):
                 replacement = _replaced(node, cudnn.FORWARD, given)
                 reserves[replacement] = _reserve_of(replacement, known[0])
         elif node.target is cudnn.NATIVE_BACKWARD:
-            gradient, x, weight, mean, variance, *kept, training, epsilon, _ = node.args
-            forward = kept[0].args[0] if isinstance(kept[0], fx.Node) and kept[0].args else None
-            if training and forward in reserves:
-                given = [gradient, x, weight, mean, variance, *kept, epsilon, reserves[forward]]
+            args: Any = node.args
+            gradient, x, weight, mean, variance, *kept, training, epsilon, _ = args
+            reserve = next((reserves[n] for n in kept[0].all_input_nodes if n in reserves), None)
+            if training and reserve is not None:
+                given = [gradient, x, weight, mean, variance, *kept, epsilon, reserve]
                 _replaced(node, cudnn.BACKWARD, given)
     return len(reserves)
 

@@ -88,7 +88,9 @@ class ShardedBlocksEngine(MeteredEngine):
         return replace(call, args=args, kwargs=kwargs)
 
     def key(self, call: Call) -> Key:
-        """Return the kind of a step on this rank."""
+        """Return the kind of a step on this rank; ValueError without a tensor to compute with."""
+        if not tree_tensors(call.arguments):
+            raise ValueError("the arguments of a sharded model hold no tensor, expected one")
         self._sharding.prepare()
         self.context.structure.check_dropout()
         required, absent = self._sharding.parameter_flags()
