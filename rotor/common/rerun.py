@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.function import Function
+from torch.utils.weak import TensorWeakRef
 
 from rotor._pytorch import backwards, core, devices
 from rotor.common.generators import SPLIT_BACKWARD, AutocastState, RngTracker
@@ -107,9 +108,14 @@ class Rerun:
         Its arguments, nested; containers are copied.
     device
         Device of the part.
+    is_whole
+        True for the whole model, whose arguments are the caller's; those of a part live no longer
+        than its plan wants.
     """
 
-    def __init__(self, unit: Unit, value: Any, device: torch.device) -> None:
+    def __init__(
+        self, unit: Unit, value: Any, device: torch.device, *, is_whole: bool = True
+    ) -> None:
         self._unit, self._device = unit, device
         self._notes = STEP.get() or StepNotes()
         self._rng = RngTracker(device) if self._notes.preserves_rng else None
@@ -117,17 +123,13 @@ class Rerun:
         self._flags = unit.flags()
         self._parameters = unit.parameter_versions()
         self._buffers, self._before = unit.written_buffers()
-        self._value = _copied(value)
+        tensors = tree_tensors(value)
+        self._value = _copied(value) if is_whole else map_tensors(value, _let_go)
         # The tensors of the states would count as memory of the step.
         self._states = [] if self._rng is None else [s.tobytes() for _, s in self._rng.read()]
-        self._tensors = tree_tensors(value)
-        self._inputs = versions(self._tensors)
+        self._inputs = versions(tensors)
+        self.arguments = set(map(id, tensors))
         self._is_used = self._is_over = False
-
-    @property
-    def arguments(self) -> set[int]:
-        """Identities of the tensors among the arguments."""
-        return set(map(id, self._tensors))
 
     def is_wanted(self, given: Iterable[torch.Tensor | None], *, repeats: bool = False) -> bool:
         """Return whether the running backward is one that a plan cannot give.
@@ -166,7 +168,7 @@ class Rerun:
 
     def _drop(self) -> None:
         """Drop the arguments and states: no other backward comes."""
-        self._value, self._tensors, self._states, self._before = None, [], [], {}
+        self._value, self._states, self._before = None, [], {}
 
     def output(self, forward: Callable[[Any], Any]) -> Any:
         """Return the result of the part's forward, run again from the same state with a tape.
@@ -181,8 +183,8 @@ class Rerun:
         RuntimeError
             A parameter, a buffer or an argument has changed since the first forward.
         """
-        unit = self._unit
-        self._check()
+        unit, value = self._unit, self._arguments()
+        self._check(value)
         with ExitStack() as stack:
             stack.enter_context(backwards.outside_transforms())
             stack.enter_context(_training(unit.modules, self._flags))
@@ -198,7 +200,18 @@ class Rerun:
             if self._rng is not None:
                 states = [torch.frombuffer(bytearray(s), dtype=torch.uint8) for s in self._states]
                 self._rng.write([(state, None) for state in states])
-            return forward(_copied(self._value))
+            return forward(value)
+
+    def _arguments(self) -> Any:
+        """Return the arguments in containers of their own; RuntimeError if one is gone."""
+        leaves, spec = core.tree_flatten(self._value)
+        found = list(map(_present, leaves))
+        if any(new is None and old is not None for new, old in zip(found, leaves, strict=True)):
+            raise RuntimeError(
+                "this backward has to run a part of the model again, whose plan has freed its "
+                "input: raise mem_limit, or use the plain model (chk.module) for such a backward"
+            )
+        return core.tree_unflatten(found, spec)
 
     def gradients(
         self,
@@ -252,7 +265,7 @@ class Rerun:
             self._drop()
         return dict(zip(asked, found, strict=True))
 
-    def _check(self) -> None:
+    def _check(self, value: Any) -> None:
         unit = self._unit
         buffers = zip(self._buffers, _versions(unit.buffers), strict=True)
         changed = [
@@ -265,7 +278,7 @@ class Rerun:
             for k, (old, new) in enumerate(buffers)
             if old != new and k not in self._before
         ]
-        if versions(self._tensors) != self._inputs:
+        if versions(tree_tensors(value)) != self._inputs:
             changed.append("an argument")
         if changed:
             raise RuntimeError(
@@ -308,6 +321,16 @@ def _join(tensor: torch.Tensor | None, newer: torch.Tensor) -> None:
             _Joined.apply(tensor, newer)
 
 
+def _let_go(tensor: torch.Tensor) -> Any:
+    """Return a tensor of the caller's, or a weak reference to one that was computed."""
+    return tensor if tensor.grad_fn is None else TensorWeakRef(tensor)
+
+
+def _present(leaf: Any) -> Any:
+    """Return a leaf of arguments; ``None`` for a tensor that is gone."""
+    return leaf() if isinstance(leaf, TensorWeakRef) else leaf
+
+
 def _copied(value: Any) -> Any:
     """Return nested arguments in containers of their own."""
     return map_tensors(value, lambda tensor: tensor)
@@ -337,7 +360,7 @@ class _Part:
         token: Any,
     ) -> None:
         self._rerun, self._forward, self._positions = rerun, forward, positions
-        self._leaves, self._token = leaves, token
+        self._leaves, self._token = [*map(_let_go, leaves)], token
         self.made: list[weakref.ref[torch.Tensor]] = []
 
     def backward(self, given: Sequence[torch.Tensor | None]) -> Iterable[torch.Tensor | None]:
@@ -348,8 +371,10 @@ class _Part:
             token.is_passed = is_wanted
         if not is_wanted:
             return (*given, *[None] * len(self._leaves))
-        found = self._rerun.gradients(self._outputs, given, self._leaves, self.made)
-        return (*[None] * len(given), *[found.pop(id(leaf), None) for leaf in self._leaves])
+        leaves = list(map(_present, self._leaves))
+        present = [leaf for leaf in leaves if leaf is not None]
+        found = self._rerun.gradients(self._outputs, given, present, self.made)
+        return (*[None] * len(given), *[found.pop(id(leaf), None) for leaf in leaves])
 
     def _outputs(self, value: Any) -> list[torch.Tensor]:
         tensors = output_tensors(self._forward(value))

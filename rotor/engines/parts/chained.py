@@ -472,7 +472,7 @@ class ChainKind:
             Comparison of recomputed values; ``None`` without one.
         """
         stages = self.inspection.stages
-        rerun = Rerun(self._unit, x, tree_tensors(x)[0].device)
+        rerun = Rerun(self._unit, x, tree_tensors(x)[0].device, is_whole=False)
         flags = self.inspection.flags
         output = run_chain(stages, self.schedules[number], x, flags=flags, proof=proof)
         return attach_chain(output, rerun, stages, self.schedules[number], x)

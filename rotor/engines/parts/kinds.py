@@ -426,7 +426,7 @@ class Kind:
         self.capture.forget_programs()
         if module not in self._units:
             self._units[module] = Unit(module.modules())
-        rerun = Rerun(self._units[module], (args, kwargs), self.device)
+        rerun = Rerun(self._units[module], (args, kwargs), self.device, is_whole=False)
         self.capture.leaves = []
         try:
             with self._installed(emitted, module, (args, kwargs), marks) as (given, named):
