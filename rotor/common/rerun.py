@@ -208,8 +208,9 @@ class Rerun:
         found = list(map(_present, leaves))
         if any(new is None and old is not None for new, old in zip(found, leaves, strict=True)):
             raise RuntimeError(
-                "this backward has to run a part of the model again, whose plan has freed its "
-                "input: raise mem_limit, or use the plain model (chk.module) for such a backward"
+                "this backward, with create_graph=True say, has to run a part of the model again, "
+                "whose plan has freed its input: raise mem_limit, or use the plain model "
+                "(chk.module) for such a backward"
             )
         return core.tree_unflatten(found, spec)
 
