@@ -7,7 +7,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -209,6 +209,23 @@ def packs_with(pack: Callable[..., Any]) -> bool:
     """Return whether autograd currently packs saved tensors with `pack`."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0] is pack
+
+
+def hidden_from_hooks(is_hidden: Callable[[torch.Tensor], bool]) -> AbstractContextManager[object]:
+    """Return a context in which the caller's saved-tensor hooks do not see some tensors."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return nullcontext()
+    pack, unpack = hooks
+
+    def pack_others(tensor: torch.Tensor) -> tuple[bool, Any]:
+        hides = is_hidden(tensor)
+        return hides, tensor if hides else pack(tensor)
+
+    def unpack_others(packed: tuple[bool, Any]) -> Any:
+        return packed[1] if packed[0] else unpack(packed[1])
+
+    return torch.autograd.graph.saved_tensors_hooks(pack_others, unpack_others)
 
 
 def callable_of(target: Any) -> Any:

@@ -118,6 +118,10 @@ class Captured:
             args[first + k] = self.zeros[k, shape]
 
 
+def _is_token(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "backward_of_program")
+
+
 class Unplanned(Exception):
     """Signal that a captured call was reached before it had a program.
 
@@ -308,7 +312,7 @@ class Capture:
             self._draws.take_back()
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        with core.one_graph():
+        with core.one_graph(), core.hidden_from_hooks(_is_token):
             if self.graphs:
                 with quiet_capture.capturing_again(self._asked, self._draws):
                     try:
