@@ -7,6 +7,7 @@ import gc
 import pickle
 import random
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from limited_models import Perceptron, both, limited, same, small_pair
 from rotor.models import treelstm
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 import rotor
 from rotor import dtr, memory
@@ -299,3 +301,53 @@ def test_trees_of_every_shape_share_a_limit():
             x = torch.randn(len(tree), 8, 32)
             both(model, chk, lambda m, x=x, tree=tree: [m(x, tree).sum().backward() or x], seed)
     assert chk.plan.steps == 6
+
+
+class Sized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        x, sizes = x if isinstance(x, tuple) else (x, {"before": x.shape})
+        y = torch.tanh(self.linear(x))
+        return y / sizes["before"].numel(), {"before": sizes["before"], "after": [y.shape]}
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph", "dynamic"])
+def test_sizes_among_outputs_stay_sizes(engine: str) -> None:
+    model = rotor.Checkpointable(
+        nn.Sequential(Sized(), Sized()), mem_limit="2 MB", engine=engine, verbosity=0
+    )
+    for _ in range(2):
+        y, sizes = model(torch.randn(64, 32))
+        y.square().sum().backward()
+        assert [type(s) for s in (sizes["before"], *sizes["after"])] == [torch.Size, torch.Size]
+        assert sizes["before"].numel() == 2048
+
+
+def _pruned(layer: nn.Module) -> None:
+    prune.l1_unstructured(layer, "weight", 0.3)
+
+
+def _without_bias(layer: nn.Module) -> None:
+    layer.bias = None
+
+
+@pytest.mark.parametrize(
+    "change", [_pruned, _without_bias, parametrizations.weight_norm, parametrizations.orthogonal]
+)
+def test_parameters_may_be_others_in_the_next_step(change: Callable[[nn.Module], Any]) -> None:
+    def gradients(**limits: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(48, 48), nn.Tanh())])
+        model = rotor.Checkpointable(net, verbosity=0, **limits) if limits else net
+        for step in range(4):
+            if step == 2:
+                change(net[4])
+            net.zero_grad()
+            model(torch.randn(256, 48)).square().mean().backward()
+        return [p.grad for p in net.parameters() if p.grad is not None]
+
+    limited = gradients(mem_limit="2 MB", engine="dynamic")
+    assert all(map(torch.equal, gradients(), limited))

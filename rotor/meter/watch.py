@@ -155,7 +155,8 @@ def sparse_growth(plan: Metered, slots: Iterable[core.Slot]) -> int:
     """
     found = 0
     for values, name in slots:
-        gradient = None if values[name] is None else values[name].grad
+        # Pruning takes parameters out of their slots.
+        gradient = getattr(values.get(name), "grad", None)
         if gradient is not None and gradient.layout is not torch.strided:
             found += memory.storage_bytes(core.strided_parts(gradient))
     more = max(found - plan.sparse_bytes, 0)

@@ -121,11 +121,11 @@ class Driver:
         self._discover(self.context.latest, self.context.warned, is_read=self._caches.is_read)
 
     def _rediscover_if_changed(self) -> None:
+        is_same = self.context.structure.is_current()
         if not self.engines[0].depends_on_structure:
-            return
-        if not self.context.structure.is_current() or (
-            fsdp.is_unit(self._wrapper()) != self._is_unit
-        ):
+            if not is_same:
+                self.context.structure = ModelState(self.settings.module)
+        elif not is_same or fsdp.is_unit(self._wrapper()) != self._is_unit:
             self._rediscover()
             self._check_sharding()
 
