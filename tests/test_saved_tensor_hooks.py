@@ -1,4 +1,4 @@
-"""Hooks of the caller's for saved tensors around a limited model: every engine gives plain gradients."""
+"""Saved-tensor hooks around the call of a limited model: every engine gives plain gradients."""
 
 from __future__ import annotations
 
