@@ -114,6 +114,7 @@ struct py_ref {
     py_ref_t *next_gone; /* owned: the queue holds what is in it */
     char is_gone;
     char is_foreign; /* in memory before the book began */
+    char stays;      /* small integers: never evicted */
 };
 
 /* The arguments of an operator without its tensors, and their layouts. */

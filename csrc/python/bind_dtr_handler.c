@@ -26,6 +26,17 @@ static int take_odd(py_handler_t *self, py_run_t *run, PyObject *tensor) {
     return ret;
 }
 
+/* Lengths, offsets and sizes of batches: code below the operators reads such tensors by pointer, so
+ * they are never evicted. Larger ones are known to the guard (rotor.dtr.guard). */
+enum { MOST_INDEX_BYTES = 1 << 16 };
+
+static int holds_integers(py_handler_t *self, PyObject *tensor) {
+    PyObject *dtype = PyObject_GetAttr(tensor, self->names[NAME_dtype]);
+    int ret = dtype == NULL ? -1 : PySequence_Contains(self->parts[PART_INTEGERS], dtype);
+    Py_XDECREF(dtype);
+    return ret;
+}
+
 static int take_tensor(py_handler_t *self, py_run_t *run, PyObject *tensor, int32_t index,
                        py_made_t *made) {
     enum py_reading found = py_tensor_look(self, tensor);
@@ -44,6 +55,11 @@ static int take_tensor(py_handler_t *self, py_run_t *run, PyObject *tensor, int3
     if (bytes < 0) {
         return -1;
     }
+    int is_index = self->is_cpu && bytes <= MOST_INDEX_BYTES ? holds_integers(self, tensor) : 0;
+    if (is_index < 0) {
+        return -1;
+    }
+    ref->stays = is_index != 0;
     bytes = (bytes + self->block_bytes - 1) / self->block_bytes * self->block_bytes;
     return py_made_add(made, (PyObject *)ref, bytes, index, -1);
 }
@@ -234,6 +250,11 @@ static int record_results(py_handler_t *self, py_run_t *run, py_made_t *made) {
         ((py_ref_t *)made->places[k])->node = made->nodes[k];
     }
     ret = self->recorder->observer == Py_None ? 0 : py_odd_observe(self, run, made, is_recorded);
+    for (int64_t k = 0; k < made->count && ret == 0; k++) {
+        if (((py_ref_t *)made->places[k])->stays && made->origins[k] < 0) {
+            ret = py_odd_keep(self, run, made->nodes[k]);
+        }
+    }
 out:
     Py_XDECREF(record);
     return ret;
@@ -504,6 +525,24 @@ static PyObject *kernel_of(py_handler_t *self, PyObject *session, PyObject *func
     return kernel;
 }
 
+/* Appends weak references to the tensors among results. */
+static int note_made(const py_handler_t *self, PyObject *value) {
+    if (py_is_tensor(self, value)) {
+        PyObject *ref = PyWeakref_NewRef(value, NULL);
+        /* One that exists was noted, or belongs to a tensor that no operator made. */
+        int ret = ref == NULL ? -1 : Py_REFCNT(ref) > 1 ? 0 : PyList_Append(self->made, ref);
+        Py_XDECREF(ref);
+        return ret;
+    }
+    int ret = 0;
+    if (PyList_Check(value) || PyTuple_Check(value)) {
+        for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(value) && ret == 0; k++) {
+            ret = note_made(self, PySequence_Fast_GET_ITEM(value, k));
+        }
+    }
+    return ret;
+}
+
 static PyObject *run_locked(py_handler_t *self, PyObject *const *args) {
     if (!are_known_types(self, args[2])) {
         PyObject *answer = py_ask(self, args[0], _refuse_types, args[2]);
@@ -521,6 +560,10 @@ static PyObject *run_locked(py_handler_t *self, PyObject *const *args) {
                             ? run_without_functions(self, args, (const py_kernel_t *)kernel)
                             : run(self, args, (const py_kernel_t *)kernel);
     Py_DECREF(kernel);
+    if (results != NULL && self->made != NULL && PyList_Check(self->made) &&
+        note_made(self, results) != 0) {
+        Py_CLEAR(results);
+    }
     return results;
 }
 

@@ -19,6 +19,10 @@ static int restore(py_handler_t *self, PyObject *session, int64_t node) {
     return ret;
 }
 
+int py_odd_keep(py_handler_t *self, const py_run_t *run, int64_t node) {
+    return ask_of_node(self, run->session, NAME__pin, node);
+}
+
 static int protect(py_handler_t *self, py_run_t *run, const py_ref_t *ref) {
     const rotor_node_t *node = &self->recorder->book.nodes[ref->node];
     return node->needed > 0 || self->watches_writes

@@ -19,7 +19,7 @@
                                     entry(_guess) entry(_vary) entry(_note_varying)                \
                                         entry(_generator) entry(_state_bytes) entry(_states)       \
                                             entry(_measure) entry(_time) entry(_has_run) entry(_may_repeat)     \
-                                                entry(ran) entry(replayed) entry(_fetch)
+                                                entry(ran) entry(replayed) entry(_fetch) entry(_use_count)
 
 enum {
 #define AS_ENUM(name) NAME_##name,
@@ -51,6 +51,7 @@ enum {
     PART_COPY,            /* of a storage */
     PART_IS_ENGINES,      /* whether only autograd's engine holds the first term of a sum */
     PART_SOLE_REFERENCES, /* to such a term, in Python; -1: never */
+    PART_INTEGERS,        /* data types */
     PART_CAPTURING,       /* whether work is captured, or on another stream; None on the CPU */
     PART_EXCHANGE,        /* DLPack's capsule, or None */
     PART_COUNT
@@ -157,6 +158,7 @@ typedef struct {
     PyObject *flags;   /* of the backends, as they were last */
     PyObject *gone;    /* the callback of storages */
     PyObject *module;  /* path of the one that runs; NULL or None: not noted */
+    PyObject *made;    /* weak references to all results; NULL or None: not noted */
     PyObject *zero;
     PyObject *dtype_and_device;       /* names */
     const py_dl_exchange_t *exchange; /* NULL: attributes are read */
@@ -339,6 +341,8 @@ PyObject *py_odd_call(py_handler_t *self, py_run_t *run);
 bool py_lacks_needs(const py_handler_t *self, const py_run_t *run);
 /* Notes the needs of an operator with data-dependent results. */
 int py_odd_note_varying(py_handler_t *self, const py_run_t *run);
+/* Has a node in memory for good. */
+int py_odd_keep(py_handler_t *self, const py_run_t *run, int64_t node);
 /* Tells the observer of an operation. */
 int py_odd_observe(py_handler_t *self, const py_run_t *run, const py_made_t *made,
                    bool is_recorded);

@@ -166,6 +166,43 @@ static PyObject *py_handler_references(METHOD_ARGUMENTS) {
     return list;
 }
 
+/* References of Python's to a tensor: one more is PyTorch's where others own it too. Weak ones count
+ * as well, but for our own. */
+static Py_ssize_t holders_of(py_handler_t *self, PyObject *ref, PyObject *tensor) {
+    PyObject *uses = PyObject_CallMethodNoArgs(tensor, self->names[NAME__use_count]);
+    Py_ssize_t owners = uses == NULL ? -1 : PyLong_AsSsize_t(uses);
+    Py_XDECREF(uses);
+    bool is_seen = ((PyWeakReference *)ref)->wr_next != NULL || Py_REFCNT(ref) > 1;
+    return owners < 0 ? -1 : Py_REFCNT(tensor) - (owners > 1) + is_seen;
+}
+
+PyDoc_STRVAR(held_doc, "held($self, /)\n--\n\n"
+                       "Return (tensor, number of Python's references) of what was noted in made "
+                       "and has any.");
+
+static PyObject *py_handler_held(METHOD_ARGUMENTS) {
+    py_handler_t *self = (py_handler_t *)object;
+    (void)type;
+    (void)args;
+    if (py_book_expect("held", count, 0, names) != 0) {
+        return NULL;
+    }
+    PyObject *refs = self->made == NULL ? Py_NewRef(Py_None) : Py_NewRef(self->made);
+    PyObject *list = PyList_New(0);
+    for (Py_ssize_t k = 0; list != NULL && PyList_Check(refs) && k < PyList_GET_SIZE(refs); k++) {
+        PyObject *ref = PyList_GET_ITEM(refs, k);
+        PyObject *tensor = PyWeakref_Check(ref) ? PyWeakref_GetObject(ref) : Py_None;
+        Py_ssize_t holders = tensor == Py_None ? 0 : holders_of(self, ref, tensor);
+        PyObject *pair = holders > 0 ? Py_BuildValue("On", tensor, holders) : NULL;
+        if (holders < 0 || (holders > 0 && (pair == NULL || PyList_Append(list, pair) != 0))) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(pair);
+    }
+    Py_DECREF(refs);
+    return list;
+}
+
 PyDoc_STRVAR(forget_doc, "forget($self, /)\n--\n\nForget all references to storages.");
 
 static PyObject *py_handler_forget(METHOD_ARGUMENTS) {
@@ -226,6 +263,7 @@ static PyMethodDef handler_methods[] = {
     HANDLER_METHOD(track, track),
     HANDLER_METHOD(references, references),
     HANDLER_METHOD(forget, forget),
+    HANDLER_METHOD(held, held),
     HANDLER_METHOD(adopt, add),
     {"gone", PY_FASTCALL(py_handler_gone), gone_doc},
     {"__enter__", py_handler_enter, METH_NOARGS, "Keep other threads out."},
@@ -239,6 +277,8 @@ static PyMemberDef handler_members[] = {
      "Compares what runs again; None: nothing is compared."},
     {"module", T_OBJECT, offsetof(py_handler_t, module), 0,
      "Path of the module that runs, noted with each operation; None: not noted."},
+    {"made", T_OBJECT, offsetof(py_handler_t, made), 0,
+     "Weak references to what operators make are appended to this list; None: to none."},
     {"clock", T_OBJECT, offsetof(py_handler_t, clock), 0,
      "Called for the time, ns; None: the system's clock."},
     {"rest_bytes", T_LONGLONG, offsetof(py_handler_t, rest_bytes), 0,
@@ -379,6 +419,7 @@ static int py_handler_traverse(PyObject *object, visitproc visit, void *arg) {
     Py_VISIT(self->flags);
     Py_VISIT(self->gone);
     Py_VISIT(self->module);
+    Py_VISIT(self->made);
     return 0;
 }
 
@@ -391,6 +432,7 @@ static int py_handler_clear(PyObject *object) {
     Py_CLEAR(self->flags);
     Py_CLEAR(self->gone);
     Py_CLEAR(self->module);
+    Py_CLEAR(self->made);
     return 0;
 }
 

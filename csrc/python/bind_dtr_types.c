@@ -13,7 +13,7 @@ PyObject *py_ref_make(PyTypeObject *type, PyObject *storage, PyObject *gone) {
         ref->storage = storage;
         ref->node = -1;
         ref->next_gone = NULL;
-        ref->is_gone = ref->is_foreign = 0;
+        ref->is_gone = ref->is_foreign = ref->stays = 0;
     }
     return object;
 }

@@ -386,9 +386,19 @@ def is_engines(tensor: torch.Tensor) -> bool:
 
 
 @cache
+def _data_types() -> tuple[torch.dtype, ...]:
+    return tuple(kind for kind in vars(torch).values() if isinstance(kind, torch.dtype))
+
+
+@cache
 def _complex_types() -> tuple[torch.dtype, ...]:
-    kinds = vars(torch).values()
-    return tuple(kind for kind in kinds if isinstance(kind, torch.dtype) and kind.is_complex)
+    return tuple(kind for kind in _data_types() if kind.is_complex)
+
+
+@cache
+def _integer_types() -> tuple[torch.dtype, ...]:
+    others = (torch.bool, *_complex_types())
+    return tuple(t for t in _data_types() if not t.is_floating_point and t not in others)
 
 
 def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -422,6 +432,7 @@ def handler_parts(device: torch.device) -> tuple[Any, ...]:
         _copy,
         is_engines,
         -1 if (owners := sole_owners()) is None else owners[0],
+        _integer_types(),
         devices.departure(device),
         getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
     )
@@ -455,6 +466,7 @@ core.check(
         "_C._construct_storage_from_data_pointer",
         "_C._current_autograd_node",
         "_C._len_torch_dispatch_stack",
+        "Tensor._use_count",
         "_conj",
         "_neg_view",
         "ops.aten._native_batch_norm_legit.no_stats",

@@ -50,12 +50,18 @@ _READ = frozenset(_functions("__repr__ __format__ tolist", torch.Tensor))
 _SHARED = frozenset(
     _functions(
         "numpy __array__ data_ptr const_data_ptr mutable_data_ptr __dlpack__ untyped_storage "
-        "storage share_memory_ __deepcopy__ __reduce_ex__ apply_ map_ map2_ tensor_split",
+        "storage share_memory_ __deepcopy__ __reduce_ex__ apply_ map_ map2_ as_subclass "
+        "_make_subclass",
         torch.Tensor,
     )
-    + _functions("tensor_split ctc_loss", torch)
+).union({torch.Tensor.__cuda_array_interface__.__get__, torch.Tensor.data.__set__})
+
+# They read lengths, sizes and indices by pointer, and all else by operators.
+_INDEXED = frozenset(
+    _functions("tensor_split", torch.Tensor)
+    + _functions("tensor_split ctc_loss _pad_packed_sequence", torch)
+    + _functions("lstm gru rnn_tanh rnn_relu quantized_lstm quantized_gru", torch)
     + _functions("ctc_loss", functional)
-    + [torch.Tensor.__cuda_array_interface__.__get__]
 )
 
 # They read elements of lists without operators, and tensors with them.
@@ -83,6 +89,7 @@ class Guard(_core.FunctionMode, TorchFunctionMode):  # type: ignore[misc]
             dict.fromkeys(_READ, self._read)
             | dict.fromkeys(_COLLECTING, self._collect)
             | dict.fromkeys(_SHARED, self._share)
+            | dict.fromkeys(_INDEXED, self._index)
             | dict.fromkeys(_WRITTEN, self._write)
         )
 
@@ -96,6 +103,11 @@ class Guard(_core.FunctionMode, TorchFunctionMode):  # type: ignore[misc]
     def _share(self, args: Any, kwargs: dict[str, Any] | None) -> None:
         for tensor in tree_tensors((args, kwargs)):
             self._session.pin(tensor)
+
+    def _index(self, args: Any, kwargs: dict[str, Any] | None) -> None:
+        for tensor in tree_tensors((args, kwargs)):
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                self._session.pin(tensor)
 
     def _write(self, args: Any, kwargs: dict[str, Any] | None) -> None:
         self._share(args, kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -14,6 +15,7 @@ from rotor.common.accounting import LOSS_GRADIENTS
 from rotor.dtr.context import running
 from rotor.dtr.records import Needs
 from rotor.dtr.runtime import Session
+from rotor.dtr.storages import StorageRef
 from rotor.meter.allocator import Segment
 
 __all__ = ["StepSession", "Unknown", "learn_needs"]
@@ -71,6 +73,7 @@ class StepSession(Session):
         self._before_write = before_write
         self._mark: Callable[[str], None] | None = None
         self._unknown: Unknown = []
+        self._kept_refs: list[StorageRef] = []
         self.additions: Holding | None = None
 
     # -- actions that the session takes on its own
@@ -129,14 +132,25 @@ class StepSession(Session):
     def _warn_of_excess(self) -> None:
         """Leave it to the meter of the step."""
 
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Have these tensors in memory whenever the session pauses: after `leave_room`."""
+        storages = [part.untyped_storage() for t in tensors for part in core.strided_parts(t)]
+        self._kept_refs = [ref for s in storages if (ref := self._handler.reference(s)) is not None]
+
     def leave_room(self, nbytes: int, least: int) -> None:
         """Evict until `nbytes` of the limit are left; BudgetError: fewer than `least` are."""
         rest_bytes = self._handler.rest_bytes
         if rest_bytes > 0:
             # The blocks that a loss makes are the allocator's to cut.
             nbytes += rest_bytes * min(nbytes // rest_bytes, LOSS_GRADIENTS)
-        with dispatch.without_modes():
-            self._make_room(nbytes, least)
+        nodes = {ref.node for ref in self._kept_refs if ref() is not None}
+        with self._handler, dispatch.without_modes():
+            self._book.begin(list(nodes))
+            try:
+                self._catch_up()
+                self._make_room(nbytes, least)
+            finally:
+                self._book.abort()
 
     @property
     def current_bytes(self) -> int:
@@ -147,13 +161,21 @@ class StepSession(Session):
         """Count a tensor that was made outside for as long as it lives."""
         self._see_fresh(tensor)
 
-    # -- storages while the session is paused
+    # -- results to which Python refers
 
-    def made(self, tensor: torch.Tensor) -> bool:
-        """Return whether the storage of a tensor was made in this session."""
-        parts = core.strided_parts(tensor)
-        refs = [self._handler.reference(part.untyped_storage()) for part in parts]
-        return any(ref is not None and not ref.is_foreign for ref in refs)
+    def note_results(self, others: Iterable[torch.Tensor]) -> None:
+        """Have `held` know what operators make from now on, and other tensors."""
+        self._handler.made = [weakref.ref(tensor) for tensor in others]
+
+    def held(self) -> list[tuple[torch.Tensor, int]]:
+        """Return the noted tensors to which Python refers, and how often."""
+        return self._handler.held()
+
+    def forget_results(self) -> None:
+        """Note no results any more."""
+        self._handler.made = None
+
+    # -- storages while the session is paused
 
     def protect(self, storage: torch.UntypedStorage) -> None:
         """Prepare a write to a storage: compute what depends on it, and keep that in memory."""
@@ -161,6 +183,7 @@ class StepSession(Session):
         if ref is not None and self._is_open:
             with self._handler, dispatch.without_modes():
                 super()._protect(ref.node)
+            self.leave_room(0, 0)
 
     def has_lost(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Return whether a result was evicted that depends on these tensors, written to since.
@@ -184,6 +207,7 @@ class StepSession(Session):
         with dispatch.without_modes():
             super().close(warn=warn)
         self._mark = self.additions = None
+        self.forget_results()
 
 
 def learn_needs(unknown: Unknown, segments: Iterable[Segment]) -> None:

@@ -22,6 +22,8 @@ from rotor.dtr.operators import Operator, kernel_of
 from rotor.dtr.records import Needs
 from rotor.dtr.runtime import Session
 
+_MOST_INDEX_BYTES = 1 << 16
+
 
 def _now() -> int:
     return (recall.CLOCK or perf_counter_ns)()
@@ -301,6 +303,12 @@ def _complete(
             [(origin, number) for number, _, origin in new if origin >= 0],
             record is not None,
         )
+    outputs = result_tensors(results)
+    for number, index, storage in zip(numbers, indices, made, strict=False):
+        dtype = outputs[index].dtype
+        is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+        if is_integer and storage.nbytes() <= _MOST_INDEX_BYTES:
+            session._pin(number)
 
 
 def _catch_up(session: Session) -> None:

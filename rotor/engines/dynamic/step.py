@@ -11,12 +11,13 @@ from __future__ import annotations
 import sys
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import Function
+from torch.autograd.function import BackwardCFunction, Function
 
 from rotor._pytorch import core, dispatch
 from rotor.common.accounting import (
@@ -29,6 +30,7 @@ from rotor.common.accounting import (
 from rotor.common.frames import warn_caller
 from rotor.common.hook_values import hook_places
 from rotor.common.places import tensors_in
+from rotor.common.references import replace_references
 from rotor.common.rerun import Rerun
 from rotor.common.substitutes import substituted
 from rotor.common.tensor_trees import output_tensors, replaced, tree_tensors
@@ -104,6 +106,9 @@ class BudgetedStep:
         self._edges: list[Any] | None = None
         self._outputs: list[torch.Tensor] = []
         self._asked: list[torch.Tensor] = []
+        self._returned = 0
+        self._references: Counter[int] = Counter()
+        self._spared: set[int] = set()
         self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self.output_bytes = self.gradient_bytes = 0
         self._rerun: Rerun | None = None
@@ -161,32 +166,39 @@ class BudgetedStep:
         self._undo.inputs = tree_tensors(value)
         output = None
         found: list[torch.Tensor] = []
-        kept: list[torch.Tensor] = []
+        held: list[torch.Tensor] = []
+        self.session.note_results(inner)
+        self._references = Counter({id(t): count for t, count in self.session.held()})
         try:
             with self.session.running(), _OwnCasts(), substituted(value, own) as mine:
                 output = call(*mine)
             del mine
             found = list(_returned(output))
-            kept = [tensor for tensor in self._attributes() if self.session.made(tensor)]
-            for tensor in (*found, *kept):
-                self.session.pin(tensor)
             self.output_bytes = allocator.storage_bytes(found)
+            returned = len(found)
+            for tensor in found:
+                self.session.pin(tensor)
+            held = self._held(found)
+            self.session.keep(held)
+            found += held
             self._phase = "loss"
             self.session.leave_room(*room(self))
             self._least_bytes = self.session.current_bytes
         except BudgetError as error:
-            output, found, kept = None, [], []
+            output, found, held = None, [], []
             raise self._failed(error) from error
         except RecomputationError as error:
-            output, found, kept = None, [], []
+            output, found, held = None, [], []
             self._differed(error)
             raise
         except BaseException:
             self.release()
             raise
         given = {id(mine): theirs for theirs, mine in zip(outer, inner, strict=True)}
-        unique = {id(t): t for t in (*found, *kept) if t.requires_grad and not t.is_leaf}
-        unique = {key: tensor for key, tensor in unique.items() if key not in given}
+        unique = {
+            id(t): t for t in found if t.requires_grad and not t.is_leaf and id(t) not in given
+        }
+        self._returned = sum(id(tensor) in unique for tensor in found[:returned])
         self._connect(list(unique.values()), inner)
         if unique:
             theirs = {id(mine): tensor for tensor, mine in zip(outer, inner, strict=True)}
@@ -201,13 +213,16 @@ class BudgetedStep:
             results = _Node.apply(self, *asked)
             self._mine = [*map(weakref.ref, results)]
             given |= dict(zip(unique, results, strict=True))
-        self._watch(value, [given.get(id(t), t) for t in (*found, *kept)])
-        self._replace_attributes(given)
+        self._watch(value, [given.get(id(t), t) for t in found])
+        others = [mine for mine in inner if any(mine is tensor for tensor in found)]
+        self._spared |= {id(own), id(inner), id(self._asked)}
+        found, held, unique = [], [], {}
         output = replaced(output, given)
-        if not unique:
-            self.release()
-        else:
+        self._replace(given, others)
+        if self._edges:
             _paused.add(self)
+        else:
+            self.release()
         return output
 
     def _results_again(self, value: Any) -> list[torch.Tensor]:
@@ -216,10 +231,22 @@ class BudgetedStep:
         everything = [*output_tensors(output), *self._attributes()]
         return [everything[k] for k in self._places_of_results]
 
+    def _held(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors beside outputs to which Python refers elsewhere than in the graph."""
+        known = set(map(id, outputs))
+        held = [pair for pair in self.session.held() if id(pair[0]) not in known]
+        if any(count > self._references[id(tensor)] for tensor, count in held):
+            for node in _nodes([t.grad_fn for t in (*outputs, *(pair[0] for pair in held))]):
+                if isinstance(node, BackwardCFunction):
+                    self._spared.add(id(vars(node)))
+                    self._references.update(map(id, tensors_in(vars(node))))
+        return [tensor for tensor, count in held if count > self._references[id(tensor)]]
+
     def _connect(self, outputs: list[torch.Tensor], inner: list[torch.Tensor]) -> None:
         self._edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in outputs]
         self._outputs = outputs
-        leaves = {id(leaf): leaf for leaf in _leaves([tensor.grad_fn for tensor in outputs])}
+        nodes = _nodes([tensor.grad_fn for tensor in outputs])
+        leaves = {id(n.variable): n.variable for n in nodes if hasattr(n, "variable")}
         mine = [tensor for tensor in inner if id(tensor) in leaves]
         known = {id(tensor) for tensor in mine}
         self._asked = [*mine, *(leaf for key, leaf in leaves.items() if key not in known)]
@@ -237,16 +264,14 @@ class BudgetedStep:
                 tensors.extend(where[name] for where, name in slots)
         self._watched = [(weakref.ref(t), t._version) for t in tensors if not t.is_inference()]
 
-    # -- values of a forward that modules keep as their attributes
+    # -- values of a forward that are kept elsewhere
 
     def _places(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         for module in self._modules:
             for where, name in core.buffer_slots(module):
                 yield where, name, where[name]
             for name, value in list(vars(module).items()):
-                if name in _OWN_NAMES:
-                    continue
-                if _may_hold_tensors(value):
+                if name not in _OWN_NAMES and _may_hold_tensors(value):
                     yield vars(module), name, value
 
     def _attributes(self) -> list[torch.Tensor]:
@@ -255,14 +280,29 @@ class BudgetedStep:
             found += tensors_in(place.get())
         return found
 
-    def _replace_attributes(self, given: dict[int, torch.Tensor]) -> None:
+    def _replace(self, given: dict[int, torch.Tensor], others: list[torch.Tensor]) -> None:
+        """Replace tensors of the forward wherever Python refers to them.
+
+        Parameters
+        ----------
+        given
+            Substitutes, which are in the graph of the caller, by ``id``.
+        others
+            Inputs that the forward has put somewhere.
+        """
         for where, name, value in self._places():
             if any(id(tensor) in given for tensor in tree_tensors(value)):
                 where[name] = replaced(value, given)
-        for place in hook_places(self._modules):
-            value = place.get()
-            if any(id(tensor) in given for tensor in tensors_in(value)):
-                place.put(replaced(value, given))
+        # Attributes of modules are the usual place, and found faster than others.
+        value = None
+        others += [
+            tensor
+            for tensor, count in self.session.held()
+            if id(tensor) in given and not tensor.is_leaf and count > self._references[id(tensor)]
+        ]
+        self.session.forget_results()
+        if others:
+            replace_references(others, given, self._spared)
 
     # -- backward
 
@@ -295,7 +335,9 @@ class BudgetedStep:
         if not asked or not roots:
             return [None] * len(needed)
         if self._backward_began is not None:
-            self.gradient_bytes = allocator.storage_bytes(g for g in gradients if g is not None)
+            # Gradients of what is kept elsewhere are known once a step is metered.
+            known = gradients[: self._returned]
+            self.gradient_bytes = allocator.storage_bytes(g for g in known if g is not None)
             self._backward_began(self)
             self._backward_began = None
         self._phase = "backward"
@@ -330,6 +372,8 @@ class BudgetedStep:
                     self.session.pin(gradient)
             found = additions.finish(asked, made)
             del made
+            if keeps:
+                self.session.leave_room(0, 0)
         except BudgetError as error:
             raise self._failed(error) from error
         except RecomputationError as error:
@@ -504,10 +548,10 @@ def _may_hold_tensors(value: Any) -> bool:
 
 
 def _own_inputs(value: Any) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
-    """Return tensors that require gradients, and their inner substitutes by ``id``."""
+    """Return tensors of the caller's graph, and their inner substitutes by ``id``."""
     outer: dict[int, torch.Tensor] = {}
     for tensor in tree_tensors(value):
-        if tensor.requires_grad:
+        if tensor.requires_grad and not tensor.is_leaf:
             outer.setdefault(id(tensor), tensor)
     own = {key: tensor.detach().requires_grad_() for key, tensor in outer.items()}
     return list(outer.values()), own
@@ -520,16 +564,13 @@ def _returned(value: Any) -> Iterator[torch.Tensor]:
     yield from found.values()
 
 
-def _leaves(roots: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Return the leaves whose gradients a graph accumulates."""
-    seen = set(roots)
-    waiting = list(roots)
+def _nodes(roots: Sequence[Any]) -> list[Any]:
+    """Return the nodes of a graph."""
+    seen = dict.fromkeys(root for root in roots if root is not None)
+    waiting = list(seen)
     while waiting:
         for node, _ in waiting.pop().next_functions:
             if node is not None and node not in seen:
-                seen.add(node)
-                variable = getattr(node, "variable", None)
-                if variable is None:
-                    waiting.append(node)
-                else:
-                    yield variable
+                seen[node] = None
+                waiting.append(node)
+    return list(seen)

@@ -1,0 +1,326 @@
+"""Tensors that Python still reads when a forward ends, or below operators (dynamic engine)."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, unpack_sequence
+
+import rotor
+from rotor import dtr
+
+CAUGHT: list[torch.Tensor] = []
+
+
+@dataclass
+class Record:
+    features: list[torch.Tensor] = field(default_factory=list)
+    last: torch.Tensor | None = None
+
+
+class Slots:
+    __slots__ = ("kept",)
+
+    def __init__(self) -> None:
+        self.kept: Any = None
+
+
+class Net(nn.Module):
+    shared: ClassVar[Any] = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, keep: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
+        for k, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            keep(k, x)
+        return x
+
+
+def _list() -> tuple[Any, Any]:
+    found: list[torch.Tensor] = []
+    return lambda _, t: found.append(t), lambda: found
+
+
+def _global() -> tuple[Any, Any]:
+    CAUGHT.clear()
+    return lambda _, t: CAUGHT.append(t), lambda: CAUGHT
+
+
+def _class() -> tuple[Any, Any]:
+    def keep(k: int, tensor: torch.Tensor) -> None:
+        if k == 2:
+            Net.shared = tensor
+
+    return keep, lambda: [Net.shared]
+
+
+def _object() -> tuple[Any, Any]:
+    record = Record()
+
+    def keep(k: int, tensor: torch.Tensor) -> None:
+        record.features.append(tensor[:, ::2])
+        record.last = tensor
+
+    return keep, lambda: [*record.features, record.last]
+
+
+def _slots() -> tuple[Any, Any]:
+    slots = Slots()
+
+    def keep(k: int, tensor: torch.Tensor) -> None:
+        slots.kept = (slots.kept, {k: (k, tensor)}) if k % 2 else slots.kept
+
+    def read() -> Iterator[torch.Tensor]:
+        at = slots.kept
+        while at is not None:
+            yield next(iter(at[1].values()))[1]
+            at = at[0]
+
+    return keep, read
+
+
+def _queue() -> tuple[Any, Any]:
+    queue: deque[Any] = deque(maxlen=3)
+    return lambda k, t: queue.append((k, t.chunk(2)[1])), lambda: [t for _, t in queue]
+
+
+def _variable() -> tuple[Any, Any]:
+    total: torch.Tensor | None = None
+
+    def keep(k: int, tensor: torch.Tensor) -> None:
+        nonlocal total
+        loss = tensor.square().mean()
+        total = loss if total is None else total + loss
+
+    return keep, lambda: [total]
+
+
+KEEPERS = {
+    "list": _list,
+    "global": _global,
+    "class": _class,
+    "object": _object,
+    "slots": _slots,
+    "queue": _queue,
+    "variable": _variable,
+}
+
+
+def _gradients(keeper: Callable[[], tuple[Any, Any]], steps: int = 2, **limits: Any) -> list[Any]:
+    torch.manual_seed(0)
+    net = Net()
+    model: Any = rotor.Checkpointable(net, verbosity=0, **limits) if limits else net
+    losses = []
+    for _ in range(steps):
+        net.zero_grad()
+        keep, read = keeper()
+        y = model(torch.randn(256, 64), keep)
+        loss = y.square().mean() + sum(t.abs().mean() for t in read())
+        loss.backward()
+        losses.append(loss.detach())
+    return [*losses, *(p.grad for p in net.parameters())]
+
+
+@pytest.mark.parametrize("keeper", KEEPERS.values(), ids=KEEPERS)
+def test_what_a_forward_puts_elsewhere_is_there_and_has_gradients(keeper: Any) -> None:
+    limited = _gradients(keeper, mem_limit="1.6 MB", engine="dynamic")
+    assert all(map(torch.equal, _gradients(keeper), limited))
+
+
+def test_an_input_that_a_forward_keeps_stays_in_the_graph() -> None:
+    def gradients(**limits: Any) -> list[Any]:
+        torch.manual_seed(0)
+        first, net, kept = nn.Linear(64, 64), Net(), []
+        model: Any = rotor.Checkpointable(net, verbosity=0, **limits) if limits else net
+        x = first(torch.randn(256, 64))
+        hook = net.register_forward_pre_hook(lambda _, args: kept.append((args[0],)))
+        y = model(x, lambda k, t: None)
+        hook.remove()
+        (y.square().mean() + kept[0][0].square().sum()).backward()
+        return [p.grad for p in (*first.parameters(), *net.parameters())]
+
+    limited = gradients(mem_limit="1.2 MB", engine="dynamic")
+    assert all(map(torch.equal, gradients(), limited))
+
+
+def test_a_leaf_that_a_model_takes_is_a_leaf_inside() -> None:
+    seen = []
+
+    class Looking(nn.Module):
+        def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            seen.append((x.is_leaf, bias.is_leaf))
+            return torch.tanh(x + bias)
+
+    model = rotor.Checkpointable(Looking(), mem_limit="1 MB", engine="dynamic", verbosity=0)
+    x = torch.randn(8, requires_grad=True)
+    model(x, torch.zeros(8)).sum().backward()
+    assert seen == [(True, True)]
+    assert x.grad is not None
+
+
+def test_nothing_stays_of_a_step_without_a_backward() -> None:
+    net = Net()
+    model = rotor.Checkpointable(net, mem_limit="1.6 MB", engine="dynamic", verbosity=0)
+    kept: list[torch.Tensor] = []
+    y = model(torch.randn(256, 64), lambda _, t: kept.append(t))
+    watched = [weakref.ref(t.untyped_storage()) for t in (*kept, y)]
+    del y
+    kept.clear()
+    gc.collect()
+    assert not any(ref() is not None for ref in watched)
+
+
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.kept = x
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * ctx.kept * gradient
+
+
+class Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.sigmoid(Doubling.apply(layer(x)))
+        return x
+
+
+def test_what_only_functions_of_the_graph_hold_is_evicted() -> None:
+    def gradients(**limits: Any) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        net = Squares()
+        model: Any = rotor.Checkpointable(net, verbosity=0, **limits) if limits else net
+        for _ in range(2):
+            net.zero_grad()
+            model(torch.randn(256, 64)).square().mean().backward()
+        return [p.grad for p in net.parameters()], model
+
+    expected, _ = gradients()
+    found, model = gradients(mem_limit="1 MB", engine="dynamic")
+    assert all(map(torch.equal, expected, found))
+    assert model.plan.last.stats.evictions > 0
+
+
+# -- readers below the operators
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: Any, **settings: Any) -> None:
+        super().__init__()
+        self.net = kind(32, 32, 2, batch_first=True, **settings)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(x, lengths + 0, batch_first=True, enforce_sorted=False)
+        out = self.net(packed)[0]
+        parts = unpack_sequence(out)
+        return pad_packed_sequence(out, batch_first=True)[0].sum((1, 2)) + torch.stack(
+            [part.mean() for part in parts]
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(nn.LSTM, {"bidirectional": True}), (nn.GRU, {}), (nn.RNN, {"nonlinearity": "relu"})],
+)
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+@pytest.mark.parametrize("share", [0.2, 0.35, 0.6])
+def test_packed_sequences_are_exact_at_every_limit(kind: Any, settings: Any, share: float) -> None:
+    def gradients(**limits: Any) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        net = Recurrent(kind, **settings)
+        lengths = torch.tensor([32, 30, 25, 20, 14, 9, 5, 2])
+        model: Any = rotor.Checkpointable(net, verbosity=0, **limits) if limits else net
+        for _ in range(2):
+            net.zero_grad()
+            model(torch.randn(8, 32, 32), lengths).square().mean().backward()
+        return [p.grad for p in net.parameters()], model
+
+    expected, _ = gradients()
+    _, free = gradients(mem_limit="1 GB", engine="dynamic")
+    limit = int(share * free.plan.last.stats.peak_bytes) + 200_000
+    try:
+        found, _ = gradients(mem_limit=limit, engine="dynamic")
+    except rotor.InfeasibleError:
+        return
+    assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+def test_small_integers_are_never_evicted() -> None:
+    with dtr.budget("2 MB", strict=False) as session:
+        x = torch.zeros(1000, dtype=torch.int64)
+        lengths, large = x + 3, torch.zeros(20_000, dtype=torch.int64) + 3
+        pressure = [torch.ones(100_000) + 1 for _ in range(8)]
+        session.materialize(pressure[0])
+        assert session.stats.evictions > 0
+        described = session._book.describe
+        assert described(session.reference(lengths).node).is_source  # type: ignore[union-attr]
+        assert not described(session.reference(large).node).is_source  # type: ignore[union-attr]
+
+
+def test_large_indices_are_there_for_readers_by_pointer() -> None:
+    with dtr.budget("2.6 MB"):
+        x = torch.arange(30_000.0)
+        where = torch.arange(1, 20_001, dtype=torch.int64) + 0
+        for _ in range(8):
+            _ = torch.ones(100_000) + 1
+            held = torch.ones(100_000) * 2
+        parts = torch.tensor_split(x, where)
+        assert held.sum() == 200_000
+    assert [len(part) for part in parts] == [1] * 20_000 + [10_000]
+
+
+READ_BY_POINTER = {
+    *("_pad_packed_sequence", "lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data"),
+    *("tensor_split.tensor_indices_or_sections", "ctc_loss.Tensor"),
+}
+BY_OPERATORS = {
+    # Their gradients, sums and sparse tensors are made of operators on indices.
+    *("embedding_bag", "embedding_bag.padding_idx", "embedding_backward"),
+    *("embedding_sparse_backward", "cummaxmin_backward", "gather_backward"),
+    *("index_select_backward", "_embedding_bag_sparse_backward", "repeat_interleave.self_Tensor"),
+    *("_gather_sparse_backward", "take_along_dim", "take_along_dim.out"),
+    *("value_selecting_reduction_backward", "index_select.dimname", "index_select.dimname_out"),
+    *("index_add.dimname", "index_fill.Dimname_Scalar", "gather.dimname", "scatter_add.dimname"),
+    # A reader by pointer that only autograd calls, with what packing made: small, or refused.
+    "_pack_padded_sequence_backward",
+}
+
+
+def test_all_readers_of_indices_and_lengths_are_known() -> None:
+    names = {"batch_sizes", "lengths", "indices", "index", "offsets", "repeats"}
+    names |= {"input_lengths", "target_lengths", "tensor_indices_or_sections"}
+    unknown = []
+    registered = set(torch._C._dispatch_get_all_op_names())
+    for schema in torch._C._jit_get_all_schemas():
+        name = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
+        if not name.startswith("aten::") or "sparse_" in name.replace("_sparse_backward", ""):
+            continue
+        takes = {a.name for a in schema.arguments if "Tensor" in str(a.type)} & names
+        key = "CompositeImplicitAutograd"
+        if (
+            takes
+            and name in registered
+            and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+        ):
+            unknown.append(name.removeprefix("aten::"))
+    assert set(unknown) >= READ_BY_POINTER
+    assert set(unknown) <= READ_BY_POINTER | BY_OPERATORS, sorted(unknown)
