@@ -6,6 +6,8 @@ import copy
 import gc
 import pickle
 import random
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -351,3 +353,35 @@ def test_parameters_may_be_others_in_the_next_step(change: Callable[[nn.Module],
 
     limited = gradients(mem_limit="2 MB", engine="dynamic")
     assert all(map(torch.equal, gradients(), limited))
+
+
+def test_several_backwards_run_as_one() -> None:
+    def gradients(**limits: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(48, 48), nn.Tanh())])
+        model: Any = rotor.Checkpointable(net, verbosity=0, **limits) if limits else net
+        y = model(torch.randn(256, 48))[:3].sum(1)
+        found = torch.autograd.grad(y, list(net.parameters()), torch.eye(3), is_grads_batched=True)
+        return found, model
+
+    found, model = gradients(mem_limit="800 KB", engine="dynamic")
+    assert all(map(torch.equal, gradients()[0], found))
+    assert model.plan.last.stats.evictions > 0
+
+
+FIRST_OF_A_PROCESS = """
+import gc, weakref, torch, rotor
+net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+model = rotor.Checkpointable(net, mem_limit="5 MB", engine="dynamic", verbosity=0)
+model(torch.randn(4, 8)).sum().backward()
+import torch._dynamo
+model(torch.randn(4, 8)).sum().backward()
+watched = weakref.ref(net)
+del net, model
+gc.collect()
+assert watched() is None
+"""
+
+
+def test_the_first_model_of_a_process_is_freed() -> None:
+    subprocess.run([sys.executable, "-c", FIRST_OF_A_PROCESS], check=True, timeout=300)

@@ -435,6 +435,8 @@ _REQUIRED = (
     "_C._current_graph_task_id",
     "_C._functorch.peek_interpreter_stack",
     "_C._is_any_autocast_enabled",
+    "_C._vmapmode_increment_nesting",
+    "_C._vmapmode_decrement_nesting",
     "_C._autograd._get_current_graph_task_keep_graph",
     "_C._autograd._profiler_enabled",
     "_C._autograd._top_saved_tensors_default_hooks",
@@ -536,6 +538,13 @@ def at_end_of_backward(
         No backward is running.
     """
     torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(done, failed))
+
+
+def in_batched_backward() -> bool:
+    """Return whether several backwards run as one (``is_grads_batched``)."""
+    nesting = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return nesting > 1
 
 
 def check_after_backward(check: Callable[[], object]) -> None:

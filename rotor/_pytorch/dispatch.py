@@ -197,22 +197,29 @@ def current_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+_before_export: list[Callable[[torch.Tensor], None]] = []
+
+
+def _to_dlpack(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run `torch.to_dlpack` as without a budget."""
+    for prepare in _before_export:
+        prepare(tensor)
+    return torch._C._to_dlpack(tensor, *args, **kwargs)
+
+
 @contextmanager
 def dlpack_after(prepare: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Have `torch.to_dlpack`, which no mode sees, prepare its tensor first, in the context."""
     homes: list[Any] = [torch, torch.utils.dlpack]
     export = torch.to_dlpack  # type: ignore[attr-defined]
-
-    def to_dlpack(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run `torch.to_dlpack` as without a budget."""
-        prepare(tensor)
-        return export(tensor, *args, **kwargs)
-
+    # Who keeps the function, as dynamo does when it is imported, keeps nothing else.
+    _before_export.append(prepare)
     for home in homes:
-        home.to_dlpack = to_dlpack
+        home.to_dlpack = _to_dlpack
     try:
         yield
     finally:
+        _before_export.remove(prepare)
         for home in homes:
             home.to_dlpack = export
 
@@ -467,6 +474,7 @@ core.check(
         "_C._current_autograd_node",
         "_C._len_torch_dispatch_stack",
         "Tensor._use_count",
+        "_C._to_dlpack",
         "_conj",
         "_neg_view",
         "ops.aten._native_batch_norm_legit.no_stats",

@@ -334,9 +334,11 @@ class BudgetedStep:
         asked = [leaf for leaf, need in zip(self._asked, needed, strict=True) if need]
         if not asked or not roots:
             return [None] * len(needed)
+        # The memory of batched gradients is seen in operators only.
+        is_batched = core.in_batched_backward()
         if self._backward_began is not None:
             # Gradients of what is kept elsewhere are known once a step is metered.
-            known = gradients[: self._returned]
+            known = () if is_batched else gradients[: self._returned]
             self.gradient_bytes = allocator.storage_bytes(g for g in known if g is not None)
             self._backward_began(self)
             self._backward_began = None
@@ -368,7 +370,7 @@ class BudgetedStep:
                     allow_unused=True,
                 )
             for gradient in made:
-                if gradient is not None:
+                if gradient is not None and not is_batched:
                     self.session.pin(gradient)
             found = additions.finish(asked, made)
             del made
