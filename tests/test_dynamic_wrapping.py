@@ -355,6 +355,7 @@ def test_parameters_may_be_others_in_the_next_step(change: Callable[[nn.Module],
     assert all(map(torch.equal, gradients(), limited))
 
 
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
 def test_several_backwards_run_as_one() -> None:
     def gradients(**limits: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
         torch.manual_seed(0)
