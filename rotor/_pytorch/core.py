@@ -7,7 +7,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -209,23 +209,6 @@ def packs_with(pack: Callable[..., Any]) -> bool:
     """Return whether autograd currently packs saved tensors with `pack`."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0] is pack
-
-
-def hidden_from_hooks(is_hidden: Callable[[torch.Tensor], bool]) -> AbstractContextManager[object]:
-    """Return a context in which the caller's saved-tensor hooks do not see some tensors."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:
-        return nullcontext()
-    pack, unpack = hooks
-
-    def pack_others(tensor: torch.Tensor) -> tuple[bool, Any]:
-        hides = is_hidden(tensor)
-        return hides, tensor if hides else pack(tensor)
-
-    def unpack_others(packed: tuple[bool, Any]) -> Any:
-        return packed[1] if packed[0] else unpack(packed[1])
-
-    return torch.autograd.graph.saved_tensors_hooks(pack_others, unpack_others)
 
 
 def callable_of(target: Any) -> Any:
@@ -435,8 +418,6 @@ _REQUIRED = (
     "_C._current_graph_task_id",
     "_C._functorch.peek_interpreter_stack",
     "_C._is_any_autocast_enabled",
-    "_C._vmapmode_increment_nesting",
-    "_C._vmapmode_decrement_nesting",
     "_C._autograd._get_current_graph_task_keep_graph",
     "_C._autograd._profiler_enabled",
     "_C._autograd._top_saved_tensors_default_hooks",
@@ -538,13 +519,6 @@ def at_end_of_backward(
         No backward is running.
     """
     torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(done, failed))
-
-
-def in_batched_backward() -> bool:
-    """Return whether several backwards run as one (``is_grads_batched``)."""
-    nesting = torch._C._vmapmode_increment_nesting()
-    torch._C._vmapmode_decrement_nesting()
-    return nesting > 1
 
 
 def check_after_backward(check: Callable[[], object]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -40,6 +40,30 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 def graph_task() -> int:
     """Return the number of the backward that runs in this thread, -1 for none."""
     return torch._C._current_graph_task_id()
+
+
+def hidden_from_hooks(is_hidden: Callable[[torch.Tensor], bool]) -> AbstractContextManager[object]:
+    """Return a context in which the caller's saved-tensor hooks do not see some tensors."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return nullcontext()
+    pack, unpack = hooks
+
+    def pack_others(tensor: torch.Tensor) -> tuple[bool, Any]:
+        hides = is_hidden(tensor)
+        return hides, tensor if hides else pack(tensor)
+
+    def unpack_others(packed: tuple[bool, Any]) -> Any:
+        return packed[1] if packed[0] else unpack(packed[1])
+
+    return torch.autograd.graph.saved_tensors_hooks(pack_others, unpack_others)
+
+
+def in_batched_backward() -> bool:
+    """Return whether several backwards run as one (``is_grads_batched``)."""
+    nesting = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return nesting > 1
 
 
 class BelowAutograd:
@@ -474,6 +498,9 @@ core.check(
         "_C._current_autograd_node",
         "_C._len_torch_dispatch_stack",
         "Tensor._use_count",
+        "_C._autograd._top_saved_tensors_default_hooks",
+        "_C._vmapmode_increment_nesting",
+        "_C._vmapmode_decrement_nesting",
         "_C._to_dlpack",
         "_conj",
         "_neg_view",

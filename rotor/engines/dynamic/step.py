@@ -106,7 +106,7 @@ class BudgetedStep:
         self._edges: list[Any] | None = None
         self._outputs: list[torch.Tensor] = []
         self._asked: list[torch.Tensor] = []
-        self._returned = 0
+        self._output_count = 0
         self._references: Counter[int] = Counter()
         self._spared: set[int] = set()
         self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
@@ -174,11 +174,11 @@ class BudgetedStep:
                 output = call(*mine)
             del mine
             found = list(_returned(output))
-            self.output_bytes = allocator.storage_bytes(found)
-            returned = len(found)
             for tensor in found:
                 self.session.pin(tensor)
-            held = self._held(found)
+            self.output_bytes = allocator.storage_bytes(found)
+            returned = len(found)
+            held = self._kept_elsewhere(found)
             self.session.keep(held)
             found += held
             self._phase = "loss"
@@ -198,7 +198,7 @@ class BudgetedStep:
         unique = {
             id(t): t for t in found if t.requires_grad and not t.is_leaf and id(t) not in given
         }
-        self._returned = sum(id(tensor) in unique for tensor in found[:returned])
+        self._output_count = sum(id(tensor) in unique for tensor in found[:returned])
         self._connect(list(unique.values()), inner)
         if unique:
             theirs = {id(mine): tensor for tensor, mine in zip(outer, inner, strict=True)}
@@ -218,7 +218,7 @@ class BudgetedStep:
         self._spared |= {id(own), id(inner), id(self._asked)}
         found, held, unique = [], [], {}
         output = replaced(output, given)
-        self._replace(given, others)
+        self._hand_over(given, others)
         if self._edges:
             _paused.add(self)
         else:
@@ -231,7 +231,7 @@ class BudgetedStep:
         everything = [*output_tensors(output), *self._attributes()]
         return [everything[k] for k in self._places_of_results]
 
-    def _held(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _kept_elsewhere(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors beside outputs to which Python refers elsewhere than in the graph."""
         known = set(map(id, outputs))
         held = [pair for pair in self.session.held() if id(pair[0]) not in known]
@@ -280,7 +280,7 @@ class BudgetedStep:
             found += tensors_in(place.get())
         return found
 
-    def _replace(self, given: dict[int, torch.Tensor], others: list[torch.Tensor]) -> None:
+    def _hand_over(self, given: dict[int, torch.Tensor], others: list[torch.Tensor]) -> None:
         """Replace tensors of the forward wherever Python refers to them.
 
         Parameters
@@ -335,10 +335,10 @@ class BudgetedStep:
         if not asked or not roots:
             return [None] * len(needed)
         # The memory of batched gradients is seen in operators only.
-        is_batched = core.in_batched_backward()
+        is_batched = dispatch.in_batched_backward()
         if self._backward_began is not None:
             # Gradients of what is kept elsewhere are known once a step is metered.
-            known = () if is_batched else gradients[: self._returned]
+            known = () if is_batched else gradients[: self._output_count]
             self.gradient_bytes = allocator.storage_bytes(g for g in known if g is not None)
             self._backward_began(self)
             self._backward_began = None

@@ -19,7 +19,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rotor._pytorch import captures, core, quiet_capture, region_guards, regions, symbols
+from rotor._pytorch import (
+    captures,
+    core,
+    dispatch,
+    quiet_capture,
+    region_guards,
+    regions,
+    symbols,
+)
 from rotor._pytorch import inductor as _inductor
 from rotor._pytorch.draws import Draws
 from rotor._pytorch.lean_tracing import graph_module
@@ -312,7 +320,7 @@ class Capture:
             self._draws.take_back()
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        with core.one_graph(), core.hidden_from_hooks(_is_token):
+        with core.one_graph(), dispatch.hidden_from_hooks(_is_token):
             if self.graphs:
                 with quiet_capture.capturing_again(self._asked, self._draws):
                     try:
