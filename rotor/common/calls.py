@@ -29,7 +29,7 @@ _PLAIN_LEAVES = {torch.Tensor, nn.Parameter, bool, int, float, str, type(None)}
 _VALUES = (
     bool | int | float | str | bytes | complex | None | torch.dtype | torch.device | torch.Size
 )
-_FEW = (bool, type(None), torch.dtype, torch.device)
+_FEW = (bool, type(None), torch.dtype, torch.device, torch.Size)
 """Types of which there are few values: they always tell calls apart."""
 
 
