@@ -318,7 +318,9 @@ def _catch_up(session: Session) -> None:
 
 def _replay(session: Session, record: Record) -> None:
     book, needs = session._book, record.needs
-    nbytes = book.replay_bytes() * (2 if session._bytes.copies else 1)
+    nbytes = book.replay_bytes()
+    if session._bytes.copies:
+        nbytes = max(nbytes, 2 * (nbytes - record.counted_bytes))
     if record.state is not None and session._is_cpu:
         nbytes += record.state.nbytes
     unknown = needs.workspace_bytes - record.counted_bytes
