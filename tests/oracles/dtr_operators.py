@@ -307,7 +307,7 @@ def _complete(
     for number, index, storage in zip(numbers, indices, made, strict=False):
         dtype = outputs[index].dtype
         is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
-        if is_integer and storage.nbytes() <= _MOST_INDEX_BYTES:
+        if is_integer and session._is_cpu and storage.nbytes() <= _MOST_INDEX_BYTES:
             session._pin(number)
 
 
