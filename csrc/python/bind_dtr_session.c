@@ -166,14 +166,14 @@ static PyObject *py_handler_references(METHOD_ARGUMENTS) {
     return list;
 }
 
-/* References of Python's to a tensor: one more is PyTorch's where others own it too. Weak ones count
- * as well, but for our own. */
+/* References of Python's to a tensor, but for the caller's: one more is PyTorch's where others own it
+ * too. Weak ones count as well, but for our own. */
 static Py_ssize_t holders_of(py_handler_t *self, PyObject *ref, PyObject *tensor) {
     PyObject *uses = PyObject_CallMethodNoArgs(tensor, self->names[NAME__use_count]);
     Py_ssize_t owners = uses == NULL ? -1 : PyLong_AsSsize_t(uses);
     Py_XDECREF(uses);
     bool is_seen = ((PyWeakReference *)ref)->wr_next != NULL || Py_REFCNT(ref) > 1;
-    return owners < 0 ? -1 : Py_REFCNT(tensor) - (owners > 1) + is_seen;
+    return owners < 0 ? -1 : Py_REFCNT(tensor) - 1 - (owners > 1) + is_seen;
 }
 
 PyDoc_STRVAR(held_doc, "held($self, /)\n--\n\n"
@@ -191,13 +191,14 @@ static PyObject *py_handler_held(METHOD_ARGUMENTS) {
     PyObject *list = PyList_New(0);
     for (Py_ssize_t k = 0; list != NULL && PyList_Check(refs) && k < PyList_GET_SIZE(refs); k++) {
         PyObject *ref = PyList_GET_ITEM(refs, k);
-        PyObject *tensor = PyWeakref_Check(ref) ? PyWeakref_GetObject(ref) : Py_None;
+        PyObject *tensor = Py_NewRef(PyWeakref_Check(ref) ? PyWeakref_GetObject(ref) : Py_None);
         Py_ssize_t holders = tensor == Py_None ? 0 : holders_of(self, ref, tensor);
         PyObject *pair = holders > 0 ? Py_BuildValue("On", tensor, holders) : NULL;
         if (holders < 0 || (holders > 0 && (pair == NULL || PyList_Append(list, pair) != 0))) {
             Py_CLEAR(list);
         }
         Py_XDECREF(pair);
+        Py_DECREF(tensor);
     }
     Py_DECREF(refs);
     return list;

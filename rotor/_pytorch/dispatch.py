@@ -44,7 +44,7 @@ def graph_task() -> int:
 
 def hidden_from_hooks(is_hidden: Callable[[torch.Tensor], bool]) -> AbstractContextManager[object]:
     """Return a context in which the caller's saved-tensor hooks do not see some tensors."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return nullcontext()
     pack, unpack = hooks

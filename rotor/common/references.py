@@ -28,7 +28,7 @@ def replace_references(
     skipped
         The ``id`` of each container that stays as it is.
     """
-    # What is frozen is not found.
+    # What is frozen is not found; freezing again would keep garbage that was made since.
     gc.unfreeze()
     while found:
         made: dict[int, Any] = {}
@@ -47,7 +47,7 @@ def replace_references(
 def _copy(holder: Any, given: Mapping[int, Any]) -> Any:
     items = [given.get(id(item), item) for item in holder]
     base = tuple if isinstance(holder, tuple) else frozenset
-    return base.__new__(type(holder), items)  # type: ignore[type-var]
+    return base.__new__(type(holder), items)
 
 
 def _replace_in(holder: Any, given: Mapping[int, Any]) -> None:

@@ -54,7 +54,7 @@ _SHARED = frozenset(
         "_make_subclass",
         torch.Tensor,
     )
-).union({torch.Tensor.__cuda_array_interface__.__get__, torch.Tensor.data.__set__})
+).union({torch.Tensor.__cuda_array_interface__.__get__, torch.Tensor.data.__set__})  # type: ignore[attr-defined]
 
 # They read lengths, sizes and indices by pointer, and all else by operators.
 _INDEXED = frozenset(
