@@ -113,9 +113,10 @@ def _leaves_unwritten(
     """Return whether an operator leaves memory of a result as it was; it runs again."""
     key = (record.operator.name, index)
     if key not in _unwritten:
-        fills = _is_fill(result_tensors(handler.rerun(record, storages, _run_filled))[index])
-        made = result_tensors(handler.rerun(record, storages, None))[index]
-        if made.shape == fills.shape and _any_beyond(fills, made):
+        # In this order: memory that was filled may be the next to be given out.
+        plain = _is_fill(result_tensors(handler.rerun(record, storages, None))[index])
+        filled = result_tensors(handler.rerun(record, storages, _run_filled))[index]
+        if filled.shape == plain.shape and _any_beyond(filled, plain):
             _unwritten.add(key)
     return key in _unwritten
 
@@ -125,10 +126,10 @@ def _run_filled(call: Callable[..., Any], args: Any, kwargs: dict[str, Any] | No
         return call(*args, **(kwargs or {}))
 
 
-def _any_beyond(fills: torch.Tensor, made: torch.Tensor) -> bool:
-    """Return whether an element is filled that is not so in `made`; in pieces, to save memory."""
-    pieces = zip(fills.reshape(-1).split(_PIECE), made.reshape(-1).split(_PIECE), strict=True)
-    return any(bool((fill & ~_is_fill(piece)).any()) for fill, piece in pieces)
+def _any_beyond(filled: torch.Tensor, plain: torch.Tensor) -> bool:
+    """Return whether an element is filled that `plain` does not mark; in pieces, to save memory."""
+    pieces = zip(filled.reshape(-1).split(_PIECE), plain.reshape(-1).split(_PIECE), strict=True)
+    return any(bool((_is_fill(piece) & ~fill).any()) for piece, fill in pieces)
 
 
 def _is_fill(tensor: torch.Tensor) -> torch.Tensor:
