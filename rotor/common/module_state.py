@@ -204,7 +204,11 @@ class _Mutable:
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     with torch.no_grad():
-        return torch.equal(a, b) or bool(torch.equal(a.isnan(), b.isnan()) and _finite(a, b))
+        pairs = zip(core.strided_parts(a), core.strided_parts(b), strict=True)
+        return all(
+            torch.equal(x, y) or (torch.equal(x.isnan(), y.isnan()) and _finite(x, y))
+            for x, y in pairs
+        )
 
 
 def _finite(a: torch.Tensor, b: torch.Tensor) -> bool:

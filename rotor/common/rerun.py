@@ -77,8 +77,8 @@ class Unit:
         """Return the versions of all buffers, and copies of those that forwards write to."""
         now = _versions(self.buffers)
         if self._versions is None:
-            values = [where.get(name) for where, name in self.buffers]
-            written = {k for k, v in enumerate(values) if v is None or v.nbytes <= _FIRST_BYTES}
+            values = map(core.value_in, self.buffers)
+            written = {k for k, v in enumerate(values) if v is None or _bytes(v) <= _FIRST_BYTES}
         else:
             pairs = enumerate(zip(now, self._versions, strict=True))
             self._written.update(k for k, (new, old) in pairs if new != old)
@@ -86,14 +86,17 @@ class Unit:
         self._versions = now
         found: dict[int, torch.Tensor | None] = {}
         for k in written:
-            where, name = self.buffers[k]
-            value = where.get(name)
+            value = core.value_in(self.buffers[k])
             found[k] = None if value is None else value.detach().clone()
         return now, found
 
 
+def _bytes(tensor: torch.Tensor) -> int:
+    return sum(part.nbytes for part in core.strided_parts(tensor))
+
+
 def _versions(slots: Sequence[core.Slot]) -> list[tuple[int, int]]:
-    values = [where.get(name) for where, name in slots]
+    values = list(map(core.value_in, slots))
     return [(id(v), 0 if v is None or v.is_inference() else v._version) for v in values]
 
 
@@ -152,7 +155,7 @@ class Rerun:
                 "retain_graph=True to the first backward"
             )
         keeps = core.keeps_graph()
-        parameters = (where.get(name) for where, name in self._unit.parameters)
+        parameters = map(core.value_in, self._unit.parameters)
         is_split = keeps and core.splits_backward(p for p in parameters if p is not None)
         if is_split and backwards.in_split_backward():
             raise RuntimeError(SPLIT_BACKWARD)

@@ -154,9 +154,9 @@ def sparse_growth(plan: Metered, slots: Iterable[core.Slot]) -> int:
         Slots of the parameters.
     """
     found = 0
-    for values, name in slots:
+    for slot in slots:
         # Pruning takes parameters out of their slots.
-        gradient = getattr(values.get(name), "grad", None)
+        gradient = getattr(core.value_in(slot), "grad", None)
         if gradient is not None and gradient.layout is not torch.strided:
             found += memory.storage_bytes(core.strided_parts(gradient))
     more = max(found - plan.sparse_bytes, 0)
